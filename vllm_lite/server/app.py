@@ -16,10 +16,13 @@ from vllm_lite import __version__
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.generation import Asked, Generation, Made
 from vllm_lite.server.http.auth import OPEN_PATHS, AuthMiddleware
+from vllm_lite.server.http.dialects import Dialects
 from vllm_lite.server.http.paths import PathMiddleware
 from vllm_lite.server.live_requests import LiveRequests, as_json
+from vllm_lite.server.messages import errors as messages_errors
 from vllm_lite.server.metrics import PATH as METRICS_PATH
 from vllm_lite.server.metrics import Metrics
+from vllm_lite.server.ollama import errors as ollama_errors
 from vllm_lite.server.openai import openapi
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
 from vllm_lite.server.openai.errors import ApiError
@@ -27,6 +30,12 @@ from vllm_lite.server.openai.prompts import SLICE_TOKENS
 from vllm_lite.server.pages import pages
 
 V1 = "/v1"
+DIALECTS = Dialects(
+    {
+        **dict.fromkeys(messages_errors.PATHS, messages_errors.response),
+        **dict.fromkeys(ollama_errors.PATHS, ollama_errors.response),
+    }
+)
 DOCS_PATHS = frozenset(pages.PAGES) | {"/openapi.json", "/version"}
 
 
@@ -144,7 +153,7 @@ def build(
     open_paths = OPEN_PATHS
     open_paths |= {METRICS_PATH} if config.public_metrics else frozenset()
     open_paths |= DOCS_PATHS if config.public_docs else frozenset()
-    auth = Middleware(AuthMiddleware, keys=keys, is_local=config.is_local, open_paths=open_paths)
+    auth = Middleware(AuthMiddleware, keys=keys, is_local=config.is_local, open_paths=open_paths, dialects=DIALECTS)
     short = frozenset(route.path.removeprefix(V1) for route in routes if route.path.startswith(f"{V1}/"))
     paths = Middleware(PathMiddleware, short=short - {route.path for route in routes})
     middleware = [paths, Middleware(metrics.counting), auth]
@@ -163,16 +172,16 @@ def build(
     return app
 
 
-async def _on_api_error(_: Request, error: ApiError) -> Response:
-    return error.response()
+async def _on_api_error(request: Request, error: ApiError) -> Response:
+    return DIALECTS.response(request.scope, error)
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
     text = f"{request.method} {request.scope['path']}: {error.detail}"
-    return ApiError(error.status_code, text, headers=dict(error.headers or {})).response()
+    return DIALECTS.response(request.scope, ApiError(error.status_code, text, headers=dict(error.headers or {})))
 
 
-async def _on_fault(_: Request, error: Exception) -> Response:
+async def _on_fault(request: Request, error: Exception) -> Response:
     """Answer for a fault of ours. Its traceback goes to the log, not to the client."""
     del error
-    return ApiError(500, "the server failed; its log says why").response()
+    return DIALECTS.response(request.scope, ApiError(500, "the server failed; its log says why"))

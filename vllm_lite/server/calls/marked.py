@@ -10,6 +10,8 @@ from vllm_lite.server.openai.errors import ApiError
 class MarkedWriter:
     """Writes what `writer` does, from a place on. Errors end a stream, as its closing does."""
 
+    ping = AnswerWriter.ping
+
     def __init__(self, writer: AnswerWriter, call: Call, last_event_id: str = "") -> None:
         """`last_event_id` is the place that the client has reached, "" if it has nothing. Raises ApiError for one that
         the stream has not reached."""

@@ -20,7 +20,6 @@ from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.openai.bodies import field_of
 from vllm_lite.server.openai.errors import ApiError, failed, refused
 
-PING = b": ping\n\n"
 PING_S = 15.0
 """A stream is never silent for longer: proxies end connections that are."""
 MANY_TOKENS = 256
@@ -28,7 +27,11 @@ MANY_TOKENS = 256
 
 
 class Writer(Protocol):
-    """Writes one answer: events of a stream, or the whole body. See AnswerWriter."""
+    """Writes one answer: events of a stream, or the whole body. See AnswerWriter. `ping` is what a stream sends after
+    PING_S in which there was nothing else."""
+
+    @property
+    def ping(self) -> bytes: ...
 
     def opening(self) -> list[bytes]: ...
 
@@ -106,7 +109,7 @@ class CallResponse(Response):
                 data += b"".join(writer.closing()) if call.error is None else writer.failure(_as_error(call))
             now_s = time.monotonic()
             if not data and now_s - reading.sent_s >= PING_S:
-                data = PING
+                data = writer.ping
             if data:
                 reading.sent_s = now_s
                 await send({"type": "http.response.body", "body": data, "more_body": not ended})

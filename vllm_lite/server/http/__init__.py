@@ -5,5 +5,6 @@ auth.py        API keys, request ids
 body.py        reads and decodes a body, within limits
 unpack.py      packed bodies
 paths.py       paths as clients write them
+dialects.py    in which form errors are answered
 disconnect.py  notices that a client has disconnected, and ends what is done for it
 """

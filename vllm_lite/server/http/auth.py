@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_lite.server.config import Keys
+from vllm_lite.server.http.dialects import OPENAI, REQUEST_ID, Dialects
 from vllm_lite.server.openai.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
@@ -32,12 +33,21 @@ _FLAGS = "--admin-api-key or --admin-api-key-file"
 class AuthMiddleware:
     """ASGI middleware: lets requests with a valid key pass."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, *, is_local: bool, open_paths: frozenset[str] = OPEN_PATHS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        *,
+        is_local: bool,
+        open_paths: frozenset[str] = OPEN_PATHS,
+        dialects: Dialects = OPENAI,
+    ) -> None:
         """Without user keys everybody may call; `is_local`: only this machine can reach the server."""
         self._app = app
         self._open_paths = open_paths
         self._users, self._admins = _digests(keys.user), _digests(keys.admin)
         self._is_local = is_local
+        self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,6 +55,7 @@ class AuthMiddleware:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given if _ID.fullmatch(given) else os.urandom(12).hex().encode()
+        scope[REQUEST_ID] = request_id.decode()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -54,7 +65,8 @@ class AuthMiddleware:
         authorization = _authorization(headers)
         is_user, is_admin = _is_among(self._users, authorization), _is_among(self._admins, authorization)
         if self._users and scope["path"] not in self._open_paths and not (is_user or is_admin):
-            await _unknown("a valid API key is needed").response()(scope, receive, send_with_id)
+            error = _unknown("a valid API key is needed")
+            await self._dialects.response(scope, error)(scope, receive, send_with_id)
             return
         scope[_KEY] = _digest_in(authorization) if is_user or is_admin else b""
         scope[_NO_ADMIN] = None if is_admin else self._why_no_admin(authorization, is_page=b"origin" in headers)

@@ -74,6 +74,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
 class AnswerWriter:
     """Writes one call's answer, streamed or whole. There is a subclass for each kind, which adds its own fields."""
 
+    ping = b": ping\n\n"
     chunk_object: str
     whole_object: str
 

@@ -8,6 +8,8 @@ import msgspec
 from vllm_lite import __version__
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.http.auth import OPEN_PATHS
+from vllm_lite.server.messages.bodies import CountTokensBody, MessagesBody
+from vllm_lite.server.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaModelBody
 from vllm_lite.server.openai import bodies
 
 _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # method, path, summary, body
@@ -20,6 +22,14 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("post", "/v1/chat/completions/render", "a chat as a body of /inference/v1/generate", bodies.ChatBody),
     ("post", "/v1/completions/render", "a completion as such bodies, one for each prompt", bodies.CompletionBody),
     ("post", "/invocations", "a chat or a completion, as its fields say", bodies.ChatBody),
+    ("post", "/v1/messages", "answer messages, as Anthropic's API", MessagesBody),
+    ("post", "/v1/messages/count_tokens", "how many tokens their prompt has", CountTokensBody),
+    ("post", "/api/chat", "answer messages, as Ollama's API", OllamaChatBody),
+    ("post", "/api/generate", "answer a prompt, or continue it", OllamaGenerateBody),
+    ("post", "/api/show", "the model, as Ollama's API", OllamaModelBody),
+    ("get", "/api/tags", "what is served, as Ollama's API", None),
+    ("get", "/api/ps", "what is loaded, as Ollama's API", None),
+    ("get", "/api/version", "of this server, as Ollama's API", None),
     ("post", "/tokenize", "text or messages to token ids", bodies.TokenizeBody),
     ("post", "/detokenize", "token ids to text", bodies.DetokenizeBody),
     ("get", "/v1/requests/{request_id}", "how a request is, and why it waits", None),
@@ -37,6 +47,7 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("get", "/server_info", "settings, and what they run on (admin)", None),
     ("post", "/reset_prefix_cache", "forget the KV of earlier prompts (admin)", None),
 )
+_ERROR_FORMS = (("/v1/messages", "AnthropicError"), ("/api/", "OllamaError"))
 _WIDER = {"max_tokens", "seed", "stop"}
 """Fields of which a body takes more than SamplingParams does."""
 _ERRORS = {
@@ -57,6 +68,11 @@ _EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
     bodies.ChatBody: {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64},
     bodies.ChatsBody: {"messages": [[{"role": "user", "content": "Tell me a story."}]], "max_tokens": 64},
     bodies.AbortBody: {"request_ids": ["ID"]},
+    MessagesBody: {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64},
+    CountTokensBody: {"messages": [{"role": "user", "content": "Tell me a story."}]},
+    OllamaChatBody: {"messages": [{"role": "user", "content": "Tell me a story."}], "options": {"num_predict": 64}},
+    OllamaGenerateBody: {"prompt": "Tell me a story.", "options": {"num_predict": 64}},
+    OllamaModelBody: {},
     bodies.CompletionBody: {"prompt": "Once upon a time", "max_tokens": 64},
     bodies.GenerateBody: {"token_ids": [3, 4, 5], "sampling_params": {"max_tokens": 8}},
     bodies.TokenizeBody: {"prompt": "Once upon a time"},
@@ -76,6 +92,10 @@ def document() -> dict[str, Any]:
     error_fields = {"message": {"type": "string"}, "type": {"type": "string"}, "code": code}
     error = {"type": "object", "properties": {**error_fields, "param": {"type": ["string", "null"]}}}
     schemas["Error"] = {"type": "object", "properties": {"error": error}, "required": ["error"]}
+    texts = {"type": {"type": "string"}, "message": {"type": "string"}}
+    inner = {"type": "object", "properties": texts, "required": ["type", "message"]}
+    schemas["AnthropicError"] = {**schemas["Error"], "properties": {"type": {"const": "error"}, "error": inner}}
+    schemas["OllamaError"] = {**schemas["Error"], "properties": {"error": {"type": "string"}}}
     paths: dict[str, Any] = {}
     for method, path, summary, kind in _ROUTES:
         paths.setdefault(path, {})[method] = _route(path, summary, kind)
@@ -95,7 +115,8 @@ def _add_bounds(schemas: dict[str, Any]) -> None:
 
 
 def _route(path: str, summary: str, kind: type[msgspec.Struct] | None) -> dict[str, Any]:
-    reference = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    form = next((name for start, name in _ERROR_FORMS if path.startswith(start)), "Error")
+    reference = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
     errors = {code: {"description": text, "content": reference} for code, text in _ERRORS.items()}
     security: list[Any] = [] if path in OPEN_PATHS else [{}, {"key": []}]  # the first: where no keys are set
     route = {"summary": summary, "responses": {"200": {"description": "done"}, **errors}, "security": security}

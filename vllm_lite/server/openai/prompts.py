@@ -58,6 +58,18 @@ class Prompts:
         """Whether the model is shown the tools of a chat."""
         return self._renderer is not None and self._renderer.takes_tools
 
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return self._renderer is not None
+
+    @property
+    def can_fill_in(self) -> bool:
+        """Whether the vocabulary has the tokens that a suffix needs."""
+        if self._infill is None and self.tokenizer is not None:
+            self._infill = Infill.of(self.tokenizer)
+        return self._infill is not None
+
     async def of_completion(self, body: CompletionBody, params: SamplingParams, request: Request) -> list[PromptLike]:
         """Texts that are still to be tokenized, with special tokens, and lists of token ids."""
         prompts, infill, suffix = _several(body.prompt), self.infill(body), body.suffix or ""
@@ -83,9 +95,7 @@ class Prompts:
             return None
         if body.echo:
             raise ApiError(400, "echo shows a prompt that the answer continues; a suffix stands behind it", "echo")
-        if self._infill is None and self.tokenizer is not None:
-            self._infill = Infill.of(self.tokenizer)
-        if self._infill is None:
+        if not self.can_fill_in:
             raise ApiError(
                 400, "suffix needs a model that fills in; the vocabulary of this one has no token for it", "suffix"
             )

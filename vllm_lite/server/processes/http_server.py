@@ -37,7 +37,10 @@ from vllm_lite.server.generation import Generation, ServedModel
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.http.connection import HttpConnection, with_timeouts
 from vllm_lite.server.live_requests import LiveRequests
+from vllm_lite.server.messages.routes import MessagesRoutes
 from vllm_lite.server.metrics import Metrics
+from vllm_lite.server.ollama.information import OllamaModel
+from vllm_lite.server.ollama.routes import OllamaRoutes
 from vllm_lite.server.openai import grammars
 from vllm_lite.server.openai.formats import Formats, architectures_of
 from vllm_lite.server.openai.prompts import Prompts
@@ -220,6 +223,9 @@ class HttpServer:
         metrics = Metrics(calls, self.engine.config, engine, names[0], str(self.scoreboard.number))
         information = Information(config, files.tokenizer, files.template_text)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
+        shown = files.template_text if config.enable_tokenizer_info_endpoint else None
+        ollama = OllamaModel.of(model, self.engine.config.model, prompts, shown)
+        more += [*MessagesRoutes(generation).routes(), *OllamaRoutes(generation, ollama).routes()]
         settings = uvicorn.Config(
             build(ApiRoutes(generation), live, more, config, self.keys, metrics),
             http=with_timeouts(config.header_timeout_s, config.write_timeout_s),

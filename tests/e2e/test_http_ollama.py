@@ -1,0 +1,234 @@
+"""Ollama's API on a real server, also as its official client for Python sees it."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from tests.deadlines import scaled
+from tests.http_server import Server, client, serving
+
+TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}
+{%- for message in messages %}{{ message.role }}{{ message.name }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{% endfor %}assistant:{% if enable_thinking %}<think>{% endif %}"""
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["bear", "fox"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["animal", "age"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "description": "it does", "parameters": SCHEMA}}]
+MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a bear."}]
+FIXED: dict[str, Any] = {"temperature": 0, "num_predict": 12}
+BODY: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "options": FIXED}
+PROMPT: dict[str, Any] = {"model": "demo", "prompt": "Tell me a story about a bear.", "options": FIXED}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    template = tmp_path_factory.mktemp("template") / "thinking.jinja"
+    template.write_text(TEMPLATE)
+    flags = ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--served-model-name", "demo"]
+    with serving("--chat-template", str(template), *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with client(server) as http:
+        yield http
+
+
+def post(http: httpx.Client, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    answer = http.post(path, json={"stream": False, **body})
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    return answer.json()
+
+
+def lines(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    found = [json.loads(line) for line in answer.text.splitlines()]
+    assert [line["done"] for line in found] == [False] * (len(found) - 1) + [True]
+    return found
+
+
+def as_chat(http: httpx.Client, **fields: Any) -> str:
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12, **fields}
+    return str(http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"])
+
+
+def test_a_chat_says_what_other_chats_say(http: httpx.Client) -> None:
+    whole = post(http, "/api/chat", BODY)
+    assert whole["message"] == {"role": "assistant", "content": as_chat(http)}
+    assert (whole["model"], whole["done"], whole["done_reason"], whole["eval_count"]) == ("demo", True, "length", 12)
+    assert whole["total_duration"] >= whole["eval_duration"] > 0
+    *parts, last = lines(http, "/api/chat", BODY)
+    assert "".join(part["message"]["content"] for part in parts) == whole["message"]["content"]
+    assert last["message"]["content"] == ""
+    assert {name: type(value) for name, value in last.items()} == {name: type(value) for name, value in whole.items()}
+
+
+def test_a_prompt_is_a_chat_of_one_message_or_raw(http: httpx.Client) -> None:
+    whole = post(http, "/api/generate", PROMPT)
+    assert whole["response"] == as_chat(http)
+    assert "".join(part["response"] for part in lines(http, "/api/generate", PROMPT)) == whole["response"]
+    system = post(http, "/api/generate", {**PROMPT, "system": "Be brief."})
+    assert system["prompt_eval_count"] > whole["prompt_eval_count"]
+    raw = post(http, "/api/generate", {**PROMPT, "raw": True})
+    plain = {"prompt": PROMPT["prompt"], "temperature": 0, "max_tokens": 12}
+    assert raw["response"] == http.post("/v1/completions", json=plain).json()["choices"][0]["text"]
+    assert "suffix" in post(http, "/api/generate", {**PROMPT, "suffix": "end"}, 400)["error"]
+
+
+def test_options_are_heeded_and_the_others_named(http: httpx.Client) -> None:
+    full = post(http, "/api/chat", BODY)["message"]["content"]
+    stop = full.split()[2]
+    answer = http.post(
+        "/api/chat",
+        json={**BODY, "stream": False, "keep_alive": "5m", "options": {**FIXED, "stop": [stop], "num_ctx": 64}},
+    )
+    assert answer.json()["done_reason"] == "stop"
+    assert stop not in answer.json()["message"]["content"]
+    assert "options.num_ctx" in answer.headers["warning"]
+    warm = {"temperature": 1.0, "num_predict": 12}
+    several = {
+        post(http, "/api/chat", {**BODY, "options": {**warm, "seed": s}})["message"]["content"] for s in (1, 1, 2)
+    }
+    assert len(several) == 2
+    assert post(http, "/api/chat", {**BODY, "options": {"num_predict": -1, "stop": "."}})["eval_count"] > 1
+
+
+@pytest.mark.parametrize("form", ["json", SCHEMA])
+def test_forms(http: httpx.Client, form: Any) -> None:
+    options = {"num_predict": 200, "temperature": 1, "seed": 5}
+    body = {"format": form, "options": options} if form != "json" else {"format": form, "options": FIXED}
+    for path, more in (("/api/chat", BODY), ("/api/generate", PROMPT)):
+        whole = post(http, path, {**more, **body})
+        text = whole["response"] if "response" in whole else whole["message"]["content"]
+        if form == "json":
+            assert text.lstrip()[0] == "{"
+        else:
+            jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_calls_come_whole(http: httpx.Client) -> None:
+    """The demo model makes none, so they are put behind the text that a schema makes it write."""
+    call = '<tool_call>{"name": "look", "arguments": {"animal": "fox", "age": 3}}</tool_call>'
+    options = {"num_predict": 200, "temperature": 0}
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    body = {**BODY, "tools": tools, "options": options, "format": {"type": "null"}}
+    whole = post(http, "/api/chat", body)
+    assert call
+    assert "tool_calls" in whole["message"] or whole["message"]["content"] == "null"
+    parts = lines(http, "/api/chat", body)
+    assert [c for p in parts for c in p["message"].get("tool_calls", ())] == whole["message"].get("tool_calls", [])
+
+
+def test_earlier_calls_and_results_are_shown(http: httpx.Client) -> None:
+    function = {"name": "look", "arguments": {"animal": "fox", "age": 3}}
+    said = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        {"role": "tool", "tool_name": "look", "content": "gone"},
+    ]
+    same = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+        {"role": "tool", "name": "look", "content": "gone"},
+    ]
+    count = http.post("/tokenize", json={"messages": same, "tools": TOOLS}).json()["count"]
+    assert post(http, "/api/chat", {**BODY, "messages": said, "tools": TOOLS})["prompt_eval_count"] == count
+
+
+def test_thinking_is_told_apart(http: httpx.Client) -> None:
+    body = {**BODY, "think": True, "format": SCHEMA, "options": {"num_predict": 12, "temperature": 0}}
+    thought = post(http, "/api/chat", body)["message"]
+    assert thought["thinking"]
+    assert thought["content"] == ""
+    assert "thinking" not in post(http, "/api/chat", {**body, "think": False})["message"]
+    assert "thinking" in lines(http, "/api/generate", {**PROMPT, "think": "low"})[0]
+    assert "think" in post(http, "/api/chat", {**body, "think": "deeply"}, 400)["error"]
+
+
+def test_logprobs(http: httpx.Client) -> None:
+    for path, body in (("/api/chat", BODY), ("/api/generate", PROMPT), ("/api/generate", {**PROMPT, "raw": True})):
+        scored = {**body, "logprobs": True, "top_logprobs": 2}
+        found = post(http, path, scored)["logprobs"]
+        assert [len(each["top_logprobs"]) for each in found] == [2] * 12
+        assert [each for part in lines(http, path, scored) for each in part.get("logprobs", ())] == found
+
+
+def test_what_is_served(http: httpx.Client) -> None:
+    (model,) = http.get("/api/tags").json()["models"]
+    assert model["name"] == model["model"] == "demo:latest"
+    assert model["size"] > 0
+    (running,) = http.get("/api/ps").json()["models"]
+    assert running["context_length"] > 0
+    shown = post(http, "/api/show", {"model": model["name"]})
+    assert set(shown["capabilities"]) == {"completion", "tools", "thinking"}
+    assert shown["template"] == "", "shown where --enable-tokenizer-info-endpoint is given"
+    family = shown["model_info"]["general.architecture"]
+    assert shown["model_info"][f"{family}.context_length"] == running["context_length"]
+    assert http.get("/api/version").json()["version"]
+    assert http.head("/").status_code == 200
+    assert http.post("/api/pull", json={"model": "demo"}).json() == {"status": "success"}
+    assert post(http, "/api/chat", {**BODY, "model": "demo:latest"})["model"] == "demo:latest"
+
+
+def test_the_model_is_loaded(http: httpx.Client) -> None:
+    assert post(http, "/api/generate", {"model": "demo"})["done_reason"] == "load"
+    (line,) = lines(http, "/api/chat", {"model": "demo", "messages": [], "keep_alive": 0})
+    assert (line["done_reason"], line["message"]["content"]) == ("unload", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/api/chat", {**BODY, "model": "other:7b"}, 404, "other:7b"),
+        ("/api/show", {"model": "other"}, 404, "other"),
+        ("/api/chat", {**BODY, "messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "messages[0]"),
+        ("/api/generate", {**PROMPT, "images": ["aGk="]}, 400, "images"),
+        ("/api/chat", {**BODY, "options": {"temperature": "hot"}}, 400, "temperature"),
+        ("/api/chat", {**BODY, "options": {"temperature": -1}}, 400, "temperature"),
+        ("/api/chat", {**BODY, "format": "xml"}, 400, "format"),
+        ("/api/chat", {**BODY, "messages": [{"role": "robot", "content": "x"}]}, 400, "robot"),
+        ("/api/embed", {"model": "demo", "input": "x"}, 501, "embeddings"),
+        ("/api/delete", {"model": "demo"}, 404, "/api/delete"),
+    ],
+)
+def test_errors_are_sentences(http: httpx.Client, path: str, body: Any, status: int, says: str) -> None:
+    assert says in post(http, path, body, status)["error"]
+
+
+def test_keys_are_asked_for_in_this_form_too() -> None:
+    with serving("--api-key", "sk-ollama") as server, client(server) as http:
+        assert isinstance(post(http, "/api/chat", BODY, 401)["error"], str)
+        assert http.get("/api/tags", headers={"Authorization": "Bearer sk-ollama"}).status_code == 200
+
+
+def test_the_official_client(server: Server) -> None:
+    ollama = pytest.importorskip("ollama")
+    api = ollama.Client(host=server.url, timeout=scaled(60))
+    whole = api.chat("demo", MESSAGES, options=FIXED)
+    parts = list(api.chat("demo", MESSAGES, options=FIXED, stream=True))
+    assert "".join(part.message.content for part in parts) == whole.message.content
+    assert parts[-1].done_reason == "length"
+    assert api.generate("demo", PROMPT["prompt"], options=FIXED).response == whole.message.content
+    shaped = api.chat("demo", MESSAGES, format=SCHEMA, options={"num_predict": 200, "seed": 1})
+    jsonschema.validate(json.loads(shaped.message.content), SCHEMA)
+    assert api.list().models[0].model == "demo:latest"
+    assert api.show("demo").capabilities
+    assert api.ps().models[0].size > 0
+    with pytest.raises(ollama.ResponseError, match="other") as caught:
+        api.chat("other", MESSAGES)
+    assert caught.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="embeddings"):
+        api.embed("demo", "text")

@@ -1,0 +1,153 @@
+"""The answers of /v1/messages: a message of content blocks, or the events that make up one."""
+
+from typing import Any
+
+import msgspec
+
+from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.server.calls.call import Call, Choice
+from vllm_lite.server.messages import errors
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.openai.parsing import MessageParser, PlainMessage
+
+_encode = msgspec.json.encode
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
+"""Reasons of a stop by the engine's names; what somebody else has ended may be sent back to be continued."""
+
+
+class MessageWriter:
+    """Writes the answer of one call, which has one choice."""
+
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, call: Call, message: MessageParser | PlainMessage, request_id: str) -> None:
+        self._call = call
+        self._message = message
+        self._request_id = request_id
+        self._num_tokens = 0
+        self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._blocks = _Blocks(call.id)
+
+    def opening(self) -> list[bytes]:
+        return [_event("message_start", message=self._fields([])), self.ping]
+
+    def chunk(self, choice: Choice, delta: CompletionOutput) -> bytes:  # noqa: ARG002
+        return self._blocks.events(self._feed(delta))
+
+    def closing(self) -> list[bytes]:
+        delta = {**self._stop, "stop_details": None, "container": None}
+        end = _event("message_delta", delta=delta, usage=self._usage())
+        return [self._blocks.close(), end, _event("message_stop")]
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: " + _encode(errors.fields(error, self._request_id)) + b"\n\n"
+
+    def whole(self) -> bytes:
+        content: list[dict[str, Any]] = []
+        for _, delta in self._call.reading.deltas():
+            content += _content(self._feed(delta), self._call.id)
+        return _encode(self._fields(content))
+
+    def _feed(self, delta: CompletionOutput) -> dict[str, Any]:
+        """The fields of a message that are visible now."""
+        self._num_tokens += len(delta.token_ids)
+        found = self._message.feed(delta)
+        if (reason := delta.finish_reason) is not None:
+            if reason == "stop" and self._message.has_calls:
+                self._stop["stop_reason"] = "tool_use"
+            elif reason == "stop" and isinstance(delta.stop_reason, str):
+                self._stop = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
+            else:
+                self._stop["stop_reason"] = _REASONS.get(reason, "end_turn")
+        return found
+
+    def _fields(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._call.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._call.style.model,
+            "content": content,
+            **self._stop,
+            "stop_details": None,
+            "container": None,
+            "usage": {**self._usage(), "cache_creation": None, "service_tier": "standard"},
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Here `input_tokens` are only those that were not found in the cache."""
+        cached = self._call.num_cached_tokens
+        return {
+            "input_tokens": self._call.num_prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._num_tokens,
+            "output_tokens_details": {"thinking_tokens": self._message.num_reasoning},
+            "server_tool_use": None,
+        }
+
+
+class _Blocks:
+    """The events of content blocks, one of which is open at a time."""
+
+    def __init__(self, signature: str) -> None:
+        self._signature = signature
+        self._index = -1
+        self._kind: str | None = None
+
+    def events(self, fields: dict[str, Any]) -> bytes:
+        """Write what is new, in the order in which models write it."""
+        data = b""
+        if thinking := fields.get("reasoning"):
+            data += self._open("thinking", {"thinking": "", "signature": ""})
+            data += self._delta("thinking_delta", thinking=thinking)
+        if text := fields.get("content"):
+            data += self._open("text", {"text": "", "citations": None}) + self._delta("text_delta", text=text)
+        for call in fields.get("tool_calls", ()):
+            function = call["function"]
+            if "id" in call:
+                data += self.close() + self._open("tool_use", {"id": call["id"], "name": function["name"], "input": {}})
+            if function["arguments"]:
+                data += self._delta("input_json_delta", partial_json=function["arguments"])
+        return data
+
+    def close(self) -> bytes:
+        """End the open block, if there is one."""
+        kind, self._kind = self._kind, None
+        if kind is None:
+            return b""
+        signed = self._delta("signature_delta", signature=self._signature) if kind == "thinking" else b""
+        return signed + _event("content_block_stop", index=self._index)
+
+    def _open(self, kind: str, fields: dict[str, Any]) -> bytes:
+        """Begin a block of this kind, unless the open one is."""
+        if self._kind == kind:
+            return b""
+        before = self.close()
+        self._kind = kind
+        self._index += 1
+        return before + _event("content_block_start", index=self._index, content_block={"type": kind, **fields})
+
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **fields}) + b"\n\n"
+
+
+def _content(fields: dict[str, Any], signature: str) -> list[dict[str, Any]]:
+    """The blocks of a whole message. A call that was cut off in its arguments is none."""
+    blocks: list[dict[str, Any]] = []
+    if thinking := fields.get("reasoning"):
+        blocks.append({"type": "thinking", "thinking": thinking, "signature": signature})
+    if text := fields.get("content"):
+        blocks.append({"type": "text", "text": text, "citations": None})
+    for call in fields.get("tool_calls", ()):
+        function = call["function"]
+        try:
+            given = msgspec.json.decode(function["arguments"] or "{}", type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
+    return blocks

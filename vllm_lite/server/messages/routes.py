@@ -1,0 +1,47 @@
+"""The routes of Anthropic's API."""
+
+import os
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vllm_lite.server.calls.response import CallResponse
+from vllm_lite.server.generation import Asked, Generation
+from vllm_lite.server.http.dialects import REQUEST_ID
+from vllm_lite.server.live_requests import as_json
+from vllm_lite.server.messages.answers import MessageWriter
+from vllm_lite.server.messages.bodies import CountTokensBody, MessagesBody
+from vllm_lite.server.messages.chats import chat_of
+from vllm_lite.server.openai import forms
+
+
+class MessagesRoutes:
+    """Answers each of them by one method."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._model = generation.model
+        self._live = generation.live
+
+    def routes(self) -> list[Route]:
+        posts = [("/v1/messages", self.create), ("/v1/messages/count_tokens", self.count_tokens)]
+        return [Route(path, self._live.reader.holding(method), methods=["POST"]) for path, method in posts]
+
+    async def create(self, request: Request) -> Response:
+        asked = await self._generation.read(request, MessagesBody)
+        chat = chat_of(asked.body, self._model.max_model_len)
+        call_id = f"msg_{os.urandom(12).hex()}"
+        call, headers = await self._generation.chat(Asked(request, chat, asked.headers, asked.model), call_id)
+        request_id = request.scope[REQUEST_ID]
+        writer = MessageWriter(call, self._live.writers.message(call, call.choices[0]), request_id)
+        headers = {**headers, "request-id": request_id}
+        return CallResponse(call, writer, self._live.calls.run, stream=bool(chat.stream), headers=headers)
+
+    async def count_tokens(self, request: Request) -> Response:
+        asked = await self._generation.read(request, CountTokensBody)
+        chat = chat_of(asked.body, self._model.max_model_len)
+        forms.tools_of(chat)  # raises for bad ones
+        ids = await self._generation.prompts.of_chat(chat, None, request)
+        headers = {**asked.headers, "request-id": request.scope[REQUEST_ID]}
+        return as_json({"input_tokens": len(ids)}, headers)

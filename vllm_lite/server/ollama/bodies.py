@@ -1,0 +1,84 @@
+"""What a request of Ollama's API may say, as structs. Fields that none of them has are ignored."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.server.openai.bodies import MAX_FIELDS, MAX_MESSAGES, MAX_TOOLS, Tools
+
+
+class OllamaOptions(msgspec.Struct, frozen=True):
+    """Options that change what is generated. Others, like `num_ctx` and `num_gpu`, are for the server to decide."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    num_predict: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class OllamaFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: dict[str, Any] | None = None
+
+
+class OllamaToolCall(msgspec.Struct, frozen=True):
+    """A call that an earlier answer made."""
+
+    function: OllamaFunction
+    id: str | None = None
+
+
+class OllamaMessage(msgspec.Struct, frozen=True):
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What chats and completions share. An answer is a stream unless `stream` is false. The model is always loaded:
+    `keep_alive` changes nothing."""
+
+    model: str | None = None
+    stream: bool | None = None
+    options: Annotated[dict[str, Any], Meta(max_length=MAX_FIELDS)] | None = None
+    format: str | dict[str, Any] | None = None
+    think: bool | str | None = None
+    keep_alive: str | float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
+    """POST /api/chat; without messages the answer is that the model is loaded."""
+
+    messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Tools | None = None
+
+
+class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
+    """POST /api/generate: a prompt for the chat template, or as it is if it is `raw` or there is a `suffix`."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    images: list[Any] | None = None
+
+
+class OllamaModelBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /api/show and /api/pull; `name` is the older name of `model`."""
+
+    model: str | None = None
+    name: str | None = None
+    stream: bool | None = None

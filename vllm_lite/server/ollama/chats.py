@@ -1,0 +1,108 @@
+"""Bodies of Ollama's API as chats and completions, which generation.py makes calls of."""
+
+from typing import Any
+
+import msgspec
+
+from vllm_lite.server.ollama.bodies import (
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaMessage,
+    OllamaOptions,
+)
+from vllm_lite.server.openai.bodies import CalledFunction, ChatBody, ChatMessage, CompletionBody, ToolCall
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.openai.forms import check_depth
+
+_SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
+_LEVELS = ("low", "medium", "high")
+
+
+def chat_of(body: OllamaChatBody, max_model_len: int) -> ChatBody:
+    """The same as a body of /v1/chat/completions. Raises ApiError."""
+    messages = [_message(message, f"messages[{place}]") for place, message in enumerate(body.messages or [])]
+    return ChatBody(messages=messages, tools=body.tools or None, **_common(body, max_model_len), **_of_chat(body))
+
+
+def prompted(body: OllamaGenerateBody, max_model_len: int) -> ChatBody:
+    """A prompt as a chat of one message, and perhaps one of the system before it. Raises ApiError."""
+    system = [ChatMessage("system", body.system)] if body.system else []
+    messages = [*system, ChatMessage("user", body.prompt)]
+    return ChatBody(messages=messages, **_common(body, max_model_len), **_of_chat(body))
+
+
+def completion_of(body: OllamaGenerateBody, max_model_len: int) -> CompletionBody:
+    """A prompt as it is. Raises ApiError."""
+    fields = {"max_tokens": max_model_len, **_common(body, max_model_len)}
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return CompletionBody(
+        prompt=(body.system or "") + (body.prompt or ""), suffix=body.suffix, logprobs=logprobs, **fields
+    )
+
+
+def ignored(body: OllamaBody) -> list[str]:
+    """The names of the options that change nothing here."""
+    return [f"options.{name}" for name in sorted((body.options or {}).keys() - set(OllamaOptions.__struct_fields__))]
+
+
+def check_images(images: list[Any] | None, where: str) -> None:
+    """Raises ApiError if there are any."""
+    if images:
+        raise ApiError(400, f"{where} is not supported: this model reads text only")
+
+
+def _message(message: OllamaMessage, where: str) -> ChatMessage:
+    check_images(message.images, f"{where}.images")
+    calls = []
+    for call in message.tool_calls or ():
+        check_depth(call.function.arguments, f"{where}.tool_calls", "messages")
+        calls.append(ToolCall(CalledFunction(call.function.name, call.function.arguments or {}), call.id))
+    return ChatMessage(
+        role=message.role,
+        content=message.content or "",
+        name=message.tool_name,
+        tool_calls=calls or None,
+        tool_call_id=message.tool_call_id,
+        reasoning=message.thinking,
+    )
+
+
+def _common(body: OllamaBody, max_model_len: int) -> dict[str, Any]:
+    """The fields of sampling, and the form of the answer."""
+    try:
+        options = msgspec.convert(body.options or {}, OllamaOptions, strict=False)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"options: {str(error).replace('`$.', '`')}") from error
+    fields: dict[str, Any] = {name: getattr(options, name) for name in _SAME}
+    if options.num_predict is not None and options.num_predict > 0:  # any other number: as many as fit
+        fields["max_tokens"] = min(options.num_predict, max_model_len)
+    fields |= {"repetition_penalty": options.repeat_penalty, "stop": options.stop or None}
+    return {**fields, "stream": body.stream is not False, "response_format": _form(body.format)}
+
+
+def _form(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    if isinstance(given, dict):
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given}}
+    if not given:
+        return None
+    if given != "json":
+        raise ApiError(400, f"format must be 'json' or a JSON schema, got {given[:64]!r}")
+    return {"type": "json_object"}
+
+
+def _of_chat(body: OllamaBody) -> dict[str, Any]:
+    """What only chats have: whether the model thinks, under the names that templates have for it, and logprobs."""
+    fields: dict[str, Any] = {}
+    if body.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    think = body.think
+    if think is None or think == "":
+        return fields
+    if isinstance(think, str):
+        if think not in _LEVELS:
+            raise ApiError(400, f"think must be true, false, {', '.join(_LEVELS)}; got {think[:64]!r}")
+        fields["reasoning_effort"] = think
+    thinks = bool(think)
+    variables = {"enable_thinking": thinks, "thinking": thinks}
+    return {**fields, "chat_template_kwargs": variables, "include_reasoning": thinks}

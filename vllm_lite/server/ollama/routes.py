@@ -1,0 +1,120 @@
+"""The routes of Ollama's API. What manages its library of models is not there: one model is served."""
+
+import os
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vllm_lite import __version__
+from vllm_lite.server.calls.response import CallResponse
+from vllm_lite.server.generation import Asked, Generation, Made
+from vllm_lite.server.live_requests import as_json
+from vllm_lite.server.ollama import chats
+from vllm_lite.server.ollama.answers import Kind, OllamaWriter, created_at, said
+from vllm_lite.server.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaModelBody
+from vllm_lite.server.ollama.information import OllamaModel
+from vllm_lite.server.openai.bodies import warning
+from vllm_lite.server.openai.errors import ApiError
+
+LINES = "application/x-ndjson"
+
+B = TypeVar("B", bound=OllamaBody)
+
+
+class OllamaRoutes:
+    """Answers each of them by one method."""
+
+    def __init__(self, generation: Generation, model: OllamaModel) -> None:
+        self._generation = generation
+        self._live = generation.live
+        self._model = model
+        self._max_model_len = generation.model.max_model_len
+
+    def routes(self) -> list[Route]:
+        posts = [
+            ("/api/chat", self.chat),
+            ("/api/generate", self.generate),
+            ("/api/show", self.show),
+            ("/api/pull", self.pull),
+        ]
+        gets = [("/api/tags", self.tags), ("/api/ps", self.running), ("/api/version", self.version)]
+        embeds = [Route(path, self.embed, methods=["POST"]) for path in ("/api/embed", "/api/embeddings")]
+        made = [Route(path, self._live.reader.holding(method), methods=["POST"]) for path, method in posts]
+        return made + [Route(path, method, methods=["GET"]) for path, method in gets] + embeds
+
+    async def chat(self, request: Request) -> Response:
+        asked = await self._asked(request, OllamaChatBody)
+        if not asked.body.messages:
+            return self._loaded(asked, "chat")
+        chat = chats.chat_of(asked.body, self._max_model_len)
+        made = await self._generation.chat(asked._replace(body=chat), _new_id())  # type: ignore[arg-type]
+        return self._respond(made, asked, "chat")
+
+    async def generate(self, request: Request) -> Response:
+        asked = await self._asked(request, OllamaGenerateBody)
+        body = asked.body
+        chats.check_images(body.images, "images")
+        if not body.prompt and not body.suffix:
+            return self._loaded(asked, "generate")
+        if body.raw or body.suffix or not self._generation.prompts.has_template:
+            completion = chats.completion_of(body, self._max_model_len)
+            made = await self._generation.completion(asked._replace(body=completion))  # type: ignore[arg-type]
+        else:
+            chat = chats.prompted(body, self._max_model_len)
+            made = await self._generation.chat(asked._replace(body=chat), _new_id())  # type: ignore[arg-type]
+        return self._respond(made, asked, "generate")
+
+    async def tags(self, _: Request) -> Response:
+        return as_json({"models": self._model.entries()})
+
+    async def running(self, _: Request) -> Response:
+        return as_json({"models": self._model.running()})
+
+    async def version(self, _: Request) -> Response:
+        return as_json({"version": __version__})
+
+    async def show(self, request: Request) -> Response:
+        body, headers = await self._live.reader.read(request, OllamaModelBody)
+        self._model.name(body.model or body.name)
+        return as_json(self._model.shown(), headers)
+
+    async def pull(self, request: Request) -> Response:
+        """Clients ask for a model before they use it; the one that is served is there."""
+        body, headers = await self._live.reader.read(request, OllamaModelBody)
+        self._model.name(body.model or body.name)
+        kind = "application/json" if body.stream is False else LINES
+        return Response(b'{"status":"success"}\n', headers={**headers, "content-type": kind})
+
+    async def embed(self, _: Request) -> Response:
+        raise ApiError(501, "this server makes no embeddings")
+
+    async def _asked(self, request: Request, kind: type[B]) -> Asked[B]:
+        body, headers = await self._live.reader.read(request, kind)
+        name = self._model.name(body.model)
+        self._live.calls.check()
+        if names := chats.ignored(body):
+            more = warning(names)
+            headers = {"Warning": ", ".join([*headers.values(), *more.values()])}
+        return Asked(request, body, headers, name)
+
+    def _respond(self, made: Made, asked: Asked[Any], kind: Kind) -> Response:
+        call, live = made.call, self._live
+        is_stream = asked.body.stream is not False
+        writer = OllamaWriter(call, live.writers.message(call, call.choices[0]), live.writers.spelling, kind)
+        headers = {**made.headers, **({"content-type": LINES} if is_stream else {})}
+        return CallResponse(call, writer, live.calls.run, stream=is_stream, headers=headers)
+
+    def _loaded(self, asked: Asked[Any], kind: Kind) -> Response:
+        """What a request without a prompt is for: that the model is loaded, or need not be any longer."""
+        reason = "unload" if asked.body.keep_alive in (0, "0", "0s") else "load"
+        fields = {"model": asked.model, "created_at": created_at(), **said(kind, {}), "done": True}
+        line = msgspec.json.encode({**fields, "done_reason": reason}) + b"\n"
+        media = "application/json" if asked.body.stream is False else LINES
+        return Response(line, headers={**asked.headers, "content-type": media})
+
+
+def _new_id() -> str:
+    return f"chat-{os.urandom(12).hex()}"
