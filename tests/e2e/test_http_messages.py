@@ -15,14 +15,14 @@ from tests.deadlines import scaled
 from tests.http_server import Server, client, serving
 
 KEY = "sk-messages"
-TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+TEMPLATE = """{{- bos_token }}{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
 <tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}
-{%- for message in messages %}{{ message.role }}: {{- ' ' }}
+{%- for message in messages %}<|{{ 'assistant' if message.role == 'assistant' else 'user' }}|>
 {%- if message.reasoning %}<think>{{ message.reasoning }}</think>{% endif %}
 {{- message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
-{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}
-{%- if add_generation_prompt and enable_thinking %}<think>{% endif %}"""
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>
+{%- endfor %}{% if add_generation_prompt %}{% if not enable_thinking %}<think></think>{% endif %}<|assistant|>
+{%- if enable_thinking %}<think>{% endif %}{% endif %}"""
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"animal": {"enum": ["bear", "fox"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -30,7 +30,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 TOOLS: list[Any] = [{"name": name, "description": "it does", "input_schema": SCHEMA} for name in ("look", "ask")]
-MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a bear."}]
+MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a cat."}]
 BODY: dict[str, Any] = {"model": "demo", "max_tokens": 12, "messages": MESSAGES, "temperature": 0, "ignore_eos": True}
 PATH = "/v1/messages"
 
@@ -149,7 +149,7 @@ def count(http: httpx.Client, **fields: Any) -> int:
 
 
 def test_content_is_a_text_or_blocks(http: httpx.Client) -> None:
-    text = "Tell me a story about a bear."
+    text = "Tell me a story about a cat."
     plain = count(http, messages=MESSAGES)
     cached = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
     assert count(http, messages=[{"role": "user", "content": [cached]}]) == plain
@@ -164,8 +164,11 @@ def test_an_answer_goes_on_from_a_last_message_of_the_assistant(http: httpx.Clie
     text = post(http)["content"][0]["text"]
     first = " ".join(text.split(" ")[:4])
     said = [*MESSAGES, {"role": "assistant", "content": first}]
-    assert count(http, messages=said) > count(http, messages=MESSAGES)
-    assert post(http, messages=said)["content"][0]["text"]
+    chat = {"messages": said, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "continue_final_message": True}
+    as_chat = http.post("/v1/chat/completions", json=chat).json()
+    whole = post(http, messages=said)
+    assert whole["content"][0]["text"] == as_chat["choices"][0]["message"]["content"] != text
+    assert count(http, messages=said) == as_chat["usage"]["prompt_tokens"]
     call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
     error = post(http, 400, messages=[*MESSAGES, {"role": "assistant", "content": [call]}])
     assert "tool_result" in error["error"]["message"]
@@ -196,7 +199,7 @@ def test_calls_and_their_results_are_shown_to_the_model(http: httpx.Client) -> N
     ]
     thought = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}]
     said = [*MESSAGES, {"role": "assistant", "content": [*thought, {"type": "text", "text": "I look."}, *calls]}]
-    body = {"messages": [*said, {"role": "user", "content": results}], "tools": TOOLS, "max_tokens": 5}
+    body: dict[str, Any] = {"messages": [*said, {"role": "user", "content": results}], "tools": TOOLS, "max_tokens": 5}
     expected = [
         *MESSAGES,
         {
