@@ -14,7 +14,7 @@ STORY = "Once upon a time there was a patient cat named Zoë. One morning, Zoë 
 def test_schemes_and_a_cache_of_the_demo_model(tmp_path: Path) -> None:
     text, out = tmp_path / "text", tmp_path / "out.json"
     text.write_text(STORY)
-    words = ["--text", text, "--num-texts", "2", "--length", "48", "--kv-cache-dtype", "int8", "--out", out]
+    words = ["--text", str(text), "--num-texts", "2", "--length", "48", "--kv-cache-dtype", "int8", "--out", str(out)]
     done = subprocess.run(
         [sys.executable, SCRIPT, "--quantization", "int8", "int4", *words],
         capture_output=True,
