@@ -30,7 +30,7 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.calls.call import Call, CallContext
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
-from vllm_lite.server.calls.response import _as_error
+from vllm_lite.server.calls.response import as_error
 from vllm_lite.server.calls.resumable import ResumableCalls
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import LiveRequests
@@ -156,7 +156,7 @@ def test_what_the_engine_refuses_is_the_forks_fault() -> None:
                     desk.session.sinks["child"]([Tokens("child", 2, own)])
                     desk.session.sinks["child"]([Finished("child", 2 + len(own), [], "error", error="max_tokens")])
                     await settle()
-                    assert _as_error(child).status == status
+                    assert as_error(child).status == status
 
     run(main)
 
@@ -172,7 +172,7 @@ def test_a_fork_without_a_token_of_its_own_has_not_begun_when_the_server_ends() 
             with desk.calls.run(child):
                 desk.calls.abort_all()
                 assert (parent.was_cut, child.was_cut) == (False, True)
-                assert _as_error(child).status == 503
+                assert as_error(child).status == 503
                 child.was_cut = False
                 desk.session.sinks["child"]([Tokens("child", 2, WORDS[2:3])])
                 await settle()

@@ -80,6 +80,13 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         float,
         Meta(ge=0, description="how long a stream that was asked for as resumable is kept after its connection broke"),
     ] = 30.0
+    responses_store: Annotated[
+        str | None,
+        Meta(description="SQLite file that keeps the answers of /v1/responses (default: memory, for each API server)"),
+    ] = None
+    responses_store_bytes: Annotated[Count, Meta(description="how much of them is kept; beyond that the oldest go")] = (
+        64 * 1024 * 1024
+    )
     shutdown_timeout: Annotated[
         float, Meta(ge=0, description="seconds that running requests may take to end after SIGTERM")
     ] = 5.0

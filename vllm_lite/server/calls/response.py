@@ -82,7 +82,7 @@ class CallResponse(Response):
         if reading.is_over:
             return
         if call.error is not None or call.was_cut:
-            raise _as_error(call)
+            raise as_error(call)
         params = call.streams[0].params
         has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         body = await self._made(self._writer.whole, is_long=has_logprobs)
@@ -94,7 +94,7 @@ class CallResponse(Response):
         call, writer = self._call, self._writer
         await reading.wait()
         if call.was_cut or (call.error is not None and not (reading.is_resumed and call.has_begun)):
-            raise _as_error(call)
+            raise as_error(call)
         if reading.is_replaced:
             raise ApiError(409, "the stream goes on over a newer connection")
         if reading.is_over:
@@ -106,7 +106,7 @@ class CallResponse(Response):
             ended = call.has_ended
             data += await self._chunks(list(reading.deltas()))
             if ended:
-                data += b"".join(writer.closing()) if call.error is None else writer.failure(_as_error(call))
+                data += b"".join(writer.closing()) if call.error is None else writer.failure(as_error(call))
             now_s = time.monotonic()
             if not data and now_s - reading.sent_s >= PING_S:
                 data = writer.ping
@@ -133,9 +133,9 @@ class CallResponse(Response):
         return await asyncio.to_thread(make) if is_long else make()
 
 
-def _as_error(call: Call) -> ApiError:
-    """The error of a call: the request's fault only if nothing was generated, if it wanted to be done by now, or if the
-    grammar that it brought cannot go on, which may show at any token."""
+def as_error(call: Call) -> ApiError:
+    """Return the error of a call: the request's fault only if nothing was generated, if it wanted to be done by now, or
+    if the grammar that it brought cannot go on, which may show at any token."""
     error = call.error
     if error is None and call.was_cut:
         return ApiError(503, "the server is shutting down, and the request had not begun; ask another")

@@ -68,18 +68,23 @@ def of_chat(entries: Sequence[Candidates], top: int, spelling: Spelling) -> dict
 def _chat_token(candidates: Candidates, top: int, spelling: Spelling) -> msgspec.Raw:
     """Encode one token at once, so that the objects it is made of exist for one token at a time."""
     token_id = next(iter(candidates))
-    likeliest = sorted((item for item in candidates.items() if item[1].rank <= top), key=lambda item: item[1].rank)
     return _encoded(
         {
-            **_candidate(token_id, candidates[token_id], spelling),
-            "top_logprobs": [_candidate(other, candidate, spelling) for other, candidate in likeliest],
+            **candidate(token_id, candidates[token_id], spelling),
+            "top_logprobs": [candidate(other, found, spelling) for other, found in likeliest(candidates, top)],
         }
     )
 
 
-def _candidate(token_id: int, candidate: Logprob, spelling: Spelling) -> dict[str, Any]:
+def likeliest(candidates: Candidates, top: int) -> list[tuple[int, Logprob]]:
+    """Return the `top` likeliest candidates of a token, best first."""
+    return sorted((item for item in candidates.items() if item[1].rank <= top), key=lambda item: item[1].rank)
+
+
+def candidate(token_id: int, found: Logprob, spelling: Spelling) -> dict[str, Any]:
+    """Return one candidate with its text and bytes."""
     text, data = spelling.of(token_id)
-    return {"token": text, "logprob": _finite(candidate.logprob), "bytes": list(data)}
+    return {"token": text, "logprob": _finite(found.logprob), "bytes": list(data)}
 
 
 def of_completion(

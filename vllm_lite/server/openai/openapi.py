@@ -11,10 +11,17 @@ from vllm_lite.server.http.auth import OPEN_PATHS
 from vllm_lite.server.messages.bodies import CountTokensBody, MessagesBody
 from vllm_lite.server.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaModelBody
 from vllm_lite.server.openai import bodies
+from vllm_lite.server.responses.bodies import ResponseBody
 
 _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # method, path, summary, body
     ("post", "/v1/chat/completions", "answer messages", bodies.ChatBody),
     ("post", "/v1/completions", "continue a prompt", bodies.CompletionBody),
+    ("post", "/v1/responses", "answer input items; kept, in the background if asked", ResponseBody),
+    ("post", "/v1/responses/input_tokens", "how many tokens that would read", ResponseBody),
+    ("get", "/v1/responses/{response_id}", "a response, or its stream behind `starting_after`", None),
+    ("delete", "/v1/responses/{response_id}", "end a response, and forget it", None),
+    ("post", "/v1/responses/{response_id}/cancel", "end one that runs in the background", None),
+    ("get", "/v1/responses/{response_id}/input_items", "what it was shown, page by page", None),
     ("get", "/v1/models", "what is served", None),
     ("get", "/v1/models/{model}", "one of them", None),
     ("post", "/v1/chat/completions/batch", "answer several chats, each with one choice", bodies.ChatsBody),
@@ -73,6 +80,7 @@ _EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
     OllamaChatBody: {"messages": [{"role": "user", "content": "Tell me a story."}], "options": {"num_predict": 64}},
     OllamaGenerateBody: {"prompt": "Tell me a story.", "options": {"num_predict": 64}},
     OllamaModelBody: {},
+    ResponseBody: {"input": "Tell me a story.", "max_output_tokens": 64},
     bodies.CompletionBody: {"prompt": "Once upon a time", "max_tokens": 64},
     bodies.GenerateBody: {"token_ids": [3, 4, 5], "sampling_params": {"max_tokens": 8}},
     bodies.TokenizeBody: {"prompt": "Once upon a time"},

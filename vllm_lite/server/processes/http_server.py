@@ -47,6 +47,9 @@ from vllm_lite.server.openai.prompts import Prompts
 from vllm_lite.server.openai.rendering import Renderer
 from vllm_lite.server.processes.api_servers import ApiServers, ApiServerSettings
 from vllm_lite.server.processes.scoreboard import Scoreboard
+from vllm_lite.server.responses.routes import ResponsesRoutes
+from vllm_lite.server.responses.runs import Runs
+from vllm_lite.server.responses.store import Store, store_of
 from vllm_lite.server.resumption import Resumption
 from vllm_lite.server.vllm.information import Information
 from vllm_lite.server.vllm.routes import VllmRoutes
@@ -145,7 +148,9 @@ class HttpServer:
             return 0
         calls = self._calls()
         resumable = ResumableCalls(calls, self.config.stream_resume_s)
-        server = self._uvicorn(resumable)
+        store = store_of(self.config.responses_store, self.config.responses_store_bytes)
+        runs = Runs(calls, store, self.config.stream_resume_s)
+        server = self._uvicorn(resumable, runs, store)
         serving: list[asyncio.Future[None]] = []
         watching = [asyncio.ensure_future(calls.watch()), asyncio.ensure_future(resumable.watch())]
         try:
@@ -166,9 +171,11 @@ class HttpServer:
             for watch in watching:
                 watch.cancel()
             others.stop()
+            await runs.close()
             server.should_exit = True
             await asyncio.gather(*serving, return_exceptions=True)
             await others.ended()
+            store.close()
 
     async def _wait(self, calls: Calls, ended: asyncio.Event, others: ApiServers) -> int:
         session = self.engine.session
@@ -210,7 +217,7 @@ class HttpServer:
         dispatcher = Dispatcher(self.engine.session, asyncio.get_running_loop())
         return Calls(dispatcher, limits, self.scoreboard)
 
-    def _uvicorn(self, resumable: ResumableCalls) -> uvicorn.Server:
+    def _uvicorn(self, resumable: ResumableCalls, runs: Runs, store: Store) -> uvicorn.Server:
         config, files, engine = self.config, self.files, self.engine.session.welcome
         calls = resumable.calls
         names = config.names or (engine.model,)
@@ -226,6 +233,7 @@ class HttpServer:
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, self.engine.config.model, prompts, shown)
         more += [*MessagesRoutes(generation).routes(), *OllamaRoutes(generation, ollama).routes()]
+        more += ResponsesRoutes(generation, runs, store).routes()
         settings = uvicorn.Config(
             build(ApiRoutes(generation), live, more, config, self.keys, metrics),
             http=with_timeouts(config.header_timeout_s, config.write_timeout_s),

@@ -1,0 +1,74 @@
+"""Checks of /v1/responses by the types of OpenAI's package: every field is known and none is missing."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pydantic
+from openai.types.responses import Response, ResponseStreamEvent
+
+_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
+_ENDS = {"response.completed", "response.incomplete", "response.failed"}
+
+
+def checked(value: Any, kind: Any = Response) -> Any:
+    """Parse `value` strictly, and look for fields that the type does not have."""
+    found = kind.validate_python(value, strict=True) if isinstance(kind, pydantic.TypeAdapter) else kind(**value)
+    if not isinstance(kind, pydantic.TypeAdapter):
+        kind.model_validate(value, strict=True)
+    _no_extras(found, type(found).__name__)
+    return found
+
+
+def _no_extras(value: Any, place: str) -> None:
+    if isinstance(value, pydantic.BaseModel):
+        assert not value.model_extra, f"{place} has {sorted(value.model_extra)}"
+        for name in type(value).model_fields:
+            _no_extras(getattr(value, name), f"{place}.{name}")
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            _no_extras(each, f"{place}[{index}]")
+
+
+def events_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The events of a stream; `event:` and `type` are the same."""
+    name = None
+    for line in lines:
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            assert event["type"] == name
+            yield event
+
+
+def check_stream(events: list[dict[str, Any]], first: int = 0) -> dict[str, Any]:
+    """All events parse, follow each other, and add up to the last one's response, which is returned."""
+    assert [event["sequence_number"] for event in events] == list(range(first, first + len(events)))
+    for event in events:
+        checked(event, _EVENT)
+    assert [event["type"] in _ENDS for event in events] == [False] * (len(events) - 1) + [True]
+    response: dict[str, Any] = events[-1]["response"]
+    if first == 0:
+        assert events[0]["type"] == "response.created"
+        assert _added_up(events) == response["output"]
+    return response
+
+
+def _added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The output that the events describe; each delta is a part of what its done event has."""
+    done, parts = list[dict[str, Any]](), dict[int, str]()
+    for event in events:
+        kind = event["type"]
+        if kind == "response.output_item.added":
+            assert event["output_index"] == len(done)
+            assert event["item"]["status"] == "in_progress"
+        elif kind.endswith(".delta"):
+            assert event["output_index"] == len(done)
+            parts[len(done)] = parts.get(len(done), "") + event["delta"]
+        elif kind.endswith(("_text.done", "_arguments.done")):
+            assert event.get("text", event.get("arguments")) == parts.get(len(done), "")
+        elif kind == "response.output_item.done":
+            assert event["output_index"] == len(done)
+            done.append(event["item"])
+    return done

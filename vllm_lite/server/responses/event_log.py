@@ -1,0 +1,84 @@
+"""EventLog: the events of one stream, written once. Any number of connections read it, each from any place."""
+
+import asyncio
+from collections import deque
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+MAX_BYTES = 16 * 1024 * 1024
+"""What one log holds at most; beyond that the oldest events go."""
+MANY = 1024
+"""Events in one write."""
+
+
+class EventLog:
+    """Events by their sequence numbers, which count from 0 without gaps."""
+
+    def __init__(self, first: int = 0, max_bytes: int = MAX_BYTES) -> None:
+        """`first` is the number of the first event that is kept."""
+        self.first = first
+        self.is_closed = False
+        self.num_bytes = 0
+        self._events: deque[bytes] = deque()
+        self._max_bytes = max_bytes
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    @classmethod
+    def of(cls, events: bytes, first: int) -> "EventLog":
+        """Make the log of a stream that has ended, of what text() returned."""
+        log = cls(first)
+        log._events.extend(event + b"\n\n" for event in events.split(b"\n\n") if event)
+        log.is_closed = True
+        return log
+
+    @property
+    def end(self) -> int:
+        """The number of the next event."""
+        return self.first + len(self._events)
+
+    def add(self, kind: str, **fields: Any) -> None:
+        """Write an event; wake() shows it to those who wait. Both may be called by different threads."""
+        data = msgspec.json.encode({"type": kind, "sequence_number": self.end, **fields})
+        event = b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        self._events.append(event)
+        self.num_bytes += len(event)
+        while self.num_bytes > self._max_bytes and len(self._events) > 1:
+            self._drop()
+
+    def since(self, number: int) -> list[bytes] | None:
+        """Return events from `number` on, not all if there are many; None if the first of them is no longer kept."""
+        if number < self.first:
+            return None
+        return list(islice(self._events, number - self.first, number - self.first + MANY))
+
+    def forget(self, number: int) -> None:
+        """Keep only events from `number` on."""
+        while self._events and self.first < number:
+            self._drop()
+
+    def text(self) -> bytes:
+        """All that is kept."""
+        return b"".join(self._events)
+
+    def changed(self) -> "asyncio.Future[None]":
+        """Return what is done at the next wake()."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        waiter.add_done_callback(self._waiters.discard)
+        return waiter
+
+    def wake(self) -> None:
+        for waiter in list(self._waiters):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self.is_closed = True
+        self.wake()
+
+    def _drop(self) -> None:
+        self.num_bytes -= len(self._events.popleft())
+        self.first += 1

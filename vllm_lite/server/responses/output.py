@@ -1,0 +1,177 @@
+"""Output: what is generated, as the items of a response and as the events of its stream.
+
+An item is opened by the first of its text and closed by the first of another's, or by the end.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.server.openai.logprobs import Candidates, Spelling, candidate, likeliest
+from vllm_lite.server.openai.parsing import MessageParser, PlainMessage
+from vllm_lite.server.responses.event_log import EventLog
+from vllm_lite.server.responses.items import Item, encrypted, item_id
+
+_TEXT = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+class Output:
+    """Grows with each delta. Without a log no events are written."""
+
+    def __init__(
+        self,
+        response: dict[str, Any],
+        parser: MessageParser | PlainMessage,
+        spelling: Spelling,
+        *,
+        log: EventLog | None,
+        top_logprobs: int | None,
+        is_encrypted: bool,
+    ) -> None:
+        """`response` is the response object, whose `output` and status this keeps true. `top_logprobs` candidates of
+        each token of a text are shown; None for no logprobs."""
+        self.response = response
+        self._items: list[Item] = response["output"]
+        self._parser = parser
+        self._spelling = spelling
+        self._log = log
+        self._top = top_logprobs
+        self._is_encrypted = is_encrypted
+        self._pieces: list[str] = []
+        """The text of the open item, or its arguments."""
+        self._scores: list[dict[str, Any]] = []
+        """Logprobs of the open item."""
+        self._held: list[Candidates] = []
+        """Of tokens whose text has not been shown yet."""
+        self._call = -1
+        """The number of the open item's call, if that is one."""
+        self._open: Item | None = None
+        self.num_tokens = 0
+
+    # ---- the stream as a whole
+
+    def begin(self) -> None:
+        """Write the first events."""
+        self._add("response.created", response=self.response)
+        self._add(f"response.{self.response['status']}", response=self.response)
+
+    def start(self) -> None:
+        """The first token of a response that was queued is there."""
+        if self.response["status"] == "queued":
+            self.response["status"] = "in_progress"
+            self._add("response.in_progress", response=self.response)
+
+    def feed(self, delta: CompletionOutput) -> None:
+        """Take what is new."""
+        self.start()
+        self.num_tokens += len(delta.token_ids)
+        fields = self._parser.feed(delta)
+        if self._top is not None:
+            self._held += delta.logprobs or ()
+        if text := fields.get("reasoning"):
+            self._held.clear()
+            self._text("reasoning", text)
+        if text := fields.get("content"):
+            self._text("message", text)
+        for call in fields.get("tool_calls", ()):
+            self._held.clear()
+            self._called(call)
+
+    def finish(self, status: str, usage: dict[str, Any], **more: Any) -> None:
+        """End with `status`; `more` are fields of the response."""
+        if not self._items and status != "failed":  # clients expect a text, though it is empty
+            self._opened_text("message")
+        self._close("completed" if status == "completed" else "incomplete")
+        self.response.update(status=status, usage=usage, **more)
+        if status == "completed":
+            self.response["completed_at"] = int(time.time())
+        # A stream knows no event for one that was cancelled: its status says so.
+        self._add(f"response.{'incomplete' if status == 'cancelled' else status}", response=self.response)
+
+    @property
+    def num_reasoning(self) -> int:
+        return self._parser.num_reasoning
+
+    # ---- items
+
+    def _text(self, kind: str, text: str) -> None:
+        """Add to the text of an open item of this kind, or open one."""
+        if self._open is None or self._open["type"] != kind:
+            self._opened_text(kind)
+        self._pieces.append(text)
+        more: dict[str, Any] = {}
+        if kind == "message":
+            new = [self._scored(each) for each in self._held]
+            self._held.clear()
+            self._scores += new
+            more["logprobs"] = [_short(each) for each in new]
+        self._add_to_item(f"response.{_TEXT[kind]}.delta", content_index=0, delta=text, **more)
+
+    def _called(self, call: dict[str, Any]) -> None:
+        """Add to the arguments of the open call, or open another."""
+        function = call["function"]
+        if self._open is None or self._open["type"] != "function_call" or call["index"] != self._call:
+            self._opened("function_call", call_id=call.get("id", ""), name=function.get("name", ""), arguments="")
+            self._call = call["index"]
+        if arguments := function.get("arguments"):
+            self._pieces.append(arguments)
+            self._add_to_item("response.function_call_arguments.delta", delta=arguments)
+
+    def _opened_text(self, kind: str) -> None:
+        shape: Item = {"role": "assistant", "content": []} if kind == "message" else {"summary": []}
+        self._opened(kind, **shape)
+        self._add_to_item("response.content_part.added", content_index=0, part=self._part(kind, "", []))
+
+    def _opened(self, kind: str, **fields: Any) -> None:
+        self._close("completed")
+        name = item_id(kind, self.response["id"], len(self._items), is_input=False)
+        self._open = {"type": kind, "id": name, "status": "in_progress", **fields}
+        self._items.append(self._open)
+        self._add("response.output_item.added", output_index=len(self._items) - 1, item=self._open)
+
+    def _close(self, status: str) -> None:
+        item = self._open
+        if item is None:
+            return
+        kind, text = item["type"], "".join(self._pieces)
+        if kind == "function_call":
+            item["arguments"] = text
+            self._add_to_item("response.function_call_arguments.done", arguments=text)
+        else:
+            more = {"logprobs": [_short(each) for each in self._scores]} if kind == "message" else {}
+            self._add_to_item(f"response.{_TEXT[kind]}.done", content_index=0, text=text, **more)
+            part = self._part(kind, text, self._scores)
+            item["content"] = [part]
+            self._add_to_item("response.content_part.done", content_index=0, part=part)
+            if kind == "reasoning" and self._is_encrypted:
+                item["encrypted_content"] = encrypted(text)
+        item["status"] = status
+        self._add("response.output_item.done", output_index=len(self._items) - 1, item=item)
+        self._open = None
+        self._pieces, self._scores, self._call = [], [], -1
+
+    def _part(self, kind: str, text: str, scores: Sequence[Any]) -> Item:
+        part = {"type": _TEXT[kind], "text": text}
+        return {**part, "annotations": [], "logprobs": list(scores)} if kind == "message" else part
+
+    def _scored(self, candidates: Candidates) -> dict[str, Any]:
+        token_id = next(iter(candidates))
+        top = [candidate(other, it, self._spelling) for other, it in likeliest(candidates, self._top or 0)]
+        return {**candidate(token_id, candidates[token_id], self._spelling), "top_logprobs": top}
+
+    # ---- events
+
+    def _add_to_item(self, kind: str, **fields: Any) -> None:
+        if self._open is not None:
+            self._add(kind, item_id=self._open["id"], output_index=len(self._items) - 1, **fields)
+
+    def _add(self, kind: str, **fields: Any) -> None:
+        if self._log is not None:
+            self._log.add(kind, **fields)
+
+
+def _short(scored: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the bytes, which a stream does not have."""
+    top = [{"token": each["token"], "logprob": each["logprob"]} for each in scored["top_logprobs"]]
+    return {"token": scored["token"], "logprob": scored["logprob"], "top_logprobs": top}

@@ -1,0 +1,393 @@
+"""The routes of /v1/responses."""
+
+import asyncio
+import os
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from vllm_lite.server.calls.response import PING, PING_S
+from vllm_lite.server.generation import Asked, Generation
+from vllm_lite.server.http.auth import owner_of
+from vllm_lite.server.http.disconnect import until_disconnected
+from vllm_lite.server.live_requests import as_json
+from vllm_lite.server.openai.bodies import MAX_MESSAGES
+from vllm_lite.server.openai.errors import ApiError, in_use
+from vllm_lite.server.responses import asking, bodies, items
+from vllm_lite.server.responses.bodies import ENCRYPTED, LOGPROBS, MAX_ID_CHARS, ResponseBody
+from vllm_lite.server.responses.event_log import EventLog
+from vllm_lite.server.responses.items import Item
+from vllm_lite.server.responses.output import Output
+from vllm_lite.server.responses.runs import Run, Runs
+from vllm_lite.server.responses.store import Record, Store
+
+MAX_PAGE = 100
+SETTLE_S = 1.0
+"""How long a response that its API server has ended may take to be stored."""
+
+
+class ResponsesRoutes:
+    """Answers each of them by one method."""
+
+    def __init__(self, generation: Generation, runs: Runs, store: Store) -> None:
+        self._generation = generation
+        self._live = generation.live
+        self._runs = runs
+        self._store = store
+
+    def routes(self) -> list[Route]:
+        path = "/v1/responses/{response_id}"
+        create, count = self._live.reader.holding(self.create), self._live.reader.holding(self.count)
+        return [
+            Route("/v1/responses", create, methods=["POST"]),
+            Route("/v1/responses/input_tokens", count, methods=["POST"]),
+            Route(path, self.retrieve, methods=["GET"]),
+            Route(path, self.delete, methods=["DELETE"]),
+            Route(path + "/cancel", self.cancel, methods=["POST"]),
+            Route(path + "/input_items", self.input_items, methods=["GET"]),
+        ]
+
+    # ---- the routes
+
+    async def create(self, request: Request) -> Response:
+        asked = await self._generation.read(request, ResponseBody)
+        body = asked.body
+        bodies.check(body)
+        response_id = await self._new_id(body)
+        own, messages = await self._messages(asked, response_id)
+        call, headers = await asking.made(self._generation, asked, messages, response_id)
+        call.owner = owner_of(request, response_id)
+        params = call.streams[0].params
+        log = EventLog() if body.stream or body.background else None
+        output = Output(
+            asking.response_object(body, response_id, asked.model, call.created, params),
+            self._live.writers.message(call, call.choices[0]),
+            self._live.writers.spelling,
+            log=log,
+            top_logprobs=params.logprobs if body.includes(LOGPROBS) else None,
+            is_encrypted=body.includes(ENCRYPTED),
+        )
+        run = Run(call, output, own, log, owner=call.owner, is_kept=body.is_kept)
+        self._runs.start(run)
+        if body.background:
+            await self._store.put(run.record())  # for the other API servers, and for one that is started again
+        if body.background and not body.stream:
+            return as_json(output.response, headers)
+        if log is not None:
+            return EventStream(log, 0, self._runs.attach(run), run, headers=headers)
+        return WholeResponse(run, self._runs.attach(run), headers)
+
+    async def count(self, request: Request) -> Response:
+        """How many tokens the prompt would have."""
+        asked = await self._generation.read(request, ResponseBody)
+        bodies.check(asked.body)
+        response_id = _random_id()
+        _, messages = await self._messages(asked, response_id)
+        made = await asking.made(self._generation, asked, messages, response_id)
+        tokens = {"object": "response.input_tokens", "input_tokens": made.call.num_prompt_tokens}
+        return as_json(tokens, made.headers)
+
+    async def retrieve(self, request: Request) -> Response:
+        """The response as it is, or its stream behind the event `starting_after`."""
+        after = _number(request, "starting_after", -1, least=0)
+        is_streamed = request.query_params.get("stream", "false").lower() in ("true", "1")
+        found = await self._found(request)
+        if not is_streamed:
+            return _json(found.response)
+        log = found.log if isinstance(found, Run) else await _log_of(found)
+        if log is None:
+            raise ApiError(400, f"response {found.id!r} has no stream: it was not asked for with stream or background")
+        if after >= log.end and not (isinstance(found, Run) and after == -1):
+            text = f"starting_after is {after}, and the stream has events up to {log.end - 1} so far"
+            raise ApiError(400, text, "starting_after")
+        if after + 1 < log.first:
+            raise ApiError(400, f"events before {log.first} are no longer kept", "starting_after")
+        run = found if isinstance(found, Run) else None
+        return EventStream(log, after + 1, (lambda: None) if run is None else self._runs.attach(run), None)
+
+    async def delete(self, request: Request) -> Response:
+        found = await self._found(request)
+        if isinstance(found, Run):
+            found.was_deleted = True
+            self._runs.cancel(found)
+        elif _is_running(found):
+            await self._live.end(found.id)
+        await self._store.delete(found.id)
+        return as_json({"id": found.id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """End a response that runs in the background. One that has ended is answered as it is."""
+        found = await self._found(request)
+        if not found.is_background:
+            raise ApiError(
+                400, "only a response that was asked for with background can be cancelled; end its connection"
+            )
+        if isinstance(found, Run):
+            self._runs.cancel(found)
+            await asyncio.shield(found.task)
+            return _json(found.response)
+        if _is_running(found):
+            await self._live.end(found.id)
+            found = await self._settled(found)
+        return _json(found.response)
+
+    async def input_items(self, request: Request) -> Response:
+        """All that the model was shown but the instructions, page by page."""
+        order = request.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise ApiError(400, f"order must be asc or desc, got {order[:40]!r}", "order")
+        limit = _number(request, "limit", 20, least=1, most=MAX_PAGE)
+        found = await self._found(request)
+        record = found.record() if isinstance(found, Run) else found
+        shown = [*await self._before(record.previous, request), *_items_of(record)]
+        if order == "desc":
+            shown.reverse()
+        after = request.query_params.get("after")
+        if after is not None:
+            places = [place for place, item in enumerate(shown) if item["id"] == after]
+            if not places:
+                raise ApiError(400, f"after names {after[:80]!r}, which is no input item of this response", "after")
+            shown = shown[places[0] + 1 :]
+        page = shown[:limit]
+        ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
+        return as_json({"object": "list", "data": page, **ends, "has_more": len(shown) > limit})
+
+    # ---- what is known
+
+    async def _new_id(self, body: ResponseBody) -> str:
+        if body.request_id is None:
+            return _random_id()
+        response_id = f"resp_{body.request_id.removeprefix('resp_')}"
+        if self._runs.get(response_id) is not None or await self._store.get(response_id) is not None:
+            raise in_use(response_id)
+        return response_id
+
+    async def _find(self, response_id: str, request: Request) -> Run | Record | None:
+        """Find a response of the sender, as far as this server knows."""
+        if len(response_id) > MAX_ID_CHARS:
+            return None
+        found = self._runs.get(response_id) or await self._store.get(response_id)
+        if found is None or found.owner != owner_of(request, response_id):
+            return None
+        return None if isinstance(found, Run) and (found.was_deleted or not found.is_kept) else found
+
+    async def _found(self, request: Request) -> Run | Record:
+        """Find the response of the path. Raises ApiError."""
+        response_id: str = request.path_params["response_id"]
+        found = await self._find(response_id, request)
+        if found is None:
+            raise _unknown(response_id)
+        if isinstance(found, Record) and _is_running(found):
+            return await self._checked(found)
+        return found
+
+    async def _checked(self, record: Record) -> Record:
+        """A response that another API server runs, or one that ended with its server."""
+        try:
+            await self._live.members(record.id)
+        except ApiError as error:
+            if error.status != 404:
+                return record
+            record = await self._settled(record)
+            if _is_running(record):
+                response = msgspec.json.decode(record.response)
+                error_of = {"code": "server_error", "message": "the server that generated it has ended"}
+                response.update(status="failed", error=error_of)
+                record = msgspec.structs.replace(record, response=msgspec.json.encode(response))
+                await self._store.put(record)
+        return record
+
+    async def _settled(self, record: Record) -> Record:
+        """The record once the API server that ended the response has stored that, or after a while as it is."""
+        deadline_s = time.monotonic() + SETTLE_S
+        while _is_running(record) and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.05)
+            record = await self._store.get(record.id) or record
+        return record
+
+    async def _messages(self, asked: Asked[ResponseBody], response_id: str) -> tuple[list[Item], Any]:
+        """The request's own input items, and the messages of the whole conversation. Raises ApiError."""
+        body, request = asked.body, asked.request
+        referred = {}
+        for place, reference in items.references(body.input if isinstance(body.input, list) else None):
+            referred[place] = await self._referred(place, reference, request)
+        own = items.read(body.input, response_id, referred)
+        before = await self._before(body.previous_response_id, request, with_last=True)
+        if len(before) + len(own) > MAX_MESSAGES:
+            raise ApiError(400, f"a conversation has at most {MAX_MESSAGES} items, and this one has more", "input")
+        return own, items.messages(body.instructions, [*before, *own])
+
+    async def _referred(self, place: int, reference: str, request: Request) -> Item:
+        response_id = items.response_of(reference)
+        found = None if response_id is None else await self._find(response_id, request)
+        record = found.record() if isinstance(found, Run) else found
+        known = [] if record is None else [*_items_of(record), *_output_of(record)]
+        for item in known:
+            if item["id"] == reference:
+                return item
+        raise ApiError(404, f"input[{place}] refers to {reference[:80]!r}, which is not kept", f"input[{place}].id")
+
+    async def _before(self, previous: str | None, request: Request, *, with_last: bool = True) -> list[Item]:
+        """The conversation up to the response `previous` and its output, oldest first. Raises ApiError."""
+        field, chain, count, seen = "previous_response_id", list[list[Item]](), 0, set[str]()
+        while previous is not None:
+            found = await self._find(previous, request)
+            if found is None or previous in seen:
+                text = f"previous response {previous[:80]!r} is not kept here, or not with this API key"
+                raise ApiError(404, text, field, code="previous_response_not_found")
+            record = found.record() if isinstance(found, Run) else found
+            if not seen and with_last and _is_running(record):
+                raise ApiError(400, f"previous response {previous!r} has not ended; wait for its end", field)
+            seen.add(previous)
+            chain.append([*_items_of(record), *_output_of(record)])
+            count += len(chain[-1])
+            if count > MAX_MESSAGES:
+                raise ApiError(400, f"a conversation has at most {MAX_MESSAGES} items, and this one has more", field)
+            previous = record.previous
+        return [item for part in reversed(chain) for item in part]
+
+
+# ---- what is sent
+
+
+class EventStream(Response):
+    """Sends the events of a log from a place on, until the log is closed or the client has gone."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        start: int,
+        detach: Callable[[], None],
+        run: Run | None,
+        *,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """`run` is given to its first reader, who gets an error of HTTP if the engine refuses the request."""
+        more = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers={"content-type": "text/event-stream; charset=utf-8", **more, **(headers or {})})
+        self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
+        self._log = log
+        self._next = start
+        self._detach = detach
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        watch = asyncio.ensure_future(until_disconnected(receive))
+        try:
+            run = self._run
+            if run is not None and not run.is_background:
+                await asyncio.wait((watch, run.began), return_when=asyncio.FIRST_COMPLETED)
+                if run.error is not None and not run.call.has_begun:
+                    raise run.error
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_events(watch, send)
+        finally:
+            watch.cancel()
+            self._detach()
+
+    async def _send_events(self, watch: "asyncio.Future[None]", send: Send) -> None:
+        log, is_sole = self._log, self._run is not None and not self._run.is_kept
+        while not watch.done():
+            changed = log.changed()
+            is_closed = log.is_closed
+            events = log.since(self._next)
+            if events is None:  # this reader is slower than the log is long
+                raise ApiError(409, f"events before {log.first} are no longer kept")
+            if events:
+                changed.cancel()
+                self._next += len(events)
+                await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                if is_sole:
+                    log.forget(self._next)
+            elif is_closed:
+                changed.cancel()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                return
+            else:
+                done, _ = await asyncio.wait((changed, watch), timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                if not done:
+                    await send({"type": "http.response.body", "body": PING, "more_body": True})
+
+
+class WholeResponse(Response):
+    """Sends the response object once that is complete. A client that has gone ends it."""
+
+    def __init__(self, run: Run, detach: Callable[[], None], headers: dict[str, str]) -> None:
+        super().__init__(headers={"content-type": "application/json", **headers})
+        self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
+        self._run = run
+        self._detach = detach
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        run, watch = self._run, asyncio.ensure_future(until_disconnected(receive))
+        try:
+            await asyncio.wait((watch, run.task), return_when=asyncio.FIRST_COMPLETED)
+            if not run.task.done():
+                return
+            if run.error is not None:
+                raise run.error
+            body = run.response
+            headers = [*self.raw_headers, (b"content-length", b"%d" % len(body))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+        finally:
+            watch.cancel()
+            self._detach()
+
+
+# ---- small things
+
+
+def _random_id() -> str:
+    return f"resp_{os.urandom(16).hex()}"
+
+
+def _json(data: bytes) -> Response:
+    return Response(data, media_type="application/json")
+
+
+def _unknown(response_id: str) -> ApiError:
+    return ApiError(404, f"no response {response_id[:80]!r} is kept here, or not with this API key", "response_id")
+
+
+def _is_running(record: Record) -> bool:
+    return msgspec.json.decode(record.response, type=_Status).status in ("queued", "in_progress")
+
+
+class _Status(msgspec.Struct):
+    status: str
+
+
+class _Outputs(msgspec.Struct):
+    output: list[Item]
+
+
+def _items_of(record: Record) -> list[Item]:
+    return msgspec.json.decode(record.items, type=list[Item])
+
+
+def _output_of(record: Record) -> list[Item]:
+    return msgspec.json.decode(record.response, type=_Outputs).output
+
+
+async def _log_of(record: Record) -> EventLog | None:
+    if not record.events:
+        return None
+    return EventLog.of(await asyncio.to_thread(zlib.decompress, record.events), record.first)
+
+
+def _number(request: Request, name: str, default: int, *, least: int, most: int = 2**31) -> int:
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdecimal() and len(given) <= 10 and least <= int(given) <= most):
+        raise ApiError(400, f"{name} must be a number from {least} to {most}, got {given[:40]!r}", name)
+    return int(given)

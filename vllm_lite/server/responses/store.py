@@ -1,0 +1,180 @@
+"""Stores of responses: bounded in number and bytes, the oldest go first. In memory, or in a SQLite file.
+
+A store knows no keys: a record's `owner` is a digest of the key and the response's id, so only a request with the same
+key finds it.
+"""
+
+import asyncio
+import os
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from vllm_lite.errors import ConfigError
+from vllm_lite.runtime import log
+from vllm_lite.server.openai.errors import ApiError
+
+MAX_RESPONSES = 16_384
+BUSY_S = 5.0
+"""How long another API server may hold the file."""
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses(
+    place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, size INTEGER NOT NULL, data BLOB NOT NULL)
+"""
+
+T = TypeVar("T")
+logger = log.get(__name__)
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One response.
+
+    response  the response object, as JSON
+    items     its own input items, a JSON list; those before it are its `previous` response's
+    events    what its stream has sent, packed by zlib; b"" for one without a stream
+    first     the sequence number of the first of these events
+    """
+
+    id: str
+    owner: str
+    previous: str | None
+    is_background: bool
+    response: bytes
+    items: bytes
+    events: bytes = b""
+    first: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.items) + len(self.events) + 512
+
+
+_record = msgspec.msgpack.Decoder(Record)
+
+
+class Store(Protocol):
+    """Keeps records by id. The methods raise ApiError where the store itself fails."""
+
+    async def get(self, response_id: str) -> Record | None: ...
+
+    async def put(self, record: Record) -> None:
+        """Keep a record, or replace the one with its id. The oldest ones go if there are too many."""
+
+    async def delete(self, response_id: str) -> bool:
+        """Return whether there was one."""
+
+    def close(self) -> None: ...
+
+
+class MemoryStore:
+    """Keeps records as long as this server runs."""
+
+    def __init__(self, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
+        self._max_bytes = max_bytes
+        self._max_responses = max_responses
+        self._records: OrderedDict[str, Record] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    async def get(self, response_id: str) -> Record | None:
+        return self._records.get(response_id)
+
+    async def put(self, record: Record) -> None:
+        await self.delete(record.id)
+        self._records[record.id] = record
+        self.num_bytes += record.size
+        while len(self._records) > self._max_responses or (self.num_bytes > self._max_bytes and self._records):
+            _, oldest = self._records.popitem(last=False)
+            self.num_bytes -= oldest.size
+
+    async def delete(self, response_id: str) -> bool:
+        record = self._records.pop(response_id, None)
+        self.num_bytes -= record.size if record is not None else 0
+        return record is not None
+
+    def close(self) -> None:
+        self._records.clear()
+        self.num_bytes = 0
+
+
+class SqliteStore:
+    """Keeps records in a file, which several API servers may share and which outlives them."""
+
+    def __init__(self, path: str, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
+        """Raises ConfigError for a file that cannot be used."""
+        self._max_bytes = max_bytes
+        self._max_responses = max_responses
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses-store")
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._file = self._thread.submit(self._open, Path(path)).result(4 * BUSY_S)
+        except (OSError, sqlite3.Error, TimeoutError) as error:
+            self._thread.shutdown(wait=False)
+            raise ConfigError(f"responses_store {path!r} cannot be used: {error}; name another file") from error
+
+    def _open(self, path: Path) -> sqlite3.Connection:
+        file = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+        version = file.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, _VERSION):
+            raise sqlite3.DatabaseError(f"its format is {version}, and this server knows {_VERSION}")
+        file.execute("PRAGMA journal_mode=WAL")
+        file.execute("PRAGMA synchronous=NORMAL")
+        file.execute(_SCHEMA)
+        file.execute(f"PRAGMA user_version={_VERSION}")
+        return file
+
+    async def get(self, response_id: str) -> Record | None:
+        return await self._run(lambda: self._get(response_id))
+
+    async def put(self, record: Record) -> None:
+        await self._run(lambda: self._put(record))
+
+    async def delete(self, response_id: str) -> bool:
+        return await self._run(lambda: self._delete(response_id))
+
+    def close(self) -> None:
+        self._thread.submit(self._file.close)
+        self._thread.shutdown()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.wrap_future(self._thread.submit(work))
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
+            logger.error("the store of responses failed: %s", error)
+            raise ApiError(500, "the store of responses failed; the server's log says why") from error
+
+    def _get(self, response_id: str) -> Record | None:
+        row = self._file.execute("SELECT data FROM responses WHERE id = ?", (response_id,)).fetchone()
+        return None if row is None else _record.decode(row[0])
+
+    def _put(self, record: Record) -> None:
+        data = msgspec.msgpack.encode(record)
+        with self._file:
+            self._file.execute("BEGIN IMMEDIATE")
+            self._file.execute("DELETE FROM responses WHERE id = ?", (record.id,))
+            self._file.execute("INSERT INTO responses(id, size, data) VALUES (?, ?, ?)", (record.id, record.size, data))
+            count, size = self._file.execute("SELECT count(*), sum(size) FROM responses").fetchone()
+            while count > self._max_responses or size > self._max_bytes:
+                place, its_size = self._file.execute(
+                    "SELECT place, size FROM responses ORDER BY place LIMIT 1"
+                ).fetchone()
+                self._file.execute("DELETE FROM responses WHERE place = ?", (place,))
+                count, size = count - 1, size - its_size
+                if not count:
+                    break
+
+    def _delete(self, response_id: str) -> bool:
+        return self._file.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount > 0
+
+
+def store_of(path: str | None, max_bytes: int) -> Store:
+    """Open the store. Raises ConfigError."""
+    return MemoryStore(max_bytes) if path is None else SqliteStore(path, max_bytes)
