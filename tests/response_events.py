@@ -1,9 +1,11 @@
 """Checks of /v1/responses by the types of OpenAI's package: every field is known and none is missing."""
 
 import json
+import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import httpx
 import pydantic
 from openai.types.responses import Response, ResponseStreamEvent
 
@@ -72,3 +74,24 @@ def _added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             assert event["output_index"] == len(done)
             done.append(event["item"])
     return done
+
+
+def broken_stream(http: httpx.Client, fields: dict[str, Any], chance: random.Random, *, is_background: bool) -> int:
+    """Read one stream over connections that break again and again, and check that it is whole. Returns how often."""
+    more = {"background": is_background, "ignore_eos": True, "max_output_tokens": chance.randint(5, 60), "stream": True}
+    found, num_breaks, done = list[dict[str, Any]](), 0, False
+    method, path, body = "POST", "/responses", {**fields, **more}
+    while not done:
+        stop = chance.randint(1, 20)
+        with http.stream(method, path, json=body) as answer:
+            assert answer.status_code == 200, answer.read()
+            for count, event in enumerate(events_in(answer.iter_lines())):
+                found.append(event)
+                done = event["type"] in _ENDS
+                if count + 1 == stop and not done:
+                    num_breaks += 1
+                    break
+        method, body = "GET", None  # type: ignore[assignment]
+        path = f"/responses/{found[0]['response']['id']}?stream=true&starting_after={found[-1]['sequence_number']}"
+    check_stream(found)
+    return num_breaks

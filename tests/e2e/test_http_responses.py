@@ -5,8 +5,11 @@ answers what they have to be.
 """
 
 import json
+import os
 import random
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -19,8 +22,8 @@ from openai.types.responses.response_item_list import ResponseItemList
 
 from tests.deadlines import scaled
 from tests.e2e.test_http_tools import SCHEMA, TEMPLATE
-from tests.http_server import Server, serving, until
-from tests.response_events import check_stream, checked, events_in
+from tests.http_server import Server, children, serving, until
+from tests.response_events import broken_stream, check_stream, checked, events_in
 
 KEY, OTHER_KEY = "sk-one", "sk-two"
 FIXED: dict[str, Any] = {"model": "demo", "temperature": 0.0, "input": "Tell me a story."}
@@ -275,28 +278,60 @@ def test_another_key_finds_nothing(server: Server, http: httpx.Client) -> None:
 def test_connections_break_and_no_event_is_lost(http: httpx.Client) -> None:
     chance = random.Random(20)
     for number in range(12):
-        breaks_of(http, chance, is_background=number % 2 == 0)
+        broken_stream(http, FIXED, chance, is_background=number % 2 == 0)
 
 
-def breaks_of(http: httpx.Client, chance: random.Random, *, is_background: bool) -> int:
-    """One stream whose connection breaks again and again. Returns how often."""
-    more = {"background": is_background, "ignore_eos": True, "max_output_tokens": chance.randint(5, 60), "stream": True}
-    found, num_breaks, done = list[dict[str, Any]](), 0, False
-    method, path, body = "POST", "/responses", {**FIXED, **more}
-    while not done:
-        stop = chance.randint(1, 20)
-        with http.stream(method, path, json=body) as answer:
-            assert answer.status_code == 200, answer.read()
-            for count, event in enumerate(events_in(answer.iter_lines())):
-                found.append(event)
-                done = event["type"] == "response.incomplete"
-                if count + 1 == stop and not done:
-                    num_breaks += 1
-                    break
-        method, body = "GET", None  # type: ignore[assignment]
-        path = f"/responses/{found[0]['response']['id']}?stream=true&starting_after={found[-1]['sequence_number']}"
-    check_stream(found)
-    return num_breaks
+@pytest.mark.parametrize("whose", ["vllm_lite.engine.process", "vllm_lite.worker.process"])
+def test_a_stream_goes_on_when_a_process_is_killed(server: Server, http: httpx.Client, whose: str) -> None:
+    fields = {"ignore_eos": True, "max_output_tokens": 400, "include": ["message.output_text.logprobs"]}
+    plain = streamed(http, **fields)
+    events = list[dict[str, Any]]()
+    body = {**FIXED, **fields, "stream": True, "background": True}
+    with http.stream("POST", "/responses", json=body) as answer:
+        for event in events_in(answer.iter_lines()):
+            events.append(event)
+            if len(events) == 12:
+                os.kill(children(server.process.pid)[whose], signal.SIGKILL)
+                break
+    path = f"/responses/{events[0]['response']['id']}?stream=true&starting_after={events[-1]['sequence_number']}"
+    with http.stream("GET", path, timeout=scaled(60)) as answer:
+        events += events_in(answer.iter_lines())
+    found, expected = check_stream(events), plain[-1]["response"]
+    assert text_of(found) == text_of(expected)
+    assert found["usage"]["output_tokens"] == 400
+
+
+def test_a_file_outlives_its_server(tmp_path: Path) -> None:
+    """What had ended goes on, and what ran has failed."""
+    flags = ["--served-model-name", "demo", "--responses-store", str(tmp_path / "store.db")]
+    with serving(*flags) as server, httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
+        first = streamed(http, max_output_tokens=4)[-1]["response"]
+        running = post(http, background=True, ignore_eos=True, max_output_tokens=1500)
+        for pid in (server.process.pid, *children(server.process.pid).values()):
+            os.kill(pid, signal.SIGKILL)
+        server.wait()
+    with serving(*flags) as server, httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
+        assert get(http, f"/responses/{first['id']}") == first
+        with http.stream("GET", f"/responses/{first['id']}?stream=true") as answer:
+            assert check_stream(list(events_in(answer.iter_lines()))) == first
+        assert post(http, previous_response_id=first["id"], max_output_tokens=1)["previous_response_id"] == first["id"]
+        failed = get(http, f"/responses/{running['id']}")
+        checked(failed)
+        assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+    assert oct((tmp_path / "store.db").stat().st_mode & 0o777) == "0o600"
+
+
+def test_several_servers_share_a_file(tmp_path: Path) -> None:
+    """Any of them knows a response, and ends it."""
+    flags = ["--served-model-name", "demo", "--responses-store", str(tmp_path / "store.db"), "--api-server-count", "2"]
+    with serving(*flags) as server:
+        for _ in range(6):
+            with httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
+                made = post(http, background=True, ignore_eos=True)
+            with httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
+                assert get(http, f"/responses/{made['id']}")["status"] in ("queued", "in_progress")
+                ended = post(http, f"/responses/{made['id']}/cancel")
+                assert ended["status"] == "cancelled"
 
 
 # ---- what is refused

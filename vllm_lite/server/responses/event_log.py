@@ -22,6 +22,7 @@ class EventLog:
         self.is_closed = False
         self.num_bytes = 0
         self._events: deque[bytes] = deque()
+        self._new: list[bytes] = []
         self._max_bytes = max_bytes
         self._waiters: set[asyncio.Future[None]] = set()
 
@@ -29,23 +30,19 @@ class EventLog:
     def of(cls, events: bytes, first: int) -> "EventLog":
         """Make the log of a stream that has ended, of what text() returned."""
         log = cls(first)
-        log._events.extend(event + b"\n\n" for event in events.split(b"\n\n") if event)
-        log.is_closed = True
+        log._new = [event + b"\n\n" for event in events.split(b"\n\n") if event]
+        log.close()
         return log
 
     @property
     def end(self) -> int:
-        """The number of the next event."""
+        """The number behind the last event that is shown."""
         return self.first + len(self._events)
 
     def add(self, kind: str, **fields: Any) -> None:
-        """Write an event; wake() shows it to those who wait. Both may be called by different threads."""
-        data = msgspec.json.encode({"type": kind, "sequence_number": self.end, **fields})
-        event = b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-        self._events.append(event)
-        self.num_bytes += len(event)
-        while self.num_bytes > self._max_bytes and len(self._events) > 1:
-            self._drop()
+        """Write an event, which wake() shows. One thread at a time may do so, beside those that read."""
+        data = msgspec.json.encode({"type": kind, "sequence_number": self.end + len(self._new), **fields})
+        self._new.append(b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n")
 
     def since(self, number: int) -> list[bytes] | None:
         """Return events from `number` on, not all if there are many; None if the first of them is no longer kept."""
@@ -59,8 +56,8 @@ class EventLog:
             self._drop()
 
     def text(self) -> bytes:
-        """All that is kept."""
-        return b"".join(self._events)
+        """All that is kept, with what is not shown yet."""
+        return b"".join([*self._events, *self._new])
 
     def changed(self) -> "asyncio.Future[None]":
         """Return what is done at the next wake()."""
@@ -70,6 +67,12 @@ class EventLog:
         return waiter
 
     def wake(self) -> None:
+        """Show what is new. Nobody may add to it meanwhile."""
+        self._events += self._new
+        self.num_bytes += sum(map(len, self._new))
+        self._new.clear()
+        while self.num_bytes > self._max_bytes and len(self._events) > 1:
+            self._drop()
         for waiter in list(self._waiters):
             if not waiter.done():
                 waiter.set_result(None)

@@ -43,7 +43,7 @@ class Output:
         self._scores: list[dict[str, Any]] = []
         """Logprobs of the open item."""
         self._held: list[Candidates] = []
-        """Of tokens whose text has not been shown yet."""
+        """Candidates of tokens whose text has not been shown yet."""
         self._call = -1
         """The number of the open item's call, if that is one."""
         self._open: Item | None = None

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from vllm_lite.server.calls.response import PING, PING_S
 from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.auth import owner_of
+from vllm_lite.server.http.body import BIG_BYTES
 from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.bodies import MAX_MESSAGES
@@ -76,8 +77,12 @@ class ResponsesRoutes:
         )
         run = Run(call, output, own, log, owner=call.owner, is_kept=body.is_kept)
         self._runs.start(run)
-        if body.background:
-            await self._store.put(run.record())  # for the other API servers, and for one that is started again
+        if body.background:  # the other API servers shall know it, and one that is started again
+            try:
+                await self._store.put(run.record())
+            except ApiError:
+                self._runs.cancel(run)
+                raise
         if body.background and not body.stream:
             return as_json(output.response, headers)
         if log is not None:
@@ -102,9 +107,11 @@ class ResponsesRoutes:
         if not is_streamed:
             return _json(found.response)
         log = found.log if isinstance(found, Run) else await _log_of(found)
+        if log is None and isinstance(found, Record) and _is_running(found):
+            raise ApiError(409, f"the stream of response {found.id!r} is at another API server; connect again")
         if log is None:
             raise ApiError(400, f"response {found.id!r} has no stream: it was not asked for with stream or background")
-        if after >= log.end and not (isinstance(found, Run) and after == -1):
+        if after >= log.end:
             text = f"starting_after is {after}, and the stream has events up to {log.end - 1} so far"
             raise ApiError(400, text, "starting_after")
         if after + 1 < log.first:
@@ -219,7 +226,7 @@ class ResponsesRoutes:
         for place, reference in items.references(body.input if isinstance(body.input, list) else None):
             referred[place] = await self._referred(place, reference, request)
         own = items.read(body.input, response_id, referred)
-        before = await self._before(body.previous_response_id, request, with_last=True)
+        before = await self._before(body.previous_response_id, request)
         if len(before) + len(own) > MAX_MESSAGES:
             raise ApiError(400, f"a conversation has at most {MAX_MESSAGES} items, and this one has more", "input")
         return own, items.messages(body.instructions, [*before, *own])
@@ -228,13 +235,12 @@ class ResponsesRoutes:
         response_id = items.response_of(reference)
         found = None if response_id is None else await self._find(response_id, request)
         record = found.record() if isinstance(found, Run) else found
-        known = [] if record is None else [*_items_of(record), *_output_of(record)]
-        for item in known:
+        for item in [] if record is None else _all_of(record):
             if item["id"] == reference:
                 return item
         raise ApiError(404, f"input[{place}] refers to {reference[:80]!r}, which is not kept", f"input[{place}].id")
 
-    async def _before(self, previous: str | None, request: Request, *, with_last: bool = True) -> list[Item]:
+    async def _before(self, previous: str | None, request: Request) -> list[Item]:
         """The conversation up to the response `previous` and its output, oldest first. Raises ApiError."""
         field, chain, count, seen = "previous_response_id", list[list[Item]](), 0, set[str]()
         while previous is not None:
@@ -243,10 +249,11 @@ class ResponsesRoutes:
                 text = f"previous response {previous[:80]!r} is not kept here, or not with this API key"
                 raise ApiError(404, text, field, code="previous_response_not_found")
             record = found.record() if isinstance(found, Run) else found
-            if not seen and with_last and _is_running(record):
+            if _is_running(record):
                 raise ApiError(400, f"previous response {previous!r} has not ended; wait for its end", field)
             seen.add(previous)
-            chain.append([*_items_of(record), *_output_of(record)])
+            is_long = len(record.items) + len(record.response) > BIG_BYTES
+            chain.append(await asyncio.to_thread(_all_of, record) if is_long else _all_of(record))
             count += len(chain[-1])
             if count > MAX_MESSAGES:
                 raise ApiError(400, f"a conversation has at most {MAX_MESSAGES} items, and this one has more", field)
@@ -376,6 +383,10 @@ def _items_of(record: Record) -> list[Item]:
 
 def _output_of(record: Record) -> list[Item]:
     return msgspec.json.decode(record.response, type=_Outputs).output
+
+
+def _all_of(record: Record) -> list[Item]:
+    return [*_items_of(record), *_output_of(record)]
 
 
 async def _log_of(record: Record) -> EventLog | None:

@@ -83,6 +83,8 @@ class Runs:
         self._calls.start(run.call)
         self._runs[run.id] = run
         run.output.begin()
+        if run.log is not None:
+            run.log.wake()
         run.task = asyncio.create_task(self._generate(run))
 
     def cancel(self, run: Run) -> None:
@@ -125,7 +127,7 @@ class Runs:
             finally:
                 self._calls.end(run.call)
             self._finish(run)
-            if run.is_kept and not run.was_deleted and not _was_refused(run):
+            if run.is_kept and not _was_refused(run):
                 await self._keep(run)
         finally:
             if run.expiry is not None:
@@ -184,6 +186,8 @@ class Runs:
     async def _keep(self, run: Run) -> None:
         text = b"" if run.log is None else run.log.text()
         events = await asyncio.to_thread(zlib.compress, text, 1) if text else b""
+        if run.was_deleted:  # meanwhile
+            return
         try:
             await self._store.put(run.record(events))
         except ApiError as error:  # its client has the answer all the same

@@ -1,0 +1,243 @@
+"""Parts of /v1/responses alone: the log, the stores, input as messages, output as items and events."""
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.response_events import check_stream, events_in
+from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.errors import ConfigError
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.openai.logprobs import Spelling
+from vllm_lite.server.responses import items
+from vllm_lite.server.responses.event_log import EventLog
+from vllm_lite.server.responses.output import Output
+from vllm_lite.server.responses.store import MemoryStore, Record, SqliteStore, Store, store_of
+
+Make = Callable[[int, int], Store]
+
+
+# ---- the log
+
+
+def test_a_log_is_read_from_any_place() -> None:
+    log = EventLog()
+    for number in range(5):
+        log.add("x", n=number)
+    assert log.since(0) == []  # not shown yet
+    log.wake()
+    events = log.since(3)
+    assert events is not None
+    assert [json.loads(event.split(b"data: ")[1])["sequence_number"] for event in events] == [3, 4]
+    again = EventLog.of(log.text(), 0)
+    assert again.is_closed
+    assert again.since(0) == log.since(0)
+
+
+def test_a_log_is_bounded() -> None:
+    log = EventLog(max_bytes=1000)
+    for number in range(100):
+        log.add("x", n=number)
+        log.wake()
+    assert log.num_bytes <= 1000
+    assert log.num_bytes == len(log.text())
+    assert log.end == 100
+    assert log.since(0) is None
+    assert len(log.since(log.first) or ()) == 100 - log.first
+    log.forget(99)
+    assert log.first == 99
+
+
+# ---- the stores
+
+
+@pytest.fixture(params=["memory", "file"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    def made(max_bytes: int, max_responses: int) -> Store:
+        if request.param == "memory":
+            return MemoryStore(max_bytes, max_responses)
+        return SqliteStore(str(tmp_path / "store.db"), max_bytes, max_responses)
+
+    return made
+
+
+def record(name: str, size: int = 10) -> Record:
+    return Record(name, "", None, False, b'{"status":"completed"}', b"[]", b"x" * size)
+
+
+def test_the_oldest_go(make: Make) -> None:
+    async def main() -> None:
+        store = make(100_000, 3)
+        for name in "abcd":
+            await store.put(record(name))
+        await store.put(record("b", 20))  # again: now it is the newest
+        assert [await store.get(name) is not None for name in "abcd"] == [False, True, True, True]
+        await store.put(record("e"))
+        assert await store.get("c") is None
+        found = await store.get("b")
+        assert found is not None
+        assert len(found.events) == 20
+        assert await store.delete("b") is True
+        assert await store.delete("b") is False
+        store.close()
+
+    asyncio.run(main())
+
+
+def test_bytes_are_bounded(make: Make) -> None:
+    async def main() -> None:
+        store = make(5000, 100)
+        for name in "abcdefgh":
+            await store.put(record(name, 1000))
+        assert [name for name in "abcdefgh" if await store.get(name)] == ["f", "g", "h"]
+        await store.put(record("z", 6000))  # more than there is room for
+        assert await store.get("z") is None
+        store.close()
+
+    asyncio.run(main())
+
+
+def test_a_file_that_is_no_store(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    path.write_bytes(b"not a database" * 100)
+    with pytest.raises(ConfigError, match="responses_store .* cannot be used: file is not a database"):
+        store_of(str(path), 1000)
+    with pytest.raises(ConfigError, match="responses_store"):
+        store_of(str(tmp_path / "no" / "folder"), 1000)
+    other = tmp_path / "newer.db"
+    with sqlite3.connect(other) as file:
+        file.execute("PRAGMA user_version=7")
+    with pytest.raises(ConfigError, match="its format is 7"):
+        store_of(str(other), 1000)
+
+
+# ---- input
+
+
+def read(*given: Any) -> list[items.Item]:
+    return items.read(list(given), "resp_1", {})
+
+
+def test_items_become_messages() -> None:
+    found = items.messages(
+        "Be brief.",
+        read(
+            {"role": "developer", "content": "Be kind."},
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+            {"type": "function_call", "call_id": "2", "name": "ask", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "bear"},
+            {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "fox"}]},
+            {"role": "system", "content": "Now end."},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        ),
+    )
+    assert [(message.role, message.content) for message in found] == [
+        ("system", "Be brief.\n\nBe kind."),
+        ("user", "a\nb"),
+        ("assistant", "I look."),
+        ("tool", "bear"),
+        ("tool", "fox"),
+        ("system", "Now end."),
+        ("assistant", "No."),
+    ]
+    assert found[2].reasoning == "Hm."
+    assert [call.function.name for call in found[2].tool_calls or ()] == ["look", "ask"]
+    assert found[4].tool_call_id == "2"
+
+
+def test_packed_reasoning_comes_back() -> None:
+    packed = items.encrypted("Hm \N{BEAR FACE}.")
+    one, other, broken = read(
+        {"type": "reasoning", "summary": [], "encrypted_content": packed},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA-of-another-server"},
+        {"type": "reasoning", "summary": [], "encrypted_content": packed[:-3]},
+    )
+    assert items.text_in(one) == "Hm \N{BEAR FACE}."
+    assert items.text_in(other) == items.text_in(broken) == ""
+
+
+def test_an_item_knows_its_response() -> None:
+    for is_input in (True, False):
+        assert items.response_of(items.item_id("message", "resp_a_b_2", 3, is_input=is_input)) == "resp_a_b_2"
+    assert items.response_of("msg_1") is None
+    assert items.response_of("fc_" + "x" * 5000 + "_1") is None
+
+
+def test_an_output_without_its_call() -> None:
+    with pytest.raises(ApiError, match="no function_call before it has the call_id 'x'"):
+        items.messages(None, read({"type": "function_call_output", "call_id": "x", "output": ""}))
+
+
+# ---- output
+
+
+class Spoken:
+    """A parser whose deltas the test has made."""
+
+    num_reasoning = 3
+
+    def __init__(self, *fields: dict[str, Any]) -> None:
+        self._fields = list(fields)
+
+    def feed(self, delta: CompletionOutput) -> dict[str, Any]:
+        del delta
+        return self._fields.pop(0)
+
+
+def call(index: int, arguments: str, name: str | None = None) -> dict[str, Any]:
+    function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
+    return {"tool_calls": [{"index": index, "function": function, **({} if name is None else {"id": f"call_{index}"})}]}
+
+
+def test_reasoning_text_and_calls_are_items() -> None:
+    deltas = [
+        {"reasoning": "Hm"},
+        {"reasoning": ", yes."},
+        {"content": "I "},
+        {},
+        {"content": "look."},
+        call(0, "", "look"),
+        call(0, '{"a":'),
+        call(0, "1}"),
+        call(1, "{}", "ask"),
+        {"content": "Done."},
+    ]
+    log = EventLog()
+    response: dict[str, Any] = {
+        "id": "resp_1",
+        "object": "response",
+        "created_at": 1,
+        "model": "demo",
+        "status": "in_progress",
+        "output": [],
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+    }
+    parser: Any = Spoken(*deltas)
+    output = Output(response, parser, Spelling(None), log=log, top_logprobs=None, is_encrypted=True)
+    output.begin()
+    for _ in deltas:
+        output.feed(CompletionOutput(0, "", [1]))
+    usage = {
+        "input_tokens": 1,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": output.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": output.num_reasoning},
+        "total_tokens": 11,
+    }
+    output.finish("incomplete", usage, incomplete_details={"reason": "max_output_tokens"})
+    found = check_stream(list(events_in(log.text().decode().splitlines())))["output"]
+    assert [item["type"] for item in found] == ["reasoning", "message", "function_call", "function_call", "message"]
+    assert found[0]["content"] == [{"type": "reasoning_text", "text": "Hm, yes."}]
+    assert items.text_in(items.read([{**found[0], "content": None}], "resp_2", {})[0]) == "Hm, yes."
+    assert [item.get("arguments") for item in found[2:4]] == ['{"a":1}', "{}"]
+    assert [item["status"] for item in found] == ["completed"] * 4 + ["incomplete"]
