@@ -388,3 +388,47 @@ def test_a_bad_place_is_refused(http: httpx.Client, query: str) -> None:
     found = post(http, background=True, max_output_tokens=1)
     until(lambda: get(http, f"/responses/{found['id']}")["status"] == "incomplete", "the end")
     assert get(http, f"/responses/{found['id']}?{query}", 400)["error"]["param"] == "starting_after"
+
+
+PIECES: list[Any] = [None, True, -1, 0, 1e300, "", "x", [], {}, [[]], {"type": None}, {"type": "message"}, {"id": "x"}]
+FIELDS = ["input", "instructions", "tools", "tool_choice", "text", "reasoning", "include", "metadata", "truncation"]
+FIELDS += ["previous_response_id", "store", "background", "stream_options", "max_output_tokens", "top_logprobs", "stop"]
+
+
+def test_random_bodies_are_answered_or_refused(http: httpx.Client) -> None:
+    chance = random.Random(7)
+
+    def value(depth: int) -> Any:
+        kind = chance.randrange(4 if depth else 1)
+        if kind == 1:
+            return [value(depth - 1) for _ in range(chance.randrange(3))]
+        if kind == 2:
+            names = [
+                "type",
+                "role",
+                "content",
+                "name",
+                "id",
+                "call_id",
+                "output",
+                "arguments",
+                "format",
+                "schema",
+                "text",
+            ]
+            return {chance.choice(names): value(depth - 1) for _ in range(chance.randrange(4))}
+        if kind == 3:
+            return chance.choice(
+                ["message", "user", "input_text", "function", "function_call", "json_schema", "reasoning"]
+            )
+        return chance.choice(PIECES)
+
+    statuses = set()
+    for _ in range(400):
+        body = {**FIXED, "max_output_tokens": 1, **{chance.choice(FIELDS): value(4) for _ in range(2)}}
+        answer = http.post("/responses", json=body)
+        statuses.add(answer.status_code)
+        assert answer.status_code in (200, 400, 404), (body, answer.text)
+        if answer.status_code == 200 and "text/event-stream" not in answer.headers["content-type"]:
+            checked(answer.json())
+    assert {200, 400} <= statuses

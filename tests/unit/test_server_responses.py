@@ -105,7 +105,7 @@ def test_bytes_are_bounded(make: Make) -> None:
 def test_a_file_that_is_no_store(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     path.write_bytes(b"not a database" * 100)
-    with pytest.raises(ConfigError, match="responses_store .* cannot be used: file is not a database"):
+    with pytest.raises(ConfigError, match=r"responses_store .* cannot be used: file is not a database"):
         store_of(str(path), 1000)
     with pytest.raises(ConfigError, match="responses_store"):
         store_of(str(tmp_path / "no" / "folder"), 1000)
