@@ -13,13 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from vllm_lite.server.calls.response import PING, PING_S
+from vllm_lite.server.calls.response import PING_S
 from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.auth import owner_of
 from vllm_lite.server.http.body import BIG_BYTES
 from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.bodies import MAX_MESSAGES
+from vllm_lite.server.openai.chunks import AnswerWriter
 from vllm_lite.server.openai.errors import ApiError, in_use
 from vllm_lite.server.responses import asking, bodies, items
 from vllm_lite.server.responses.bodies import ENCRYPTED, LOGPROBS, MAX_ID_CHARS, ResponseBody
@@ -321,7 +322,7 @@ class EventStream(Response):
                 done, _ = await asyncio.wait((changed, watch), timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
                 if not done:
-                    await send({"type": "http.response.body", "body": PING, "more_body": True})
+                    await send({"type": "http.response.body", "body": AnswerWriter.ping, "more_body": True})
 
 
 class WholeResponse(Response):
