@@ -20,7 +20,8 @@ constexpr int kBlockRows = 6;  // the kernel takes so many rows together
 
 // Estimates, to size tasks only. Taking a task costs about 0.1 us, waking threads up several.
 constexpr double kNsPerItem = 300, kBytesPerNs = 25, kFlopsPerNs = 100;
-constexpr double kTaskNs = 10'000, kAloneNs = 20'000;
+constexpr double kTaskNs = 10'000, kLargeTaskNs = 80'000, kAloneNs = 20'000;
+constexpr int kTasksPerThread = 12;  // enough for threads to finish together; within a task keys are fetched ahead
 
 // A plan lies in a buffer of int32 that the caller gives: this record, the items, where each task ends (in units of
 // one item and one KV head, items outermost), then the rows to be zeroed as (first row, number of rows).
@@ -119,7 +120,8 @@ double item_ns(const AttentionShape& shape, const AttentionItem& item) {
 void make_tasks(const AttentionShape& shape, Draft* draft) {
   double total = 0;
   for (const AttentionItem& item : draft->items) total += item_ns(shape, item) * shape.num_kv_heads;
-  const double enough = total < kAloneNs ? total + 1 : kTaskNs;
+  const double enough =
+      total < kAloneNs ? total + 1 : std::clamp(total / (kTasksPerThread * num_threads()), kTaskNs, kLargeTaskNs);
   double ns = 0;
   int32_t unit = 0;
   for (const AttentionItem& item : draft->items) {
@@ -227,7 +229,9 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
     for (int unit = task == 0 ? 0 : task_ends[task - 1]; unit < task_ends[task]; ++unit) {
       const AttentionItem& item = items[unit / num_heads];
       const int head = unit % num_heads;
-      attend(call, item, head, scratch);
+      const int next = unit + 1;
+      attend(call, item, head,
+             next < task_ends[task] ? NextUnit{&items[next / num_heads], next % num_heads} : NextUnit{}, scratch);
       if (item.num_splits == 1) continue;
       // The thread that finishes the last split merges them all.
       int32_t* finished = counters + item.counter * num_heads + head;

@@ -42,6 +42,12 @@ struct AttentionItem {
   int32_t counter;             // which counter of finished splits, in units of num_kv_heads
 };
 
+// What a thread computes after an item and a KV head; item null = nothing, or not known.
+struct NextUnit {
+  const AttentionItem* item;
+  int kv_head;
+};
+
 // One call: one layer of a step. Strides in bytes.
 struct AttentionCall {
   const AttentionShape* shape;
@@ -98,9 +104,10 @@ VLLM_LITE_INLINE float* partial_of(const AttentionCall& call, const AttentionIte
 
 }  // namespace vllm_lite
 
-// Computes one item for one KV head: into `out` when the item is alone, else into its partial results.
+// Computes one item for one KV head: into `out` when the item is alone, else into its partial results. Meanwhile the
+// first keys of what this thread computes next are fetched.
 VLLM_LITE_DECLARE(void attend_item(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item,
-                                   int kv_head, char* scratch))
+                                   int kv_head, vllm_lite::NextUnit next, char* scratch))
 // Merges the partial results of all splits, in their order, into `out`.
 VLLM_LITE_DECLARE(void merge_splits(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item,
                                     int kv_head))

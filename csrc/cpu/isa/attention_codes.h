@@ -226,7 +226,7 @@ VLLM_LITE_INLINE void interleave(const __m512i (&rows)[4], __m512i (&out)[4]) {
 VLLM_LITE_INLINE void pack_keys(CodeScratch& s, const char* const* rows, const char* const* next, int size, int group) {
   const __m512i half = _mm512_set1_epi8(static_cast<char>(0x80));
   for (int word = 0; word < size / 4; word += 16) {
-    for (int t = 0; t < kGroup; ++t) __builtin_prefetch(next[t] + 4 * word);
+    for (int t = 0; t < kGroup; ++t) __builtin_prefetch(next[t] + 4 * word, 0, 2);
     Vec words[16];
     const int count = least(16, size / 4 - word);
     turn(rows, 4 * word, count, words);
@@ -250,7 +250,7 @@ VLLM_LITE_INLINE void pack_values(CodeScratch& s, const char* const* rows, const
     __m512i lines[4], words[4];
 #pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) {
-      __builtin_prefetch(next[t] + offset + d);
+      __builtin_prefetch(next[t] + offset + d, 0, 2);
       lines[t] = _mm512_maskz_loadu_epi8(mask, rows[t] + offset + d);
     }
     interleave(lines, words);
@@ -259,7 +259,8 @@ VLLM_LITE_INLINE void pack_values(CodeScratch& s, const char* const* rows, const
   for (int t = 0; t < 4; ++t) s.v_scales[token + t] = row_scale(rows[t] + offset, sizes.value);
 }
 
-static void codes(const AttentionCall& call, const AttentionItem& item, int kv_head, char* memory) {
+static void codes(const AttentionCall& call, const AttentionItem& item, int kv_head, vllm_lite::NextUnit after,
+                  char* memory) {
   CodeScratch& s = *reinterpret_cast<CodeScratch*>(memory);
   const int head = call.shape->head_size, value = call.shape->value_size;
   const CodeSizes sizes = {head, value, round_up(value, kWidth)};
@@ -271,9 +272,8 @@ static void codes(const AttentionCall& call, const AttentionItem& item, int kv_h
   const char** next = s.rows[1];
   find_keys(now, cache, item.key_begin / kKeys * kKeys, item.key_begin, item.key_end);
   over_keys(call, item, kv_head, s.softmax, s.acc, s.all, sizes.padded, [&](int first, int end) {
-    const bool more = end < item.key_end;
-    if (more) find_keys(next, cache, end, item.key_begin, item.key_end);
-    const char* const* ahead = more ? next : now;  // after the last tokens these again, which costs nothing
+    const bool more = find_next_keys(next, call, item, kv_head, after, end);
+    const char* const* ahead = more ? next : now;  // these again cost nothing
     // All 64, as scales that are not there would be anything: of keys that are not seen these are another's.
     for (int t = 0; t < kKeys; t += kGroup) pack_keys(s, now + t, ahead + t, head, t);
     for (int t = 0; t < kKeys; t += 4) pack_values(s, now + t, ahead + t, cache.value_offset, sizes, t);

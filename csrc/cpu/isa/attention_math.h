@@ -83,6 +83,19 @@ VLLM_LITE_INLINE void find_keys(const char** rows, const Cached& cache, int firs
   for (n = 0; n < skipped; ++n) rows[n] = rows[skipped];
 }
 
+// Addresses of the K that are read after those at positions [.., end) of an item; false if nobody knows them.
+VLLM_LITE_INLINE bool find_next_keys(const char** rows, const AttentionCall& call, const AttentionItem& item,
+                                     int kv_head, vllm_lite::NextUnit next, int end) {
+  if (end < item.key_end) {
+    find_keys(rows, cached(call, item, kv_head), end, item.key_begin, item.key_end);
+    return true;
+  }
+  if (!next.item) return false;
+  const AttentionItem& other = *next.item;
+  find_keys(rows, cached(call, other, next.kv_head), other.key_begin / kKeys * kKeys, other.key_begin, other.key_end);
+  return true;
+}
+
 // Rows of queries while they meet the keys. Everything is indexed by the row's number within the item.
 struct Softmax {
   float factor;        // of the products, to scores

@@ -28,7 +28,7 @@ struct StreamScratch {
 };
 
 VLLM_LITE_INLINE void fetch(const char* row) {
-  __builtin_prefetch(row);
+  __builtin_prefetch(row, 0, 2);  // into L2, where there are more places for lines on their way than in L1
 }
 
 VLLM_LITE_INLINE void fetch_row(const char* row, int64_t num_bytes) {
@@ -203,7 +203,8 @@ static void attend_few(StreamScratch<Words>& s, const AttentionCall& call, int n
 }
 
 template <class Words>
-static void stream(const AttentionCall& call, const AttentionItem& item, int kv_head, char* memory) {
+static void stream(const AttentionCall& call, const AttentionItem& item, int kv_head, vllm_lite::NextUnit after,
+                   char* memory) {
   StreamScratch<Words>& s = *reinterpret_cast<StreamScratch<Words>*>(memory);
   const AttentionShape& shape = *call.shape;
   const int size = shape.head_size, padded = round_up(size, 32);
@@ -217,9 +218,8 @@ static void stream(const AttentionCall& call, const AttentionItem& item, int kv_
   for (int i = 0; i < item.num_rows; ++i) load_query(call, item, kv_head, i, s.query + i * padded, padded);
   const int stride = round_up(shape.value_size, 32);
   over_keys(call, item, kv_head, s.softmax, s.acc, s.all, stride, [&](int first, int end) {
-    const bool more = end < item.key_end;
-    if (more) find_keys(next, cache, end, item.key_begin, item.key_end);
-    const char* const* ahead = more ? next : now;  // after the last tokens these again, which costs nothing
+    const bool more = find_next_keys(next, call, item, kv_head, after, end);
+    const char* const* ahead = more ? next : now;  // these again cost nothing
     if (shape.kv_dtype == Words::kElement) {
       attend_few<Words, false>(s, call, item.num_rows, now, first, end, ahead);
     } else {
