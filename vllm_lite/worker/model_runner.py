@@ -91,6 +91,7 @@ class ModelRunner:
         if step.block_ops:
             self.cache_engine.execute(step.block_ops)
         self.batch.apply(step.entries)
+        self.cache_engine.use(self.batch.highest_block)
         self._draft()
         inputs = self.batch.build()
         if inputs.num_tokens == 0:

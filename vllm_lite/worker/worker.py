@@ -28,7 +28,7 @@ from vllm_lite.structured.vocabulary import load_vocabulary
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
 from vllm_lite.worker.expert_load import ExpertLoad
 from vllm_lite.worker.forward import EagerForward
-from vllm_lite.worker.memory.cache_engine import CacheEngine
+from vllm_lite.worker.memory.cache_engine import NULL_BLOCK, CacheEngine
 from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.process import Progress
@@ -197,6 +197,7 @@ class Worker:
         """
         cache_engine = self._allocate(start)
         swap_blocks_per_s = cache_engine.measure_swap()
+        cache_engine.use(NULL_BLOCK)
         speculation = self.config.speculative_config
         other = NgramDrafter(speculation) if speculation is not None else None
         drafter = GrammarDrafter(other, forces=self.config.jump_forward)

@@ -67,6 +67,8 @@ class InputBatch:
         # Drafts stand behind the tokens of a row. One column more than the context: a token sampled behind a full
         # context is stored, never computed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self.highest_block = 0
+        """The highest id that a table ever held."""
         self.block_tables = [np.zeros((max_num_seqs, table_width), np.int32) for _ in windows]
         self.table_lens = np.zeros((max_num_seqs, len(self.windows)), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
@@ -282,8 +284,10 @@ class InputBatch:
             self.table_lens[row, group] = end
 
     def _check_blocks(self, handle: Handle, ids: list[int]) -> None:
-        if min(ids) < 0 or max(ids) >= self.num_blocks:
+        highest = max(ids)
+        if min(ids) < 0 or highest >= self.num_blocks:
             raise ProtocolError(f"handle {handle} got blocks {ids}, the pool is [0, {self.num_blocks})")
+        self.highest_block = max(self.highest_block, highest)
 
     def _schedule(self, handle: Handle, num_tokens: int) -> None:
         if handle in self._scheduled:

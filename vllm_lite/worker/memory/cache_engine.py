@@ -31,6 +31,7 @@ from vllm_lite.worker.memory.block_mover import (
     TorchMover,
     stages,
 )
+from vllm_lite.worker.memory.touch_ahead import TouchAhead
 
 NULL_BLOCK = 0
 """Stands in block tables where there is no block; no token is ever written to it."""
@@ -72,6 +73,7 @@ class CacheEngine:
             self.pool = _device_zeros((num_blocks, elements), dtype, device)
             self.host_pool = self._locked(_host_zeros((num_host_blocks, elements), dtype))
         self.mover = make_mover(Pools(self.pool, self.host_pool))
+        self._touch_ahead = TouchAhead(self.pool) if device.type == "cpu" else None
 
     def layer_views(self) -> list[torch.Tensor]:
         """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_size].
@@ -117,6 +119,11 @@ class CacheEngine:
             self._wait_for_device()
             num_rounds += 1
         return num_rounds * len(program) / took_s
+
+    def use(self, highest_block: int) -> None:
+        """Say which is the highest block that was ever in use; what comes after it is made ready, on a CPU."""
+        if self._touch_ahead is not None:
+            self._touch_ahead.use(highest_block)
 
     def _wait_for_device(self) -> None:
         if self.pool.device.type == "cuda":

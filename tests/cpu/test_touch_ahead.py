@@ -1,0 +1,104 @@
+"""Pages of the KV cache exist before blocks in them are written, and nothing is changed by that."""
+
+import ctypes
+import mmap
+
+import pytest
+import torch
+
+from tests.deadlines import scaled
+from tests.driver import make_prompt, new_request
+from vllm_lite.kernels.cpu import memory
+from vllm_lite.protocol.step import Continue
+from vllm_lite.worker.memory import touch_ahead
+from vllm_lite.worker.memory.touch_ahead import TouchAhead
+
+BLOCK_BYTES, NUM_BLOCKS, AHEAD_BYTES = 1 << 20, 64, 16 << 20
+
+
+def new_pool():
+    return memory.zeros(NUM_BLOCKS * BLOCK_BYTES, torch.uint8).view(NUM_BLOCKS, BLOCK_BYTES)
+
+
+def existing(pool):
+    """For each block whether all of its pages are in memory."""
+    num_pages = BLOCK_BYTES // mmap.PAGESIZE
+    found = []
+    for block in pool:
+        resident = (ctypes.c_ubyte * num_pages)()
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(BLOCK_BYTES), resident) == 0
+        found.append(all(page & 1 for page in resident))
+    return found
+
+
+def finish(touch):
+    touch.thread.join(scaled(20))
+    assert not touch.thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def on_a_system_that_can():
+    pool = new_pool()
+    if not touch_ahead._populate(pool.data_ptr(), BLOCK_BYTES):
+        pytest.skip("this system makes pages only where they are written")
+
+
+def test_blocks_exist_before_they_are_used_and_only_so_many(monkeypatch):
+    monkeypatch.setattr(touch_ahead, "PIECE_BYTES", 2 << 20)
+    pool = new_pool()
+    assert not any(existing(pool))
+    touch = TouchAhead(pool, AHEAD_BYTES)
+    touch.use(0)
+    finish(touch)
+    assert existing(pool) == [block < 18 for block in range(NUM_BLOCKS)]
+    first = touch.thread
+    touch.use(7)  # more than half of what was made ahead is still there
+    assert touch.thread is first
+    touch.use(8)
+    finish(touch)
+    assert existing(pool) == [block < 26 for block in range(NUM_BLOCKS)]
+
+
+def test_what_was_written_stays_and_the_end_of_the_pool_is_the_end():
+    pool = new_pool()
+    pool[3], pool[-1] = 3, 9
+    touch = TouchAhead(pool, AHEAD_BYTES)
+    for block in range(NUM_BLOCKS):
+        touch.use(block)
+        finish(touch)
+    assert all(existing(pool))
+    last = touch.thread
+    touch.use(NUM_BLOCKS - 1)
+    assert touch.thread is last
+    expected = torch.zeros(NUM_BLOCKS, dtype=torch.uint8)
+    expected[3], expected[-1] = 3, 9
+    assert torch.equal(pool, expected[:, None].expand_as(pool))
+
+
+def test_where_the_system_cannot_it_is_asked_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(touch_ahead, "_populate", lambda address, _: asked.append(address))
+    pool = new_pool()
+    touch = TouchAhead(pool, AHEAD_BYTES)
+    for block in (0, 20, 40):
+        touch.use(block)
+        finish(touch)
+    assert asked == [pool.data_ptr()]
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 5)])
+def test_small_pools_are_left_alone(shape):
+    touch = TouchAhead(torch.zeros(shape), AHEAD_BYTES)
+    touch.use(0)
+    assert touch.thread is None
+
+
+def test_the_worker_says_which_blocks_its_steps_use(driver, monkeypatch):
+    used = []
+    monkeypatch.setattr(driver.worker.runner.cache_engine, "use", used.append)
+    prompt = make_prompt(driver.worker.config.block_size + 1)
+    driver.run(new_request(1, prompt, [3, 9]))
+    driver.run(Continue(1, 1, []), new_request(2, prompt, [4, 5]))
+    assert used == [9, 9]
+    driver.run(Continue(1, 1, []), Continue(2, 1, [[11]]))
+    assert used == [9, 9, 11]

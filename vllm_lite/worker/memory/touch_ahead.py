@@ -1,0 +1,70 @@
+"""Pages of the KV cache on a CPU are made before the blocks in them are first written.
+
+Memory that a process asked for exists once it is written. A huge page takes 0.1 to 0.2 ms then, for its zeros, and
+several in a virtual machine whose host has to find the memory first; the blocks of Qwen3-0.6B are as large as such a
+page, so a step of 32 sequences waited for two of them on the average. New blocks are handed out in the order of their
+ids, so what will be written next is known.
+"""
+
+import ctypes
+import os
+import threading
+from contextlib import suppress
+
+import torch
+
+from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES
+
+AHEAD_BYTES = 1 << 30
+"""What exists beyond the highest block in use: a minute's tokens of a busy machine."""
+PIECE_BYTES = 8 * HUGE_PAGE_BYTES
+NICENESS = 10
+"""The thread that makes pages takes what the kernels leave."""
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; it changes no byte, also of pages that others write meanwhile
+
+
+class TouchAhead:
+    """Makes the pages of one pool, on a thread that ends when enough of them exist."""
+
+    def __init__(self, pool: torch.Tensor, ahead_bytes: int = AHEAD_BYTES) -> None:
+        """`pool`: contiguous, in this process's memory; one row is a block."""
+        self._pool = pool
+        self._ahead_bytes = ahead_bytes
+        self._block_bytes = pool[0].nbytes if len(pool) else 0
+        self._made_bytes = 0 if pool.nbytes >= HUGE_PAGE_BYTES else pool.nbytes
+        """From the beginning of the pool on; all of it when there is nothing to do."""
+        self._renew_at = 0
+        """The first block id for which more is to be made."""
+        self.thread: threading.Thread | None = None
+        """The last one that was started."""
+
+    def use(self, block_id: int) -> None:
+        """Say that blocks up to `block_id` are in use. It does not wait for anything."""
+        if block_id < self._renew_at or self._made_bytes >= self._pool.nbytes:
+            return
+        if self.thread is not None and self.thread.is_alive():
+            return
+        used_bytes = (block_id + 1) * self._block_bytes
+        goal_bytes = min(used_bytes + self._ahead_bytes, self._pool.nbytes)
+        self._renew_at = block_id + max(1, self._ahead_bytes // (2 * self._block_bytes))
+        self.thread = threading.Thread(target=self._make, args=(goal_bytes,), name="touch-ahead", daemon=True)
+        self.thread.start()
+
+    def _make(self, goal_bytes: int) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while self._made_bytes < goal_bytes:
+            end = min(self._made_bytes + PIECE_BYTES, self._pool.nbytes)
+            if not _populate(self._pool.data_ptr() + self._made_bytes, end - self._made_bytes):
+                end = self._pool.nbytes  # an older system, or no memory: pages come when they are written, as ever
+            self._made_bytes = end
+
+
+def _populate(address: int, num_bytes: int) -> bool:
+    """Make the pages that lie in this memory, of which the first and the last may reach beyond it."""
+    if not hasattr(os, "sched_getaffinity"):  # another system than Linux, with other numbers
+        return False
+    page = os.sysconf("SC_PAGE_SIZE")
+    begin, end = address // page * page, -(-(address + num_bytes) // page) * page
+    madvise = ctypes.CDLL(None).madvise
+    return int(madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_POPULATE_WRITE)) == 0
