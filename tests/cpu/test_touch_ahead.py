@@ -94,7 +94,7 @@ def test_small_pools_are_left_alone(shape):
 
 
 def test_the_worker_says_which_blocks_its_steps_use(driver, monkeypatch):
-    used = []
+    used: list[int] = []
     monkeypatch.setattr(driver.worker.runner.cache_engine, "use", used.append)
     prompt = make_prompt(driver.worker.config.block_size + 1)
     driver.run(new_request(1, prompt, [3, 9]))
