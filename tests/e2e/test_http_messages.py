@@ -299,6 +299,17 @@ def test_every_failure_has_the_form_of_this_api(server: Server, http: httpx.Clie
     assert "param" in http.get("/v1/nothing").json()["error"], "other paths have OpenAI's form"
 
 
+def test_what_is_counted_and_described(http: httpx.Client) -> None:
+    post(http)
+    count = [line for line in http.get("/metrics").text.splitlines() if f'"{PATH}"' in line and '"200"' in line]
+    assert count
+    paths = http.get("/openapi.json").json()["paths"]
+    assert {PATH, PATH + "/count_tokens", "/api/chat", "/api/generate"} <= set(paths)
+    props, slots = http.get("/props").json(), http.get("/slots").json()
+    assert props["default_generation_settings"]["n_ctx"] == slots[0]["n_ctx"] > 0
+    assert (props["model_alias"], props["total_slots"], slots[0]["is_processing"]) == ("demo", len(slots), False)
+
+
 # ---- the official client
 
 

@@ -202,6 +202,9 @@ def test_the_number_of_blocks_is_bounded() -> None:
     several = [{"role": "user", "content": [{"type": "text", "text": "x"}] * (MAX_BLOCKS // 4)}] * 5
     with pytest.raises(ApiError, match="content blocks"):
         chat_of(body_of(messages=several), 2048)
+    inner = [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "x"}] * 9000}] * 2
+    with pytest.raises(ApiError, match="18002 content blocks"):
+        chat_of(body_of(messages=[{"role": "user", "content": inner}]), 2048)
     results = [{"type": "tool_result", "tool_use_id": "a"}] * 5000
     with pytest.raises(ApiError, match="tool results"):
         chat_of(body_of(messages=[{"role": "user", "content": results}]), 2048)

@@ -70,10 +70,18 @@ def _sampled(body: MessagesBody, max_model_len: int) -> dict[str, Any]:
 
 
 def _check_count(body: CountTokensBody) -> None:
-    several = [body.system or "", *(message.content for message in body.messages)]
-    count = sum(len(content) for content in several if not isinstance(content, str))
+    several = [content for content in _contents(body) if not isinstance(content, str)]
+    count = sum(map(len, several))
+    if count <= MAX_BLOCKS:  # those in results of tools as well
+        count += sum(len(block.content) for each in several for block in each if isinstance(block.content, list))
     if count > MAX_BLOCKS:
         raise ApiError(400, f"messages have {count} content blocks; at most {MAX_BLOCKS}")
+
+
+def _contents(body: CountTokensBody) -> Iterator[str | list[ContentBlock]]:
+    yield body.system or ""
+    for message in body.messages:
+        yield message.content
 
 
 def _system(given: str | list[ContentBlock] | None) -> list[ChatMessage]:
@@ -131,8 +139,6 @@ def _result(block: ContentBlock, where: str) -> str:
     """The text of a tool's result. Chat templates know no failed ones, so the text says it."""
     content = block.content or ""
     if not isinstance(content, str):
-        if len(content) > MAX_BLOCKS:
-            raise ApiError(400, f"{where}.content has {len(content)} blocks; at most {MAX_BLOCKS}")
         texts = [_text(inner, f"{where}.content[{number}]").text or "" for number, inner in enumerate(content)]
         content = "\n".join(texts)
     return f"Error: {content}" if block.is_error else content

@@ -37,6 +37,8 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("get", "/api/tags", "what is served, as Ollama's API", None),
     ("get", "/api/ps", "what is loaded, as Ollama's API", None),
     ("get", "/api/version", "of this server, as Ollama's API", None),
+    ("get", "/props", "the model, as llama.cpp's server", None),
+    ("get", "/slots", "which rows of the batch are at work, as llama.cpp's server", None),
     ("post", "/tokenize", "text or messages to token ids", bodies.TokenizeBody),
     ("post", "/detokenize", "token ids to text", bodies.DetokenizeBody),
     ("get", "/v1/requests/{request_id}", "how a request is, and why it waits", None),

@@ -37,6 +37,7 @@ from vllm_lite.server.generation import Generation, ServedModel
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.http.connection import HttpConnection, with_timeouts
 from vllm_lite.server.live_requests import LiveRequests
+from vllm_lite.server.llama_cpp import LlamaCppRoutes
 from vllm_lite.server.messages.routes import MessagesRoutes
 from vllm_lite.server.metrics import Metrics
 from vllm_lite.server.ollama.information import OllamaModel
@@ -232,6 +233,7 @@ class HttpServer:
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, self.engine.config.model, prompts, shown)
+        more += LlamaCppRoutes(generation, self.engine.config.max_num_seqs, shown).routes()
         more += [*MessagesRoutes(generation).routes(), *OllamaRoutes(generation, ollama).routes()]
         more += ResponsesRoutes(generation, runs, store).routes()
         settings = uvicorn.Config(
