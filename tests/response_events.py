@@ -82,6 +82,7 @@ def broken_stream(http: httpx.Client, fields: dict[str, Any], chance: random.Ran
     found, num_breaks, done = list[dict[str, Any]](), 0, False
     method, path, body = "POST", "/responses", {**fields, **more}
     while not done:
+        num_before = len(found)
         stop = chance.randint(1, 20)
         with http.stream(method, path, json=body) as answer:
             assert answer.status_code == 200, answer.read()
@@ -91,6 +92,7 @@ def broken_stream(http: httpx.Client, fields: dict[str, Any], chance: random.Ran
                 if count + 1 == stop and not done:
                     num_breaks += 1
                     break
+        assert len(found) > num_before, "a stream that has not ended was gone on with, and had no event"
         method, body = "GET", None  # type: ignore[assignment]
         path = f"/responses/{found[0]['response']['id']}?stream=true&starting_after={found[-1]['sequence_number']}"
     check_stream(found)
