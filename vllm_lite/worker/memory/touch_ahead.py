@@ -16,7 +16,7 @@ import torch
 from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES
 
 AHEAD_BYTES = 1 << 27
-"""What exists beyond the highest block in use: a second's tokens of a busy machine. It takes 0.3 s of a core at start."""
+"""What exists beyond the highest block in use: a second's tokens of a busy machine, made in 0.3 s."""
 PIECE_BYTES = 8 * HUGE_PAGE_BYTES
 NICENESS = 10
 """The thread that makes pages takes what the kernels leave."""
