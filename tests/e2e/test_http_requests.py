@@ -28,7 +28,7 @@ def server() -> Iterator[Server]:
         flags = ["--address", short_socket(Path(folder)), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
         flags += ["--dtype", "float32", "--max-num-queued-tokens", "1500", "--max-num-seqs", "8"]
         flags += ["--attention-backend", "reference", "--enforce-eager"]
-        with serving(*flags, "--api-key", "a-user", "--admin-api-key", "an-admin") as server:
+        with serving(*flags, "--api-key", "a-user", "--api-key", "b-user", "--admin-api-key", "an-admin") as server:
             yield server
 
 
@@ -111,6 +111,26 @@ def test_output_ends_where_the_pool_does(http: httpx.Client) -> None:
     body = {"prompt": [5] * 2000, "max_tokens": 600, "ignore_eos": True}
     answer = http.post("/v1/completions", json=body).json()
     assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (16, "length")
+
+
+def test_the_requests_of_one_key_are_nothing_to_another(http: httpx.Client) -> None:
+    other = {"Authorization": "Bearer b-user"}
+    body = {"prompt": "Once", "max_tokens": 1500, "stream": True, "request_id": "private", **LONG}
+    path = "/v1/requests/cmpl-private"
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        pieces = chunks(answer)
+        next(pieces)
+        refused = [
+            http.get(path, headers=other),
+            http.delete(path, headers=other),
+            http.post(f"{path}/fork", headers=other, json={"max_tokens": 3}),
+        ]
+        assert [message_of(each, 404) for each in refused] == ["no request 'cmpl-private' is running"] * 3
+        assert http.post("/abort_requests", headers=other, json={"request_ids": ["private"]}).status_code == 200
+        assert http.get(path).json()["state"] == "running"
+        assert http.get(path, headers=ADMIN).json()["state"] == "running"
+        ended = http.delete(path, headers=ADMIN)
+        assert ended.status_code == 200, ended.text
 
 
 def test_the_state_of_one_that_runs(http: httpx.Client) -> None:
@@ -223,7 +243,7 @@ def test_forks_of_token_ids(http: httpx.Client) -> None:
     ],
 )
 def test_forks_that_make_no_sense(http: httpx.Client, asked: dict[str, Any], status: int, says: str) -> None:
-    body = {"prompt": "Once", "max_tokens": 900, "stream": True, "request_id": "trunk", **LONG}
+    body = {"prompt": "Once", "max_tokens": 1900, "stream": True, "request_id": "trunk", **LONG}
     with http.stream("POST", "/v1/completions", json=body) as trunk:
         pieces = chunks(trunk)
         for _ in range(2):

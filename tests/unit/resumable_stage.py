@@ -20,6 +20,7 @@ from vllm_lite.server.calls.call import Call
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.calls.resumable import ResumableCalls
+from vllm_lite.server.http.auth import owner_of
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage
@@ -119,7 +120,8 @@ class Stage:
         streams = [FACTORY.make([5, 6, 7], wanted, each) for each in self.calls.stream_ids(call_id, num_prompts)]
         call = Call(call_id, streams, style)
         call.created = 1
-        return self._reads(self.live.respond(call, asking(call_id, key=key), stream=True, headers={}))
+        call.owner = owner_of(asking(call_id, key=key), call_id)
+        return self._reads(self.live.respond(call, stream=True, headers={}))
 
     async def resume(self, call_id: str = "chatcmpl-1", last: str = "", key: bytes = b"") -> Client:
         """Ask for the stream. Raises ApiError."""

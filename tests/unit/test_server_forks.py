@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from tests.unit.resumable_stage import asking
 from tests.unit.test_server_response import FACTORY, STYLE, WORDS, FakeSession
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import RequestStream
@@ -196,7 +197,7 @@ async def fork(member: tuple[CallContext, RequestState], body: ForkBody) -> Call
     desk = Desk()
     desk.session.known = [msgspec.structs.replace(member[1], context=msgspec.msgpack.encode(member[0]))]
     live = LiveRequests(desk.calls, ResumableCalls(desk.calls, 30.0), FACTORY, cast(BodyReader, None))
-    return await live._forks(*await live._parent("cmpl-parent"), body)
+    return await live._forks(*await live._parent("cmpl-parent", asking("cmpl-parent")), body)
 
 
 def test_a_fork_goes_on_from_what_the_engine_knows() -> None:
@@ -273,14 +274,14 @@ def test_a_call_of_this_server_is_known_until_its_answer_is_sent() -> None:
         with desk.calls.run(call):
             desk.session.say(Tokens("parent", 0, WORDS[:1]))
             await settle()
-            assert await live._parent("parent") == (call.streams[0], call.style)
+            assert await live._parent("parent", asking("parent")) == (call.streams[0], call.style)
             desk.session.say(Finished("parent", 1, WORDS[1:2], "length"))
             await settle()
             ((context, state),) = await live.members("parent")
             assert context == call.context(0)
             assert (state.num_prompt, state.num_output, state.priority) == (3, 2, 0)  # type: ignore[union-attr]
             with pytest.raises(ApiError, match="has finished") as refused:
-                await live._parent("parent")
+                await live._parent("parent", asking("parent"))
             assert refused.value.status == 409
         with pytest.raises(ApiError, match="no request 'parent' is running"):
             await live.members("parent")

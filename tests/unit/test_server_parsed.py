@@ -68,8 +68,7 @@ class ParsedStage(Stage):
         )
         call = Call("chatcmpl-1", [stream], style)
         call.created = 1
-        request = resumable_stage.asking("chatcmpl-1")
-        return self._reads(self.live.respond(call, request, stream=fields.get("stream", True), headers={}))
+        return self._reads(self.live.respond(call, stream=fields.get("stream", True), headers={}))
 
 
 def on_stage(play: Callable[[ParsedStage], Any], **how: Any) -> Any:

@@ -65,7 +65,7 @@ class ApiRoutes:
         return self._respond(await self._generation.tokens(asked), asked)
 
     def _respond(self, made: Made, asked: Asked[Any]) -> Response:
-        return self._live.respond(made.call, asked.request, stream=asked.body.stream, headers=made.headers)
+        return self._live.respond(made.call, stream=asked.body.stream, headers=made.headers)
 
     # ---- tokens
 

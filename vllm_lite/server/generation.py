@@ -17,6 +17,7 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.http.auth import owner_of
 from vllm_lite.server.http.body import decoded
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.openai import bodies, forms
@@ -209,7 +210,9 @@ class Generation:
         call_id = call_id or await self.live.new_id(style.kind, asked.body.request_id)
         streams = await self._streams(call_id, style.kind, prompts, params, asked.request)
         echo = tuple(await self._texts(streams)) if echo is None else echo
-        return Made(Call(call_id, streams, msgspec.structs.replace(style, echo=echo, parsing=parsing)), asked.headers)
+        call = Call(call_id, streams, msgspec.structs.replace(style, echo=echo, parsing=parsing))
+        call.owner = owner_of(asked.request, call_id)
+        return Made(call, asked.headers)
 
     async def _streams(
         self, call_id: str, kind: str, prompts: Sequence[PromptLike], params: SamplingParams, request: Request

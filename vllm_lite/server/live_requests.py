@@ -23,7 +23,7 @@ from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.calls.restored import restored
 from vllm_lite.server.calls.resumable import ResumableCalls
-from vllm_lite.server.http.auth import owner_of, require_admin
+from vllm_lite.server.http.auth import may_touch, owner_of, require_admin
 from vllm_lite.server.http.body import BodyReader, decoded
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import ForkBody
@@ -92,7 +92,7 @@ class LiveRequests:
                 raise in_use(call_id)
         return call_id
 
-    def respond(self, call: Call, request: Request, *, stream: bool | None, headers: dict[str, str]) -> Response:
+    def respond(self, call: Call, *, stream: bool | None, headers: dict[str, str]) -> Response:
         """Make the response that starts `call`. Raises ApiError if it cannot be resumable and should be."""
         if not call.style.resumable:
             made = self.writers.of(call)
@@ -102,7 +102,6 @@ class LiveRequests:
         if len(call.choices) > MAX_CHOICES:
             text = f"a resumable stream has at most {MAX_CHOICES} choices, and this one has {len(call.choices)}"
             raise ApiError(400, text, "resumable")
-        call.owner = owner_of(request, call.id)
         marked = MarkedWriter(self.writers.of(call), call)
         return CallResponse(call, marked, self.resumable.run, stream=True, headers=headers)
 
@@ -116,6 +115,8 @@ class LiveRequests:
         """Describe a request, and why it waits if it does."""
         call_id = id_in(request)
         members = await self.members(call_id)
+        if not may_touch(request, call_id, members[0][0].owner):
+            raise _not_running(call_id)
         prompts = [_prompt(member) for _, member in members]
         states = {prompt["state"] for prompt in prompts}
         live = [member for _, member in members if isinstance(member, RequestState)]
@@ -142,13 +143,16 @@ class LiveRequests:
     async def abort(self, request: Request) -> Response:
         """End a request. Its client gets the finish reason "abort"."""
         call_id = id_in(request)
-        if not await self.end(call_id):
+        if not await self.end(call_id, request):
             raise _not_running(call_id)
         return as_json({"id": call_id, "object": "request", "deleted": True})
 
-    async def end(self, call_id: str) -> bool:
-        """End a call. False: none of this name runs. Raises ApiError."""
+    async def end(self, call_id: str, request: Request) -> bool:
+        """End a call for the sender of `request`. False: none of this name runs, or it is another key's. Raises
+        ApiError."""
         own = self._own(call_id)
+        if not may_touch(request, call_id, await self._owner(call_id) if own is None else own.owner):
+            return False
         try:
             aborted = await self.calls.ask(lambda session: session.abort_external(call_id))
         except ApiError:
@@ -165,11 +169,12 @@ class LiveRequests:
     async def fork(self, request: Request) -> Response:
         """Forks of a request that runs: each begins with what that has generated so far."""
         data = await self.reader.receive(request)
-        parent, style = await self._parent(id_in(request))
+        parent, style = await self._parent(id_in(request), request)
         body, headers = await decoded(data, ForkBody)
         self.calls.check()
         call = await self._forks(parent, style, body)
-        return self.respond(call, request, stream=body.stream, headers=headers)
+        call.owner = owner_of(request, call.id)
+        return self.respond(call, stream=body.stream, headers=headers)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Empty the prefix cache. What runs goes on."""
@@ -219,13 +224,26 @@ class LiveRequests:
             raise refused(error, bodies.field_of(str(error))) from error
         return Call(call_id, streams, style.forked(body), are_forks=True)
 
-    async def _parent(self, call_id: str) -> tuple[RequestStream, AnswerStyle]:
+    async def _owner(self, call_id: str) -> str:
+        """Who has started a call of another server; "" for one that does not run."""
+        try:
+            return (await self.members(call_id))[0][0].owner
+        except ApiError as error:
+            if error.status == 404:
+                return ""
+            raise
+
+    async def _parent(self, call_id: str, request: Request) -> tuple[RequestStream, AnswerStyle]:
         """The stream of the call that is to be forked, and the call's style. Raises ApiError."""
         own = self._own(call_id)
         if own is not None:
+            if not may_touch(request, call_id, own.owner):
+                raise _not_running(call_id)
             num_prompts, style, stream = len(own.streams), own.style, None if own.finished else own.streams[0]
         else:
             context, state = (await self.members(call_id, with_content=True))[0]
+            if not may_touch(request, call_id, context.owner):
+                raise _not_running(call_id)
             num_prompts, style, stream = (
                 context.num_streams,
                 context.style,

@@ -106,6 +106,11 @@ def owner_of(request: Request, call_id: str) -> str:
     return sha256(digest + call_id.encode()).hexdigest()[:32] if digest else ""
 
 
+def may_touch(request: Request, call_id: str, owner: str) -> bool:
+    """Whether the sender may look at, fork or end a call of `owner`: with its key, or as an admin."""
+    return not owner or owner == owner_of(request, call_id) or request.scope[_NO_ADMIN] is None
+
+
 def _unknown(message: str) -> ApiError:
     return ApiError(
         401, f"{message}, as `Authorization: Bearer KEY` or `x-api-key: KEY`", headers={"WWW-Authenticate": "Bearer"}

@@ -65,7 +65,6 @@ class ResponsesRoutes:
         response_id = await self._new_id(body)
         own, messages = await self._messages(asked, response_id)
         call, headers = await asking.made(self._generation, asked, messages, response_id)
-        call.owner = owner_of(request, response_id)
         params = call.streams[0].params
         log = EventLog() if body.stream or body.background else None
         output = Output(
@@ -126,7 +125,7 @@ class ResponsesRoutes:
             found.was_deleted = True
             self._runs.cancel(found)
         elif _is_running(found):
-            await self._live.end(found.id)
+            await self._live.end(found.id, request)
         await self._store.delete(found.id)
         return as_json({"id": found.id, "object": "response", "deleted": True})
 
@@ -142,7 +141,7 @@ class ResponsesRoutes:
             await asyncio.shield(found.task)
             return _json(found.response)
         if _is_running(found):
-            await self._live.end(found.id)
+            await self._live.end(found.id, request)
             found = await self._settled(found)
         return _json(found.response)
 

@@ -74,9 +74,9 @@ class VllmRoutes:
         body, headers = await self._live.reader.read(request, AbortBody)
         for name in body.request_ids:
             for kind in _KINDS:
-                if await self._live.end(kind + name):
+                if await self._live.end(kind + name, request):
                     break
         return Response(headers=headers)
 
     def _respond(self, made: Made, asked: Asked[Any]) -> Response:
-        return self._live.respond(made.call, asked.request, stream=asked.body.stream, headers=made.headers)
+        return self._live.respond(made.call, stream=asked.body.stream, headers=made.headers)
