@@ -68,6 +68,20 @@ def as_chat(http: httpx.Client, **fields: Any) -> str:
     return str(http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"])
 
 
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_needs_no_type_unless_a_web_page_sends_it(http: httpx.Client, kind: str | None) -> None:
+    """As `curl -d` and litellm send them. A page may send those kinds to any server unasked, with such a header."""
+    headers = {} if kind is None else {"Content-Type": kind}
+    content = json.dumps({**PROMPT, "stream": False}).encode()
+    assert http.post("/api/generate", content=content, headers=headers).json()["done"]
+    assert http.post("/api/show", content=b"{}", headers=headers).status_code == 200
+    for mark in ("Origin", "Sec-Fetch-Site"):
+        for path in ("/api/generate", "/api/chat", "/api/show", "/api/pull"):
+            answer = http.post(path, content=content, headers={**headers, mark: "http://evil.example"})
+            assert answer.status_code == 415, path
+            assert "application/json" in answer.json()["error"]
+
+
 def test_a_chat_says_what_other_chats_say(http: httpx.Client) -> None:
     whole = post(http, "/api/chat", BODY)
     assert len(whole["message"]["content"]) > 20

@@ -59,14 +59,16 @@ class BodyReader:
 
         return held
 
-    async def read(self, request: Request, kind: type[B]) -> tuple[B, dict[str, str]]:
+    async def read(self, request: Request, kind: type[B], *, needs_type: bool = True) -> tuple[B, dict[str, str]]:
         """Return the body, and the header that names the fields that are ignored."""
-        return await decoded(await self.receive(request), kind)
+        return await decoded(await self.receive(request, needs_type=needs_type), kind)
 
-    async def receive(self, request: Request) -> bytes:
-        """The body as it is, which has to be declared as JSON: that a web page may not send to another site unasked."""
+    async def receive(self, request: Request, *, needs_type: bool = True) -> bytes:
+        """The body as it is, which has to be declared as JSON: that a web page may not send to another site unasked.
+        Without `needs_type` that is asked of web pages alone, which browsers tell by these headers."""
         media = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        if media != "application/json":
+        is_page = "origin" in request.headers or "sec-fetch-site" in request.headers
+        if media != "application/json" and (needs_type or is_page):
             raise ApiError(415, f"the body must have Content-Type: application/json, got {media!r}")
         length = request.headers.get("content-length", "0")
         refusal = self._too_long() if length.isdecimal() and int(length) > self._max_bytes else None

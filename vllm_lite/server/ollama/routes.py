@@ -77,13 +77,13 @@ class OllamaRoutes:
         return as_json({"version": __version__})
 
     async def show(self, request: Request) -> Response:
-        body, headers = await self._live.reader.read(request, OllamaModelBody)
+        body, headers = await self._live.reader.read(request, OllamaModelBody, needs_type=False)
         self._model.name(body.model or body.name)
         return as_json(self._model.shown(), headers)
 
     async def pull(self, request: Request) -> Response:
         """Clients ask for a model before they use it; the one that is served is there."""
-        body, headers = await self._live.reader.read(request, OllamaModelBody)
+        body, headers = await self._live.reader.read(request, OllamaModelBody, needs_type=False)
         self._model.name(body.model or body.name)
         kind = "application/json" if body.stream is False else LINES
         return Response(b'{"status":"success"}\n', headers={**headers, "content-type": kind})
@@ -92,7 +92,7 @@ class OllamaRoutes:
         raise ApiError(501, "this server makes no embeddings")
 
     async def _asked(self, request: Request, kind: type[B]) -> Asked[B]:
-        body, headers = await self._live.reader.read(request, kind)
+        body, headers = await self._live.reader.read(request, kind, needs_type=False)
         name = self._model.name(body.model)
         self._live.calls.check()
         if names := chats.ignored(body):
