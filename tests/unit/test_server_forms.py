@@ -60,6 +60,8 @@ def held(formats: Formats | None = FORMATS, **fields: Any) -> str | None:
     ("fields", "params"),
     [
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": None}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": {"type": "array"}}}, {"json": {"type": "array"}}),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
             {"json": SCHEMA},
@@ -104,6 +106,11 @@ def test_a_structural_tag_is_passed_on_whole() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "text"),
     [
+        (
+            {"response_format": {"type": "json_object", "schema": [1]}},
+            "response_format",
+            "schema must be a JSON schema",
+        ),
         ({"response_format": {"type": "yaml"}}, "response_format", "must be text, json_object, json_schema or struct"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be an object"),
         (

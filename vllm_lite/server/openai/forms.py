@@ -87,8 +87,10 @@ def _response_format(given: dict[str, Any]) -> WantedForm | None:
     field, kind = "response_format", given.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and given.get("schema") is None:
         return _form({"json_object": True}, field)
+    if kind == "json_object":  # with the schema beside it, as llama.cpp takes it
+        return _form({"json": _schema(given["schema"], "response_format.schema")}, field)
     if kind == "structural_tag":
         return _form({"structural_tag": given}, field)
     if kind != "json_schema":
@@ -99,9 +101,13 @@ def _response_format(given: dict[str, Any]) -> WantedForm | None:
     schema = inner.get("schema", inner.get("json_schema"))
     if schema is None:
         return _form({"json_object": True}, field)
-    if not isinstance(schema, (dict, bool)):
-        raise ApiError(400, "response_format.json_schema.schema must be a JSON schema, an object", field)
-    return _form({"json": schema}, field)
+    return _form({"json": _schema(schema, "response_format.json_schema.schema")}, field)
+
+
+def _schema(given: Any, place: str) -> dict[str, Any] | bool:
+    if not isinstance(given, (dict, bool)):
+        raise ApiError(400, f"{place} must be a JSON schema, an object", "response_format")
+    return given
 
 
 def _form(values: dict[str, Any], field: str) -> WantedForm:
