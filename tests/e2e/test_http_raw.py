@@ -171,7 +171,10 @@ def test_tokens_in_and_out(http: httpx.Client) -> None:
     whole = http.post("/inference/v1/generate", json={"token_ids": ids, "sampling_params": params}).json()
     assert whole["request_id"].startswith("gen-")
     choice = whole["choices"][0]
-    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 5
+    assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
+    for entry in choice["logprobs"]["content"]:
+        first = entry["top_logprobs"][0]
+        assert [first[name] for name in ("token_id", "logprob", "rank")] == [entry["token_id"], entry["logprob"], 1]
     asked = {"prompt": ids, "temperature": 0, "max_tokens": 5, "return_token_ids": True}
     assert http.post("/v1/completions", json=asked).json()["choices"][0]["token_ids"] == choice["token_ids"]
     body = {"token_ids": ids, "sampling_params": params, "stream": True}
@@ -182,6 +185,47 @@ def test_tokens_in_and_out(http: httpx.Client) -> None:
     bad = {"token_ids": ids, "sampling_params": {"guided_json": {"type": "objekt"}}}
     assert error_of(http.post("/inference/v1/generate", json=bad), 400)["param"] == "guided_json"
     assert error_of(http.post("/inference/v1/generate", json={"token_ids": [-1]}), 400)["param"] == "token_ids"
+
+
+def test_tokens_in_and_text_beside_those_that_come_out(http: httpx.Client) -> None:
+    ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    params = {"temperature": 0, "max_tokens": 5, "logprobs": 0}
+    body: dict[str, Any] = {
+        "token_ids": ids,
+        "sampling_params": params,
+        "output_mode": "text",
+        "return_token_ids": True,
+    }
+    whole = http.post("/inference/v1/generate", json=body).json()
+    choice = whole["choices"][0]
+    text = http.post("/detokenize", json={"tokens": choice["token_ids"]}).json()["prompt"]
+    assert whole["prompt_token_ids"] == ids
+    assert choice["text"] == text == "".join(entry["token"] for entry in choice["logprobs"]["content"])
+    events = http.post("/inference/v1/generate", json={**body, "stream": True}).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    ids_alone = http.post("/inference/v1/generate", json={**body, "output_mode": "tokens"}).json()["choices"][0]
+    assert "text" not in ids_alone
+    assert [len(entry["top_logprobs"]) for entry in ids_alone["logprobs"]["content"]] == [1] * 5
+    error = error_of(http.post("/inference/v1/generate", json={**body, "output_mode": "derender"}), 400)
+    assert error["param"] == "output_mode"
+
+
+def test_tokens_out_are_as_many_as_the_context_holds(http: httpx.Client) -> None:
+    """As in vLLM, and other than in completions, where 16 is the default."""
+    params = {"temperature": 0, "ignore_eos": True}
+    whole = http.post("/inference/v1/generate", json={"token_ids": [3] * 2000, "sampling_params": params}).json()
+    assert whole["usage"]["completion_tokens"] == 48
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs", "top_logprobs"])
+def test_logprobs_of_the_whole_vocabulary_are_refused(http: httpx.Client, name: str) -> None:
+    body: dict[str, Any] = {"prompt": "a", name: -1}
+    if name == "top_logprobs":
+        body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, name: -1}
+    error = error_of(http.post("/v1/chat/completions" if "messages" in body else "/v1/completions", json=body), 400)
+    assert "whole vocabulary" in error["message"]
+    assert error["param"] == name
 
 
 def test_the_document_names_every_route_and_field(http: httpx.Client) -> None:

@@ -174,9 +174,12 @@ class Generation:
 
     async def tokens(self, asked: Asked[GenerateBody]) -> Made:
         request, body, given = asked.request, asked.body, asked.body.sampling_params
-        changes: dict[str, Any] = {"logprobs": given.logprobs, "detokenize": bool(given.stop)}
+        has_text = bool(given.stop) or body.output_mode == "text"
+        if body.output_mode == "text" and self.prompts.tokenizer is None:
+            raise ApiError(400, "output_mode text needs a tokenizer, which this server has not", "output_mode")
+        changes: dict[str, Any] = {"logprobs": given.logprobs, "detokenize": has_text}
         changes |= {name: value for name in ("cache_salt", "priority") if (value := getattr(body, name)) is not None}
-        params = bodies.sampling(given, self.model.defaults, changes)
+        params = bodies.sampling(given, {"max_tokens": None, **self.model.defaults}, changes)
         params = await self._grammars.held(_budgeted(params, given), forms.form_of(given), None, request)
         return await self._made(asked, [body.token_ids], params)
 
@@ -295,6 +298,8 @@ def _chat_changes(body: ChatFields) -> dict[str, Any]:
     """Return the sampling params that a chat has under other names. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    if body.top_logprobs == -1:
+        raise bodies.too_many_logprobs("top_logprobs")
     changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     if body.max_completion_tokens is not None:
         changes["max_tokens"] = body.max_completion_tokens

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.protocol.params import MAX_BIASES, MAX_NAME_CHARS, SamplingParams
+from vllm_lite.protocol.params import MAX_BIASES, MAX_LOGPROBS, MAX_NAME_CHARS, SamplingParams
 from vllm_lite.server.openai.errors import ApiError
 
 MAX_PROMPTS = 1024
@@ -205,11 +205,13 @@ class GenerateParams(FormFields, frozen=True, kw_only=True):
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /inference/v1/generate: token ids in, token ids out."""
+    """POST /inference/v1/generate: token ids in, token ids out, and their text too if `output_mode` says so."""
 
     token_ids: list[int]
     sampling_params: GenerateParams = GenerateParams()
     model: str | None = None
+    output_mode: Literal["tokens", "text"] = "tokens"
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     resumable: bool | None = None
@@ -381,12 +383,21 @@ def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
 def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:
     """Make the sampling params: `changes` win over what `body` gives, that wins over `defaults`. Raises ApiError."""
     given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    for name in ("logprobs", "prompt_logprobs"):
+        if changes.get(name, given.get(name)) == -1:
+            raise too_many_logprobs(name)
     if isinstance(body.seed, int) and body.seed < 0:  # OpenAI's seeds are signed
         given["seed"] = body.seed % 2**64
     try:
         return SamplingParams(**{**defaults, **given, **changes})
     except (ValueError, TypeError) as error:
         raise ApiError(400, str(error), field_of(str(error))) from error
+
+
+def too_many_logprobs(name: str) -> ApiError:
+    """The error of a field that asks for all logprobs there are, by -1."""
+    text = f"{name} of -1 are those of the whole vocabulary; an answer has at most {MAX_LOGPROBS} for each token"
+    return ApiError(400, text, name)
 
 
 def changed(params: SamplingParams, **changes: Any) -> SamplingParams:

@@ -32,6 +32,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     token_ids       whether answers show token ids; `prompt_ids` and `prompt_logprobs`: whether they show the prompt's
     usage           whether a stream ends with the usage; `usage_always`: every chunk has it
     resumable       whether a stream's events have ids, behind which it can be gone on with on another connection
+    spells          whether an answer of token ids has their text beside them, and logprobs have texts in place of ids
     parsing         how calls and reasoning are separated from content; None where all is content
     """
 
@@ -45,13 +46,15 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     usage: bool = False
     usage_always: bool = False
     resumable: bool = False
+    spells: bool = False
     parsing: Parsing | None = None
 
     @classmethod
     def of(cls, body: ChatFields | CompletionBody | GenerateBody, model: str) -> Self:
         if isinstance(body, GenerateBody):
-            scores = body.sampling_params.prompt_logprobs is not None
-            return cls("gen", model, prompt_logprobs=scores).streamed_as(body)
+            scores, ids = body.sampling_params.prompt_logprobs is not None, bool(body.return_token_ids)
+            spells = body.output_mode == "text"
+            return cls("gen", model, prompt_logprobs=scores, prompt_ids=ids, spells=spells).streamed_as(body)
         kind: Literal["cmpl", "chatcmpl"] = "chatcmpl" if isinstance(body, ChatFields) else "cmpl"
         only_scores, ids = isinstance(body, CompletionBody) and body.only_scores, bool(body.return_token_ids)
         style = cls(kind, model, (), only_scores, body.prompt_logprobs is not None, ids, ids)
@@ -278,6 +281,12 @@ class TokensWriter(AnswerWriter):
 
     def _identity(self, kind: str) -> dict[str, Any]:
         return {"request_id": self._call.id, **super()._identity(kind)}
+
+    def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+        if self._style.spells:
+            return {"text": delta.text, "logprobs": self._content_logprobs(delta)}
+        is_scored = self._params.logprobs is not None and delta.logprobs is not None
+        return {"logprobs": logprobs.of_token_ids(delta.logprobs or ()) if is_scored else None}
 
 
 _WRITERS: dict[str, type[AnswerWriter]] = {"cmpl": CompletionWriter, "chatcmpl": ChatWriter, "gen": TokensWriter}

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two formats: lists side by side for completions, objects for chats."""
+"""Log-probabilities: OpenAI's lists side by side for completions and objects for chats, vLLM's for token ids."""
 
 import codecs
 from collections.abc import Sequence
@@ -74,6 +74,19 @@ def _chat_token(candidates: Candidates, top: int, spelling: Spelling) -> msgspec
             "top_logprobs": [candidate(other, found, spelling) for other, found in likeliest(candidates, top)],
         }
     )
+
+
+def of_token_ids(entries: Sequence[Candidates]) -> dict[str, Any]:
+    """`choices[].logprobs` where tokens are told by their ids, as vLLM has them: all candidates, the token first."""
+    return {"content": [_encoded(_with_candidates(candidates)) for candidates in entries]}
+
+
+def _with_candidates(candidates: Candidates) -> dict[str, Any]:
+    scored = [
+        {"token_id": token_id, "logprob": _finite(found.logprob), "rank": found.rank}
+        for token_id, found in candidates.items()
+    ]
+    return {**scored[0], "top_logprobs": scored}
 
 
 def likeliest(candidates: Candidates, top: int) -> list[tuple[int, Logprob]]:
