@@ -32,9 +32,9 @@ REASON = "weights are missing: lm_head.weight"
 
 
 def main(settings: EngineSettings, stop: Wakeup) -> int:
-    """serves, recovers (always), refuses (and ends), hangs (before it is ready), exits (at once), ends (with status 1
-    before it is ready), dies, freezes, fails or gives-up (at the first request). The last two say why to all peers, and
-    wait until one of them is a supervisor, which comes when it will."""
+    """serves, stays (serves, whatever asks it to end), recovers (always), refuses (and ends), hangs (before it is
+    ready), exits (at once), ends (with status 1 before it is ready), dies, freezes, fails or gives-up (at the first
+    request). The last two say why to all peers, and wait until one of them is a supervisor, which comes late."""
     behaviours = settings.config.served_model_name.split(",")
     behaviour = behaviours[min(settings.life, len(behaviours)) - 1]
     if behaviour == "exits":
@@ -43,7 +43,7 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
     last_words: tuple[Dying, int] | None = None
     deadline_s = time.monotonic() + 6 * DEADLINE_S
     try:
-        while not stop.is_set() and time.monotonic() < deadline_s:
+        while (behaviour == "stays" or not stop.is_set()) and time.monotonic() < deadline_s:
             transport.wait(1.0, listener, stop)
             while (item := listener.recv()) is not None:
                 message: FromClient = client_to_engine.decode(item[1])

@@ -184,7 +184,7 @@ def test_whatever_is_asked_is_answered(server: Server, label: str, mode: Generat
     """By what the document allows, and by what it does not: no fault, no hang; statuses and bodies as it says."""
 
     @given(case=OPERATIONS[label].as_strategy(generation_mode=mode))
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
     def ask(case: schemathesis.Case[Any]) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
             nearer(case.body)
