@@ -77,7 +77,7 @@ def _chat_token(candidates: Candidates, top: int, spelling: Spelling) -> msgspec
 
 
 def of_token_ids(entries: Sequence[Candidates]) -> dict[str, Any]:
-    """`choices[].logprobs` where tokens are told by their ids, as vLLM has them: all candidates, the token first."""
+    """`choices[].logprobs` where tokens are ids, as vLLM has them: all candidates, the token first."""
     return {"content": [_encoded(_with_candidates(candidates)) for candidates in entries]}
 
 
