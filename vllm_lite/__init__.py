@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_lite.config import EngineConfig
     from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
 
-__version__ = "0.10.0"
+__version__ = "0.11.0"
 
 _HOME = {
     "LLM": "vllm_lite.client.llm",
