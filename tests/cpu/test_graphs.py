@@ -2,6 +2,7 @@
 
 So what a replay sees is what is in the graphs' memory, as on a device; the results must be those of eager steps, bit
 for bit. For that every matrix product is made row by row here: their bits would depend on the number of rows.
+What CUDA refuses, and what it keeps, is tests/cpu/test_cuda_capture.py's.
 """
 
 from collections.abc import Callable
@@ -15,9 +16,7 @@ import torch
 from tests import plays
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, make_prompt, new_request
-from tests.kernels import emulator
 from tests.plays import graphs_of
-from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.checkpoint.sizing import bucket_sizes, reserved_bytes
@@ -26,7 +25,6 @@ from vllm_lite.kernels import cpu
 from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.linear import Linear
 from vllm_lite.protocol.step import Continue, Draft, Finish
-from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.batch.step_inputs import StepInputs, padding_step
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward
@@ -46,31 +44,28 @@ class FakeGraph:
 
 
 class FakeCapture:
-    """`strict`: as on a device, a replay has nothing but what was prepared once."""
-
     on_demand = False
 
-    def __init__(self, *, strict: bool = False) -> None:
+    def __init__(self) -> None:
         self.graphs: list[FakeGraph] = []
-        self.strict = strict
 
     def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph:
         prepare()
         run()
-        self.graphs.append(FakeGraph((lambda: None) if self.strict else prepare, run))
+        self.graphs.append(FakeGraph(prepare, run))
         return self.graphs[-1]
 
     def used_bytes(self) -> int:
         return 0
 
 
-def with_graphs(*, strict: bool = False) -> Device:
-    return Device(torch.device("cpu"), capture=FakeCapture(strict=strict))
+def with_graphs() -> Device:
+    return Device(torch.device("cpu"), capture=FakeCapture())
 
 
 @pytest.fixture(autouse=True)
 def without_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the reference serves here, and may: a capture that is not strict prepares each replay."""
+    """Then the reference serves here, and may: each replay is prepared."""
     if not cpu.available():
         monkeypatch.setattr(ReferenceBackend, "graph_safe", True)
 
@@ -116,43 +111,6 @@ def test_replayed_steps_have_the_bits_of_eager_ones(model: Path, sizes: list[int
     graphs = graphs_of(graphed)
     assert graphs.num_replays > 30
     assert len(graphed.worker.device.capture.graphs) == len(graphs.sizes)  # type: ignore[union-attr]
-
-
-@pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
-@pytest.mark.usefixtures("by_row")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_cuda_backend_needs_no_preparation_of_a_replay(
-    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its kernels, emulated, see the lengths, tables and slots of each step although they were prepared for none."""
-    launcher = emulator.EmulatorLauncher()
-    monkeypatch.setattr("vllm_lite.worker.worker.select_backend", lambda shape, _override: CudaBackend(shape, launcher))
-    model = make_checkpoint(tmp_path / "model", dtype=dtype, num_hidden_layers=1, max_position_embeddings=1024)
-    settings = {"dtype": dtype, "cudagraph_capture_sizes": [2, 8]}
-    _, graphed = run_both(model, seed=2, num_steps=40, on=with_graphs(strict=True), **settings)
-    assert graphs_of(graphed).num_replays > 8
-
-
-@pytest.mark.usefixtures("by_row")
-@pytest.mark.skipif(not cpu.available(), reason="see without_native_library")
-def test_a_backend_that_is_not_graph_safe_is_not_captured(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(worker_module.logger, "warning", lambda text, *values: said.append(text % values))
-    device = with_graphs(strict=True)
-    _, graphed = run_both(tiny_checkpoint, seed=2, num_steps=40, on=device, attention_backend="reference")
-    assert device.capture.graphs == []  # type: ignore[union-attr]
-    assert (graphed.worker.graph_sizes, type(graphed.worker.runner.forward)) == ((), EagerForward)
-    assert said == ["decode steps run without graphs: ReferenceBackend is not graph-safe"]
-
-
-@pytest.mark.usefixtures("by_row")
-def test_its_tokens_would_be_wrong(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a capture of CUDA's kind over what Python prepared for another step."""
-    monkeypatch.setattr(ReferenceBackend, "graph_safe", True)
-    with pytest.raises((AssertionError, IndexError)):
-        run_both(tiny_checkpoint, seed=2, num_steps=40, on=with_graphs(strict=True), attention_backend="reference")
 
 
 @pytest.mark.usefixtures("by_row")

@@ -1,0 +1,170 @@
+"""Every attention backend under a capture of CUDA's kind: one that may be captured gives the bits of eager steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import plays
+from tests.checkpoints import make_checkpoint
+from tests.cuda_capture import CaptureError, CapturingLauncher, CudaLikeCapture
+from tests.kernels import emulator
+from tests.plays import graphs_of
+from vllm_lite.attention.backend import AttentionBackend, AttentionShape
+from vllm_lite.attention.cuda import CudaBackend
+from vllm_lite.attention.paged import PagedBackend
+from vllm_lite.attention.reference import ReferenceBackend
+from vllm_lite.attention.select import BACKENDS
+from vllm_lite.kernels import ops as ops_module
+from vllm_lite.kernels.cuda.fused import CudaOps
+from vllm_lite.layers import gpu_matmul
+from vllm_lite.layers.matmul import DenseMatmul
+from vllm_lite.worker import worker as worker_module
+from vllm_lite.worker.device import Device
+from vllm_lite.worker.forward import EagerForward
+
+pytestmark = [
+    pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator"),
+    pytest.mark.usefixtures("exact_products", "as_on_a_gpu"),
+]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense products rounded once, at the end: their bits depend neither on other rows nor on where they lie."""
+
+    def forward(self: DenseMatmul, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch.nn.functional.linear(x.double(), self.weight.double()))
+
+    monkeypatch.setattr(DenseMatmul, "forward", forward)
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None) -> CapturingLauncher:
+    """What a GPU has: kernels for small operations and packed weights, torch for all else."""
+    launcher = CapturingLauncher(emulator.EmulatorLauncher())
+    monkeypatch.setattr(ops_module, "TorchOps", lambda: CudaOps(launcher))
+    monkeypatch.setattr(gpu_matmul, "launcher_for", lambda dtype, _: launcher if dtype in gpu_matmul.DTYPES else None)
+    return launcher
+
+
+@pytest.fixture
+def backends(launcher: CapturingLauncher) -> dict[str, Callable[[AttentionShape], AttentionBackend]]:
+    """Those that serve a GPU, by their names."""
+    return {
+        "cuda": lambda shape: CudaBackend(shape, launcher),
+        "paged": lambda shape: PagedBackend(shape, launcher),
+        "reference": ReferenceBackend,
+    }
+
+
+@pytest.fixture
+def serve_by(monkeypatch: pytest.MonkeyPatch, backends: dict[str, Any]) -> Callable[[str], None]:
+    def choose(name: str) -> None:
+        monkeypatch.setattr(worker_module, "select_backend", lambda shape, _override: backends[name](shape))
+
+    return choose
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head size that all backends have."""
+    return make_checkpoint(tmp_path_factory.mktemp("capture") / "model", num_hidden_layers=1, head_dim=32)
+
+
+def test_every_backend_for_a_gpu_is_here(backends: dict[str, Any]) -> None:
+    assert set(backends) == set(BACKENDS) - {"cpu"}, "tests/cpu/test_program.py has that one's programs"
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", "int8")], ids=str)
+def test_a_replay_has_the_bits_of_an_eager_step(
+    tmp_path: Path, dtype: str, quantization: str | None, serve_by: Callable[[str], None]
+) -> None:
+    """Kernels see the lengths, tables and slots of each step although they were launched, once, for none."""
+    serve_by("cuda")
+    model = make_checkpoint(tmp_path / "model", dtype=dtype, num_hidden_layers=1, max_position_embeddings=1024)
+    capture = CudaLikeCapture()
+    settings = {"dtype": dtype, "quantization": quantization, "cudagraph_capture_sizes": [2, 8]}
+    _, graphed = plays.run_both(model, 2, 24, Device(CPU, capture=capture), **settings)
+    assert graphs_of(graphed).num_replays > 8
+    assert all(graph.count and graph.num_launches > 4 for graph in capture.graphs)
+
+
+@pytest.mark.parametrize("name", ["paged", "reference"])
+def test_a_backend_that_is_not_graph_safe_is_not_captured(
+    model: Path, name: str, serve_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_by(name)
+    said: list[str] = []
+    monkeypatch.setattr(worker_module.logger, "warning", lambda text, *values: said.append(text % values))
+    capture = CudaLikeCapture()
+    _, graphed = plays.run_both(model, 2, 6, Device(CPU, capture=capture))
+    assert capture.graphs == []
+    assert (graphed.worker.graph_sizes, type(graphed.worker.runner.forward)) == ((), EagerForward)
+    assert said == [f"decode steps run without graphs: {name.title()}Backend is not graph-safe"]
+
+
+@pytest.mark.parametrize("backend", [PagedBackend, ReferenceBackend])
+def test_its_tokens_would_be_wrong(
+    model: Path, backend: type[Any], serve_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: what Python prepared for another step, or read from the device, does not do."""
+    serve_by(backend.__name__.removesuffix("Backend").lower())
+    monkeypatch.setattr(backend, "graph_safe", True)
+    with pytest.raises((AssertionError, CaptureError)):
+        plays.run_both(model, 2, 40, Device(CPU, capture=CudaLikeCapture()))
+
+
+# ---- the fake itself
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: x.numpy(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+    ],
+    ids=["tolist", "item", "bool", "numpy", "mask", "nonzero"],
+)
+def test_a_capture_refuses_to_read_from_the_device(read: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.ones(3)
+    state: list[bool] = []
+
+    def run() -> None:
+        if state:  # the first call is outside of the capture
+            read(x)
+        state.append(True)
+
+    with pytest.raises(CaptureError, match="waits for the device"):
+        CudaLikeCapture()(lambda: None, run)
+
+
+def test_python_does_not_run_again_and_addresses_stay(launcher: CapturingLauncher) -> None:
+    x, out, calls = torch.zeros(4, 8), torch.zeros(4, 8), []
+
+    def run() -> None:
+        calls.append(1)
+        doubled = x * 2
+        CudaOps(launcher).rms_norm(doubled + 1, torch.ones(8), 1e-6, out)
+
+    graph = CudaLikeCapture()(lambda: None, run)
+    x.copy_(torch.arange(32.0).view(4, 8))
+    graph.replay()
+    assert len(calls) == 2
+    assert torch.allclose(out, torch.nn.functional.rms_norm(x * 2 + 1, (8,)), rtol=1e-3)
+
+
+def test_a_launch_that_reads_what_nobody_keeps_is_found(launcher: CapturingLauncher) -> None:
+    kept = [torch.ones(2, 8)]
+    out = torch.zeros(2, 8)
+    graph = CudaLikeCapture()(lambda: None, lambda: CudaOps(launcher).rms_norm(kept[0], torch.ones(8), 1e-6, out))
+    kept.clear()
+    with pytest.raises(CaptureError, match=r"rms_norm.* reads memory that was given back"):
+        graph.replay()
