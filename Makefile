@@ -36,6 +36,8 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
 	@$(BIN)/python -c 'from vllm_lite.kernels import cpu; cpu.available()'  # says so if they were not built
+	@extra=$$($(BIN)/python scripts/gpu_extra.py); if test -n "$$extra"; then echo "for this machine's GPU: $$extra"; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$$extra]"; fi
 	@touch $@
 
 demo: $(STAMP)  ## start the engine, stream a text from the bundled model, print what it cost

@@ -113,7 +113,7 @@ class _Operations(TorchDispatchMode):
     """Gives a recorder every operation of torch."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recorder = recorder
 
     def __torch_dispatch__(

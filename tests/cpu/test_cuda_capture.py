@@ -9,6 +9,7 @@ import torch
 
 from tests import plays
 from tests.checkpoints import make_checkpoint
+from tests.cpu.test_gpu_matmul import linears
 from tests.cuda_capture import CaptureError, CapturingLauncher, CudaLikeCapture
 from tests.kernels import emulator
 from tests.plays import graphs_of
@@ -19,6 +20,7 @@ from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.select import BACKENDS
 from vllm_lite.kernels import ops as ops_module
 from vllm_lite.kernels.cuda.fused import CudaOps
+from vllm_lite.kernels.cuda.packed_linear import PackedLinear
 from vllm_lite.layers import gpu_matmul
 from vllm_lite.layers.matmul import DenseMatmul
 from vllm_lite.worker import worker as worker_module
@@ -79,7 +81,9 @@ def test_every_backend_for_a_gpu_is_here(backends: dict[str, Any]) -> None:
     assert set(backends) == set(BACKENDS) - {"cpu"}, "tests/cpu/test_program.py has that one's programs"
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", "int8")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("float32", None), ("bfloat16", "int8"), ("bfloat16", "int4")], ids=str
+)
 def test_a_replay_has_the_bits_of_an_eager_step(
     tmp_path: Path, dtype: str, quantization: str | None, serve_by: Callable[[str], None]
 ) -> None:
@@ -91,6 +95,8 @@ def test_a_replay_has_the_bits_of_an_eager_step(
     _, graphed = plays.run_both(model, 2, 24, Device(CPU, capture=capture), **settings)
     assert graphs_of(graphed).num_replays > 8
     assert all(graph.count and graph.num_launches > 4 for graph in capture.graphs)
+    if quantization is not None:
+        assert {type(each) for each in linears(graphed.worker.model)} == {PackedLinear}
 
 
 @pytest.mark.parametrize("name", ["paged", "reference"])

@@ -9,13 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import plays
 from tests.checkpoints import make_checkpoint
-from tests.cpu.test_graphs import with_graphs
 from tests.kernels import emulator
 from tests.paged import Oracle, Paged
 from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
-from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME
 from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.quantization.spec import Gptq
@@ -250,17 +247,3 @@ def test_weights_of_float8_with_several_scales_are_widened(monkeypatch: pytest.M
         made = make_grouped_matmul(other, None, BF16, CPU, float8_rows=True)
         assert isinstance(made, PackedLinear)
         assert type(made.many_rows) is WidenedProducts
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_replayed_steps_of_an_int4_model_have_the_bits_of_eager_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though a graph has other numbers of rows: a row's bits depend on the row and the weight alone."""
-    launcher = emulator.EmulatorLauncher()
-    monkeypatch.setattr("vllm_lite.worker.worker.select_backend", lambda shape, _override: CudaBackend(shape, launcher))
-    model = make_checkpoint(tmp_path / "m", dtype="bfloat16", num_hidden_layers=1, max_position_embeddings=1024)
-    settings: dict[str, Any] = {"dtype": "bfloat16", "quantization": "int4", "cudagraph_capture_sizes": [2, 8]}
-    _, graphed = plays.run_both(model, 2, 30, with_graphs(strict=True), **settings)
-    assert plays.graphs_of(graphed).num_replays > 8
-    assert {type(each) for each in linears(graphed.worker.model)} == {PackedLinear}

@@ -39,6 +39,7 @@ class BindingsNvrtc:
         self._nvrtc = import_module("cuda.bindings.nvrtc")  # has no types to check
         _, major, minor = self._nvrtc.nvrtcVersion()
         self.version = f"{major}.{minor}"
+        self.arches = tuple(map(int, self._nvrtc.nvrtcGetSupportedArchs()[1]))
 
     def compile(self, program: CudaSource) -> Compiled:
         nvrtc = self._nvrtc
@@ -60,9 +61,10 @@ class BindingsNvrtc:
             if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
                 raise compile_error(program, log.decode())
             _, symbol = nvrtc.nvrtcGetLoweredName(handle, program.name.encode())
-            _, size = nvrtc.nvrtcGetCUBINSize(handle)
+            is_ptx = program.arch.startswith("compute_")
+            _, size = nvrtc.nvrtcGetPTXSize(handle) if is_ptx else nvrtc.nvrtcGetCUBINSize(handle)
             cubin = bytearray(size)
-            nvrtc.nvrtcGetCUBIN(handle, cubin)
+            (nvrtc.nvrtcGetPTX if is_ptx else nvrtc.nvrtcGetCUBIN)(handle, cubin)
             return Compiled(bytes(cubin), symbol.decode(), log.decode())
         finally:
             nvrtc.nvrtcDestroyProgram(handle)

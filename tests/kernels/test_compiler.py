@@ -22,6 +22,7 @@ class FakeNvrtc:
     """Compiles to something that shows what it was made from."""
 
     version = "13.0"
+    arches = (80, 90)
 
     def __init__(self) -> None:
         self.programs: list[CudaSource] = []

@@ -422,7 +422,7 @@ def test_swap_space_is_by_device_unless_it_is_said(device: str) -> None:
     [
         (("GPU_FILES", ()), "no NVIDIA driver"),
         (("version", lambda _name: "2.13.0+cpu"), r"torch 2\.13\.0\+cpu is built without CUDA"),
-        (("find_spec", lambda _name: None), r"cupy is not installed; install vllm-lite\[cuda12\]"),
+        (("find_spec", lambda _name: None), r"cupy is not installed; install vllm-lite\[cuda1"),
     ],
     ids=["driver", "torch", "cupy"],
 )

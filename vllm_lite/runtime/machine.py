@@ -121,6 +121,20 @@ def version(package: str) -> str:
     return metadata.version(package)
 
 
+def cuda_extra() -> str | None:
+    """The extra of this package that has a CuPy for the CUDA of the torch that is installed, without importing torch;
+    None where torch is not there or built without CUDA."""
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    try:
+        text = (Path(torch.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b.*= *['\"](\d+)\.", text, re.MULTILINE)
+    return f"cuda{found.group(1)}" if found else None
+
+
 def lacks_for_cuda(*, kernels: bool = True) -> str | None:
     """None when workers can be expected to run on a GPU, else what this machine lacks, as a clause.
 
@@ -137,5 +151,7 @@ def lacks_for_cuda(*, kernels: bool = True) -> str | None:
     if torch_version.endswith("+cpu"):
         return f"torch {torch_version} is built without CUDA; install a build with it"
     if kernels and find_spec("cupy") is None:
-        return "the package cupy is not installed; install vllm-lite[cuda12] or vllm-lite[cuda13]"
+        extra = cuda_extra()
+        wanted = f"vllm-lite[{extra}]" if extra else "vllm-lite[cuda12] or vllm-lite[cuda13]"
+        return f"the package cupy is not installed; install {wanted}"
     return None

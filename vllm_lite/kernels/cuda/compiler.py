@@ -1,5 +1,7 @@
 """From a file of csrc/cuda and the name of an instantiation to a cubin, with a cache on disk. Needs no GPU.
 
+For a device that is newer than NVRTC it is PTX instead, which the driver makes a program of when it is loaded.
+
 The key of a cache entry is a hash of everything that decides the outcome: the content of the source and of all files it
 reaches by #include, the instantiation, the architecture, the options and NVRTC's version. (CuPy's own cache leaves out
 included files, so that a change in one of them would not be seen.)
@@ -10,6 +12,7 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -27,7 +30,7 @@ EXACT_SOURCES = ("sampler.cuh", "routing.cuh")
 _logger = log.get(__name__)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _EMULATOR = "cuda_on_cpu.h"  # included only where the compiler is not NVRTC
-_MAGIC = b"vllm_lite kernel 1\n"
+_MAGIC = b"vllm_lite kernel 2\n"
 
 
 class KernelError(VllmLiteError):
@@ -41,7 +44,7 @@ class CudaSource:
     source: str  # file of csrc/cuda
     name: str  # template instantiation
     files: tuple[tuple[str, str], ...]  # (name, text) of the source, first, and of what it includes
-    arch: str  # "sm_90"
+    arch: str  # "sm_90"; "compute_90" for PTX
     options: tuple[str, ...] = OPTIONS
 
     def key(self, nvrtc_version: str) -> str:
@@ -56,7 +59,7 @@ class CudaSource:
 
 @dataclass(frozen=True)
 class Compiled:
-    cubin: bytes
+    cubin: bytes  # or PTX
     symbol: str  # the mangled name of the instantiation
     log: str = ""  # what the compiler said
 
@@ -67,7 +70,31 @@ class Nvrtc(Protocol):
     @property
     def version(self) -> str: ...
 
+    @property
+    def arches(self) -> Sequence[int]:
+        """What it compiles for, such as 90 for sm_90."""
+        ...
+
     def compile(self, program: CudaSource) -> Compiled: ...
+
+
+def target_of(capability: tuple[int, int], arches: Sequence[int]) -> str:
+    """What a device of this capability runs best of what a compiler for `arches` can make: its own machine code, that
+    of an older device of its generation, or PTX of the newest that is older. Raises KernelError if there is none.
+    """
+    major, minor = capability
+    older = [arch for arch in arches if arch <= 10 * major + minor]
+    if not older:
+        raise KernelError(f"the device has compute capability {major}.{minor}, NVRTC compiles for {min(arches)} and up")
+    newest = max(older)
+    if newest // 10 == major:
+        return f"sm_{newest}"
+    _logger.warning(
+        "NVRTC is older than this device of compute capability %d.%d: its kernels are compiled as PTX for %d.%d, which "
+        "the driver translates at each start; a newer CuPy and NVRTC would make them faster",
+        *(major, minor, *divmod(newest, 10)),
+    )
+    return f"compute_{newest}"
 
 
 def options_for(source: str) -> tuple[str, ...]:

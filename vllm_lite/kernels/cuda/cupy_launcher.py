@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_lite.kernels.cuda.compiler import Compiled, CudaSource, KernelCompiler, KernelError, compile_error
+from vllm_lite.kernels.cuda.compiler import (
+    Compiled,
+    CudaSource,
+    KernelCompiler,
+    KernelError,
+    compile_error,
+    target_of,
+)
+from vllm_lite.kernels.cuda.elf import whole_cubin
 from vllm_lite.kernels.cuda.launcher import DEFAULT_SHARED_BYTES, Arg, check_args
 from vllm_lite.runtime import log
 
@@ -38,6 +46,7 @@ class CupyNvrtc:
     def __init__(self) -> None:
         self._nvrtc: Any = import_cupy().cuda.nvrtc
         self.version = ".".join(map(str, self._nvrtc.getVersion()))
+        self.arches = tuple(map(int, self._nvrtc.getSupportedArchs()))
 
     def compile(self, program: CudaSource) -> Compiled:
         nvrtc = self._nvrtc
@@ -52,7 +61,9 @@ class CupyNvrtc:
             except nvrtc.NVRTCError as error:
                 raise compile_error(program, f"{nvrtc.getProgramLog(handle) or error}") from None
             symbol = nvrtc.getLoweredName(handle, program.name)
-            return Compiled(nvrtc.getCUBIN(handle), symbol, nvrtc.getProgramLog(handle))
+            is_ptx = program.arch.startswith("compute_")
+            binary = nvrtc.getPTX(handle) if is_ptx else whole_cubin(nvrtc.getCUBIN(handle))
+            return Compiled(binary, symbol, nvrtc.getProgramLog(handle))
         finally:
             nvrtc.destroyProgram(handle)
 
@@ -95,8 +106,8 @@ class CupyLauncher:
     def __init__(self, compiler: KernelCompiler | None = None) -> None:
         self._cupy = import_cupy()
         if compiler is None:
-            major, minor = torch.cuda.get_device_capability()
-            compiler = KernelCompiler(CupyNvrtc(), f"sm_{major}{minor}")
+            nvrtc = CupyNvrtc()
+            compiler = KernelCompiler(nvrtc, target_of(torch.cuda.get_device_capability(), nvrtc.arches))
         self._compiler = compiler
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         self._cubins = Path(tempfile.mkdtemp(prefix="vllm_lite-cubins-"))  # CuPy loads modules from files
