@@ -7,7 +7,6 @@ from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.queues import Options
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduler import Scheduler
@@ -15,6 +14,7 @@ from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import BlockOp
+from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 VOCAB = 50
 

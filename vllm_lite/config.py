@@ -1,8 +1,5 @@
 """EngineConfig is what a user sets; its `resolve()` returns a ResolvedConfig, in which every default has its value."""
 
-import os
-from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -11,8 +8,10 @@ from msgspec import Meta
 
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
+from vllm_lite.runtime.addresses import check_address, split_tcp
 from vllm_lite.runtime.group_memory import MAX_RANKS
 from vllm_lite.runtime.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
+from vllm_lite.runtime.nested_settings import Count, KVEventsConfig, Speculation
 from vllm_lite.runtime.settings import Section, Settings, about
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
@@ -20,7 +19,6 @@ GIB = 1024**3
 DEMO_MODEL = "demo"
 """The name under which the bundled model is served when no model is given."""
 
-Count = Annotated[int, Meta(ge=1)]
 Threads = Annotated[int, Meta(ge=1, le=4096)]
 """OpenMP crashes the process that asks it for very many; 4,096 were tried, and are more than any machine has."""
 
@@ -59,59 +57,6 @@ class KVShape(Protocol):
     def kv_cache_dtype(self) -> str | None: ...
 
     def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int: ...
-
-
-class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Draft the next tokens and keep those that the model confirms: the same tokens in fewer steps.
-
-    "ngram" looks for the last `prompt_lookup_max` to `prompt_lookup_min` tokens earlier in the sequence, and drafts
-    what followed them there.
-    """
-
-    method: Literal["ngram"] = "ngram"
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4
-    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
-    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 1
-
-    def __post_init__(self) -> None:
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min must be at most prompt_lookup_max ({self.prompt_lookup_max}), "
-                f"got {self.prompt_lookup_min}"
-            )
-
-
-class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How routers learn which prefixes are cached here: a ZeroMQ PUB socket publishes events, another repeats batches.
-
-    Events carry token ids, so endpoints are on this machine only: tcp://127.0.0.1:PORT or ipc://PATH. `event_format`
-    is how vLLM's consumers expect an event: "array" up to its version 0.23, "map" since. `hash_format` "int" gives
-    the last 64 bits of a block's hash, for those that want numbers.
-    """
-
-    enable_kv_cache_events: bool = False
-    publisher: Literal["zmq", "null"] = "zmq"
-    endpoint: str = "tcp://127.0.0.1:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: Count = 10_000
-    hwm: Count = 100_000
-    topic: str = ""
-    event_format: Literal["array", "map"] = "array"
-    hash_format: Literal["bytes", "int"] = "bytes"
-
-    def __post_init__(self) -> None:
-        for endpoint in (self.endpoint, self.replay_endpoint or self.endpoint):
-            if not endpoint.startswith(("ipc:///", "tcp://127.0.0.1:", "tcp://[::1]:")):
-                raise ValueError(
-                    f"KV events carry token ids and stay on this machine: give tcp://127.0.0.1:PORT or ipc:///PATH, "
-                    f"got {endpoint!r}"
-                )
-            if endpoint.startswith("ipc://"):
-                check_address(endpoint)
-
-    @property
-    def enabled(self) -> bool:
-        return self.enable_kv_cache_events and self.publisher == "zmq"
 
 
 class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -249,6 +194,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int,
         about("workers that share the model, each on a GPU of its own or on a part of the cores", ge=1, le=MAX_RANKS),
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        about("engines on this machine behind one address, each with workers and a KV cache of its own", ge=1, le=64),
+    ] = 1
     tensor_parallel_backend: Annotated[
         Literal["auto", "shared-memory", "nccl", "gloo"],
         about("how workers add up and exchange what they compute (auto: shared-memory on a CPU, nccl on GPUs)"),
@@ -316,6 +265,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             check_address(self.address)
         if self.tcp_address is not None:
             self._check_tcp(self.tcp_address)
+        if self.data_parallel_size > 1:
+            self._check_data_parallel()
+
+    def _check_data_parallel(self) -> None:
+        for name in ("address", "tcp_address", "single_process"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is one engine's: leave it out, or data_parallel_size, which is above 1")
 
     def _check_tcp(self, address: str) -> None:
         split_tcp(address)
@@ -371,7 +327,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             swap_space=DEVICE_DEFAULTS[device].swap_space if self.swap_space is None else self.swap_space,
-            cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_bytes / 4 / GIB),
+            cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_bytes / 4 / self.data_parallel_size / GIB),
         )
         if kv is None or self.cpu_kvcache_space:
             return resolved
@@ -453,6 +409,32 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: int
     swap_space: float
     cpu_kvcache_space: float
+    data_parallel_rank: int = 0
+    """Which of the engines it is."""
+
+    @property
+    def ranks_on_machine(self) -> int:
+        """The workers of all engines."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def first_rank(self) -> int:
+        """How many workers of other engines come before this engine's first."""
+        return self.data_parallel_rank * self.tensor_parallel_size
+
+    @property
+    def engine_name(self) -> str:
+        """What its log calls the engine."""
+        return "engine" if self.data_parallel_size == 1 else f"engine {self.data_parallel_rank}"
+
+    def of_engine(self, rank: int) -> "ResolvedConfig":
+        """The config of one of the engines: what it writes is its own."""
+        changes: dict[str, Any] = {"data_parallel_rank": rank}
+        if self.record is not None:
+            changes["record"] = f"{self.record}.{rank}"
+        if self.kv_events_config is not None:
+            changes["kv_events_config"] = self.kv_events_config.of_engine(rank)
+        return msgspec.structs.replace(self, **changes)
 
     def enough_blocks(self, num_groups: int) -> int:
         """The most KV blocks that a cache has whose size the user did not set."""
@@ -465,24 +447,3 @@ def demo_folder() -> str:
     from importlib.resources import files
 
     return str(files("vllm_lite") / "demo_model")
-
-
-def check_address(address: str) -> None:
-    """Raise ValueError unless `address` is an endpoint this version can serve."""
-    scheme, _, path = address.partition("://")
-    if scheme not in ("ipc", "inproc") or not path:
-        raise ValueError(f"address must look like ipc:///path/to/socket, got {address!r}")
-    if scheme == "ipc" and len(os.fsencode(path)) > 107:
-        raise ValueError(f"an ipc path has at most 107 bytes, got {len(os.fsencode(path))}: {path}")
-
-
-def split_tcp(address: str) -> tuple[str, int]:
-    """IP address and port of tcp://IP:PORT, as an engine may listen on it. Raises ValueError."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if address.startswith("tcp://") and port.isdecimal() and 1 <= int(port) <= 65535:
-        with suppress(ValueError):
-            return str(ip_address(host)), int(port)
-    raise ValueError(
-        f"tcp_address must look like tcp://IP:PORT, for example tcp://0.0.0.0:5555 or tcp://[::]:5555, got {address!r}"
-    )

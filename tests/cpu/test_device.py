@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
 from vllm_lite.worker.device import KV_DTYPES, open_device, set_threads
@@ -23,13 +24,19 @@ def threads() -> Iterator[None]:
         cpu.set_num_threads(before[1])
 
 
+def resolved(**settings: Any) -> ResolvedConfig:
+    """A config of a machine that need not be this one."""
+    config = EngineConfig(device="cpu").resolve(max_position_embeddings=8, dtype="float32", model_path="m")
+    return msgspec.structs.replace(config, **settings)
+
+
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("native", [True, False])
 def test_a_cpu_has_no_memory_to_profile_and_records_native_calls(
     eager: bool, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_lite.worker.device.cpu.available", lambda: native)
-    device = open_device(EngineConfig(device="cpu", enforce_eager=eager), 0)
+    device = open_device(resolved(device="cpu", enforce_eager=eager), 0)
     assert (device.torch.type, device.memory) == ("cpu", None)
     assert (device.capture is None) == (eager or not native)
     assert device.torch.type == "cpu"
@@ -49,14 +56,14 @@ def see_devices(count: int, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_no_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     see_devices(0, monkeypatch)
     with pytest.raises(ConfigError, match="sees no CUDA device; give --device cpu"):
-        open_device(EngineConfig(device="cuda"), 0)
+        open_device(resolved(device="cuda"), 0)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_too_few_gpus_are_refused_alike_by_every_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = see_devices(2, monkeypatch)
     with pytest.raises(ConfigError, match=r"size is 3, but torch sees 2 CUDA devices.*--tensor-parallel-backend gloo"):
-        open_device(EngineConfig(device="cuda", tensor_parallel_size=3), rank)
+        open_device(resolved(device="cuda", tensor_parallel_size=3), rank)
     assert made == []
 
 
@@ -65,15 +72,27 @@ def test_ranks_take_the_visible_gpus_in_order(
     backend: Any, count: int, indices: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = see_devices(count, monkeypatch)
-    config = EngineConfig(device="cuda", tensor_parallel_size=3, tensor_parallel_backend=backend)
+    config = resolved(device="cuda", tensor_parallel_size=3, tensor_parallel_backend=backend)
     opened = [open_device(config, rank).torch for rank in range(3)]
     assert opened == made == [torch.device("cuda", index) for index in indices]
+
+
+def test_engines_of_one_machine_share_out_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = see_devices(4, monkeypatch)
+    config = resolved(device="cuda", tensor_parallel_size=2, data_parallel_size=2)
+    for engine in range(2):
+        for rank in range(2):
+            open_device(config.of_engine(engine), rank)
+    assert made == [torch.device("cuda", index) for index in range(4)]
+    see_devices(3, monkeypatch)
+    with pytest.raises(ConfigError, match="data_parallel_size is 2 and tensor_parallel_size is 2, but torch sees 3"):
+        open_device(config, 0)
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_gpu_has_both_unless_graphs_are_off(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = see_devices(2, monkeypatch)
-    device = open_device(EngineConfig(device="cuda", enforce_eager=eager), 1)
+    device = open_device(resolved(device="cuda", enforce_eager=eager), 1)
     assert made == [torch.device("cuda", 1)] == [device.torch]
     assert isinstance(device.memory, CudaMemory)
     assert isinstance(device.capture, CudaCapture) is not eager

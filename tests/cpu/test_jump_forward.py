@@ -10,9 +10,9 @@ import torch
 
 from tests.chain_mask import CHOICES, PERIOD, ChainMask
 from tests.driver import GREEDY, WARM, Driver, make_prompt, new_request
-from vllm_lite.config import Speculation
 from vllm_lite.protocol.params import LogitRules, Sampling
 from vllm_lite.protocol.step import Continue, Draft, Finish, Preempt, Resume
+from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.sampling.drafter import DraftBatch, Drafter, GrammarDrafter, Int32s, NgramDrafter
 from vllm_lite.worker.sampling.masks import SequenceMask
 

@@ -22,9 +22,9 @@ from vllm_lite.config import GIB, EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.control import Start
+from vllm_lite.runtime.prefix_hash import PrefixHasher
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward

@@ -22,7 +22,6 @@ from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.config import Speculation
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.program import Program
 from vllm_lite.models.registry import Sizes, build
@@ -46,6 +45,7 @@ from vllm_lite.protocol.step import (
     SetToken,
 )
 from vllm_lite.runtime.group_memory import create_group_memory
+from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.graphs import Capture, CpuCapture, Graph
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_lite.config import Speculation
+from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.step_inputs import Int32s
 from vllm_lite.worker.sampling.drafter import NO_DRAFT, DraftBatch, NgramDrafter, num_kept
 

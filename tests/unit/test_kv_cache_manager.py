@@ -5,12 +5,12 @@ import pytest
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.manager import Growth, KVCacheManager, Verdict, admission
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 
 def make(num_blocks: int = 11, block_size: int = 4, watermark: float = 0.0, caching: bool = True) -> KVCacheManager:

@@ -12,9 +12,10 @@ import zmq
 
 from tests.deadlines import scaled
 from tests.recorded import Recorded
-from vllm_lite.config import EngineConfig, KVEventsConfig
+from vllm_lite.config import EngineConfig
 from vllm_lite.engine.blocks.events import KVEvents, KVEventStream
 from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.runtime.nested_settings import KVEventsConfig
 
 END = b"\xff" * 8
 PATIENCE_MS = round(scaled(20_000))

@@ -71,7 +71,7 @@ class Rig:
         monkeypatch.setattr("vllm_lite.server.processes.scoreboard.time", clock)
         config = ServeConfig(shutdown_timeout=3.0)
         settings = [
-            ApiServerSettings(config, Keys(), ENGINE, "ipc://e", number, 40 + number, self.board.fd)
+            ApiServerSettings(config, Keys(), ENGINE, ("ipc://e",), number, 40 + number, self.board.fd)
             for number in range(1, count + 1)
         ]
         listener: Any = SimpleNamespace(close=lambda: self.closed.append(1))

@@ -34,8 +34,10 @@ BLOCKS = BlockHistograms(*(Histogram((1.0,), [1, 0], total) for total in (1.0, 2
 class Engine:
     """In the place of a session."""
 
-    def __init__(self, stats: Stats | None) -> None:
+    def __init__(self, stats: Stats | None, *others: Stats | None) -> None:
         self.stats = stats
+        self.welcome = welcome()
+        self.members = (self, *map(Engine, others))
 
     def request_stats(self) -> Any:
         if self.stats is None:
@@ -52,13 +54,13 @@ async def not_found(_: Any, __: Any, send: Any) -> None:
 async def ignore(*_: Any) -> Any: ...
 
 
-def look(stats: Stats | None, **settings: int) -> str:
+def look(stats: Stats | None, *others: Stats | None, **settings: int) -> str:
     async def main() -> str:
-        dispatcher = Dispatcher(cast(Session, Engine(stats)), asyncio.get_running_loop())
+        dispatcher = Dispatcher(cast(Session, Engine(stats, *others)), asyncio.get_running_loop())
         calls = Calls(dispatcher, QueueLimits(1, 1, 1))
         calls.is_draining = True  # one that shuts down can still be watched
         config = EngineConfig.check(settings).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
-        metrics = Metrics(calls, config, welcome(), "name", server="3")
+        metrics = Metrics(calls, config, "name", server="3")
         await metrics.counting(not_found)({"path": "/x"}, ignore, ignore)
         answer = await metrics.get(Request({"type": "http", "headers": []}))
         return bytes(answer.body).decode()
@@ -166,3 +168,12 @@ def test_the_dashboard_asks_for_what_there_is() -> None:
         for y in range(place["h"])
     ]
     assert len(set(taken)) == len(taken), "two panels overlap"
+
+
+def test_each_of_several_engines_has_its_own_values() -> None:
+    text = look(full(num_running=3), None, full(num_running=5))  # the second one is being replaced
+    labels = 'vllm:num_requests_running{engine="%s",model_name="name"} %s'
+    assert labels % (0, "3.0") in text
+    assert labels % (2, "5.0") in text
+    assert 'engine="1"' not in text
+    assert text.count("\nvllm_lite:server_load{") == 1

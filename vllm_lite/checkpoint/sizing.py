@@ -59,7 +59,7 @@ def check_sizes(config: ResolvedConfig, block_bytes: int, memory_bytes: int) -> 
     """Refuse what a machine with `memory_bytes` can never allocate, before any process starts. The memory of a GPU is
     checked in the worker. All ranks are on one machine, with `block_bytes` for a block on each. Raises ConfigError.
     """
-    tp = config.tensor_parallel_size
+    tp = config.ranks_on_machine
     sizes = [(f"--swap-space {config.swap_space:g}", config.swap_space * GIB * tp)]
     if config.device == "cpu":
         sizes.append((pool_flag(config), (configured_num_blocks(config, block_bytes) or 0) * block_bytes * tp))

@@ -4,6 +4,7 @@ What a user calls:
 llm.py           LLM: lists in, lists out; it owns its engine
 async_client.py  AsyncClient: streams, for asyncio
 launch.py        starts an engine and waits until it is ready
+launch_engines.py  the same for --data-parallel-size
 supervisor.py    replaces it when it dies
 engine_probe.py  the connection by which the supervisor watches it
 
@@ -14,8 +15,12 @@ sampling.py      sampling params: the seed, the form on the wire
 generation_config.py  sampling defaults of a checkpoint and of its user
 stream.py        one request: events in, RequestOutput out
 session.py       one connection to an engine, or to the next one, and the thread that owns it
+asking.py        what a session asks an engine beside its requests
 connection.py    the handshake, and the search for the engine that takes the place of one that died
 open_stream.py   what a session knows of a request: enough to start it again
+data_parallel.py  one session with several engines
+routing.py       which of them gets a request: where its prefix is cached, within bounds of the load
+joined_answers.py  what several engines answer to one question
 sample.py        what arrives: samples, a reader's cursor, the prompt's logprobs
 outputs.py       what a user gets
 

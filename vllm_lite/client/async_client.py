@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
 
+from vllm_lite.client.asking import STATS_TIMEOUT_S
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.sampling import check_form
@@ -17,7 +18,6 @@ from vllm_lite.client.session import (
     DEFAULT_TIMEOUT_S,
     HEARTBEAT_TIMEOUT_S,
     RECOVERY_TIMEOUT_S,
-    STATS_TIMEOUT_S,
     Session,
 )
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, shows

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -32,14 +33,13 @@ from vllm_lite.config import (
     KV_SCALE_BYTES,
     EngineConfig,
     ResolvedConfig,
-    check_address,
     demo_folder,
-    split_tcp,
 )
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log, supervise
+from vllm_lite.runtime.addresses import check_address, split_tcp
 from vllm_lite.runtime.cpu_binding import check_binding
 from vllm_lite.runtime.machine import memory_limit_bytes
 from vllm_lite.transport.keys import load_engine_keys
@@ -84,6 +84,10 @@ class Launched:
     def engine(self) -> Welcome:
         """The engine's answer to Hello: its model, limits and epoch."""
         return self.session.welcome
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return (self.address,)
 
     @property
     def pid(self) -> int:
@@ -172,7 +176,7 @@ def launch(
     stopped: Callable[[], bool] = lambda: False,
     meanwhile: Callable[[ResolvedConfig], None] = lambda _: None,
 ) -> Launched:
-    """Start an engine with `config` and wait until it serves, or until `stopped()`, which is asked now and then.
+    """Start one engine with `config` and wait until it serves, or until `stopped()`, which is asked now and then.
 
     `meanwhile` is called with the resolved config while the engine starts; what it raises ends the engine.
     Raises ModelError or ConfigError before any process starts, EngineError or ModelError if the engine cannot start.
@@ -180,22 +184,42 @@ def launch(
     resolved = resolve(config, stopped)
     _check_free(resolved.address)
     _check_tcp(resolved)
-    run_dir = tempfile.mkdtemp(prefix=RUN_DIR)  # mode 0700
-    try:
-        launched = Launched(resolved, resolved.address or _private_address(resolved, run_dir), run_dir)
-    except BaseException:
-        supervise.remove_dir(run_dir)
-        raise
+    launched = spawn(resolved)
+    finish(launched, stopped, meanwhile)
+    return launched
+
+
+def finish(launched: "Starting", stopped: Callable[[], bool], meanwhile: Callable[[ResolvedConfig], None]) -> None:
+    """What launch() does while the engine starts."""
     log.moment("server", SPAWNS_ENGINE)
     try:
-        meanwhile(resolved)
+        meanwhile(launched.config)
         log.moment("server", "tokenizer, template")
         launched.wait_until_ready(stopped)
         log.moment("server", "waits for the engine")
     except BaseException:
         launched.close()
         raise
-    return launched
+
+
+class Starting(Protocol):
+    """One engine that starts, or several."""
+
+    config: ResolvedConfig
+
+    def wait_until_ready(self, stopped: Callable[[], bool]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def spawn(config: ResolvedConfig) -> Launched:
+    """Start one engine's process in a folder of its own."""
+    run_dir = tempfile.mkdtemp(prefix=RUN_DIR)  # mode 0700
+    try:
+        return Launched(config, config.address or _private_address(config, run_dir), run_dir)
+    except BaseException:
+        supervise.remove_dir(run_dir)
+        raise
 
 
 def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -> ResolvedConfig:
@@ -234,7 +258,7 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     scale_bytes = KV_SCALE_BYTES.get(resolved.kv_cache_dtype, 0)
     block_bytes = spec.kv_block_bytes(resolved.block_size, value_bytes, resolved.tensor_parallel_size, scale_bytes)
     check_sizes(resolved, block_bytes, memory_limit_bytes())
-    check_binding(resolved.cpu_bind, resolved.tensor_parallel_size, resolved.device)
+    check_binding(resolved.cpu_bind, resolved.ranks_on_machine, resolved.device)
     return resolved
 
 

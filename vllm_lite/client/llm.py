@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from vllm_lite.client.beam import BeamSearchParams, beams_of
 from vllm_lite.client.generation_config import check_source, generation_defaults, read_overrides
-from vllm_lite.client.launch import launch
+from vllm_lite.client.launch_engines import launch_engines
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
 from vllm_lite.client.progress import TokenBar
 from vllm_lite.client.prompt import PromptLike
@@ -76,7 +76,7 @@ class LLM:
             loaded = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer)
             defaults = generation_defaults(config.model, generation_config, overrides).params
 
-        self._launched = launch(EngineConfig.load(given), meanwhile=load_text_parts)
+        self._launched = launch_engines(EngineConfig.load(given), meanwhile=load_text_parts)
         self._defaults = defaults
         self._finalizer = weakref.finalize(self, self._launched.close)
         try:

@@ -4,7 +4,7 @@ That is enough to start the request again in another engine, where it goes on be
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 
 import msgspec
@@ -21,23 +21,29 @@ block."""
 class OpenStream:
     """A request that has not ended. `tokens` has the output of each sample that has not ended, as the sink got it."""
 
-    __slots__ = ("_deadline_ms", "_known_from", "_num_scored", "_request", "_started_s", "aborted", "sink", "tokens")
+    __slots__ = (
+        *("_deadline_ms", "_known_from", "_num_scored", "_started_s"),
+        *("aborted", "num_moves", "request", "sink", "tokens"),
+    )
 
     def __init__(self, message: Generate | ForkRequest, sink: Sink, own: Generate | None = None) -> None:
         """`own` says what a ForkRequest does as a request of its own; a fork without it is not started again."""
         self.sink = sink
         self.aborted: set[int] = set()
         """Samples whose end has been asked for."""
+        self.num_moves = 0
+        """How often it went on in an engine of another session."""
         self._started_s = monotonic()
         self._deadline_ms = message.params.deadline_ms
         if isinstance(message, Generate):
-            self._request: Generate | None = message
+            self.request: Generate | None = message
+            """What starts it, None if that is not known."""
         elif own is not None:
             named = {"external_id": message.external_id, "context": message.context}
-            self._request = msgspec.structs.replace(own, request_id=message.child_id, params=message.params, **named)
+            self.request = msgspec.structs.replace(own, request_id=message.child_id, params=message.params, **named)
         else:
-            self._request = None
-        request = self._request
+            self.request = None
+        request = self.request
         self._num_scored = 0 if request is None else request.num_scored
         if request is not None and request.samples:
             self.tokens = {sample.index: array("I", sample.output) for sample in request.samples}
@@ -54,7 +60,7 @@ class OpenStream:
         named = [sample for sample in samples if sample in self.tokens]
         if samples and not named:
             return None
-        request = self._request
+        request = self.request
         if not named or len(named) == len(self.tokens):
             self.aborted.update(self.tokens)
         elif request is None or not request.params.use_beam_search:  # beams end together only
@@ -104,7 +110,7 @@ class OpenStream:
 
     def again(self, request_id: str) -> Generate | Event:
         """What starts this request in an engine that does not know it; or its end, if there is no way to."""
-        request = self._request
+        request = self.request
         if request is None or self._known_from:
             missing = "its prompt and the tokens it began with are not known here"
             return Failure(request_id, EngineDeadError(f"request {request_id!r} cannot be started again: {missing}"))
@@ -132,3 +138,12 @@ def _undelivered(output: Tokens | Finished, have: int) -> Tokens | Finished | Fa
     known = have - output.start
     logprobs = None if output.logprobs is None else output.logprobs[known:]
     return msgspec.structs.replace(output, start=have, token_ids=output.token_ids[known:], logprobs=logprobs)
+
+
+def by_sink(pairs: Iterable[tuple[OpenStream, Sequence[Event]]]) -> dict[Sink, list[Event]]:
+    """Join the events of all streams that share a sink."""
+    events: dict[Sink, list[Event]] = {}
+    for stream, its_events in pairs:
+        if its_events:
+            events.setdefault(stream.sink, []).extend(its_events)
+    return events

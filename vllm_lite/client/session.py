@@ -5,23 +5,25 @@ engine, once for each message and sink. Every submitted stream ends in one of th
 its samples, with one Finished that carries an error, or with one Failure.
 
 When the engine is lost, the thread looks for the one that takes its place, and sends that one all that has not ended,
-in the order in which it was submitted: streams pause, and go on behind the tokens that their sinks have.
+in the order in which it was submitted: streams pause, and go on behind the tokens that their sinks have. Where there
+are several engines, other sessions may adopt() them meanwhile (data_parallel.py).
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, TypeVar
 
+from vllm_lite.client.asking import ANSWERS, Asking
 from vllm_lite.client.connection import REASON_S, Alive, Place, Search, shake_hands
-from vllm_lite.client.open_stream import OpenStream, Sink
+from vllm_lite.client.open_stream import OpenStream, Sink, by_sink
 from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol import api
-from vllm_lite.protocol.api import Finished, ForkRequest, FromClient, Generate, Stats, ToClient, Tokens, Welcome
+from vllm_lite.protocol.api import Finished, ForkRequest, FromClient, Generate, ToClient, Tokens, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import log
 from vllm_lite.runtime.wakeup import Wakeup
@@ -31,12 +33,11 @@ from vllm_lite.transport.interface import poller
 DEFAULT_TIMEOUT_S = 60.0
 HEARTBEAT_TIMEOUT_S = 30.0
 RECOVERY_TIMEOUT_S = 120.0
-STATS_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
 _IDLE_POLL_MS = 1000
 _BUSY_POLL_MS = 5
-
-_ANSWERS = (Stats, api.Descriptions, api.ExternalAborted, api.PrefixCacheReset)
+MAX_MOVES = 3
+"""How often a stream goes on in another engine: one that ends engines is not to end them all."""
 
 _OF_AN_EPOCH = (api.OutputBatch, api.Heartbeat, api.Recovering, api.Recovered)
 
@@ -44,7 +45,7 @@ A = TypeVar("A")
 logger = log.get(__name__)
 
 
-class Session:
+class Session(Asking):
     """One client of an engine. `Session.connect` makes it; every method may be called from any thread."""
 
     def __init__(
@@ -61,6 +62,8 @@ class Session:
         """What the engine says of itself; it is another one's when one has taken its place."""
         self.address = place.address
         self.num_malformed = 0
+        self.on_change: Callable[[Session], None] = lambda _: None
+        """Called, on any thread and without a lock, when engine or workers were lost, and when they serve again."""
         self._place = place
         self._connection = connection
         self._alive = alive
@@ -81,7 +84,7 @@ class Session:
         self._dropped: dict[str, deque[set[int]]] = {}
         """Streams that were dropped here, oldest first: the samples whose Finished is still to come from the engine. An
         id may be used again before that."""
-        self._questions: dict[type, deque[Future[Any]]] = {kind: deque() for kind in _ANSWERS}  # answered in order
+        self._questions: dict[type, deque[Future[Any]]] = {kind: deque() for kind in ANSWERS}  # answered in order
         self._dead: EngineError | None = None
         self._thread = threading.Thread(target=self._run, name="engine session", daemon=True)
         self._thread.start()
@@ -122,7 +125,28 @@ class Session:
         """Why streams pause: the engine, or its workers, are being replaced. None while they serve."""
         return self._lost or self._replacing
 
-    def submit(self, message: Generate | ForkRequest, sink: Sink, own: Generate | None = None) -> None:
+    @property
+    def has_engine(self) -> bool:
+        """Whether there is an engine that takes messages, as far as is known."""
+        return self._dead is None and self._lost is None
+
+    @property
+    def num_open(self) -> int:
+        """The requests that have not ended."""
+        return len(self._open)
+
+    @property
+    def members(self) -> "tuple[Session, ...]":
+        """The sessions of single engines that this one consists of."""
+        return (self,)
+
+    def submit(
+        self,
+        message: Generate | ForkRequest,
+        sink: Sink,
+        own: Generate | None = None,
+        affinity: str | None = None,  # noqa: ARG002 - it chooses among several engines
+    ) -> None:
         """Start a request, whose events go to `sink`; while there is no engine it waits for the next one.
 
         `own` says what a ForkRequest does as a request of its own: so it goes on in an engine that does not know its
@@ -163,35 +187,30 @@ class Session:
                 self._abort_dropped(request_id, stream, stopped=stopped)
                 self._wakeup.set()
 
-    def request_stats(self) -> "Future[Stats]":
-        """Ask for the engine's counters. The future fails with EngineError if the engine does."""
-        return self._ask(api.GetStats(), Stats)
+    def release(self) -> dict[str, OpenStream]:
+        """Give up the streams that have not ended, if there is no engine for them; others may adopt() them."""
+        with self._lock:
+            if self._lost is None and self._dead is None:
+                return {}
+            ended = self._take_ended()
+            streams = {name: stream for name, stream in self._open.items() if stream.num_moves < MAX_MOVES}
+            self._open = {name: stream for name, stream in self._open.items() if name not in streams}
+        self._deliver(by_sink(ended))
+        return streams
 
-    def describe(
-        self, request_ids: Sequence[str] = (), external_id: str = "", *, with_content: bool = False
-    ) -> "Future[api.Descriptions]":
-        """Ask for the state of live requests, of any client: those with these ids, and all with the external id. The
-        future fails with EngineError if the engine does."""
-        return self._ask(api.Describe(tuple(request_ids), external_id, with_content), api.Descriptions)
-
-    def abort_external(self, external_id: str) -> "Future[api.ExternalAborted]":
-        """Have the engine end all requests, of any client, that have this external id. Fails as describe() does."""
-        return self._ask(api.AbortExternal(external_id), api.ExternalAborted)
-
-    def reset_prefix_cache(self) -> "Future[api.PrefixCacheReset]":
-        """Have the engine empty its prefix cache. The future fails with EngineError if the engine does."""
-        return self._ask(api.ResetPrefixCache(), api.PrefixCacheReset)
-
-    def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
-        """The engine's counters. Raises EngineError if it does not answer in `timeout_s`."""
-        return self.wait(self.request_stats(), timeout_s)
-
-    def wait(self, answer: "Future[A]", timeout_s: float = STATS_TIMEOUT_S) -> A:
-        """Wait for an answer. Raises EngineError if it does not come in `timeout_s`."""
-        try:
-            return answer.result(timeout_s)
-        except TimeoutError as error:
-            raise EngineError(f"the engine at {self.address} did not answer within {timeout_s:g} s") from error
+    def adopt(self, request_id: str, stream: OpenStream) -> None:
+        """Go on with a stream that another session has released, in this one's engine or in the next."""
+        with self._lock:
+            self._check_usable()
+            stream.num_moves += 1
+            again = stream.again(request_id)
+            if isinstance(again, Generate):
+                if not self._open:
+                    self._last_heard_s = time.monotonic()
+                self._open[request_id] = stream
+                self._post(again)
+        if not isinstance(again, Generate):
+            self._deliver({stream.sink: [again]})
 
     def fail(self, reason: str) -> None:
         """Report from outside that the engine has ended and no other takes its place, which ends every stream."""
@@ -207,7 +226,7 @@ class Session:
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
+    def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
         future: Future[A] = Future()
         with self._lock:
             self._check_usable()
@@ -279,7 +298,7 @@ class Session:
             self._lose(f"another engine took the place of the one at {self.address}")
         elif isinstance(message, api.OutputBatch):
             self._dispatch(message.outputs)
-        elif isinstance(message, _ANSWERS):
+        elif isinstance(message, ANSWERS):
             with self._lock:
                 futures = self._questions[type(message)]
                 future = futures.popleft() if futures else None
@@ -287,10 +306,9 @@ class Session:
                 future.set_result(message)
         elif isinstance(message, api.Dying):
             self._die(EngineDeadError(message.reason)) if message.is_final else self._lose(message.reason)
-        elif isinstance(message, api.Recovering):
-            self._replacing = message.reason
-        elif isinstance(message, api.Recovered):
-            self._replacing = None
+        elif isinstance(message, api.Recovering | api.Recovered):
+            self._replacing = message.reason if isinstance(message, api.Recovering) else None
+            self.on_change(self)
         elif isinstance(message, api.Refused):  # it was restarted and does not know this client
             self._lose(f"the engine at {self.address} was restarted and refused us: {message.reason}")
 
@@ -319,6 +337,7 @@ class Session:
             questions = self._take_questions()
         logger.warning("%s; looking for the one that takes its place", reason)
         _fail(questions, self._no_answer(reason))
+        self.on_change(self)
 
     def _recover(self, reason: str) -> None:
         """Look for another engine and send it all that has not ended; meanwhile, end what is aborted or late."""
@@ -345,7 +364,7 @@ class Session:
         """End what ends although there is no engine to say so."""
         with self._lock:
             ended = self._take_ended()
-        self._deliver(_by_sink(ended))
+        self._deliver(by_sink(ended))
 
     def _take_ended(self) -> list[tuple[OpenStream, list[Event]]]:
         """The ends of what was aborted, and of what passed its deadline; needs the lock."""
@@ -370,7 +389,8 @@ class Session:
                     ended.append((stream, [again]))
             logger.info("an engine serves at %s again; %d requests go on", self.address, len(self._outgoing))
             self._lost = None
-        self._deliver(_by_sink(ended))
+        self._deliver(by_sink(ended))
+        self.on_change(self)
 
     def _reason_of_death(self) -> str:
         """Find out why the connection was lost. The process that watches the engine may know a moment later."""
@@ -448,10 +468,12 @@ class Session:
             if self._dead is not None:
                 return
             self._dead = error
-            streams, self._open = self._open, {}
             questions = self._take_questions()
+        self.on_change(self)
+        with self._lock:
+            streams, self._open = self._open, {}
         failures = [(stream, [Failure(name, _copy(error))]) for name, stream in streams.items()]
-        self._deliver(_by_sink(failures))
+        self._deliver(by_sink(failures))
         _fail(questions, error)
 
     @property
@@ -465,14 +487,6 @@ class Session:
         for futures in self._questions.values():
             futures.clear()
         return questions
-
-
-def _by_sink(pairs: Iterable[tuple[OpenStream, Sequence[Event]]]) -> dict[Sink, list[Event]]:
-    events: dict[Sink, list[Event]] = {}
-    for stream, its_events in pairs:
-        if its_events:
-            events.setdefault(stream.sink, []).extend(its_events)
-    return events
 
 
 def _fail(questions: list[Future[Any]], error: EngineError) -> None:

@@ -24,7 +24,7 @@ from vllm_lite.protocol.structured import Thinking
 from vllm_lite.runtime import log
 
 if TYPE_CHECKING:  # session imports the events that are defined here
-    from vllm_lite.client.session import Session
+    from vllm_lite.client.data_parallel import AnySession
 
 logger = log.get(__name__)
 
@@ -138,7 +138,7 @@ class RequestStream:
         else:
             self._pass(event)
 
-    def settle(self, session: "Session") -> None:
+    def settle(self, session: "AnySession") -> None:
         """End in the engine what has ended here: the request, or the samples that met a stop string."""
         if self.finished:  # nothing to drop if the engine ended it
             session.drop(self.request_id, stopped=self.error is None)

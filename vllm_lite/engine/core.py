@@ -11,7 +11,6 @@ from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.intake import Attached, Intake, Vocabulary
 from vllm_lite.engine.observe.describe import describe
@@ -26,6 +25,7 @@ from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCa
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime import log
+from vllm_lite.runtime.prefix_hash import PrefixHasher
 from vllm_lite.trace.records import Header
 
 logger = log.get(__name__)

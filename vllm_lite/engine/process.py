@@ -85,7 +85,8 @@ class EngineProcess:
             core = EngineCore(self._config, ready, groups.executor, sizes, lives)
         core.meter.counters.generation = groups.generation
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
-            self._kv_events = KVEventStream(self._config.kv_events_config, core.kv)
+            rank = self._config.data_parallel_rank
+            self._kv_events = KVEventStream(self._config.kv_events_config, core.kv, rank)
         self._port.open(
             api.Welcome(
                 version=PROTOCOL_VERSION,
@@ -306,7 +307,7 @@ def made_to_last() -> abc.Iterator[None]:
 def main(settings: EngineSettings, stop: Wakeup) -> int:
     """Run an engine until `stop` is set. Also runs as a thread, for --single-process."""
     if not settings.config.single_process:
-        log.setup("engine", *settings.config.logging)
+        log.setup(settings.config.engine_name, *settings.config.logging)
         log.moment("engine", "python, imports")
     try:
         engine = EngineProcess(settings, stop)

@@ -19,7 +19,12 @@ import msgspec
 from vllm_lite.errors import ConfigError
 
 ENV_PREFIX = "VLLM_LITE_"
-SHORT_FLAGS = {"tensor_parallel_size": "-tp", "quantization": "-q", "api_server_count": "-asc"}
+SHORT_FLAGS = {
+    "tensor_parallel_size": "-tp",
+    "data_parallel_size": "-dp",
+    "quantization": "-q",
+    "api_server_count": "-asc",
+}
 ALIASES = {"kv_offloading_size": "swap_space", "cuda_graph_sizes": "cudagraph_capture_sizes"}
 """Other names of settings, which other engines give them."""
 VALUE_ALIASES = {"dtype": {"half": "float16", "float": "float32"}}

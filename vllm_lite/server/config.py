@@ -8,8 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.client.generation_config import GenerationOverrides, check_source
-from vllm_lite.config import Count, EngineConfig
+from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.nested_settings import Count
 from vllm_lite.runtime.settings import Section
 
 _SECRET = {"api_key", "admin_api_key"}

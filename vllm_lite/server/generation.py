@@ -33,6 +33,8 @@ from vllm_lite.server.openai.prompts import Check, Prompts, text_of
 MAX_PROMPT_CANDIDATES = 1 << 18
 """In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
 NO_TOOLS = "tools: not shown to the model, whose chat template takes none"
+SESSION_HEADER = "X-Session-ID"
+"""What a client calls its session, so that one engine, of several, gets all of it."""
 _PROMPT_FIELDS = {"cmpl": "prompt", "chatcmpl": "messages", "gen": "token_ids"}
 """The field of the body that the prompt stands in, by the kind of the call."""
 
@@ -215,6 +217,7 @@ class Generation:
         echo = tuple(await self._texts(streams)) if echo is None else echo
         call = Call(call_id, streams, msgspec.structs.replace(style, echo=echo, parsing=parsing))
         call.owner = owner_of(asked.request, call_id)
+        call.affinity = asked.request.headers.get(SESSION_HEADER)
         return Made(call, asked.headers)
 
     async def _streams(

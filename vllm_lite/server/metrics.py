@@ -1,12 +1,12 @@
 """GET /metrics: what the engine and this server have counted, under vLLM's names where vLLM has one.
 
 The engine measures, because it knows the requests of every client: whichever server is asked, the values are the same.
-Only those labelled `server` are that server's own.
+Only those labelled `server` are that server's own. Of several engines each has its own values, labelled `engine`.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
@@ -31,13 +31,13 @@ OTHER = "other"
 """The label of requests that no route takes."""
 LABELS = ("model_name", "engine")
 """The labels of every metric."""
-ENGINE = "0"
+SERVER = "server"
+"""The label of what is an API server's own; then `engine` is 0."""
 
 
 @dataclass
-class Scrape(Collector):
-    """All that is known at the moment of one scrape, and what prometheus_client makes of it. There is no registry: two
-    scrapes share nothing."""
+class Scrape:
+    """All that is known of one engine, and of this server, at the moment of one scrape."""
 
     stats: Stats
     config: EngineConfig
@@ -45,21 +45,33 @@ class Scrape(Collector):
     load: int
     responses: Mapping[tuple[str, str], int]
     server: str
+    number: int = 0
+    """The engine's."""
+
+
+@dataclass
+class Exposition(Collector):
+    """What prometheus_client makes of a scrape of each engine. There is no registry: two of them share nothing."""
+
+    scrapes: Sequence[Scrape]
     model_name: str
 
     def collect(self) -> Iterator[Metric]:
         for metric in METRICS:
-            read = metric.read(self)
-            if read is None:
-                continue
             family = _FAMILIES[metric.kind](metric.name, metric.text, labels=(*LABELS, *metric.labels))
-            for own, value in (read if isinstance(read, Mapping) else {(): read}).items():
-                labels = (self.model_name, ENGINE, *own)
-                if isinstance(family, HistogramMetricFamily) and isinstance(value, Histogram):
-                    family.add_metric(labels, _buckets(value), value.sum)
-                else:
-                    family.add_metric(labels, value)
-            yield family
+            is_servers = metric.labels[:1] == (SERVER,)
+            for scrape in self.scrapes[:1] if is_servers else self.scrapes:
+                number = "0" if is_servers else str(scrape.number)
+                read = metric.read(scrape)
+                of_scrape = read if isinstance(read, Mapping) else {} if read is None else {(): read}
+                for own, value in of_scrape.items():
+                    labels = (self.model_name, number, *own)
+                    if isinstance(family, HistogramMetricFamily) and isinstance(value, Histogram):
+                        family.add_metric(labels, _buckets(value), value.sum)
+                    else:
+                        family.add_metric(labels, value)
+            if family.samples:
+                yield family
 
 
 Values = Mapping[tuple[str, ...], float | Histogram]
@@ -247,11 +259,10 @@ _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histog
 class Metrics:
     """Answers GET /metrics, and counts responses."""
 
-    def __init__(self, calls: Calls, config: EngineConfig, engine: Welcome, model_name: str, server: str = "0") -> None:
+    def __init__(self, calls: Calls, config: EngineConfig, model_name: str, server: str = "0") -> None:
         """`config` is resolved; `server` distinguishes one of several API servers from the others."""
         self._calls = calls
         self._config = config
-        self._engine = engine
         self._model_name = model_name
         self._server = server
         self._paths: set[str] = set()
@@ -260,9 +271,15 @@ class Metrics:
 
     async def get(self, _: Request) -> Response:
         """Answer with Prometheus' text. Raises ApiError, 503, if the engine is dead."""
-        stats, load = await self._calls.stats(), len(self._calls)
-        responses = dict(self._responses)
-        scrape = Scrape(stats, self._config, self._engine, load, responses, self._server, self._model_name)
+        found = await self._calls.stats_of_engines()
+        responses, load = dict(self._responses), len(self._calls)
+        scrape = Exposition(
+            [
+                Scrape(stats, self._config, engine, load, responses, self._server, number)
+                for number, stats, engine in found
+            ],
+            self._model_name,
+        )
         # Also for clients that prefer OpenMetrics: there the library writes `vllm_` instead of `vllm:`. In a thread,
         # because 6,144 experts take 0.1 s, in which streams would stand still.
         text = await asyncio.to_thread(generate_latest, scrape)

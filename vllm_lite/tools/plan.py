@@ -27,13 +27,13 @@ from vllm_lite.config import (
     GIB,
     KV_DTYPE_BYTES,
     KV_SCALE_BYTES,
-    Count,
     EngineConfig,
     demo_folder,
 )
 from vllm_lite.engine.blocks.groups import blocks_held, longest_sequence, make_groups
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.runtime.machine import gpus, memory_limit_bytes
+from vllm_lite.runtime.nested_settings import Count
 from vllm_lite.runtime.settings import Section
 
 OUTSIDE_BYTES = {"cpu": GIB // 2, "cuda": GIB * 3 // 4}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
 from vllm_lite.worker.graphs import Capture, CpuCapture, CudaCapture
@@ -31,7 +31,7 @@ class Device:
     capture: Capture | None = None
 
 
-def open_device(config: EngineConfig, rank: int) -> Device:
+def open_device(config: ResolvedConfig, rank: int) -> Device:
     """The device of worker `rank`, made current. Raises ConfigError if torch does not see it."""
     if config.device == "cpu":
         recordable = cpu.available() and not config.enforce_eager
@@ -41,7 +41,7 @@ def open_device(config: EngineConfig, rank: int) -> Device:
     return Device(device, CudaMemory(device), None if config.enforce_eager else CudaCapture(device))
 
 
-def _device_of(config: EngineConfig, rank: int) -> int:
+def _device_of(config: ResolvedConfig, rank: int) -> int:
     """The index of the visible device of `rank`: one for each rank, shared only where they meet through gloo."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
@@ -50,14 +50,15 @@ def _device_of(config: EngineConfig, rank: int) -> int:
             "with CUDA that fits the driver"
         )
     if config.tensor_parallel_backend == "gloo":
-        return rank % count
-    if config.tensor_parallel_size > count:
+        return (config.first_rank + rank) % count
+    if config.ranks_on_machine > count:
+        engines = f"data_parallel_size is {config.data_parallel_size} and " if config.data_parallel_size > 1 else ""
         raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but torch sees {count} CUDA devices, and every "
-            "worker needs one of its own; give a smaller size, make more devices visible (CUDA_VISIBLE_DEVICES), or "
-            "let workers share them with --tensor-parallel-backend gloo, which is slow"
+            f"{engines}tensor_parallel_size is {config.tensor_parallel_size}, but torch sees {count} CUDA devices, and "
+            "every worker needs one of its own; give a smaller size, make more devices visible (CUDA_VISIBLE_DEVICES), "
+            "or let workers share them with --tensor-parallel-backend gloo, which is slow"
         )
-    return rank
+    return config.first_rank + rank
 
 
 def set_threads(cpu_threads: int | None, num_cores: int) -> int:

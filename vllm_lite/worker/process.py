@@ -268,11 +268,11 @@ def process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     config, rank = settings.config, settings.rank
     name_process(f"{STANDBY_NAME}{rank}")
-    log.setup(f"worker {rank}", *config.logging)
+    log.setup(f"worker {config.first_rank + rank}", *config.logging)
     if config.device == "cpu":
         num_threads = config.cpu_threads or threads_of_the_user()
         torch_import.put_off()
-        apply(plan_binding(config.cpu_bind, rank, config.tensor_parallel_size, num_threads))
+        apply(plan_binding(config.cpu_bind, config.first_rank + rank, config.ranks_on_machine, num_threads))
     log.moment("worker", "python, imports")
     try:
         return main(settings, stop)

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.config import KVEventsConfig
 from vllm_lite.engine.blocks.groups import KVGroup
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import PoolObserver
 from vllm_lite.engine.sequence import Sequence
+from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.transport.publisher import Publisher
 
 MEDIUM = "GPU"
@@ -59,7 +59,11 @@ class EventBatch(msgspec.Struct, array_like=True):
 class KVEvents(PoolObserver):
     """Collects what happens in `kv` until flush(), which hands it to `publish` as one batch."""
 
-    def __init__(self, config: KVEventsConfig, kv: KVCacheManager, publish: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, config: KVEventsConfig, kv: KVCacheManager, publish: Callable[[bytes], None], rank: int = 0
+    ) -> None:
+        """`rank` is the engine's among those that serve the same model."""
+        self._rank = rank
         self._config = config
         self._kv = kv
         self._publish = publish
@@ -123,7 +127,7 @@ class KVEvents(PoolObserver):
             events: list[Any] = self._events
             if self._config.event_format == "map":
                 events = [{"type": type(event).__name__, **msgspec.structs.asdict(event)} for event in events]
-            self._publish(self._encode(EventBatch(now_s, events)))
+            self._publish(self._encode(EventBatch(now_s, events, self._rank)))
             self._events, self._tail = [], None
 
     def _wire(self, block_hash: bytes) -> BlockHash:
@@ -133,12 +137,12 @@ class KVEvents(PoolObserver):
 class KVEventStream:
     """Publishes the events of one engine, and owns the sockets."""
 
-    def __init__(self, config: KVEventsConfig, kv: KVCacheManager) -> None:
+    def __init__(self, config: KVEventsConfig, kv: KVCacheManager, rank: int = 0) -> None:
         """Raises EngineError if an endpoint cannot be bound."""
         self._publisher = Publisher(
             config.endpoint, config.replay_endpoint, config.topic, config.buffer_steps, config.hwm
         )
-        self._events = KVEvents(config, kv, self._publisher.publish)
+        self._events = KVEvents(config, kv, self._publisher.publish, rank)
         self.pollables = self._publisher.pollables
         self.close = self._publisher.close
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, common_hit, longest_sequence
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
-from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.blocks.swapping import Place, Swapping, num_held
 from vllm_lite.engine.blocks.table import BlockTable
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.api import PrefixCacheReset
+from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 _RETIRED = "computed before the cache was reset"
 

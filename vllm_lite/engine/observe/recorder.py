@@ -11,7 +11,6 @@ from hashlib import blake2b
 
 import msgspec
 
-from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduler import Scheduler
@@ -19,6 +18,7 @@ from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import log
+from vllm_lite.runtime.prefix_hash import PrefixHasher
 from vllm_lite.trace import records
 from vllm_lite.trace.records import FIELDS, HASH_BYTES, WAITS, Code, Decision
 from vllm_lite.trace.segments import segment_path

@@ -9,7 +9,6 @@ from collections import abc
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.core import make_scheduler
 from vllm_lite.engine.observe.recorder import Reasons, summary_of
 from vllm_lite.engine.rates import Rates
@@ -17,6 +16,7 @@ from vllm_lite.engine.request import Request
 from vllm_lite.protocol.api import Generate, SampleSoFar, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import ModelOutput
+from vllm_lite.runtime.prefix_hash import PrefixHasher
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
 from vllm_lite.trace.records import HASH_BYTES

@@ -133,6 +133,8 @@ class Call:
         self.id = call_id
         self.owner = ""
         """As in CallContext."""
+        self.affinity: str | None = None
+        """The session that its client says it belongs to: of several engines one gets all of its calls."""
         self.created = int(time.time())
         self.streams = streams
         self.style = style

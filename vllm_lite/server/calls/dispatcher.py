@@ -6,7 +6,7 @@ streams is woken once for all of them.
 
 import asyncio
 
-from vllm_lite.client.session import Session
+from vllm_lite.client.data_parallel import AnySession
 from vllm_lite.client.stream import Event, Failure, RequestStream, shows
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Tokens
@@ -58,7 +58,7 @@ class Throttle:
 class Dispatcher:
     """Holds all streams of one session, and brings each its events. Every method is called on the loop."""
 
-    def __init__(self, session: Session, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, session: AnySession, loop: asyncio.AbstractEventLoop) -> None:
         self.session = session
         self._loop = loop
         self._throttle = Throttle(loop)
@@ -73,7 +73,7 @@ class Dispatcher:
         """Send all streams of `call`, or none. Raises RequestError for an id in use, EngineError if the engine died."""
         try:
             for index, stream in enumerate(call.streams):
-                self.session.submit(call.message(index), self._receive, stream.own_message())
+                self.session.submit(call.message(index), self._receive, stream.own_message(), call.affinity)
                 self._streams[stream.request_id] = stream, call
                 if not stream.num_tokens:  # a fork has some already, and with them the prompt
                     self._queued[stream.request_id] = len(stream.prompt.token_ids)

@@ -7,9 +7,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
+from vllm_lite.client.data_parallel import AnySession
 from vllm_lite.client.session import Session
 from vllm_lite.errors import EngineError, VllmLiteError
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.api import Stats, Welcome
 from vllm_lite.server.calls.call import Call, Reading
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.response import PING_S
@@ -154,7 +155,22 @@ class Calls:
         """The engine's counters, also when the server shuts down. Raises ApiError if it does not answer."""
         return await self.ask(lambda session: session.request_stats())
 
-    async def ask(self, question: Callable[[Session], Future[A]]) -> A:
+    async def stats_of_engines(self) -> list[tuple[int, Stats, Welcome]]:
+        """The number of each engine that answers, with its counters and what it says of itself. Raises ApiError if none
+        does."""
+        members = self.dispatcher.session.members
+
+        async def one(member: Session) -> Stats:
+            return await asyncio.wait_for(asyncio.wrap_future(member.request_stats()), PROBE_TIMEOUT_S)
+
+        answers = await asyncio.gather(*map(one, members), return_exceptions=True)
+        numbered = enumerate(zip(members, answers, strict=True))
+        found = [(number, stats, each.welcome) for number, (each, stats) in numbered if isinstance(stats, Stats)]
+        if not found:
+            await self.stats()  # which says why
+        return found
+
+    async def ask(self, question: Callable[[AnySession], Future[A]]) -> A:
         """The engine's answer to `question`, which sends it through the session. Raises ApiError if none comes."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(question(self.dispatcher.session)), PROBE_TIMEOUT_S)
@@ -162,7 +178,7 @@ class Calls:
             text = public_text(error) if isinstance(error, EngineError) else f"no answer within {PROBE_TIMEOUT_S:g} s"
             raise ApiError(503, text) from error
 
-    async def ask_for_new(self, question: Callable[[Session], Future[A]]) -> A:
+    async def ask_for_new(self, question: Callable[[AnySession], Future[A]]) -> A:
         """As ask(), for what is to be known before a call starts. While the engine is being replaced such a call waits
         as all others do. Raises ApiError."""
         while True:

@@ -37,12 +37,13 @@ logger = log.get(__name__)
 
 
 class ApiServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an API server is started with. `engine` is resolved; `listener` and `scoreboard` are open descriptors."""
+    """What an API server is started with. `engine` is resolved, `addresses` are those of all
+    engines; `listener` and `scoreboard` are open descriptors."""
 
     config: ServeConfig
     keys: Keys
     engine: ResolvedConfig
-    address: str
+    addresses: tuple[str, ...]
     number: int
     listener: int
     scoreboard: int

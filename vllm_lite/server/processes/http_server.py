@@ -19,9 +19,10 @@ import uvicorn
 import uvloop
 
 from vllm_lite import transport
+from vllm_lite.client.data_parallel import AnySession, connect
 from vllm_lite.client.generation_config import generation_defaults
 from vllm_lite.client.launch import Launched
-from vllm_lite.client.session import Session
+from vllm_lite.client.launch_engines import LaunchedEngines
 from vllm_lite.client.stream import StreamFactory, load_tokenizer
 from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.config import ResolvedConfig
@@ -69,7 +70,7 @@ logger = log.get(__name__)
 class EngineLink(NamedTuple):
     """A ready engine and its resolved config. `reason()` says why it ended, `announce(url)` says where it is served."""
 
-    session: Session
+    session: AnySession
     config: ResolvedConfig
     reason: Callable[[], str]
     announce: Callable[[str], None] = lambda _: None
@@ -210,7 +211,7 @@ class HttpServer:
         config, count = self.config, self.scoreboard.num_servers
         tokens = config.max_num_queued_tokens
         limits = QueueLimits(
-            capacity=-(-self.engine.config.max_num_seqs // count),
+            capacity=-(-self.engine.config.max_num_seqs * self.engine.config.data_parallel_size // count),
             max_queued=-(-config.max_num_queued_reqs // count),
             max_queued_of_all=config.max_num_queued_reqs,
             max_queued_tokens=None if tokens is None else -(-tokens // count),
@@ -228,7 +229,7 @@ class HttpServer:
         live = LiveRequests(calls, resumable, factory, BodyReader(config, engine.max_model_len), files.formats)
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, config.default_chat_template_kwargs)
         generation = Generation(config, model, factory, prompts, live, files.formats)
-        metrics = Metrics(calls, self.engine.config, engine, names[0], str(self.scoreboard.number))
+        metrics = Metrics(calls, self.engine.config, names[0], str(self.scoreboard.number))
         information = Information(config, files.tokenizer, files.template_text)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
@@ -281,9 +282,11 @@ class HttpServer:
             path = "/v1/completions"
             body = f'{{"model":"{name}","prompt":"Once upon a time","max_tokens":50,"stream":true}}'
         tokens = (engine.num_blocks - 1) * engine.block_size  # one is the null block
+        count = len(self.engine.session.members)
+        engines, each = (f" with {count} engines", " each") if count > 1 else ("", "")
         return (
-            f"vllm-lite: ready at {where}, serving {name}: {engine.max_model_len} tokens of context, "
-            f"KV cache of {tokens} tokens\n"
+            f"vllm-lite: ready at {where}, serving {name}{engines}: {engine.max_model_len} tokens of context, "
+            f"KV cache of {tokens} tokens{each}\n"
             f"Try: {curl}{path} -H 'Content-Type: application/json' {auth}-d '{body}'"
         )
 
@@ -321,7 +324,7 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
 def serve_first(
     config: ServeConfig,
     keys: Keys,
-    launched: Launched,
+    launched: Launched | LaunchedEngines,
     files: ModelFiles,
     listeners: Sequence[socket.socket],
     stop: threading.Event,
@@ -333,7 +336,7 @@ def serve_first(
             config=config,
             keys=keys,
             engine=launched.config,
-            address=launched.address,
+            addresses=launched.addresses,
             number=number,
             # A Unix socket is shared; at a port each has its own, so that the kernel spreads connections over them.
             listener=listeners[number % len(listeners)].fileno(),
@@ -351,11 +354,7 @@ def main(settings: ApiServerSettings, stop: Wakeup) -> int:
     """Run one of the other servers, with a session of its own, until `stop` is set or a signal comes."""
     config = settings.config
     log.setup(f"server {settings.number}", *config.logging)
-    session = Session.connect(
-        settings.address,
-        heartbeat_timeout_s=settings.engine.heartbeat_timeout_s,
-        recovery_timeout_s=settings.engine.recovery_timeout_s,
-    )
+    session = connect(settings.addresses, settings.engine)
     scoreboard = Scoreboard(config.api_server_count, settings.number, settings.scoreboard)
     engine = EngineLink(session, settings.engine, lambda: str(session.dead))
     try:

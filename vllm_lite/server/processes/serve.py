@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_lite.client.launch import launch
+from vllm_lite.client.launch_engines import launch_engines
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError, VllmLiteError
 from vllm_lite.runtime import log
@@ -33,7 +33,7 @@ def serve(config: ServeConfig) -> int:
     files: list[ModelFiles] = []
     try:
         try:
-            launched = launch(config.engine(), stop.is_set, lambda engine: files.append(_load(config, engine)))
+            launched = launch_engines(config.engine(), stop.is_set, lambda engine: files.append(_load(config, engine)))
         except VllmLiteError:
             if stop.is_set():
                 return 0

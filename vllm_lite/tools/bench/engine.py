@@ -15,7 +15,6 @@ from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.manager import KVCacheManager, PrefixHit
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.blocks.prefix_hash import PrefixHasher
 from vllm_lite.engine.policy import BUILT_IN, load
 from vllm_lite.engine.process import made_to_last
 from vllm_lite.engine.queues import Options
@@ -30,6 +29,7 @@ from vllm_lite.protocol.codec import engine_to_worker, pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Continue, ModelOutput, SchedulerOutput
 from vllm_lite.runtime import supervise
+from vllm_lite.runtime.prefix_hash import PrefixHasher
 from vllm_lite.transport.interface import poller
 
 STUB_WORKER = "vllm_lite.tools.bench.stub_worker"

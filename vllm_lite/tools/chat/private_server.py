@@ -10,9 +10,9 @@ from typing import Self
 
 import msgspec
 
-from vllm_lite.config import check_address
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.runtime import supervise
+from vllm_lite.runtime.addresses import check_address
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.processes.child_server import ChildServerSettings, log_path
 

@@ -12,7 +12,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.params import MAX_LOGPROBS
 
 IMAGES = "models are served as text models here"
-ONE_GROUP = "there is one group of workers; start a server for each replica and a router before them"
+ONE_HOST = "the engines of -dp are on this machine, behind one address; docs/scaling.md has more machines"
 ONE_NODE = "the workers of an engine are on one machine"
 NO_CODE = "no code of a checkpoint is run or needed"
 ALWAYS = "it is always so here"
@@ -51,11 +51,11 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("-O --compilation-config -cc --optimization-level", NO_COMPILE),
     Flags("--distributed-executor-backend", "workers are processes of their own", ("mp", "uni")),
     Flags("-pp --pipeline-parallel-size", "layers are not shared out; use -tp", ("1",)),
-    Flags("-dp --data-parallel-size --data-parallel-size-local -dpl", ONE_GROUP, ("1",)),
+    Flags("--data-parallel-size-local -dpl", ONE_HOST),
     Flags("--nnodes -n", ONE_NODE, ("1",)),
     Flags("--node-rank -r", ONE_NODE, ("0",)),
     Flags("-dcp --decode-context-parallel-size -pcp --prefill-context-parallel-size", "contexts are whole", ("1",)),
-    Flags("--data-parallel-backend -dpb --all2all-backend --expert-placement-strategy", ONE_GROUP),
+    Flags("--data-parallel-backend -dpb --all2all-backend --expert-placement-strategy", ONE_HOST),
     Flags("--disable-custom-all-reduce --max-parallel-loading-workers --ray-workers-use-nsight", ALWAYS, SWITCHES),
     Flags("--prefix-caching-hash-algo", "SHA-256 over msgpack", ("sha256", "sha256_cbor", "builtin")),
     Flags("--cpu-offload-gb", "weights stay on the device", ("0", "0.0")),
@@ -102,8 +102,8 @@ REFUSED: tuple[Flags, ...] = (
     Flags("--code-revision --tokenizer-revision", "give a folder, or --revision for all"),
     Flags("--hf-token", "set HF_TOKEN, which others cannot read from the command line"),
     Flags("--master-addr --master-port --data-parallel-address -dpa --data-parallel-rpc-port -dpp", ONE_NODE),
-    Flags("--data-parallel-rank -dpn --data-parallel-start-rank -dpr", ONE_GROUP),
-    Flags("--data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe", ONE_GROUP, SWITCHES),
+    Flags("--data-parallel-rank -dpn --data-parallel-start-rank -dpr", ONE_HOST),
+    Flags("--data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe", ONE_HOST, SWITCHES),
     Flags("--kv-transfer-config --ec-transfer-config", "prompts and answers are computed by one engine"),
     Flags("--otlp-traces-endpoint --collect-detailed-traces", "see --record, and docs/metrics.md"),
     Flags("--override-attention-dtype --additional-config --profiler-config --eplb-config", "there is no such thing"),

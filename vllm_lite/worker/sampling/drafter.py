@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_lite.config import Speculation
 from vllm_lite.protocol.step import Handle
+from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.sampling.masks import SequenceMask
 
 Int32s = NDArray[np.int32]

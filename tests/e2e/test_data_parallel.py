@@ -1,0 +1,70 @@
+"""`serve -dp 2`: two engines behind one address, and what is seen of them when one is killed under load."""
+
+import os
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.deadlines import scaled
+from tests.http_server import Server, client, serving, until
+
+FLAGS = ("-dp", "2", "-asc", "2", "--dtype", "float32", "--num-gpu-blocks-override", "512", "--prefix-hash-seed", "s")
+SLOW = ("--attention-backend", "reference", "--enforce-eager")
+"""So that an engine can be killed while requests run."""
+NUM_TOKENS = 200
+ENGINE = "vllm_lite.engine.process"
+
+
+def engines_of(server: Server) -> list[int]:
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    return [child.pid for child in family if any(ENGINE in word for word in child.cmdline())]
+
+
+def values(http: httpx.Client, name: str) -> dict[str, float]:
+    """A metric of each engine."""
+    text = http.get("/metrics").text
+    return {
+        engine: float(value) for engine, value in re.findall(rf'^{name}{{engine="(\d)".*}} (\S+)$', text, re.MULTILINE)
+    }
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    settings = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.8}
+    return [{"prompt": f"{place} " * 20 + "Once upon a time", "seed": place, **settings} for place in range(count)]
+
+
+def texts(server: Server, asked: list[dict[str, Any]]) -> list[str]:
+    def one(body: dict[str, Any]) -> str:
+        with client(server) as http:
+            answer = http.post("/v1/completions", json=body, timeout=scaled(60.0))
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        return list(threads.map(one, asked))
+
+
+def test_two_engines_serve_as_one_and_streams_survive_the_death_of_either() -> None:
+    asked = bodies(8)
+    with serving(*FLAGS, *SLOW) as server, client(server) as http:
+        assert "with 2 engines" in server.output
+        before = texts(server, asked)
+        assert len(set(before)) == len(asked)
+        served = values(http, "vllm:generation_tokens_total")
+        assert sum(served.values()) == NUM_TOKENS * len(asked)
+        assert min(served.values()) > 0, "all went to one engine"
+        pids = engines_of(server)
+        assert len(pids) == 2
+        with ThreadPoolExecutor(1) as thread:
+            again = thread.submit(texts, server, asked)
+            until(lambda: min(values(http, "vllm:num_requests_running").values()) > 0, "requests at both")
+            os.kill(pids[0], signal.SIGKILL)
+            assert http.get("/health").status_code == 200  # the other one serves
+            assert again.result(scaled(60.0)) == before
+        until(lambda: len(values(http, "vllm_lite:engine_life")) == 2, "the engine that takes its place")
+        assert sorted(values(http, "vllm_lite:engine_life").values()) == [1, 2]
+        assert server.stop() == 0

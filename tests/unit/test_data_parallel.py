@@ -1,0 +1,177 @@
+"""DataParallelSession over engines that the test plays: who gets a request, and what becomes of it when one dies."""
+
+import queue
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.fakes import DEADLINE_S, FakeEngine, welcome
+from vllm_lite.client.data_parallel import DataParallelSession
+from vllm_lite.client.session import MAX_MOVES, Session
+from vllm_lite.client.stream import Event, Failure
+from vllm_lite.errors import EngineError, RequestError
+from vllm_lite.protocol import api
+from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Stats, Tokens
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+
+PARAMS = SamplingParams(seed=7, max_tokens=16)
+
+
+class Rig:
+    """Two engines with one session."""
+
+    def __init__(self, stack: ExitStack, **welcomed: Any) -> None:
+        self.engines = [stack.enter_context(FakeEngine(answer=welcome(**welcomed))) for _ in range(2)]
+        members = [Session.connect(engine.address, recovery_timeout_s=DEADLINE_S) for engine in self.engines]
+        self.session = DataParallelSession(members, "seed")
+        stack.callback(self.session.close)
+        self.events: queue.Queue[Event] = queue.Queue()
+
+    def submit(self, name: str, *tokens: int, affinity: str | None = None, **changes: Any) -> None:
+        message = Generate(name, pack_tokens(list(tokens or range(9))), PARAMS, **changes)
+        self.session.submit(message, self.take, affinity=affinity)
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            self.events.put(event)
+
+    def next(self) -> Event:
+        return self.events.get(timeout=DEADLINE_S)
+
+    def home(self, name: str) -> int:
+        """The engine that has the request, which has to be there."""
+        (found,) = [index for index, member in enumerate(self.session.members) if member.is_live(name)]
+        assert self.engines[found].expect(Generate).request_id == name
+        return found
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with ExitStack() as stack:
+        yield Rig(stack)
+
+
+def test_prompts_that_begin_alike_share_an_engine_and_others_the_load(rig: Rig) -> None:
+    first = list(range(8))
+    rig.submit("one", *first, 50)
+    home = rig.home("one")
+    rig.submit("two", *first, 60, 61)
+    assert rig.home("two") == home
+    rig.submit("three", *range(100, 109))
+    assert rig.home("three") == 1 - home
+    with pytest.raises(RequestError, match="'three' is in use"):
+        rig.submit("three")
+
+
+def test_a_session_and_a_salt_stay_at_their_engine(rig: Rig) -> None:
+    for number in range(3):
+        rig.submit(f"s{number}", *range(number, number + 9), affinity="session")
+    assert len({rig.home(f"s{number}") for number in range(3)}) == 1
+
+
+def test_streams_of_an_engine_that_dies_go_on_in_the_other(rig: Rig) -> None:
+    rig.submit("r")
+    home = rig.home("r")
+    rig.engines[home].tokens("r", 0, 11, 12)
+    assert rig.next() == Tokens("r", 0, [11, 12])
+    rig.engines[home].die()
+    moved = rig.engines[1 - home].expect(Generate)
+    assert (moved.have, moved.output, moved.params.seed) == (2, pack_tokens([11, 12]), 7)
+    rig.engines[1 - home].finish("r", 2, 13)
+    event = rig.next()
+    assert isinstance(event, Finished)
+    assert (event.start, event.token_ids) == (2, [13])
+    assert rig.session.dead is None
+    assert rig.session.recovering is None
+    rig.submit("next")  # not to the one that is gone
+    assert rig.home("next") == 1 - home
+
+
+def test_what_waits_while_no_engine_is_left_goes_to_the_first_that_comes_back(rig: Rig) -> None:
+    rig.submit("r")
+    home = rig.home("r")
+    for engine in rig.engines:
+        engine.die()
+    with FakeEngine(address=rig.engines[1 - home].address, epoch=2) as back:
+        assert back.expect(Generate).request_id == "r"
+        back.finish("r", 0, 5)
+        assert isinstance(rig.next(), Finished)
+
+
+def test_a_stream_moves_a_few_times_only() -> None:
+    with ExitStack() as stack:
+        rig = Rig(stack, is_supervised=False)
+        rig.submit("r")
+        stream = rig.session.members[rig.home("r")]._open["r"]
+        stream.num_moves = MAX_MOVES
+        rig.engines[[member.is_live("r") for member in rig.session.members].index(True)].die()
+        event = rig.next()
+        assert isinstance(event, Failure)
+
+
+def test_an_engine_without_workers_keeps_its_requests_and_gets_no_new_ones(rig: Rig) -> None:
+    rig.submit("r")
+    home = rig.home("r")
+    rig.engines[home].send(api.Recovering(1, "worker 0 died", 1))
+    rig.engines[home].tokens("r", 0, 1)  # behind it: it has been heard
+    rig.next()
+    for number in range(2):
+        rig.submit(f"n{number}")  # the same prompt
+        assert rig.home(f"n{number}") == 1 - home
+    assert rig.session.recovering is None
+    assert rig.session.is_live("r")
+
+
+def test_aborts_and_forks_find_their_engine(rig: Rig) -> None:
+    rig.submit("parent")
+    home = rig.home("parent")
+    own = Generate("fork", pack_tokens(list(range(9))), PARAMS)
+    rig.session.submit(ForkRequest("parent", "fork", 0, PARAMS), rig.take, own)
+    assert rig.engines[home].expect(ForkRequest).child_id == "fork"
+    rig.session.abort("parent")
+    assert rig.engines[home].expect(Abort).request_id == "parent"
+    rig.session.drop("fork")
+    assert rig.engines[home].expect(Abort).request_id == "fork"
+    rig.engines[1 - home].expect_nothing_more()
+
+
+def test_questions_go_to_all_and_one_answer_comes_back(rig: Rig) -> None:
+    asked = rig.session.request_stats()
+    for count, engine in enumerate(rig.engines, 1):
+        engine.expect(api.GetStats)
+        restarts: dict[api.RestartCause, int] = {"died": count}
+        engine.send(Stats(num_running=count, restarts=restarts, life=count, recovering="died" * (count == 1)))
+    stats = asked.result(DEADLINE_S)
+    assert (stats.num_running, stats.restarts, stats.life, stats.recovering) == (3, {"died": 3}, 2, "")
+    described = rig.session.describe(external_id="x")
+    for name, engine in zip("ab", rig.engines, strict=True):
+        engine.expect(api.Describe)
+        admission = api.AdmissionState("OK", None, 1, 1, 0, 1)
+        state = api.RequestState(f"theirs-{name}", admission, [], 0, 1, 0, 0, 0, 0.0, None)
+        engine.send(api.Descriptions([state]))
+    assert [each.request_id for each in described.result(DEADLINE_S).requests] == ["theirs-a", "theirs-b"]
+    rig.submit("theirs-b", have=3)  # attaches to it, where it is
+    assert rig.home("theirs-b") == 1
+    rig.engines[0].die()
+    while rig.session.members[0].has_engine:
+        rig.session.members[0]._wakeup.set()
+    asked = rig.session.request_stats()
+    rig.engines[1].expect(api.GetStats)
+    rig.engines[1].send(Stats(num_running=9))
+    assert asked.result(DEADLINE_S).num_running == 9
+
+
+def test_the_end_of_all_is_the_end() -> None:
+    with ExitStack() as stack:
+        rig = Rig(stack, is_supervised=False)
+        rig.submit("r")
+        for engine in rig.engines:
+            engine.die()
+        assert isinstance(rig.next(), Failure)
+        while rig.session.dead is None:
+            pass
+        with pytest.raises(EngineError):
+            rig.submit("more")

@@ -1,0 +1,55 @@
+"""Asking: what a client may ask an engine, or several at once, beside its requests. Each question has one answer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from vllm_lite.errors import EngineError
+from vllm_lite.protocol import api
+from vllm_lite.protocol.api import FromClient, Stats
+
+STATS_TIMEOUT_S = 10.0
+ANSWERS = (Stats, api.Descriptions, api.ExternalAborted, api.PrefixCacheReset)
+
+A = TypeVar("A")
+
+
+class Asking(ABC):
+    """The questions of a session. A future fails with EngineError if no engine answers, and so do its makers."""
+
+    address: str
+
+    @abstractmethod
+    def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
+        """Send a question that is answered by a message of type `answer`, one of ANSWERS. Raises EngineError."""
+
+    def request_stats(self) -> "Future[Stats]":
+        """Ask for the engine's counters. The future fails with EngineError if the engine does."""
+        return self.ask(api.GetStats(), Stats)
+
+    def describe(
+        self, request_ids: Sequence[str] = (), external_id: str = "", *, with_content: bool = False
+    ) -> "Future[api.Descriptions]":
+        """Ask for the state of live requests, of any client: those with these ids, and all with the external id. The
+        future fails with EngineError if the engine does."""
+        return self.ask(api.Describe(tuple(request_ids), external_id, with_content), api.Descriptions)
+
+    def abort_external(self, external_id: str) -> "Future[api.ExternalAborted]":
+        """Have the engine end all requests, of any client, that have this external id. Fails as describe() does."""
+        return self.ask(api.AbortExternal(external_id), api.ExternalAborted)
+
+    def reset_prefix_cache(self) -> "Future[api.PrefixCacheReset]":
+        """Have the engine empty its prefix cache. The future fails with EngineError if the engine does."""
+        return self.ask(api.ResetPrefixCache(), api.PrefixCacheReset)
+
+    def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
+        """The engine's counters. Raises EngineError if it does not answer in `timeout_s`."""
+        return self.wait(self.request_stats(), timeout_s)
+
+    def wait(self, answer: "Future[A]", timeout_s: float = STATS_TIMEOUT_S) -> A:
+        """Wait for an answer. Raises EngineError if it does not come in `timeout_s`."""
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError as error:
+            raise EngineError(f"the engine at {self.address} did not answer within {timeout_s:g} s") from error

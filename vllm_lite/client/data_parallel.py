@@ -1,0 +1,196 @@
+"""DataParallelSession: one session with several engines that serve the same model. It is used as a Session is.
+
+Each request goes to the engine that PrefixRouter chooses. When an engine dies, what it worked on goes on in the others
+behind the tokens that were delivered, and so does what it cannot be restarted for. An engine whose workers die keeps
+its requests: it finds out which of them kills workers, and others would have to find that out again.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from vllm_lite.client.asking import Asking
+from vllm_lite.client.joined_answers import gathered, joined
+from vllm_lite.client.open_stream import Sink
+from vllm_lite.client.routing import MAX_HASHED_BLOCKS, PrefixRouter
+from vllm_lite.client.session import Session
+from vllm_lite.config import ResolvedConfig
+from vllm_lite.errors import EngineError, RequestError
+from vllm_lite.protocol.api import Descriptions, ForkRequest, FromClient, Generate, PrefixCacheReset, Welcome
+from vllm_lite.runtime import log
+from vllm_lite.runtime.prefix_hash import PrefixHasher
+
+MAX_SEEN = 1024
+"""How many requests of other clients are remembered with their engine."""
+
+A = TypeVar("A")
+logger = log.get(__name__)
+
+
+class DataParallelSession(Asking):
+    """Every method may be called from any thread. Locks are taken in one order: this one's, then a session's."""
+
+    def __init__(self, members: Sequence[Session], prefix_hash_seed: str | None) -> None:
+        """`members` have one engine each; their engines share `prefix_hash_seed`. They are closed with this."""
+        self.members = tuple(members)
+        self.address = members[0].address
+        self._hasher = PrefixHasher(members[0].welcome.block_size, prefix_hash_seed)
+        self._router = PrefixRouter[int]()
+        for index, member in enumerate(members):
+            self._router.add(index, member.welcome.num_blocks)
+        self._seen: OrderedDict[str, int] = OrderedDict()
+        """Requests that describe() has shown, of any client, and the engine of each."""
+        self._lock = threading.RLock()  # a session that is lost may find out inside of a call
+        self._closing = False
+        for member in members:
+            member.on_change = self._on_change
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the engines can do, each of them."""
+        shortest = min(member.welcome.max_model_len for member in self.members)
+        return msgspec.structs.replace(self.members[0].welcome, max_model_len=shortest)
+
+    @property
+    def dead(self) -> EngineError | None:
+        """Why nothing can be submitted any more: the end of the last engine."""
+        ends = [member.dead for member in self.members]
+        return ends[-1] if all(ends) else None
+
+    @property
+    def recovering(self) -> str | None:
+        """Why streams pause: no engine serves at present."""
+        pauses = [member.recovering for member in self.members if member.dead is None]
+        return pauses[0] if pauses and all(pauses) else None
+
+    def submit(
+        self, message: Generate | ForkRequest, sink: Sink, own: Generate | None = None, affinity: str | None = None
+    ) -> None:
+        """As Session.submit(). Requests with the same `affinity`, by default their cache salt, go to one engine."""
+        with self._lock:
+            request_id = message.child_id if isinstance(message, ForkRequest) else message.request_id
+            if self.is_live(request_id):
+                raise RequestError(f"request id {request_id!r} is in use; choose another")
+            index = self._engine_of(message.request_id)  # a fork's parent's, or that of one to attach to
+            if index is None:
+                request = message if isinstance(message, Generate) else own
+                index = self._choose(request, affinity)
+            self.members[index].submit(message, sink, own)
+
+    def is_live(self, request_id: str) -> bool:
+        return any(member.is_live(request_id) for member in self.members)
+
+    def abort(self, request_id: str, samples: Sequence[int] = (), *, stopped: bool = False) -> None:
+        with self._lock:
+            for member in self.members:
+                member.abort(request_id, samples, stopped=stopped)
+
+    def drop(self, request_id: str, *, stopped: bool = False) -> None:
+        with self._lock:
+            for member in self.members:
+                member.drop(request_id, stopped=stopped)
+
+    def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
+        """Ask every engine that answers questions at present; what they say is joined."""
+        if answer is PrefixCacheReset:
+            with self._lock:
+                for index in range(len(self.members)):
+                    self._router.cleared(index)
+        asked: list[Future[A]] = []
+        error: EngineError | None = None
+        for index, member in enumerate(self.members):
+            try:
+                asked.append(member.ask(message, answer))
+            except EngineError as refusal:
+                error = refusal
+            else:
+                asked[-1].add_done_callback(partial(self._see, index))
+        if not asked and error is not None:
+            raise error
+        return gathered(asked, joined)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+        for member in self.members:
+            member.close()
+
+    # ---- inside
+
+    def _see(self, index: int, done: "Future[Any]") -> None:
+        """Remember which engine has the requests that it describes."""
+        described = None if done.cancelled() or done.exception() is not None else done.result()
+        if not isinstance(described, Descriptions):
+            return
+        with self._lock:
+            for request in described.requests:
+                self._seen[request.request_id] = index
+                self._seen.move_to_end(request.request_id)
+            while len(self._seen) > MAX_SEEN:
+                self._seen.popitem(last=False)
+
+    def _engine_of(self, request_id: str) -> int | None:
+        """The engine that has this request, if one of this client's has, or another client's that was looked at."""
+        own = (index for index, member in enumerate(self.members) if member.is_live(request_id))
+        index = next(own, self._seen.get(request_id))
+        return index if index is not None and self.members[index].has_engine else None
+
+    def _choose(self, request: Generate | None, affinity: str | None = None) -> int:
+        """Choose the engine of a new request, and remember what it will have in its cache. Raises EngineError if all
+        are dead."""
+        alive = [index for index, member in enumerate(self.members) if member.dead is None]
+        if not alive:
+            raise self.dead or EngineError("all engines are dead")
+        reachable = [index for index in alive if self.members[index].has_engine] or alive
+        serving = [index for index in reachable if self.members[index].recovering is None] or reachable
+        loads = {index: self.members[index].num_open for index in serving}
+        salt = None if request is None else request.params.cache_salt
+        hashes = [] if request is None else self._hashes(request)
+        chosen = self._router.choose(hashes, loads, affinity or salt).engine
+        self._router.stored(chosen, hashes)
+        return chosen
+
+    def _hashes(self, request: Generate) -> list[bytes]:
+        salt, block_bytes = request.params.cache_salt, 4 * self._hasher.block_size
+        tokens = memoryview(request.prompt)[: MAX_HASHED_BLOCKS * block_bytes]
+        hashes: list[bytes] = []
+        root = self._hasher.root(() if salt is None else (salt,))
+        self._hasher.extend(hashes, root, tokens, len(tokens) // 4)
+        return hashes
+
+    def _on_change(self, changed: Session) -> None:
+        """An engine was lost, or is there again."""
+        with self._lock:
+            if changed.recovering is not None or changed.dead is not None:
+                self._router.cleared(self.members.index(changed))
+            if self._closing or not any(member.has_engine for member in self.members):
+                return
+            for member in self.members:
+                moved = member.release()
+                for request_id, stream in moved.items():
+                    self.members[self._choose(stream.request)].adopt(request_id, stream)
+                if moved:
+                    logger.warning("%d requests of the engine at %s go on in others", len(moved), member.address)
+
+
+AnySession = Session | DataParallelSession
+
+
+def connect(addresses: Sequence[str], config: ResolvedConfig) -> AnySession:
+    """Connect to the engines that were launched with `config`, or to the one. Raises EngineError."""
+    heartbeat_s, recovery_s = config.heartbeat_timeout_s, config.recovery_timeout_s
+    with ExitStack() as opened:
+        sessions = [
+            opened.enter_context(
+                closing(Session.connect(address, heartbeat_timeout_s=heartbeat_s, recovery_timeout_s=recovery_s))
+            )
+            for address in addresses
+        ]
+        opened.pop_all()
+    return sessions[0] if len(sessions) == 1 else DataParallelSession(sessions, config.prefix_hash_seed)

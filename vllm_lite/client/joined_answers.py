@@ -1,0 +1,70 @@
+"""The answers of several engines to one question, joined into one."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import reduce
+from typing import Any, TypeVar
+
+import msgspec
+
+from vllm_lite.errors import EngineError
+from vllm_lite.protocol.api import Histogram, Stats
+
+_LARGEST = ("life", "generation")
+"""Fields of Stats that number something; they are not added."""
+
+A = TypeVar("A")
+
+
+def gathered(asked: "list[Future[A]]", join: Callable[[A, A], A]) -> "Future[A]":
+    """What those say who answer at all, joined; the last one's error if nobody does."""
+    result: Future[A] = Future()
+    lock, missing = threading.Lock(), [len(asked)]
+
+    def finish(done: "Future[A]") -> None:
+        with lock:
+            missing[0] -= 1
+            if missing[0]:
+                return
+        if not result.set_running_or_notify_cancel():
+            return
+        found = [each.result() for each in asked if not each.cancelled() and each.exception() is None]
+        if found:
+            result.set_result(reduce(join, found))
+        else:
+            result.set_exception((None if done.cancelled() else done.exception()) or EngineError("no engine answered"))
+
+    for each in asked:
+        each.add_done_callback(finish)
+    return result
+
+
+def joined(one: Any, other: Any) -> Any:
+    """Add up two answers of one type; lists of requests are put one behind the other.
+
+    Engines are `recovering` if both are. `peak_used_blocks` may be of two moments.
+    """
+    if not isinstance(one, Stats) or not isinstance(other, Stats):
+        return _add(one, other)
+    values = {name: _add(getattr(one, name), getattr(other, name)) for name in Stats.__struct_fields__}
+    values |= {name: max(getattr(one, name), getattr(other, name)) for name in _LARGEST}
+    values["recovering"] = one.recovering if other.recovering else ""
+    if one.expert_tokens and other.expert_tokens:
+        pairs = zip(one.expert_tokens, other.expert_tokens, strict=True)
+        values["expert_tokens"] = [[a + b for a, b in zip(mine, theirs, strict=True)] for mine, theirs in pairs]
+    return Stats(**values)
+
+
+def _add(one: Any, other: Any) -> Any:
+    """What only one has is kept: another engine may not have begun to measure it."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, Histogram):
+        counts = [a + b for a, b in zip(one.counts, other.counts, strict=True)]
+        return Histogram(one.bounds, counts, one.sum + other.sum)
+    if isinstance(one, msgspec.Struct):
+        return type(one)(**{name: _add(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__})
+    if isinstance(one, dict):
+        return {name: one.get(name, 0) + other.get(name, 0) for name in one.keys() | other.keys()}
+    return one + other

@@ -1,0 +1,122 @@
+"""PrefixRouter: which of several engines gets a request. A pure policy, for `-dp N` and for replicas of Ray Serve.
+
+It knows of each engine which blocks of KV it has in its prefix cache, by their hashes: because it sent it the prompts,
+or from the engine's KV events. What it gets besides are the loads; nothing in here waits, looks at the time or draws.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Generic, NamedTuple, TypeVar
+
+MAX_HASHED_BLOCKS = 1024
+"""The beginning of a longer prompt decides: hashing this many blocks takes a millisecond."""
+SLACK = 4
+EXCESS = 0.25
+"""The most loaded engine that gets a request has at most `SLACK` more than the least loaded one, and a quarter more."""
+
+E = TypeVar("E", bound=Hashable)
+
+
+_NOTHING: OrderedDict[Hashable, None] = OrderedDict()
+
+
+class Choice(NamedTuple, Generic[E]):
+    """The engine for a request, and how many of the prompt's first blocks it is thought to have."""
+
+    engine: E
+    num_cached: int
+
+
+class PrefixRouter(Generic[E]):
+    """Sends a request where most of its prompt is cached, within bounds of the load; where nothing is, to the least
+    loaded engine.
+
+    Requests with the same affinity (a session, a cache salt) go to the same engine, within the same bounds: which one
+    that is follows from their names alone, so that several routers agree that know nothing of each other.
+    """
+
+    def __init__(self, slack: int = SLACK, excess: float = EXCESS) -> None:
+        self._slack = slack
+        self._excess = excess
+        self._cached: dict[E, OrderedDict[Hashable, None]] = {}
+        """What each engine has, the least recently used first."""
+        self._capacity: dict[E, int] = {}
+
+    @property
+    def engines(self) -> tuple[E, ...]:
+        return tuple(self._cached)
+
+    def add(self, engine: E, num_blocks: int) -> None:
+        """Know an engine whose cache holds `num_blocks`. One that is known keeps what it has."""
+        self._cached.setdefault(engine, OrderedDict())
+        self._capacity[engine] = num_blocks
+        self._forget_beyond(engine)
+
+    def remove(self, engine: E) -> None:
+        """Forget an engine that has ended. An unknown one is ignored."""
+        self._cached.pop(engine, None)
+        self._capacity.pop(engine, None)
+
+    def choose(self, hashes: Sequence[Hashable], loads: Mapping[E, int], affinity: str | None = None) -> Choice[E]:
+        """Choose one of the engines in `loads`, which has the number of requests that each of them works on. `hashes`
+        are those of the prompt's full blocks. Raises ValueError if there is none."""
+        if not loads:
+            raise ValueError("there is no engine to choose from")
+        least = min(loads.values())
+        most = max(least + self._slack, int(least * (1 + self._excess)))
+        allowed = [engine for engine, load in loads.items() if load <= most]
+        cached = {engine: self.num_cached(engine, hashes) for engine in allowed}
+        if affinity is not None:
+            chosen = max(allowed, key=lambda engine: _rank(engine, affinity))
+        else:
+            tie = str(hashes[0]) if hashes else ""  # idle engines share out what begins differently
+            chosen = max(allowed, key=lambda engine: (cached[engine], -loads[engine], _rank(engine, tie)))
+        return Choice(chosen, cached[chosen])
+
+    def num_cached(self, engine: E, hashes: Sequence[Hashable]) -> int:
+        """Count how many of the first blocks of a prompt `engine` has, as far as is known here."""
+        cached = self._cached.get(engine, _NOTHING)
+        return next((index for index, block in enumerate(hashes) if block not in cached), len(hashes))
+
+    # ---- what the engines have
+
+    def stored(self, engine: E, hashes: Sequence[Hashable]) -> None:
+        """An engine has these blocks now, or will soon, since it was sent their prompt."""
+        cached = self._cached.get(engine)
+        if cached is None:
+            return
+        for block in reversed(hashes):  # the end of a prompt is dropped before its beginning, as engines do
+            cached[block] = None
+            cached.move_to_end(block)
+        self._forget_beyond(engine)
+
+    def dropped(self, engine: E, hashes: Sequence[Hashable]) -> None:
+        """An engine has evicted these blocks."""
+        cached = self._cached.get(engine, _NOTHING)
+        for block in hashes:
+            cached.pop(block, None)
+
+    def cleared(self, engine: E) -> None:
+        """An engine has an empty cache, because it was emptied or because another took its place."""
+        if engine in self._cached:
+            self._cached[engine].clear()
+
+    def _forget_beyond(self, engine: E) -> None:
+        cached = self._cached[engine]
+        while len(cached) > self._capacity[engine]:
+            cached.popitem(last=False)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an engine is thought to have more than it can."""
+        if self._cached.keys() != self._capacity.keys():
+            raise AssertionError(f"engines {set(self._cached)} have caches, {set(self._capacity)} capacities")
+        for engine, cached in self._cached.items():
+            if len(cached) > self._capacity[engine]:
+                raise AssertionError(f"engine {engine} has {len(cached)} blocks of {self._capacity[engine]}")
+
+
+def _rank(engine: Hashable, name: str) -> bytes:
+    """The place of an engine in the order that belongs to `name` (rendezvous hashing): without one engine, only the
+    names move that were its own."""
+    return blake2b(f"{engine}\0{name}".encode(errors="surrogatepass"), digest_size=8).digest()

@@ -1,0 +1,68 @@
+"""Settings that are written as JSON objects: values of single fields of EngineConfig."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.runtime.addresses import check_address, offset
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Draft the next tokens and keep those that the model confirms: the same tokens in fewer steps.
+
+    "ngram" looks for the last `prompt_lookup_max` to `prompt_lookup_min` tokens earlier in the sequence, and drafts
+    what followed them there.
+    """
+
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 1
+
+    def __post_init__(self) -> None:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min must be at most prompt_lookup_max ({self.prompt_lookup_max}), "
+                f"got {self.prompt_lookup_min}"
+            )
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How routers learn which prefixes are cached here: a ZeroMQ PUB socket publishes events, another repeats batches.
+
+    Events carry token ids, so endpoints are on this machine only: tcp://127.0.0.1:PORT or ipc://PATH. `event_format`
+    is how vLLM's consumers expect an event: "array" up to its version 0.23, "map" since. `hash_format` "int" gives
+    the last 64 bits of a block's hash, for those that want numbers.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: Count = 10_000
+    hwm: Count = 100_000
+    topic: str = ""
+    event_format: Literal["array", "map"] = "array"
+    hash_format: Literal["bytes", "int"] = "bytes"
+
+    def __post_init__(self) -> None:
+        for endpoint in (self.endpoint, self.replay_endpoint or self.endpoint):
+            if not endpoint.startswith(("ipc:///", "tcp://127.0.0.1:", "tcp://[::1]:")):
+                raise ValueError(
+                    f"KV events carry token ids and stay on this machine: give tcp://127.0.0.1:PORT or ipc:///PATH, "
+                    f"got {endpoint!r}"
+                )
+            if endpoint.startswith("ipc://"):
+                check_address(endpoint)
+
+    @property
+    def enabled(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+    def of_engine(self, rank: int) -> "KVEventsConfig":
+        """Where one of several engines publishes, as in vLLM."""
+        replay = self.replay_endpoint and offset(self.replay_endpoint, rank)
+        return msgspec.structs.replace(self, endpoint=offset(self.endpoint, rank), replay_endpoint=replay)
