@@ -45,7 +45,7 @@ class StageSession(FakeSession):
         self.known: list[RequestState] = []
         self.ended_externally: list[str] = []
 
-    def submit(self, message: Any, sink: Callable[[list[Event]], None], own: Any = None) -> None:
+    def submit(self, message: Any, sink: Callable[[list[Event]], None], own: Any = None, _: Any = None) -> None:
         super().submit(message, sink, own)
         self.messages.append(message)
 

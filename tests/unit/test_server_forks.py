@@ -52,7 +52,7 @@ class Session2(FakeSession):
         self.ended: set[str] = set()
         self.known: list[RequestState] = []
 
-    def submit(self, message: Any, sink: Any, own: Any = None) -> None:  # noqa: ARG002
+    def submit(self, message: Any, sink: Any, own: Any = None, affinity: Any = None) -> None:  # noqa: ARG002
         self.messages.append(message)
         name = message.child_id if isinstance(message, ForkRequest) else message.request_id
         self.sinks[name] = sink

@@ -49,7 +49,7 @@ class FakeSession:
         self.aborted: list[str] = []
         self.heard: list[Abort] = []
 
-    def submit(self, message: Any, sink: Callable[[list[Event]], None], own: Any = None) -> None:  # noqa: ARG002
+    def submit(self, message: Any, sink: Callable[[list[Event]], None], own: Any = None, affinity: Any = None) -> None:  # noqa: ARG002
         if self.dead is not None:
             raise self.dead
         self.sinks[message.request_id] = sink
