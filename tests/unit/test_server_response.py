@@ -463,7 +463,7 @@ def test_what_the_session_refuses_is_the_requests_fault(monkeypatch: pytest.Monk
         talk.gone.set()
         await talk.ended()
 
-    def refuse(message: Any, sink: Any, own: Any) -> None:
+    def refuse(message: Any, sink: Any, own: Any, affinity: Any) -> None:
         raise RequestError("request id is in use")
 
     run(main)
