@@ -8,13 +8,12 @@ the device holds them), except where something cannot be captured.
 import argparse
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 import torch
 from gpu_check_cases import open_launcher
 from gpu_check_experts import measure as measure_experts
-from gpu_check_graphs import workspace_for
+from gpu_check_graphs import lists_for
 from gpu_check_linear import measure as measure_linear
 from gpu_check_parts import emit
 from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
@@ -24,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from vllm_lite.kernels.cuda import cache_ops, fused, masks, prefill_attention, sampler, varlen
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
+from vllm_lite.kernels.cuda.attention_work import RowLists, prefill_tiles
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.masks import MaskedRows
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
@@ -92,10 +92,10 @@ class Bench:
         x = torch.zeros(1, 64, dtype=torch.bfloat16, device=self.device)
         ops, weight = fused.CudaOps(self.launcher), torch.ones(64, dtype=torch.bfloat16, device=self.device)
         problem = paged(Shape(1, 16, 1), self.device, 0)
-        workspace = workspace_for(problem, problem.shape.context)
+        work = lists_for(problem, [problem.shape.context])
         for name, call in (
             ("launch: rms_norm", lambda: ops.rms_norm(x, weight, 1e-5, x)),
-            ("launch: decode_attention", lambda: self.attend(problem, 0, workspace=workspace)),
+            ("launch: decode_attention", lambda: self.attend(problem, 0, work)),
             ("launch: torch add", lambda: x.add_(1)),
         ):
             count = 2 if self.small else 2000
@@ -110,30 +110,23 @@ class Bench:
 
     # ---- attention
 
-    def attend(
-        self, problem: Paged, which: int, split_tokens: int = decode.SPLIT_TOKENS, workspace: torch.Tensor | None = None
-    ) -> None:
-        shape = problem.shape
-        if workspace is None:
-            workspace = workspace_for(problem, shape.context, split_tokens)
+    def attend(self, problem: Paged, which: int, work: tuple[RowLists, torch.Tensor], split_tokens: int = 0) -> None:
         decode.decode_attention(
             *(self.launcher, problem.out, problem.query),
             PagedKV(problem.kv, problem.tables[which], None, problem.seq_lens),
-            workspace,
-            Scoring(shape.head_size**-0.5),
-            max_seq_len=shape.context,
+            work[0],
+            Scoring(problem.shape.head_size**-0.5),
+            workspace=work[1],
             split_tokens=split_tokens,
         )
 
-    def decode_row(self, shape: Shape, split_tokens: int = decode.SPLIT_TOKENS, name: str = "decode_attention") -> None:
+    def decode_row(self, shape: Shape, split_tokens: int = 0, name: str = "decode_attention") -> None:
         if not self.small and shape.kv_bytes > 0.6 * torch.cuda.mem_get_info()[0]:
             emit(say=f"{shape}: too large for the memory")
             return
         problem = paged(shape, self.device, self.cold_bytes)
-        workspace = workspace_for(problem, shape.context, split_tokens)
-        seconds = self.timer.seconds(
-            lambda which: self.attend(problem, which, split_tokens, workspace), len(problem.tables)
-        )
+        work = lists_for(problem, [shape.context] * shape.batch, split_tokens)
+        seconds = self.timer.seconds(lambda which: self.attend(problem, which, work, split_tokens), len(problem.tables))
         self.bytes_row(name, shape, seconds, shape.kv_bytes)
 
     def decode(self) -> None:
@@ -184,12 +177,13 @@ class Bench:
         q, k, v = (x.transpose(1, 2) for x in (query.view(batch, query_len, *query.shape[1:]), keys, values))
         mask = causal_lower_right(query_len, shape.context)
         plan = varlen.make_plan(starts, problem.seq_lens, tokens)
-        lengths: dict[str, Any] = {"max_query_len": query_len, "max_seq_len": shape.context}
+        lens = np.array([query_len] * batch), np.array([shape.context] * batch)
+        tiles = torch.from_numpy(prefill_tiles(*lens, shape.group, lens[0] > 0)).to(self.device)
         ours = (self.launcher, out, query, *where)
         ways: dict[str, Launch] = {
             TORCH: lambda _: scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True),
             "prefill_attention, paged": lambda _: prefill_attention.prefill_attention(
-                self.launcher, out, query, PagedKV(*where, starts, problem.seq_lens), Scoring(scale), **lengths
+                self.launcher, out, query, PagedKV(*where, starts, problem.seq_lens), tiles, Scoring(scale)
             ),
             "gather + torch varlen": lambda _: varlen.varlen_prefill(*ours, problem.seq_lens, plan, scale=scale),
         }

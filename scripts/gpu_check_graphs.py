@@ -1,8 +1,9 @@
 """Part of `gpu_check`: kernels captured in a CUDA graph give the bits of eager launches, with other lengths as well."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from gpu_check_cases import open_launcher
 from gpu_check_linear import KINDS, random_weight
@@ -12,6 +13,7 @@ from gpu_check_setup import Paged, Shape, capture, paged
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
+from vllm_lite.kernels.cuda.attention_work import RowLists, Rows
 from vllm_lite.kernels.cuda.expert_order import Stacks
 from vllm_lite.kernels.cuda.experts import StackedExperts
 from vllm_lite.kernels.cuda.launcher import Launcher
@@ -20,35 +22,40 @@ from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.routing import Chosen
 
 
-def workspace_for(problem: Paged, max_seq_len: int, split_tokens: int = decode.SPLIT_TOKENS) -> torch.Tensor:
-    """Scratch for decode attention over `problem`: float32, never empty."""
-    shape = problem.shape
-    splits = decode.num_splits(max_seq_len, None, split_tokens)
-    floats = decode.workspace_floats(shape.batch, shape.num_heads, shape.head_size, splits)
-    return torch.zeros(max(floats, 1), dtype=torch.float32, device=problem.query.device)
+def lists_for(problem: Paged, lens: Sequence[int], split_tokens: int = 0) -> tuple[RowLists, torch.Tensor]:
+    """Decode attention's work for sequences of these lengths, and its scratch: float32, never empty."""
+    shape, places = problem.shape, np.arange(len(lens))
+    lists = RowLists.on(problem.query.device, Rows(places, places, np.array(lens)), None, split_tokens)
+    floats = decode.workspace_floats(lists.most_splits, shape.num_heads, shape.head_size)
+    return lists, torch.zeros(max(floats, 1), dtype=torch.float32, device=problem.query.device)
 
 
 def decode_attention(launcher: Launcher, device: torch.device, context: int) -> str | None:
-    """Captured once with padding only; then replayed with lengths, queries and tables that the capture never saw."""
+    """Captured once with padding only; then replayed with lists, queries and tables that the capture never saw."""
     shape = Shape(batch=8, context=context, group=4, num_kv_heads=2)
     problem = paged(shape, device, at_least_bytes=3 * shape.kv_bytes)
-    table, seq_lens = problem.tables[0].clone(), torch.zeros_like(problem.seq_lens)
-    workspace = workspace_for(problem, context)
+    table = problem.tables[0].clone()
+    longest, workspace = lists_for(problem, [context] * shape.batch)
+    room = RowLists(torch.zeros_like(longest.splits), torch.zeros(1 + shape.batch, 4, dtype=torch.int32, device=device))
 
-    def run(out: torch.Tensor) -> None:
-        cache = PagedKV(problem.kv, table, None, seq_lens)
-        scoring = Scoring(shape.head_size**-0.5)
-        decode.decode_attention(launcher, out, problem.query, cache, workspace, scoring, max_seq_len=context)
+    def run(out: torch.Tensor, lists: RowLists) -> None:
+        cache, scoring = PagedKV(problem.kv, table, None, problem.seq_lens), Scoring(shape.head_size**-0.5)
+        decode.decode_attention(launcher, out, problem.query, cache, lists, scoring, workspace=workspace)
 
     captured, eager = torch.full_like(problem.out, torch.nan), torch.full_like(problem.out, torch.nan)
-    replay = capture(lambda: run(captured))
+    replay = capture(lambda: run(captured, room))
     for number in range(3):
         lens = [1 + (37 * (row + number)) % context for row in range(shape.batch - 1)] + [0]
-        seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        exact, _ = lists_for(problem, lens)
+        for kept, part in zip(room, exact, strict=True):
+            if kept is not None:
+                kept[0] = 0
+                if part is not None:
+                    kept[: len(part)] = part
         table.copy_(problem.tables[number % len(problem.tables)])
         problem.query.normal_()
         replay()
-        run(eager)
+        run(eager, exact)
         if not torch.equal(captured, eager):
             return f"replay {number} differs by {(captured - eager).abs().max().item():g}"
         if captured[-1].any() or not captured[:-1].any():

@@ -1,4 +1,4 @@
-// Paged attention of one new token per sequence: the engine's decode kernel, on tensor cores.
+// Paged attention of single new tokens: the engine's decode kernel, on tensor cores.
 //
 // Each token brings 1 query row per head and reads the K and V of its whole context once: the kernel is as good as it
 // keeps the memory busy. So a block takes all query heads that share a KV head (their K and V are read once), long
@@ -194,76 +194,67 @@ __device__ __forceinline__ float2 merge_warps(const float* head, int warp_stride
   return make_float2(value.x / total, value.y / total);
 }
 
-// Grid (num_kv_heads * tiles of heads, num_seqs, any number of blocks to share the splits of a sequence); shared memory
-// for WARPS * 8 * HEAD_TILES * PITCH floats.
+// Grid (any number of blocks to share the work, num_kv_heads * tiles of heads); shared memory for
+// WARPS * 8 * HEAD_TILES * PITCH floats.
 //
-// It writes the rows of sequences with exactly 1 query row: straight into `out` when the sequence has one split, else
-// into part_out and part_lse for merge_splits. Rows of sequences of length 0 and rows after the last sequence become 0;
-// those of sequences with more query rows are left alone. Nothing in a cache or a table is read that is not seen, but
-// for the rest of a seen tile inside its block.
+// The work is a list of (token, sequence, tokens that it sees, split). A split is written straight into `out` where it
+// is the row's only one, else into part_out and part_lse, where it stands in the list, for merge_splits. A row that
+// sees nothing becomes 0, and rows that are not in the list stay as they are. Nothing in a cache or a table is read
+// that is not seen, but for the rest of a seen tile inside its block.
 template <class T, class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS, int WARPS>
 __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_TILES, SMALL_BLOCKS>()))
     decode_attention(
-        T* __restrict__ out,                      // [num_tokens, num_heads, HEAD], rows out_stride apart
-        float* __restrict__ part_out,             // [num_seqs, num_heads, max_splits, HEAD]
-        float* __restrict__ part_lse,             // [num_seqs, num_heads, max_splits], base 2
-        const T* __restrict__ query,              // as out, query_stride
-        const Cache* __restrict__ k_cache,        // [num_blocks, num_kv_heads, 1 << block_shift, HEAD] by strides
-        const Cache* __restrict__ v_cache,        // alike, the same strides
-        const int* __restrict__ block_tables,     // [num_seqs, table_stride]
-        const int* __restrict__ seq_lens,         // [num_seqs], this step's token included
-        const int* __restrict__ query_start_loc,  // [num_seqs + 1], or null: row i is sequence i's
-        const float* __restrict__ alibi_slopes,   // [num_heads] or null
-        const float* __restrict__ sinks,          // [num_heads] or null
+        T* __restrict__ out,                     // [num_tokens, num_heads, HEAD], rows out_stride apart
+        float* __restrict__ part_out,            // [length of the list, num_heads, HEAD]
+        float* __restrict__ part_lse,            // [length of the list, num_heads], base 2
+        const T* __restrict__ query,             // as out, query_stride
+        const Cache* __restrict__ k_cache,       // [num_blocks, num_kv_heads, 1 << block_shift, HEAD] by strides
+        const Cache* __restrict__ v_cache,       // alike, the same strides
+        const int* __restrict__ block_tables,    // [num_seqs, table_stride]
+        const int* __restrict__ work,            // the list
+        const float* __restrict__ alibi_slopes,  // [num_heads] or null
+        const float* __restrict__ sinks,         // [num_heads] or null
         int64 out_stride, int64 query_stride, int64 table_stride, int64 block_stride, int64 head_stride,
-        int token_stride, int num_tokens, int num_heads, int num_kv_heads, int block_shift, int max_splits, int window,
-        int split_tiles,
-        float factor,  // on q * k: to base 2, or with a cap to units of the cap
-        float cap,     // in base 2; 0: none
+        int token_stride, int num_heads, int num_kv_heads, int block_shift, int window,
+        int split_tiles,  // 0: as a row's length has it
+        float factor,     // on q * k: to base 2, or with a cap to units of the cap
+        float cap,        // in base 2; 0: none
         float v_scale) {
   using S = DecodeShape<T, Cache, HEAD>;
   using M = typename S::Operand;
   using P = Pages<T, Cache, HEAD, SMALL_BLOCKS>;
   constexpr int HEADS = 8 * HEAD_TILES;
   const int warp = threadIdx.x / 32;
-  const int seq = blockIdx.y, group = num_heads / num_kv_heads, per_kv_head = ceil_div(group, HEADS);
-  const int kv_head = blockIdx.x / per_kv_head, skipped = blockIdx.x % per_kv_head * HEADS;
+  const int group = num_heads / num_kv_heads, per_kv_head = ceil_div(group, HEADS);
+  const int kv_head = blockIdx.y / per_kv_head, skipped = blockIdx.y % per_kv_head * HEADS;
   const int head = kv_head * group + skipped, heads = min(group - skipped, HEADS);  // [head, head + heads) are ours
-
-  const int token = query_start_loc ? query_start_loc[seq] : seq;
-  const int rows = query_start_loc ? query_start_loc[seq + 1] - token : 1;
-  const int used = query_start_loc ? query_start_loc[gridDim.y] : gridDim.y;
-  const Cut cut = cut_of(seq_lens[seq], window, split_tiles);
-  out += head * HEAD;
-  auto clear = [&](int64 token) {
-    for (int i = 8 * threadIdx.x; i < heads * HEAD; i += 8 * WARPS * 32)
-      store_as(out + token * out_stride + i, make_uint4(0, 0, 0, 0));
-  };
-  if (blockIdx.z == 0) {
-    for (int unused = used + seq; unused < num_tokens; unused += gridDim.y) clear(unused);
-    if (rows == 1 && cut.splits == 0) clear(token);
-  }
-  if (rows != 1 || int(blockIdx.z) >= cut.splits) return;
-
-  unsigned q[HEAD_TILES][S::CHUNKS][S::K_VEC / 2];
-  Softmax<HEAD_TILES> softmax;
-  load_query<T, Cache, HEAD, HEAD_TILES>(q, softmax.scale, query + token * query_stride + head * HEAD, heads, factor);
-  const Scoring scoring = {cap, alibi_slopes ? alibi_slopes + head : nullptr, heads};
-  const P pages = {block_tables + seq * table_stride,
-                   k_cache + kv_head * head_stride,
-                   v_cache + kv_head * head_stride,
-                   block_stride,
-                   token_stride,
-                   block_shift,
-                   cut};
-  DYNAMIC_SHARED(float, shared);  // [WARPS][HEADS][PITCH]
-  typename P::K k;
-  typename P::V v;
-  int tile = cut.first + blockIdx.z * split_tiles + warp;
-  int here = pages.find(tile), next = pages.find(tile + WARPS);
-  if (S::AHEAD && tile < cut.past) pages.load_k(k, tile, here);
-  for (int split = blockIdx.z; split < cut.splits; split += gridDim.z) {
-    const int past = min(cut.past, cut.first + (split + 1) * split_tiles);
+  DYNAMIC_SHARED(float, shared);                                                    // [WARPS][HEADS][PITCH]
+  for (int at = blockIdx.x; at < work[0]; at += gridDim.x) {
+    const Work entry = work_at(work, at);
+    const int token = entry.a, split = entry.d;
+    T* const to = out + token * out_stride + head * HEAD;
+    if (entry.c == 0) {
+      for (int i = 8 * threadIdx.x; i < heads * HEAD; i += 8 * WARPS * 32) store_as(to + i, make_uint4(0, 0, 0, 0));
+      continue;
+    }
+    const P pages = {block_tables + entry.b * table_stride,
+                     k_cache + kv_head * head_stride,
+                     v_cache + kv_head * head_stride,
+                     block_stride,
+                     token_stride,
+                     block_shift,
+                     cut_of(entry.c, window, split_tiles)};
+    const Cut& cut = pages.cut;
+    const int past = min(cut.past, cut.first + (split + 1) * cut.split_tiles);
+    int tile = cut.first + split * cut.split_tiles + warp;
+    int here = pages.find(tile), next = pages.find(tile + WARPS);
+    typename P::K k;
+    typename P::V v;
+    if (S::AHEAD && tile < past) pages.load_k(k, tile, here);
+    unsigned q[HEAD_TILES][S::CHUNKS][S::K_VEC / 2];
+    Softmax<HEAD_TILES> softmax;
+    load_query<T, Cache, HEAD, HEAD_TILES>(q, softmax.scale, query + token * query_stride + head * HEAD, heads, factor);
+    const Scoring scoring = {cap, alibi_slopes ? alibi_slopes + head : nullptr, heads};
     float o[HEAD_TILES][S::SETS][S::PAIRS][4] = {};
     softmax.start();
     for (; tile < past; tile += WARPS) {
@@ -307,25 +298,22 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
       here = next;
       next = after;
     }
-    // The first loads of the next split travel while this one is finished.
-    tile = cut.first + (split + gridDim.z) * split_tiles + warp;
-    here = pages.find(tile), next = pages.find(tile + WARPS);
-    if (S::AHEAD && tile < cut.past) pages.load_k(k, tile, here);
 
     share<S, HEAD>(shared + warp * HEADS * S::PITCH, o, softmax);
     __syncthreads();
+    const bool only = cut.splits() == 1;
     for (int i = threadIdx.x; i < heads * (HEAD / 2); i += WARPS * 32) {
       const int h = i / (HEAD / 2), d = i % (HEAD / 2) * 2;
       // Where there are several splits the sink joins when they are merged.
-      const float sink = sinks && cut.splits == 1 ? kLog2e * sinks[head + h] : -INFINITY;
+      const float sink = sinks && only ? kLog2e * sinks[head + h] : -INFINITY;
       float lse;
       float2 value = merge_warps<HEAD, WARPS>(shared + h * S::PITCH, HEADS * S::PITCH, d, sink, lse);
       value.x *= v_scale;
       value.y *= v_scale;
-      if (cut.splits == 1) {
-        store_as(out + token * out_stride + h * HEAD + d, pack2<T>(value.x, value.y));
+      if (only) {
+        store_as(to + h * HEAD + d, pack2<T>(value.x, value.y));
       } else {
-        const int64 part = (int64(seq) * num_heads + head + h) * max_splits + split;
+        const int64 part = int64(at) * num_heads + head + h;
         store_as(part_out + part * HEAD + d, value);
         if (d == 0) part_lse[part] = lse;
       }

@@ -145,9 +145,9 @@ struct Scores {
 
 }  // namespace prefill
 
-// Grid: (tiles of the longest chunk, kv_heads, sequences), block: prefill::THREADS.
-// Shared memory: prefill::Shape<C, HEAD>::ELEMENTS of T.
-// Sequences with fewer than `min_query_len` new tokens are left alone: those are another kernel's. T: __half or
+// Grid: (number of tiles, kv_heads), block: prefill::THREADS. Shared memory: prefill::Shape<C, HEAD>::ELEMENTS of T.
+// The tiles are a list of (sequence, which of its tiles); those that see most go first. Rows that are in none of them
+// are left alone. T: __half or
 // __nv_bfloat16; C: T or a float8. Addresses of rows are multiples of 16 bytes, in a float8 cache of 8.
 template <class T, class C, int HEAD>
 __global__ void __launch_bounds__(prefill::THREADS, prefill::Shape<C, HEAD>::BLOCKS) prefill_attention(
@@ -157,19 +157,19 @@ __global__ void __launch_bounds__(prefill::THREADS, prefill::Shape<C, HEAD>::BLO
     const int* __restrict__ block_tables,     // [num_seqs, max_blocks]
     const int* __restrict__ query_start_loc,  // [num_seqs + 1]
     const int* __restrict__ seq_lens,         // [num_seqs]
+    const int* __restrict__ tiles_to_do,      // [grid, 2]
     const float* __restrict__ alibi_slopes,   // [heads] or null
     const float* __restrict__ sinks,          // [heads] or null
     int64 out_stride, int64 query_stride, int64 block_stride, int64 value_stride, int64 head_stride, int64 token_stride,
-    int table_stride, int group, int block_size, int window, int min_query_len, float scale, float v_scale,
-    float soft_cap) {
+    int table_stride, int group, int block_size, int window, float scale, float v_scale, float soft_cap) {
   using namespace prefill;
   using S = Shape<C, HEAD>;
   constexpr int KEYS = S::KEYS, PITCH = S::PITCH, DIMS = S::DIMS, STEPS = DIMS / 16;
-  const int sequence = blockIdx.z, kv_head = blockIdx.y;
-  const int tile = gridDim.x - 1 - blockIdx.x;  // the last tokens see the most keys: they go first
+  const uint2 own = load_as<uint2>(tiles_to_do + 2 * blockIdx.x);
+  const int sequence = int(own.x), tile = int(own.y), kv_head = blockIdx.y;
   const int query_start = query_start_loc[sequence], query_len = query_start_loc[sequence + 1] - query_start;
   const int first_row = tile * ROWS, rows = min(query_len * group - first_row, ROWS);
-  if (rows <= 0 || query_len < min_query_len) return;  // all threads of the block alike
+  if (rows <= 0) return;  // all threads of the block alike
 
   const int seq_len = seq_lens[sequence], first_position = seq_len - query_len;
   const int lane = threadIdx.x % 32, quad = lane % 4, warp_row = threadIdx.x / 32 * 16;

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,19 +169,48 @@ def test_groups_have_their_own_tables_and_windows() -> None:
     check(replace(step, shape=shape), group=1)
 
 
-def test_a_row_has_the_bits_of_a_padded_bucket() -> None:
-    """As graphs run it: more sequences, of length 0, and room for a longer context; splits instead of one."""
-    step = make_step(SHAPE, [(1, 40), (1, 600)])
-    bucket = make_step(SHAPE, [(1, 40), (1, 600), (1, 0), (1, 0)], padding=0)
+def run_as_a_graph(step: Step, backend: CudaBackend, max_seq_len: int) -> torch.Tensor:
+    """Planned once for any lengths, brought up to date, and then launched."""
+    batch, lens = replace(step.batch, host=None, max_seq_len=max_seq_len), step.batch.host
+    assert lens is not None
+    heads, out = step.heads, torch.full(step.heads.query.shape, 7.0, dtype=step.shape.dtype)
+    backend.prepare(batch)
+    places = [part.data_ptr() for part in (batch.plan.memory, batch.plan.decodes[0].splits)]
+    for lengths in (np.full(len(lens.seq_lens), max_seq_len), lens.seq_lens[: int((lens.seq_lens > 0).sum())]):
+        backend.refresh(batch, lengths)
+    assert places == [part.data_ptr() for part in (batch.plan.memory, batch.plan.decodes[0].splits)]
+    backend.write_kv(heads, step.kv, batch, 0)
+    backend.attend(heads.query, step.kv, batch, 0, out, step.sinks)
+    return out
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 40)], ids=str)
+def test_a_row_has_the_bits_of_a_padded_bucket(windows: tuple[int | None, ...]) -> None:
+    """As graphs run it: more sequences, of length 0, and room for a longer context."""
+    shape = changed(SHAPE, windows=windows)
+    step = make_step(shape, [(1, 40), (1, 600)])
+    bucket = make_step(shape, [(1, 40), (1, 600), (1, 0), (1, 0)], padding=0)
     bucket.kv = step.kv
     bucket.batch.block_tables[0][:2] = step.batch.block_tables[0]
-    bucket.batch.max_seq_len = 5000
     for name in ("query", "key", "value"):
         getattr(bucket.heads, name)[:2] = getattr(step.heads, name)
     bucket.batch.slot_mapping[0][:2] = step.batch.slot_mapping[0]
-    alone, padded = step.run(backend_for(SHAPE))[0], bucket.run(backend_for(SHAPE))[0]
+    alone = step.run(backend_for(shape))[0]
+    padded = run_as_a_graph(bucket, backend_for(shape), 5000)
     assert torch.equal(padded[:2], alone)
     assert (padded[2:] == 0).all()
+
+
+DRAFTS = [(5, 600), (1, 40), (16, 530), (17, 540), (3, 512)]
+
+
+@pytest.mark.parametrize("windows", [(None,), (40, None)], ids=str)
+def test_a_few_rows_behind_a_long_context_are_decoded(windows: tuple[int | None, ...]) -> None:
+    shape = changed(SHAPE, windows=windows)
+    check(make_step(shape, DRAFTS))
+    plan = plan_of(backend_for(shape), DRAFTS)
+    decoded = {int(sequence) for sequence in plan.decodes[0].splits[1:, 1]}
+    assert (decoded, {int(sequence) for sequence in plan.prefills[0][:, 0]}) == ({0, 1, 2}, {3, 4})
 
 
 # ---- what the host decides
@@ -192,30 +222,41 @@ def plan_of(backend: CudaBackend, lengths: list[tuple[int, int]], **changes: Any
     return batch.plan
 
 
-def test_only_kernels_that_may_have_work_are_launched() -> None:
-    backend = backend_for(SHAPE)
-    assert [plan_of(backend, DECODE).decodes, plan_of(backend, DECODE).prefills] == [True, False]
-    assert [plan_of(backend, MIXED).decodes, plan_of(backend, MIXED).prefills] == [True, True]
+def test_only_kernels_that_have_work_are_launched() -> None:
+    def launched(lengths: list[tuple[int, int]], **changes: Any) -> list[bool]:
+        plan = plan_of(backend_for(SHAPE), lengths, **changes)
+        return [plan.decodes[0] is not None, plan.prefills[0] is not None]
+
+    assert launched(DECODE) == [True, False]
+    assert launched(MIXED) == [True, True]
     equal = [(4, 9), (4, 4)]
-    assert [plan_of(backend, equal).decodes, plan_of(backend, equal).prefills] == [False, True]
-    assert plan_of(backend, equal, num_tokens=9).decodes, "a padding row has to be cleared"
+    assert launched(equal) == [False, True]
+    assert launched(equal, num_tokens=9) == [True, True], "a padding row has to be cleared"
+    assert plan_of(backend_for(SHAPE), DECODE).decodes[0].merges is None, "nobody has several splits"
 
 
-def test_the_workspace_is_what_was_announced_and_stays() -> None:
+def test_the_workspace_is_within_what_was_announced_and_stays() -> None:
     shape = changed(SHAPE, max_seq_len=100_000, windows=(None, 64))
     backend = backend_for(shape)
-    assert backend.split_tokens == 1568  # 100 000 / 64, rounded up to tiles
-    assert backend_for(SHAPE).split_tokens == 512
     assert plan_of(backend, DECODE).workspace is None
-    first = plan_of(backend, DECODE, max_seq_len=100_000).workspace
-    assert first.nbytes == backend.workspace_bytes(10**6, len(DECODE), 100_000) == 6 * 4 * 64 * 65 * 4
-    assert plan_of(backend, DECODE, max_seq_len=2000).workspace is first
-    assert plan_of(backend, DECODE * 2, max_seq_len=100_000).workspace.nbytes == 2 * first.nbytes
+    graph = plan_of(backend, DECODE, host=None, max_seq_len=100_000)
+    assert graph.workspace.nbytes == 6 * 64 * 4 * 65 * 4, "sequences, splits, heads, head size and a log-sum-exp"
+    taken = graph.workspace.nbytes + graph.memory.nbytes
+    assert taken <= backend.workspace_bytes(10**6, len(DECODE), 100_000) <= 1.2 * taken + 2048 * 4 * 66 * 4
+    assert plan_of(backend, [(1, 2000)]).workspace is graph.workspace
     wider = changed(changed(SHAPE, max_seq_len=100_000), num_heads=6, head_size=128).groups
     both = backend_for(replace(shape, groups=shape.groups + wider))
-    assert plan_of(both, DECODE, max_seq_len=100_000).workspace.nbytes == 6 * 6 * 64 * 129 * 4, "as the largest"
-    assert backend_for(changed(shape, windows=(64,))).workspace_bytes(10**6, 256, 100_000) == 0
+    plan = plan_of(both, DECODE, host=None, max_seq_len=100_000)
+    assert plan.workspace.nbytes == 6 * 64 * 6 * 129 * 4, "as the largest"
     assert backend_for(replace(shape, dtype=FP32)).workspace_bytes(10**6, 256, 100_000) == 0
+
+
+def test_a_graph_refuses_lengths_that_it_was_not_made_for() -> None:
+    backend = backend_for(SHAPE)
+    batch = replace(make_step(SHAPE, DECODE).batch, host=None, max_seq_len=600)
+    backend.prepare(batch)
+    with pytest.raises(ValueError, match="a length is too large"):
+        backend.refresh(batch, np.full(6, 4000))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from tests.kernels.attention_batch import UNTOUCHED, AttentionSetup, Batch, make_batch, reference
+from tests.kernels.attention_batch import NO_BLOCK, UNTOUCHED, AttentionSetup, Batch, make_batch, reference
 from vllm_lite.kernels.cuda import attention_simple as simple
+from vllm_lite.kernels.cuda import attention_work as work
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.launcher import Launcher
 
@@ -22,9 +24,10 @@ TOLERANCES = {BF16: 6e-3, FP16: 1e-3, FP32: 1e-5}
 @dataclass(frozen=True)
 class Setup(AttentionSetup):
     lens: tuple[int, ...]
-    query_lens: tuple[int, ...] | None = None  # None: 1 each, and no query_start_loc is given
-    split_tokens: int = 512
-    max_seq_len: int | None = None  # None: the longest
+    query_lens: tuple[int, ...] | None = None  # None: 1 each
+    max_query_len: int = 1  # sequences with more rows are another kernel's
+    split_tokens: int = 0
+    room: int = 0  # of the lists, beyond what there is to do
 
     def lengths(self) -> list[tuple[int, int]]:
         return list(zip(self.query_lens or (1,) * len(self.lens), self.lens, strict=True))
@@ -37,18 +40,26 @@ class Setup(AttentionSetup):
 
 def run(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
     setup, out = batch.setup, batch.out()
-    max_seq_len = setup.max_seq_len or max(setup.lens)
-    splits = decode.num_splits(max_seq_len, setup.window, setup.split_tokens)
-    floats = decode.workspace_floats(len(setup.lens), setup.num_heads, setup.head_size, splits)
+    query_lens, seq_lens = (np.array(lens) for lens in zip(*setup.lengths(), strict=True))
+    rows = work.rows_of(query_lens, seq_lens, len(out), query_lens <= setup.max_query_len)
+    lists = work.RowLists.on(out.device, rows, setup.window, setup.split_tokens)
+    if setup.room:
+        lists = with_room(lists, setup.room)
+    floats = decode.workspace_floats(lists.most_splits, setup.num_heads, setup.head_size)
     decode.decode_attention(
-        *(launcher, out, batch.query),
-        batch.cache if setup.query_lens else batch.cache._replace(query_start_loc=None),
-        torch.full((floats,), torch.nan, device=out.device) if floats else None,
+        *(launcher, out, batch.query, batch.cache._replace(query_start_loc=None), lists),
         batch.scoring,
-        max_seq_len=max_seq_len,
+        workspace=None if lists.merges is None else torch.full((floats,), torch.nan, device=out.device),
         split_tokens=setup.split_tokens,
     )
     return out
+
+
+def with_room(lists: work.RowLists, room: int) -> work.RowLists:
+    """As a graph has them: behind the work there are entries that are none."""
+    merges = torch.zeros(1, 4, dtype=torch.int32, device=lists.splits.device) if lists.merges is None else lists.merges
+    nothing = torch.full((room, 4), NO_BLOCK, dtype=torch.int32, device=lists.splits.device)
+    return work.RowLists(torch.cat((lists.splits, nothing)), torch.cat((merges, nothing)))
 
 
 def run_simple(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
@@ -63,7 +74,7 @@ def check_rows(batch: Batch[Setup], out: torch.Tensor, *, decodes_only: bool = T
     starts = batch.query_start_loc.tolist()
     for i, seq_len in enumerate(setup.lens):
         rows = out[starts[i] : starts[i + 1]]
-        if decodes_only and len(rows) > 1:
+        if decodes_only and len(rows) > setup.max_query_len:
             assert (rows == UNTOUCHED).all(), f"rows of sequence {i} were written"
         elif seq_len == 0:
             assert (rows == 0).all(), f"rows of the empty sequence {i} are not zero"
@@ -86,7 +97,7 @@ SETUPS: dict[str, Setup] = {
     "ragged": Setup(RAGGED),
     "ragged, NHD": Setup(RAGGED, num_heads=4, num_kv_heads=2, layout="block-token-head"),
     "in one split": Setup(RAGGED, split_tokens=1024),
-    **{f"splits of {n}": Setup((0, 1, 100, 513), num_heads=4, split_tokens=n, max_seq_len=600) for n in (16, 48, 256)},
+    **{f"splits of {n}": Setup((0, 1, 100, 513), num_heads=4, split_tokens=n, room=3) for n in (16, 48, 256)},
     "sharp scores, splits": Setup((513, 90), num_heads=4, sharpness=100.0, split_tokens=16),
     **{f"head size {d}": Setup(SHORT, head_size=d) for d in (8, 32, 80, 96, 112, 120, 128, 192, 256)},
     **{f"half, head size {d}": Setup(SHORT, head_size=d, dtype=FP16) for d in (64, 128)},
@@ -100,7 +111,7 @@ SETUPS: dict[str, Setup] = {
     "soft cap": Setup(SHORT, soft_cap=1.5),
     "alibi": Setup(SHORT, num_heads=6, num_kv_heads=2, alibi=True),
     "sinks": Setup(RAGGED, num_heads=6, num_kv_heads=2, sinks=True, split_tokens=1024),
-    "sinks, splits": Setup((0, 1, 100, 513), num_heads=4, sinks=True, split_tokens=48, max_seq_len=600),
+    "sinks, splits": Setup((0, 1, 100, 513), num_heads=4, sinks=True, split_tokens=48, room=3),
     "sinks, soft cap, window": Setup((90, 40), num_heads=20, soft_cap=2.0, window=29, split_tokens=16, sinks=True),
     "sinks, float8": Setup(SHORT, num_heads=4, kv_dtype=E4M3, k_scale=0.5, v_scale=3.0, sinks=True),
     "alibi, soft cap, window": Setup((90, 40), num_heads=20, alibi=True, soft_cap=2.0, window=29, split_tokens=16),
@@ -122,6 +133,16 @@ SETUPS: dict[str, Setup] = {
     },
     "strided rows": Setup(SHORT, num_heads=4, num_kv_heads=2, fused_rows=True),
     "decodes among others": Setup(MIXED_LENS, MIXED, num_heads=4, padding=9),
+    **{
+        f"{n} rows each, {name}": Setup(
+            (513, 90, n), (n, n, n), max_query_len=n, num_heads=6, num_kv_heads=2, **options
+        )
+        for n, name, options in (
+            (2, "splits", {"sinks": True}),
+            (5, "window", {"window": 40, "split_tokens": 16, "soft_cap": 2.0}),
+            (16, "float8", {"kv_dtype": E4M3, "alibi": True}),
+        )
+    },
     "decodes among others, splits": Setup(MIXED_LENS, MIXED, num_heads=9, padding=1, split_tokens=32),
 }
 SIMPLE_SETUPS: dict[str, Setup] = {
@@ -152,21 +173,33 @@ def simple_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
 
 
 def same_bits_in_any_batch(launcher: Launcher, device: torch.device) -> None:
-    """Alone, in company, with room for longer sequences (another grid, more splits): the same bits."""
+    """Alone, in company, in a list with room for more, as one of several rows: the same bits."""
     for window in (None, 70):
-        setup = Setup((130, 16, 77, 33), num_heads=6, num_kv_heads=2, split_tokens=32, window=window, sinks=True)
+        setup = Setup((530, 16, 77, 33), num_heads=6, num_kv_heads=2, window=window, sinks=True)
         batch = make_batch(setup, device)
         together = run(batch, launcher)
         for i, seq_len in enumerate(setup.lens):
-            for max_seq_len in (seq_len, 3000):
+            for room in (0, 300):
                 alone = replace(
                     batch,
-                    setup=replace(setup, lens=(seq_len,), max_seq_len=max_seq_len),
+                    setup=replace(setup, lens=(seq_len,), room=room),
                     query=batch.query[i : i + 1],
                     block_tables=batch.block_tables[i : i + 1],
                     seq_lens=batch.seq_lens[i : i + 1],
                 )
-                assert torch.equal(run(alone, launcher), together[i : i + 1]), f"sequence {i}, {max_seq_len}, {window}"
+                assert torch.equal(run(alone, launcher), together[i : i + 1]), f"sequence {i}, {room}, {window}"
+
+
+def drafts_have_the_bits_of_decodes(launcher: Launcher, device: torch.device) -> None:
+    """Each row of a few is what it would be if it had come alone, with the rows behind it not there yet."""
+    setup = Setup((530,), (4,), max_query_len=4, num_heads=6, num_kv_heads=2, sinks=True)
+    batch = make_batch(setup, device)
+    together = run(batch, launcher)
+    for row in range(4):
+        alone = replace(
+            batch, setup=replace(setup, lens=(527 + row,), query_lens=(1,)), query=batch.query[row : row + 1]
+        )
+        assert torch.equal(run(alone, launcher), together[row : row + 1]), f"row {row}"
 
 
 def several_splits_to_a_block(launcher: Launcher, device: torch.device) -> None:
@@ -211,6 +244,7 @@ CASES: list[tuple[str, Callable[[Launcher, torch.device], None]]] = [
     *((name, kernel_matches(setup)) for name, setup in SETUPS.items()),
     *((f"simple, {name}", simple_matches(setup)) for name, setup in SIMPLE_SETUPS.items()),
     ("same bits in any batch", same_bits_in_any_batch),
+    ("drafts have the bits of decodes", drafts_have_the_bits_of_decodes),
     ("several splits to a block", several_splits_to_a_block),
     ("offsets beyond 32 bits", offsets_beyond_32_bits),
     ("one token more would show", one_token_more_would_show),

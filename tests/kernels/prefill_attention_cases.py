@@ -6,9 +6,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from tests.kernels.attention_batch import UNTOUCHED, AttentionSetup, Batch, make_batch, reference
+from vllm_lite.kernels.cuda.attention_work import prefill_tiles
 from vllm_lite.kernels.cuda.gather_kv import gather_kv
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.prefill_attention import kernel_name, prefill_attention
@@ -35,12 +37,11 @@ class Setup(AttentionSetup):
 
 def run(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
     setup, out = batch.setup, batch.out()
-    prefill_attention(
-        *(launcher, out, batch.query, batch.cache, batch.scoring),
-        max_query_len=max(query_len for query_len, _ in setup.chunks),
-        max_seq_len=max(query_len + before for query_len, before in setup.chunks),
-        min_query_len=setup.min_query_len,
-    )
+    query_lens, seq_lens = (np.array(lens) for lens in zip(*setup.lengths(), strict=True))
+    group = setup.num_heads // setup.num_kv_heads
+    tiles = prefill_tiles(query_lens, seq_lens, group, query_lens >= setup.min_query_len)
+    on_device = torch.from_numpy(tiles).to(out.device)
+    prefill_attention(launcher, out, batch.query, batch.cache, on_device, batch.scoring)
     return out
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,13 +22,8 @@ from tests.kernels.decode_attention_cases import (
 )
 from tests.kernels.emulator import EmulatorLauncher
 from vllm_lite.kernels.cuda.attention_inputs import tensor_core_reason
-from vllm_lite.kernels.cuda.decode_attention import (
-    SOURCE,
-    decode_attention,
-    head_tiles,
-    num_splits,
-    workspace_floats,
-)
+from vllm_lite.kernels.cuda.attention_work import RowLists, Rows
+from vllm_lite.kernels.cuda.decode_attention import SOURCE, decode_attention, head_tiles
 from vllm_lite.kernels.cuda.launcher import Launcher
 
 CPU = torch.device("cpu")
@@ -59,29 +55,6 @@ def test_the_simple_kernel_in_any_order_of_threads(launcher: EmulatorLauncher) -
     assert all(torch.equal(first, other) for other in others)
 
 
-# ---- how a sequence is cut
-
-
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 18, 31, 32, 33, 34, 50])
-def test_a_window_has_no_more_splits_than_announced(window: int) -> None:
-    """Counted as `cut_of` of merge_splits.cuh does, over all lengths."""
-    for split_tokens in (16, 48):
-        counts = []
-        for seq_len in range(1, 200):
-            tiles = -(-seq_len // 16) - max(0, seq_len - window) // 16
-            counts.append(-(-tiles * 16 // split_tokens))
-            assert counts[-1] <= num_splits(seq_len, window, split_tokens)
-        assert max(counts) == num_splits(200, window, split_tokens)
-
-
-def test_sizes() -> None:
-    assert [num_splits(n) for n in (0, 1, 512, 513, 8192)] == [1, 1, 1, 2, 16]
-    assert num_splits(100, 4, 16) == 2  # a window across the border of two tiles
-    assert workspace_floats(3, 4, 64, 1) == 0
-    assert workspace_floats(3, 4, 64, 2) == 3 * 4 * 2 * 65
-    assert [head_tiles(*shape) for shape in ((8, 128), (9, 128), (9, 192), (1, 256))] == [1, 2, 1, 1]
-
-
 # ---- what is refused
 
 SIMPLE = Setup((8, 2))
@@ -92,11 +65,12 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
     batch = make_batch(SIMPLE, CPU)
     out = changes.pop("out", batch.out())
     query, workspace = changes.pop("query", batch.query), changes.pop("workspace", None)
-    limits = {name: changes.pop(name) for name in ("max_seq_len", "split_tokens") if name in changes}
+    split_tokens, seen = changes.pop("split_tokens", 0), np.array(changes.pop("seen", (8, 3)))
+    lists = RowLists.on(CPU, Rows(np.arange(2), np.arange(2), seen))._replace(**changes.pop("lists", {}))
     scoring = replace(batch.scoring, **{name: changes.pop(name) for name in SCORING if name in changes})
     cache = batch.cache._replace(**{"query_start_loc": None} | changes)
     with pytest.raises(ValueError, match=message):
-        decode_attention(launcher, out, query, cache, workspace, scoring, **{"max_seq_len": 8} | limits)
+        decode_attention(launcher, out, query, cache, lists, scoring, workspace=workspace, split_tokens=split_tokens)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +88,10 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
         ("multiples of 16 bytes", {"query": torch.zeros(2, 132, dtype=BF16)[:, :128].view(2, 2, 64)}),
         ("seq_lens is torch.int64", {"seq_lens": torch.zeros(2, dtype=torch.int64)}),
         (r"start_loc is torch.int32 \[2\]", {"query_start_loc": torch.zeros(2, dtype=torch.int32)}),
-        ("workspace must be float32", {"max_seq_len": 2000}),
-        (r"float32 \[1040 or more\]", {"max_seq_len": 2000, "workspace": torch.zeros(1039)}),
+        ("workspace must be float32", {"seen": (8, 600)}),
+        (r"float32 \[520 or more\]", {"seen": (8, 600), "workspace": torch.zeros(519)}),
+        ("splits is torch.int64", {"lists": {"splits": torch.zeros(2, 4, dtype=torch.int64)}}),
+        (r"int32 \[n, 4\], contiguous", {"lists": {"splits": torch.zeros(2, 3, dtype=torch.int32)}}),
         ("window of 0", {"window": 0}),
         ("split of 24", {"split_tokens": 24}),
         ("scale", {"scale": 0.0}),
@@ -126,6 +102,10 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
 )
 def test_refuses(message: str, changes: dict[str, Any], launcher: EmulatorLauncher) -> None:
     refuse(launcher, message, **changes)
+
+
+def test_heads_of_a_block() -> None:
+    assert [head_tiles(*shape) for shape in ((8, 128), (9, 128), (9, 192), (1, 256))] == [1, 2, 1, 1]
 
 
 def test_reasons() -> None:

@@ -46,11 +46,11 @@ SCORING = ("scale", "window", "soft_cap", "alibi_slopes")
 def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
     batch = make_batch(SIMPLE, CPU)
     out = changes.pop("out", batch.out())
-    query, max_seq_len = changes.pop("query", batch.query), changes.pop("max_seq_len", 8)
+    query, tiles = changes.pop("query", batch.query), changes.pop("tiles", torch.zeros(1, 2, dtype=torch.int32))
     scoring = replace(batch.scoring, **{name: changes.pop(name) for name in SCORING if name in changes})
     cache = batch.cache._replace(**changes)
     with pytest.raises(ValueError, match=message):
-        prefill_attention(launcher, out, query, cache, scoring, max_query_len=5, max_seq_len=max_seq_len)
+        prefill_attention(launcher, out, query, cache, tiles, scoring)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,8 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
         ("k_scale is 0", {"scale": 0.0}),
         ("soft cap is -1", {"soft_cap": -1.0}),
         ("alibi_slopes must be float32 \\[2\\]", {"alibi_slopes": torch.zeros(3)}),
-        ("max_seq_len is", {"max_seq_len": 1 << 31}),
+        (r"tiles is torch.int64 \[1, 2\]", {"tiles": torch.zeros(1, 2, dtype=torch.int64)}),
+        (r"int32 \[n, 2\], contiguous", {"tiles": torch.zeros(2, 4, dtype=torch.int32)[:, :2]}),
     ],
 )
 def test_refused(message: str, changes: dict[str, Any], launcher: EmulatorLauncher) -> None:

@@ -8,9 +8,11 @@ and what comes out has `value_size` elements a head.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
@@ -98,7 +100,8 @@ class Heads:
 class AttentionBackend(Protocol):
     """One way to compute paged attention. Stateless between steps: what a step needs is in `batch.plan`.
 
-    Under a CUDA graph `write_kv` and `attend` are captured; the other methods run outside of it.
+    Under a CUDA graph `write_kv` and `attend` are captured; the other methods run outside of it, `prepare` once and
+    `refresh` before each replay.
     """
 
     graph_safe: bool
@@ -118,6 +121,11 @@ class AttentionBackend(Protocol):
 
     def prepare(self, batch: StepBatch) -> None:
         """Fill `batch.plan` with all that the layers of this step can share. Once per step, before the forward."""
+        ...
+
+    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+        """Bring what `prepare` planned for a graph's batch up to date: its next replay has sequences of these lengths,
+        each with one row, and padding behind them. The plan's memory stays where it is."""
         ...
 
     def write_kv(

@@ -9,8 +9,10 @@ bit.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.step_batch import StepBatch
@@ -89,6 +91,9 @@ class CpuBackend:
             groups.append(_Group(kernel, plans[-1].ctypes.data, place, slots.data_ptr()))
         scratch = [part for kernel in self.kernels for part in kernel.scratch]
         batch.plan = _Plan(groups, (plans, batch.block_tables, batch.slot_mapping), scratch)
+
+    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+        """A program prepares again by itself."""
 
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None

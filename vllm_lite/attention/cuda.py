@@ -1,20 +1,24 @@
 """Paged attention by the CUDA kernels of csrc/cuda.
 
-A step may mix decodes (sequences with one row) and chunks of prompts. Both kernels are launched over all sequences and
-each leaves the other's alone: `decode_attention` takes those with one row and also clears padding, `prefill_attention`
-takes those with more. A kernel that has nothing to do, by the lengths that the host knows, is not launched. float32
-models run on one simple kernel for both.
+A step may mix decodes (sequences with one row) and chunks of prompts. Each kernel gets a list of its work
+(attention/cuda_plan.py): `decode_attention` the sequences with one row, those with a few behind a long context, and
+padding, which it clears; `prefill_attention` the tiles of all others. One that has nothing to do is not launched.
+float32 models run on one simple kernel for both.
 
 For CUDA graphs: `write_kv` and `attend` only launch, with grids that follow from the batch's numbers. What they need
-besides lies in `batch.plan`, which the owner of a graph keeps.
+besides lies in `batch.plan`, which the owner of a graph keeps, and which `refresh` brings up to date.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
+from vllm_lite.attention.cuda_plan import Plan, Planner
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
@@ -23,21 +27,11 @@ from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring, tensor_core_reason
 from vllm_lite.kernels.cuda.attention_simple import attention_simple
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
-from vllm_lite.kernels.cuda.decode_attention import SPLIT_TOKENS, TILE, decode_attention, num_splits, workspace_floats
+from vllm_lite.kernels.cuda.decode_attention import decode_attention
 from vllm_lite.kernels.cuda.launcher import FLOAT8, Launcher
 from vllm_lite.kernels.cuda.prefill_attention import prefill_attention
 
 MIN_CAPABILITY = (8, 0)
-MAX_SPLITS = 64
-"""Splits of the longest sequence: enough to fill a GPU with one of 8 KV heads; more would only cost workspace."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    decodes: bool  # whether there may be sequences of one row, or padding
-    prefills: bool  # whether there are sequences of more
-    workspace: torch.Tensor | None
-    """float32; None where no sequence is split. Held here, so that a captured graph keeps the one it knows."""
 
 
 class CudaBackend:
@@ -51,38 +45,28 @@ class CudaBackend:
     def __init__(self, shape: AttentionShape, launcher: Launcher | None = None) -> None:
         self.shape = shape
         self.launcher = launcher or own_launcher("cuda")
-        self.split_tokens = SPLIT_TOKENS
-        if shape.max_seq_len is not None:  # fixed for all steps: another split would change bits
-            self.split_tokens = max(SPLIT_TOKENS, -(-shape.max_seq_len // (MAX_SPLITS * TILE)) * TILE)
+        self.planner = None if shape.dtype == torch.float32 else Planner(shape)
         self._scorings = [scoring_of(spec, shape) for spec in shape.groups]
-        self._workspace: torch.Tensor | None = None
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:
         return device_reason(shape, kernels_reason)
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
-        """Exactly what `prepare` allocates for `max_num_seqs` sequences of up to `max_seq_len` tokens."""
-        return 4 * self._workspace_floats(max_num_seqs, max_seq_len)
-
-    def _workspace_floats(self, num_seqs: int, max_seq_len: int) -> int:
-        if self.shape.dtype == torch.float32:
-            return 0
-        floats = 0
-        for spec in self.shape.groups:
-            splits = num_splits(max_seq_len, spec.window, self.split_tokens)
-            floats = max(floats, workspace_floats(num_seqs, spec.num_heads, spec.head_size, splits))
-        return floats
+        """The most that `prepare` allocates for `max_num_seqs` sequences of up to `max_seq_len` tokens."""
+        return 0 if self.planner is None else self.planner.workspace_bytes(max_num_seqs, max_seq_len)
 
     def prepare(self, batch: StepBatch) -> None:
-        decodes = _may_decode(batch)
-        workspace = None
-        floats = self._workspace_floats(batch.num_seqs, batch.max_seq_len) if decodes else 0
-        if floats:
-            if self._workspace is None or len(self._workspace) < floats:
-                self._workspace = torch.empty(floats, dtype=torch.float32, device=self.shape.device)
-            workspace = self._workspace
-        batch.plan = _Plan(decodes, batch.max_query_len > 1, workspace)
+        if self.planner is None:
+            return
+        if batch.host is None:
+            batch.plan = self.planner.for_graph(batch)
+        else:
+            batch.plan = self.planner.for_step(batch.host, batch.num_tokens)
+
+    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+        if self.planner is not None:
+            self.planner.refresh(batch.plan, batch, seq_lens)
 
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
@@ -105,27 +89,18 @@ class CudaBackend:
         *,
         scales: KVScales | None = None,
     ) -> None:
-        plan: _Plan = batch.plan
         cache = PagedKV(kv, batch.block_tables[group], batch.query_start_loc, batch.seq_lens)
         check_sinks(sinks, self.shape.groups[group])
-        scoring, max_seq_len = scoring_with(self._scorings[group], sinks, scales), batch.max_seq_len
-        if self.shape.dtype == torch.float32:
+        scoring = scoring_with(self._scorings[group], sinks, scales)
+        if self.planner is None:
             attention_simple(self.launcher, out, query, cache, scoring)
             return
-        if plan.decodes:
-            limits = {"max_seq_len": max_seq_len, "split_tokens": self.split_tokens}
-            decode_attention(self.launcher, out, query, cache, plan.workspace, scoring, **limits)
-        if plan.prefills:
-            limits = {"max_query_len": batch.max_query_len, "max_seq_len": max_seq_len}
-            prefill_attention(self.launcher, out, query, cache, scoring, **limits)
-
-
-def _may_decode(batch: StepBatch) -> bool:
-    """Whether there may be sequences of one row, or padding."""
-    lens = batch.host
-    if lens is None:
-        return True
-    return bool((lens.query_lens <= 1).any() or (lens.seq_lens == 0).any() or lens.query_lens.sum() < batch.num_tokens)
+        plan: Plan = batch.plan
+        decodes, prefills = plan.decodes[group], plan.prefills[group]
+        if decodes is not None:
+            decode_attention(self.launcher, out, query, cache, decodes, scoring, workspace=plan.workspace)
+        if prefills is not None:
+            prefill_attention(self.launcher, out, query, cache, prefills, scoring)
 
 
 def own_launcher(backend: str) -> Launcher:

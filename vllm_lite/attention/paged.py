@@ -7,8 +7,11 @@ block has as many bytes as with any other backend, laid out otherwise inside a h
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.cuda import device_reason, own_launcher, scoring_of, scoring_with
@@ -72,6 +75,9 @@ class PagedBackend:
         seen = seen.masked_fill(is_padding, 0).clamp(min=0)
         tables = tuple(table[owner].contiguous() for table in batch.block_tables)
         batch.plan = _Plan(seen.to(torch.int32), tables)
+
+    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+        """No graph is made."""
 
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None

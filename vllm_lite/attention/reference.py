@@ -8,8 +8,11 @@ cache.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
@@ -123,6 +126,9 @@ class ReferenceBackend:
         rows = None if bool(written.all()) else written.nonzero().squeeze(1)
         slots = slots if rows is None else slots[rows]
         return _Write(rows, slots // self.shape.block_size, slots % self.shape.block_size)
+
+    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+        """No graph is made."""
 
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None

@@ -37,6 +37,18 @@ class StepBatch:
     """What the backend's `prepare` worked out for this step; opaque to everyone else."""
 
 
+def staged(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """`array` where a copy to the device can begin at once: for a GPU in pinned memory, or the copy would wait for all
+    that was launched before. torch keeps the pinned memory until the copy is done."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """`array` on the device, by a copy that nobody waits for."""
+    return staged(array, device).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class HostLens:
     """The lengths of a step's sequences in host memory: to read them from a GPU would be to wait for it."""

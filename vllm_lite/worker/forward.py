@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionBackend
-from vllm_lite.attention.step_batch import HostLens, StepBatch
+from vllm_lite.attention.step_batch import HostLens, StepBatch, to_device
 from vllm_lite.models.registry import Model
 from vllm_lite.worker.batch.step_inputs import StepInputs
 
@@ -65,13 +64,3 @@ class EagerForward:
 
     def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
         return to_device(array, self.device)
-
-
-def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`array` on the device. To a GPU it goes through pinned memory, or the copy would wait for all that was launched
-    before; torch keeps the pinned memory until the copy is done.
-    """
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -20,9 +20,9 @@ They write nothing, their attention is zero and nobody reads their logits.
 
 Outside: those copies; on CUDA `backend.prepare`, which runs once, before the capture, on the bucket's own StepBatch
 (there max_seq_len is max_model_len, and a backend must keep in `batch.plan`, and read from device memory, all that
-the captured kernels need; on a CPU it is the program's first part); sampling; and every step that is not pure decoding
-or has more sequences than the largest bucket. Such steps run eagerly, and so does every step over a backend that is not
-`graph_safe`.
+the captured kernels need; on a CPU it is the program's first part), and `backend.refresh` before each replay;
+sampling; and every step that is not pure decoding or has more sequences than the largest bucket. Such steps run
+eagerly, and so does every step over a backend that is not `graph_safe`.
 """
 
 import gc
@@ -36,12 +36,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
+from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch, staged, to_device
 from vllm_lite.config import GIB
 from vllm_lite.kernels.cpu.program import NotRecordable, Program
 from vllm_lite.runtime import log
 from vllm_lite.worker.batch.step_inputs import StepInputs
-from vllm_lite.worker.forward import EagerForward, to_device
+from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.process import no_garbage_collection
 
 logger = log.get(__name__)
@@ -165,7 +165,7 @@ class DecodeInputs:
         rows, seq_lens = _split(staging, self.num_groups, size)
         self._fill(inputs, rows.numpy(), seq_lens.numpy())
         for table, used in zip(self._tables, inputs.block_tables if inputs else (), strict=False):
-            table[: used.shape[0], : used.shape[1]].copy_(to_device(used, self.device))
+            table[: used.shape[0], : used.shape[1]].copy_(staged(used, self.device), non_blocking=True)
         self._memory[: len(staging)].copy_(staging, non_blocking=True)
 
     def _host_rows(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -266,6 +266,7 @@ class DecodeGraphs:
         if bucket is None:
             return self.eager.logits(inputs)
         self._inputs.load(inputs, size)
+        self.eager.backend.refresh(bucket.batch, inputs.seq_lens)
         bucket.graph.replay()
         self.num_replays += 1
         logits = bucket.logits if size == num_seqs else bucket.logits[:num_seqs]

@@ -1,39 +1,29 @@
-"""Paged attention of one new token per sequence with the engine's own kernel: csrc/cuda/decode_attention.cuh.
+"""Paged attention of single new tokens with the engine's own kernel: csrc/cuda/decode_attention.cuh.
 
-A sequence is cut into splits of a fixed number of tokens, which blocks attend to independently and `merge_splits` adds
-up in order (Flash-Decoding, Dao et al. 2023), so that no bit of a row depends on the batch around it. Grids depend on
-nothing but shapes and `max_seq_len`: a captured launch serves any lengths up to it.
+What a row sees is cut into splits, which blocks attend to independently and `merge_splits` adds up in order
+(Flash-Decoding, Dao et al. 2023). The work is a list in the device's memory (attention_work.py): a captured launch
+serves whatever the list holds by then, and no bit of a row depends on the batch around it.
 """
 
 import numpy as np
 import torch
 
-from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring, check_for_tensor_cores
+from vllm_lite.kernels.cuda.attention_inputs import MAX_GRID_YZ, PagedKV, Scoring, check_for_tensor_cores
+from vllm_lite.kernels.cuda.attention_work import TILE, RowLists, check_list
 from vllm_lite.kernels.cuda.launcher import Launcher, cuda_type, require
 
 SOURCE = "decode_attention.cuh"
 MERGE_SOURCE = "merge_splits.cuh"
-TILE = 16
-"""Tokens that a warp takes at once; a split is a multiple of it."""
-SPLIT_TOKENS = 512
 LOG2E = 1.4426950408889634
 _WARPS = 4
 TARGET_BLOCKS = 2048
-"""Five times what an H200 holds at once, so that the last ones to finish leave little of it idle."""
-_SPLITS_PER_BLOCK = 8
+"""Five times what an H200 holds at once, so that the last ones to finish leave little of it idle. Where there are more
+splits, blocks take several in turn, and a graph that is made for long contexts starts no more."""
 
 
-def num_splits(max_seq_len: int, window: int | None = None, split_tokens: int = SPLIT_TOKENS) -> int:
-    """The most splits that a sequence of up to `max_seq_len` tokens is cut into; what is before a window is not cut."""
-    tiles = -(-max_seq_len // TILE)
-    if window is not None:
-        tiles = min(tiles, (window + 2 * TILE - 2) // TILE)  # a window may begin and end inside of a tile
-    return max(1, -(-tiles * TILE // split_tokens))
-
-
-def workspace_floats(num_seqs: int, num_heads: int, head_size: int, max_splits: int) -> int:
-    """Size of the scratch that a launch needs: an output and a log-sum-exp per split. 0 where one is enough."""
-    return 0 if max_splits == 1 else num_seqs * num_heads * max_splits * (head_size + 1)
+def workspace_floats(num_splits: int, num_heads: int, head_size: int) -> int:
+    """Size of the scratch that a launch with merges needs: an output and a log-sum-exp of each split on its list."""
+    return num_splits * num_heads * (head_size + 1)
 
 
 def head_tiles(group: int, head_size: int) -> int:
@@ -47,66 +37,56 @@ def kernel_name(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int, group
     return f"decode_attention<{types}, {head_size}, {head_tiles(group, head_size)}, {small}, {_WARPS}>"
 
 
-def decode_attention(  # noqa: PLR0913
+def decode_attention(  # noqa: PLR0913 - what only some steps have comes last
     launcher: Launcher,
     out: torch.Tensor,  # [num_tokens, num_heads, head_size], rows may be strided
     query: torch.Tensor,  # [num_tokens, num_heads, head_size], rows may be strided
     cache: PagedKV,
-    workspace: torch.Tensor | None,  # float32, at least `workspace_floats`; None where that is 0
+    work: RowLists,
     scoring: Scoring,
     *,
-    max_seq_len: int,
-    split_tokens: int = SPLIT_TOKENS,
+    workspace: torch.Tensor | None = None,  # float32, at least `workspace_floats`; None without merges
+    split_tokens: int = 0,
 ) -> None:
-    """Attention of every sequence with exactly one query row; rows of those with more stay as they are in `out`.
+    """Attention of the rows on the list; all others stay as they are in `out`.
 
-    Rows of sequences of length 0 and rows after the last sequence become zero. Table entries of blocks before a window
-    or past the length are not read. A row's bits depend on its sequence and on `split_tokens` (a multiple of 16) alone.
-    No length may exceed `max_seq_len`. Raises ValueError for bad input.
+    Table entries of blocks before a window or past what a row sees are not read. A row's bits depend on what it sees
+    alone. `split_tokens` is that of the list: 0, or a multiple of 16. Raises ValueError for bad input.
     """
     _check(out, query, cache)
-    kv, block_tables, query_start_loc, seq_lens = cache
-    (num_tokens, num_heads, head_size), num_seqs = query.shape, len(seq_lens)
+    kv, block_tables = cache.kv, cache.block_tables
+    (_, num_heads, head_size), most = query.shape, work.most_splits
     scoring.check(num_heads)
     require(
-        split_tokens > 0 and split_tokens % TILE == 0, f"a split of {split_tokens} tokens: not a multiple of {TILE}"
+        split_tokens >= 0 and split_tokens % TILE == 0, f"a split of {split_tokens} tokens: not a multiple of {TILE}"
     )
-    if num_seqs == 0:
-        out.zero_()
+    check_list("splits", work.splits, 4)
+    if most < 1:
         return
     _, _, num_kv_heads, block_size, _ = kv.shape
-    max_splits = num_splits(max_seq_len, scoring.window, split_tokens)
-    parts = _divide(workspace, num_seqs * num_heads * max_splits, head_size, max_splits)
+    parts = _divide(workspace, most * num_heads, head_size) if work.merges is not None else (None, None)
     group = num_heads // num_kv_heads
     pairs = num_kv_heads * -(-group // (8 * (tiles := head_tiles(group, head_size))))
     scale, v_scale = scoring.factors(kv)
-    cut = (np.int32(scoring.window or 0), np.int32(split_tokens // TILE))
     strides = (out.stride(0), query.stride(0), block_tables.stride(0), kv.stride(0), kv.stride(2))
-    sizes = (kv.stride(3), num_tokens, num_heads, num_kv_heads, block_size.bit_length() - 1, max_splits)
+    sizes = (kv.stride(3), num_heads, num_kv_heads, block_size.bit_length() - 1, scoring.window or 0)
     launcher.kernel(SOURCE, kernel_name(query.dtype, kv.dtype, head_size, group, block_size))(
-        (pairs, num_seqs, _blocks_a_sequence(pairs * num_seqs, max_splits)),
+        (min(most, -(-TARGET_BLOCKS // pairs)), pairs, 1),
         (32 * _WARPS, 1, 1),
         (
-            *(out, *parts, query, kv, kv[:, 1], block_tables, seq_lens, query_start_loc),
-            *(scoring.alibi_slopes, scoring.sinks),
+            *(out, *parts, query, kv, kv[:, 1], block_tables, work.splits, scoring.alibi_slopes, scoring.sinks),
             *map(np.int64, strides),
-            *(*map(np.int32, sizes), *cut),
+            *map(np.int32, (*sizes, split_tokens // TILE)),
             *map(np.float32, (*to_base_2(scale, scoring.soft_cap), v_scale)),
         ),
         _WARPS * 8 * tiles * (head_size + 2) * 4,
     )
-    if max_splits > 1:
+    if work.merges is not None and len(work.merges) > 1:
+        check_list("merges", work.merges, 4)
         merge = launcher.kernel(MERGE_SOURCE, f"merge_splits<{cuda_type(out.dtype, 'out')}, {head_size}>")
-        ends = (np.int64(out.stride(0)), np.int32(max_splits), *cut)
-        args = (out, *parts, seq_lens, query_start_loc, scoring.sinks, *ends)
-        merge((num_heads, num_seqs, 1), (-(-head_size // 64) * 32, 1, 1), args)
-
-
-def _blocks_a_sequence(others: int, max_splits: int) -> int:
-    """How many blocks share the splits of a sequence: it changes who computes them, not what. `others`: the rest of the
-    grid. Few enough that a graph made for long sequences does not start thousands of blocks which find nothing to do.
-    """
-    return min(max_splits, max(-(-TARGET_BLOCKS // others), -(-max_splits // _SPLITS_PER_BLOCK)))
+        grid = (num_heads, min(len(work.merges) - 1, MAX_GRID_YZ), 1)
+        args = (out, *parts, work.merges, scoring.sinks, np.int64(out.stride(0)))
+        merge(grid, (-(-head_size // 64) * 32, 1, 1), args)
 
 
 def to_base_2(scale: float, soft_cap: float) -> tuple[float, float]:
@@ -114,12 +94,8 @@ def to_base_2(scale: float, soft_cap: float) -> tuple[float, float]:
     return (scale / soft_cap, soft_cap * LOG2E) if soft_cap else (scale * LOG2E, 0.0)
 
 
-def _divide(
-    workspace: torch.Tensor | None, num_parts: int, head_size: int, max_splits: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """part_out and part_lse; None where no sequence has more than one split."""
-    if max_splits == 1:
-        return None, None
+def _divide(workspace: torch.Tensor | None, num_parts: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """part_out and part_lse."""
     floats = num_parts * (head_size + 1)
     if workspace is None or workspace.dtype != torch.float32 or workspace.dim() != 1 or len(workspace) < floats:
         raise ValueError(f"the workspace must be float32 [{floats} or more], got {getattr(workspace, 'shape', None)}")

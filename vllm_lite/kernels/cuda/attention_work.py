@@ -1,0 +1,140 @@
+"""Who computes what of a step's attention: lists of work, made on the host from the lengths that it knows.
+
+A list names what there is to do and nothing else, so a grid of its length has no empty block, however much the
+sequences of a step differ. `csrc/cuda/merge_splits.cuh` says how an entry lies in memory, and cuts a row's context as
+`num_splits` does here. Where a row is cut follows from what it sees and the window alone, not from the batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_lite.kernels.cuda.launcher import require
+
+Ints: TypeAlias = NDArray[np.integer[Any]]
+Int32s: TypeAlias = NDArray[np.int32]
+
+TILE = 16
+"""Tokens that a warp of the decode kernel takes at once."""
+MAX_SPLITS = 64
+"""Splits of the longest sequence: enough to fill a GPU with one of 8 KV heads; more would only cost workspace."""
+PREFILL_ROWS = 64
+"""Query rows of a block of the prefill kernel: pairs of a token and a head of the KV head's group."""
+MAX_SHORT_ROWS = 16
+SHORT_TOKENS = 512
+MAX_SHORT_SPLITS = 2048
+"""Chunks of a few rows behind a long context (drafts, the end of a prompt) are decoded, each row by itself, as long as
+there are few of them: the prefill kernel would walk their context with one block for each KV head. Each row reads the
+context once more, mostly from the L2 cache, so where their blocks fill the GPU anyway they stay with that kernel."""
+
+
+class Rows(NamedTuple):
+    """Rows that are decoded, each by itself. One that sees nothing becomes zero."""
+
+    tokens: Ints  # [n], its place in the step
+    sequences: Ints  # [n]
+    seen: Ints  # [n], its position plus 1; 0 for padding
+
+
+class RowLists(NamedTuple):
+    """The decode kernel's work in the device's memory; each list has its length in its first element."""
+
+    splits: torch.Tensor  # int32 [1 + most splits, 4]: token, sequence, tokens seen, split
+    merges: torch.Tensor | None  # int32 [1 + most rows, 4]: token, its first split, splits, 0; None: no row has several
+
+    @property
+    def most_splits(self) -> int:
+        return len(self.splits) - 1
+
+    @classmethod
+    def on(cls, device: torch.device, rows: Rows, window: int | None = None, split_tokens: int = 0) -> "RowLists":
+        """Lists of exactly this work."""
+        splits, merges = (torch.from_numpy(part).to(device) for part in row_lists(rows, window, split_tokens))
+        return cls(splits, merges if len(merges) > 1 else None)
+
+
+def tiles_a_split(tiles: Ints) -> Ints:
+    """As the function of that name in merge_splits.cuh."""
+    large = np.maximum(32, -(-tiles // MAX_SPLITS))
+    return np.where(tiles <= 32, 32, np.where(tiles <= 256, 16, large))
+
+
+def num_splits(seen: Ints, window: int | None = None, split_tokens: int = 0) -> Ints:
+    """Into how many splits rows are cut that see so many tokens, none into 0. `split_tokens`: always after so many."""
+    tiles = -(-seen // TILE)
+    if window is not None:
+        tiles = tiles - np.maximum(seen - window, 0) // TILE
+    return -(-tiles // (split_tokens // TILE or tiles_a_split(tiles)))
+
+
+def most_splits(max_seq_len: int, window: int | None = None) -> int:
+    """The most splits that any row has which sees up to `max_seq_len` tokens."""
+    seen = max_seq_len if window is None else min(max_seq_len, window + 2 * TILE - 2)  # it may begin and end in a tile
+    peaks = [256 * TILE, 32 * MAX_SPLITS * TILE]  # where splits become larger, there are fewer
+    return int(num_splits(np.array([seen, *(min(seen, peak) for peak in peaks)])).max())
+
+
+def short_chunks(
+    query_lens: Ints, seq_lens: Ints, windows: Sequence[int | None] = (None,)
+) -> NDArray[np.bool_]:  # [num_seqs]
+    """Which sequences bring more than one row, and are decoded."""
+    short = (query_lens > 1) & (query_lens <= MAX_SHORT_ROWS) & (seq_lens > SHORT_TOKENS)
+    most = max((num_splits(seq_lens, window) * query_lens)[short].sum() for window in windows) if short.any() else 0
+    if most > MAX_SHORT_SPLITS:
+        short[:] = False
+    return short
+
+
+def rows_of(query_lens: Ints, seq_lens: Ints, num_tokens: int, chosen: NDArray[np.bool_]) -> Rows:
+    """The rows of these sequences, and the padding behind the last sequence."""
+    ends = np.cumsum(query_lens)
+    sequences = np.repeat(np.flatnonzero(chosen), query_lens[chosen])
+    before = np.cumsum(query_lens * chosen) - query_lens * chosen
+    place = np.arange(len(sequences)) - before[sequences]  # of a row in its sequence
+    from_end = query_lens[sequences] - place
+    tokens = ends[sequences] - from_end
+    seen = np.maximum(seq_lens[sequences] - from_end + 1, 0)
+    num_used = int(ends[-1]) if len(ends) else 0
+    if num_used == num_tokens:
+        return Rows(tokens, sequences, seen)
+    padding = np.arange(num_used, num_tokens)
+    none = np.zeros_like(padding)
+    return Rows(*map(np.concatenate, ((tokens, padding), (sequences, none), (seen, none))))
+
+
+def row_lists(rows: Rows, window: int | None, split_tokens: int = 0) -> tuple[Int32s, Int32s]:
+    """The lists of splits and of merges, [1 + n, 4] each."""
+    counts = num_splits(rows.seen, window, split_tokens)
+    own = np.maximum(counts, 1)  # what sees nothing is one entry, too: it is cleared
+    first = np.cumsum(own) - own
+    num_entries = int(own.sum())
+    of = np.repeat(np.arange(len(own)), own)
+    splits = np.empty((1 + num_entries, 4), np.int32)
+    splits[0] = num_entries
+    splits[1:, 0], splits[1:, 1], splits[1:, 2] = rows.tokens[of], rows.sequences[of], rows.seen[of]
+    splits[1:, 3] = np.arange(num_entries) - first[of]
+    several = np.flatnonzero(own > 1)
+    merges = np.zeros((1 + len(several), 4), np.int32)
+    merges[0] = len(several)
+    merges[1:, 0], merges[1:, 1], merges[1:, 2] = rows.tokens[several], first[several], own[several]
+    return splits, merges
+
+
+def prefill_tiles(query_lens: Ints, seq_lens: Ints, group: int, chosen: NDArray[np.bool_]) -> Int32s:  # [n, 2]
+    """(sequence, tile of its rows) for the prefill kernel; what sees most of the context is first. `group`: query heads
+    of a KV head."""
+    counts = np.where(chosen, -(-query_lens * group // PREFILL_ROWS), 0)
+    sequences = np.repeat(np.arange(len(counts)), counts)
+    tiles = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
+    last = np.minimum((tiles + 1) * PREFILL_ROWS // group, query_lens[sequences])
+    keys = seq_lens[sequences] - query_lens[sequences] + last
+    order = np.argsort(-keys, kind="stable")
+    return np.stack((sequences[order], tiles[order]), 1).astype(np.int32)
+
+
+def check_list(name: str, given: torch.Tensor, width: int) -> None:
+    fits = given.dtype == torch.int32 and given.dim() == 2 and given.shape[1] == width and given.is_contiguous()
+    require(fits, f"{name} is {given.dtype} {list(given.shape)}; it must be int32 [n, {width}], contiguous")
