@@ -14,7 +14,7 @@ NULL_BLOCK = 0
 
 
 class Block:
-    """One physical block. `prev`/`next` are set exactly while it is in the free list."""
+    """One physical block. `prev` and `next` mean something only while it is free; they are not cleared after that."""
 
     __slots__ = ("block_hash", "block_id", "next", "prev", "ref_count")
 
@@ -31,16 +31,22 @@ class Block:
 
 
 class FreeList:
-    """A doubly linked list through the blocks themselves: O(1) at both ends and in the middle."""
+    """A doubly linked list through the blocks themselves: O(1) at both ends and in the middle.
+
+    BlockPool.touch and BlockPool.free unlink and link the blocks in their own loops, where a call for each block would
+    cost as much as all the rest.
+    """
+
+    __slots__ = ("head", "num_free", "tail")
 
     def __init__(self) -> None:
-        self._head, self._tail = Block(-1), Block(-1)
-        self._head.next, self._tail.prev = self._tail, self._head
+        self.head, self.tail = Block(-1), Block(-1)
+        self.head.next, self.tail.prev = self.tail, self.head
         self.num_free = 0
 
     def append_n(self, blocks: Sequence[Block]) -> None:
         """Append in the order given."""
-        tail = self._tail
+        tail = self.tail
         last = tail.prev
         for block in blocks:
             last.next, block.prev = block, last  # type: ignore[union-attr]
@@ -48,34 +54,22 @@ class FreeList:
         last.next, tail.prev = tail, last  # type: ignore[union-attr]
         self.num_free += len(blocks)
 
-    def remove_n(self, blocks: Sequence[Block]) -> None:
-        """Unlink each from wherever it is. Raises RuntimeError at one that is not listed."""
-        for block in blocks:
-            before, after = block.prev, block.next
-            if before is None or after is None:
-                raise RuntimeError(f"{block} is not in the free list")
-            before.next, after.prev = after, before
-            block.prev = block.next = None
-        self.num_free -= len(blocks)
-
     def popleft_n(self, count: int) -> list[Block]:
         """The `count` blocks at the head, unlinked. Raises OutOfBlocks and takes none if there are fewer."""
         if count > self.num_free:
             raise OutOfBlocks(f"Cannot get {count} free blocks from the pool: only {self.num_free} are free")
         taken = []
-        head, block = self._head, self._head.next
+        head, block = self.head, self.head.next
         for _ in range(count):
             taken.append(block)
-            after = block.next  # type: ignore[union-attr]
-            block.prev = block.next = None  # type: ignore[union-attr]
-            block = after
+            block = block.next  # type: ignore[union-attr]
         head.next, block.prev = block, head  # type: ignore[union-attr]
         self.num_free -= count
         return taken  # type: ignore[return-value]
 
     def __iter__(self) -> Iterator[Block]:
-        block = self._head.next
-        while block is not self._tail:
+        block = self.head.next
+        while block is not self.tail:
             yield block  # type: ignore[misc]  # only the two ends have no neighbour
             block = block.next  # type: ignore[union-attr]
 
@@ -155,23 +149,26 @@ class BlockPool:
 
         Raises ValueError at an id that no block has; those before it have been touched.
         """
-        blocks = self.blocks
-        revived = []
+        blocks, free, null = self.blocks, self._free, self._null
+        num_revived = 0
         try:
             for block_id in ids:
                 if block_id < 0:  # or it would count from the end
                     raise self._unknown(block_id)
                 block = blocks[block_id]
-                if block.ref_count == 0:
-                    if block_id == self._null:
+                count = block.ref_count
+                if count == 0:
+                    if block_id == null:
                         continue
-                    revived.append(block)
-                block.ref_count += 1
+                    before, after = block.prev, block.next
+                    before.next, after.prev = after, before  # type: ignore[union-attr]  # a free block has neighbours
+                    num_revived += 1
+                block.ref_count = count + 1
         except IndexError:
             raise self._unknown(block_id) from None
         finally:
-            self._free.remove_n(revived)
-        self.num_revived += len(revived)
+            free.num_free -= num_revived
+        self.num_revived += num_revived
         self.peak_used = max(self.peak_used, self.num_used)
         for observer in self.observers:
             observer.touched(ids)
@@ -182,25 +179,30 @@ class BlockPool:
         A sequence passes its table reversed, so that its tail is evicted before its prefix. Raises ValueError at a
         block that is free, or an id that no block has; those before it have been freed.
         """
-        blocks = self.blocks
-        unreferenced: list[Block] = []
+        blocks, free, null = self.blocks, self._free, self._null
+        tail = free.tail
+        last = tail.prev
+        num_freed = 0
         try:
             for block_id in ids:
                 if block_id < 0:
                     raise self._unknown(block_id)
                 block = blocks[block_id]
                 count = block.ref_count - 1
-                if count < 0:
-                    if block_id == self._null:
-                        continue
+                if count > 0:
+                    block.ref_count = count
+                elif count == 0:
+                    block.ref_count = 0
+                    last.next, block.prev = block, last  # type: ignore[union-attr]  # the ends have one neighbour each
+                    last = block
+                    num_freed += 1
+                elif block_id != null:
                     raise ValueError(f"Double free! {block} is already freed.")
-                block.ref_count = count
-                if count == 0:
-                    unreferenced.append(block)
         except IndexError:
             raise self._unknown(block_id) from None
         finally:
-            self._free.append_n(unreferenced)
+            last.next, tail.prev = tail, last  # type: ignore[union-attr]
+            free.num_free += num_freed
 
     def cache_block(self, block_id: int, block_hash: bytes) -> None:
         """Make a full block findable under the hash of its content and everything before it."""
