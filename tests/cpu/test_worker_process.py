@@ -25,7 +25,17 @@ from vllm_lite.protocol.codec import (
     unpack_tokens,
     worker_to_engine,
 )
-from vllm_lite.protocol.control import Failed, Load, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.control import (
+    Failed,
+    Imported,
+    Load,
+    Ready,
+    Shutdown,
+    Start,
+    Started,
+    WorkerHeartbeat,
+    WorkerHello,
+)
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Finish, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import supervise
@@ -49,8 +59,8 @@ class Engine:
         self.heartbeats: list[WorkerHeartbeat] = []
 
     def receive(self, kind: type[M]) -> M:
-        """The next message that is no heartbeat, which must be a `kind`."""
-        message = self.next(lambda message: not isinstance(message, WorkerHeartbeat))
+        """The next message that is no heartbeat, nor one of every later group; it must be a `kind`."""
+        message = self.next(lambda message: not isinstance(message, WorkerHeartbeat | Imported))
         assert isinstance(message, kind), message
         return message
 

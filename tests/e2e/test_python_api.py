@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import make_checkpoint
 from tests.deadlines import scaled
 from tests.e2e.reference import start
-from vllm_lite import AsyncClient, RequestOutputKind, SamplingParams
+from vllm_lite import LLM, AsyncClient, RequestOutputKind, SamplingParams
 from vllm_lite.client.launch import resolve
 from vllm_lite.config import EngineConfig
+from vllm_lite.errors import RequestError
 
 DOCS = Path(__file__).parents[2] / "docs" / "python-api.md"
 CHAT = [
@@ -100,3 +102,41 @@ def test_every_kind_of_output_tells_the_same_story(llm: Any, kind: RequestOutput
             assert parts[-1].cumulative_logprob == pytest.approx(sample.cumulative_logprob)
 
     asyncio.run(asyncio.wait_for(main(), scaled(60)))
+
+
+def test_an_engine_sleeps_and_gets_other_weights(tmp_path: Path) -> None:
+    """By its own LLM, and by another client of it."""
+    first, second = (make_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def tokens(llm: LLM) -> list[int]:
+        (output,) = llm.generate([[5, 6, 7]], greedy, use_tqdm=False)
+        return output.outputs[0].token_ids
+
+    async def operate(address: str) -> None:
+        async with AsyncClient(address) as client:
+            await client.update_weights(second)
+            with pytest.raises(RequestError, match="nowhere: no such folder"):
+                await client.update_weights(tmp_path / "nowhere")
+            await client.pause_generation("keep")
+            assert await client.is_paused()
+            with pytest.raises(RequestError, match="mode: Invalid enum value"):
+                await client.pause_generation("soon")  # type: ignore[arg-type]
+            await client.sleep(2)
+            assert await client.is_sleeping()
+            await client.wake_up(["weights"])
+            assert await client.is_sleeping()
+            await client.wake_up(["kv_cache"])
+            assert not await client.is_paused()
+
+    with start(first, dtype="float32") as llm:
+        before = tokens(llm)
+        llm.sleep()
+        with pytest.raises(RequestError, match="the engine sleeps"):
+            tokens(llm)
+        llm.wake_up()
+        assert tokens(llm) == before
+        asyncio.run(asyncio.wait_for(operate(llm.address), scaled(60.0)))
+        assert tokens(llm) != before
+        llm.update_weights(first)
+        assert tokens(llm) == before

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.test_core import make_core
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.client_port import MAX_PASS_MESSAGES, MAX_PASS_S
+from vllm_lite.engine.operations import Operations
 from vllm_lite.engine.process import EngineProcess
 from vllm_lite.engine.recovery import Recovery
 from vllm_lite.engine.worker_groups import WorkerGroups
@@ -80,6 +81,7 @@ class Engine:
         self.core = make_core(num_blocks=41)
         self.groups = WorkerGroups(lambda _: self.core._executor, config)
         self.recovery = Recovery(self.core, self.groups, self.port, config)
+        self.operations = Operations(self.core, self.groups, self.port, config)
         self.clients: list[Client] = []
 
     def client(self, name: bytes) -> Client:
@@ -89,7 +91,7 @@ class Engine:
 
     def loop(self, count: int = 1) -> None:
         for _ in range(count):
-            self.process._serve_once(self.core, self.groups, self.recovery)
+            self.process._serve_once(self.core, self.groups, self.recovery, self.operations)
             self.core.scheduler.check_integrity()
         self.port.flush(0.0, at_once=True)
         for client in self.clients:

@@ -18,7 +18,7 @@ from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime.wakeup import Wakeup
 
 CONFIG = EngineConfig().resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
-METER = SimpleNamespace(counters=None)
+METER = SimpleNamespace(counters=SimpleNamespace())
 
 
 def make_groups(executor: object) -> WorkerGroups:
@@ -43,7 +43,7 @@ def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pyte
         return []
 
     monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: Watched())
-    scheduler = SimpleNamespace(requests={}, step=0)
+    scheduler = SimpleNamespace(requests={}, step=0, has_workers=True)
     core = SimpleNamespace(scheduler=scheduler, expire=list, finish=finish, begin=lambda: False, meter=METER)
     executor = SimpleNamespace(poll=lambda: outputs.popleft() if outputs else None)
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)

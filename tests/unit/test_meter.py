@@ -16,9 +16,10 @@ from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.observe.counters import FIRST_TOKEN_S, one_two_five
 from vllm_lite.engine.request import Produced
 from vllm_lite.protocol import api
-from vllm_lite.protocol.api import ForkRequest, Generate, Histogram
+from vllm_lite.protocol.api import ForkRequest, Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
+from vllm_lite.protocol.histograms import Histogram, RequestHistograms
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import NOT_FINITE
 
@@ -68,18 +69,18 @@ class Bench:
         return copy.deepcopy(self.core.stats())
 
     @property
-    def measured(self) -> api.RequestHistograms:
+    def measured(self) -> RequestHistograms:
         measured = self.stats.requests
         assert measured is not None
         return measured
 
 
-def count(histogram: api.Histogram) -> int:
+def count(histogram: Histogram) -> int:
     assert len(histogram.counts) == len(histogram.bounds) + 1
     return sum(histogram.counts)
 
 
-def made_of(*values: float, bounds: tuple[float, ...]) -> api.Histogram:
+def made_of(*values: float, bounds: tuple[float, ...]) -> Histogram:
     histogram = Histogram.over(bounds)
     for value in values:
         histogram.observe(value)

@@ -8,6 +8,7 @@ import pytest
 from tests.recorded import Recorded
 from vllm_lite.engine.request import Request
 from vllm_lite.protocol import api
+from vllm_lite.protocol.histograms import RequestHistograms
 
 GAUGES = {
     *("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks"),
@@ -36,7 +37,7 @@ def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int)
         measured = stats.requests
         assert measured is not None
         now = [getattr(stats, name) for name in api.Stats.__struct_fields__ if name not in GAUGES]
-        for name in api.RequestHistograms.__struct_fields__:
+        for name in RequestHistograms.__struct_fields__:
             histogram = getattr(measured, name)
             now += [*histogram.counts, histogram.sum]
         assert all(later >= earlier - 1e-6 for earlier, later in zip(before, now, strict=False))

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_lite.errors import ProtocolError
-from vllm_lite.protocol import api, codec, control, step
+from vllm_lite.protocol import api, codec, control, operations, step
 from vllm_lite.protocol.codec import Codec, pack_tokens, unpack_tokens
+from vllm_lite.protocol.histograms import Histogram, RequestHistograms
 from vllm_lite.protocol.params import MAX_SEED, LogitRules, Sampling, SamplingParams
 
 SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 2**64 - 1, 0, 5)
@@ -35,7 +36,7 @@ PARAMS = SamplingParams(
     bad_words_token_ids=[[5, 6], [7]],
 )
 
-MEASURED = api.RequestHistograms(*[api.Histogram((1.0, 2.5), [1, 0, 2], 9.5)] * 14)
+MEASURED = RequestHistograms(*[Histogram((1.0, 2.5), [1, 0, 2], 9.5)] * 14)
 STATE = api.RequestState(
     "r",
     api.AdmissionState("LATER", "waits_for_blocks", 1, 2, 3, 4),
@@ -58,6 +59,12 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, api.Describe(external_id="cmpl-r", with_content=True)),
     (codec.client_to_engine, api.AbortExternal("cmpl-r")),
     (codec.client_to_engine, api.ResetPrefixCache()),
+    (codec.client_to_engine, operations.PauseGeneration("wait", clear_cache=False)),
+    (codec.client_to_engine, operations.ResumeGeneration()),
+    (codec.client_to_engine, operations.Sleep(2, "keep")),
+    (codec.client_to_engine, operations.WakeUp(("weights", "scheduling"))),
+    (codec.client_to_engine, operations.UpdateWeights("/folder")),
+    (codec.engine_to_client, operations.OperationDone("no", bad_input=True)),
     (codec.engine_to_client, api.ExternalAborted(2)),
     (
         codec.engine_to_client,
@@ -108,11 +115,14 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     ),
     (codec.engine_to_worker, step.Steps([step.SchedulerOutput(1, 2, [], [step.Continue(1, 1, [])])] * 2)),
     (codec.engine_to_worker, control.Start(1, 2, 0)),
+    (codec.engine_to_worker, control.Load(1)),
+    (codec.engine_to_worker, control.Load(1, "/folder")),
     (codec.engine_to_worker, control.Shutdown()),
     (codec.worker_to_engine, step.ModelOutput(7, 8, pack_tokens([1]), None, [LOGPROBS], [(3, "nan")])),
     (codec.worker_to_engine, step.ModelOutput(7, 8, b"", prompts=[(3, SCORES), (4, SCORES)], drafted=(1, 4))),
     (codec.worker_to_engine, step.StepOutputs([step.ModelOutput(7, 8, b""), step.ModelOutput(7, 9, pack_tokens([1]))])),
     (codec.worker_to_engine, control.WorkerHello(1, "m", 0, 1, 42)),
+    (codec.worker_to_engine, control.Imported(0, 2)),
     (codec.worker_to_engine, control.Ready(0, 1, 9, 64, (control.KVGroupInfo("full", 2),), 128, 100, (2,))),
     (codec.worker_to_engine, control.WorkerHeartbeat(0, 1, 5, True)),
     (codec.worker_to_engine, control.Failed(0, 1, "ModelError", "bad", True, 3)),

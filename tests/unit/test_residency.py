@@ -6,7 +6,7 @@ from tests.unit.test_meter import Bench, count
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.observe.residency import BLOCK_S, Residency
 from vllm_lite.executor.simulated import VirtualClock
-from vllm_lite.protocol.api import Histogram
+from vllm_lite.protocol.histograms import Histogram
 
 
 def make(num_blocks: int = 4, one_in: int = 1) -> tuple[BlockPool, VirtualClock, Residency]:

@@ -15,7 +15,8 @@ from tests.fakes import STATS, welcome
 from vllm_lite.client.session import Session
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
-from vllm_lite.protocol.api import BlockHistograms, Histogram, RequestHistograms, Stats
+from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.histograms import BlockHistograms, Histogram, RequestHistograms
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.metrics import METRICS, Metrics, table

@@ -10,6 +10,8 @@ from tests.unit.test_core import EOS, VOCAB, continuation
 from tests.unit.test_engine_clients import Client
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.kept_state import KeptState
+from vllm_lite.engine.operations import Operations
 from vllm_lite.engine.process import EngineProcess
 from vllm_lite.engine.recovery import Recovery
 from vllm_lite.engine.worker_groups import MAX_STANDBY_DEATHS, STANDBY_LOOK_S, WorkerGroups
@@ -62,8 +64,13 @@ class FakeGroup:
     def spawn(self) -> None:
         self.enter("spawned")
 
-    def begin_load(self, timeout_s: float) -> None:
+    def is_prepared(self) -> bool:
+        self.check()
+        return self.host.imports
+
+    def begin_load(self, timeout_s: float, model: str | None = None) -> None:
         assert timeout_s > 0
+        self.model = model
         assert all(group.is_closed for group in self.host.made if group.generation < self.generation), "memory is taken"
         self.enter("loads")
 
@@ -112,7 +119,7 @@ class Host:
 
     def __init__(self, name: str, **settings: object) -> None:
         self.ready = READY
-        self.loads = self.allocates = True
+        self.imports = self.loads = self.allocates = True
         self.dies_when: dict[int, str] = {}
         self.made: list[FakeGroup] = []
         self.now_s = 100.0
@@ -129,6 +136,8 @@ class Host:
         self.groups.allocate(NUM_BLOCKS, 0, self.stop)
         self.core = EngineCore(config, READY, self.groups.executor, Sizes(NUM_BLOCKS), Lives(1))
         self.recovery = Recovery(self.core, self.groups, self.port, config, lambda: self.now_s)
+        self.kept: list[KeptState] = []
+        self.operations = Operations(self.core, self.groups, self.port, config, self.kept.append)
         self.clients: list[Client] = []
 
     def make(self, generation: int) -> FakeGroup:
@@ -151,7 +160,7 @@ class Host:
 
     def loop(self, count: int = 1) -> None:
         for _ in range(count):
-            self.process._serve_once(self.core, self.groups, self.recovery)
+            self.process._serve_once(self.core, self.groups, self.recovery, self.operations)
             self.core.scheduler.check_integrity()
         self.port.flush(0.0, at_once=True)
         for client in self.clients:

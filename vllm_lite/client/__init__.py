@@ -25,6 +25,7 @@ sample.py        what arrives: samples, a reader's cursor, the prompt's logprobs
 outputs.py       what a user gets
 
 Beside it:
+operations.py    pause, sleep and other weights: what is asked for, and the answer
 beam.py          beam search under vLLM's names
 progress.py      the progress bar of LLM.generate
 instances.py     records of this user's engines, for ps and kill

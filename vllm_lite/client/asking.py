@@ -8,9 +8,10 @@ from typing import TypeVar
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.api import FromClient, Stats
+from vllm_lite.protocol.operations import Operation, OperationDone
 
 STATS_TIMEOUT_S = 10.0
-ANSWERS = (Stats, api.Descriptions, api.ExternalAborted, api.PrefixCacheReset)
+ANSWERS = (Stats, api.Descriptions, api.ExternalAborted, api.PrefixCacheReset, OperationDone)
 
 A = TypeVar("A")
 
@@ -42,6 +43,11 @@ class Asking(ABC):
     def reset_prefix_cache(self) -> "Future[api.PrefixCacheReset]":
         """Have the engine empty its prefix cache. The future fails with EngineError if the engine does."""
         return self.ask(api.ResetPrefixCache(), api.PrefixCacheReset)
+
+    def operate(self, message: Operation) -> "Future[OperationDone]":
+        """Have the engine pause, sleep, or load other weights. The answer comes when that is done, which may be when
+        the last request has ended; the future fails with EngineError if the engine does."""
+        return self.ask(message, OperationDone)
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer in `timeout_s`."""

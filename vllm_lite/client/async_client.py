@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
 
 from vllm_lite.client.asking import STATS_TIMEOUT_S
+from vllm_lite.client.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.sampling import check_form
@@ -23,6 +24,7 @@ from vllm_lite.client.session import (
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, shows
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
+from vllm_lite.protocol.operations import PauseMode
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.transport import KeysOption
 
@@ -201,13 +203,50 @@ class AsyncClient:
         """Empty the prefix cache; running requests go on. Raises EngineError if the engine does not answer in time."""
         return await self._answer(self._connected().session.reset_prefix_cache())
 
+    # ---- the engine itself, by vLLM's names
+
+    async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+        """Have the engine compute nothing until resume_generation(): requests that come wait. Those that are there are
+        ended ("abort"), waited for ("wait"), or go on later ("keep"). Raises EngineError if it is not done."""
+        await self._operate("pause", mode=mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Have a paused engine compute again."""
+        await self._operate("resume")
+
+    async def is_paused(self) -> bool:
+        """Whether the engine computes nothing because it is paused or asleep."""
+        return (await self.stats()).rests
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Have the engine give back the memory of weights and KV cache until wake_up(): requests that come wait."""
+        await self._operate("sleep", level=level, mode=mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Have an engine that sleeps load the model again and go on. With `tags`, when all of "weights" and "kv_cache"
+        have been named."""
+        await self._operate("wake_up", tags=tags or ())
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
+        return (await self.stats()).sleep_level is not None
+
+    async def update_weights(self, model: str | Path, mode: PauseMode = "wait") -> None:
+        """Have the engine serve the weights in another folder, of the same model trained further. Raises RequestError
+        if the folder cannot be served; then the weights before go on."""
+        await self._operate("update_weights", model=str(model), mode=mode)
+
     # ---- inside
 
-    async def _answer(self, asked: Future[A]) -> A:
+    async def _operate(self, name: str, **values: object) -> None:
+        asked = self._connected().session.operate(operation_of(name, **values))
+        check_done(await self._answer(asked, OPERATION_TIMEOUT_S))
+
+    async def _answer(self, asked: Future[A], timeout_s: float = STATS_TIMEOUT_S) -> A:
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(asked), STATS_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.wrap_future(asked), timeout_s)
         except TimeoutError as error:
-            raise EngineError(f"the engine at {self.address} did not answer within {STATS_TIMEOUT_S:g} s") from error
+            raise EngineError(f"the engine at {self.address} did not answer within {timeout_s:g} s") from error
 
     async def _follow(self, stream: RequestStream, *, is_fork: bool = False) -> AsyncGenerator[RequestOutput, None]:
         """Send the request and yield its outputs. The first output of a fork is what it inherits, before any event."""

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from vllm_lite.errors import EngineError
-from vllm_lite.protocol.api import Histogram, Stats
+from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.histograms import Histogram
+from vllm_lite.protocol.operations import OperationDone
 
 _LARGEST = ("life", "generation")
 """Fields of Stats that number something; they are not added."""
@@ -43,13 +45,19 @@ def gathered(asked: "list[Future[A]]", join: Callable[[A, A], A]) -> "Future[A]"
 def joined(one: Any, other: Any) -> Any:
     """Add up two answers of one type; lists of requests are put one behind the other.
 
-    Engines are `recovering` if both are. `peak_used_blocks` may be of two moments.
+    Engines are `recovering` if both are, and paused or asleep if one is, to which requests may go. An operation is done
+    if both have done it. `peak_used_blocks` may be of two moments.
     """
+    if isinstance(one, OperationDone):
+        return other if one.error is None else one
     if not isinstance(one, Stats) or not isinstance(other, Stats):
         return _add(one, other)
     values = {name: _add(getattr(one, name), getattr(other, name)) for name in Stats.__struct_fields__}
     values |= {name: max(getattr(one, name), getattr(other, name)) for name in _LARGEST}
     values["recovering"] = one.recovering if other.recovering else ""
+    levels = [stats.sleep_level for stats in (one, other) if stats.sleep_level is not None]
+    values |= {"is_paused": one.is_paused or other.is_paused, "sleep_level": max(levels, default=None)}
+    values["model"] = one.model
     if one.expert_tokens and other.expert_tokens:
         pairs = zip(one.expert_tokens, other.expert_tokens, strict=True)
         values["expert_tokens"] = [[a + b for a, b in zip(mine, theirs, strict=True)] for mine, theirs in pairs]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from vllm_lite.client.beam import BeamSearchParams, beams_of
 from vllm_lite.client.generation_config import check_source, generation_defaults, read_overrides
 from vllm_lite.client.launch_engines import launch_engines
+from vllm_lite.client.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
 from vllm_lite.client.progress import TokenBar
 from vllm_lite.client.prompt import PromptLike
@@ -20,6 +21,7 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
+from vllm_lite.protocol.operations import PauseMode
 from vllm_lite.protocol.params import SamplingParams
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
@@ -85,6 +87,7 @@ class LLM:
             self.close()
             raise
         self._tokenizer: ChatTokenizer | None = None
+        self._is_asleep = False
         prefix = os.urandom(8).hex()
         self._request_ids = (f"{prefix}-{number}" for number in itertools.count())
 
@@ -143,6 +146,23 @@ class LLM:
         """Empty the prefix cache and return how much it held. Raises EngineError if the engine does not answer."""
         session = self._launched.session
         return session.wait(session.reset_prefix_cache())
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Have the engine give back the memory of weights and KV cache until wake_up(). Level 1 keeps processes that
+        wake faster, level 2 none. Raises EngineError if it is not done."""
+        self._operate("sleep", level=level, mode=mode)
+        self._is_asleep = True
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Have an engine that sleeps load the model again. With `tags`, when all of "weights" and "kv_cache" have been
+        named. Raises EngineError if it is not done; then the engine sleeps on."""
+        self._operate("wake_up", tags=tags or ())
+        self._is_asleep = self.stats().sleep_level is not None
+
+    def update_weights(self, model: str | Path, mode: PauseMode = "wait") -> None:
+        """Serve the weights in another folder, of the same model trained further. Raises RequestError if the folder
+        cannot be served; then the weights before go on."""
+        self._operate("update_weights", model=str(model), mode=mode)
 
     def generate(
         self,
@@ -212,12 +232,18 @@ class LLM:
 
     # ---- inside
 
+    def _operate(self, name: str, **values: object) -> None:
+        session = self._launched.session
+        check_done(session.wait(session.operate(operation_of(name, **values)), OPERATION_TIMEOUT_S))
+
     def _run(
         self,
         prompts: list[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        if self._is_asleep:  # nobody would wake it while this waits
+            raise RequestError("the engine sleeps: call wake_up() first")
         streams = self._make_streams(prompts, sampling_params)
         inbox: SimpleQueue[list[Event]] = SimpleQueue()
         running: dict[str, RequestStream] = {}

@@ -87,6 +87,7 @@ class EngineCore:
         self.max_model_len = self.scheduler.max_len
         self._intake = Intake(self.scheduler, self.recorder, Vocabulary.of(ready), clock)
         self.in_flight = self.scheduler.in_flight
+        self._holds = False
 
     # ---- requests
 
@@ -128,6 +129,13 @@ class EngineCore:
         self.recorder.cache_reset(self._clock())
         return done
 
+    def hold_newcomers(self, *, are_held: bool) -> None:
+        """Let no request run that comes from now on, or let all of them run again."""
+        if are_held != self._holds:
+            self._holds = are_held
+            self.scheduler.hold_newcomers(are_held=are_held)
+            self.recorder.newcomers(are_held, self._clock())
+
     # ---- the step
 
     def expire(self) -> list[Produced]:
@@ -140,11 +148,11 @@ class EngineCore:
     def begin(self) -> bool:
         """Schedule a step for the workers, if there is anything to compute and not too much in flight.
 
-        Call it until it returns False: only then have all steps been sent.
+        Call it until it returns False: only then have all steps been sent. Nothing is begun while it is paused.
         """
         now_s = self._clock()
         step = None
-        if not self.scheduler.has_workers:
+        if self.scheduler.is_paused or not self.scheduler.has_workers:
             return False
         if self._may_begin():
             if self.scheduler.requests:
@@ -181,12 +189,13 @@ class EngineCore:
             self._message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
         return self.recorder.update(output, now_s)
 
-    def lose_workers(self, cause: str) -> list[Produced]:
-        """The workers have died of `cause`. Every unfinished request keeps its tokens and waits for resume(); until
-        then begin() does nothing, and all else works as ever. Returns the requests that end by it."""
+    def lose_workers(self, cause: str, *, are_ended: bool = False) -> list[Produced]:
+        """The workers have died of `cause`, or for that reason `are_ended` by us, with nothing in flight. Every
+        unfinished request keeps its tokens and waits for resume(); until then begin() does nothing, and all else works
+        as ever. Returns the requests that end by it."""
         now_s = self.meter.now_s = self._clock()
         self._message_length = MessageLength()
-        ended = self.recorder.lose_workers(cause, now_s)
+        ended = self.recorder.lose_workers(cause, now_s, are_ended=are_ended)
         for item in ended:
             logger.warning("%s", item.error)
         return ended

@@ -6,11 +6,15 @@ from collections import abc
 from contextlib import contextmanager
 from functools import partial
 
+import msgspec
+
 from vllm_lite import __version__, transport
 from vllm_lite.checkpoint.sizing import check_pool, num_host_blocks
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.kept_state import keep, kept
+from vllm_lite.engine.operations import Operations
 from vllm_lite.engine.recovery import Recovery
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.worker_groups import WorkerGroups
@@ -19,6 +23,8 @@ from vllm_lite.executor.base import Executor, WorkersLostError
 from vllm_lite.executor.select import select
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION, api
+from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.operations import Operation
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
@@ -39,6 +45,11 @@ class EngineProcess:
     """Owns the sockets and the clock; EngineCore owns the requests."""
 
     def __init__(self, settings: EngineSettings, stop: Wakeup) -> None:
+        self._before = kept(settings.run_dir) if settings.life > 1 else None
+        """What operations had made of the engine before this one."""
+        if self._before is not None:
+            config = msgspec.structs.replace(settings.config, model=self._before.model)
+            settings = msgspec.structs.replace(settings, config=config)
         self._config = settings.config
         self._settings = settings
         self._stop = stop
@@ -72,14 +83,8 @@ class EngineProcess:
     # ---- start
 
     def _start(self, groups: WorkerGroups) -> EngineCore:
-        ready = groups.start(self._stop)
-        log.moment("engine", "waits for the model")
-        num_blocks, tp = ready.num_blocks, self._config.tensor_parallel_size
-        check_pool(num_blocks, ready.block_bytes, tp)
-        host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
-        blocks_per_s = groups.allocate(num_blocks, host_blocks, self._stop)
-        log.moment("engine", "waits for the KV cache")
-        sizes = Sizes(num_blocks, host_blocks, blocks_per_s)
+        ready, sizes = self._start_workers(groups)
+        num_blocks, tp = sizes.num_blocks, self._config.tensor_parallel_size
         lives = Lives(groups.generation, self._settings.life, self._settings.launch)
         with made_to_last():
             core = EngineCore(self._config, ready, groups.executor, sizes, lives)
@@ -113,6 +118,21 @@ class EngineProcess:
         )
         return core
 
+    def _start_workers(self, groups: WorkerGroups) -> tuple[Ready, Sizes]:
+        """Have the first group load the model. There is none if the engine before was asleep: others may have its
+        memory."""
+        before = self._before
+        if before is not None and before.ready is not None:
+            groups.adopt(before.ready, before.num_blocks, before.num_host_blocks)
+            return before.ready, Sizes(before.num_blocks, before.num_host_blocks)
+        ready = groups.start(self._stop)
+        log.moment("engine", "waits for the model")
+        check_pool(ready.num_blocks, ready.block_bytes, self._config.tensor_parallel_size)
+        host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
+        blocks_per_s = groups.allocate(ready.num_blocks, host_blocks, self._stop)
+        log.moment("engine", "waits for the KV cache")
+        return ready, Sizes(ready.num_blocks, host_blocks, blocks_per_s)
+
     def _refuse(self, error: VllmLiteError) -> int:
         """Send all clients that wait for this engine the reason why it cannot start."""
         logger.error("%s", error)
@@ -132,9 +152,12 @@ class EngineProcess:
 
     def _serve(self, core: EngineCore, groups: WorkerGroups) -> int:
         recovery = Recovery(core, groups, self._port, self._config)
+        operations = Operations(core, groups, self._port, self._config, partial(keep, self._settings.run_dir))
         try:
+            if self._before is not None:
+                operations.restore(self._before)
             while not self._stop.is_set():
-                self._serve_group(core, groups, recovery)
+                self._serve_group(core, groups, recovery, operations)
         except (EngineError, ModelError, ProtocolError) as error:  # no workers will serve any more
             logger.error("%s", error)
             self._port.say_dying(str(error), is_final=True)
@@ -147,24 +170,25 @@ class EngineProcess:
         self._port.say_dying("the engine was stopped", is_final=True)
         return 0
 
-    def _serve_group(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery) -> None:
+    def _serve_group(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery, operations: Operations) -> None:
         """Serve until `stop` is set, or until another group of workers is there, whose sockets are to be watched."""
         executor, events = groups.executor, self._kv_events
         watched = poller(self._port, executor, self._stop, *(() if events is None else (events,)))
         while groups.executor is executor and not self._stop.is_set():
-            watched.poll(RECOVERY_LOOK_MS if recovery.is_on else self._patience_ms(core))
-            self._serve_once(core, groups, recovery)
+            is_changing = recovery.is_on or operations.is_on
+            watched.poll(RECOVERY_LOOK_MS if is_changing else self._patience_ms(core))
+            self._serve_once(core, groups, recovery, operations)
             if events is not None:
                 events.serve(time.time())
 
-    def _serve_once(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery) -> None:
+    def _serve_once(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery, operations: Operations) -> None:
         """Read, compute, answer. The time for clients' messages is bounded; those that are left end the next wait at
         once."""
         for peer, message in self._port.receive():
-            self._handle(core, peer, message)
+            self._handle(core, operations, peer, message)
         produced = core.expire()
         try:
-            if recovery.advance(produced):
+            if recovery.advance(produced) and operations.advance():
                 _compute(core, groups.executor, produced)
                 groups.look_after_standby()
         except WorkersLostError as error:
@@ -178,7 +202,7 @@ class EngineProcess:
             return GATHER_MS
         return HEARTBEAT_MS if core.scheduler.requests or self._port.owes() else IDLE_LOOK_MS
 
-    def _handle(self, core: EngineCore, peer: bytes, message: api.FromClient) -> None:
+    def _handle(self, core: EngineCore, operations: Operations, peer: bytes, message: api.FromClient) -> None:
         if isinstance(message, api.Generate):
             self._generate(core, peer, message)
         elif isinstance(message, api.ForkRequest):
@@ -203,6 +227,8 @@ class EngineProcess:
             self._port.send(peer, api.ExternalAborted(len(requests)))
         elif isinstance(message, api.ResetPrefixCache):
             self._port.send(peer, core.reset_prefix_cache())
+        elif isinstance(message, Operation):
+            operations.ask(peer, message)
 
     def _generate(self, core: EngineCore, peer: bytes, message: api.Generate) -> None:
         try:

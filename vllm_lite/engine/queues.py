@@ -39,7 +39,8 @@ class Options(NamedTuple):
 class Queues:
     """A sequence of an unfinished request is in one of the two queues, and its status says in which. The status is set
     here, but for a parked sequence whose blocks the KV manager takes: that one goes from SWAPPED to PREEMPTED there.
-    Without workers all of them wait. Those that may not even wait now, because others are tried, are held."""
+    Without workers all of them wait. Those that may not even wait now are held: because others are tried, or because
+    they came while those before them are to end."""
 
     def __init__(self, kv: KVCacheManager, policy: GuardedPolicy, meter: Meter, options: Options) -> None:
         self.options = options
@@ -54,6 +55,8 @@ class Queues:
         """Sequences that no step may compute now. They go on from the waiting queue."""
         self._only: set[Request] | None = None
         """The requests that may run; None: all."""
+        self._first_held: float = float("inf")
+        """The arrival of the first request that may not run because newcomers are held."""
         self.entries: list[Entry] = []
         """What the next step begins with, in the order in which it happened."""
         self.num_arrived = 0
@@ -200,12 +203,26 @@ class Queues:
         for sequence in [each for each in self.waiting if not self._may_run(each)]:
             self.waiting.remove(sequence)
             self._queue(sequence)
+        self._let_go()
+
+    def hold_newcomers(self, *, are_held: bool) -> None:
+        """Hold the sequences of all requests that arrive from now on, or no longer."""
+        self._first_held = self.num_arrived if are_held else float("inf")
+        self._let_go()
+
+    def is_newcomer(self, request: Request) -> bool:
+        """Whether it came while newcomers are held."""
+        return request.arrival >= self._first_held
+
+    def _let_go(self) -> None:
+        """Queue those that need not be held any more."""
         held, self.held = self.held, {}
         for sequence in held:
             self._queue(sequence)
 
     def _may_run(self, sequence: Sequence) -> bool:
-        return self._only is None or sequence.request in self._only
+        request = sequence.request
+        return not self.is_newcomer(request) and (self._only is None or request in self._only)
 
     def _queue(self, sequence: Sequence) -> None:
         if self._may_run(sequence):

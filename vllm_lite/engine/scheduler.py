@@ -63,6 +63,8 @@ class Scheduler:
         self.generation = options.generation
         """The life of the workers that compute the steps, or of the last ones if there are none."""
         self.has_workers = True
+        self.is_paused = False
+        """Whether schedule() is not to be called, since somebody wants that; kept here for those who describe."""
         self.counters = kv.counters
         self.meter = Meter(kv, self.max_len)
         self.rates = Rates()
@@ -123,10 +125,15 @@ class Scheduler:
         find, so it belongs into a trace."""
         return self.kv.reset_cache(self.queues.unfinished())
 
+    def hold_newcomers(self, *, are_held: bool) -> None:
+        """Let no request run that comes from now on, or let all of them run again."""
+        self.queues.hold_newcomers(are_held=are_held)
+
     # ---- workers come and go
 
     def lose_workers(self, cause: str, now_s: float) -> list[Produced]:
-        """All workers have died of `cause`: drop the steps in flight, and let every sequence wait with its tokens.
+        """All workers have died of `cause`, or were ended: drop the steps in flight, and let every sequence wait with
+        its tokens.
 
         Until resume() nothing may be scheduled; requests come and go as ever. Returns the requests that end by it.
         """

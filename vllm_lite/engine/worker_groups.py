@@ -7,6 +7,7 @@ until they are to load the model.
 
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError
@@ -49,6 +50,8 @@ class WorkerGroups:
         self._ready: Ready | None = None
         self._num_blocks = self._num_host_blocks = 0
         self._newest = self.generation = 1
+        self.model = config.model
+        """The folder of the checkpoint that the groups load from now on."""
         self.executor = make(1)
 
     # ---- the first group
@@ -79,18 +82,32 @@ class WorkerGroups:
             except OSError as error:
                 raise EngineError(f"a worker cannot be started: {error}") from error
 
+    @property
+    def sizes(self) -> tuple[Ready | None, int, int]:
+        """What the first group said of itself, and the blocks of the pools on the device and on the host."""
+        return self._ready, self._num_blocks, self._num_host_blocks
+
+    def adopt(self, ready: Ready, num_blocks: int, num_host_blocks: int) -> None:
+        """Know of a group of an earlier engine, in place of start() and allocate(): the next one has to be like it."""
+        self._ready, self._num_blocks, self._num_host_blocks = ready, num_blocks, num_host_blocks
+
+    def await_next(self) -> Generator[None, None, None]:
+        """Wait until the processes of the next group have imported what they need, or have died of it."""
+        until_s = self._clock() + self._config.ready_timeout_s
+        with suppress(EngineError):
+            while self._next is not None and not self._next.is_prepared() and self._clock() < until_s:
+                yield
+
     def replace(self) -> Waiting:
         """End the group that is lost, and let the one that is prepared take its place, with pools of the same sizes.
 
         Raises what an executor's start raises, and EngineError if the lost workers cannot be ended or the new ones
         cannot do what those could.
         """
-        self.executor.end()
-        while not self.executor.has_ended():
-            yield
+        yield from self.end()
         self._take_next()
         timeout_s = self._config.ready_timeout_s
-        self.executor.begin_load(timeout_s)
+        self.executor.begin_load(timeout_s, self.model)
         while (ready := self.executor.ready()) is None:
             yield
         self._check_stays(ready)
@@ -99,6 +116,20 @@ class WorkerGroups:
             yield
         self._look_s = self._clock() + STANDBY_LOOK_S  # those who go on need the cores first
         return blocks_per_s
+
+    def end(self) -> Generator[None, None, None]:
+        """End the group that computes, or did so last. Raises EngineError if it cannot be ended."""
+        self.executor.end()
+        while not self.executor.has_ended():
+            yield
+
+    def dismiss_next(self) -> Generator[None, None, None]:
+        """End the group on standby, or that was prepared."""
+        if self._next is not None:
+            self._next.end()
+            while not self._next.has_ended():
+                yield
+            self._drop_next()
 
     def _take_next(self) -> None:
         following, self._next = self._next, None

@@ -38,8 +38,12 @@ class Executor(Watched, Protocol):
     def spawn(self) -> None:
         """Start the workers, which import what they need and then wait. Raises EngineError if that is impossible."""
 
-    def begin_load(self, timeout_s: float) -> None:
-        """Have them load the model: memory is measured and taken from here on."""
+    def is_prepared(self) -> bool:
+        """Whether all workers of a group that is to replace another one have imported what they need."""
+
+    def begin_load(self, timeout_s: float, model: str | None = None) -> None:
+        """Have them load the model: memory is measured and taken from here on. `model`: the checkpoint in this folder,
+        in place of the configuration's."""
 
     def ready(self) -> Ready | None:
         """What all of them can do together, once the model is loaded everywhere; None before that.

@@ -17,7 +17,17 @@ from vllm_lite.executor.meeting_place import MeetingPlace
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
-from vllm_lite.protocol.control import Failed, Load, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.control import (
+    Failed,
+    Imported,
+    Load,
+    Ready,
+    Shutdown,
+    Start,
+    Started,
+    WorkerHeartbeat,
+    WorkerHello,
+)
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.runtime import log, supervise
 from vllm_lite.transport import Delivery, Tcp, Wakeup
@@ -32,7 +42,7 @@ LATE_MESSAGE_S = 0.5
 that of a rank for which another one waited."""
 MUST_AGREE = ("groups", "max_model_len", "vocab_size", "eos_token_ids")
 """Fields of Ready that are properties of the model, so that every rank must have the same."""
-RankMessage = WorkerHello | Ready | Started | WorkerHeartbeat | Failed
+RankMessage = WorkerHello | Imported | Ready | Started | WorkerHeartbeat | Failed
 
 logger = log.get(__name__)
 
@@ -46,6 +56,7 @@ class WorkerState:
         self.health = RankHealth(rank)
         self.is_here = False
         """It has said hello, so that it can be reached."""
+        self.has_imported = False
         self.ready: Ready | None = None
         self.started: Started | None = None
 
@@ -108,6 +119,8 @@ class MultiprocExecutor:
         self._num_in_flight = 0
         self._malformed = 0
         self._expert_tokens: list[list[int]] = []
+        self._model: str | None = None
+        """The folder that begin_load names."""
         self._deadline: Deadline | None = None
         """When the part of the start that is under way has to be done; None before the workers may load."""
         self._failure: Failure | None = None
@@ -125,13 +138,19 @@ class MultiprocExecutor:
         supervise.end_early()  # ranks that share a model, threads, and stand-ins are not what it was started for
         log.moment("engine", SPAWNS_WORKERS)
 
-    def begin_load(self, timeout_s: float) -> None:
+    def is_prepared(self) -> bool:
+        self._receive()
+        self._check()
+        return all(worker.has_imported for worker in self._workers)
+
+    def begin_load(self, timeout_s: float, model: str | None = None) -> None:
+        self._model = model
         if self._config.load_format != "dummy":
-            start_reading_ahead(self._config.model)
+            start_reading_ahead(model or self._config.model)
         self._deadline = Deadline(timeout_s)
         for worker in self._workers:
             if worker.is_here:
-                self._deliver(worker, engine_to_worker.encode(Load(self._generation)))
+                self._deliver(worker, engine_to_worker.encode(Load(self._generation, model)))
 
     def ready(self) -> Ready | None:
         if not self._have_all("ready"):
@@ -245,7 +264,9 @@ class MultiprocExecutor:
                 )
             health.pid, worker.is_here = message.pid, True
             if self._deadline is not None and self._failure is None:
-                self._deliver(worker, engine_to_worker.encode(Load(self._generation)))
+                self._deliver(worker, engine_to_worker.encode(Load(self._generation, self._model)))
+        elif isinstance(message, Imported):
+            worker.has_imported = True
         elif isinstance(message, Ready):
             worker.ready, health.is_loaded = message, True
         else:

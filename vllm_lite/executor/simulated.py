@@ -82,7 +82,10 @@ class SimulatedExecutor:
     def spawn(self) -> None:
         pass
 
-    def begin_load(self, timeout_s: float) -> None:
+    def is_prepared(self) -> bool:
+        return True
+
+    def begin_load(self, timeout_s: float, model: str | None = None) -> None:
         pass
 
     def ready(self) -> Ready | None:

@@ -3,6 +3,8 @@
 params.py   what a user may ask of sampling
 structured.py  the form that an output must have
 api.py      client <-> engine
+histograms.py  what Stats consists of
+operations.py  client -> engine: pause, sleep, other weights
 step.py     engine -> worker -> engine, once per step
 control.py  engine <-> worker, outside the step: start, heartbeat, stop
 codec.py    one encoder and decoder per direction, with version and size limits
@@ -10,7 +12,7 @@ codec.py    one encoder and decoder per direction, with version and size limits
 
 import msgspec
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Raised by one with every change of a struct; Hello refuses any other version by name."""
 
 

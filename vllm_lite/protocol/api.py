@@ -4,13 +4,14 @@ A client sends Hello and gets Welcome or Refused. After that every Generate is a
 exactly one Finished, rejections included, both inside OutputBatch.
 """
 
-from bisect import bisect_left
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from vllm_lite.protocol import Message
+from vllm_lite.protocol.histograms import BlockHistograms, Counts, RequestHistograms
+from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
@@ -247,70 +248,7 @@ class Heartbeat(Message, tag="heartbeat"):
     step: int
 
 
-class _Counts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Not frozen: the engine counts in the very struct that it sends."""
-
-
-class Histogram(_Counts):
-    """`counts[i]` values were at most `bounds[i]`, and more than the bound before; the last count is of all above."""
-
-    bounds: tuple[float, ...]
-    counts: list[int]
-    sum: float = 0.0
-
-    @classmethod
-    def over(cls, bounds: tuple[float, ...]) -> "Histogram":
-        """An empty histogram. `bounds` ascend."""
-        return cls(bounds, [0] * (len(bounds) + 1))
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-
-def bounds(text: str) -> tuple[float, ...]:
-    """The bounds of a histogram, from numbers with spaces between them."""
-    return tuple(map(float, text.split()))
-
-
-class RequestHistograms(_Counts):
-    """Measured on requests that have ended, and on steps. A request is one, however many samples it has.
-
-    `first_token_s` runs from the arrival, `token_gap_s` is the time between two tokens of a sample, `mean_token_s` a
-    request's mean of it. `whole_s` is a request from arrival to end: `queue_s` until it was first scheduled, then
-    `inference_s`, which is `prefill_s` until its first token and `decode_s` from there. `step_tokens` are those that
-    each step computed, `gained_tokens` those that it generated, with the prompts of requests that got their first.
-    """
-
-    first_token_s: Histogram
-    token_gap_s: Histogram
-    mean_token_s: Histogram
-    whole_s: Histogram
-    queue_s: Histogram
-    prefill_s: Histogram
-    decode_s: Histogram
-    inference_s: Histogram
-    prompt_tokens: Histogram
-    output_tokens: Histogram
-    max_tokens: Histogram
-    samples: Histogram
-    step_tokens: Histogram
-    gained_tokens: Histogram
-
-
-class BlockHistograms(_Counts):
-    """Measured on a sample of the device's KV blocks, with --kv-cache-metrics.
-
-    `lifetime_s` runs from a block's allocation to its eviction, `idle_before_evict_s` from its last use to its
-    eviction, `reuse_gap_s` from one use to the next.
-    """
-
-    lifetime_s: Histogram
-    idle_before_evict_s: Histogram
-    reuse_gap_s: Histogram
-
-
-class Stats(_Counts, tag="stats"):
+class Stats(Counts, tag="stats"):
     """The engine's gauges and counters; counters run from its start. Blocks exclude the null block.
 
     `cached_tokens` of the `prompt_tokens` were in the cache, `host_hits` of them on the host only. Of `cache_queries`
@@ -321,7 +259,8 @@ class Stats(_Counts, tag="stats"):
     is being replaced, and is empty while one serves. `lost_s` is the time without workers, of all `restarts` together;
     by these `recovered_requests` went on, `poisoned_requests` were ended because they had killed workers.
     `expert_tokens` has for each layer how many tokens each of its experts got, up to half a second ago; None unless
-    that is counted.
+    that is counted. `is_paused` as by PauseGeneration; `sleep_level` as by Sleep, None if awake; `model` is the folder
+    whose weights are served, or will be after the sleep.
     """
 
     num_running: int = 0
@@ -365,6 +304,14 @@ class Stats(_Counts, tag="stats"):
     poisoned_requests: int = 0
     lost_s: float = 0.0
     expert_tokens: list[list[int]] | None = None
+    is_paused: bool = False
+    sleep_level: int | None = None
+    model: str = ""
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is computed because somebody wants that."""
+        return self.is_paused or self.sleep_level is not None
 
 
 class AdmissionState(Message):
@@ -373,7 +320,8 @@ class AdmissionState(Message):
     verdict      OK: it runs, or fits now. LATER: it fits once others have left. One that never fits is refused at once
     reason       what it waits for: a trace's code for that, or "waits_for_turn" behind others in the queue,
                  "waits_for_step" if the next step takes it in, "waits_for_result" if it was preempted while its latest
-                 token was computed, "waits_for_workers" while they are replaced; None if it runs
+                 token was computed, "waits_for_workers" while they are replaced, "waits_for_resume" while the
+                 engine is paused or asleep, or empties itself for that; None if it runs
     required     blocks it needs to come in, less those found in the cache that others hold; of one that runs, what it
                  holds. As long as others stand before it nothing has been looked up, so this is the most it can be
     free         blocks that can be handed out, cached ones that nobody holds included
@@ -471,7 +419,9 @@ class PrefixCacheReset(Message, tag="prefix_cache_reset"):
     num_live: int
 
 
-FromClient = Hello | Generate | ForkRequest | Abort | Ping | GetStats | Describe | AbortExternal | ResetPrefixCache
+FromClient = (
+    Hello | Generate | ForkRequest | Abort | Ping | GetStats | Describe | AbortExternal | ResetPrefixCache | Operation
+)
 ToClient = (
     Welcome
     | Refused
@@ -484,4 +434,5 @@ ToClient = (
     | Descriptions
     | ExternalAborted
     | PrefixCacheReset
+    | OperationDone
 )

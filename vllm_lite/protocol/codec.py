@@ -8,7 +8,17 @@ import msgspec
 
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol import api
-from vllm_lite.protocol.control import Failed, Load, Ready, Shutdown, Start, Started, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.control import (
+    Failed,
+    Imported,
+    Load,
+    Ready,
+    Shutdown,
+    Start,
+    Started,
+    WorkerHeartbeat,
+    WorkerHello,
+)
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -39,7 +49,7 @@ client_to_engine: Codec[api.FromClient] = Codec(api.FromClient, "client to engin
 engine_to_client: Codec[api.ToClient] = Codec(api.ToClient, "engine to client")
 
 ToWorker = SchedulerOutput | Steps | Load | Start | Shutdown
-FromWorker = ModelOutput | StepOutputs | WorkerHello | Ready | Started | WorkerHeartbeat | Failed
+FromWorker = ModelOutput | StepOutputs | WorkerHello | Imported | Ready | Started | WorkerHeartbeat | Failed
 engine_to_worker: Codec[ToWorker] = Codec(ToWorker, "engine to worker")
 worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine")
 

@@ -1,7 +1,7 @@
 """Engine <-> worker outside the step: the start-up conversation, heartbeats, the end.
 
-worker: WorkerHello -> engine: (refuses another version or model by closing) Load -> worker: Ready -> engine: Start ->
-worker: Started -> steps ... -> engine: Shutdown. A worker that cannot go on sends Failed and exits.
+worker: WorkerHello, Imported -> engine: (refuses another version or model by closing) Load -> worker: Ready ->
+engine: Start -> worker: Started -> steps ... -> engine: Shutdown. A worker that cannot go on sends Failed and exits.
 
 Every message of a worker names its rank and the generation of its group; the engine drops those of another generation.
 """
@@ -17,11 +17,22 @@ class WorkerHello(Message, tag=30):
     pid: int
 
 
+class Imported(Message, tag=38):
+    """A worker that is to replace another one has imported what it needs: once it may load, that is all it does."""
+
+    rank: int
+    generation: int
+
+
 class Load(Message, tag=37):
     """Load the model. Until it comes a worker imports what it needs and waits: its memory may still be taken by a group
-    that it is to replace."""
+    that it is to replace.
+
+    `model` is the folder of the checkpoint, None: the one in the worker's settings.
+    """
 
     generation: int
+    model: str | None = None
 
 
 class KVGroupInfo(Message):

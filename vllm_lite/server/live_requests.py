@@ -43,6 +43,7 @@ _WHY = {
     "waits_for_swap": "its blocks are on the host, and a step moves only so many (--max-swap-blocks-per-step)",
     "waits_for_step": "the next step takes it in",
     "waits_for_result": "it had to give way while its latest token was computed, which is on its way",
+    "waits_for_resume": "the server is paused or asleep, or is about to be (/resume, /wake_up)",
     "waits_for_workers": "the processes that compute have died, and others are about to take over",
     "waits_for_trial": "those that may have killed the workers are computed apart from all others first",
 }

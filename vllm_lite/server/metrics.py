@@ -22,7 +22,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_lite.config import GIB, EngineConfig
-from vllm_lite.protocol.api import Histogram, RestartCause, Stats, Welcome
+from vllm_lite.protocol.api import RestartCause, Stats, Welcome
+from vllm_lite.protocol.histograms import Histogram
 from vllm_lite.server.calls.registry import Calls
 
 PATH = "/metrics"
@@ -202,6 +203,12 @@ def _restarts(at: Scrape) -> Values:
     return {(cause,): count for cause, count in counts.items()}
 
 
+def _sleep_state(at: Scrape) -> Values:
+    """By vLLM's names; at level 0 all memory is there."""
+    level = at.stats.sleep_level or 0
+    return {("awake",): level == 0, ("weights_offloaded",): level == 1, ("discard_all",): level == 2}
+
+
 def _responses(at: Scrape) -> Values:
     return {(at.server, *key): count for key, count in at.responses.items()}
 
@@ -223,6 +230,8 @@ _PREEMPTED = "Sequences preempted, by what became of their KV."
 _SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in)."
 _WORKERS = "Ranks that hold the model together; each has a part of every KV block."
 _RESTARTS = "Groups of workers that were replaced, by what happened to one of them; engine: engines that were."
+_SLEEP = "1 for the state that the engine is in: awake, weights_offloaded (level 1), discard_all (level 2)."
+_PAUSED = "1 while the engine is paused."
 _RECOVERING = "1 while workers are being replaced."
 _EXPERTS = "Tokens that each expert got; with --expert-load-metrics."
 _LOAD = "HTTP requests under way that generate."
@@ -245,6 +254,8 @@ METRICS: tuple[Definition, ...] = (
     Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
     Definition("vllm_lite:restarts", "counter", _RESTARTS, _restarts, ("cause",)),
     Definition("vllm_lite:recovering", "gauge", _RECOVERING, lambda at: float(bool(at.stats.recovering))),
+    Definition("vllm:engine_sleep_state", "gauge", _SLEEP, _sleep_state, ("sleep_state",)),
+    Definition("vllm_lite:paused", "gauge", _PAUSED, lambda at: float(at.stats.is_paused)),
     Definition("vllm_lite:preemptions", "counter", _PREEMPTED, _preemptions, ("mode",)),
     Definition("vllm_lite:swapped_blocks", "counter", _SWAPPED, _swapped, ("direction",)),
     Definition("vllm_lite:expert_tokens", "counter", _EXPERTS, _expert_tokens, ("layer", "expert")),

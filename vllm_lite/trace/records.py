@@ -206,13 +206,15 @@ class Kept(_Record, frozen=True):
 
 
 class WorkersLost(_Record, frozen=True, tag=10):
-    """All workers had died. `cause` is cut to MAX_CAUSE_CHARS; `kept` holds all unfinished requests."""
+    """All workers had died, or `are_ended`: the engine sleeps, or is to load other weights. `cause` says why, cut to
+    MAX_CAUSE_CHARS; `kept` holds all unfinished requests."""
 
     clock_s: float
     cause: str
     kept: list[Kept]
     hashes: bytes
     decisions: list[Decision]
+    are_ended: bool = False
 
 
 class WorkersReplaced(_Record, frozen=True, tag=11):
@@ -221,6 +223,13 @@ class WorkersReplaced(_Record, frozen=True, tag=11):
     clock_s: float
     generation: int
     swap_blocks_per_s: float
+
+
+class Newcomers(_Record, frozen=True, tag=12):
+    """From now on requests that come are held until those before them have ended; or they no longer are."""
+
+    clock_s: float
+    are_held: bool
 
 
 Record = (
@@ -236,6 +245,7 @@ Record = (
     | CacheReset
     | WorkersLost
     | WorkersReplaced
+    | Newcomers
 )
 
 

@@ -33,10 +33,16 @@ def describe(record: records.Record, ids: dict[int, str]) -> str:
     if isinstance(record, records.CacheReset):
         return "the prefix cache was reset"
     if isinstance(record, records.WorkersLost):
-        return f"the workers died ({record.cause}); {len(record.kept)} requests were left"
+        return f"{_loss(record)}; {len(record.kept)} requests were left"
     if isinstance(record, records.WorkersReplaced):
         return f"the workers of generation {record.generation} took over"
+    if isinstance(record, records.Newcomers):
+        return f"requests that come {'wait for the end of those before them' if record.are_held else 'may run'}"
     return str(record)
+
+
+def _loss(record: records.WorkersLost) -> str:
+    return f"the workers were ended ({record.cause})" if record.are_ended else f"the workers died ({record.cause})"
 
 
 def describe_decisions(decisions: list[Decision], ids: dict[int, str]) -> str:
@@ -217,7 +223,7 @@ class _Story:
         return self._line(record.clock_s, f"{how} with {_tokens(count) if count else 'no tokens'} of output")
 
     def _workers(self, record: records.WorkersLost | records.WorkersReplaced) -> Iterator[str]:
-        """The workers died, or others took over, while the request was there."""
+        """The workers were lost, or others took over, while the request was there."""
         if isinstance(record, records.WorkersLost):
             num_kept = {kept.number: kept.num_output for kept in record.kept}
             mine = self._numbers & num_kept.keys()
@@ -226,7 +232,7 @@ class _Story:
                 self._preempted |= {(number, sample) for sample in range(self._samples[number])}
                 count = num_kept[number]
                 kept = f"its {_tokens(count)} of output were kept" if count else "it had no output yet"
-                yield self._line(record.clock_s, f"the workers died ({record.cause}); {kept}")
+                yield self._line(record.clock_s, f"{_loss(record)}; {kept}")
             for decision in record.decisions:
                 if decision[1] in self._numbers:
                     yield from self._decided(record.clock_s, decision)

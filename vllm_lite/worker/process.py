@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
+import msgspec
+
 from vllm_lite.errors import ConfigError, EngineError, ProtocolError
 from vllm_lite.kernels.cpu.file_packer import FilePacker
 from vllm_lite.models.ahead import pack_ahead
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
-from vllm_lite.protocol.control import Load, Shutdown, Start, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.control import Imported, Load, Shutdown, Start, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.runtime import log, torch_import
 from vllm_lite.runtime.cpu_binding import apply, plan_binding, threads_of_the_user
@@ -105,12 +107,15 @@ class WorkerLoop:
                 ahead.begin()
             kind = _import_worker()
             log.moment("worker", "imports torch")
+            if generation != FIRST_GENERATION:
+                self.send(Imported(rank, generation))
             message = self.receive()
             if message is None:
                 return
             if not isinstance(message, Load):
                 raise ProtocolError(f"expected Load, got {type(message).__name__}")
             name_process(f"{WORKER_NAME}{rank}")
+            self.settings = ahead.settings = _with_model(settings, message.model)
             ahead.begin()
             self.serve(kind, ahead)
 
@@ -159,6 +164,13 @@ class WorkerLoop:
     def send(self, message: FromWorker) -> None:
         if self.connection.send(worker_to_engine.encode(message)) is not Delivery.SENT:
             raise EngineError("the engine does not read what its worker sends")
+
+
+def _with_model(settings: WorkerSettings, model: str | None) -> WorkerSettings:
+    """The settings with another checkpoint, if one is given."""
+    if model is None:
+        return settings
+    return msgspec.structs.replace(settings, config=msgspec.structs.replace(settings.config, model=model))
 
 
 def _execute(worker: "Worker", message: ToWorker) -> ModelOutput | StepOutputs:

@@ -10,7 +10,8 @@ from collections import abc
 from vllm_lite.engine.blocks.manager import KVCacheManager, PrefixHit
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.protocol.api import FinishReason, Histogram, RequestHistograms, Stats, bounds
+from vllm_lite.protocol.api import FinishReason, Stats
+from vllm_lite.protocol.histograms import Histogram, RequestHistograms, bounds
 
 # The bounds are those of vLLM's buckets, so that dashboards can compare.
 FIRST_TOKEN_S = bounds("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560")

@@ -86,10 +86,12 @@ def _admission(scheduler: Scheduler, sequence: Sequence, places: dict[int, int])
 
 def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: int) -> str:
     """What a sequence waits for. The order of the tests is that in which the scheduler looks."""
-    options = scheduler.options
+    options, queues = scheduler.options, scheduler.queues
+    if scheduler.is_paused or queues.is_newcomer(sequence.request):
+        return "waits_for_resume"
     if not scheduler.has_workers:
         return "waits_for_workers"
-    if sequence in scheduler.queues.held:
+    if sequence in queues.held:
         return "waits_for_trial"
     if sequence.num_pending:
         return "waits_for_result"

@@ -119,8 +119,8 @@ class Recorder:
         """Have the scheduler apply a result."""
         return self._scheduler.update(output)
 
-    def lose_workers(self, cause: str, now_s: float) -> list[Produced]:
-        """Tell the scheduler that the workers have died."""
+    def lose_workers(self, cause: str, now_s: float, *, are_ended: bool = False) -> list[Produced]:  # noqa: ARG002
+        """Tell the scheduler that the workers have died, or `are_ended`."""
         return self._scheduler.lose_workers(cause, now_s)
 
     def resume(self, generation: int, swap_blocks_per_s: float, now_s: float) -> None:  # noqa: ARG002
@@ -138,6 +138,8 @@ class Recorder:
     def expired(self, produced: list[Produced], now_s: float) -> None: ...
 
     def cache_reset(self, now_s: float) -> None: ...
+
+    def newcomers(self, are_held: bool, now_s: float) -> None: ...
 
     def measured(self, rates: Rates) -> None: ...
 
@@ -173,7 +175,7 @@ class TraceRecorder(Recorder):
             if self._writer is not None:
                 self._write_step(now_s, step)
 
-    def lose_workers(self, cause: str, now_s: float) -> list[Produced]:
+    def lose_workers(self, cause: str, now_s: float, *, are_ended: bool = False) -> list[Produced]:
         kept = [
             records.Kept(request.arrival, sum(each.num_output for each in request.sequences), request.num_scored)
             for request in self._scheduler.requests.values()
@@ -181,7 +183,7 @@ class TraceRecorder(Recorder):
         produced = self._scheduler.lose_workers(cause, now_s)
         decisions = self._reasons.take() + self._reasons.ends(produced)
         cause = cause[: records.MAX_CAUSE_CHARS]
-        self._write(records.WorkersLost(now_s, cause, kept, self._hasher.take(), decisions))
+        self._write(records.WorkersLost(now_s, cause, kept, self._hasher.take(), decisions, are_ended))
         self.flush()  # whatever killed the workers may kill the engine next
         return produced
 
@@ -231,6 +233,9 @@ class TraceRecorder(Recorder):
 
     def cache_reset(self, now_s: float) -> None:
         self._write(records.CacheReset(now_s, self._hasher.take()))
+
+    def newcomers(self, are_held: bool, now_s: float) -> None:
+        self._write(records.Newcomers(now_s, are_held))
 
     def measured(self, rates: Rates) -> None:
         self._write(records.RatesMeasured(*rates))

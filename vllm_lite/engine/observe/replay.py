@@ -153,6 +153,8 @@ class Replay:
             case records.CacheReset():
                 with self._hasher.given(record.hashes):
                     scheduler.reset_prefix_cache()
+            case records.Newcomers():
+                scheduler.hold_newcomers(are_held=record.are_held)
             case records.RatesMeasured():
                 scheduler.rates = Rates(record.prefill_tokens_per_s, record.swap_blocks_per_s)
             case records.WorkersLost():

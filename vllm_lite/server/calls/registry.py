@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from vllm_lite.client.data_parallel import AnySession
+from vllm_lite.client.operations import OPERATION_TIMEOUT_S
 from vllm_lite.client.session import Session
 from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol.api import Stats, Welcome
+from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.server.calls.call import Call, Reading
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.response import PING_S
@@ -146,9 +148,9 @@ class Calls:
         pause = self.dispatcher.session.recovering
         if pause is None:
             stats = await self.stats()
-            if not stats.recovering:
+            pause = stats.recovering or _rest_of(stats)
+            if not pause:
                 return stats
-            pause = stats.recovering
         raise ApiError(503, public_text(EngineError(f"streams pause: {pause}")))
 
     async def stats(self) -> Stats:
@@ -170,13 +172,17 @@ class Calls:
             await self.stats()  # which says why
         return found
 
-    async def ask(self, question: Callable[[AnySession], Future[A]]) -> A:
+    async def ask(self, question: Callable[[AnySession], Future[A]], timeout_s: float = PROBE_TIMEOUT_S) -> A:
         """The engine's answer to `question`, which sends it through the session. Raises ApiError if none comes."""
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(question(self.dispatcher.session)), PROBE_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.wrap_future(question(self.dispatcher.session)), timeout_s)
         except (TimeoutError, EngineError) as error:
-            text = public_text(error) if isinstance(error, EngineError) else f"no answer within {PROBE_TIMEOUT_S:g} s"
+            text = public_text(error) if isinstance(error, EngineError) else f"no answer within {timeout_s:g} s"
             raise ApiError(503, text) from error
+
+    async def operate(self, message: Operation) -> OperationDone:
+        """The engine's answer to an operation, however long that takes. Raises ApiError if none comes."""
+        return await self.ask(lambda session: session.operate(message), OPERATION_TIMEOUT_S)
 
     async def ask_for_new(self, question: Callable[[AnySession], Future[A]]) -> A:
         """As ask(), for what is to be known before a call starts. While the engine is being replaced such a call waits
@@ -214,6 +220,13 @@ class Calls:
             return (await self.stats()).num_waiting
         except ApiError:
             return 0
+
+
+def _rest_of(stats: Stats) -> str:
+    """Why the engine computes nothing although nothing is wrong; "" if it does."""
+    if stats.sleep_level is not None:
+        return f"the engine sleeps (level {stats.sleep_level}), until /wake_up"
+    return "the engine is paused, until /resume" if stats.is_paused else ""
 
 
 def _full(message: str) -> ApiError:

@@ -240,6 +240,15 @@ class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
     request_ids: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_PROMPTS)]
 
 
+class UpdateWeightsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /update_weights: other weights of the same model, in a folder. `update_info`, which vLLM takes, describes a
+    transfer and is refused."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    mode: Literal["abort", "wait", "keep"] | None = None
+    update_info: Any = None
+
+
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /detokenize."""
 

@@ -1,11 +1,12 @@
 """/openapi.json, made of the structs that bodies are decoded into."""
 
 import re
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
 from vllm_lite import __version__
+from vllm_lite.protocol.operations import PauseMode, WakeTag
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.http.auth import OPEN_PATHS
 from vllm_lite.server.messages.bodies import CountTokensBody, MessagesBody
@@ -55,7 +56,21 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("get", "/metrics", "what Prometheus reads", None),
     ("get", "/server_info", "settings, and what they run on (admin)", None),
     ("post", "/reset_prefix_cache", "forget the KV of earlier prompts (admin)", None),
+    ("post", "/pause", "compute nothing more, until /resume (admin)", None),
+    ("post", "/resume", "compute again (admin)", None),
+    ("get", "/is_paused", "whether nothing is computed because of that (admin)", None),
+    ("post", "/sleep", "give back the memory of weights and KV cache, until /wake_up (admin)", None),
+    ("post", "/wake_up", "load the model again (admin)", None),
+    ("get", "/is_sleeping", "whether there is none (admin)", None),
+    ("post", "/update_weights", "serve the weights in another folder (admin)", bodies.UpdateWeightsBody),
 )
+_MODE = {"type": "string", "enum": list(get_args(PauseMode)), "default": "abort"}
+_QUERIES: dict[str, dict[str, dict[str, Any]]] = {
+    "/pause": {"mode": _MODE, "clear_cache": {"type": "boolean", "default": True}},
+    "/sleep": {"level": {"type": "integer", "minimum": 0, "maximum": 2, "default": 1}, "mode": _MODE},
+    "/wake_up": {"tags": {"type": "array", "items": {"type": "string", "enum": list(get_args(WakeTag))}}},
+}
+"""What stands behind the `?` of these paths."""
 _ERROR_FORMS = (("/v1/messages", "AnthropicError"), ("/api/", "OllamaError"))
 _WIDER = {"max_tokens", "seed", "stop"}
 """Fields of which a body takes more than SamplingParams does."""
@@ -85,6 +100,7 @@ _EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
     ResponseBody: {"input": "Tell me a story.", "max_output_tokens": 64},
     bodies.CompletionBody: {"prompt": "Once upon a time", "max_tokens": 64},
     bodies.GenerateBody: {"token_ids": [3, 4, 5], "sampling_params": {"max_tokens": 8}},
+    bodies.UpdateWeightsBody: {"model": "/models/trained-further", "mode": "wait"},
     bodies.TokenizeBody: {"prompt": "Once upon a time"},
     bodies.DetokenizeBody: {"tokens": [3, 4, 5]},
     bodies.ForkBody: {"n": 2},
@@ -129,14 +145,21 @@ def _route(path: str, summary: str, kind: type[msgspec.Struct] | None) -> dict[s
     reference = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
     errors = {code: {"description": text, "content": reference} for code, text in _ERRORS.items()}
     security: list[Any] = [] if path in OPEN_PATHS else [{}, {"key": []}]  # the first: where no keys are set
-    route = {"summary": summary, "responses": {"200": {"description": "done"}, **errors}, "security": security}
+    route: dict[str, Any] = {
+        "summary": summary,
+        "responses": {"200": {"description": "done"}, **errors},
+        "security": security,
+    }
     if kind is not None:
         body: dict[str, Any] = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
         if kind in _EXAMPLES:
             body["example"] = _EXAMPLES[kind]
         route["requestBody"] = {"required": True, "content": {"application/json": body}}
-    if names := re.findall(r"{(\w+)}", path):
-        route["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in _QUERIES.get(path, {}).items()]
+    if parameters:
+        route["parameters"] = parameters
     return route

@@ -54,6 +54,7 @@ from vllm_lite.server.responses.runs import Runs
 from vllm_lite.server.responses.store import Store, store_of
 from vllm_lite.server.resumption import Resumption
 from vllm_lite.server.vllm.information import Information
+from vllm_lite.server.vllm.operations import Operations
 from vllm_lite.server.vllm.routes import VllmRoutes
 
 START_TIMEOUT_S = 10.0
@@ -232,6 +233,7 @@ class HttpServer:
         metrics = Metrics(calls, self.engine.config, names[0], str(self.scoreboard.number))
         information = Information(config, files.tokenizer, files.template_text)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
+        more += Operations(calls, live.reader).routes()
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, self.engine.config.model, prompts, shown)
         more += LlamaCppRoutes(generation, self.engine.config.max_num_seqs, shown).routes()

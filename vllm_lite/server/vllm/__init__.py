@@ -2,5 +2,6 @@
 
 routes.py       /invocations, several chats at once, rendered requests, requests that end
 rendered.py     what a body asks for, as bodies of /inference/v1/generate
+operations.py   pause, sleep and other weights
 information.py  /server_info and /tokenizer_info
 """

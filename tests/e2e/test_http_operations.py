@@ -1,0 +1,218 @@
+"""Pause, sleep and other weights over HTTP, in real processes: two API servers, an engine and two ranks, any of which
+may die at any moment. Nothing of a stream is lost, and a replay of the trace decides the same."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.deadlines import scaled
+from tests.e2e.reference import Reference
+from tests.http_server import Server, client, serving, until
+from vllm_lite.engine.observe.replay import Replay
+from vllm_lite.trace.segments import segment_paths
+
+PROMPT = [11, 12, 13, 14, 15]
+NUM_TOKENS = 400
+LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
+LONG |= {"return_token_ids": True, "stream": True}
+DEADLINE_S = scaled(100.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two checkpoints of one model, and others that cannot take their place."""
+    root = tmp_path_factory.mktemp("weights")
+    made = {name: make_checkpoint(root / name, seed=seed) for seed, name in enumerate(("first", "second"))}
+    made["vocab_size"] = make_checkpoint(root / "vocabulary", vocab_size=400)
+    made["layers"] = make_checkpoint(root / "layers", num_hidden_layers=3)
+    made["architecture"] = make_checkpoint(root / "family", "qwen3")
+    made["truncated"] = shutil.copytree(made["second"], root / "truncated")
+    os.truncate(root / "truncated/model.safetensors", 60_000)
+    made["no such folder"] = root / "nowhere"
+    return made
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "trace"
+
+
+@pytest.fixture(scope="module")
+def server(folders: dict[str, Path], trace: Path) -> Iterator[Server]:
+    flags = ["--dtype", "float32", "-tp", "2", "--api-server-count", "2", "--record", str(trace)]
+    flags += ["--admin-api-key", "admin", "--attention-backend", "reference", "--enforce-eager"]
+    with serving(str(folders["first"]), *flags, "--served-model-name", "tiny") as server:
+        yield server
+    divergences = [Replay(path).run().divergence for path in segment_paths(str(trace))]
+    assert divergences == [None] * len(divergences)
+    assert len(divergences) > 1
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with client(server, headers={"Authorization": "Bearer admin"}) as http:
+        http.timeout = httpx.Timeout(DEADLINE_S)
+        yield http
+
+
+class Stream:
+    """A stream that a thread of its own reads."""
+
+    def __init__(self, server: Server) -> None:
+        self.tokens: list[int] = []
+        self.reason: str | None = None
+        self._url = server.url + "/v1/completions"
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with httpx.stream("POST", self._url, json=LONG, timeout=DEADLINE_S) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                    self.tokens += choice["token_ids"] or []
+                    self.reason = choice["finish_reason"]
+
+    def reach(self, num_tokens: int) -> None:
+        until(lambda: len(self.tokens) >= num_tokens, f"{num_tokens} tokens")
+
+    def all(self) -> list[int]:
+        self._thread.join(DEADLINE_S)
+        assert self.reason == "length"
+        return self.tokens
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server) -> list[int]:
+    """What the first weights say, as transformers does at least in the beginning."""
+    return Stream(server).all()
+
+
+def done(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+def family(server: Server, module: str) -> list[psutil.Process]:
+    """The processes below the server that run a module."""
+    found = []
+    for each in psutil.Process(server.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended just now
+            if module in " ".join(each.cmdline()):
+                found.append(each)
+    return found
+
+
+def kill_engine(server: Server) -> None:
+    for each in family(server, "engine.process"):
+        each.send_signal(signal.SIGKILL)
+
+
+def same_as(folder: Path, tokens: list[int]) -> bool:
+    return Reference(folder).generate(PROMPT).tokens == tokens[:32]
+
+
+def test_a_stream_goes_on_behind_pause_sleep_and_killed_processes(
+    server: Server, http: httpx.Client, folders: dict[str, Path], expected: list[int]
+) -> None:
+    assert same_as(folders["first"], expected)
+    stream = Stream(server)
+    stream.reach(30)
+    assert done(http.post("/pause", params={"mode": "keep"})) == {"status": "paused"}
+    kept = len(stream.tokens)
+    for _ in range(20):  # whichever of the two servers answers
+        assert done(httpx.get(server.url + "/is_paused", headers=http.headers)) == {"is_paused": True}
+    assert "paused" in http.get("/health").json()["error"]["message"]
+    assert http.get("/health/live").status_code == 200
+    assert len(stream.tokens) <= kept + 1, "the end of what was in flight"
+    done(http.post("/resume"))
+    stream.reach(kept + 20)
+    assert done(http.post("/sleep", params={"level": 2, "mode": "keep"})) == {"status": "sleeping", "level": 2}
+    assert not family(server, "worker.process")
+    kill_engine(server)
+    until(lambda: http.get("/is_sleeping").status_code == 200, "another engine")
+    assert done(http.get("/is_sleeping")) == {"is_sleeping": True}
+    assert not family(server, "worker.process"), "it takes no memory either"
+    late = Stream(server)
+    assert done(http.post("/wake_up"))["status"] == "awake"
+    assert stream.all() == expected
+    assert late.all() == expected
+    assert http.get("/health").status_code == 200
+
+
+def test_processes_die_while_the_engine_sleeps_lightly_and_wakes(
+    server: Server, http: httpx.Client, expected: list[int]
+) -> None:
+    stream = Stream(server)
+    stream.reach(30)
+    done(http.post("/sleep", params={"level": 1, "mode": "keep"}))
+    (first, *_) = family(server, "worker.process")
+    first.send_signal(signal.SIGKILL)
+    assert done(http.post("/wake_up", params={"tags": ["weights"]}))["status"] == "sleeping"
+    with ThreadPoolExecutor() as threads:
+        woken = threads.submit(http.post, "/wake_up", params={"tags": ["kv_cache"]})
+        until(lambda: len(family(server, "worker.process")) >= 2, "workers")
+        family(server, "worker.process")[0].send_signal(signal.SIGKILL)
+        assert done(woken.result(DEADLINE_S))["status"] == "awake"
+    assert stream.all() == expected
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "layers", "architecture", "truncated", "no such folder"])
+def test_a_folder_that_cannot_be_served_is_refused_in_a_sentence(
+    server: Server, http: httpx.Client, folders: dict[str, Path], name: str
+) -> None:
+    del server
+    answer = http.post("/update_weights", json={"model": str(folders[name])})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert name in error["message"]
+    assert str(folders[name]) in error["message"]
+    assert (error["param"], "\n" in error["message"]) == ("model", False)
+    assert http.get("/health").status_code == 200
+
+
+def test_other_weights_are_served_without_a_restart_also_by_the_next_engine(
+    server: Server, http: httpx.Client, folders: dict[str, Path], expected: list[int]
+) -> None:
+    stream = Stream(server)
+    stream.reach(30)
+    update = {"model": str(folders["second"])}
+    done(http.post("/update_weights", json=update))
+    assert stream.all() == expected, "it ended by the weights with which it began"
+    other = Stream(server).all()
+    assert same_as(folders["second"], other)
+    kill_engine(server)
+    assert Stream(server).all() == other
+    kept = Stream(server)
+    kept.reach(30)
+    with ThreadPoolExecutor() as threads:
+        back = {"model": str(folders["first"]), "mode": "keep"}
+        updated = threads.submit(http.post, "/update_weights", json=back)
+        kept.reach(len(kept.tokens) + 10)
+        loaded = family(server, "worker.process")
+        until(lambda: any(each not in loaded for each in family(server, "worker.process")), "other workers")
+        family(server, "worker.process")[-1].send_signal(signal.SIGKILL)
+        done(updated.result(DEADLINE_S))
+    tokens = kept.all()
+    assert tokens[:30] == other[:30], "what was delivered stays"
+    assert len(tokens) == NUM_TOKENS
+    assert Stream(server).all() == expected
+
+
+def test_users_may_not(server: Server) -> None:
+    for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):
+        assert httpx.post(server.url + path, json={}).status_code == 401
+    assert httpx.get(server.url + "/is_sleeping").status_code == 401

@@ -1,0 +1,37 @@
+"""Operations of an engine as a client asks for them: made of loose values, and their answers as exceptions."""
+
+from typing import Any
+
+import msgspec
+
+from vllm_lite.errors import EngineError, RequestError
+from vllm_lite.protocol import operations
+
+OPERATION_TIMEOUT_S = 3600.0
+"""The longest that a client waits for requests to end, and for weights to be loaded."""
+_BY_NAME: dict[str, type[operations.Operation]] = {
+    "pause": operations.PauseGeneration,
+    "resume": operations.ResumeGeneration,
+    "sleep": operations.Sleep,
+    "wake_up": operations.WakeUp,
+    "update_weights": operations.UpdateWeights,
+}
+
+
+def operation_of(name: str, **values: Any) -> operations.Operation:
+    """Make the message of an operation. Raises RequestError that names the value that is wrong."""
+    kind = _BY_NAME[name]
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    try:
+        made: dict[str, Any] = {}
+        for key, value in values.items():
+            made[key] = msgspec.convert(value, fields[key].type, strict=False)
+        return kind(**made)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{key}: {error}") from error
+
+
+def check_done(done: operations.OperationDone) -> None:
+    """Raises RequestError if what was asked for cannot be, EngineError if it was not done."""
+    if done.error is not None:
+        raise RequestError(done.error) if done.bad_input else EngineError(done.error)

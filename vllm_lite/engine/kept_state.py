@@ -1,0 +1,44 @@
+"""What operations have made of an engine, kept in a file for the one that takes its place if it dies."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from vllm_lite.protocol.control import Ready
+from vllm_lite.runtime import log
+
+FILE = "operations"
+
+logger = log.get(__name__)
+
+
+class KeptState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`model` is the folder whose weights are served. An engine that is asleep has no workers that could say what
+    `ready` says, and how many blocks its pools have."""
+
+    model: str
+    is_paused: bool = False
+    sleep_level: int | None = None
+    ready: Ready | None = None
+    num_blocks: int = 0
+    num_host_blocks: int = 0
+
+
+def keep(run_dir: str, state: KeptState) -> None:
+    """Write the file anew. Where that is impossible the engine goes on, and the log says what is lost."""
+    path = Path(run_dir) / FILE
+    new = path.with_suffix(".new")
+    try:
+        new.write_bytes(msgspec.msgpack.encode(state))
+        os.replace(new, path)
+    except OSError as error:
+        logger.warning("an engine that takes the place of this one will not know of this operation: %s", error)
+
+
+def kept(run_dir: str) -> KeptState | None:
+    """What an earlier engine has kept, None if nothing."""
+    with suppress(OSError, msgspec.MsgspecError):
+        return msgspec.msgpack.decode((Path(run_dir) / FILE).read_bytes(), type=KeptState)
+    return None

@@ -1,0 +1,304 @@
+"""Operations: pause, sleep, other weights, while the engine's loop goes on.
+
+One operation is carried out after the other, in small parts as a Recovery is: advance() is called in every pass of the
+loop and never waits. Nothing is scheduled while the engine is paused or asleep; requests come, wait, end and pass
+their deadlines as ever. An engine that sleeps has no workers at all: to wake is to start a group anew, from the files,
+and other weights are a group that loads another folder. To the scheduler both are workers that were lost and replaced,
+so that every sequence goes on behind the tokens it has, and a replay decides the same.
+
+What an operation has changed is kept in a file: an engine that takes the place of this one is paused or asleep as well,
+and serves the same weights.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from vllm_lite.config import ResolvedConfig
+from vllm_lite.engine.client_port import ClientPort
+from vllm_lite.engine.core import EngineCore
+from vllm_lite.engine.kept_state import KeptState
+from vllm_lite.engine.worker_groups import WorkerGroups
+from vllm_lite.errors import ConfigError, EngineError, ModelError, VllmLiteError
+from vllm_lite.executor.base import WorkersLostError
+from vllm_lite.protocol import api
+from vllm_lite.protocol import operations as wire
+from vllm_lite.runtime import log
+
+if TYPE_CHECKING:
+    from vllm_lite.checkpoint.replacement import Weights
+
+MAX_LOADS = 3
+"""How often workers that die while they load are started before that is the answer."""
+_MEMORY = frozenset({"weights", "kv_cache"})
+
+logger = log.get(__name__)
+
+T = TypeVar("T")
+Stages = Generator[None, None, None]
+"""What an operation does; it yields where there is something to wait for."""
+
+
+class Operations:
+    """What clients want of the engine itself, and how far that is."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        groups: WorkerGroups,
+        port: ClientPort,
+        config: ResolvedConfig,
+        keep_state: Callable[[KeptState], None] = lambda _: None,
+    ) -> None:
+        self._core = core
+        self._groups = groups
+        self._port = port
+        self._config = config
+        self._keep_state = keep_state
+        self._counters = core.meter.counters
+        self._asked: deque[tuple[bytes, wire.Operation]] = deque()
+        self._stages: Iterator[None] | None = None
+        self._awake: set[str] = set()
+        """What has been named by WakeUp since the engine sleeps."""
+        self._served: Weights | None = None
+        """What is served, once it is known from a check."""
+        self._counters.model = groups.model
+
+    @property
+    def is_on(self) -> bool:
+        """Whether something is being done."""
+        return self._stages is not None or bool(self._asked)
+
+    def restore(self, state: KeptState) -> None:
+        """Be as an earlier engine was. One that sleeps was made without workers."""
+        counters = self._counters
+        counters.is_paused, counters.sleep_level = state.is_paused, state.sleep_level
+        if state.ready is not None:
+            self._core.lose_workers("the engine before was asleep", are_ended=True)
+        self._settle()
+
+    def ask(self, peer: bytes, message: wire.Operation) -> None:
+        """Do what a client wants, once all before it is done. It gets an OperationDone."""
+        self._asked.append((peer, message))
+
+    def advance(self) -> bool:
+        """Go on as far as is possible at once. True if there are workers that compute."""
+        while self.is_on:
+            self._stages = self._stages or self._answer(*self._asked.popleft())
+            try:
+                next(self._stages)
+            except StopIteration:
+                self._stages = None
+            else:
+                break
+        has_workers = self._core.scheduler.has_workers
+        if not has_workers and not self.is_on:
+            self._groups.executor.has_ended()  # whatever it still has to say would end every wait at once
+        return has_workers
+
+    def _answer(self, peer: bytes, message: wire.Operation) -> Stages:
+        done = wire.OperationDone()
+        name = type(message).__name__
+        began_s = time.monotonic()
+        try:
+            yield from self._stages_of(message)
+            logger.info("%s: done after %.2f s", name, time.monotonic() - began_s)
+        except (ModelError, ConfigError) as error:
+            done = wire.OperationDone(str(error), bad_input=True)
+        except EngineError as error:
+            done = wire.OperationDone(str(error))
+        if done.error is not None:
+            logger.warning("%s: %s", name, done.error)
+        self._settle()
+        self._port.send(peer, done)
+
+    def _stages_of(self, message: wire.Operation) -> Stages:
+        match message:
+            case wire.PauseGeneration():
+                return self._pause(message)
+            case wire.ResumeGeneration():
+                return self._resume()
+            case wire.Sleep():
+                return self._sleep(message)
+            case wire.WakeUp():
+                return self._wake_up(message)
+            case wire.UpdateWeights():
+                return self._update_weights(message)
+
+    # ---- the operations
+
+    def _pause(self, message: wire.PauseGeneration) -> Stages:
+        yield from self._empty(message.mode)
+        self._counters.is_paused = True
+        if message.clear_cache and message.mode != "keep":
+            self._core.reset_prefix_cache()
+
+    def _resume(self) -> Stages:
+        self._counters.is_paused = False
+        yield from ()
+
+    def _sleep(self, message: wire.Sleep) -> Stages:
+        level, counters = message.level, self._counters
+        yield from self._empty(message.mode)
+        self._awake.clear()
+        if not level:  # a deeper sleep stays one
+            counters.sleep_level = counters.sleep_level or 0
+            return
+        counters.sleep_level = level
+        if self._core.scheduler.has_workers:
+            yield from self._end_workers(f"sleep of level {level}")
+        if level == 1:
+            self._groups.prepare_next()
+        else:
+            yield from self._groups.dismiss_next()
+
+    def _wake_up(self, message: wire.WakeUp) -> Stages:
+        if self._counters.sleep_level is None:
+            return
+        self._awake |= set(message.tags) or _MEMORY
+        if not self._core.scheduler.has_workers:
+            if not self._awake >= _MEMORY:
+                return
+            self._awake.clear()
+            yield from self._load()
+        self._counters.sleep_level, self._counters.is_paused = None, False
+
+    def _update_weights(self, message: wire.UpdateWeights) -> Stages:
+        folder, before, groups = str(Path(message.model).absolute()), self._groups.model, self._groups
+        found = yield from _in_thread(lambda: self._check_folder(folder))
+        if not self._core.scheduler.has_workers:  # asleep: they are loaded when it wakes
+            groups.model, self._served = folder, found
+            return
+        groups.prepare_next()  # the old ones serve while these import what they need
+        yield from groups.await_next()
+        yield from self._empty(message.mode)
+        self._counters.recovering = "the weights are being replaced"
+        yield from self._end_workers("other weights")
+        groups.model = folder
+        try:
+            yield from self._load()
+        except (EngineError, ModelError, ConfigError) as error:
+            groups.model = before
+            logger.warning("%s: the weights before are loaded again", error)
+            yield from self._load_again(error)
+            raise
+        self._served = found
+
+    def _load_again(self, cause: VllmLiteError) -> Stages:
+        """The weights before, as others could not be loaded. If they cannot either, the engine sleeps."""
+        try:
+            yield from self._load()
+        except (EngineError, ModelError, ConfigError) as error:
+            self._counters.sleep_level = 2
+            raise ModelError(
+                f"{cause}; the weights before cannot be loaded any more: {error}; the engine sleeps, until /wake_up or "
+                "other weights"
+            ) from error
+
+    # ---- their parts
+
+    def _empty(self, mode: wire.PauseMode) -> Stages:
+        """See that nothing is computed any more: what there is ends, or is kept. Raises EngineError if it is resumed
+        before all have ended."""
+        core = self._core
+        if mode == "wait" and not core.scheduler.is_paused:
+            core.hold_newcomers(are_held=True)
+            while not all(map(core.scheduler.queues.is_newcomer, core.scheduler.requests.values())):
+                if any(isinstance(message, wire.ResumeGeneration) for _, message in self._asked):
+                    raise EngineError("it was called off: the engine was resumed while requests still ran")
+                urgent = next((_mode(message) for _, message in self._asked if _mode(message) != "wait"), None)
+                if urgent is not None:
+                    mode = urgent
+                    break
+                yield
+        if mode == "abort":
+            for request in list(core.scheduler.requests.values()):
+                if not core.scheduler.queues.is_newcomer(request):
+                    self._abort(request.request_id, request.client)
+        core.scheduler.is_paused = True
+        while core.in_flight:
+            yield
+
+    def _abort(self, request_id: str, client: bytes) -> None:
+        for index, start in self._core.abort(request_id):
+            self._port.push(client, api.Finished(request_id, start, [], "abort", index=index))
+
+    def _end_workers(self, why: str) -> Stages:
+        self._core.lose_workers(why, are_ended=True)
+        yield from self._groups.end()
+
+    def _load(self) -> Stages:
+        """Have workers load `groups.model`, and go on with them. Raises EngineError, ModelError or ConfigError; then
+        there are none."""
+        groups, core = self._groups, self._core
+        for attempt in range(1, MAX_LOADS + 1):
+            try:
+                groups.prepare_next()
+                blocks_per_s = yield from groups.replace()
+            except WorkersLostError:
+                while (failure := groups.executor.failure()) is None:
+                    yield
+                yield from groups.end()
+                if attempt == MAX_LOADS or isinstance(failure.error, ModelError | ConfigError):
+                    raise failure.error from None
+                logger.warning("%s; the workers are started again", failure.error)
+            except (EngineError, ModelError, ConfigError):
+                yield from groups.end()
+                raise
+            else:
+                core.resume(groups.executor, groups.generation, blocks_per_s)
+                return
+
+    def _check_folder(self, folder: str) -> "Weights":
+        """What the headers of a checkpoint say. Raises ModelError if it is not one of the model that is served."""
+        from vllm_lite.checkpoint.replacement import check_same_model, read_weights  # what no start should wait for
+
+        config, served = self._config, self._served
+        has_files = config.load_format != "dummy"
+        found = read_weights(folder, config.model_impl, has_files=has_files)
+        if served is None:
+            with suppress(ModelError):  # the files are gone; workers will say whether the new ones fit
+                served = read_weights(self._groups.model, config.model_impl, has_files=has_files)
+        if served is not None:
+            check_same_model(folder, found, served)
+        return found
+
+    def _settle(self) -> None:
+        """An operation has ended, however: say what holds from here on, and keep it for the next engine."""
+        core, counters, groups = self._core, self._counters, self._groups
+        is_asleep = not core.scheduler.has_workers
+        counters.model, counters.recovering = groups.model, ""
+        counters.generation = groups.generation
+        core.scheduler.is_paused = counters.is_paused or counters.sleep_level is not None
+        core.hold_newcomers(are_held=False)
+        sizes = groups.sizes if is_asleep else ()
+        self._keep_state(KeptState(groups.model, counters.is_paused, counters.sleep_level, *sizes))
+
+
+def _mode(message: wire.Operation) -> wire.PauseMode:
+    """What becomes of requests; "wait" where nothing has to."""
+    return message.mode if isinstance(message, wire.PauseGeneration | wire.Sleep | wire.UpdateWeights) else "wait"
+
+
+def _in_thread(work: Callable[[], T]) -> Generator[None, None, T]:
+    """What `work` returns or raises, in a thread: disks may be slow, and the loop goes on meanwhile."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # it is raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="checks a checkpoint", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        yield
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,90 @@
+"""Routes that pause the engine, put it to sleep, and give it other weights: for those who may change the server."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vllm_lite.client.operations import operation_of
+from vllm_lite.errors import RequestError
+from vllm_lite.protocol.operations import Operation, Sleep
+from vllm_lite.server.calls.registry import Calls
+from vllm_lite.server.http.auth import require_admin
+from vllm_lite.server.http.body import BodyReader
+from vllm_lite.server.live_requests import as_json
+from vllm_lite.server.openai.bodies import UpdateWeightsBody
+from vllm_lite.server.openai.errors import ApiError
+
+
+class Operations:
+    """Answers each of them by one method. What an engine does, all API servers in front of it see."""
+
+    def __init__(self, calls: Calls, reader: BodyReader) -> None:
+        self._calls = calls
+        self._reader = reader
+
+    def routes(self) -> list[Route]:
+        gets = [("/is_paused", self.is_paused), ("/is_sleeping", self.is_sleeping)]
+        posts = [
+            ("/pause", self.pause),
+            ("/resume", self.resume),
+            ("/sleep", self.sleep),
+            ("/wake_up", self.wake_up),
+            ("/update_weights", self._reader.holding(self.update_weights)),
+        ]
+        routes = [Route(path, method, methods=["GET"]) for path, method in gets]
+        return routes + [Route(path, method, methods=["POST"]) for path, method in posts]
+
+    async def pause(self, request: Request) -> Response:
+        await self._operate(request, "pause", ("mode", "clear_cache"))
+        return as_json({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        await self._operate(request, "resume")
+        return as_json({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        require_admin(request)
+        return as_json({"is_paused": (await self._calls.stats()).rests})
+
+    async def sleep(self, request: Request) -> Response:
+        asked = await self._operate(request, "sleep", ("level", "mode"))
+        return as_json({"status": "sleeping", "level": asked.level if isinstance(asked, Sleep) else None})
+
+    async def wake_up(self, request: Request) -> Response:
+        """`tags` may be there several times; the engine sleeps on until both kinds of memory have been named."""
+        tags = request.query_params.getlist("tags")
+        await self._operate(request, "wake_up", tags=tags)
+        is_asleep = (await self._calls.stats()).sleep_level is not None
+        return as_json({"status": "sleeping" if is_asleep else "awake", "tags": tags or None})
+
+    async def is_sleeping(self, request: Request) -> Response:
+        require_admin(request)
+        return as_json({"is_sleeping": (await self._calls.stats()).sleep_level is not None})
+
+    async def update_weights(self, request: Request) -> Response:
+        require_admin(request)
+        body, headers = await self._reader.read(request, UpdateWeightsBody)
+        if body.update_info is not None or body.model is None:
+            text = "weights come from a folder on the engine's machine: give model, not update_info of a transfer"
+            raise ApiError(400, text, "model" if body.update_info is None else "update_info")
+        await self._done(operation_of("update_weights", model=body.model, mode=body.mode or "wait"), "model")
+        return as_json({"message": "Weights updated", "model": body.model}, headers)
+
+    async def _operate(self, request: Request, name: str, fields: tuple[str, ...] = (), **more: Any) -> Operation:
+        """Do what the query says. Raises ApiError."""
+        require_admin(request)
+        query = request.query_params
+        try:
+            message = operation_of(name, **{field: query[field] for field in fields if field in query}, **more)
+        except RequestError as error:
+            raise ApiError(400, str(error), str(error).partition(":")[0]) from error
+        await self._done(message)
+        return message
+
+    async def _done(self, message: Operation, param: str | None = None) -> None:
+        """Raises ApiError if it was not done; `param` names the field that says what cannot be."""
+        done = await self._calls.operate(message)
+        if done.error is not None:
+            raise ApiError(400, done.error, param) if done.bad_input else ApiError(503, done.error)
