@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_lite.client.routing import EXCESS, SLACK, PrefixRouter
+from vllm_lite.client.routing import EVICTION, EXCESS, SLACK, PrefixRouter
 
 ENGINES = ("a", "b", "c")
 LOADS = st.dictionaries(st.sampled_from(ENGINES), st.integers(0, 200), min_size=1)
@@ -18,24 +18,35 @@ def router(num_blocks: int = 64) -> PrefixRouter[str]:
     return made
 
 
-def test_the_longest_cached_prefix_wins_and_nothing_known_goes_to_the_least_loaded() -> None:
+def test_the_most_cached_wins_as_long_as_it_has_not_much_more_to_do() -> None:
     made = router()
     made.stored("a", [1, 2])
-    made.stored("b", [1, 2, 3])
-    loads = {"a": 0, "b": SLACK, "c": 1}
-    assert made.choose([1, 2, 3, 4], loads) == ("b", 3)
-    assert made.choose([1, 2], loads) == ("a", 2)  # as many as b has, and less to do
-    assert made.choose([9], loads) == ("a", 0)
-    assert made.choose([1, 2, 3, 4], {"a": 0, "b": SLACK + 1, "c": 1}) == ("a", 2)  # b has too much to do
+    made.stored("b", [1, 2, 3, 4])
+    idle = {"a": 0, "b": 0, "c": 0}
+    assert made.choose([1, 2, 3, 4], idle) == ("b", 4)
+    assert made.choose([1, 2, 3, 4], idle | {"b": SLACK // 2 - 1}) == ("b", 4)
+    assert made.choose([1, 2, 3, 4], idle | {"b": SLACK // 2 + 1}) == ("a", 2)  # which has half of it
+    assert made.choose([1, 2, 3, 4], idle | {"b": SLACK, "a": SLACK // 2 + 1}) == ("c", 0)
+    assert made.choose([9], {"a": 1, "b": 2, "c": 0}) == ("c", 0)  # nobody knows it
+    assert made.choose([1, 2, 3, 4], {"a": 100, "b": 110, "c": 100}) == ("b", 4)  # a tenth more is not much
     made.dropped("b", [2])
-    assert made.choose([1, 2, 3, 4], loads) == ("a", 2)  # 3 is of no use without 2
+    assert made.choose([1, 2, 3, 4], idle) == ("a", 2)  # 3 is of no use without 2
     made.cleared("a")
     made.remove("b")
     assert made.choose([1, 2], {"a": 1, "c": 0}) == ("c", 0)
 
 
+def test_a_beginning_that_all_share_does_not_draw_all_to_a_full_engine() -> None:
+    made = router(8)
+    made.stored("a", list(range(8)))
+    assert made.choose([0, 1, 2, 30], {"a": 0, "b": 0}) == ("a", 3)  # one block is evicted for it
+    assert made.choose([0, 1, 20, 30], {"a": 0, "b": 0}) == ("b", 0)  # two would be
+    made.add("a", 16)
+    assert made.choose([0, 1, 20, 30], {"a": 0, "b": 0}) == ("a", 2)
+
+
 @given(st.lists(st.tuples(st.sampled_from(ENGINES), PROMPTS), max_size=20), PROMPTS, LOADS, st.none() | st.text())
-def test_the_choice_is_bounded_and_nobody_within_the_bounds_has_more(
+def test_the_choice_is_bounded_and_no_other_has_more_for_less(
     history: list[tuple[str, list[object]]], prompt: list[object], loads: dict[str, int], affinity: str | None
 ) -> None:
     made = router(8)
@@ -44,11 +55,13 @@ def test_the_choice_is_bounded_and_nobody_within_the_bounds_has_more(
         made.check_integrity()
     chosen, num_cached = made.choose(prompt, loads, affinity)
     least = min(loads.values())
-    assert loads[chosen] <= max(least + SLACK, least * (1 + EXCESS))
+    bound = max(SLACK, least * EXCESS)
+    most = bound if affinity is not None else bound * (1 + EVICTION)  # if all engines but it are full
+    assert loads[chosen] - least <= most
     assert num_cached == made.num_cached(chosen, prompt)
-    for other in loads.keys() - {chosen} if affinity is None else ():
-        if loads[other] <= least + SLACK:
-            assert (num_cached, -loads[chosen]) >= (made.num_cached(other, prompt), -loads[other])
+    spare = made.num_cached(chosen, prompt) + 8 - len(made._cached[chosen])
+    for other in loads.keys() - {chosen} if affinity is None and spare < len(prompt) else ():
+        assert not (loads[other] < loads[chosen] and made.num_cached(other, prompt) == len(prompt))
     assert made.choose(prompt, dict(reversed(loads.items())), affinity) == (chosen, num_cached)
 
 

@@ -13,7 +13,11 @@ MAX_HASHED_BLOCKS = 1024
 """The beginning of a longer prompt decides: hashing this many blocks takes a millisecond."""
 SLACK = 4
 EXCESS = 0.25
-"""The most loaded engine that gets a request has at most `SLACK` more than the least loaded one, and a quarter more."""
+"""An engine that has all of a prompt gets it with less than so many requests more than the least loaded one has: SLACK,
+or this share of them if that is more. One that has half of it, with half as many."""
+EVICTION = 2.0
+"""What a block counts that has to be evicted for a prompt, against one that need not be computed: others may want it
+again, and an engine with room to spare is better filled."""
 
 E = TypeVar("E", bound=Hashable)
 
@@ -29,8 +33,9 @@ class Choice(NamedTuple, Generic[E]):
 
 
 class PrefixRouter(Generic[E]):
-    """Sends a request where most of its prompt is cached, within bounds of the load; where nothing is, to the least
-    loaded engine.
+    """Sends a request to the engine where the most is gained: the share of its prompt that is cached there, less what
+    has to be evicted for it, less the requests which that engine has more than the least loaded one. So an engine that
+    has nothing of it gets it if it has less to do, and a beginning that all share does not draw all to one engine.
 
     Requests with the same affinity (a session, a cache salt) go to the same engine, within the same bounds: which one
     that is follows from their names alone, so that several routers agree that know nothing of each other.
@@ -64,15 +69,29 @@ class PrefixRouter(Generic[E]):
         if not loads:
             raise ValueError("there is no engine to choose from")
         least = min(loads.values())
-        most = max(least + self._slack, int(least * (1 + self._excess)))
-        allowed = [engine for engine, load in loads.items() if load <= most]
-        cached = {engine: self.num_cached(engine, hashes) for engine in allowed}
+        bound = max(self._slack, self._excess * least)
+        cached = {engine: self.num_cached(engine, hashes) for engine in loads}
         if affinity is not None:
+            allowed = [engine for engine, load in loads.items() if load - least <= bound]
             chosen = max(allowed, key=lambda engine: _rank(engine, affinity))
         else:
             tie = str(hashes[0]) if hashes else ""  # idle engines share out what begins differently
-            chosen = max(allowed, key=lambda engine: (cached[engine], -loads[engine], _rank(engine, tie)))
+
+            def gain(engine: E) -> tuple[float, int, bytes]:
+                gained = self._share_gained(engine, cached[engine], len(hashes))
+                return gained - (loads[engine] - least) / bound, -loads[engine], _rank(engine, tie)
+
+            chosen = max(loads, key=gain)
         return Choice(chosen, cached[chosen])
+
+    def _share_gained(self, engine: E, num_cached: int, num_blocks: int) -> float:
+        """What is gained by the cache of `engine`, as a share of the prompt: 1 if all of it is there, 0 if nothing is
+        and nothing has to be evicted."""
+        if not num_blocks:
+            return 0.0
+        room = self._capacity.get(engine, 0) - len(self._cached.get(engine, _NOTHING))
+        num_evicted = max(0, num_blocks - num_cached - room)
+        return (num_cached - EVICTION * num_evicted) / num_blocks
 
     def num_cached(self, engine: E, hashes: Sequence[Hashable]) -> int:
         """Count how many of the first blocks of a prompt `engine` has, as far as is known here."""

@@ -1,0 +1,132 @@
+"""Multi-turn chats over two engines: how much of their prompts is cached, by PrefixRouter and by round robin.
+
+    python benchmarks/prefix_routing.py [--chats 16] [--turns 6]
+
+Each chat asks again and again, each time with all that was said before; chats of all turns are mixed. The KV cache of
+one engine holds about half of the chats. Also: what one routing decision costs.
+"""
+
+import argparse
+import itertools
+import random
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from vllm_lite.client.data_parallel import DataParallelSession
+from vllm_lite.client.launch_engines import launch_engines
+from vllm_lite.client.routing import Choice, PrefixRouter
+from vllm_lite.client.stream import Event
+from vllm_lite.config import EngineConfig
+from vllm_lite.protocol.api import Finished, Generate, Tokens
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime.prefix_hash import PrefixHasher
+
+SYSTEM, QUESTION, ANSWER = 64, 48, 32
+"""Tokens of the system prompt, which all chats share, of each question and of each answer."""
+
+
+class RoundRobin(PrefixRouter[int]):
+    """Takes the engines in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns = itertools.count()
+
+    def choose(self, hashes: Sequence[Hashable], loads: Mapping[int, int], affinity: str | None = None) -> Choice[int]:  # noqa: ARG002
+        engines = sorted(loads)
+        return Choice(engines[next(self._turns) % len(engines)], 0)
+
+
+def ask(session: DataParallelSession, name: str, prompt: list[int]) -> list[int]:
+    """One turn of a chat, to its end. Returns the answer."""
+    answer: list[int] = []
+    ended: list[Event] = []
+
+    def take(events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Tokens | Finished):
+                answer.extend(event.token_ids)
+            if not isinstance(event, Tokens):
+                ended.append(event)
+
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+    session.submit(Generate(name, pack_tokens(prompt), params), take)
+    while not ended:
+        time.sleep(0.002)
+    return answer
+
+
+def run(router: PrefixRouter[int], chats: int, turns: int) -> dict[str, Any]:
+    """All chats through two engines, four at a time, in a mixed order."""
+    whole = SYSTEM + turns * (QUESTION + ANSWER)
+    blocks = chats * whole // 16 * 6 // 10
+    config = EngineConfig.load(
+        {"data_parallel_size": 2, "num_gpu_blocks_override": blocks, "max_num_seqs": 8, "log_level": "error"}
+    )
+    launched = launch_engines(config)
+    try:
+        session = launched.session
+        if not isinstance(session, DataParallelSession):
+            raise TypeError("two engines have a session of their own")
+        for index, member in enumerate(session.members):
+            router.add(index, member.welcome.num_blocks)
+        session._router = router  # noqa: SLF001
+        rng = random.Random(1)
+        system = [rng.randrange(10, 1000) for _ in range(SYSTEM)]
+        state = [list(system) for _ in range(chats)]
+        began_s = time.monotonic()
+        with ThreadPoolExecutor(4) as threads:
+            for turn in range(turns):
+                order = rng.sample(range(chats), chats)
+                for chat in order:
+                    state[chat] += [rng.randrange(10, 1000) for _ in range(QUESTION)]
+                names, prompts = [f"{chat}-{turn}" for chat in order], [list(state[chat]) for chat in order]
+                for chat, answer in zip(order, threads.map(ask, [session] * chats, names, prompts), strict=True):
+                    state[chat] += answer
+        took_s = time.monotonic() - began_s
+        stats = session.stats()
+        loads = [member.stats().prompt_tokens for member in session.members]
+        return {
+            "hit_rate": round(stats.cached_tokens / stats.prompt_tokens, 3),
+            "prompt_tokens": loads,
+            "seconds": round(took_s, 1),
+        }
+    finally:
+        launched.close()
+
+
+def cost() -> dict[str, float]:
+    """Microseconds of one decision, for prompts of 512 and 8192 tokens, among 2 and 64 engines."""
+    found = {}
+    for length, count in itertools.product((512, 8192), (2, 64)):
+        router, hasher = PrefixRouter[int](), PrefixHasher(16, "bench")
+        prompt = memoryview(pack_tokens([number % 1000 for number in range(length)]))
+        for engine in range(count):
+            router.add(engine, 10_000)
+        loads = dict.fromkeys(range(count), 3)
+        times = []
+        for _ in range(200):
+            began_s = time.perf_counter()
+            hashes: list[bytes] = []
+            hasher.extend(hashes, hasher.root(), prompt, length)
+            router.stored(router.choose(hashes, loads).engine, hashes)
+            times.append(time.perf_counter() - began_s)
+        found[f"{length} tokens, {count} engines"] = round(1e6 * sorted(times)[len(times) // 2], 1)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chats", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=6)
+    given = parser.parse_args()
+    print("microseconds of a decision:", cost())
+    for name, router in (("round robin", RoundRobin()), ("PrefixRouter", PrefixRouter[int]())):
+        print(f"{name}:", run(router, given.chats, given.turns), flush=True)
+
+
+if __name__ == "__main__":
+    main()
