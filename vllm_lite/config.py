@@ -198,6 +198,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int,
         about("engines on this machine behind one address, each with workers and a KV cache of its own", ge=1, le=64),
     ] = 1
+    distributed_executor_backend: Annotated[
+        Literal["mp", "uni", "ray"],
+        about("where the workers run: mp and uni on this machine, ray on those of a Ray cluster (RAY_ADDRESS)"),
+    ] = "mp"
     tensor_parallel_backend: Annotated[
         Literal["auto", "shared-memory", "nccl", "gloo"],
         about("how workers add up and exchange what they compute (auto: shared-memory on a CPU, nccl on GPUs)"),
@@ -267,6 +271,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             self._check_tcp(self.tcp_address)
         if self.data_parallel_size > 1:
             self._check_data_parallel()
+        if self.single_process and self.distributed_executor_backend == "ray":
+            raise ValueError("single_process runs the worker as a thread of this process, and ray on other machines")
 
     def _check_data_parallel(self) -> None:
         for name in ("address", "tcp_address", "single_process"):
@@ -384,6 +390,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """`device`, where "auto" is a GPU if all that it takes is there. Raises ConfigError for one that is not."""
         if self.device == "cpu":
             return "cpu"
+        if self.device == "cuda" and self.distributed_executor_backend == "ray":
+            return "cuda"  # this machine need not have any
         lack = lacks_for_cuda(kernels=self.attention_backend != "reference")
         if lack is None:
             return "cuda"

@@ -20,13 +20,24 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launch: str = ""
 
 
+class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the ranks of a group that spans hosts meet: the address of each rank, and the port at that of rank 0."""
+
+    hosts: tuple[str, ...]
+    port: int
+    listener: int | None = None
+    """The descriptor of the socket that listens there, for rank 0."""
+
+
 class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the ranks of one worker group find each other, on one host."""
+    """Where the ranks of one worker group find each other. If it spans hosts, it is `spread`, and each rank has a
+    memory and a folder of its own: what one says in them the others learn from the engine, which ends them all."""
 
     memory: int
     """The open file of their common memory (runtime/group_memory.py), which has no name and ends with its processes."""
     folder: str
     """A private folder, for what torch.distributed has to exchange."""
+    spread: Spread | None = None
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

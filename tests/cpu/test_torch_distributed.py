@@ -6,6 +6,7 @@ replaced by a fake that keeps what it was called with.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ from vllm_lite.parallel.gloo import GlooCommunicator
 from vllm_lite.parallel.nccl import NcclCommunicator, connect_nccl
 from vllm_lite.parallel.process_group import NCCL_ENVIRONMENT
 from vllm_lite.parallel.rendezvous import GroupEnd
-from vllm_lite.process_settings import WorkerGroup
+from vllm_lite.process_settings import Spread, WorkerGroup
 from vllm_lite.runtime.group_memory import end_group, ended_by
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +47,28 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, what
         threading.Event().wait(0.001)
+
+
+def test_ranks_on_several_hosts_meet_at_rank_0_and_have_no_memory_in_common(tmp_path: Path) -> None:
+    made = EngineConfig(device="cpu", tensor_parallel_size=2, ready_timeout_s=scaled(20))
+    config = made.resolve(max_position_embeddings=8, dtype="float32", model_path="m")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def body(rank: int) -> torch.Tensor:
+            x = torch.full((2, 3), 1.0 + rank)
+            spread = Spread(("127.0.0.1", "127.0.0.1"), port, None if rank else listener.fileno())
+            with worker_group(tmp_path) as alone:
+                group = msgspec.structs.replace(alone, spread=spread)
+                communicator = select.connect(config, rank, group, CPU, 0)
+                assert isinstance(communicator, GlooCommunicator)
+                communicator.all_reduce(x)
+                communicator.barrier()
+                communicator.close()
+            return x
+
+        assert [x.tolist() for x in in_threads(2, body)] == [[[3.0] * 3] * 2] * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- a process of its own

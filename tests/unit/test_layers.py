@@ -51,6 +51,7 @@ ONLY_IN = {
     "tokenizers": {"client"},
     "llguidance": {"structured"},
     "regex": {"client"},
+    "ray": {"executor", "ray"},
     "transformers": {"models", "worker", "client", "tools.bench"},
 }
 """Heavy packages and the parts that may import them: a client or an engine loads neither torch nor numpy."""

@@ -27,7 +27,7 @@ from vllm_lite.protocol.api import Abort, Finished, FromClient, Hello, OutputBat
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES, client_to_engine, engine_to_client
 from vllm_lite.transport import Delivery, Tcp, Wakeup
 from vllm_lite.transport.authenticator import Complaints
-from vllm_lite.transport.keys import make_client_keys, make_engine_keys
+from vllm_lite.transport.keys import load_client_keys, make_client_keys, make_engine_keys
 from vllm_lite.transport.zmq import HIGH_WATER_MARK, ZmqConnection, ZmqListener
 
 ANY = "tcp://127.0.0.1:*"
@@ -336,10 +336,21 @@ def test_a_taken_port_leaves_nothing_behind(engine: Engine, tmp_path: Path) -> N
     assert not other.exists()
 
 
-def test_keys_are_checked_by_one_listener_of_a_process(engine: Engine, folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    with pytest.raises(EngineError, match="another listener of this process checks its clients' keys"):
-        transport.bind(f"ipc://{other}", Tcp(ANY, folder / "other"))
-    assert not other.exists()
-    engine.end()
-    transport.bind(f"ipc://{other}", Tcp(ANY, folder / "other")).close()
+def test_listeners_of_one_process_check_the_keys_of_their_own_clients(
+    engine: Engine, folder: Path, tmp_path: Path
+) -> None:
+    theirs = folder / "other/for/alice"
+    mixed = shutil.copytree(theirs, tmp_path / "mixed")
+    shutil.copy(folder / "mine/server.key", mixed)
+    with closing(transport.bind(f"ipc://{tmp_path}/other", Tcp(ANY, folder / "other"))) as second:
+        assert isinstance(second, ZmqListener)
+        with closing(ZmqConnection(engine.address, b"x", load_client_keys(engine.address, mixed))) as stranger:
+            while stranger.refused() is None:
+                assert transport.wait(DEADLINE_S, stranger)
+        engine.end()  # those of the other one are still let in
+        address = str(second.tcp_address)
+        with closing(ZmqConnection(address, b"y", load_client_keys(address, theirs))) as client:
+            client.send(b"hello")
+            while (heard := second.recv()) is None:
+                assert transport.wait(DEADLINE_S, second)
+            assert heard == (b"y", b"hello")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -247,6 +248,8 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
             "transformers: its operations may depend on what else is in a step"
         )
     spec.check_tensor_parallel(Shard.of(config))
+    if config.distributed_executor_backend == "ray" and find_spec("ray") is None:
+        raise ConfigError("distributed_executor_backend ray needs the package ray: pip install 'vllm-lite[ray]'")
     _check_experts(config, spec)
     resolved = config.resolve(
         max_position_embeddings=spec.max_position_embeddings,
@@ -257,6 +260,8 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     value_bytes = KV_DTYPE_BYTES[resolved.kv_cache_dtype]
     scale_bytes = KV_SCALE_BYTES.get(resolved.kv_cache_dtype, 0)
     block_bytes = spec.kv_block_bytes(resolved.block_size, value_bytes, resolved.tensor_parallel_size, scale_bytes)
+    if config.distributed_executor_backend == "ray":
+        return resolved  # whose workers are elsewhere
     check_sizes(resolved, block_bytes, memory_limit_bytes())
     check_binding(resolved.cpu_bind, resolved.ranks_on_machine, resolved.device)
     return resolved

@@ -114,7 +114,7 @@ class MultiprocExecutor:
         self._worker_keys = tcp and tcp.worker_keys
         self._workers = [WorkerState(rank) for rank in range(config.tensor_parallel_size)]
         self._ranks = [worker.health for worker in self._workers]
-        self._meeting_place = MeetingPlace(config.tensor_parallel_size, group_folder)
+        self._meeting_place = self._meet(group_folder)
         self._outputs: deque[ModelOutput] = deque()
         self._num_in_flight = 0
         self._malformed = 0
@@ -128,6 +128,9 @@ class MultiprocExecutor:
         self._gone_by: Deadline | None = None
         """Once the workers are being ended."""
         self._are_gone = threading.Event()
+
+    def _meet(self, folder: str) -> MeetingPlace:
+        return MeetingPlace(self._config.tensor_parallel_size, folder)
 
     # ---- start
 

@@ -1,4 +1,5 @@
-"""Ranks that meet through gloo, over TCP on the loopback interface: the oracle and the fallback of the other ways.
+"""Ranks that meet through gloo, over TCP on the loopback interface, or between hosts: the oracle and fallback of the
+other ways.
 
 Every call is an exchange of bytes on the CPU, and what is added up is added here: in float32, in the order of the
 ranks, rounded once. gloo's own reductions choose the order by the size and the number of ranks, so their bits are not
@@ -21,7 +22,7 @@ from torch.distributed import Work
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.errors import RankLostError
 from vllm_lite.parallel.columns import own_part, place_parts
-from vllm_lite.parallel.process_group import ProcessGroup, gloo_group
+from vllm_lite.parallel.process_group import LOOPBACK, ProcessGroup, gloo_group
 from vllm_lite.parallel.rendezvous import GroupEnd, Rendezvous
 from vllm_lite.process_settings import WorkerGroup
 
@@ -52,7 +53,8 @@ class GlooCommunicator:
         self._disconnect.atexit = False  # a thread cannot be started then
         rendezvous = Rendezvous("gloo", shard, group)
         try:
-            self._groups.append(gloo_group(rendezvous.meet(self._end, timeout_s), shard, timeout_s))
+            address = LOOPBACK if group.spread is None else group.spread.hosts[shard.rank]
+            self._groups.append(gloo_group(rendezvous.meet(self._end, timeout_s), shard, timeout_s, address))
             self.barrier()
         except RankLostError:
             raise

@@ -130,7 +130,8 @@ def connect_nccl(host: Communicator, group: WorkerGroup, device: torch.device, t
     end = GroupEnd(host.shard, group.memory)
     rendezvous = Rendezvous("nccl", host.shard, group)
     try:
-        connected = nccl_group(rendezvous.meet(end, timeout_s), host.shard, device, timeout_s)
+        store, is_spread = rendezvous.meet(end, timeout_s), group.spread is not None
+        connected = nccl_group(store, host.shard, device, timeout_s, is_spread)
         communicator = NcclCommunicator(host, connected, device, end)
         communicator.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)

@@ -1,4 +1,5 @@
-"""The two process groups of torch.distributed, made for one host: what they listen on is the loopback interface.
+"""The two process groups of torch.distributed. On one host what they listen on is the loopback interface, on several
+the address of each.
 
 They are made without torch's default group, of which a process has one, so ranks may be threads of one process.
 """
@@ -8,15 +9,16 @@ from datetime import timedelta
 from typing import Protocol, cast
 
 import torch
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroupGloo, Work, is_nccl_available
 
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_ONLY = "=lo"
 NCCL_ENVIRONMENT = {
-    "NCCL_SOCKET_IFNAME": "=lo",
+    "NCCL_SOCKET_IFNAME": LOOPBACK_ONLY,
     "NCCL_RAS_ENABLE": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_FR_BUFFER_SIZE": "0",
@@ -37,11 +39,11 @@ class ProcessGroup(Protocol):
     def abort(self) -> None: ...
 
 
-def gloo_group(store: FileStore, shard: Shard, timeout_s: float) -> ProcessGroup:
+def gloo_group(store: Store, shard: Shard, timeout_s: float, address: str = LOOPBACK) -> ProcessGroup:
     """Connect to all other ranks. Raises RuntimeError if that fails."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
-    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]  # noqa: SLF001
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
     options._threads = 1  # noqa: SLF001  (there is one call at a time)
     return cast("ProcessGroup", ProcessGroupGloo(store, shard.rank, shard.world, options))
 
@@ -55,12 +57,15 @@ def check_nccl() -> None:
         )
 
 
-def nccl_group(store: FileStore, shard: Shard, device: torch.device, timeout_s: float) -> ProcessGroup:
+def nccl_group(
+    store: Store, shard: Shard, device: torch.device, timeout_s: float, is_spread: bool = False
+) -> ProcessGroup:
     """Connect `device` to those of all other ranks. Raises RuntimeError if that fails."""
     from torch.distributed import ProcessGroupNCCL  # not there in a torch without NCCL
 
     for name, value in NCCL_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        if not (is_spread and value == LOOPBACK_ONLY):
+            os.environ.setdefault(name, value)
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
     group = ProcessGroupNCCL(store, shard.rank, shard.world, options)

@@ -1,21 +1,23 @@
 """How the ranks of a group meet for torch.distributed, and how a waiting rank learns that the group has ended.
 
-They meet over a file in the private folder of the group, so no port is chosen and nothing listens for it. Its name has
-the inode of the group's memory, so the file of a group that ended before can never be taken for this one. Once all
-ranks have connected, rank 0 removes it.
+On one host they meet over a file in the private folder of the group, so no port is chosen and nothing listens for it.
+Its name has the inode of the group's memory, so the file of a group that ended before can never be taken for this one.
+Once all ranks have connected, rank 0 removes it. A group that spans hosts meets at a port of rank 0's.
 """
 
 import os
 import time
 import weakref
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.errors import RankLostError
-from vllm_lite.process_settings import WorkerGroup
+from vllm_lite.process_settings import Spread, WorkerGroup
 from vllm_lite.runtime.group_memory import end_group, ended_by
 
 LOOK_EVERY_S = 0.002
@@ -56,15 +58,17 @@ class Rendezvous:
     def __init__(self, name: str, shard: Shard, group: WorkerGroup) -> None:
         """`name` keeps what connects over it apart from other uses of the same folder."""
         self._shard = shard
+        self._name = name
+        self._spread = group.spread
         self._path = Path(group.folder) / f"{name}-{os.fstat(group.memory).st_ino}"
 
-    def meet(self, end: GroupEnd, timeout_s: float) -> FileStore:
+    def meet(self, end: GroupEnd, timeout_s: float) -> Store:
         """Wait until all ranks have come here. Raises RankLostError if the group ends meanwhile, or after `timeout_s`.
 
         The C++ that connects them cannot be interrupted, so it is not entered before all are there.
         """
         world = self._shard.world
-        store = FileStore(str(self._path), world)
+        store = self._store(timeout_s)
         store.set_timeout(timedelta(seconds=timeout_s))
         deadline_s = time.monotonic() + timeout_s
         store.add("arrived", 1)
@@ -75,7 +79,29 @@ class Rendezvous:
             time.sleep(LOOK_EVERY_S)
         return store
 
+    def _store(self, timeout_s: float) -> Store:
+        """Raises RankLostError if rank 0 cannot be reached."""
+        spread = self._spread
+        if spread is None:
+            return FileStore(str(self._path), self._shard.world)
+        try:
+            store = _tcp_store(spread, self._shard.rank, timeout_s)
+        except RuntimeError as error:
+            where = f"{spread.hosts[0]}:{spread.port}"
+            raise RankLostError(f"rank 0 cannot be reached at {where}: {error}") from error
+        return PrefixStore(self._name, store)
+
     def remove(self) -> None:
         """Remove the file, on rank 0. To be called when all ranks are connected."""
         if self._shard.rank == 0:
             self._path.unlink(missing_ok=True)
+
+
+@cache
+def _tcp_store(spread: Spread, rank: int, timeout_s: float) -> TCPStore:
+    """The store at rank 0's address, for all that this process has to meet for. It lasts as long as the process does,
+    since others may still read there when this rank is connected."""
+    options: dict[str, Any] = {"master_listen_fd": os.dup(spread.listener)} if spread.listener is not None else {}
+    timeout = timedelta(seconds=timeout_s)
+    world = len(spread.hosts)
+    return TCPStore(spread.hosts[0], spread.port, world, rank == 0, timeout, wait_for_workers=False, **options)

@@ -14,10 +14,15 @@ LONGEST_WAIT_S = 24 * 3600.0
 """Bounds `ready_timeout_s` for ranks: kernels and torch count in integers, which have no infinity."""
 
 
-def backend_of(config: ResolvedConfig) -> str:
-    """ "none", "shared-memory", "nccl" or "gloo". That it fits the device was checked when `config` was resolved."""
+def backend_of(config: ResolvedConfig, *, is_spread: bool = False) -> str:
+    """ "none", "shared-memory", "nccl" or "gloo". That it fits the device was checked when `config` was resolved.
+
+    Ranks that are `is_spread` over several hosts have no memory in common, whatever the user wants.
+    """
     if config.tensor_parallel_size == 1:
         return "none"
+    if is_spread and config.device == "cpu":
+        return "gloo"
     if config.tensor_parallel_backend != "auto":
         return config.tensor_parallel_backend
     return "nccl" if config.device == "cuda" else _on_the_cpu()
@@ -29,7 +34,8 @@ def connect(
     """Connect this rank to the others; returns when all have come. `shared_bytes`: the most that `shared_rows` is asked
     for at once. Raises ConfigError if the ranks cannot be connected this way, RankLostError if one of them ends.
     """
-    backend, shard = backend_of(config), Shard.of(config, rank)
+    is_spread = group is not None and group.spread is not None
+    backend, shard = backend_of(config, is_spread=is_spread), Shard.of(config, rank)
     if backend == "none":
         return SingleRank(device)
     if group is None:
@@ -40,7 +46,7 @@ def connect(
     from vllm_lite.parallel.nccl import connect_nccl
 
     cpu_device = torch.device("cpu")
-    host = _connect_on_the_cpu(_on_the_cpu(), shard, group, (cpu_device, 0), timeout_s)
+    host = _connect_on_the_cpu("gloo" if is_spread else _on_the_cpu(), shard, group, (cpu_device, 0), timeout_s)
     try:
         return connect_nccl(host, group, device, timeout_s)
     except BaseException:

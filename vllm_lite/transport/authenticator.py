@@ -3,6 +3,7 @@
 It answers on a thread of its own, so that a client that is not welcome learns it at once, also while the engine loads.
 """
 
+import itertools
 import threading
 import time
 
@@ -14,7 +15,6 @@ from vllm_lite.runtime import log
 from vllm_lite.transport.interface import Wakeup
 from vllm_lite.transport.keys import Authorised
 
-DOMAIN = b"vllm_lite"
 EVENTS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _ENDPOINT = "inproc://zeromq.zap.01"
 _LOOK_MS = 60_000
@@ -25,46 +25,42 @@ logger = log.get(__name__)
 
 
 class Authenticator:
-    """Answers for one listener: one at a time in a process, because ZeroMQ asks at one place."""
+    """Checks the keys of one listener's clients."""
 
     def __init__(self, authorised: Authorised, monitor: "zmq.Socket[bytes]") -> None:
         """`monitor` reports the listener's EVENTS, and belongs to this object from now on. Raises EngineError."""
+        self.domain = b"vllm_lite-%d" % next(_numbers)
+        """What the listener has to set as its ZAP_DOMAIN: by it ZeroMQ says whose client it asks about."""
         self._authorised = authorised
         self._monitor = monitor
         self._complaints = Complaints()
         self._stop = Wakeup()
-        self._questions: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
-        self._questions.setsockopt(zmq.LINGER, 0)
+        self._thread = threading.Thread(target=self._watch, name="authenticator", daemon=True)
         try:
-            self._questions.bind(_ENDPOINT)
-        except zmq.ZMQError as error:
-            self._questions.close()
+            _questions.join(self)
+        except BaseException:
             self._monitor.close(0)
-            raise EngineError(f"another listener of this process checks its clients' keys already: {error}") from error
-        self._thread = threading.Thread(target=self._run, name="authenticator", daemon=True)
+            raise
         self._thread.start()
 
     def close(self) -> None:
+        _questions.leave(self)
         self._stop.set()
         self._thread.join()
         self._stop.close()
 
-    def _run(self) -> None:
+    def _watch(self) -> None:
         poller = zmq.Poller()
-        for item in (self._questions, self._monitor, *self._stop.pollables()):
+        for item in (self._monitor, *self._stop.pollables()):
             poller.register(item, zmq.POLLIN)
         while not self._stop.is_set():
             poller.poll(_LOOK_MS)
-            while self._questions.poll(0):
-                self._questions.send_multipart(self._answer(self._questions.recv_multipart()))
             while self._monitor.poll(0):
                 _, endpoint = self._monitor.recv_multipart()
                 self._complaints.add(endpoint.decode(), "something there does not shake hands as a client with keys")
-        self._questions.unbind(_ENDPOINT)
-        self._questions.close()
         self._monitor.close(0)
 
-    def _answer(self, question: list[bytes]) -> list[bytes]:
+    def answer(self, question: list[bytes]) -> list[bytes]:
         """Answer (version, number, domain, address, identity, mechanism, key): 200 if this client may come in."""
         version, number, _, address, _, mechanism, *credentials = question
         try:
@@ -78,6 +74,61 @@ class Authenticator:
             self._complaints.add(address.decode(), "a client from there has a key that is not known here")
             return [version, number, b"400", b"unknown key", b"", b""]
         return [version, number, b"200", b"", name.encode(), b""]
+
+
+class _Questions:
+    """Where ZeroMQ asks: one place in a process, so that all its authenticators share the thread that listens there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._members: dict[bytes, Authenticator] = {}
+        self._stop: Wakeup | None = None
+        self._thread = threading.Thread()
+
+    def join(self, member: Authenticator) -> None:
+        """Raises EngineError if something else answers there already."""
+        with self._lock:
+            if self._stop is None:
+                socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
+                socket.setsockopt(zmq.LINGER, 0)
+                try:
+                    socket.bind(_ENDPOINT)
+                except zmq.ZMQError as error:
+                    socket.close()
+                    raise EngineError(f"something else in this process checks keys already: {error}") from error
+                self._stop = Wakeup()
+                self._thread = threading.Thread(
+                    target=self._run, args=(socket, self._stop), name="keys of clients", daemon=True
+                )
+                self._thread.start()
+            self._members[member.domain] = member
+
+    def leave(self, member: Authenticator) -> None:
+        with self._lock:
+            self._members.pop(member.domain, None)
+            if not self._members and self._stop is not None:
+                self._stop.set()
+                self._thread.join()
+                self._stop.close()
+                self._stop = None
+
+    def _run(self, socket: "zmq.Socket[bytes]", stop: Wakeup) -> None:
+        poller = zmq.Poller()
+        for item in (socket, *stop.pollables()):
+            poller.register(item, zmq.POLLIN)
+        while not stop.is_set():
+            poller.poll(_LOOK_MS)
+            while socket.poll(0):
+                question = socket.recv_multipart()
+                member = self._members.get(question[2])
+                refusal = [*question[:2], b"400", b"unknown listener", b"", b""]
+                socket.send_multipart(refusal if member is None else member.answer(question))
+        socket.unbind(_ENDPOINT)
+        socket.close()
+
+
+_numbers = itertools.count()
+_questions = _Questions()
 
 
 class Complaints:

@@ -15,7 +15,7 @@ import zmq
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
 from vllm_lite.runtime import log
-from vllm_lite.transport.authenticator import DOMAIN, EVENTS, Authenticator
+from vllm_lite.transport.authenticator import EVENTS, Authenticator
 from vllm_lite.transport.interface import Delivery, Pollable, Tcp
 from vllm_lite.transport.keys import Authorised, ClientKeys, load_engine_keys
 
@@ -86,7 +86,7 @@ class ZmqListener:
             self._authenticator = Authenticator(Authorised(keys.clients), self._socket.get_monitor_socket(EVENTS))
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+            self._socket.setsockopt(zmq.ZAP_DOMAIN, self._authenticator.domain)
             self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # or clients would come in while nobody checks
         self._socket.setsockopt(zmq.IPV6, "[" in tcp.address)
         self._socket.bind(tcp.address)

@@ -49,6 +49,8 @@ def _device_of(config: ResolvedConfig, rank: int) -> int:
             f"device is cuda, but torch {torch.__version__} sees no CUDA device; give --device cpu, or install a torch "
             "with CUDA that fits the driver"
         )
+    if config.distributed_executor_backend == "ray":
+        return 0  # a worker sees only what Ray has given it
     if config.tensor_parallel_backend == "gloo":
         return (config.first_rank + rank) % count
     if config.ranks_on_machine > count:

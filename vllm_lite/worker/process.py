@@ -26,7 +26,7 @@ from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, wor
 from vllm_lite.protocol.control import Imported, Load, Shutdown, Start, WorkerHeartbeat, WorkerHello
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.runtime import log, torch_import
-from vllm_lite.runtime.cpu_binding import apply, plan_binding, threads_of_the_user
+from vllm_lite.runtime.cpu_binding import NONE, apply, plan_binding, threads_of_the_user
 from vllm_lite.runtime.supervise import STANDBY_NAME, WORKER_NAME, name_process, run_child
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, connect, finish
@@ -284,7 +284,9 @@ def process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     if config.device == "cpu":
         num_threads = config.cpu_threads or threads_of_the_user()
         torch_import.put_off()
-        apply(plan_binding(config.cpu_bind, config.first_rank + rank, config.ranks_on_machine, num_threads))
+        is_here = config.distributed_executor_backend != "ray"  # which sets OMP_NUM_THREADS, and shares out the hosts
+        bind = config.cpu_bind if is_here else NONE
+        apply(plan_binding(bind, config.first_rank + rank, config.ranks_on_machine, num_threads))
     log.moment("worker", "python, imports")
     try:
         return main(settings, stop)

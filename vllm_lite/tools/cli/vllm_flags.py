@@ -49,7 +49,6 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--config-format", "the only one there is", ("auto", "hf")),
     Flags("--max-seq-len-to-capture", NO_COMPILE),
     Flags("-O --compilation-config -cc --optimization-level", NO_COMPILE),
-    Flags("--distributed-executor-backend", "workers are processes of their own", ("mp", "uni")),
     Flags("-pp --pipeline-parallel-size", "layers are not shared out; use -tp", ("1",)),
     Flags("--data-parallel-size-local -dpl", ONE_HOST),
     Flags("--nnodes -n", ONE_NODE, ("1",)),

@@ -1,0 +1,70 @@
+"""RayExecutor: workers on the hosts of a Ray cluster, which report over tcp with keys that Ray hands them.
+
+All else is MultiprocExecutor's: the workers are the same processes, and speak the same protocol.
+"""
+
+from pathlib import Path
+
+from vllm_lite.config import ResolvedConfig
+from vllm_lite.executor.meeting_place import MeetingPlace
+from vllm_lite.executor.multiproc import MultiprocExecutor, WorkerTcp
+from vllm_lite.executor.ray import cluster
+from vllm_lite.executor.ray.ranks import RemoteChild, RemoteRanks, Start
+from vllm_lite.process_settings import WorkerSettings
+from vllm_lite.runtime.supervise import remove_dir
+from vllm_lite.transport import Tcp
+from vllm_lite.transport.keys import make_client_keys, make_engine_keys
+
+
+class RayExecutor(MultiprocExecutor):
+    """See Executor. Resources are asked for when the workers are spawned, and given back when the group is closed."""
+
+    def __init__(self, config: ResolvedConfig, address: str, generation: int, worker_module: str, folder: str) -> None:
+        """`folder` is to be made, for keys that this group alone has. Raises ConfigError if there is no cluster."""
+        host = cluster.connect()
+        self._folder = Path(folder)
+        make_engine_keys(self._folder)
+        self._remote: RemoteRanks | None = None
+        host = f"[{host}]" if ":" in host else host
+        tcp = WorkerTcp(Tcp(f"tcp://{host}:*", self._folder), None)
+        super().__init__(config, address, generation, worker_module, tcp)
+
+    def spawn(self) -> None:
+        starts = []
+        for rank in range(self._config.tensor_parallel_size):
+            keys = make_client_keys(self._folder, f"rank-{rank}")
+            settings = WorkerSettings(self._config, self._worker_address, rank, self._generation)
+            starts.append(Start(settings, {file.name: file.read_bytes() for file in keys.iterdir()}))
+            remove_dir(str(keys))
+        self._remote = RemoteRanks(self._config, self._worker_module, starts, self._exits.set)
+        super().spawn()
+        self._remote.start()
+
+    def _spawn(self, rank: int) -> RemoteChild:
+        if self._remote is None:
+            raise RuntimeError("spawn() has not been called")
+        return self._remote.children[rank]
+
+    def _meet(self, _: str) -> MeetingPlace:
+        return RemoteMeetingPlace(self)
+
+    def end_remote_group(self) -> None:
+        if self._remote is not None:
+            self._remote.end_group()
+
+    def close(self) -> None:
+        super().close()
+        if self._remote is not None:
+            self._remote.close()
+        remove_dir(str(self._folder))
+
+
+class RemoteMeetingPlace(MeetingPlace):
+    """What the ranks have in common is on their hosts; this only ends it."""
+
+    def __init__(self, executor: RayExecutor) -> None:
+        super().__init__(1, "")
+        self._executor = executor
+
+    def end(self) -> None:
+        self._executor.end_remote_group()
