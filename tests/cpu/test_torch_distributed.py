@@ -464,7 +464,7 @@ def test_a_torch_without_nccl_is_one_sentence_and_leaves_no_rank_connected(
 ) -> None:
     host = FakeHost(group.memory)
     monkeypatch.setattr(process_group, "is_nccl_available", lambda: False)
-    monkeypatch.setattr(select, "backend_of", lambda _: "nccl")
+    monkeypatch.setattr(select, "backend_of", lambda _, **__: "nccl")
     monkeypatch.setattr(select, "_connect_on_the_cpu", lambda *_: host)
     with pytest.raises(ConfigError, match=r"has no NCCL.*--tensor-parallel-backend gloo"):
         select.connect(resolved(tensor_parallel_size=2), 0, group, CPU, 0)
