@@ -8,6 +8,7 @@ from hashlib import blake2b
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
 from vllm_lite.protocol.params import Sampling, SamplingParams
+from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.step import (
     Continue,
     Draft,
@@ -58,6 +59,8 @@ class History:
         self.num_scored = 1
         self.num_computed = 0
         self.num_cached = 0
+        self.pooling: Pooling | None = None
+        self.num_pooled = 0
         self.is_settled = sampling.rules is None or not sampling.rules.grammar
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
 
@@ -131,13 +134,16 @@ class SimulatedWorker:
         scores = [found for handle, count, _ in scheduled if (found := self._score(handle, count)) is not None]
         tokens: list[int] = []
         counts: list[int] = []
+        pooled: list[tuple[Handle, bytes]] = []
         logprobs: list[TokenLogprobs | None] = []
         for handle, count, _ in scheduled:  # ... before it reads any
             sampled = self._sample(self.sequences[handle], count, drafts[handle])
+            if sampled == [] and self.sequences[handle].pooling is not None:
+                pooled.append((handle, pack_tokens(self.sequences[handle].tokens)))
             if sampled is not None:
                 tokens += sampled
                 counts.append(len(sampled))
-                logprobs += [self._logprobs(self.sequences[handle], len(sampled))] * len(sampled)
+                logprobs += [self._logprobs(self.sequences[handle], len(sampled))] * len(sampled) if sampled else []
         reply = ModelOutput(
             output.generation,
             output.step,
@@ -146,6 +152,7 @@ class SimulatedWorker:
             logprobs if any(logprobs) else None,
             prompts=scores or None,
             drafted=(sum(map(bool, drafts.values())), sum(map(len, drafts.values()))) if any(drafts.values()) else None,
+            pooled=pooled or None,
         )
         decoded = worker_to_engine.decode(worker_to_engine.encode(reply))
         assert isinstance(decoded, ModelOutput)
@@ -159,6 +166,7 @@ class SimulatedWorker:
                     unpack_tokens(entry.tokens), entry.sampling, len(self.windows), entry.num_prompt_tokens
                 )
                 self.sequences[entry.handle] = history
+                history.pooling = entry.pooling
                 self._place(history, entry)
             case Resume():
                 assert entry.handle not in self.resident
@@ -240,9 +248,15 @@ class SimulatedWorker:
     def _sample(self, history: History, count: int, drafts: list[int]) -> list[int] | None:
         """Check what is read, and sample if the sequence is caught up: with drafts as long as they are right."""
         self._check_history(history, history.tokens + drafts, history.num_computed, count + len(drafts))
+        if history.pooling is not None and history.pooling.reads_all:
+            assert history.num_computed <= history.num_pooled, "tokens that are to be pooled are left out"
+            history.num_pooled = max(history.num_pooled, history.num_computed + count)
         history.num_computed += count
         if history.num_computed < len(history.tokens):
             return None
+        if history.pooling is not None:
+            assert not drafts
+            return []
         if not history.is_settled and self.is_compiling():
             self.num_held_back += 1
             history.num_computed -= 1

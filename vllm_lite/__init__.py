@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from vllm_lite.client.beam import BeamSearchParams
     from vllm_lite.client.llm import LLM
     from vllm_lite.client.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
+    from vllm_lite.client.pooling import PoolingRequestOutput
     from vllm_lite.client.prompt import TextPrompt, TokensPrompt
     from vllm_lite.config import EngineConfig
     from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
+    from vllm_lite.protocol.pooling import PoolingParams
 
 __version__ = "0.11.0"
 
@@ -36,6 +38,8 @@ _HOME = {
     "TokensPrompt": "vllm_lite.client.prompt",
     "SamplingParams": "vllm_lite.protocol.params",
     "RequestOutputKind": "vllm_lite.protocol.params",
+    "PoolingParams": "vllm_lite.protocol.pooling",
+    "PoolingRequestOutput": "vllm_lite.client.pooling",
     "StructuredOutputsParams": "vllm_lite.protocol.structured",
     "EngineConfig": "vllm_lite.config",
 }
@@ -48,6 +52,8 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -11,7 +11,7 @@ from vllm_lite.runtime import log
 from vllm_lite.runtime.addresses import check_address, split_tcp
 from vllm_lite.runtime.group_memory import MAX_RANKS
 from vllm_lite.runtime.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
-from vllm_lite.runtime.nested_settings import Count, KVEventsConfig, Speculation
+from vllm_lite.runtime.nested_settings import Count, KVEventsConfig, PoolerConfig, PoolingOptions, Speculation
 from vllm_lite.runtime.settings import Section, Settings, about
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
@@ -90,6 +90,20 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "native", "transformers"],
         about("whose code computes the model (auto: native where there is some, else transformers')"),
     ] = "auto"
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        about("what is asked of the model (auto: what it can; pooling: vectors also of a model made to generate)"),
+    ] = "auto"
+    convert: Annotated[
+        Literal["auto", "embed"] | None,
+        about("embed: make vectors with a model made to generate, whose files say nothing of it; none: do not"),
+    ] = "auto"
+    pooler_config: Annotated[
+        PoolerConfig | None, about('how it pools, as JSON, e.g. {"pooling_type":"MEAN","normalize":false}')
+    ] = None
+    hf_overrides: Annotated[
+        dict[str, Any] | None, about('JSON whose keys replace those of config.json, e.g. {"architectures":["X"]}')
+    ] = None
     load_format: Annotated[Literal["auto", "safetensors", "dummy"], about("'dummy' fills the weights at random")] = (
         "auto"
     )
@@ -290,6 +304,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
     @property
+    def pooling(self) -> PoolingOptions:
+        """What the settings say of how the model is to be pooled."""
+        convert = "embed" if (self.runner, self.convert) == ("pooling", "auto") else self.convert
+        return PoolingOptions(convert, self.pooler_config or PoolerConfig(), self.hf_overrides)
+
+    @property
     def logging(self) -> tuple[str, str, str | None]:
         """The arguments of log.setup() that follow the name of a process."""
         return self.log_level, self.log_format, self.log_config_file
@@ -335,7 +355,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             swap_space=DEVICE_DEFAULTS[device].swap_space if self.swap_space is None else self.swap_space,
             cpu_kvcache_space=self.cpu_kvcache_space or min(4.0, memory_bytes / 4 / self.data_parallel_size / GIB),
         )
-        if kv is None or self.cpu_kvcache_space:
+        if kv is None or self.cpu_kvcache_space or not kv.kv_groups:
             return resolved
         value_bytes, tp = KV_DTYPE_BYTES[resolved.kv_cache_dtype], self.tensor_parallel_size
         scale_bytes = KV_SCALE_BYTES.get(resolved.kv_cache_dtype, 0)

@@ -71,6 +71,7 @@ void add_splits(Plan* plan, std::vector<AttentionItem>* items, AttentionItem ite
 struct Rows {
   int sequence, query_row, position, num_rows, group;
   int most;  // rows of an item
+  bool both_ways;
 
   AttentionItem item(int first, int count, int window) const {
     AttentionItem item = {};
@@ -82,6 +83,10 @@ struct Rows {
     const int first_position = position + first / group;
     item.key_begin = window > 0 ? std::max(0, first_position - window + 1) : 0;
     item.key_end = position + (first + count - 1) / group + 1;
+    if (both_ways) {
+      const int end = position + num_rows / group;
+      item.key_end = window > 0 ? std::min(end, item.key_end + window - 1) : end;
+    }
     item.num_splits = 1;
     return item;
   }
@@ -99,6 +104,7 @@ void add_tiles(Plan* plan, std::vector<AttentionItem>* items, const Rows& rows, 
 
 void add_sequence(Plan* plan, std::vector<AttentionItem>* items, const Rows& rows) {
   const int window = plan->window;
+  if (rows.both_ways) return add_tiles(plan, items, rows, 0, rows.num_rows);
   for (int end = rows.num_rows; end > 0;) {
     const int position = rows.position + (end - 1) / rows.group, alike = first_alike(position, window);
     const int begin = std::max(0, alike - rows.position) * rows.group;
@@ -158,7 +164,8 @@ VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, cons
       const int query_len = starts[i + 1] - starts[i];
       if (query_len <= 0 || large != (query_len * group > most)) continue;
       if (seq_lens[i] > 0) {
-        add_sequence(&plan, &draft.items, {i, starts[i], seq_lens[i] - query_len, query_len * group, group, most});
+        add_sequence(&plan, &draft.items,
+                     {i, starts[i], seq_lens[i] - query_len, query_len * group, group, most, shape->both_ways != 0});
       } else {
         draft.gaps.insert(draft.gaps.end(), {starts[i], query_len});
       }

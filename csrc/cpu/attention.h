@@ -26,6 +26,7 @@ VLLM_LITE_INLINE int max_rows(int head_size) {
 struct AttentionShape {
   int32_t num_heads, num_kv_heads, head_size, value_size, block_size;
   int32_t dtype, kv_dtype;  // DType; a row of kInt8 has its scale behind its head_size elements
+  int32_t both_ways;        // 0: a row sees the keys up to its own; else those behind it as well, as in an encoder
   float scale, soft_cap, k_scale, v_scale;
   const float* slopes;  // [num_heads] or null
 };
@@ -90,8 +91,9 @@ VLLM_LITE_INLINE int first_alike(int position, int window) {
   return size == kSectionKeys ? 0 : (kMaxSections - 1) * (size - kSectionUnit);
 }
 
-// All rows of an item have sections of one size.
+// All rows of an item have sections of one size. Where rows see both ways that is a matter of the keys alone.
 VLLM_LITE_INLINE int section_keys(const AttentionCall& call, const AttentionItem& item) {
+  if (call.shape->both_ways) return section_keys(item.key_end - 1, 0);
   return section_keys(item.position + item.first * call.shape->num_kv_heads / call.shape->num_heads, call.window);
 }
 

@@ -33,6 +33,7 @@ MAX_TERMS = 60
 NOT_OURS = {
     *("config.json", "tokenizer.json", "generation_config.json", "model.safetensors", "*.safetensors"),
     *("vocab.json", "merges.txt", "tekken.json", "chat_template.json"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     *("pytorch_model.bin", "server.key", "in.jsonl", "out.jsonl", "load.png", "libvllm_lite_cpu.so"),
     *("build/", "dist/", ".venv/", "modeling_*.py"),
     *("PEERS/runs", "FOLDER/for/NAME/client.key_secret"),

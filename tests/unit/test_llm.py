@@ -456,8 +456,8 @@ def test_bad_beam_parameters_are_named(fields: dict[str, Any], message: str) -> 
 
 
 def test_what_there_is_not_yet_is_no_attribute(llm: LLM) -> None:
-    assert not hasattr(llm, "embed")
-    with pytest.raises(AttributeError, match=r"LLM has no encode\(\) yet: this engine generates text only"):
-        llm.encode("text")  # type: ignore[attr-defined]
+    assert not hasattr(llm, "reward")
+    with pytest.raises(AttributeError, match=r"LLM has no reward\(\) yet: there are embed\(\)"):
+        llm.reward("text")  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'generat'"):
         llm.generat("text")  # type: ignore[attr-defined]

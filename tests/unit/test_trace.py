@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.recorded import Recorded, agrees, snapshot
-from vllm_lite.engine.intake import Vocabulary
+from vllm_lite.engine.intake import Model
 from vllm_lite.engine.observe.recorder import Recorder, TraceRecorder
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.errors import ConfigError, ProtocolError
@@ -48,7 +48,7 @@ def test_a_step_takes_100_bytes_and_4_for_each_token(tmp_path: Path, num_running
     """With block hashes and reasons, and the vocabulary of a large model; the rows of requests are counted apart."""
     settings: dict[str, Any] = {"block_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     recorded = Recorded(tmp_path / "trace", num_running * 12 + 2, **settings)
-    recorded.core._intake._vocabulary = Vocabulary(200_000, frozenset())
+    recorded.core._intake._model = Model(200_000, frozenset())
     recorded.worker.vocab_size = 200_000
     rng = random.Random(1)
     for index in range(num_running):
@@ -116,7 +116,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
         Replay(str(tmp_path / "damaged")).run()
     whole[7] = 99
     (tmp_path / "newer").write_bytes(whole)
-    with pytest.raises(ProtocolError, match="a trace of version 99; this version reads 6"):
+    with pytest.raises(ProtocolError, match="a trace of version 99; this version reads 7"):
         TraceReader(str(tmp_path / "newer"))
 
 

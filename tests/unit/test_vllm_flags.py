@@ -48,7 +48,7 @@ def test_what_changes_nothing_is_said_once_for_each_reason() -> None:
     [
         ("-pp 2", r"^-pp can only be 1 here: layers are not shared out; use -tp; got '2'$"),
         ("--data-parallel-rank 1", r"^--data-parallel-rank of vLLM is not supported: the engines of -dp"),
-        ("--hf-overrides {}", r"^--hf-overrides of vLLM is not supported: give a folder"),
+        ("--hf-config-path x", r"^--hf-config-path of vLLM is not supported: give a folder"),
         ("--trust-remote-code --middleware a.b", r"^--middleware of vLLM is not supported"),
         ("--return-tokens-as-token-ids", r"ask with return_token_ids"),
     ],

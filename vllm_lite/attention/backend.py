@@ -35,6 +35,8 @@ class AttentionShape:
     k_scale: float = 1.0
     v_scale: float = 1.0
     """Those of layers that bring none of their own."""
+    is_encoder: bool = False
+    """Whether tokens see those behind them as well, and no KV is kept: then each group is a kind of layers."""
     max_seq_len: int | None = None
     """The longest that a sequence may become, where it is known: backends choose sizes by it once and for all."""
 

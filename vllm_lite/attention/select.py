@@ -9,6 +9,7 @@ from vllm_lite.runtime import log
 BACKENDS = {
     "cpu": "vllm_lite.attention.cpu:CpuBackend",
     "cuda": "vllm_lite.attention.cuda:CudaBackend",
+    "encoder": "vllm_lite.attention.encoder:EncoderBackend",
     "paged": "vllm_lite.attention.paged:PagedBackend",
     "reference": "vllm_lite.attention.reference:ReferenceBackend",
 }
@@ -25,6 +26,8 @@ def select_backend(shape: AttentionShape, override: str = "auto") -> AttentionBa
 
     Raises ConfigError when the name is unknown or none of the candidates supports the shape; the reasons are listed.
     """
+    if shape.is_encoder:
+        override = "encoder"  # there is one, which chooses by the device
     if override != "auto" and override not in BACKENDS:
         raise ConfigError(f"attention backend {override!r} is unknown; use auto, {', '.join(BACKENDS)}")
     names = PREFERENCE.get(shape.device.type, ("reference",)) if override == "auto" else (override,)

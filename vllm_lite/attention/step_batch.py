@@ -30,6 +30,7 @@ class StepBatch:
     seq_lens: torch.Tensor  # int32 [num_seqs], tokens in the cache after this step's writes
     block_tables: tuple[torch.Tensor, ...]  # int32 [num_seqs, max_blocks], entries past the length unused
     slot_mapping: tuple[torch.Tensor, ...]  # int64 [num_tokens], block id * block size + offset, or PAD_SLOT
+    token_types: torch.Tensor | None = None  # int64 [num_tokens], 1 in the second text of a pair; None = all 0
     wanted: torch.Tensor | None = None  # int64 [num_wanted], rows whose hidden states are wanted; None = all
     host: "HostLens | None" = None
     """The lengths once more, for planning; None in the batch of a graph, which runs with other lengths each time."""

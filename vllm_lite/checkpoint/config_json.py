@@ -15,10 +15,20 @@ from vllm_lite.checkpoint.families.generic import read_generic
 from vllm_lite.checkpoint.fused_experts import as_stored
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
+from vllm_lite.checkpoint.pooling import (
+    HeadSpec,
+    PoolingSpec,
+    adjusted,
+    classifier,
+    embedder,
+    read_modules,
+    tokens_head,
+)
 from vllm_lite.checkpoint.quantization.older import older_quantization
 from vllm_lite.checkpoint.tied_head import has_own_head
 from vllm_lite.checkpoint.typed_json import TokenId, convert, read_json
 from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.runtime.nested_settings import PoolingOptions
 
 FAMILIES = {
     "BloomForCausalLM": "bloom",
@@ -64,7 +74,25 @@ FAMILIES = {
     "SmolLM3ForCausalLM": "smollm3",
     "Starcoder2ForCausalLM": "starcoder2",
 }
-"""Architecture -> module of `families`."""
+"""Architecture of a decoder -> module of `families`."""
+ENCODERS = {
+    f"{stem}{ending}": module
+    for stem, module in (
+        ("Bert", "bert"),
+        ("Roberta", "bert"),
+        ("XLMRoberta", "bert"),
+        ("Camembert", "bert"),
+        ("ModernBert", "modernbert"),
+        ("NomicBert", "nomic_bert"),
+        ("Gte", "gte"),
+        ("New", "gte"),
+    )
+    for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
+}
+"""The same of encoders, without a head, with one for tokens, which nobody reads, or with one for labels."""
+CAUSAL, CLASSIFIER, HEADLESS = "ForCausalLM", "ForSequenceClassification", "Model"
+"""What the names of a decoder's architectures end in: with a head for tokens, with one for labels, without any."""
+NO_OPTIONS = PoolingOptions()
 OUTER_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 """What a multimodal model says for all of it. It wins over its text part, into which transformers writes defaults: an
 EOS id where the model has two, or that the head is not tied."""
@@ -74,21 +102,21 @@ class _RawGenerationConfig(msgspec.Struct):
     eos_token_id: TokenId | list[TokenId] | None = None
 
 
-def load_spec(path: str | Path, model_impl: str = "auto") -> ModelSpec:
+def load_spec(path: str | Path, model_impl: str = "auto", options: PoolingOptions = NO_OPTIONS) -> ModelSpec:
     """Read `config.json` (and the EOS ids of `generation_config.json`) of the checkpoint folder `path`. A head that it
     calls tied is not if the files hold another. A GGUF file, or a folder with one, says all that itself.
 
     `model_impl`: whether a class of this package computes the model ("native") or one of "transformers"; with "auto"
-    the latter does where there is no native one.
+    the latter does where there is no native one. `options` say how it is to be pooled, and change config.json.
 
     Raises ModelError when a file is missing or damaged, a value is wrong, or the model is not supported.
     """
     folder = Path(path)
     if (gguf := GgufCheckpoint.find(folder)) is not None:
-        return gguf.spec(partial(_parse_config, "native", None))
+        return _converted(gguf.spec(partial(_parse_config, "native", None)), {}, None, options)
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
-    spec = read_json(folder / "config.json", partial(_parse_config, model_impl, older_quantization(folder)))
+    spec = read_json(folder / "config.json", partial(_parse_folder, folder, model_impl, options))
     if spec.tie_word_embeddings and has_own_head(folder):
         spec = msgspec.structs.replace(spec, tie_word_embeddings=False, tied_in_config_only=True)
     if spec.experts is not None:
@@ -99,6 +127,60 @@ def load_spec(path: str | Path, model_impl: str = "auto") -> ModelSpec:
         eos = read_json(folder / "generation_config.json", _parse_generation_config)
         spec = msgspec.structs.replace(spec, eos_token_ids=eos) if eos else spec
     return spec
+
+
+def _parse_folder(folder: Path, model_impl: str, options: PoolingOptions, raw_json: Any) -> ModelSpec:
+    """What config.json and the files beside it say of the model and of its pooler."""
+    raw = raw_json | (options.hf_overrides or {}) if isinstance(raw_json, dict) else raw_json
+    name = _architecture(raw)
+    modules = read_modules(folder)
+    base = _base_of(name)
+    if base is None:
+        spec = _parse_config(model_impl, older_quantization(folder), raw)
+        if spec.encoder is None:
+            return _converted(spec, raw, modules, options)
+        kind, head = ("cls", None) if spec.pooling is None else (spec.pooling.kind, spec.pooling.head)
+        pooling = embedder(raw, modules, kind, generates=False) if head is None else classifier(raw, head, kind)
+    else:  # a decoder without a head for tokens, whose names are those of one with a head that is the embedding
+        headless = raw | {"architectures": [base], "tie_word_embeddings": True}
+        spec = _parse_config("native", older_quantization(folder), headless)
+        if base.removesuffix(CAUSAL) + HEADLESS == name:
+            pooling = embedder(raw, modules, "last", generates=False)
+        elif (head := tokens_head(raw, folder)) is not None:  # config.json says whether its LM head is the embedding
+            tied = bool(raw.get("tie_word_embeddings", spec.tie_word_embeddings))
+            spec = msgspec.structs.replace(spec, tie_word_embeddings=tied)
+            pooling = classifier({"num_labels": 1}, head, "last")
+            pooling = msgspec.structs.replace(pooling, makes_pairs="template")
+        else:
+            pooling = classifier(raw, HeadSpec(), "last")
+    longest = spec.max_position_embeddings
+    if modules is not None and modules.max_seq_length is not None:
+        longest = min(longest, modules.max_seq_length)
+    pooling = adjusted(pooling, options)
+    return msgspec.structs.replace(spec, pooling=pooling, max_position_embeddings=longest)
+
+
+def _converted(spec: ModelSpec, raw: dict[str, Any], modules: Any, options: PoolingOptions) -> ModelSpec:
+    """A model that generates: it makes vectors, too, if its files describe how, or if that is asked for."""
+    if options.convert is None or (modules is None and options.convert != "embed"):
+        return spec
+    pooling: PoolingSpec = adjusted(embedder(raw, modules, "last", generates=True), options)
+    return msgspec.structs.replace(spec, pooling=pooling)
+
+
+def _architecture(raw_json: Any) -> str | None:
+    names = raw_json.get("architectures") if isinstance(raw_json, dict) else None
+    name = names[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) else None
+
+
+def _base_of(name: str | None) -> str | None:
+    """The decoder that generates, of one that only classifies or has no head; None of all others."""
+    for ending in (CLASSIFIER, HEADLESS):
+        if name is not None and name.endswith(ending) and name not in ENCODERS:
+            base = name.removesuffix(ending) + CAUSAL
+            return base if base in FAMILIES else None
+    return None
 
 
 def resolve_dtype(requested: str, spec: ModelSpec) -> str:
@@ -118,13 +200,16 @@ def _parse_config(model_impl: str, older: dict[str, Any] | None, raw_json: Any) 
     `older`: the quantization_config where config.json has none."""
     if older is not None and isinstance(raw_json, dict) and not raw_json.get("quantization_config"):
         raw_json = raw_json | {"quantization_config": older}
-    names = raw_json.get("architectures") if isinstance(raw_json, dict) else None
-    name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str) or (name not in FAMILIES and model_impl == "native"):
-        raise ModelError(f"architectures {names!r} is not supported; supported: {', '.join(FAMILIES)}")
-    if model_impl == "transformers" or name not in FAMILIES:
+    name = _architecture(raw_json)
+    families = FAMILIES | ENCODERS
+    if name is None or (name not in families and model_impl == "native"):
+        names = raw_json.get("architectures") if isinstance(raw_json, dict) else None
+        raise ModelError(f"architectures {names!r} is not supported; supported: {', '.join(families)}")
+    if name not in families or (model_impl == "transformers" and name in FAMILIES):
         return read_generic(name, _text_part(raw_json))
-    family: Family = resolve_name(f"vllm_lite.checkpoint.families.{FAMILIES[name]}:FAMILIES")[name]
+    if raw_json.get("is_causal") is False and name in FAMILIES:
+        raise ModelError("is_causal false is not supported: the tokens of a decoder see those before them only")
+    family: Family = resolve_name(f"vllm_lite.checkpoint.families.{families[name]}:FAMILIES")[name]
     text = _text_part(raw_json)
     named = {family.aliases.get(key, key): value for key, value in text.items()}
     return family.read(name, convert(named, family.config))

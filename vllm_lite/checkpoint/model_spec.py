@@ -1,4 +1,4 @@
-"""What a decoder-only model is, in numbers: one frozen `ModelSpec`, which `config_json.load_spec` reads. No torch.
+"""What a model is, in numbers: one frozen `ModelSpec`, which `config_json.load_spec` reads. No torch.
 
 The engine, the client, the planner and the worker all size things by it.
 """
@@ -14,6 +14,7 @@ from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.latent import LatentSpec
+from vllm_lite.checkpoint.pooling import PoolingSpec
 from vllm_lite.checkpoint.quantization.spec import AnyQuantization
 from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.shard import HeadSplit, Shard
@@ -146,6 +147,17 @@ class NormSpec(msgspec.Struct, frozen=True):
     """Whether the weight is stored as its difference from 1."""
 
 
+class EncoderSpec(msgspec.Struct, frozen=True):
+    """What a model has that reads each text as a whole, all tokens at once, and keeps no KV."""
+
+    num_positions: int = 0
+    """Rows of its table of learned positions, 0 if there is none."""
+    position_offset: int = 0
+    """So many rows of that table stand before that of position 0."""
+    num_types: int = 0
+    """Rows of its table of token types, 0 if there is none."""
+
+
 class LayerGroup(msgspec.Struct, frozen=True):
     """Layers whose KV blocks are allocated together, because they attend alike and see the same positions."""
 
@@ -168,7 +180,8 @@ class LayerGroup(msgspec.Struct, frozen=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decoder-only model is, in numbers. `config_json.load_spec` reads it, and checks every field."""
+    """What a model is, in numbers: a decoder, unless it is an `encoder`. `config_json.load_spec` reads it, and checks
+    every field."""
 
     architecture: str
     vocab_size: int
@@ -218,6 +231,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How the checkpoint stores its weights, if not as floats."""
     kv_cache_dtype: Literal["fp8_e4m3"] | None = None
     """The type of KV cache that the checkpoint was calibrated for, if not its dtype."""
+    encoder: EncoderSpec | None = None
+    """What an encoder has of its own; its layers attend to all tokens of a text, and it has no `kv_groups`."""
+    pooling: PoolingSpec | None = None
+    """How its hidden states become vectors or scores; None: they only become logits."""
     tied_in_config_only: bool = False
     """Whether config.json calls the head tied to the embedding, and the files hold another, see `tied_head`."""
 
@@ -247,7 +264,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises ConfigError if so many ranks cannot share the heads.
         """
-        return self if world == 1 else msgspec.structs.replace(self, kv_groups=make_kv_groups(self.layers, world))
+        return (
+            self
+            if world == 1 or self.encoder is not None
+            else msgspec.structs.replace(self, kv_groups=make_kv_groups(self.layers, world))
+        )
 
     def check_tensor_parallel(self, shard: Shard) -> None:
         """Raises ConfigError, with the numbers that would do, unless so many ranks can share all that is split."""
@@ -277,11 +298,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         tp, experts = shard.world, self.experts
         fits = self.vocab_size >= tp and self.intermediate_size % tp == 0
         fits = fits and (experts is None or experts.fits(shard))
-        return fits and all(group.attention.fits(tp) for group in self.kv_groups)
+        return fits and all(own.attention.fits(tp) for own in dict.fromkeys(self.layers))
 
     def block_elements(self, block_size: int, row_extra: int = 0) -> int:
         """K and V in one block. Groups share one pool, so the smaller ones are padded to the largest."""
-        return max(math.prod(group.kv_shape(block_size, row_extra)) for group in self.kv_groups)
+        return max((math.prod(group.kv_shape(block_size, row_extra)) for group in self.kv_groups), default=0)
 
     def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int:
         """Bytes of one KV block on each of `tp` ranks: K and V of `block_size` tokens in all layers of a group, and

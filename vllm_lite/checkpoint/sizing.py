@@ -24,6 +24,8 @@ def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | Non
 
     A number of blocks wins over a number of bytes, that over a share of the device. On a CPU there is always an answer.
     """
+    if not block_bytes:  # an encoder keeps no KV
+        return MIN_BLOCKS
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
     if config.kv_cache_memory_bytes is not None:
@@ -41,7 +43,7 @@ def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | Non
 
 def num_host_blocks(swap_space_gib: float, block_bytes: int) -> int:
     """Whole KV blocks that fit into the swap space."""
-    return int(swap_space_gib * GIB // block_bytes)
+    return 0 if not block_bytes else int(swap_space_gib * GIB // block_bytes)
 
 
 def pool_flag(config: ResolvedConfig) -> str:

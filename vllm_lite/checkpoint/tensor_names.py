@@ -25,6 +25,16 @@ PREFIXES = (
     ("transformer.word_embeddings.", "model.embed_tokens."),
     ("word_embeddings.", "model.embed_tokens."),
     ("transformer.", ""),
+    ("layers.", "model.layers."),
+    ("embed_tokens.", "model.embed_tokens."),
+    ("norm.", "model.norm."),
+    ("final_norm.", "model.final_norm."),
+    ("model.embeddings.", "embeddings."),
+    ("bert.", ""),
+    ("roberta.", ""),
+    ("nomic_bert.", ""),
+    ("gte.", ""),
+    ("new.", ""),
 )
 """What a name begins with in the checkpoint -> here; the first that fits is taken."""
 EXPERT_PARTS = (

@@ -13,6 +13,7 @@ prompt.py        checks a prompt and its sampling params, tokenizes
 chat.py          messages to prompts, and the tokenizer object that scripts get
 sampling.py      sampling params: the seed, the form on the wire
 generation_config.py  sampling defaults of a checkpoint and of its user
+pooling.py       vectors and scores: a request without samples
 stream.py        one request: events in, RequestOutput out
 session.py       one connection to an engine, or to the next one, and the thread that owns it
 asking.py        what a session asks an engine beside its requests

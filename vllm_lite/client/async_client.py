@@ -8,11 +8,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 from vllm_lite.client.asking import STATS_TIMEOUT_S
 from vllm_lite.client.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.outputs import RequestOutput
+from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.sampling import check_form
 from vllm_lite.client.session import (
@@ -26,6 +27,7 @@ from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
 from vllm_lite.protocol.operations import PauseMode
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
+from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
 from vllm_lite.transport import KeysOption
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
@@ -107,7 +109,7 @@ class AsyncClient:
         self._opening = asyncio.Lock()
         self._link: _Link | None = None
         self._inboxes: dict[str, _Inbox] = {}
-        self._streams: dict[str, RequestStream] = {}
+        self._streams: dict[str, RequestStream | PoolingStream] = {}
 
     @classmethod
     async def connect(cls, address: str, **options: Unpack[ClientOptions]) -> "AsyncClient":
@@ -157,6 +159,25 @@ class AsyncClient:
             async for output in outputs:
                 yield output
 
+    async def encode(
+        self,
+        prompt: PromptLike,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Do one of the tasks of the model's pooler with `prompt`: the one that is named here or in the params, or the
+        first that it has. There is one output. Closing the iterator aborts the request. Raises as generate() does."""
+        link = self._connected()
+        factory = PoolingFactory(link.session.welcome, link.streams.tokenizer)
+        params = pooling_params or PoolingParams()
+        task = pooling_task or params.task or factory.first_task
+        (stream,) = factory.make([prompt], params, task, [request_id or os.urandom(12).hex()])
+        async with aclosing(self._follow(stream)) as outputs:
+            async for output in outputs:
+                yield output
+
     async def fork(
         self, request_id: str, n: int = 1, sampling_params: SamplingParams | None = None
     ) -> list[AsyncGenerator[RequestOutput, None]]:
@@ -170,7 +191,7 @@ class AsyncClient:
         if sampling_params is not None and sampling_params.structured_outputs is not None:
             await asyncio.to_thread(check_form, sampling_params)  # so that it is known to be valid, and soon made again
         parent = self._streams.get(request_id)
-        if parent is None or parent.finished:
+        if parent is None or parent.finished or isinstance(parent, PoolingStream):
             raise RequestError(
                 f"request {request_id!r} is not running; only a request that is being read can be forked"
             )
@@ -248,7 +269,7 @@ class AsyncClient:
         except TimeoutError as error:
             raise EngineError(f"the engine at {self.address} did not answer within {timeout_s:g} s") from error
 
-    async def _follow(self, stream: RequestStream, *, is_fork: bool = False) -> AsyncGenerator[RequestOutput, None]:
+    async def _follow(self, stream: Any, *, is_fork: bool = False) -> AsyncGenerator[Any, None]:
         """Send the request and yield its outputs. The first output of a fork is what it inherits, before any event."""
         session, request_id = self._connected().session, stream.request_id
         if request_id in self._inboxes:

@@ -53,6 +53,8 @@ that is too long for it is refused at the start, and not when workers are replac
 SPAWNS_ENGINE = "checks the model, starts the engine"
 MAX_COUNTED_EXPERTS = 16_384
 """Each of them is a series of /metrics. The largest models in wide use have 58 layers of 256."""
+ENCODER_SEQS, ENCODER_TOKENS = 256, 2048
+"""The texts and the tokens of a step of an encoder, if neither the user nor the longest text asks for more."""
 STOP_GRACE_S = 4.0
 """How long an engine may take to end its workers before it is killed, and they with it."""
 
@@ -241,12 +243,14 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
     elif gguf_files(Path(path)):  # whose tokenizer everybody is to find as files, the engine's grammars, too
         config = msgspec.structs.replace(config, tokenizer=str(conversion.folder_of(path)))
-    spec = load_spec(path, config.model_impl)
+    spec = load_spec(path, config.model_impl, config.pooling)
     if config.deterministic and spec.implementation == "transformers":
         raise ConfigError(
             f"deterministic needs a native implementation, which {spec.architecture} has not, or model_impl was set to "
             "transformers: its operations may depend on what else is in a step"
         )
+    if spec.encoder is not None:
+        config = _for_encoder(config, spec)
     spec.check_tensor_parallel(Shard.of(config))
     if config.distributed_executor_backend == "ray" and find_spec("ray") is None:
         raise ConfigError("distributed_executor_backend ray needs the package ray: pip install 'vllm-lite[ray]'")
@@ -265,6 +269,20 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     check_sizes(resolved, block_bytes, memory_limit_bytes())
     check_binding(resolved.cpu_bind, resolved.ranks_on_machine, resolved.device)
     return resolved
+
+
+def _for_encoder(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """The settings of a model that reads each text at once and keeps nothing of it: no chunks, no cache, no host tier.
+    Short texts are to fill a step, and so are long ones."""
+    longest = config.max_model_len or spec.max_position_embeddings
+    return msgspec.structs.replace(
+        config,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        swap_space=0.0,
+        max_num_seqs=config.max_num_seqs or ENCODER_SEQS,
+        max_num_batched_tokens=config.max_num_batched_tokens or max(ENCODER_TOKENS, longest),
+    )
 
 
 def _check_experts(config: EngineConfig, spec: ModelSpec) -> None:

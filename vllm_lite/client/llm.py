@@ -1,4 +1,4 @@
-"""LLM: lists of prompts in, lists of results out, with an engine of its own."""
+"""LLM: lists of prompts in, lists of results out, with an engine of its own. One method for each of vLLM's."""
 
 import itertools
 import os
@@ -14,6 +14,7 @@ from vllm_lite.client.generation_config import check_source, generation_defaults
 from vllm_lite.client.launch_engines import launch_engines
 from vllm_lite.client.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
+from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream, ScoringOutput, similarity
 from vllm_lite.client.progress import TokenBar
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_tokenizer
@@ -23,6 +24,7 @@ from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
 from vllm_lite.protocol.operations import PauseMode
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer, Conversation
@@ -30,7 +32,7 @@ if TYPE_CHECKING:  # Jinja is imported when it is needed
 
 _LOOK_S = 1.0
 """How often a wait wakes, for Ctrl-C; the session ends every stream by a deadline of its own."""
-_UNSUPPORTED_METHODS = frozenset({"encode", "embed", "classify", "score", "reward"})
+_UNSUPPORTED_METHODS = frozenset({"reward"})
 _FIXED_SETTINGS: dict[str, tuple[Any, str]] = {
     "trust_remote_code": (False, "no code of a checkpoint is ever run"),
     "tokenizer_mode": ("auto", "there is one kind of tokenizer"),
@@ -83,6 +85,7 @@ class LLM:
         self._finalizer = weakref.finalize(self, self._launched.close)
         try:
             self._streams = StreamFactory(self._launched.engine, loaded)
+            self._pooling = PoolingFactory(self._launched.engine, loaded)
         except BaseException:
             self.close()
             raise
@@ -107,7 +110,7 @@ class LLM:
 
         def __getattr__(self, name: str) -> Any:
             if name in _UNSUPPORTED_METHODS:
-                raise AttributeError(f"LLM has no {name}() yet: this engine generates text only")
+                raise AttributeError(f"LLM has no {name}() yet: there are embed(), classify(), score() and encode()")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
@@ -230,6 +233,75 @@ class LLM:
         found = self._run(_as_list(prompts), params.sampling_params(), use_tqdm)
         return [beams_of(output, self._streams.tokenizer) for output in found]
 
+    # ---- vectors and scores
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Make a vector of each prompt: `outputs.embedding` of each result, in the order of the prompts.
+
+        Raises as generate() does, and RequestError if the model makes no vectors.
+        """
+        return self.encode(prompts, pooling_params, use_tqdm, pooling_task="embed")
+
+    def classify(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Classify each prompt: `outputs.probs` has a number for each of the model's labels. Raises as embed() does."""
+        return self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify")
+
+    def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        pooling_task: PoolingTask | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Do one of the tasks of the model's pooler with each prompt; the first that it has if none is named.
+
+        `outputs` of a result has what the task gives: embedding, probs, score, or data with a vector for each token.
+        Raises as embed() does.
+        """
+        params = pooling_params or PoolingParams()
+        task = pooling_task or params.task or self._pooling.first_task
+        several = _as_list(prompts)
+        ids = [next(self._request_ids) for _ in several]
+        return self._pool(self._pooling.make(several, params, task, ids), use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Score pairs of texts: `outputs.score`. Of `data_1` there is one text for all of `data_2`, or as many.
+
+        A model with a single label scores a pair by itself; of one that makes vectors it is their cosine similarity.
+        Raises as embed() does.
+        """
+        pairs = pairs_of(data_1, data_2)
+        params = pooling_params or PoolingParams()
+        if "score" in self._pooling.tasks:
+            ids = [next(self._request_ids) for _ in pairs]
+            return self._pool(self._pooling.make_pairs(pairs, params, ids), use_tqdm)
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        vectors = dict(zip(texts, self.embed(texts, params, use_tqdm), strict=True))
+        scored = []
+        for first, second in pairs:
+            both = vectors[first], vectors[second]
+            score = similarity(*(each.outputs.embedding for each in both))
+            ids_of_both = [token for each in both for token in each.prompt_token_ids]
+            scored.append(PoolingRequestOutput(next(self._request_ids), ScoringOutput(score), ids_of_both))
+        return scored
+
     # ---- inside
 
     def _operate(self, name: str, **values: object) -> None:
@@ -245,8 +317,17 @@ class LLM:
         if self._is_asleep:  # nobody would wake it while this waits
             raise RequestError("the engine sleeps: call wake_up() first")
         streams = self._make_streams(prompts, sampling_params)
+        self._follow(streams, use_tqdm)
+        return [stream.output() for stream in streams]
+
+    def _pool(self, streams: list[PoolingStream], use_tqdm: bool) -> list[PoolingRequestOutput]:
+        self._follow(streams, use_tqdm)
+        return [stream.output() for stream in streams]
+
+    def _follow(self, streams: Sequence[RequestStream | PoolingStream], use_tqdm: bool) -> None:
+        """Send all requests and wait until they have ended. Raises the error of one that has failed."""
         inbox: SimpleQueue[list[Event]] = SimpleQueue()
-        running: dict[str, RequestStream] = {}
+        running: dict[str, RequestStream | PoolingStream] = {}
         with TokenBar(len(streams), enabled=use_tqdm) as progress:
             try:
                 for stream in streams:
@@ -258,7 +339,6 @@ class LLM:
                 for request_id in running:
                     self._launched.session.drop(request_id)
         _raise_errors(streams)
-        return [stream.output() for stream in streams]
 
     def _make_streams(
         self, prompts: list[PromptLike], sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -272,7 +352,12 @@ class LLM:
                 streams.append(self._streams.make(prompt, params[place], next(self._request_ids)))
         return streams
 
-    def _collect(self, inbox: SimpleQueue[list[Event]], running: dict[str, RequestStream], progress: TokenBar) -> None:
+    def _collect(
+        self,
+        inbox: SimpleQueue[list[Event]],
+        running: dict[str, RequestStream | PoolingStream],
+        progress: TokenBar,
+    ) -> None:
         try:
             events = inbox.get(timeout=_LOOK_S)
         except Empty:
@@ -326,7 +411,16 @@ def _params_for_each(given: SamplingParams | Sequence[SamplingParams], count: in
     return list(given)
 
 
-def _raise_errors(streams: Sequence[RequestStream]) -> None:
+def pairs_of(first: str | Sequence[str], second: str | Sequence[str]) -> list[tuple[str, str]]:
+    """One text with each of several, or texts in pairs. Raises RequestError."""
+    left = [first] if isinstance(first, str) else list(first)
+    right = [second] if isinstance(second, str) else list(second)
+    if not right or len(left) not in (1, len(right)):
+        raise RequestError(f"{len(left)} texts cannot be paired with {len(right)}: give one, or as many")
+    return list(zip(left * (len(right) if len(left) == 1 else 1), right, strict=True))
+
+
+def _raise_errors(streams: Sequence[RequestStream | PoolingStream]) -> None:
     failed = [(place, stream.error) for place, stream in enumerate(streams) if stream.error is not None]
     for _, error in failed:
         if not isinstance(error, RequestError):

@@ -52,7 +52,7 @@ def read_prompt(
     tokens are kept, together with the special tokens that a tokenizer adds at the ends of a text. Raises RequestError,
     and what `check` raises, which is called now and then while a long text is tokenized.
     """
-    plain, text = _unwrap(given)
+    plain, text = unwrap(given)
     most, kept = limits.max_model_len, _num_kept(params, limits)
     if isinstance(plain, str):
         check_text(plain, tokenizer, most, params, check)
@@ -60,7 +60,7 @@ def read_prompt(
     else:
         if kept is None and len(plain) >= most:
             raise ContextLengthError(most, len(plain), params.max_tokens)
-        checked = _checked_ids(plain, limits.vocab_size)
+        checked = checked_ids(plain, limits.vocab_size)
         prompt = Prompt(text, checked if kept is None else checked[-kept:])
     if not prompt.token_ids:
         raise RequestError("the prompt is empty; it needs at least one token")
@@ -168,7 +168,7 @@ def check_fork(parent: SamplingParams, params: SamplingParams, have: int) -> Non
         raise RequestError("a fork can have prompt_logprobs only if the request it begins with has them")
 
 
-def _unwrap(given: Any) -> tuple[str | Sequence[int], str | None]:
+def unwrap(given: Any) -> tuple[str | Sequence[int], str | None]:
     """Separate the prompt from the text that may stand beside token ids. Raises RequestError."""
     plain, text = given, None
     if isinstance(given, Mapping):
@@ -196,7 +196,8 @@ def encode(
     return tokenizer.encode(text, add_special_tokens=add_special_tokens, num_kept=num_kept)
 
 
-def _checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
+def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """A copy of a user's token ids. Raises RequestError for one that is not in the vocabulary."""
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return list(token_ids)
     for place, token_id in enumerate(token_ids):

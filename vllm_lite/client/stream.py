@@ -237,6 +237,9 @@ class StreamFactory:
         check: Callable[[], None] = lambda: None,
     ) -> RequestStream:
         """Check and tokenize one prompt. Raises RequestError, and what `check` raises: see read_prompt."""
+        if not self.limits.pooler.generates:
+            tasks = " or ".join(self.limits.pooler.tasks)
+            raise RequestError(f"the model {self.limits.model!r} generates no text; it can be asked to {tasks}")
         params = self._checked(SamplingParams() if params is None else params)
         checked = read_prompt(prompt, self.tokenizer, self.limits, params, check)
         params = self._with_form(params, checked)

@@ -142,7 +142,15 @@ class Admitter:
         self._queues.introduce(sequence)
         tokens, sampling = sequence.tokens.tobytes(), sequence.sampling()
         return NewRequest(
-            sequence.handle, tokens, sequence.num_prompt, sampling, computed, cached, num_tokens, block_ids
+            sequence.handle,
+            tokens,
+            sequence.num_prompt,
+            sampling,
+            computed,
+            cached,
+            num_tokens,
+            block_ids,
+            request.pooling,
         )
 
 

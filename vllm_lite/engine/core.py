@@ -12,7 +12,7 @@ from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.in_flight import MessageLength
-from vllm_lite.engine.intake import Attached, Intake, Vocabulary
+from vllm_lite.engine.intake import Attached, Intake, Model
 from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.observe.recorder import make_recorder
 from vllm_lite.engine.observe.residency import Residency
@@ -85,7 +85,7 @@ class EngineCore:
         self._expert_tokens: list[list[int]] = []
         """Those of groups that are gone."""
         self.max_model_len = self.scheduler.max_len
-        self._intake = Intake(self.scheduler, self.recorder, Vocabulary.of(ready), clock)
+        self._intake = Intake(self.scheduler, self.recorder, Model.of(ready), clock)
         self.in_flight = self.scheduler.in_flight
         self._holds = False
 

@@ -16,6 +16,7 @@ from vllm_lite.protocol.api import ForkRequest, Generate
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
 
 MAX_PROMPT_SCORES = 1 << 21
 """Most logprobs of one prompt: as many as fit into one message, about 32 MiB."""
@@ -33,26 +34,25 @@ class Attached(NamedTuple):
     replaced_at: int = 0
 
 
-class Vocabulary(NamedTuple):
-    """How many tokens the model knows, and those that end a sequence."""
+class Model(NamedTuple):
+    """How many tokens the model knows, those that end a sequence, and what can be pooled."""
 
-    size: int
+    vocab_size: int
     eos: frozenset[int]
+    pooler: PoolerInfo = PoolerInfo()
 
     @classmethod
-    def of(cls, ready: Ready) -> "Vocabulary":
-        return cls(ready.vocab_size, frozenset(ready.eos_token_ids))
+    def of(cls, ready: Ready) -> "Model":
+        return cls(ready.vocab_size, frozenset(ready.eos_token_ids), ready.pooler)
 
 
 class Intake:
     """Checks messages and makes requests of them. It reads time from `clock` only."""
 
-    def __init__(
-        self, scheduler: Scheduler, recorder: Recorder, vocabulary: Vocabulary, clock: abc.Callable[[], float]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, recorder: Recorder, model: Model, clock: abc.Callable[[], float]) -> None:
         self._scheduler = scheduler
         self._recorder = recorder
-        self._vocabulary = vocabulary
+        self._model = model
         self._clock = clock
 
     def add(self, client: bytes, message: Generate) -> Attached:
@@ -85,6 +85,8 @@ class Intake:
             raise RequestError(f"request {message.request_id!r} is not running; only a live request can be forked")
         if message.child_id in self._scheduler.requests:
             raise RequestError(f"request id {message.child_id!r} is in use; choose another")
+        if parent.pooling is not None:
+            raise RequestError(f"request {message.request_id!r} is pooled and generates nothing that could be forked")
         if parent.num_samples > 1 or parent.beam or message.params.n > 1 or message.params.use_beam_search:
             raise RequestError("only a request with one sample can be forked, and into one sample at a time")
         if message.params.prompt_logprobs is not None:
@@ -107,8 +109,10 @@ class Intake:
 
     def _make_request(self, client: bytes, message: Generate, num_prompt: int) -> Request:
         params = message.params
+        if message.pooling is None and not self._model.pooler.generates:
+            raise RequestError(f"this model generates no text; it can be asked to {_listed(self._model.pooler.tasks)}")
         try:
-            params.check_vocabulary(self._vocabulary.size)
+            params.check_vocabulary(self._model.vocab_size)
         except ValueError as error:
             raise RequestError(str(error)) from error
         if params.bad_words:
@@ -118,7 +122,7 @@ class Intake:
         if params.extra_args is not None:
             raise RequestError("extra_args are the client's own; the engine takes none")
         params = _with_seed(message)
-        message = msgspec.structs.replace(message, params=params)
+        message = msgspec.structs.replace(message, params=params, pooling=self._pooling(message.pooling, num_prompt))
         if params.prompt_logprobs is not None and num_prompt * (params.prompt_logprobs + 1) > MAX_PROMPT_SCORES:
             raise RequestError(
                 f"prompt_logprobs of {params.prompt_logprobs} for {num_prompt} prompt tokens are more than "
@@ -127,13 +131,34 @@ class Intake:
         max_len = self._scheduler.max_len  # context and KV cache hold no more, whatever `max_tokens` says
         if params.max_tokens is not None:
             max_len = min(max_len, num_prompt + params.max_tokens)
-        request = Request(message, client, max_len, stop_ids(params, self._vocabulary.eos))
-        num_choices = self._vocabulary.size - len(request.stop_ids)
+        if message.pooling is not None:
+            max_len = num_prompt + 1  # where it would end if it got a token, which it does not
+        request = Request(message, client, max_len, stop_ids(params, self._model.eos))
+        num_choices = self._model.vocab_size - len(request.stop_ids)
         if request.beam is not None and params.n > num_choices:
             raise RequestError(f"beam search over {params.n} beams, but only {num_choices} tokens go on")
         if params.deadline_ms is not None:
             request.deadline_s = self._clock() + params.deadline_ms / 1000
         return request
+
+    def _pooling(self, asked: Pooling | None, num_prompt: int) -> Pooling | None:
+        """Check what is asked of the pooler, and say what it needs for that. Raises RequestError."""
+        if asked is None:
+            return None
+        model = self._model.pooler
+        if asked.task not in model.tasks:
+            able = f"it can be asked to {_listed(model.tasks)}" if model.tasks else "it generates text"
+            raise RequestError(f"this model cannot be asked to {asked.task}; {able}")
+        if asked.dimensions > model.size:
+            raise RequestError(f"dimensions must be at most the {model.size} of the model, got {asked.dimensions}")
+        num_bytes = 4 * num_prompt * model.size
+        if asked.task == "token_embed" and num_bytes > MAX_POOLED_BYTES:
+            raise RequestError(
+                f"vectors of {model.size} numbers for {num_prompt} tokens are {num_bytes} bytes; a request gets "
+                f"{MAX_POOLED_BYTES} at most"
+            )
+        reads_all = asked.task == "token_embed" or not model.reads_last
+        return msgspec.structs.replace(asked, reads_all=reads_all)
 
     def _check_content(self, message: Generate) -> None:
         """Check the tokens of a Generate: their numbers before anything reads millions of them."""
@@ -151,7 +176,13 @@ class Intake:
                 "a request with several samples begins with its prompt, or says in `samples` what each has, and beams "
                 "begin with it always; send no output with it"
             )
-        self._check_length(num_prompt, num_output, max_tokens)
+        if message.pooling is None:
+            self._check_length(num_prompt, num_output, max_tokens)
+        elif num_prompt > self._scheduler.max_len:
+            longest = self._scheduler.max_len
+            raise RequestError(f"the text has {num_prompt} tokens, and this model takes at most {longest}")
+        elif num_output or message.params.n > 1 or message.params.use_beam_search:
+            raise RequestError("a request that is pooled has one sample, without output")
         for sample in message.samples:
             self._check_length(num_prompt, _num_tokens("output of a sample", sample.output), max_tokens)
         self._check_tokens("prompt", message.prompt)
@@ -162,8 +193,8 @@ class Intake:
     def _check_tokens(self, what: str, data: bytes) -> None:
         """Raises RequestError if `data` has a token id that is not in the vocabulary."""
         largest = max(unpack_tokens(data), default=0)
-        if largest >= self._vocabulary.size:
-            raise RequestError(f"token ids must be below {self._vocabulary.size}, the {what} holds {largest}")
+        if largest >= self._model.vocab_size:
+            raise RequestError(f"token ids must be below {self._model.vocab_size}, the {what} holds {largest}")
 
     def _check_length(self, num_prompt: int, num_output: int, max_tokens: int | None) -> None:
         longest = self._scheduler.max_len
@@ -180,6 +211,9 @@ def _check_same(known: Request, message: Generate) -> None:
     """Raises RequestError if `message` is not the live request that has its id, sent again."""
     if known.sequences[0].tokens[: known.num_prompt].tobytes() != message.prompt:
         raise RequestError(f"request id {message.request_id!r} is in use for another prompt; choose another id")
+    asked = message.pooling and msgspec.structs.replace(message.pooling, reads_all=True)
+    if asked != (known.pooling and msgspec.structs.replace(known.pooling, reads_all=True)):
+        raise RequestError(f"request id {message.request_id!r} is in use to pool otherwise; choose another id")
     other = _difference(known.params, _with_seed(message))
     if other is not None:
         raise RequestError(
@@ -249,6 +283,11 @@ def _difference(known: SamplingParams, asked: SamplingParams) -> str | None:
             are_numbers = all(value is None or isinstance(value, int | float) for value in values)
             return f"{name} ({values[0]}, not {values[1]})" if are_numbers else name
     return None
+
+
+def _listed(tasks: abc.Sequence[str]) -> str:
+    """ "embed or classify"."""
+    return " or ".join(tasks)
 
 
 def _num_tokens(what: str, data: bytes) -> int:

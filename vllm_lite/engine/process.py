@@ -104,6 +104,7 @@ class EngineProcess:
                 block_size=self._config.block_size,
                 tokenizer=self._config.tokenizer,
                 is_supervised=self._config.max_restarts > 0,
+                pooler=ready.pooler,
             )
         )
         log.moment("engine", "blocks, clients' socket")
@@ -310,6 +311,7 @@ def _to_wire(item: Produced) -> api.Tokens | api.Finished:
         logprobs=item.logprobs,
         index=item.sample,
         cumulative_logprob=item.logprob,
+        pooled=item.pooled,
     )
 
 

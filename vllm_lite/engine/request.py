@@ -22,6 +22,7 @@ class Produced(NamedTuple):
     error: str | None = None
     logprob: float | None = None
     prompt: PromptLogprobs | None = None
+    pooled: bytes | None = None
 
 
 class Request:
@@ -38,6 +39,8 @@ class Request:
         self.external_id = message.external_id
         self.context = message.context
         self.params = message.params
+        self.pooling = message.pooling
+        """What is made of the prompt instead of tokens; None: tokens."""
         self.is_guided = bool(message.params.grammar)
         """Whether its outputs follow a grammar, which may leave no choice of some tokens."""
         self.max_len = max_len
@@ -82,7 +85,10 @@ class Request:
 
     @property
     def lacks_scores(self) -> bool:
-        """Whether logprobs of its prompt are still to be computed."""
+        """Whether something of each of its prompt's tokens is still to be computed: logprobs, or a part of what is
+        pooled of all of them."""
+        if self.pooling is not None:
+            return self.pooling.reads_all
         return self.params.prompt_logprobs is not None and self.num_scored < self.num_prompt
 
     def lose_workers(self) -> None:

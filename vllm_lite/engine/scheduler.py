@@ -97,7 +97,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError, with the numbers, if it can never be served."""
         num_tokens = max(sequence.num_tokens for sequence in request.sequences)
-        if num_tokens + 1 > self.max_len:
+        if num_tokens + (request.pooling is None) > self.max_len:
             raise RequestError(
                 f"the prompt has {num_tokens} tokens; with at least one of output the KV cache holds "
                 f"{self.max_len} ({self.kv.pool.num_usable} blocks of {self.kv.block_size}, "
@@ -397,6 +397,7 @@ class Scheduler:
         produced = queues.handles.scores(result) if result.prompts else []
         num_running, num_entries = len(queues.running), len(queues.entries)
         silent: list[Sequence] = []  # sequences whose tokens go to no stream
+        pooled = dict(result.pooled or ())
         for sequence, new, logprobs, error in step.results_of(result, tokens):
             if sequence.status is Status.FINISHED:  # it ended while the step ran
                 silent.append(sequence)
@@ -408,7 +409,10 @@ class Scheduler:
                 produced += self.branching.advance_beams(sequence, new[0], logprobs)
             elif not new:
                 silent.append(sequence)
-                self._withhold(sequence)
+                if sequence.request.pooling is not None:
+                    produced.append(self._give(sequence, pooled.get(sequence.handle, b"")))
+                else:
+                    self._withhold(sequence)
             else:
                 start = sequence.num_tokens - sequence.num_prompt
                 reason = self._accept(sequence, new)
@@ -443,6 +447,12 @@ class Scheduler:
             self.kv.cache_blocks(sequence, num_tokens - 1)
         self.counters.generated_tokens += count
         return reason
+
+    def _give(self, sequence: Sequence, pooled: bytes) -> Produced:
+        """A prompt that is pooled is computed: with what was made of it the request ends."""
+        sequence.num_pending -= 1
+        self._end(sequence, "stop")
+        return Produced(sequence.request, sequence.index, 0, [], reason="stop", pooled=pooled)
 
     def _withhold(self, sequence: Sequence) -> None:
         """A step gave `sequence` no token, because its grammar is still being compiled."""

@@ -35,7 +35,8 @@ class Sequence:
     num_drafted    drafts in steps in flight, all of which may be wrong
     num_cached     positions whose KV was there already and must not be written again
     num_slots      positions that can be computed without asking the KV manager
-    unscored       its prompt is to be scored (prompt_logprobs), and not all of it is: takes nothing from the cache
+    unscored       its prompt is to be scored (prompt_logprobs) or pooled as a whole, and not all of it is: takes
+                   nothing from the cache
     num_inherited  output tokens with which it began
     max_len        where the sequence ends at the latest
     """
@@ -105,7 +106,8 @@ class Sequence:
     def may_draft(self, end: int) -> bool:
         """A beam may not, since its next token is not the likeliest; nor a new fork, which must not write in its first
         step, nor a prompt that others are about to fork from."""
-        return self.request.beam is None and end > self.num_cached and not self.request.unforked
+        request = self.request
+        return request.beam is None and end > self.num_cached and not request.unforked and request.pooling is None
 
     @property
     def num_surely_computed(self) -> int:

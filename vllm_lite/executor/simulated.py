@@ -49,6 +49,7 @@ class _SimulatedSequence:
     num_tokens: int
     num_computed: int
     sampling: Sampling
+    is_pooled: bool = False
 
 
 class SimulatedExecutor:
@@ -139,7 +140,7 @@ class SimulatedExecutor:
 
     def _run(self, output: SchedulerOutput) -> tuple[int, ModelOutput]:
         """The number of tokens that a step computes, and its result."""
-        total, tokens = 0, list[int]()
+        total, tokens, counts = 0, list[int](), list[int]()
         logprobs: list[TokenLogprobs | None] | None = None
         sequences, next_token = self._sequences, self._next_token
         for entry in output.entries:
@@ -154,6 +155,9 @@ class SimulatedExecutor:
                 continue
             sequence.num_computed += count
             if sequence.num_computed == sequence.num_tokens:
+                counts.append(0 if sequence.is_pooled else 1)
+                if sequence.is_pooled:
+                    continue
                 tokens.append(next_token(sequence.sampling, sequence.num_tokens))
                 sequence.num_tokens += 1
                 if sequence.sampling.logprobs is not None:
@@ -162,13 +166,22 @@ class SimulatedExecutor:
                     logprobs.append(_candidates(sequence.sampling.logprobs, self._ready.vocab_size))
         if logprobs is not None:
             logprobs += [None] * (len(tokens) - len(logprobs))
-        return total, ModelOutput(output.generation, output.step, pack_tokens(tokens), logprobs=logprobs)
+        result = ModelOutput(
+            output.generation,
+            output.step,
+            pack_tokens(tokens),
+            counts=counts if len(counts) > len(tokens) else None,
+            logprobs=logprobs,
+        )
+        return total, result
 
     def _place(self, entry: NewRequest | Resume | Draft) -> tuple[_SimulatedSequence, int, int]:
         if isinstance(entry, Draft):
             return self._sequences[entry.handle], 1, entry.max_drafts
         if isinstance(entry, NewRequest):
-            self._sequences[entry.handle] = _SimulatedSequence(len(entry.tokens) // 4, 0, entry.sampling)
+            self._sequences[entry.handle] = _SimulatedSequence(
+                len(entry.tokens) // 4, 0, entry.sampling, entry.pooling is not None
+            )
         sequence = self._sequences[entry.handle]
         sequence.num_computed = entry.num_computed
         return sequence, entry.num_tokens, 0

@@ -71,7 +71,8 @@ class AttentionBlock:
         self.ops = ops_for(parts.device)
         self.kind = parts.kinds.index(own)
         self.kv_scales: KVScales | None = None
-        self.group = next(index for index, group in enumerate(spec.kv_groups) if layer in group.layers)
+        groups = enumerate(spec.kv_groups)
+        self.group = next((index for index, group in groups if layer in group.layers), self.kind)
         self.grows = whole.query_growth is not None
         self.order = None if whole.rope is None else whole.rope.order(size)
         hidden = Split.whole(spec.hidden_size)

@@ -8,12 +8,13 @@ from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 
 
 class LearnedPositions:
-    """The table of a model with `max_position_embeddings` positions, behind `offset` rows that no token has."""
+    """The table of a model with `max_position_embeddings` positions, behind `offset` rows that no token has; or with
+    `num_rows` rows in all, of which requests may use fewer."""
 
     table: torch.Tensor  # [max_position_embeddings, hidden_size], by `load`
 
-    def __init__(self, parts: Parts, offset: int = 0) -> None:
-        self.shape = (offset + parts.spec.max_position_embeddings, parts.spec.hidden_size)
+    def __init__(self, parts: Parts, offset: int = 0, num_rows: int = 0) -> None:
+        self.shape = (num_rows or offset + parts.spec.max_position_embeddings, parts.spec.hidden_size)
         self.offset = offset
         self.dtype = parts.dtype
         self.device = parts.device

@@ -20,12 +20,13 @@ class GatedNames(NamedTuple):
     down: str = "down_proj"
 
 
-def gate_and_up(inner: Split, names: GatedNames) -> tuple[Split, Split]:
+def gate_and_up(inner: Split, names: GatedNames, *, up_first: bool = False) -> tuple[Split, Split]:
     """The rows that a rank holds of gate and of up, whose part of the elements between the matrices is `inner`."""
     if names.gate != names.up:
         return inner, inner
-    gate = Split(2 * inner.total, inner.start, inner.size)
-    return gate, gate._replace(start=inner.total + inner.start)
+    first = Split(2 * inner.total, inner.start, inner.size)
+    second = first._replace(start=inner.total + inner.start)
+    return (second, first) if up_first else (first, second)
 
 
 class GatedMLP:
@@ -33,13 +34,18 @@ class GatedMLP:
     rows."""
 
     names: ClassVar = GatedNames()
+    up_first: ClassVar = False
+    """Whether up lies before the gate, where they are one tensor."""
+    down_bias: ClassVar = False
+    """Whether `down` has a bias also where the others have none."""
 
     def __init__(self, parts: Parts) -> None:
         spec = parts.spec
         self.ops, self.activation = ops_for(parts.device), spec.activation
         hidden, inner = Split.whole(spec.hidden_size), Split.even(spec.intermediate_size, parts.shard)
-        self.gate_up = parts.linear(hidden, *gate_and_up(inner, self.names), bias=spec.mlp_bias)
-        self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias)
+        outputs = gate_and_up(inner, self.names, up_first=self.up_first)
+        self.gate_up = parts.linear(hidden, *outputs, bias=spec.mlp_bias)
+        self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias or self.down_bias)
 
     def forward(self, x: torch.Tensor, rows: Rows) -> None:
         """Write the MLP's output for x: [num_tokens, hidden_size] to rows.hidden, which may be x."""

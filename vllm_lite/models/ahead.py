@@ -71,7 +71,7 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
     if config.device != "cpu" or config.load_format == "dummy" or not cpu.available():
         return None
     try:
-        spec = load_spec(config.model, config.model_impl)
+        spec = load_spec(config.model, config.model_impl, config.pooling)
         if spec.implementation == "transformers":  # what its modules want is known once they are made
             return None
         places = locate(Path(config.model))

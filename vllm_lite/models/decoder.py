@@ -23,6 +23,7 @@ from vllm_lite.layers.buffers import Buffers, Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.weight_slot import WeightGroup
 
 
@@ -67,6 +68,7 @@ class Decoder:
         self.layers = [self.make_layer(parts, index) for index in range(spec.num_layers)]
         self.norm = parts.norm()
         self.lm_head = LMHead(self.embedding, tied=spec.tie_word_embeddings, quantization=parts.head_quantization)
+        self.pooler = None if spec.pooling is None else Pooler(parts)
         self.buffers = Buffers(parts, max_model_len, max_num_tokens)
 
     def make_layer(self, parts: Parts, index: int) -> Layer:
@@ -137,6 +139,8 @@ class Decoder:
             yield from layer.weight_groups(names.layer.format(index))
         yield self.norm.group(names.norm)
         yield self.lm_head.group(names.embedding if self.lm_head.tied else names.head)
+        if self.pooler is not None:
+            yield from self.pooler.weight_groups()
 
     def take_kv_scales(self, scales: Sequence[KVScales]) -> None:
         """Have each layer scale its float8 cache by its own."""

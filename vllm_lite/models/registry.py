@@ -8,11 +8,13 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.config_json import ENCODERS
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.quantized.select import form_for
 from vllm_lite.layers.weight_slot import WeightGroup
 from vllm_lite.models.transformers.library import load_library
@@ -64,6 +66,20 @@ MODELS = {
 }
 
 
+_ENCODERS = {
+    "Bert": "vllm_lite.models.bert:Bert",
+    "Camembert": "vllm_lite.models.bert:Bert",
+    "Gte": "vllm_lite.models.bert:Gte",
+    "ModernBert": "vllm_lite.models.bert:ModernBert",
+    "New": "vllm_lite.models.bert:Gte",
+    "NomicBert": "vllm_lite.models.bert:NomicBert",
+    "Roberta": "vllm_lite.models.bert:Bert",
+    "XLMRoberta": "vllm_lite.models.bert:Bert",
+}
+MODELS |= {
+    name: _ENCODERS[stem] for name in ENCODERS for stem in _ENCODERS if name.startswith((f"{stem}M", f"{stem}F"))
+}
+
 TRANSFORMERS = "vllm_lite.models.transformers.model:TransformersModel"
 """What computes a model that has no class of its own."""
 
@@ -73,6 +89,8 @@ class Model(Protocol):
 
     spec: ModelSpec
     communicator: Communicator
+    pooler: Pooler | None
+    """What makes vectors or scores of hidden states; None: nothing."""
     own_columns: slice
     """The tokens of the vocabulary whose logits this rank computes."""
 

@@ -13,6 +13,7 @@ from vllm_lite.protocol import Message
 from vllm_lite.protocol.histograms import BlockHistograms, Counts, RequestHistograms
 from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
+from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
 """Room for four million tokens of four bytes."""
@@ -23,6 +24,8 @@ ExternalId = Annotated[str, Meta(max_length=256)]
 """Empty if the request has none."""
 Context = Annotated[bytes, Meta(max_length=MAX_CONTEXT_BYTES)]
 TokenBytes = Annotated[bytes, Meta(max_length=MAX_PROMPT_BYTES)]
+Pooled = Annotated[bytes, Meta(max_length=MAX_POOLED_BYTES)]
+"""Numbers as little-endian float32."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 RestartCause = Literal["died", "failed", "unreachable", "silent", "stuck", "engine"]
 """What happened to a worker before its group was replaced; "engine": the engine itself was."""
@@ -58,6 +61,9 @@ class Generate(Message, tag="generate"):
 
     `external_id` is the id under which users know the request: the prompts of one HTTP body share one. Any client may
     name it in Describe and AbortExternal. `context` means nothing to the engine, which returns it in Descriptions.
+
+    With `pooling` nothing is generated: the request ends once its prompt is computed, and its Finished has what the
+    pooler made of it. Of `params` it needs who asks, until when, and how urgent it is.
     """
 
     request_id: RequestId
@@ -69,6 +75,7 @@ class Generate(Message, tag="generate"):
     context: Context = b""
     samples: Annotated[tuple[SampleSoFar, ...], Meta(max_length=MAX_SAMPLES)] = ()
     num_scored: Annotated[int, Meta(ge=0)] = 0
+    pooling: Pooling | None = None
 
 
 class ForkRequest(Message, tag="fork"):
@@ -153,6 +160,7 @@ class Welcome(Message, tag="welcome"):
     block_size: int
     tokenizer: str | None = None
     is_supervised: bool = True
+    pooler: PoolerInfo = PoolerInfo()
 
 
 class Refused(Message, tag="refused"):
@@ -223,6 +231,7 @@ class Finished(Message, tag="finished"):
     """The terminal message of sample `index` of a request, with its last tokens; a request has `n` samples.
 
     `error` is set if and only if reason is "error"; then, and when a request is refused, it ends all samples at once.
+    `pooled` is what a request with `pooling` asked for: one row of numbers, or one for each token of its prompt.
     """
 
     request_id: RequestId
@@ -236,6 +245,7 @@ class Finished(Message, tag="finished"):
     index: int = 0
     cumulative_logprob: float | None = None
     prompt: PromptLogprobs | None = None
+    pooled: Pooled | None = None
 
 
 class OutputBatch(Message, tag="outputs"):

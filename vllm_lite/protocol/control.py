@@ -7,6 +7,7 @@ Every message of a worker names its rank and the generation of its group; the en
 """
 
 from vllm_lite.protocol import Message
+from vllm_lite.protocol.pooling import PoolerInfo
 
 
 class WorkerHello(Message, tag=30):
@@ -54,6 +55,7 @@ class Ready(Message, tag=31):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    pooler: PoolerInfo = PoolerInfo()
 
 
 class Start(Message, tag=32):

@@ -9,8 +9,9 @@ Both directions carry (generation, step): after the workers were restarted nothi
 from enum import IntEnum
 
 from vllm_lite.protocol import Message
-from vllm_lite.protocol.api import PromptLogprobs, TokenBytes, TokenLogprobs
+from vllm_lite.protocol.api import Pooled, PromptLogprobs, TokenBytes, TokenLogprobs
 from vllm_lite.protocol.params import Sampling
+from vllm_lite.protocol.pooling import Pooling
 
 Handle = int
 BlockIds = list[list[int]]
@@ -30,7 +31,7 @@ class NewRequest(Message, tag=1):
 
     Positions [num_computed, num_computed + num_tokens) are computed in this step. Below `num_cached` the KV is
     already there and must not be written: on a hit of the whole prompt num_cached = num_computed + 1 = its length,
-    so that the last token's query is recomputed and nothing is written.
+    so that the last token's query is recomputed and nothing is written. With `pooling` it is never sampled.
     """
 
     handle: Handle
@@ -41,6 +42,7 @@ class NewRequest(Message, tag=1):
     num_cached: int
     num_tokens: int
     block_ids: BlockIds
+    pooling: Pooling | None = None
 
 
 class Continue(Message, tag=2):
@@ -130,7 +132,8 @@ class ModelOutput(Message, tag=20):
     """Sampled tokens, as u32, of the sequences that were caught up, in the order of their entries.
 
     `counts` says how many tokens each of them got, None = one each. One got none if its grammar is still being
-    compiled: its last position is to be computed again, and not written again. `logprobs` runs parallel to the tokens
+    compiled: its last position is to be computed again, and not written again. One that is pooled gets none, and what
+    it asked for is in `pooled`, unless it has `failed`. `logprobs` runs parallel to the tokens
     where asked for; `prompts` has those of the prompt tokens that this step computed. `failed` names sequences whose
     logits were not finite (NOT_FINITE), whose rules left no token or whose grammar failed; their token is to be
     ignored. `drafted` is the number of sequences that tokens were drafted for, and the number of these tokens.
@@ -144,6 +147,7 @@ class ModelOutput(Message, tag=20):
     failed: list[tuple[Handle, str]] | None = None
     prompts: list[tuple[Handle, PromptLogprobs]] | None = None
     drafted: tuple[int, int] | None = None
+    pooled: list[tuple[Handle, Pooled]] | None = None
 
 
 class Steps(Message, tag=11):

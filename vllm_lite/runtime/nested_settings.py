@@ -1,6 +1,6 @@
 """Settings that are written as JSON objects: values of single fields of EngineConfig."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -66,3 +66,20 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Where one of several engines publishes, as in vLLM."""
         replay = self.replay_endpoint and offset(self.replay_endpoint, rank)
         return msgspec.structs.replace(self, endpoint=offset(self.endpoint, rank), replay_endpoint=replay)
+
+
+class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model pools, where that is to be otherwise than its files say. Names are vLLM's; the later ones win."""
+
+    pooling_type: str | None = None
+    seq_pooling_type: str | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+
+
+class PoolingOptions(NamedTuple):
+    """What the user says of how a model is to be pooled; the settings of these names say it."""
+
+    convert: str | None = "auto"
+    pooler_config: PoolerConfig = PoolerConfig()
+    hf_overrides: dict[str, Any] | None = None

@@ -25,7 +25,11 @@ SHORT_FLAGS = {
     "quantization": "-q",
     "api_server_count": "-asc",
 }
-ALIASES = {"kv_offloading_size": "swap_space", "cuda_graph_sizes": "cudagraph_capture_sizes"}
+ALIASES = {
+    "kv_offloading_size": "swap_space",
+    "cuda_graph_sizes": "cudagraph_capture_sizes",
+    "override_pooler_config": "pooler_config",
+}
 """Other names of settings, which other engines give them."""
 VALUE_ALIASES = {"dtype": {"half": "float16", "float": "float32"}}
 """Other names of their values."""

@@ -137,12 +137,12 @@ def load(config: EngineConfig) -> Checkpoint:
     """Read config.json and the headers of the weights, and of a hub id no more than these. Raises ModelError."""
     if config.model == DEMO_MODEL:
         folder = Path(demo_folder())
-        return Checkpoint(load_spec(folder, config.model_impl), read_headers(folder))
+        return Checkpoint(load_spec(folder, config.model_impl, config.pooling), read_headers(folder))
     source = hub.Source(config.model, config.revision, config.download_dir)
     if hub.is_hub_id(config.model) and source.label is not None:
         raise ModelError(f"{config.model}: a plan needs the header of the GGUF file; download it and give its path")
     folder = Path(hub.local_folder(source, what="config"))
-    spec = load_spec(folder, config.model_impl)
+    spec = load_spec(folder, config.model_impl, config.pooling)
     try:
         return Checkpoint(spec, read_headers(folder))
     except ModelError:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAGIC = b"vltrace\x06"
+MAGIC = b"vltrace\x07"
 """First bytes of the file; the last of them is the version of this module."""
 HASH_BYTES = 8
 """Bytes of a digest that are recorded: enough to distinguish any two."""
@@ -100,6 +100,8 @@ class Params(_Record, frozen=True):
     """Its prompt was scored, so nothing of it was taken from the cache at first."""
     is_guided: bool = False
     """It follows a grammar, so it may draft."""
+    is_pooled: bool = False
+    """It generates nothing and ends with its prompt."""
 
 
 class Arrival(_Record, frozen=True, tag=1):

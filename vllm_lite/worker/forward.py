@@ -56,6 +56,7 @@ class EagerForward:
             seq_lens=self._to_device(inputs.seq_lens),
             block_tables=tuple(self._to_device(table) for table in inputs.block_tables),
             slot_mapping=tuple(self._to_device(slots) for slots in inputs.slot_mapping),
+            token_types=None if (types := inputs.token_types) is None else self._to_device(types),
             wanted=None if (wanted := inputs.wanted) is None else self._to_device(wanted),
             host=HostLens(inputs.num_scheduled, inputs.seq_lens),
         )

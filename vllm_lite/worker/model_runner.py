@@ -5,6 +5,7 @@ contents; the parts are CacheEngine, InputBatch, the model, the attention backen
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from vllm_lite.worker.expert_load import ExpertLoad
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.memory.cache_engine import CacheEngine
+from vllm_lite.worker.pooling import Failed, Pooled, pool
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling import readiness
 from vllm_lite.worker.sampling.drafter import NO_DRAFT, Drafter, num_kept
@@ -30,6 +32,7 @@ from vllm_lite.worker.sampling.masks import SequenceMask
 from vllm_lite.worker.sampling.ranked_sampler import TokenSampler, sampler_of
 from vllm_lite.worker.sampling.sampler import ALL_BANNED, ROW_PARAMS, Sampled, SampleInputs, row_params
 
+NO_TOKENS = np.zeros(0, np.int64)
 WARM_UP_WORK = 2_000_000_000
 """Multiply-adds that the warm-up may cost on a CPU: about 0.1 s on one core."""
 
@@ -76,6 +79,8 @@ class ModelRunner:
             num_blocks=cache_engine.num_blocks,
             windows=[group.window for group in model.spec.kv_groups],
         )
+        if model.spec.pooling is not None:
+            self.batch.pooled.kind = model.spec.pooling.kind
         self.sampler = sampler_of(model, device)
         self.expert_load: ExpertLoad | None = None
         self.drafter = drafter
@@ -98,9 +103,13 @@ class ModelRunner:
             return ModelOutput(step.generation, step.step, b"")
         if inputs.num_tokens > self.limits.max_num_tokens:
             raise ProtocolError(f"a step of {inputs.num_tokens} tokens, expected at most {self.limits.max_num_tokens}")
+        if inputs.only_pools:
+            pooled, failed = self._pool(self.eager.hidden(inputs), inputs)
+            self.batch.commit(inputs, NO_TOKENS)
+            return _answer_pooled(ModelOutput(step.generation, step.step, b"", counts=[]), inputs, pooled, failed)
         unsettled = self.batch.unsettled(inputs)
         samples = None if unsettled else self.batch.sample_inputs(inputs)
-        logits, prompts = self._logits(inputs)
+        logits, prompts, (pooled, unfit) = self._logits(inputs)
         waiting = self._settle(unsettled, inputs) if unsettled else set()
         sampled = self.sampler.sample(logits, samples or self.batch.sample_inputs(inputs))
         if self.expert_load is not None:  # the device has done the step, or there would be no tokens
@@ -109,7 +118,8 @@ class ModelRunner:
         self._explain(sampled, inputs)
         kept = _num_kept(inputs, sampled, waiting)
         self.batch.commit(inputs, sampled.tokens, kept)
-        return _answer(step, inputs, sampled, kept, prompts)
+        output = _answer(step, inputs, sampled, kept, prompts)
+        return output if inputs.pooling is None else _answer_pooled(output, inputs, pooled, unfit)
 
     def _settle(self, unsettled: dict[Handle, SequenceMask], inputs: StepInputs) -> set[Handle]:
         """Return the sequences that get no token in this step: their grammars are still being compiled."""
@@ -129,14 +139,26 @@ class ModelRunner:
             if why == ALL_BANNED:
                 sampled.failed[sample] = self.batch.explain(inputs.handles[sequences[sample]]) or why
 
-    def _logits(self, inputs: StepInputs) -> tuple[torch.Tensor, PromptScored | None]:
-        """The logits that are sampled, and the logprobs of prompts, which graphs know nothing of."""
-        if inputs.scoring is None:
-            return self.forward.logits(inputs), None
+    def _logits(self, inputs: StepInputs) -> tuple[torch.Tensor, PromptScored | None, tuple[Pooled, Failed]]:
+        """The logits that are sampled; and the logprobs of prompts and what is pooled, which graphs know nothing of."""
+        if inputs.scoring is None and inputs.pooling is None:
+            return self.forward.logits(inputs), None, ([], [])
         hidden = self.eager.hidden(inputs)
-        num_samples = len(hidden) - len(inputs.scoring.positions)
-        prompts = score(self.model, hidden[num_samples:], inputs.scoring)
-        return self.model.logits(hidden[:num_samples]), prompts
+        num_pooled = 0 if inputs.pooling is None else len(inputs.pooling.positions)
+        num_scored = 0 if inputs.scoring is None else len(inputs.scoring.positions)
+        scored_at, pooled_at = len(hidden) - num_pooled - num_scored, len(hidden) - num_pooled
+        found = self._pool(hidden[pooled_at:], inputs) if inputs.pooling is not None else ([], [])
+        prompts = None if inputs.scoring is None else score(self.model, hidden[scored_at:pooled_at], inputs.scoring)
+        return self.model.logits(hidden[:scored_at]), prompts, found
+
+    def _pool(self, hidden: torch.Tensor, inputs: StepInputs) -> tuple[Pooled, Failed]:
+        """What the prompts that the step completes asked for; rank 0 alone says."""
+        pooler = self.model.pooler
+        if pooler is None or inputs.pooling is None:
+            raise ProtocolError("a step pools, and the model has no pooler")
+        if self.model.communicator.shard.rank:
+            return [], []
+        return pool(pooler, hidden, inputs.pooling)
 
     def _draft(self) -> None:
         if self.drafter is not None and (batch := self.batch.draft_batch()) is not None:
@@ -162,6 +184,10 @@ class ModelRunner:
         limits = self.limits
         if self.device.type == "cpu":
             num_tokens = min(limits.max_num_tokens, max(1, WARM_UP_WORK // self.model.spec.active_parameters()))
+            if self.model.spec.encoder is not None:
+                num_seqs = min(num_tokens, limits.max_num_seqs)
+                self.eager.hidden(padding_step(num_tokens, num_seqs, 0, limits.block_size, num_sampling=num_seqs))
+                return
             warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=1)
             return
         logger.info("warming up; what kernels are not in the cache are compiled now")
@@ -182,6 +208,17 @@ def warm_up_step(
     drawn = row_params(SamplingParams(top_p=0.9, logprobs=1).for_worker(0, 0, (), None, unscored=False), rules=0)
     random = np.array([drawn] * num_sampling, ROW_PARAMS)
     sampler.sample(forward.logits(inputs), SampleInputs(random, np.zeros(num_sampling, np.int64)))
+
+
+def _answer_pooled(output: ModelOutput, inputs: StepInputs, pooled: Pooled, failed: Failed) -> ModelOutput:
+    """The answer with what was pooled. Sequences that are pooled get no token, and count where they stand."""
+    places = set[int]() if inputs.pooling is None else set(inputs.pooling.places)
+    sampled = iter([1] * len(inputs.sampling) if output.counts is None else output.counts)
+    num_caught_up = len(inputs.sampling) + len(places)
+    counts = [0 if place in places else next(sampled) for place in range(num_caught_up)]
+    all_failed = [*(output.failed or ()), *failed]
+    counts_or_ones = counts if 0 in counts else None
+    return msgspec.structs.replace(output, counts=counts_or_ones, pooled=pooled or None, failed=all_failed or None)
 
 
 def _num_kept(inputs: StepInputs, sampled: Sampled, waiting: Collection[Handle]) -> NDArray[np.int64]:  # [num_sampling]

@@ -17,9 +17,11 @@ from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels.cpu.file_packer import FilePacker
 from vllm_lite.models.registry import Sizes, build, examine
+from vllm_lite.models.weight_source import open_source
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator, SingleRank
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
+from vllm_lite.protocol.pooling import POOLING_TASKS, PoolerInfo
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.runtime.machine import num_physical_cores
@@ -52,7 +54,7 @@ class Worker:
         self.generation = generation
         self.progress = progress
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        spec, world = load_spec(config.model, config.model_impl), config.tensor_parallel_size
+        spec, world = load_spec(config.model, config.model_impl, config.pooling), config.tensor_parallel_size
         self.spec = examine(spec, self.dtype, config.max_model_len).shared_by(world)
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.device = device or open_device(config, rank)
@@ -66,7 +68,7 @@ class Worker:
 
     def max_logits_bytes(self) -> int:
         """The most that a step's logits take, over the whole vocabulary."""
-        return 4 * self.limits.max_num_tokens * self.spec.vocab_size
+        return 0 if self.spec.encoder is not None else 4 * self.limits.max_num_tokens * self.spec.vocab_size
 
     def load(self, communicator: Communicator | None = None, ahead: FilePacker | None = None) -> Ready:
         """Load the weights and report what would fit beside them. Raises ModelError or ConfigError.
@@ -104,7 +106,8 @@ class Worker:
         if num_blocks is None:
             possible = self.determine_num_available_blocks(initial_used_bytes, weights_bytes)
             num_blocks = min(possible, self.config.enough_blocks(len(self.spec.kv_groups)))
-        logger.info("room for %d KV blocks of %.1f KiB", num_blocks, self.block_bytes / 1024)
+        if self.block_bytes:
+            logger.info("room for %d KV blocks of %.1f KiB", num_blocks, self.block_bytes / 1024)
         warn_if_short(num_blocks, self.block_bytes, self.spec.kv_groups, self.config)
         return Ready(
             rank=self.rank,
@@ -115,6 +118,7 @@ class Worker:
             max_model_len=self.limits.max_model_len,
             vocab_size=self.spec.vocab_size,
             eos_token_ids=self.spec.eos_token_ids,
+            pooler=_pooler_info(self.spec),
         )
 
     def _load_model(self, ahead: FilePacker | None) -> int:
@@ -135,6 +139,8 @@ class Worker:
             progress=_LoadReport(self.progress),
             ahead=ahead,
         )
+        if self.model.pooler is not None and self.config.load_format != "dummy":
+            self.model.pooler.load_modules(Path(self.config.model), open_source)
         if scales := self._kv_scales():
             self.model.take_kv_scales(scales)
         if not memory:
@@ -235,8 +241,14 @@ class Worker:
         return output
 
     def _attention_shape(self) -> AttentionShape:
+        spec = self.own_spec
+        if spec.encoder is not None:
+            groups = tuple(kind.attention for kind in dict.fromkeys(spec.layers))
+        else:
+            groups = tuple(group.attention for group in spec.kv_groups)
         return AttentionShape(
-            groups=tuple(group.attention for group in self.own_spec.kv_groups),
+            groups=groups,
+            is_encoder=spec.encoder is not None,
             block_size=self.config.block_size,
             dtype=self.dtype,
             device=self.device.torch,
@@ -246,8 +258,8 @@ class Worker:
 
     def _graph_sizes(self) -> tuple[int, ...]:
         config, limits, capture = self.config, self.limits, self.device.capture
-        if capture is None or self.spec.implementation == "transformers":  # whose operations are torch's
-            return ()
+        if capture is None or self.spec.implementation == "transformers" or self.spec.encoder is not None:
+            return ()  # the operations are torch's, or nothing is decoded
         for part in (self.backend, self.communicator):
             if not part.graph_safe:
                 logger.warning("decode steps run without graphs: %s is not graph-safe", type(part).__name__)
@@ -263,6 +275,23 @@ class Worker:
         if self.device.memory is None:
             raise ConfigError(f"the memory of device {self.device.torch} cannot be profiled; give the KV cache a size")
         return self.device.memory
+
+
+def _pooler_info(spec: ModelSpec) -> PoolerInfo:
+    """What clients have to know of the model's pooler."""
+    own = spec.pooling
+    if own is None:
+        return PoolerInfo()
+    return PoolerInfo(
+        tasks=tuple(task for task in POOLING_TASKS if task in own.tasks),
+        generates=own.generates,
+        size=own.size(spec.hidden_size),
+        labels=own.labels,
+        matryoshka=own.matryoshka,
+        makes_pairs=own.makes_pairs,
+        reads_last=own.kind == "last",
+        normalizes=own.normalize,
+    )
 
 
 class _LoadReport:

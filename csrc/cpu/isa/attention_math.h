@@ -118,6 +118,7 @@ struct Softmax {
       const int row = (item.first + i) / group, head = (item.first + i) % group;
       const int position = item.position + row;
       seen_to[i] = position + 1;
+      if (shape.both_ways) seen_to[i] = call.window > 0 ? least(position + call.window, item.key_end) : item.key_end;
       seen_from[i] = call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
       slope[i] = alibi ? shape.slopes[kv_head * group + head] : 0;
       top[i] = kNothing;

@@ -14,11 +14,13 @@ from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.checkpoint.model_spec import (
     DTYPE_BYTES,
     AttentionSpec,
+    EncoderSpec,
     LayerSpec,
     ModelSpec,
     NormSpec,
     make_kv_groups,
 )
+from vllm_lite.checkpoint.pooling import HeadSpec, Kind, PoolingSpec
 from vllm_lite.checkpoint.quantization.kv_cache import read_kv_cache
 from vllm_lite.checkpoint.quantization.read import read_quantization
 from vllm_lite.checkpoint.rope import DEFAULT_THETA, Rope, RopeContext, read_rope
@@ -78,6 +80,15 @@ class Family(NamedTuple):
     """Called as read(architecture, the converted config)."""
     aliases: Mapping[str, str] = {}
     """Keys that are called otherwise in this family: its name -> that of RawConfig."""
+
+
+class EncoderParts(NamedTuple):
+    """What an encoder has beside its layers; `head` is that of a classifier, which pools by `kind`."""
+
+    encoder: EncoderSpec
+    intermediate_size: int
+    head: HeadSpec
+    kind: Kind = "cls"
 
 
 def attention_of(raw: RawConfig, *, default_head_dim: int | None = None) -> AttentionSpec:
@@ -226,6 +237,21 @@ def decoder(
         quantization=read_quantization(raw.quantization_config),
         kv_cache_dtype=read_kv_cache(raw.quantization_config),
         **(usual | own),
+    )
+
+
+def encoder(
+    architecture: str, raw: RawConfig, layers: tuple[LayerSpec, ...], norm: NormSpec, parts: EncoderParts, **own: Any
+) -> ModelSpec:
+    """The encoder of these layers. `own` as for `decoder`."""
+    spec, size = parts.encoder, raw.hidden_size
+    head = parts.head if architecture.endswith("ForSequenceClassification") else None
+    return msgspec.structs.replace(
+        decoder(architecture, raw, layers, norm, parts.intermediate_size, **({"tie_word_embeddings": True} | own)),
+        kv_groups=(),
+        encoder=spec,
+        pooling=PoolingSpec(kind=parts.kind, tasks=(), head=head),
+        extra_parameters=(spec.num_positions + spec.num_types) * size,
     )
 
 

@@ -20,6 +20,17 @@ _BYTE_NAMES = {f"<0x{value:{case}}>": value for value in range(256) for case in 
 _MAX_U32 = 2**32 - 1
 
 
+def longest_first(lengths: Sequence[int], room: int) -> tuple[int, int]:
+    """How many tokens two texts keep that have `room` together: the longer one is cut, until both are alike."""
+    short, long = sorted(lengths)
+    if short + long > room:
+        long = max(short, room - short)
+        if short + long > room:
+            short = room // 2
+            long = room - short
+    return (short, long) if lengths[0] <= lengths[1] else (long, short)
+
+
 class _File(msgspec.Struct):
     """The one part of tokenizer.json that the library does not show."""
 
@@ -77,6 +88,42 @@ class Tokenizer:
                 encoding = self._library.post_process(encoding)
         ids: list[int] = encoding.ids
         return ids if num_kept is None else ids[-num_kept:]
+
+    def encode_batch(
+        self, texts: Sequence[str], *, num_kept: int | None = None, side: str = "right"
+    ) -> list[list[int]]:
+        """Tokenize several texts together, with the special tokens of the file's post-processor.
+
+        At most `num_kept` tokens of each are kept, special ones included: its last ones if `side` is "left", else its
+        first ones.
+        """
+        found = [encoding.ids for encoding in self._library.encode_batch_fast(list(texts))]
+        if num_kept is not None:
+            for place, ids in enumerate(found):
+                if len(ids) > num_kept:
+                    found[place] = self._cut(texts[place], num_kept, side)
+        return found
+
+    def _cut(self, text: str, num_kept: int, side: str) -> list[int]:
+        """The ids of a text that is too long; the special tokens stay if there is room for more than them."""
+        num_special = self._library.num_special_tokens_to_add(False)
+        encoding = self._encode(text, False)
+        if num_special < num_kept:
+            encoding.truncate(num_kept - num_special, direction=side)
+            encoding = self._library.post_process(encoding)
+        ids: list[int] = encoding.ids
+        return ids[-num_kept:] if side == "left" else ids[:num_kept]
+
+    def encode_pair(self, first: str, second: str, *, num_kept: int | None = None) -> tuple[list[int], list[int]]:
+        """Tokenize two texts as one, and say of which type each token is. At most `num_kept` tokens are kept: the
+        longer text is cut first."""
+        texts = self._encode(first, False), self._encode(second, False)
+        if num_kept is not None:
+            room = max(0, num_kept - self._library.num_special_tokens_to_add(True))
+            for text, count in zip(texts, longest_first(list(map(len, texts)), room), strict=True):
+                text.truncate(count)
+        encoding = self._library.post_process(*texts)
+        return encoding.ids, encoding.type_ids
 
     def is_longer(self, text: str, num_tokens: int, check: Callable[[], None] = lambda: None) -> bool:
         """Whether `text` surely has more than `num_tokens` tokens, special ones not counted.

@@ -316,7 +316,7 @@ def digest_of(step: SchedulerOutput) -> bytes:
 def _decision(entry: Entry) -> object:
     if isinstance(entry, NewRequest):
         fields = msgspec.structs.astuple(entry)
-        return "new", fields[0], len(entry.tokens), fields[2], entry.sampling.sample, fields[4:]
+        return "new", fields[0], len(entry.tokens), fields[2], entry.sampling.sample, fields[4:8]
     if isinstance(entry, Fork):
         fields = msgspec.structs.astuple(entry)
         return "fork", fields[:2], entry.sampling.sample, fields[3:]
@@ -333,7 +333,7 @@ def summary_of(step: SchedulerOutput | None, scheduler: Scheduler) -> tuple[byte
 def _params(request: Request) -> records.Params:
     params = request.params
     beam = (params.length_penalty, params.early_stopping) if params.use_beam_search else None
-    found = request.lacks_scores, request.is_guided
+    found = request.lacks_scores, request.is_guided, request.pooling is not None
     return records.Params(params.n, params.min_tokens, params.priority, params.user, beam, *found)
 
 

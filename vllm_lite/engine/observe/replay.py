@@ -15,6 +15,7 @@ from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Request
 from vllm_lite.protocol.api import Generate, SampleSoFar, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 from vllm_lite.trace import records
@@ -227,12 +228,13 @@ class Replay:
                 use_beam_search=beam is not None,
                 length_penalty=beam[0] if beam else 1.0,
                 early_stopping=bool(beam and beam[1]),
-                prompt_logprobs=0 if params.scored else None,
+                prompt_logprobs=0 if params.scored and not params.is_pooled else None,
                 grammar="unknown" if params.is_guided else None,  # what it says decides nothing
             ),
             record.num_output,
             tokens[record.num_prompt :].tobytes(),
             samples=tuple(SampleSoFar(index, bytes(4 * num_output)) for index, num_output in record.samples),
+            pooling=Pooling("embed", reads_all=params.scored) if params.is_pooled else None,
         )
         request = Request(message, b"", record.max_len, frozenset(record.stop_ids))
         request.deadline_s = record.deadline_s

@@ -36,6 +36,7 @@ class Shape(ctypes.Structure):
         ("block_size", int32),
         ("dtype", int32),
         ("kv_dtype", int32),
+        ("both_ways", int32),
         ("scale", float32),
         ("soft_cap", float32),
         ("k_scale", float32),
@@ -154,6 +155,39 @@ class Kernels:
             out.data_ptr(),
             out.stride(0),
             None if sinks is None else sinks.data_ptr(),
+            self._partials_address,
+            self._counters_address,
+        )
+
+    def attend_tokens(
+        self,
+        plan: int,
+        table: tuple[int, int],
+        heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # Q, K, V: [num_tokens, num_[kv_]heads, head_size]
+        out: torch.Tensor,
+    ) -> None:
+        """Attention over K and V where the projections have put them, side by side in rows of one stride.
+
+        To the kernel each token begins a block, whose other tokens are the next rows: so `table` names the tokens at
+        which blocks of a sequence begin.
+        """
+        query, key, value = heads
+        offset = (value.data_ptr() - key.data_ptr()) // key.itemsize
+        strides = key.stride(0), offset, key.stride(1), key.stride(0)
+        known = self._strides.get(strides)
+        if known is None:
+            known = self._strides[strides] = (int64 * 4)(*strides)
+        self._attend(
+            self._shape_address,
+            plan,
+            *table,
+            query.data_ptr(),
+            query.stride(0),
+            key.data_ptr(),
+            ctypes.addressof(known),
+            out.data_ptr(),
+            out.stride(0),
+            None,
             self._partials_address,
             self._counters_address,
         )

@@ -19,6 +19,7 @@ from vllm_lite.errors import ModelError
 from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.transformers.attention import PagedAttention, Seen, Step, install, register
 from vllm_lite.models.transformers.dry_run import observe, observe_head
@@ -47,6 +48,7 @@ class TransformersModel:
         self.embedding = parts.embedding(own)
         self.lm_head = LMHead(self.embedding, tied=tied, quantization=parts.head_quantization)
         stored = read_headers(Path(spec.folder)) if _has_weights(spec.folder) else {}
+        self.pooler = None if spec.pooling is None else Pooler(parts)
         self._names = Names(self.causal, self.causal.state_dict().keys(), stored)
         self._groups: list[WeightGroup] = []
         self._ops = ops_for(parts.device)

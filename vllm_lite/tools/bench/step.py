@@ -48,7 +48,7 @@ def run(model: str, num_streams: int, context: int, num_steps: int, settings: di
         )
     given = settings | {"model": model, "max_num_seqs": num_streams, "log_level": "error"}
     config = resolve(EngineConfig.check(given | {"enable_prefix_caching": False}))
-    spec = load_spec(config.model, config.model_impl)
+    spec = load_spec(config.model, config.model_impl, config.pooling)
     threads = (config.cpu_threads or 0) * config.tensor_parallel_size or num_physical_cores()  # of all workers
     worker, engine, client = _decode(config, spec, num_streams, context - num_steps // 2, num_steps)
     parts = _mean(worker, num_streams)

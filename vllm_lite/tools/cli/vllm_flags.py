@@ -43,9 +43,7 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--chat-template-content-format", "what a template can read is found out", ("auto", "string", "openai")),
     Flags("--response-role", "answers have the role assistant", ("assistant",)),
     Flags("--tokenizer-mode", "there is one kind of tokenizer", ("auto", "hf", "slow", "fast")),
-    Flags("--task", "it generates", ("auto", "generate")),
-    Flags("--runner", "it generates", ("auto", "generate")),
-    Flags("--convert", "it generates", ("auto", "none")),
+    Flags("--task", "see --runner and --convert", ("auto", "generate", "embed", "embedding", "score", "classify")),
     Flags("--config-format", "the only one there is", ("auto", "hf")),
     Flags("--max-seq-len-to-capture", NO_COMPILE),
     Flags("-O --compilation-config -cc --optimization-level", NO_COMPILE),
@@ -87,7 +85,7 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
 """Flags that would change nothing here. Another value than these is refused, for the same reason."""
 
 REFUSED: tuple[Flags, ...] = (
-    Flags("--hf-overrides --hf-config-path", "give a folder whose config.json says it"),
+    Flags("--hf-config-path", "give a folder whose config.json says it, or --hf-overrides"),
     Flags("--middleware --tool-parser-plugin --reasoning-parser-plugin --tool-server", NO_PLUGIN),
     Flags("--logits-processors --io-processor-plugin --logits-processor-pattern --worker-cls", NO_PLUGIN),
     Flags("--worker-extension-cls --scheduler-cls --model-loader-extra-config", NO_PLUGIN),

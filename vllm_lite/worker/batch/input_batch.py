@@ -35,6 +35,7 @@ from vllm_lite.worker.batch.sequence import NO_ROW, SequenceState
 from vllm_lite.worker.batch.steady import SteadyDecode
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK
+from vllm_lite.worker.pooling import Computed, PooledPrompts
 from vllm_lite.worker.sampling.drafter import DraftBatch
 from vllm_lite.worker.sampling.logit_rules import RuleBook, read_rules
 from vllm_lite.worker.sampling.logprobs import PromptScoring, score_step
@@ -81,10 +82,11 @@ class InputBatch:
         self._scheduled: dict[Handle, int] = {}  # tokens in this step, drafts included, in the order of the entries
         self._max_drafts: dict[Handle, int] = {}  # how many drafts this step takes, of the sequences that may have any
         self._num_drafts: dict[Handle, int] = {}
+        self.pooled = PooledPrompts()
         self._unsettled: dict[Handle, SequenceMask] = {}  # those whose grammar is being compiled, also preempted ones
         counts = self.num_tokens, self.num_computed, self.num_cached
         arrays = self.token_ids, counts, self.block_tables, self.table_lens, block_size
-        self._steady = SteadyDecode(DecodeRows(*arrays) if cpu.available() else None)
+        self._steady = SteadyDecode(DecodeRows(*arrays) if cpu.available() and self.windows else None)
 
     @property
     def num_rows(self) -> int:
@@ -143,6 +145,7 @@ class InputBatch:
         if tokens.max() >= self.vocab_size:
             raise ProtocolError(f"handle {entry.handle} has token {tokens.max()}, the vocabulary {self.vocab_size}")
         sequence = self._new_sequence(entry.handle, entry.sampling, entry.num_prompt_tokens)
+        sequence.pooling = self.pooled.add(entry.pooling, entry.num_prompt_tokens)
         if entry.sampling.prompt_logprobs is not None:
             sequence.prompt_scoring = PromptScoring(entry.num_prompt_tokens, entry.sampling.prompt_logprobs)
         self._start(sequence, tokens, entry)
@@ -216,6 +219,7 @@ class InputBatch:
         sequence = self._sequences.get(handle)
         if sequence is None or sequence.preempted_tokens is None:
             self._remove_row(self._row(handle, "Finish"))
+        self.pooled.leave(self._sequences[handle].pooling)
         del self._sequences[handle]
         self._unsettled.pop(handle, None)
 
@@ -343,6 +347,7 @@ class InputBatch:
             token_rows = rows.repeat(counts)
             positions = np.arange(query_start_loc[-1]) + (starts - query_start_loc[:-1]).repeat(counts)
         written = positions >= self.num_cached[token_rows]
+        pooling, sampling = self.pooled.step(sequences, Computed(starts, ends, query_start_loc), sampling)
         scorings = [(index, s.handle, s.prompt_scoring) for index, s in enumerate(sequences) if s.prompt_scoring]
         return StepInputs(
             handles=handles,
@@ -358,6 +363,7 @@ class InputBatch:
             num_samples=np.ones(len(sampling), np.int64) if num_drafts is None else 1 + num_drafts[sampling],
             drafted=num_drafts is not None,
             scoring=score_step(scorings, rows, (starts, ends), query_start_loc, self.token_ids) if scorings else None,
+            pooling=pooling,
         )
 
     def _drafts_of(self, handles: list[Handle]) -> Int64s | None:  # [num_seqs]
@@ -367,7 +373,7 @@ class InputBatch:
         return np.array([self._num_drafts.get(handle, 0) for handle in handles], np.int64)
 
     def _check_ranges(self, handles: list[Handle], ends: Int64s, num_tokens: Int64s, table_lens: Int32s) -> None:
-        room = np.minimum.reduce(table_lens, axis=1) * self.block_size
+        room = np.minimum.reduce(table_lens, axis=1, initial=self.max_model_len) * self.block_size
         excess = ends > np.minimum(num_tokens, room)
         if excess.any() or min(self._scheduled.values(), default=1) < 1:
             counts = list(self._scheduled.values())
@@ -440,8 +446,9 @@ class InputBatch:
         if inputs.is_steady:
             self._steady.commit(inputs, sampled)
             return
-        if inputs.scoring is not None:
-            inputs.scoring.commit()
+        for looked_at in (inputs.scoring, inputs.pooling):
+            if looked_at is not None:
+                looked_at.commit()
         rows, num_samples = inputs.rows[inputs.sampling], inputs.num_samples
         self.num_computed[inputs.rows] += inputs.num_scheduled
         if not inputs.drafted and (num_kept is None or num_kept.all()):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.batch.step_inputs import Int32s
+from vllm_lite.worker.pooling import PromptPooling
 from vllm_lite.worker.sampling.logit_rules import SequenceRules
 from vllm_lite.worker.sampling.logprobs import PromptScoring
 
@@ -25,5 +26,7 @@ class SequenceState:
     rules: SequenceRules | None
     """What changes its logits; a mask among the rules follows the tokens that it generates."""
     prompt_scoring: PromptScoring | None = None
+    pooling: PromptPooling | None = None
+    """How far its prompt is pooled; None: it is sampled."""
     row: int = NO_ROW
     preempted_tokens: Int32s | None = None  # [num_tokens], while it is preempted

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.protocol.step import Handle
+from vllm_lite.worker.pooling import StepPooling
 from vllm_lite.worker.sampling.drafter import NO_DRAFT
 from vllm_lite.worker.sampling.logprobs import StepScoring
 from vllm_lite.worker.sampling.sampler import SampleInputs
@@ -34,6 +35,8 @@ class StepInputs:
     """Whether some sequence has drafts, so more than one sample."""
     scoring: StepScoring | None = None
     """The prompt tokens that get their logprobs."""
+    pooling: StepPooling | None = None
+    """The prompt tokens that are pooled."""
     is_steady: bool = False
     """Whether the arrays are buffers of SteadyDecode, which the next steady step overwrites."""
     samples: SampleInputs | None = None
@@ -64,12 +67,31 @@ class StepInputs:
         return np.repeat(ends - self.num_samples, self.num_samples) + self.num_drafts_before
 
     @property
-    def wanted(self) -> Int64s | None:  # [num_samples + num_scored]
-        """Indices of the tokens whose hidden states are wanted: for samples, then for prompt logprobs. None if these
-        are all, in order."""
-        if self.scoring is not None:
-            return np.concatenate((self.sample_tokens, self.scoring.positions))
+    def wanted(self) -> Int64s | None:  # [num_samples + num_scored + num_pooled]
+        """Indices of the tokens whose hidden states are wanted: for samples, then for prompt logprobs, then for
+        pooling. None if these are all, in order."""
+        if self.pools_all:
+            return None
+        if self.scoring is not None or self.pooling is not None:
+            more: list[Int64s] = [part.positions for part in (self.scoring, self.pooling) if part is not None]
+            wanted: Int64s = np.concatenate([self.sample_tokens, *more])
+            return wanted
         return self.sample_tokens if self.num_samples.sum() < self.num_tokens else None
+
+    @property
+    def token_types(self) -> Int64s | None:  # [num_tokens]
+        """1 for tokens in the second text of a pair; None if all are 0."""
+        return None if self.pooling is None else self.pooling.token_types
+
+    @property
+    def only_pools(self) -> bool:
+        """Whether the step is for poolers alone: there is nothing to sample or to score."""
+        return self.pooling is not None and self.scoring is None and not len(self.sampling)
+
+    @property
+    def pools_all(self) -> bool:
+        """Whether it only pools, and every token of it."""
+        return self.only_pools and self.pooling is not None and len(self.pooling.positions) == self.num_tokens
 
     @property
     def drafts(self) -> Int64s:  # [num_samples]

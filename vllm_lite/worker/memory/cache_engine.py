@@ -73,7 +73,7 @@ class CacheEngine:
             self.pool = _device_zeros((num_blocks, elements), dtype, device)
             self.host_pool = self._locked(_host_zeros((num_host_blocks, elements), dtype))
         self.mover = make_mover(Pools(self.pool, self.host_pool))
-        self._touch_ahead = TouchAhead(self.pool) if device.type == "cpu" else None
+        self._touch_ahead = TouchAhead(self.pool) if device.type == "cpu" and elements else None
 
     def layer_views(self) -> list[torch.Tensor]:
         """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_size].
@@ -85,7 +85,7 @@ class CacheEngine:
             shape = group.kv_shape(self.block_size, self._row_extra)
             layers = self.pool[:, : math.prod(shape)].unflatten(1, shape).unbind(1)
             views |= dict(zip(group.layers, layers, strict=True))
-        return [views[layer] for layer in range(self.spec.num_layers)]
+        return [views[layer] for layer in range(self.spec.num_layers if views else 0)]
 
     def execute(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
         """Run a program of (op, src, dst) as if one op at a time, in order.
@@ -104,7 +104,9 @@ class CacheEngine:
         To be called while the pools are new: the blocks hold nothing yet, nor do they afterwards. The ids are not
         consecutive, as those of a running engine seldom are.
         """
-        size = max(1, MEASURED_BYTES // max(1, self.pool[0].nbytes))
+        if not self.pool.shape[1]:
+            return 0.0
+        size = max(1, MEASURED_BYTES // self.pool[0].nbytes)
         count = min(self.num_blocks - 1, self.num_host_blocks, size)
         if count < 1:
             return 0.0

@@ -1,0 +1,154 @@
+"""Attention of encoders: every token of a text sees all others, or those in a window to both sides. No KV is kept.
+
+The tokens of all texts stand one behind the other, without padding. On a CPU the native kernels of paged attention
+read K and V where the projections put them; elsewhere torch attends to texts of one length at a time.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.step_batch import HostLens, StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
+from vllm_lite.checkpoint.model_spec import AttentionSpec
+from vllm_lite.kernels.cpu import attention as kernels
+from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
+from vllm_lite.kernels.cpu.library import available
+from vllm_lite.kernels.ops import ops_for
+
+BLOCK_TOKENS = 64
+"""Tokens in a row that the native kernel finds without looking into its table."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """`plans` has one for each kind of layer; `heads` are those of the layer that is being computed."""
+
+    plans: list[Any]
+    table: torch.Tensor | None
+    heads: Heads | None = None
+
+
+class EncoderBackend:
+    """See AttentionBackend. `write_kv` turns Q and K and writes nothing; `attend` reads K and V from the rows that
+    `write_kv` was given."""
+
+    graph_safe = False
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+        self.ops = ops_for(shape.device)
+        self.kernels: list[kernels.Kernels] = []
+        if shape.device.type == "cpu" and available() and shape.dtype in FLOATS and all(map(_is_native, shape.groups)):
+            self.kernels = [_make_kernels(spec, shape) for spec in shape.groups]
+
+    @classmethod
+    def supports(cls, shape: AttentionShape) -> str | None:
+        """See AttentionBackend."""
+        return shape.first_reason(_reason)
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
+        """Scores of the longest text that torch attends to by itself."""
+        del max_num_tokens, max_num_seqs
+        return 0 if self.kernels else 4 * max(spec.num_heads for spec in self.shape.groups) * max_seq_len**2
+
+    def prepare(self, batch: StepBatch) -> None:
+        """See AttentionBackend."""
+        if not self.kernels:
+            batch.plan = _Plan([], None)
+            return
+        starts, lens = batch.query_start_loc, batch.seq_lens
+        first = np.arange(0, max(batch.max_seq_len, 1), BLOCK_TOKENS, dtype=np.int32)
+        table = torch.from_numpy(starts.numpy()[:-1, None] + first)
+        plans = [
+            kernel.plan(starts, lens, batch.num_tokens, batch.max_seq_len, spec.window)
+            for kernel, spec in zip(self.kernels, self.shape.groups, strict=True)
+        ]
+        batch.plan = _Plan(plans, table)
+
+    def write_kv(
+        self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
+    ) -> None:
+        """See AttentionBackend."""
+        del kv, group, scales
+        if heads.rotation is not None:
+            self.ops.rotate(heads.query, heads.rotation)
+            self.ops.rotate(heads.key, heads.rotation)
+        batch.plan.heads = heads
+
+    def attend(  # noqa: PLR0913 - what backends take
+        self,
+        query: torch.Tensor,
+        kv: torch.Tensor,
+        batch: StepBatch,
+        group: int,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        *,
+        scales: KVScales | None = None,
+    ) -> None:
+        """See AttentionBackend."""
+        del kv, sinks, scales
+        plan: _Plan = batch.plan
+        heads = plan.heads
+        if heads is None:
+            raise ValueError("attend comes behind write_kv, which says where K and V are")
+        if plan.table is None:
+            attend_plainly(self.shape.groups[group], heads, batch.host, out)
+            return
+        table = plan.table.data_ptr(), plan.table.stride(0)
+        self.kernels[group].attend_tokens(plan.plans[group].ctypes.data, table, (query, heads.key, heads.value), out)
+
+
+def attend_plainly(spec: AttentionSpec, heads: Heads, lens: HostLens | None, out: torch.Tensor) -> None:
+    """The same in plain torch: texts of one length together. Any device."""
+    if lens is None:
+        raise ValueError("the lengths of texts must be known on the host")
+    out.zero_()
+    ends = np.cumsum(lens.query_lens)
+    for length in np.unique(lens.query_lens).tolist():
+        if not length:
+            continue
+        starts = (ends - lens.query_lens)[lens.query_lens == length]
+        rows = torch.from_numpy((starts[:, None] + np.arange(length)).reshape(-1)).to(out.device)
+        query, key, value = (
+            part[rows].unflatten(0, (len(starts), length)).transpose(1, 2)
+            for part in (heads.query, heads.key, heads.value)
+        )
+        mask = None
+        if spec.window is not None:
+            places = torch.arange(length, device=out.device)
+            mask = (places[:, None] - places).abs() < spec.window
+        found = scaled_dot_product_attention(
+            query, key, value, mask, scale=spec.scale, enable_gqa=spec.num_heads != spec.num_kv_heads
+        )
+        out[rows] = found.transpose(1, 2).flatten(0, 1)
+
+
+def _reason(spec: AttentionSpec) -> str | None:
+    unusual = spec.alibi_slopes is not None, spec.soft_cap != 0, spec.sinks, spec.value_size is not None
+    return "encoders have no ALiBi, soft cap, sinks or latent attention here" if any(unusual) else None
+
+
+def _is_native(spec: AttentionSpec) -> bool:
+    return spec.head_size % 8 == 0 and spec.head_size <= kernels.MAX_HEAD_SIZE
+
+
+def _make_kernels(spec: AttentionSpec, shape: AttentionShape) -> kernels.Kernels:
+    code = dtype_code(shape.dtype)
+    sizes = kernels.Shape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        value_size=spec.head_size,
+        block_size=BLOCK_TOKENS,
+        dtype=code,
+        kv_dtype=code,
+        both_ways=1,
+        scale=spec.scale,
+    )
+    return kernels.Kernels(sizes)

@@ -1,0 +1,70 @@
+"""BERT, RoBERTa, XLM-RoBERTa and CamemBERT: learned positions, norms behind the blocks, biases everywhere."""
+
+from vllm_lite.checkpoint.families.common import EncoderParts, Family, RawConfig, attention_of, encoder, layers_of
+from vllm_lite.checkpoint.model_spec import EncoderSpec, ModelSpec, NormSpec
+from vllm_lite.checkpoint.pooling import HeadSpec
+from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
+from vllm_lite.errors import ModelError
+
+BERT_HEAD = HeadSpec(output="classifier", output_bias=True, dense="pooler.dense", activation="tanh")
+ROBERTA_HEAD = HeadSpec(output="classifier.out_proj", output_bias=True, dense="classifier.dense", activation="tanh")
+
+
+class BertConfig(RawConfig, kw_only=True):
+    intermediate_size: Size
+    hidden_act: str = "gelu"
+    layer_norm_eps: Positive = 1e-12
+    type_vocab_size: Size = 2
+    pad_token_id: TokenId | None = 0
+    position_embedding_type: str = "absolute"
+
+
+class RobertaConfig(BertConfig, kw_only=True):
+    layer_norm_eps: Positive = 1e-5
+    pad_token_id: TokenId | None = 1
+
+
+def _encoder(architecture: str, raw: BertConfig, offset: int, head: HeadSpec) -> ModelSpec:
+    if raw.position_embedding_type != "absolute":
+        raise ModelError(f"position_embedding_type {raw.position_embedding_type!r} is not supported; absolute is")
+    longest = raw.max_position_embeddings - offset
+    if longest < 1:
+        raise ModelError(f"max_position_embeddings {raw.max_position_embeddings} leaves no position behind {offset}")
+    none = [None] * raw.num_hidden_layers
+    layers = layers_of(attention_of(raw), none, none)
+    parts = EncoderParts(
+        EncoderSpec(raw.max_position_embeddings, offset, raw.type_vocab_size), raw.intermediate_size, head
+    )
+    return encoder(
+        architecture,
+        raw,
+        layers,
+        NormSpec(raw.layer_norm_eps, "layer", bias=True),
+        parts,
+        gated_mlp=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        max_position_embeddings=longest,
+    )
+
+
+def _bert(architecture: str, raw: BertConfig) -> ModelSpec:
+    return _encoder(architecture, raw, 0, BERT_HEAD)
+
+
+def _roberta(architecture: str, raw: RobertaConfig) -> ModelSpec:
+    """Its positions are counted from behind the padding token's id."""
+    return _encoder(architecture, raw, (raw.pad_token_id or 0) + 1, ROBERTA_HEAD)
+
+
+FAMILIES = {
+    f"{stem}{ending}": Family(config, read)
+    for stem, config, read in (
+        ("Bert", BertConfig, _bert),
+        ("Roberta", RobertaConfig, _roberta),
+        ("XLMRoberta", RobertaConfig, _roberta),
+        ("Camembert", RobertaConfig, _roberta),
+    )
+    for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
+}

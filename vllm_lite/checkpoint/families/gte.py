@@ -1,0 +1,69 @@
+"""GTE and its multilingual kin ("New"): BERT with rotated heads and gated MLPs, Q, K and V in one matrix."""
+
+from typing import Any
+
+import msgspec
+
+from vllm_lite.checkpoint.families.bert import BERT_HEAD
+from vllm_lite.checkpoint.families.common import (
+    EncoderParts,
+    Family,
+    RawConfig,
+    attention_of,
+    encoder,
+    layers_of,
+    rope_of,
+)
+from vllm_lite.checkpoint.model_spec import EncoderSpec, ModelSpec, NormSpec
+from vllm_lite.checkpoint.rope import Linear
+from vllm_lite.checkpoint.typed_json import Positive, Size
+from vllm_lite.errors import ModelError
+
+DEFAULT_THETA = 160_000.0
+
+
+class GteConfig(RawConfig, kw_only=True):
+    intermediate_size: Size
+    hidden_act: str = "gelu"
+    layer_norm_eps: Positive = 1e-12
+    layer_norm_type: str = "layer_norm"
+    type_vocab_size: int = 1
+    position_embedding_type: str = "rope"
+    logn_attention_scale: bool = False
+
+
+def _gte(architecture: str, raw: GteConfig) -> ModelSpec:
+    wanted: dict[str, Any] = {
+        "layer_norm_type": "layer_norm",
+        "position_embedding_type": "rope",
+        "logn_attention_scale": False,
+    }
+    for key, value in wanted.items():
+        if getattr(raw, key) != value:
+            raise ModelError(f"{key} {getattr(raw, key)!r} is not supported; it must be {value!r}")
+    attention = attention_of(raw)
+    scaling = raw.rope_scaling or {}
+    is_ntk = scaling.get("type") == "ntk"
+    plain = msgspec.structs.replace(raw, rope_scaling=None) if is_ntk else raw
+    rope = rope_of(plain, attention.head_size, theta=DEFAULT_THETA)
+    if is_ntk:  # theta grows by the factor, and all turn slower by what keeps the slowest in step
+        factor = float(scaling.get("factor", 1.0))
+        slower = Linear(factor ** (2 / attention.head_size))
+        rope = msgspec.structs.replace(rope, theta=rope.theta * factor, scaling=slower)
+    layers = layers_of(attention, [None] * raw.num_hidden_layers, [rope] * raw.num_hidden_layers)
+    return encoder(
+        architecture,
+        raw,
+        layers,
+        NormSpec(raw.layer_norm_eps, "layer", bias=True),
+        EncoderParts(EncoderSpec(num_types=max(0, raw.type_vocab_size)), raw.intermediate_size, BERT_HEAD),
+        qkv_bias=True,
+        output_bias=True,
+    )
+
+
+FAMILIES = {
+    f"{stem}{ending}": Family(GteConfig, _gte)
+    for stem in ("Gte", "New")
+    for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
+}

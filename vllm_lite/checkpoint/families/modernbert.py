@@ -1,0 +1,79 @@
+"""ModernBERT: rotated heads, gated MLPs, a norm before each block, and layers that see a window to both sides."""
+
+import msgspec
+
+from vllm_lite.checkpoint.families.common import (
+    FULL,
+    SLIDING,
+    EncoderParts,
+    Family,
+    RawConfig,
+    attention_of,
+    encoder,
+    layer_types_of,
+    layers_of,
+    ropes_by_type,
+)
+from vllm_lite.checkpoint.model_spec import EncoderSpec, ModelSpec, NormSpec
+from vllm_lite.checkpoint.pooling import HeadSpec, Kind
+from vllm_lite.checkpoint.typed_json import Positive, Size
+
+
+class ModernBertConfig(RawConfig, kw_only=True):
+    intermediate_size: Size = 1152
+    hidden_act: str = "gelu"
+    norm_eps: Positive = 1e-5
+    norm_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    local_attention: Size = 128
+    global_attn_every_n_layers: Size = 3
+    global_rope_theta: Positive = 160_000.0
+    local_rope_theta: Positive | None = 10_000.0
+    classifier_pooling: Kind = "cls"
+    classifier_bias: bool = False
+    classifier_activation: str = "gelu"
+
+
+def _modernbert(architecture: str, raw: ModernBertConfig) -> ModelSpec:
+    attention = attention_of(raw)
+    every = raw.global_attn_every_n_layers
+    types = layer_types_of(raw, lambda layer: SLIDING if layer % every else FULL)
+    local_theta = raw.local_rope_theta or raw.global_rope_theta
+    ropes = ropes_by_type(raw, attention.head_size, {FULL: raw.global_rope_theta, SLIDING: local_theta})
+    windows = [raw.local_attention // 2 + 1 if kind == SLIDING else None for kind in types]
+    head = HeadSpec(
+        output="classifier",
+        output_bias=True,
+        dense="head.dense",
+        dense_bias=raw.classifier_bias,
+        activation="gelu",
+        norm="head.norm",
+    )
+    return encoder(
+        architecture,
+        raw,
+        layers_of(attention, windows, [ropes[kind] for kind in types]),
+        NormSpec(raw.norm_eps, "layer", bias=raw.norm_bias),
+        EncoderParts(EncoderSpec(), raw.intermediate_size, head, raw.classifier_pooling),
+        qkv_bias=raw.attention_bias,
+        output_bias=raw.attention_bias,
+        mlp_bias=raw.mlp_bias,
+    )
+
+
+def _by_type(architecture: str, raw: ModernBertConfig) -> ModelSpec:
+    """Where rope_parameters say thetas by layer type, these win over the two keys of older files."""
+    nested = raw.rope_parameters or {}
+    thetas = {
+        key: own["rope_theta"]
+        for key, kind in (("global_rope_theta", FULL), ("local_rope_theta", SLIDING))
+        if isinstance(own := nested.get(kind), dict) and "rope_theta" in own
+    }
+    return _modernbert(architecture, msgspec.structs.replace(raw, **thetas))
+
+
+FAMILIES = {
+    f"ModernBert{ending}": Family(ModernBertConfig, _by_type, {"hidden_activation": "hidden_act"})
+    for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
+}

@@ -1,0 +1,67 @@
+"""The orders in which encoder layers put norms, attention and MLP together; decoder_layer.py has those of decoders."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.layers.attention_block import Attention, AttentionBlock
+from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
+from vllm_lite.layers.mlp import MLP, GatedMLP
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weight_slot import WeightGroup
+
+
+class EncoderLayer:
+    """Attention and MLP, each added to what it reads, with a norm over the sum: norm(x + f(x)), as in BERT.
+
+    `names` has the norms as `after_attention` and `after_mlp`. What a layer gives is in rows.residual.
+    """
+
+    names: ClassVar = LayerNames()
+    attention_block: ClassVar[type[Attention]] = AttentionBlock
+    mlp_block: ClassVar[type[GatedMLP] | type[MLP]] = MLP
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        self.attention, self.mlp = self.attention_block(parts, layer), self.mlp_block(parts)
+        self.attention_norm, self.mlp_norm = parts.norm(), parts.norm()
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """What is done for every token."""
+        self.attention.attend(rows.residual, rows, kv, batch, backend)
+
+    def combine(self, rows: Rows) -> None:
+        """What is done for the tokens that go on."""
+        self.attention.project(rows)
+        self.attention_norm.add_forward(rows.residual, rows.hidden, out=rows.residual)
+        self.mlp.forward(rows.residual, rows)
+        self.mlp_norm.add_forward(rows.residual, rows.hidden, out=rows.residual)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """What a checkpoint has of this layer under `prefix`, like "encoder.layer.0."."""
+        names = self.names
+        yield from self.attention.weight_groups(f"{prefix}{names.attention}.")
+        yield self.attention_norm.group(f"{prefix}{names.after_attention}")
+        yield from self.mlp.weight_groups(f"{prefix}{names.mlp}." if names.mlp else prefix)
+        yield self.mlp_norm.group(f"{prefix}{names.after_mlp}")
+
+
+class BareFirstLayer(DecoderLayer):
+    """A norm before each block, but for the attention of the first layer: what it reads has just been normed."""
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """As DecoderLayer's."""
+        if not self.first:
+            super().attend(rows, kv, batch, backend)
+            return
+        self.attention.attend(rows.residual, rows, kv, batch, backend)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """As DecoderLayer's."""
+        groups = super().weight_groups(prefix)
+        if self.first:
+            next(groups)  # that of the norm
+        yield from groups

@@ -1,0 +1,164 @@
+"""What all encoders have in common: token vectors and what is added to them, layers that see each text as a whole.
+
+There is no KV cache and there are no logits: what comes out are hidden states, for the pooler. A family is a subclass
+that names its layers and its tensors.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
+from vllm_lite.checkpoint.model_spec import EncoderSpec
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.errors import ConfigError, ProtocolError
+from vllm_lite.kernels.ops import ops_for
+from vllm_lite.layers.buffers import Buffers, Rows
+from vllm_lite.layers.encoder_layer import EncoderLayer
+from vllm_lite.layers.learned_positions import LearnedPositions
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.pooler import Pooler
+from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
+from vllm_lite.models.decoder import Layer
+
+UNREAD = ("cls.", "lm_head.", "pooler.", "head.", "decoder.", "classifier.", "model.weight", "model.bias")
+"""Heads for other tasks than the one that is served, under their canonical names."""
+TABLES = (".position_ids", ".token_type_ids", ".inv_freq")
+
+
+class EncoderNames(NamedTuple):
+    """What a checkpoint calls the parts of a model; an empty name is a part that it has not."""
+
+    embedding: str = "embeddings.word_embeddings"
+    positions: str = "embeddings.position_embeddings"
+    types: str = "embeddings.token_type_embeddings"
+    embedding_norm: str = "embeddings.LayerNorm"
+    layer: str = "encoder.layer.{}."
+    norm: str = ""
+
+
+class TokenTypes:
+    """A learned vector for each type of token: 0, or 1 in the second text of a pair."""
+
+    table: torch.Tensor  # [num_types, hidden_size], by `load`
+
+    def __init__(self, parts: Parts, num_types: int) -> None:
+        self.shape = num_types, parts.spec.hidden_size
+        self.dtype, self.device = parts.dtype, parts.device
+        self.ops = ops_for(parts.device)
+
+    def load(self, weight: torch.Tensor) -> None:
+        self.table = weight
+
+    def group(self, name: str) -> WeightGroup:
+        """Ask for the checkpoint tensor `<name>.weight`."""
+        return WeightGroup(
+            (WeightStack((whole_slot(f"{name}.weight", *self.shape),), self.dtype, self.device),), self.load
+        )
+
+    def add_to(self, x: torch.Tensor, types: torch.Tensor | None) -> None:
+        """x: [num_tokens, hidden_size], types: int64 [num_tokens], None = all are 0."""
+        if types is None or len(self.table) == 1:
+            x.add_(self.table[0])
+        else:
+            self.ops.add_rows(x, self.table, types)
+
+
+class Encoder:
+    """One rank's part of a model. It has no weights until `weights.load_weights` has given it some."""
+
+    names: ClassVar = EncoderNames()
+    layer: ClassVar[type[Layer]] = EncoderLayer
+
+    def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
+        self.spec = spec = parts.spec
+        self.communicator = parts.communicator
+        own: EncoderSpec = spec.encoder or EncoderSpec()
+        held = Split.vocabulary(spec.vocab_size, parts.shard)
+        self.own_columns = slice(0, 0)
+        self.embedding = parts.embedding(held)
+        self.positions = None
+        if own.num_positions:
+            if max_model_len > own.num_positions - own.position_offset:
+                raise ConfigError(
+                    f"max_model_len must be at most the {own.num_positions - own.position_offset} positions that the "
+                    f"model has learned, got {max_model_len}"
+                )
+            self.positions = LearnedPositions(parts, own.position_offset, own.num_positions)
+        self.types = TokenTypes(parts, own.num_types) if own.num_types else None
+        self.embedding_norm = parts.norm()
+        self.layers = [self.layer(parts, index) for index in range(spec.num_layers)]
+        self.norm = parts.norm() if self.names.norm else None
+        self.pooler = Pooler(parts)
+        self.buffers = Buffers(parts, max_model_len, max_num_tokens)
+        self._no_cache = torch.empty(0)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: StepBatch,  # prepared by `backend`
+        kv_caches: list[torch.Tensor],  # noqa: ARG002 - there are none
+        backend: AttentionBackend,
+        progress: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
+        """The wanted tokens' hidden states: [num_wanted, hidden_size], overwritten by the next call."""
+        rows, wanted, last = self.buffers.rows(batch.num_tokens), batch.wanted, self.layers[-1]
+        self.embed(batch, rows)
+        self.buffers.select_rotations(rows, batch.positions)
+        for layer in self.layers:
+            layer.attend(rows, self._no_cache, batch, backend)
+            if wanted is not None and layer is last:
+                rows = self.buffers.gather(rows, wanted, layer.attention.kind)
+            layer.combine(rows)
+            progress()
+        if self.norm is None:
+            return rows.residual
+        self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        return rows.hidden
+
+    def embed(self, batch: StepBatch, rows: Rows) -> None:
+        """Fill rows.residual with what the first layer reads."""
+        x = rows.residual
+        self.embedding.forward(batch.token_ids, out=x)
+        if self.types is not None:
+            self.types.add_to(x, batch.token_types)
+        if self.positions is not None:
+            self.positions.add_to(x, batch.positions)
+        self.embedding_norm.forward(x, out=x)
+
+    def weight_groups(self) -> Iterator[WeightGroup]:
+        """Every tensor that a checkpoint must have, in groups that are loaded one after another."""
+        names = self.names
+        yield self.embedding.group(names.embedding)
+        if self.positions is not None:
+            yield self.positions.group(names.positions)
+        if self.types is not None:
+            yield self.types.group(names.types)
+        yield self.embedding_norm.group(names.embedding_norm)
+        for index, layer in enumerate(self.layers):
+            yield from layer.weight_groups(names.layer.format(index))
+        if self.norm is not None:
+            yield self.norm.group(names.norm)
+        yield from self.pooler.weight_groups()
+
+    def ignores(self, name: str) -> bool:
+        """Tensors that some checkpoints have and nobody needs."""
+        return name.startswith(UNREAD) or name.endswith(TABLES)
+
+    # ---- what only decoders have
+
+    def empty_logits(self, num_rows: int) -> torch.Tensor:
+        raise ProtocolError(f"{num_rows} logits are wanted of an encoder, which has none")
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        del out
+        return self.empty_logits(len(hidden))
+
+    def gather_logits(self, out: torch.Tensor) -> None:
+        self.empty_logits(len(out))
+
+    def take_kv_scales(self, scales: Sequence[KVScales]) -> None:
+        """There is no cache to scale."""
