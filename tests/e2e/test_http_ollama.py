@@ -206,7 +206,7 @@ def test_the_model_is_loaded(http: httpx.Client) -> None:
         ("/api/chat", {**BODY, "options": {"temperature": -1}}, 400, "temperature"),
         ("/api/chat", {**BODY, "format": "xml"}, 400, "format"),
         ("/api/chat", {**BODY, "messages": [{"role": "robot", "content": "x"}]}, 400, "robot"),
-        ("/api/embed", {"model": "demo", "input": "x"}, 501, "embeddings"),
+        ("/api/embed", {"model": "demo", "input": "x"}, 400, "it generates text; start it with --convert embed"),
         ("/api/delete", {"model": "demo"}, 404, "/api/delete"),
     ],
 )
@@ -240,5 +240,5 @@ def official(api: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="other") as caught:
         api.chat("other", MESSAGES)
     assert getattr(caught.value, "status_code", None) == 404
-    with pytest.raises(error, match="embeddings"):
+    with pytest.raises(error, match="does not support the task 'embed'"):
         api.embed("demo", "text")

@@ -52,7 +52,7 @@ class ServedModel:
     path: str | None
     max_model_len: int
     defaults: dict[str, Any]
-    formats: dict[str, str | None] = field(default_factory=dict)
+    formats: dict[str, Any] = field(default_factory=dict)
     root: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -72,16 +72,21 @@ class Dispatcher:
     def start(self, call: Call) -> None:
         """Send all streams of `call`, or none. Raises RequestError for an id in use, EngineError if the engine died."""
         try:
-            for index, stream in enumerate(call.streams):
-                self.session.submit(call.message(index), self._receive, stream.own_message(), call.affinity)
-                self._streams[stream.request_id] = stream, call
-                if not stream.num_tokens:  # a fork has some already, and with them the prompt
-                    self._queued[stream.request_id] = len(stream.prompt.token_ids)
-                    self.num_queued_tokens += len(stream.prompt.token_ids)
-                self.num_sequences += len(stream.samples)
+            for index in range(len(call.streams)):
+                self.add(call, index)
         except BaseException:
             self.drop(call)
             raise
+
+    def add(self, call: Call, index: int) -> None:
+        """Send stream `index` of `call`. Raises as start() does."""
+        stream = call.streams[index]
+        self.session.submit(call.message(index), self._receive, stream.own_message(), call.affinity)
+        self._streams[stream.request_id] = stream, call
+        if not stream.num_tokens:  # a fork has some already, and with them the prompt
+            self._queued[stream.request_id] = len(stream.prompt.token_ids)
+            self.num_queued_tokens += len(stream.prompt.token_ids)
+        self.num_sequences += len(stream.samples)
 
     def has_one_of(self, call: Call) -> bool:
         """Whether a stream of another call has the name of one of its streams: the prompts of a list are numbered."""

@@ -76,6 +76,20 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     images: list[Any] | None = None
 
 
+class OllamaEmbedBody(OllamaBody, frozen=True, kw_only=True):
+    """POST /api/embed; unless `truncate` is false the first tokens of a text are kept that fit."""
+
+    input: str | Annotated[list[str], Meta(max_length=16_384)] | None = None
+    truncate: bool | None = None
+    dimensions: int | None = None
+
+
+class OllamaPromptBody(OllamaBody, frozen=True, kw_only=True):
+    """POST /api/embeddings."""
+
+    prompt: str | None = None
+
+
 class OllamaModelBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /api/show and /api/pull; `name` is the older name of `model`."""
 

@@ -48,7 +48,8 @@ class OllamaModel:
             "quantization_level": str(method or config.get("dtype") or config.get("torch_dtype") or "unknown"),
         }
         can = [
-            ("completion", True),
+            ("completion", "generate" in served.formats.get("tasks", ["generate"])),
+            ("embedding", "embed" in served.formats.get("tasks", [])),
             ("tools", prompts.shows_tools and served.formats.get("tool_call_format") is not None),
             ("thinking", served.formats.get("reasoning_format") is not None),
             ("insert", prompts.can_fill_in),

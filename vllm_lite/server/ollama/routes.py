@@ -1,6 +1,8 @@
 """The routes of Ollama's API. What manages its library of models is not there: one model is served."""
 
+import asyncio
 import os
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,11 +15,19 @@ from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.generation import Asked, Generation, Made
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.ollama import chats
-from vllm_lite.server.ollama.answers import Kind, OllamaWriter, created_at, said
-from vllm_lite.server.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaModelBody
+from vllm_lite.server.ollama.answers import NS, Kind, OllamaWriter, created_at, said
+from vllm_lite.server.ollama.bodies import (
+    OllamaBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaGenerateBody,
+    OllamaModelBody,
+    OllamaPromptBody,
+)
 from vllm_lite.server.ollama.information import OllamaModel
 from vllm_lite.server.openai.bodies import warning
-from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.pooling.bodies import PoolingFields
+from vllm_lite.server.pooling.runs import PoolingRuns
 
 LINES = "application/x-ndjson"
 
@@ -27,10 +37,11 @@ B = TypeVar("B", bound=OllamaBody)
 class OllamaRoutes:
     """Answers each of them by one method."""
 
-    def __init__(self, generation: Generation, model: OllamaModel) -> None:
+    def __init__(self, generation: Generation, model: OllamaModel, pooling: PoolingRuns) -> None:
         self._generation = generation
         self._live = generation.live
         self._model = model
+        self._pooling = pooling
         self._max_model_len = generation.model.max_model_len
 
     def routes(self) -> list[Route]:
@@ -39,11 +50,12 @@ class OllamaRoutes:
             ("/api/generate", self.generate),
             ("/api/show", self.show),
             ("/api/pull", self.pull),
+            ("/api/embed", self.embed),
+            ("/api/embeddings", self.embed_one),
         ]
         gets = [("/api/tags", self.tags), ("/api/ps", self.running), ("/api/version", self.version)]
-        embeds = [Route(path, self.embed, methods=["POST"]) for path in ("/api/embed", "/api/embeddings")]
         made = [Route(path, self._live.reader.holding(method), methods=["POST"]) for path, method in posts]
-        return made + [Route(path, method, methods=["GET"]) for path, method in gets] + embeds
+        return made + [Route(path, method, methods=["GET"]) for path, method in gets]
 
     async def chat(self, request: Request) -> Response:
         asked = await self._asked(request, OllamaChatBody)
@@ -88,8 +100,28 @@ class OllamaRoutes:
         kind = "application/json" if body.stream is False else LINES
         return Response(b'{"status":"success"}\n', headers={**headers, "content-type": kind})
 
-    async def embed(self, _: Request) -> Response:
-        raise ApiError(501, "this server makes no embeddings")
+    async def embed(self, request: Request) -> Response:
+        asked = await self._asked(request, OllamaEmbedBody)
+        body, began_s = asked.body, time.monotonic()
+        texts = [body.input] if isinstance(body.input, str) else list(body.input or ())
+        fields: dict[str, Any] = {"model": asked.model, "embeddings": [], "load_duration": 0, "prompt_eval_count": 0}
+        if texts:
+            kept = None if body.truncate is False else -1
+            params = PoolingFields(truncate_prompt_tokens=kept).params(dimensions=body.dimensions)
+            call = await self._pooling.pooled(request, "embd", texts, params, "embed")
+            fields["prompt_eval_count"] = call.num_prompt_tokens
+            fields["embeddings"] = await asyncio.to_thread(lambda: [stream.numbers() for stream in call.streams])
+        fields["total_duration"] = round((time.monotonic() - began_s) * NS)
+        return as_json(fields, asked.headers)
+
+    async def embed_one(self, request: Request) -> Response:
+        """The older form, of one text."""
+        asked = await self._asked(request, OllamaPromptBody)
+        if not asked.body.prompt:
+            return as_json({"embedding": []}, asked.headers)
+        params = PoolingFields(truncate_prompt_tokens=-1).params()
+        call = await self._pooling.pooled(request, "embd", [asked.body.prompt], params, "embed")
+        return as_json({"embedding": call.streams[0].numbers()}, asked.headers)
 
     async def _asked(self, request: Request, kind: type[B]) -> Asked[B]:
         body, headers = await self._live.reader.read(request, kind, needs_type=False)

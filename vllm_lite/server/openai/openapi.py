@@ -10,8 +10,15 @@ from vllm_lite.protocol.operations import PauseMode, WakeTag
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.http.auth import OPEN_PATHS
 from vllm_lite.server.messages.bodies import CountTokensBody, MessagesBody
-from vllm_lite.server.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaModelBody
+from vllm_lite.server.ollama.bodies import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaGenerateBody,
+    OllamaModelBody,
+    OllamaPromptBody,
+)
 from vllm_lite.server.openai import bodies
+from vllm_lite.server.pooling.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from vllm_lite.server.responses.bodies import ResponseBody
 
 _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # method, path, summary, body
@@ -40,6 +47,16 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("get", "/api/version", "of this server, as Ollama's API", None),
     ("get", "/props", "the model, as llama.cpp's server", None),
     ("get", "/slots", "which rows of the batch are at work, as llama.cpp's server", None),
+    ("post", "/v1/embeddings", "a vector for each text", EmbeddingBody),
+    ("post", "/pooling", "what the model makes of each text: vectors, scores", PoolingBody),
+    ("post", "/classify", "a number for each label of each text", ClassifyBody),
+    ("post", "/score", "how well texts go together, in pairs", ScoreBody),
+    ("post", "/v1/score", "as /score", ScoreBody),
+    ("post", "/rerank", "documents by how well they answer a query, as Jina's and Cohere's APIs", RerankBody),
+    ("post", "/v1/rerank", "as /rerank", RerankBody),
+    ("post", "/v2/rerank", "as /rerank", RerankBody),
+    ("post", "/api/embed", "a vector for each text, as Ollama's API", OllamaEmbedBody),
+    ("post", "/api/embeddings", "a vector of one text, as Ollama's older API", OllamaPromptBody),
     ("post", "/tokenize", "text or messages to token ids", bodies.TokenizeBody),
     ("post", "/detokenize", "token ids to text", bodies.DetokenizeBody),
     ("get", "/v1/requests/{request_id}", "how a request is, and why it waits", None),
@@ -98,6 +115,13 @@ _EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
     OllamaGenerateBody: {"prompt": "Tell me a story.", "options": {"num_predict": 64}},
     OllamaModelBody: {},
     ResponseBody: {"input": "Tell me a story.", "max_output_tokens": 64},
+    EmbeddingBody: {"input": ["Roses are red.", "Violets are blue."]},
+    PoolingBody: {"input": "Roses are red."},
+    ClassifyBody: {"input": "Roses are red."},
+    ScoreBody: {"text_1": "What is red?", "text_2": ["Roses are.", "The sky is not."]},
+    RerankBody: {"query": "What is red?", "documents": ["Roses are.", "The sky is not."]},
+    OllamaEmbedBody: {"input": "Roses are red."},
+    OllamaPromptBody: {"prompt": "Roses are red."},
     bodies.CompletionBody: {"prompt": "Once upon a time", "max_tokens": 64},
     bodies.GenerateBody: {"token_ids": [3, 4, 5], "sampling_params": {"max_tokens": 8}},
     bodies.UpdateWeightsBody: {"model": "/models/trained-further", "mode": "wait"},

@@ -19,14 +19,17 @@ import uvicorn
 import uvloop
 
 from vllm_lite import transport
+from vllm_lite.checkpoint.sizing import MIN_BLOCKS
 from vllm_lite.client.data_parallel import AnySession, connect
 from vllm_lite.client.generation_config import generation_defaults
 from vllm_lite.client.launch import Launched
 from vllm_lite.client.launch_engines import LaunchedEngines
+from vllm_lite.client.pooling import PoolingFactory
 from vllm_lite.client.stream import StreamFactory, load_tokenizer
 from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.server.app import ApiRoutes, build
@@ -47,6 +50,9 @@ from vllm_lite.server.openai import grammars
 from vllm_lite.server.openai.formats import Formats, architectures_of
 from vllm_lite.server.openai.prompts import Prompts
 from vllm_lite.server.openai.rendering import Renderer
+from vllm_lite.server.pooling.call import Window
+from vllm_lite.server.pooling.routes import PoolingRoutes
+from vllm_lite.server.pooling.runs import PoolingRuns
 from vllm_lite.server.processes.api_servers import ApiServers, ApiServerSettings
 from vllm_lite.server.processes.scoreboard import Scoreboard
 from vllm_lite.server.responses.routes import ResponsesRoutes
@@ -225,11 +231,15 @@ class HttpServer:
         calls = resumable.calls
         names = config.names or (engine.model,)
         path = None if config.names else config.model
-        model = ServedModel(names, path, engine.max_model_len, files.defaults.params, files.card(), root=config.model)
+        card = {**files.card(), "tasks": _tasks(engine)}
+        model = ServedModel(names, path, engine.max_model_len, files.defaults.params, card, root=config.model)
         factory = StreamFactory(engine, files.tokenizer, most_tokens=files.defaults.max_tokens)
         live = LiveRequests(calls, resumable, factory, BodyReader(config, engine.max_model_len), files.formats)
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, config.default_chat_template_kwargs)
         generation = Generation(config, model, factory, prompts, live, files.formats)
+        resolved = self.engine.config
+        window = Window(resolved.max_num_seqs, resolved.max_num_batched_tokens)
+        pooling = PoolingRuns(generation, PoolingFactory(engine, files.tokenizer), window)
         metrics = Metrics(calls, self.engine.config, names[0], str(self.scoreboard.number))
         information = Information(config, files.tokenizer, files.template_text)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
@@ -237,8 +247,9 @@ class HttpServer:
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, self.engine.config.model, prompts, shown)
         more += LlamaCppRoutes(generation, self.engine.config.max_num_seqs, shown).routes()
-        more += [*MessagesRoutes(generation).routes(), *OllamaRoutes(generation, ollama).routes()]
+        more += [*MessagesRoutes(generation).routes(), *OllamaRoutes(generation, ollama, pooling).routes()]
         more += ResponsesRoutes(generation, runs, store).routes()
+        more += PoolingRoutes(pooling).routes()
         settings = uvicorn.Config(
             build(ApiRoutes(generation), live, more, config, self.keys, metrics),
             http=with_timeouts(config.header_timeout_s, config.write_timeout_s),
@@ -274,7 +285,9 @@ class HttpServer:
         name = (config.names or (engine.model,))[0]
         where, curl = self._where()
         auth = "-H 'Authorization: Bearer KEY' " if self.keys.user else ""
-        if self.files.renderer is not None:
+        if not engine.pooler.generates:
+            path, body = _first_route(engine, name)
+        elif self.files.renderer is not None:
             path = "/v1/chat/completions"
             body = f'{{"model":"{name}","messages":[{{"role":"user","content":"Tell me a story."}}],"stream":true}}'
         elif self.files.tokenizer is None:
@@ -284,13 +297,28 @@ class HttpServer:
             path = "/v1/completions"
             body = f'{{"model":"{name}","prompt":"Once upon a time","max_tokens":50,"stream":true}}'
         tokens = (engine.num_blocks - 1) * engine.block_size  # one is the null block
+        has_cache = engine.pooler.generates or engine.num_blocks > MIN_BLOCKS
         count = len(self.engine.session.members)
         engines, each = (f" with {count} engines", " each") if count > 1 else ("", "")
+        cache = f"KV cache of {tokens} tokens{each}" if has_cache else "no KV cache"
         return (
-            f"vllm-lite: ready at {where}, serving {name}{engines}: {engine.max_model_len} tokens of context, "
-            f"KV cache of {tokens} tokens{each}\n"
+            f"vllm-lite: ready at {where}, serving {name}{engines}: {engine.max_model_len} tokens of context, {cache}\n"
             f"Try: {curl}{path} -H 'Content-Type: application/json' {auth}-d '{body}'"
         )
+
+
+def _first_route(engine: Welcome, name: str) -> tuple[str, str]:
+    """A route of a model that generates nothing, and something to try there."""
+    if "score" in engine.pooler.tasks:
+        return "/rerank", f'{{"model":"{name}","query":"What is red?","documents":["Roses are.","The sky is not."]}}'
+    if "embed" in engine.pooler.tasks:
+        return "/v1/embeddings", f'{{"model":"{name}","input":["Roses are red.","Violets are blue."]}}'
+    return "/classify", f'{{"model":"{name}","input":["Roses are red."]}}'
+
+
+def _tasks(engine: Welcome) -> list[str]:
+    """What the model can be asked for."""
+    return [*(["generate"] if engine.pooler.generates else []), *engine.pooler.tasks]
 
 
 def listen(listener: socket.socket) -> None:

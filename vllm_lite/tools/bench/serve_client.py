@@ -11,7 +11,13 @@ import msgspec
 from vllm_lite.tools.bench.serve_datasets import LoadItem
 from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
 
-ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+ENDPOINTS = {
+    "openai": "/v1/completions",
+    "vllm": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+    "openai-embeddings": "/v1/embeddings",
+    "vllm-pooling": "/pooling",
+}
 """The path of each --backend."""
 MAX_ERROR_CHARS = 500
 
@@ -44,6 +50,13 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
+class _Pooled(msgspec.Struct):
+    """An answer of vectors, which comes whole."""
+
+    usage: _Usage
+
+
+_decode_pooled = msgspec.json.Decoder(_Pooled).decode
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
@@ -99,6 +112,15 @@ class Outcome:
                 self.input_len = chunk.usage.prompt_tokens or self.input_len
                 self.output_len = chunk.usage.completion_tokens
 
+    def take_pooled(self, data: bytes) -> None:
+        """Take a whole answer of vectors. Raises HttpError for what is none."""
+        try:
+            self.input_len = _decode_pooled(data).usage.prompt_tokens or self.input_len
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise HttpError(f"the answer has no vectors: {error}") from error
+        self.chunks_s.append(time.perf_counter())
+        self.is_complete = True
+
     def _take_choice(self, choice: _Choice, now_s: float) -> None:
         delta = choice.delta
         text = (choice.text if delta is None else delta.text) or ""
@@ -117,7 +139,10 @@ class Endpoint:
         self._client = client
         self._endpoint = endpoint
         self._is_chat = endpoint.rstrip("/").endswith("chat/completions")
+        self._is_pooled = endpoint.rstrip("/").endswith(("embeddings", "pooling"))
         self._settings = {**settings, "stream": True, "stream_options": {"include_usage": True}}
+        if self._is_pooled:
+            self._settings = {"model": settings.get("model"), "truncate_prompt_tokens": -1}
         self._timeout_s = timeout_s
 
     async def send(self, request: LoadItem) -> Outcome:
@@ -127,7 +152,10 @@ class Endpoint:
         outcome.start_s = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._client.stream(self._endpoint, body, outcome.take)
+                if self._is_pooled:
+                    outcome.take_pooled(await self._client.post(self._endpoint, body))
+                else:
+                    await self._client.stream(self._endpoint, body, outcome.take)
         except TimeoutError:
             outcome.error = f"no end after {self._timeout_s:g} s"
         except HttpError as error:
@@ -142,6 +170,8 @@ class Endpoint:
 
     def body(self, request: LoadItem) -> dict[str, Any]:
         """The JSON body of `request`."""
+        if self._is_pooled:
+            return {"input": request.prompt, "encoding_format": "base64", **self._settings}
         if self._is_chat:
             prompt: dict[str, Any] = {"messages": [{"role": "user", "content": request.prompt}]}
             limit = "max_completion_tokens"

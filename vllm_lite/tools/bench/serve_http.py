@@ -159,10 +159,17 @@ class HttpClient:
         """The body of an answer of 200. Raises HttpError."""
         return await self._exchange(f"GET {self._url(path)} HTTP/1.1\r\n", b"", None)
 
+    async def post(self, path: str, body: bytes) -> bytes:
+        """POST a JSON `body`; the body of an answer of 200. Raises HttpError."""
+        return await self._post(path, body, None)
+
     async def stream(self, path: str, body: bytes, events: Events) -> None:
         """POST a JSON `body`. Returns when the answer is complete; raises HttpError if it is not, or is not 200."""
+        await self._post(path, body, events)
+
+    async def _post(self, path: str, body: bytes, events: Events | None) -> bytes:
         head = f"POST {self._url(path)} HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        await self._exchange(head, body, events)
+        return await self._exchange(head, body, events)
 
     async def _exchange(self, head: str, body: bytes, events: Events | None) -> bytes:
         connection = await self._connect()

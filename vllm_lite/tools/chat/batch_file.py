@@ -15,7 +15,18 @@ from typing import Any, NamedTuple, Self
 
 from vllm_lite.errors import ConfigError
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+)
 SYNC_S = 1.0
 """At most so much work is lost when the machine dies; the death of a process loses none."""
 

@@ -1,0 +1,217 @@
+"""Vectors and scores over HTTP, as official clients ask for them: two servers, of tiny random models.
+
+The first makes vectors and generates, in the same steps; the second scores pairs. transformers says what is right.
+"""
+
+import base64
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import ollama
+import pytest
+from openai import BadRequestError, OpenAI
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from tests.deadlines import scaled
+from tests.e2e.test_processes import family
+from tests.http_server import Server, client, serving
+from tests.pooled import add_modules, logits, vectors, write_pooled
+
+WITHIN = 1e-5
+TEXTS = ["The quick brown fox", "a small engine reads a page, and writes a page", "x", "Why did you let it go?"]
+
+
+def with_processor(path: Path, *, pairs: bool) -> Path:
+    """Have the tokenizer add special tokens: at the end of a text, or as BERT's around two."""
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    if pairs:
+        both = "<s>:0 $A:0 </s>:0 $B:1 </s>:1"
+        processor = TemplateProcessing(single="<s> $A </s>", pair=both, special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.post_processor = processor
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_pooled(tmp_path_factory.mktemp("embedder") / "m", "Qwen3ForCausalLM")
+    return add_modules(with_processor(path, pairs=False), "last")
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_pooled(tmp_path_factory.mktemp("reranker") / "m", "BertForSequenceClassification", {"num_labels": 1})
+    return with_processor(path, pairs=True)
+
+
+@pytest.fixture(scope="module")
+def server(embedder: Path) -> Iterator[Server]:
+    flags = ["--dtype", "float32", "--cpu-threads", "1", "--served-model-name", "vectors", "--max-num-seqs", "8"]
+    with serving("--model", str(embedder), *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with client(server) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def scores(reranker: Path) -> Iterator[httpx.Client]:
+    with (
+        serving("--model", str(reranker), "--dtype", "float32", "--cpu-threads", "1") as server,
+        client(server) as http,
+    ):
+        yield http
+
+
+def ids_of(path: Path, texts: list[str]) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in texts]
+
+
+def post(http: httpx.Client, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    answer = http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_the_openai_package_gets_vectors(server: Server, embedder: Path) -> None:
+    """In base64, which is its own choice, and as floats; texts and token ids; shorter ones; cut ones."""
+    prompts = ids_of(embedder, TEXTS)
+    want = vectors(embedder, prompts, "last").numpy()
+    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(30)) as api:
+        for given in (TEXTS, prompts):
+            for more in ({}, {"encoding_format": "float"}):
+                asked: Any = {"input": given, **more}
+                found = api.embeddings.create(model="vectors", **asked)
+                assert [each.index for each in found.data] == [0, 1, 2, 3]
+                assert np.abs(np.array([each.embedding for each in found.data]) - want).max() < WITHIN
+        assert found.usage.prompt_tokens == found.usage.total_tokens == sum(map(len, prompts))
+        short = api.embeddings.create(model="vectors", input=TEXTS[0], dimensions=8).data[0].embedding
+        assert np.abs(short - want[0, :8] / np.linalg.norm(want[0, :8])).max() < WITHIN
+        cut = api.embeddings.create(
+            model="vectors", input=TEXTS[1], extra_body={"truncate_prompt_tokens": 6, "normalize": False}
+        )
+        (end,) = ids_of(embedder, [""])
+        raw = vectors(embedder, [prompts[1][:5] + end], "last", finish=lambda states: states).numpy()
+        assert np.abs(cut.data[0].embedding - raw[0]).max() < 1e-4
+        bad: list[tuple[Any, str]] = [
+            ({"input": TEXTS[0], "dimensions": 65}, "dimensions must be at most the 64"),
+            ({"input": "word " * 900}, "truncate_prompt_tokens"),
+            ({"input": []}, "got an empty list"),
+            ({"input": ["x", "word " * 900]}, "text 1: the text has"),
+            ({"input": [[1, 400]]}, "token ids must be between 0 and 383"),
+        ]
+        for wrong, message in bad:
+            with pytest.raises(BadRequestError, match=message):
+                api.embeddings.create(model="vectors", **wrong)
+
+
+def test_other_forms_of_vectors(http: httpx.Client, embedder: Path) -> None:
+    prompts = ids_of(embedder, TEXTS[:2])
+    want = vectors(embedder, prompts, "last").numpy()
+    local = ollama.Client(host=str(http.base_url))
+    with closing(local._client):
+        assert np.abs(np.array(local.embed("vectors", TEXTS[:2]).embeddings) - want).max() < WITHIN
+        assert np.abs(np.array(local.embeddings("vectors", TEXTS[0]).embedding) - want[0]).max() < WITHIN
+        assert local.show("vectors").capabilities == ["completion", "embedding"]
+    rows = post(http, "/pooling", {"input": TEXTS[0], "task": "token_embed"})["data"][0]["data"]
+    assert np.abs(np.array(rows[-1]) - want[0]).max() < WITHIN
+    assert len(rows) == len(prompts[0])
+    coded = post(http, "/pooling", {"input": TEXTS[0], "encoding_format": "base64"})["data"][0]["data"]
+    assert np.abs(np.frombuffer(base64.b64decode(coded), "<f4") - want[0]).max() < WITHIN
+    similar = post(http, "/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS[:2]})["data"]
+    assert np.abs(np.array([each["score"] for each in similar]) - [1.0, want[0] @ want[1]]).max() < WITHIN
+    assert post(http, "/v1/models/vectors", {}, 405)["error"]
+    assert http.get("/v1/models").json()["data"][0]["vllm_lite"]["tasks"] == ["generate", "embed", "token_embed"]
+    error = post(http, "/classify", {"input": "x"}, 400)["error"]["message"]
+    assert error == "the model 'vectors' does not support the task 'classify': it can be asked to embed or token_embed"
+
+
+def test_pairs_are_ranked_as_transformers_ranks_them(scores: httpx.Client, reranker: Path) -> None:
+    rng = random.Random(1)
+    words = " ".join(TEXTS).split()
+    documents = [" ".join(rng.choices(words, k=rng.randint(1, 20))) for _ in range(120)]
+    pairs = Tokenizer.from_file(str(reranker / "tokenizer.json")).encode_batch([(TEXTS[0], each) for each in documents])
+    want = logits(reranker, [each.ids for each in pairs], [each.type_ids for each in pairs]).sigmoid()[:, 0]
+    body = {"query": TEXTS[0], "documents": documents}
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        found = post(scores, path, body)["results"]
+        assert [each["index"] for each in found] == want.argsort(descending=True, stable=True).tolist()
+        assert max(abs(each["relevance_score"] - want[each["index"]]) for each in found) < WITHIN
+    best = post(scores, "/rerank", body | {"top_n": 2, "documents": [{"text": each} for each in documents]})["results"]
+    assert best == found[:2]
+    assert best[0]["document"] == {"text": documents[best[0]["index"]]}
+    both = post(scores, "/score", {"queries": TEXTS[0], "documents": documents[:3]})["data"]
+    assert [each["score"] for each in both] == pytest.approx(want[:3].tolist(), abs=WITHIN)
+    one = post(scores, "/classify", {"input": TEXTS[0]})["data"][0]
+    assert (one["label"], one["num_classes"]) == ("LABEL_0", 1)
+    for path, wrong, message in (
+        ("/rerank", {"query": "x", "documents": []}, "length >= 1"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "2 texts cannot be paired with 1"),
+        ("/score", {"text_1": "a"}, "give text_1 and text_2"),
+        ("/v1/embeddings", {"input": "x"}, "does not support the task 'embed': it can be asked to classify or score"),
+        ("/v1/completions", {"prompt": "x"}, "generates no text"),
+    ):
+        assert message in post(scores, path, wrong, 400)["error"]["message"]
+
+
+def test_a_long_list_waits_for_others_and_outlives_a_worker(server: Server, http: httpx.Client, embedder: Path) -> None:
+    """1,500 texts in one body, with short ones and a stream beside them; the worker is killed meanwhile."""
+    rng = random.Random(2)
+    many = [[rng.randrange(3, 384) for _ in range(rng.randint(1, 30))] for _ in range(1500)]
+    answers: list[Any] = []
+    (alone,) = vectors(embedder, ids_of(embedder, TEXTS[:1]), "last").numpy()
+    greedy = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    text = post(http, "/v1/completions", greedy)["choices"][0]["text"]
+    thread = threading.Thread(
+        target=lambda: answers.append(post(http, "/v1/embeddings", {"input": many, "encoding_format": "base64"}))
+    )
+    thread.start()
+    deadline_s = time.monotonic() + scaled(60)
+    while http.get("/load").json()["server_load"] == 0:
+        assert time.monotonic() < deadline_s
+    (worker,) = [pid for pid in family(server.process.pid) if b"worker" in Path(f"/proc/{pid}/comm").read_bytes()][:1]
+    os.kill(worker, signal.SIGKILL)
+    assert thread.is_alive()
+    found = post(http, "/v1/embeddings", {"input": TEXTS[0]})["data"][0]["embedding"]
+    assert np.abs(np.array(found) - alone).max() < WITHIN
+    assert post(http, "/v1/completions", greedy)["choices"][0]["text"] == text
+    thread.join(scaled(60))
+    assert len(answers) == 1
+    got = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in answers[0]["data"]]
+    places = rng.sample(range(1500), 60)
+    want = vectors(embedder, [many[place] for place in places], "last").numpy()
+    assert np.abs(np.stack([got[place] for place in places]) - want).max() < WITHIN
+    assert http.get("/load").json()["server_load"] == 0
+
+
+def test_batch_files_take_vectors(server: Server, embedder: Path, tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": "a", "url": "/v1/embeddings", "body": {"input": TEXTS[:2]}},
+        {"custom_id": "b", "url": "/v1/score", "body": {"text_1": TEXTS[0], "text_2": TEXTS[0]}},
+    ]
+    (tmp_path / "in").write_text("".join(json.dumps({"method": "POST", **line}) + "\n" for line in lines))
+    command = [sys.executable, "-m", "vllm_lite", "run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
+    subprocess.run([*command, "--url", server.url], check=True, timeout=scaled(60), capture_output=True)
+    answers = (tmp_path / "out").read_text().splitlines()
+    first, second = (json.loads(line)["response"]["body"]["data"] for line in answers)
+    want = vectors(embedder, ids_of(embedder, TEXTS[:2]), "last").numpy()
+    assert np.abs(np.array([each["embedding"] for each in first]) - want).max() < WITHIN
+    assert second[0]["score"] == pytest.approx(1.0, abs=WITHIN)

@@ -1,0 +1,134 @@
+"""What a request for vectors or scores may say, as structs, under the names that vLLM, OpenAI, Jina and Cohere use."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
+from vllm_lite.server.openai.bodies import Messages, Name, RequestId, Variables
+from vllm_lite.server.openai.errors import ApiError
+
+MAX_TEXTS = 16_384
+"""Texts of one request; their vectors wait for the last of them."""
+
+Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+
+
+class PoolingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What all of them share. `normalize` is an older name of `use_activation`, `activation` of classifiers'."""
+
+    model: str | None = None
+    user: Name | None = None
+    request_id: RequestId | None = None
+    priority: int | None = None
+    cache_salt: Name | None = None
+    deadline_ms: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    activation: bool | None = None
+    softmax: bool | None = None
+
+    def params(self, **more: Any) -> PoolingParams:
+        """Make the pooling params. Raises ApiError."""
+        active = next(
+            (each for each in (self.use_activation, self.normalize, self.activation, self.softmax) if each is not None),
+            None,
+        )
+        fields: dict[str, Any] = {
+            "use_activation": active,
+            "priority": self.priority or 0,
+            "user": self.user or None,
+            "cache_salt": self.cache_salt,
+            "deadline_ms": self.deadline_ms,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
+            "truncation_side": self.truncation_side,
+        }
+        try:
+            return PoolingParams(**(fields | more))
+        except ValueError as error:
+            name = str(error).partition(":")[0].split(" ")[0]
+            raise ApiError(400, str(error), name) from error
+
+
+class InputFields(PoolingFields, frozen=True, kw_only=True):
+    """Texts, token ids, or the messages of a chat."""
+
+    input: str | list[str | int | list[int]] | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
+
+    tools: None = None
+    tool_choice: None = None
+
+
+class EmbeddingBody(InputFields, frozen=True, kw_only=True):
+    """POST /v1/embeddings."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+class PoolingBody(EmbeddingBody, frozen=True, kw_only=True):
+    """POST /pooling: any task of the model's; by default its first."""
+
+    task: PoolingTask | None = None
+
+
+class ClassifyBody(InputFields, frozen=True, kw_only=True):
+    """POST /classify."""
+
+
+Side = str | Texts
+
+
+class ScoreBody(PoolingFields, frozen=True, kw_only=True):
+    """POST /score: one text with each of several, or texts in pairs, under any of the names that vLLM has had."""
+
+    text_1: Side | None = None
+    text_2: Side | None = None
+    data_1: Side | None = None
+    data_2: Side | None = None
+    queries: Side | None = None
+    documents: Side | None = None
+    items: Side | None = None
+    instruction: str | None = None
+    encoding_format: Literal["float"] | None = None
+
+    def sides(self) -> tuple[str | list[str], str | list[str]]:
+        """Both sides. Raises ApiError."""
+        first = next((side for side in (self.text_1, self.data_1, self.queries) if side is not None), None)
+        second = next(
+            (side for side in (self.text_2, self.data_2, self.documents, self.items) if side is not None), None
+        )
+        if first is None or second is None:
+            name = "text_1" if first is None else "text_2"
+            raise ApiError(400, "give text_1 and text_2, queries and documents, or data_1 and data_2", name)
+        return first, second
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A document as an object; what else it has is ignored."""
+
+    text: str
+
+
+class RerankBody(PoolingFields, frozen=True, kw_only=True):
+    """POST /rerank, with the fields of Jina's and of Cohere's API."""
+
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_TEXTS)]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: int | None = None
+    max_chunks_per_doc: int | None = None
+    instruction: str | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]

@@ -1,0 +1,135 @@
+"""The routes of vectors and scores."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from math import sqrt
+from operator import mul
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vllm_lite.client.llm import pairs_of
+from vllm_lite.errors import RequestError
+from vllm_lite.protocol.pooling import PoolingParams
+from vllm_lite.server.live_requests import as_json
+from vllm_lite.server.openai.errors import ApiError, refused
+from vllm_lite.server.pooling import answers
+from vllm_lite.server.pooling.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from vllm_lite.server.pooling.call import PoolingCall
+from vllm_lite.server.pooling.runs import PoolingRuns
+
+PAIRS_AT_ONCE = 256
+"""Similarities that are computed before others have their turn."""
+
+
+class PoolingRoutes:
+    """Answers each of them by one method."""
+
+    def __init__(self, runs: PoolingRuns) -> None:
+        self._runs = runs
+        self._generation = runs.generation
+        self._labels = runs.factory.limits.pooler.labels
+
+    def routes(self) -> list[Route]:
+        posts = [
+            ("/v1/embeddings", self.embeddings),
+            ("/pooling", self.pooling),
+            ("/classify", self.classify),
+            ("/score", self.score),
+            ("/v1/score", self.score),
+            ("/rerank", self.rerank),
+            ("/v1/rerank", self.rerank),
+            ("/v2/rerank", self.rerank),
+        ]
+        holding = self._generation.live.reader.holding
+        return [Route(path, holding(method), methods=["POST"]) for path, method in posts]
+
+    async def embeddings(self, request: Request) -> Response:
+        asked = await self._generation.read(request, EmbeddingBody)
+        body = asked.body
+        params = body.params(dimensions=body.dimensions)
+        prompts = await self._runs.prompts_of(body, request)
+        call = await self._runs.pooled(request, "embd", prompts, params, "embed")
+        item = partial(answers.embedding, as_base64=body.encoding_format == "base64")
+        return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
+
+    async def pooling(self, request: Request) -> Response:
+        asked = await self._generation.read(request, PoolingBody)
+        body = asked.body
+        task = body.task or self._runs.factory.first_task
+        params = body.params(dimensions=body.dimensions)
+        prompts = await self._runs.prompts_of(body, request)
+        call = await self._runs.pooled(request, "pool", prompts, params, task)
+        item = partial(answers.pooled, as_base64=body.encoding_format == "base64")
+        return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
+
+    async def classify(self, request: Request) -> Response:
+        asked = await self._generation.read(request, ClassifyBody)
+        prompts = await self._runs.prompts_of(asked.body, request)
+        call = await self._runs.pooled(request, "classify", prompts, asked.body.params(), "classify")
+        item = partial(answers.classification, labels=self._labels)
+        return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
+
+    async def score(self, request: Request) -> Response:
+        asked = await self._generation.read(request, ScoreBody)
+        body = asked.body
+        try:
+            pairs = pairs_of(*body.sides())
+        except RequestError as error:
+            raise refused(error, "text_2") from error
+        call, scores = await self._scores(request, "score", pairs, body.params(), body.instruction)
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        return as_json({**answers.fields(call, asked.model), "data": data}, asked.headers)
+
+    async def rerank(self, request: Request) -> Response:
+        """The best documents first, in the form that Jina's and Cohere's clients read."""
+        asked = await self._generation.read(request, RerankBody)
+        body = asked.body
+        if body.top_n is not None and body.top_n < 0:
+            raise ApiError(400, f"top_n must be at least 1, or 0 for all, got {body.top_n}", "top_n")
+        texts = body.texts
+        pairs = [(body.query, text) for text in texts]
+        call, scores = await self._scores(request, "rerank", pairs, body.params(), body.instruction)
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n or None]
+        results: list[dict[str, Any]] = []
+        for index in order:
+            shown = {} if body.return_documents is False else {"document": {"text": texts[index]}}
+            results.append({"index": index, "relevance_score": scores[index], **shown})
+        found = answers.fields(call, asked.model)
+        meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+        return as_json(
+            {"id": call.id, "model": asked.model, "usage": found["usage"], "results": results, "meta": meta},
+            asked.headers,
+        )
+
+    async def _scores(
+        self,
+        request: Request,
+        kind: str,
+        pairs: Sequence[tuple[str, str]],
+        params: PoolingParams,
+        instruction: str | None,
+    ) -> tuple[PoolingCall, list[float]]:
+        """By the model's head, or the cosine similarity of its vectors. Raises ApiError."""
+        tasks = self._runs.factory.tasks
+        if "score" in tasks:
+            call = await self._runs.scored(request, kind, pairs, params, instruction)
+            return call, [stream.numbers()[0] for stream in call.streams]
+        if "embed" not in tasks:
+            able = f"it can be asked to {' or '.join(tasks)}" if tasks else "it generates text"
+            raise ApiError(400, f"this model scores no pairs: {able}", "model")
+        places = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+        call = await self._runs.pooled(request, kind, list(places), params, "embed")
+        vectors = [stream.numbers() for stream in call.streams]
+        lengths = [sqrt(sum(map(mul, vector, vector))) for vector in vectors]
+        scores = []
+        for number, (first, second) in enumerate(pairs):
+            one, two = places[first], places[second]
+            length = lengths[one] * lengths[two]
+            scores.append(sum(map(mul, vectors[one], vectors[two])) / length if length else 0.0)
+            if number % PAIRS_AT_ONCE == PAIRS_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        return call, scores

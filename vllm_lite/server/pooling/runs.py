@@ -1,0 +1,169 @@
+"""From a body to the numbers of its texts: tokenized some at a time, and never all of them in the engine at once."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.requests import Request
+
+from vllm_lite.client.pooling import PoolingFactory, PoolingStream
+from vllm_lite.client.prompt import PromptLike
+from vllm_lite.client.text.pairs import Pair
+from vllm_lite.errors import RequestError, VllmLiteError
+from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
+from vllm_lite.server.generation import Generation
+from vllm_lite.server.http.auth import owner_of
+from vllm_lite.server.http.disconnect import disconnected, until_disconnected
+from vllm_lite.server.openai.bodies import ChatBody
+from vllm_lite.server.openai.errors import ApiError, failed, refused
+from vllm_lite.server.pooling.bodies import MAX_TEXTS, InputFields
+from vllm_lite.server.pooling.call import PoolingCall, Window
+
+BATCH = 64
+"""Texts that are tokenized together."""
+INLINE_CHARS = 4096
+"""Texts of so many characters are tokenized at once, without a thread."""
+
+Make = Callable[[int, int, Sequence[str]], list[PoolingStream]]
+"""Makes the streams of the texts from one number to another, with these ids."""
+
+
+class PoolingRuns:
+    """Runs the pooling calls of this server. Every method raises ApiError."""
+
+    def __init__(self, generation: Generation, factory: PoolingFactory, window: Window) -> None:
+        self.generation = generation
+        self.factory = factory
+        self._window = window
+
+    async def prompts_of(self, body: InputFields, request: Request) -> list[PromptLike]:
+        """What a body has as input."""
+        if (body.input is None) == (body.messages is None):
+            raise ApiError(400, "give either input or messages", "input")
+        if body.messages is not None:
+            fields = ("messages", "add_special_tokens", "add_generation_prompt", "continue_final_message")
+            given = {name: getattr(body, name) for name in (*fields, "chat_template_kwargs")}
+            if body.add_generation_prompt is None:  # there is nothing to be generated
+                given["add_generation_prompt"] = False
+            return [await self.generation.prompts.of_chat(ChatBody(**given), None, request)]
+        prompts = _several(body.input)
+        if body.add_special_tokens is False:
+            return [await self._plain(prompt, request) for prompt in prompts]
+        return prompts
+
+    async def pooled(
+        self, request: Request, kind: str, prompts: Sequence[PromptLike], params: PoolingParams, task: PoolingTask
+    ) -> PoolingCall:
+        """Do one task with each of `prompts`, to the end."""
+        sizes = [len(prompt) if isinstance(prompt, str) else 0 for prompt in prompts]
+
+        def make(start: int, end: int, ids: Sequence[str]) -> list[PoolingStream]:
+            return self.factory.make(prompts[start:end], params, task, ids)
+
+        with _refusing():
+            self.factory.check_task(task, params)
+        return await self._run(request, kind, sizes, make)
+
+    async def scored(
+        self, request: Request, kind: str, pairs: Sequence[Pair], params: PoolingParams, instruction: str | None
+    ) -> PoolingCall:
+        """Score pairs by the model's head."""
+
+        def make(start: int, end: int, ids: Sequence[str]) -> list[PoolingStream]:
+            return self.factory.make_pairs(pairs[start:end], params, ids, instruction)
+
+        return await self._run(request, kind, [sum(map(len, pair)) for pair in pairs], make)
+
+    # ---- inside
+
+    async def _plain(self, prompt: PromptLike, request: Request) -> PromptLike:
+        if not isinstance(prompt, str):
+            return prompt
+        return await self.generation.prompts.of_text(prompt, False, None, request, "input")
+
+    async def _run(self, request: Request, kind: str, sizes: Sequence[int], make: Make) -> PoolingCall:
+        """`sizes` are the characters of the texts."""
+        live = self.generation.live
+        call_id = await live.new_id(kind, None)
+        call = PoolingCall(call_id, self.generation.model.names[0], len(sizes), self._window)
+        call.owner = owner_of(request, call_id)
+        watch = asyncio.ensure_future(until_disconnected(request.receive))
+        watch.add_done_callback(lambda _: call.end())
+        calls: Any = live.calls
+        try:
+            with calls.run(call):
+                await self._feed(call, sizes, make)
+        finally:
+            watch.cancel()
+        return call
+
+    async def _feed(self, call: PoolingCall, sizes: Sequence[int], make: Make) -> None:
+        """Start text after text as there is room, until all are done."""
+        dispatcher: Any = self.generation.live.calls.dispatcher
+        suffix = self.generation.live.calls.stream_ids
+        next_text, made = 0, list[PoolingStream]()
+        while not call.finished:
+            _check(call)
+            while call.has_room() and (made or next_text < len(sizes)):
+                if not made:
+                    end = min(next_text + BATCH, len(sizes))
+                    ids = [suffix(f"{call.id}-{index}", 1)[0] for index in range(next_text, end)]
+                    with _refusing(next_text if len(sizes) > BATCH else 0):
+                        made = await _made(make, next_text, end, ids, sum(sizes[next_text:end]))
+                    made.reverse()
+                    next_text = end
+                    _check(call)
+                    continue
+                call.add([made.pop()])
+                dispatcher.add(call, len(call.streams) - 1)
+            if not call.finished:
+                await call.wait()
+        _check(call)
+
+
+async def _made(make: Make, start: int, end: int, ids: Sequence[str], num_chars: int) -> list[PoolingStream]:
+    if num_chars <= INLINE_CHARS:
+        return make(start, end, ids)
+    return await asyncio.to_thread(make, start, end, ids)
+
+
+def _check(call: PoolingCall) -> None:
+    """Raises ApiError if there is no use in going on."""
+    if call.is_over:
+        raise disconnected()
+    if call.was_cut:
+        raise ApiError(503, "the server is shutting down; ask another")
+    error = call.error
+    if error is None:
+        return
+    if isinstance(error, RequestError):
+        raise ApiError(408, str(error)) if call.is_late else refused(error, "input")
+    raise failed(error)
+
+
+@contextmanager
+def _refusing(first: int = 0) -> Iterator[None]:
+    """Turn errors of the client library into answers; the texts of this part begin with number `first`."""
+    try:
+        yield
+    except VllmLiteError as error:
+        where = f"among the texts from number {first} on: " if first else ""
+        text = str(error)
+        field = "dimensions" if text.startswith("dimensions") else "input"
+        raise refused(type(error)(where + text) if where and type(error) is RequestError else error, field) from error
+
+
+def _several(given: Any) -> list[PromptLike]:
+    """Make a list of one text or many; a list of integers is one prompt."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if len(kinds) != 1:
+        what = "a mixed" if kinds else "an empty"
+        raise ApiError(400, f"input must be a text, texts, token ids or lists of them, got {what} list", "input")
+    if kinds == {int}:
+        return [list(given)]
+    if len(given) > MAX_TEXTS:
+        raise ApiError(400, f"input takes at most {MAX_TEXTS} texts, got {len(given)}", "input")
+    return list(given)
