@@ -56,6 +56,7 @@ class CapturingLauncher:
 
     def __init__(self, launcher: EmulatorLauncher) -> None:
         self._launcher = launcher
+        self.multiprocessor_bytes = launcher.multiprocessor_bytes
 
     def kernel(self, source: str, name: str) -> Callable[..., None]:
         made = self._launcher.kernel(source, name)

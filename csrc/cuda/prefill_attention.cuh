@@ -20,14 +20,16 @@ namespace prefill {
 constexpr int ROWS = 64, WARPS = 4, THREADS = 32 * WARPS;
 constexpr float LOG2E = 1.4426950408889634f;
 
-template <class C, int HEAD>
+// TILE: keys of a tile. On a multiprocessor with 100 KB of shared memory 64 keys of 128 dims would leave room for one
+// block.
+template <class C, int HEAD, int TILE>
 struct Shape {
   static constexpr int DIMS = round_up(HEAD, 16);  // what mma contracts; columns from HEAD on are zeros
   static constexpr int PITCH = DIMS + 8;  // elements of a row in shared memory: an odd number of 16 bytes, no conflicts
-  static constexpr int KEYS = HEAD <= 128 ? 64 : 32;  // a tile
+  static constexpr int KEYS = TILE;
   // Blocks that share a multiprocessor, so that one's softmax runs beside another's products. With Q in registers
   // instead of shared memory there would be one less; wider fragments (32 rows a warp) spill.
-  static constexpr int BLOCKS = (HEAD <= 64 ? 4 : HEAD <= 128 ? 3 : 2) - (kIsFp8<C> && HEAD <= 128);
+  static constexpr int BLOCKS = HEAD > 128 || (HEAD > 64 && TILE == 32) ? 2 : (HEAD <= 64 ? 4 : 3) - kIsFp8<C>;
   static constexpr int ELEMENTS = (ROWS + 2 * KEYS) * PITCH;  // of shared memory: Q, K, V
   static constexpr int LOADS = KEYS / 32;                     // of a thread in a tile, a token each
   static constexpr int CHUNKS = ceil_div(DIMS / 8, 4);        // of 8 elements, of a thread in a token
@@ -35,9 +37,9 @@ struct Shape {
 
 // One thread's share of moving a tile from the pages to shared memory: four neighbouring threads take one token, each
 // every fourth chunk of 8 elements, so that 64 (float8: 32) consecutive bytes are read together.
-template <class T, class C, int HEAD>
+template <class T, class C, int HEAD, int TILE>
 struct Loader {
-  using S = Shape<C, HEAD>;
+  using S = Shape<C, HEAD, TILE>;
   static constexpr bool WIDEN = kIsFp8<C>;
 
   const int* table;  // of the sequence
@@ -145,12 +147,12 @@ struct Scores {
 
 }  // namespace prefill
 
-// Grid: (number of tiles, kv_heads), block: prefill::THREADS. Shared memory: prefill::Shape<C, HEAD>::ELEMENTS of T.
-// The tiles are a list of (sequence, which of its tiles); those that see most go first. Rows that are in none of them
-// are left alone. T: __half or
-// __nv_bfloat16; C: T or a float8. Addresses of rows are multiples of 16 bytes, in a float8 cache of 8.
-template <class T, class C, int HEAD>
-__global__ void __launch_bounds__(prefill::THREADS, prefill::Shape<C, HEAD>::BLOCKS) prefill_attention(
+// Grid: (number of tiles, kv_heads), block: prefill::THREADS. Shared memory: prefill::Shape<C, HEAD, TILE>::ELEMENTS of
+// T. The tiles are a list of (sequence, which of its tiles); those that see most go first. Rows that are in none of
+// them are left alone. T: __half or __nv_bfloat16; C: T or a float8. Addresses of rows are multiples of 16 bytes, in a
+// float8 cache of 8.
+template <class T, class C, int HEAD, int TILE>
+__global__ void __launch_bounds__(prefill::THREADS, (prefill::Shape<C, HEAD, TILE>::BLOCKS)) prefill_attention(
     T* __restrict__ out,                      // [num_tokens, heads, HEAD], rows of tokens strided
     const T* __restrict__ query,              // [num_tokens, heads, HEAD], rows of tokens strided
     const C* __restrict__ kv,                 // [num_blocks, 2, kv_heads, block_size, HEAD], any strides but the last
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(prefill::THREADS, prefill::Shape<C, HEAD>::BLO
     int64 out_stride, int64 query_stride, int64 block_stride, int64 value_stride, int64 head_stride, int64 token_stride,
     int table_stride, int group, int block_size, int window, float scale, float v_scale, float soft_cap) {
   using namespace prefill;
-  using S = Shape<C, HEAD>;
+  using S = Shape<C, HEAD, TILE>;
   constexpr int KEYS = S::KEYS, PITCH = S::PITCH, DIMS = S::DIMS, STEPS = DIMS / 16;
   const uint2 own = load_as<uint2>(tiles_to_do + 2 * blockIdx.x);
   const int sequence = int(own.x), tile = int(own.y), kv_head = blockIdx.y;
@@ -199,13 +201,13 @@ __global__ void __launch_bounds__(prefill::THREADS, prefill::Shape<C, HEAD>::BLO
   const int warp_low = first_position + (first_row + warp_row) / group;
   const int warp_high = first_position + (first_row + warp_row + 15) / group;
 
-  Loader<T, C, HEAD> loader{block_tables + int64(sequence) * table_stride,
-                            kv + kv_head * head_stride,
-                            block_stride,
-                            token_stride,
-                            block_size,
-                            max(0, block_low - window + 1),
-                            min(seq_len, block_high + 1)};
+  Loader<T, C, HEAD, TILE> loader{block_tables + int64(sequence) * table_stride,
+                                  kv + kv_head * head_stride,
+                                  block_stride,
+                                  token_stride,
+                                  block_size,
+                                  max(0, block_low - window + 1),
+                                  min(seq_len, block_high + 1)};
   const C* const values = loader.keys + value_stride;
   const int first_tile = loader.first / KEYS, tiles = ceil_div(max(loader.end, 0), KEYS);
 

@@ -13,11 +13,13 @@ from tests import mixed_heads
 from tests.attention_steps import attention_shape, changed, step_batch
 from tests.checkpoints import make_checkpoint
 from tests.kernels import emulator
+from tests.kernels.emulator import EmulatedKernel, EmulatorLauncher
 from tests.paged import Oracle, Paged
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.cuda import CudaBackend, kernels_reason
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
+from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.kernels.ops import Rotation
 
 pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
@@ -211,6 +213,45 @@ def test_a_few_rows_behind_a_long_context_are_decoded(windows: tuple[int | None,
     plan = plan_of(backend_for(shape), DRAFTS)
     decoded = {int(sequence) for sequence in plan.decodes[0].splits[1:, 1]}
     assert (decoded, {int(sequence) for sequence in plan.prefills[0][:, 0]}) == ({0, 1, 2}, {3, 4})
+
+
+class CountingLauncher(EmulatorLauncher):
+    """Counts how often a kernel is asked for, which a repeated launch does not do."""
+
+    count = 0
+
+    def kernel(self, source: str, name: str) -> EmulatedKernel:
+        self.count += 1
+        return super().kernel(source, name)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_the_other_layers_of_a_step_launch_what_the_first_did(dtype: torch.dtype) -> None:
+    """With their own cache, sinks and scales."""
+    shape = changed(SHAPE, sinks=True, kv_dtype=E4M3, dtype=dtype)
+    first = make_step(shape, MIXED, rotate=True)
+    assert first.sinks is not None
+    launcher = CountingLauncher()
+    backends: tuple[AttentionBackend, ...] = (CudaBackend(shape, launcher), ReferenceBackend(shape))
+    batches = [replace(first.batch), replace(first.batch)]
+    pools = [first.kv.clone().view(E4M3) for _ in range(2)]
+    for used, batch in zip(backends, batches, strict=True):
+        used.prepare(batch)
+    heads, out = first.heads, [torch.zeros(first.heads.query.shape, dtype=dtype) for _ in range(2)]
+    asked = []
+    for layer in range(4):
+        scales = KVScales(0.5, 2.0) if layer == 3 else None
+        sinks = first.sinks * (1 - layer)
+        pools = [pool.view(torch.uint8).flip(-1).clone().view(E4M3) for pool in pools]
+        rows = [part.clone() for part in (heads.query, heads.key, heads.value)]
+        for which, (used, batch) in enumerate(zip(backends, batches, strict=True)):
+            for part, value in zip((heads.query, heads.key, heads.value), rows, strict=True):
+                part.copy_(value)
+            used.write_kv(heads, pools[which], batch, 0, scales)
+            used.attend(heads.query, pools[which], batch, 0, out[which], sinks, scales=scales)
+        asked.append(launcher.count)
+        assert (out[0].double() - out[1].double()).abs().max() <= 3 * TOLERANCES[dtype], layer
+    assert asked == [asked[0], asked[0], asked[0], 2 * asked[0]], "other scales are another launch"
 
 
 # ---- what the host decides

@@ -115,8 +115,11 @@ def _box(arg: Arg) -> ctypes.c_void_p | ctypes.Array[ctypes.c_char]:
 class EmulatorLauncher:
     """Runs kernels on CPU tensors. Each `order_seed` is another order of warps, lanes and blocks; 0 is ascending."""
 
-    def __init__(self, order_seed: int = 0, sources: Path | None = None) -> None:
+    def __init__(
+        self, order_seed: int = 0, sources: Path | None = None, multiprocessor_bytes: int = 228 * 1024
+    ) -> None:
         self.order_seed = order_seed
+        self.multiprocessor_bytes = multiprocessor_bytes
         self._sources = sources
         self._kernels: dict[tuple[str, str], EmulatedKernel] = {}
 

@@ -19,6 +19,8 @@ def needed_by(cases: Iterable[tuple[str, Case]]) -> dict[str, list[str]]:
     recorded: dict[str, list[str]] = {}
 
     class Recorder:
+        multiprocessor_bytes = 0
+
         def kernel(self, source: str, name: str) -> Callable[..., None]:
             recorded.setdefault(source, []).append(name)
             return lambda *_args: None

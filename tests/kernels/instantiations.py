@@ -97,9 +97,10 @@ def _prefill() -> list[Instantiation]:
     half, bf16, e4m3 = "__half", "__nv_bfloat16", "fp8_e4m3"
     found = [Instantiation("gather_kv.cuh", f"gather_kv<{bf16}, {cache}>", 64) for cache in (bf16, e4m3)]
     for scalar, cache in ((bf16, bf16), (half, e4m3), (bf16, e4m3)):
-        for head_size, most, most_float8 in ((64, 128, 168), (128, 168, 255), (256, 255, 255)):
+        shapes = (("64, 64", 128, 168), ("128, 64", 168, 255), ("128, 32", 255, 255), ("256, 32", 255, 255))
+        for shape, most, most_float8 in shapes:
             registers = most if cache == scalar else most_float8
-            name = f"prefill_attention<{scalar}, {cache}, {head_size}>"
+            name = f"prefill_attention<{scalar}, {cache}, {shape}>"
             found.append(Instantiation("prefill_attention.cuh", name, registers))
     return found
 
@@ -132,3 +133,6 @@ INSTANTIATIONS: list[Instantiation] = [
     *_prefill(),
     *_decode(),
 ]
+
+ON_EVERY_ARCH = tuple(f"{kernel}_attention<__nv_bfloat16, __nv_bfloat16, 128," for kernel in ("decode", "prefill"))
+"""How the names begin of those that are compiled for nvrtc.OTHER_ARCHES, too: the engine's attention at its limits."""

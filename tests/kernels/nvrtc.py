@@ -12,6 +12,8 @@ from vllm_lite.kernels.cuda import compiler
 from vllm_lite.kernels.cuda.compiler import Compiled, CudaSource, compile_error
 
 ARCHES = ("sm_80", "sm_90")
+OTHER_ARCHES = ("sm_86", "sm_89", "sm_100", "sm_120")
+"""For which only the kernels are compiled that most depends on."""
 
 
 @dataclass(frozen=True)

@@ -278,6 +278,8 @@ def names() -> list[str]:
     recorded: list[str] = []
 
     class Recorder:
+        multiprocessor_bytes = 0
+
         def kernel(self, source: str, name: str) -> Callable[..., None]:  # noqa: ARG002
             recorded.append(name)
             return lambda *_: None

@@ -32,7 +32,7 @@ class Setup(AttentionSetup):
 
     @property
     def kernel(self) -> str:
-        return kernel_name(self.dtype, self.cache_dtype, self.head_size)
+        return kernel_name(self.dtype, self.cache_dtype, self.head_size, 64 if self.head_size <= 128 else 32)
 
 
 def run(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:

@@ -48,6 +48,8 @@ def test_no_launch_depends_on_what_is_chosen(emulated: EmulatorLauncher) -> None
     launches: list[list[Any]] = []
 
     class Recorder:
+        multiprocessor_bytes = 0
+
         def kernel(self, source: str, name: str) -> Callable[..., None]:
             def launch(grid: Any, block: Any, args: Any, shared_bytes: int) -> None:
                 scalars = [arg for arg in args if not isinstance(arg, torch.Tensor)]

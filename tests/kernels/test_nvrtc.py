@@ -5,15 +5,21 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import nvrtc
-from tests.kernels.instantiations import INSTANTIATIONS, Instantiation
+from tests.kernels.instantiations import INSTANTIATIONS, ON_EVERY_ARCH, Instantiation
 from vllm_lite.kernels.cuda import compiler
 from vllm_lite.kernels.cuda.compiler import KernelCompiler, KernelError
 
 pytestmark = pytest.mark.skipif(not nvrtc.available(), reason="needs cuda-bindings and nvidia-cuda-nvrtc")
 
 
-@pytest.mark.parametrize("arch", nvrtc.ARCHES)
-@pytest.mark.parametrize("kernel", INSTANTIATIONS, ids=lambda kernel: kernel.name.replace(" ", ""))
+COMPILED = [(kernel, arch) for kernel in INSTANTIATIONS for arch in nvrtc.ARCHES] + [
+    (kernel, arch) for kernel in INSTANTIATIONS if kernel.name.startswith(ON_EVERY_ARCH) for arch in nvrtc.OTHER_ARCHES
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch"), COMPILED, ids=[f"{kernel.name.replace(' ', '')}-{arch}" for kernel, arch in COMPILED]
+)
 def test_compiles_without_spills(kernel: Instantiation, arch: str) -> None:
     report = nvrtc.compile_report(kernel.source, kernel.name, arch)
     assert report.spill_bytes == 0, report

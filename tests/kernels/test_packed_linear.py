@@ -105,6 +105,8 @@ def test_no_launch_depends_on_the_rows_but_by_their_number(emulated: EmulatorLau
     grids: list[tuple[str, tuple[int, int, int]]] = []
 
     class Recorder:
+        multiprocessor_bytes = 0
+
         def kernel(self, _source: str, name: str) -> Callable[..., None]:
             return lambda grid, *_args: grids.append((name.partition("<")[0], grid))
 

@@ -9,9 +9,9 @@ import torch
 
 from tests.kernels.attention_batch import make_batch
 from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.prefill_attention_cases import CASES, FP16, SETUPS, Setup, run
+from tests.kernels.prefill_attention_cases import CASES, FP16, SETUPS, Setup, check_rows, run
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.prefill_attention import SOURCE, prefill_attention
+from vllm_lite.kernels.cuda.prefill_attention import SOURCE, keys_a_tile, prefill_attention, shared_bytes
 from vllm_lite.kernels.cuda.varlen import call_varlen, make_plan, torch_varlen, varlen_reason
 
 CPU = torch.device("cpu")
@@ -35,6 +35,18 @@ def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher)
     batch = make_batch(SETUPS[name], CPU)
     first, *others = (run(batch, EmulatorLauncher(order_seed)) for order_seed in range(4))
     assert all(torch.equal(first, other) for other in others)
+
+
+def test_small_tiles_where_a_multiprocessor_has_little_shared_memory() -> None:
+    """As on 8.6, 8.9 and 12.0; two blocks of head size 128 fit there."""
+    small = EmulatorLauncher(multiprocessor_bytes=100 * 1024)
+    for setup in (SETUPS["head size 128"], SETUPS["head size 80"]):
+        batch = make_batch(setup, CPU)
+        check_rows(batch, run(batch, small))
+    assert [keys_a_tile(head, 100 * 1024) for head in (64, 72, 128, 256)] == [64, 32, 32, 32]
+    assert [keys_a_tile(head, 164 * 1024) for head in (64, 72, 128, 256)] == [64, 64, 64, 32]
+    assert 100 * 1024 // (shared_bytes(128, 32) + 1024) == 2
+    assert 100 * 1024 // (shared_bytes(64, 64) + 1024) == 3
 
 
 # ---- what is refused

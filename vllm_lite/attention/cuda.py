@@ -30,6 +30,7 @@ from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.cuda.decode_attention import decode_attention
 from vllm_lite.kernels.cuda.launcher import FLOAT8, Launcher
 from vllm_lite.kernels.cuda.prefill_attention import prefill_attention
+from vllm_lite.kernels.cuda.repeat import RepeatedLaunches
 
 MIN_CAPABILITY = (8, 0)
 
@@ -58,8 +59,8 @@ class CudaBackend:
 
     def prepare(self, batch: StepBatch) -> None:
         if self.planner is None:
-            return
-        if batch.host is None:
+            batch.plan = Plan()
+        elif batch.host is None:
             batch.plan = self.planner.for_graph(batch)
         else:
             batch.plan = self.planner.for_step(batch.host, batch.num_tokens)
@@ -71,12 +72,17 @@ class CudaBackend:
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
     ) -> None:
-        slots = cache_ops.CacheSlots(kv, batch.slot_mapping[group], *(scales or self.shape.scales))
-        if heads.rotation is None:
-            cache_ops.reshape_and_cache(self.launcher, heads.key, heads.value, slots)
-        else:
-            rows = (heads.query, heads.key, heads.value)
-            cache_ops.rope_and_cache(self.launcher, *rows, heads.rotation, slots)
+        rows, rotation = (heads.query, heads.key, heads.value), heads.rotation
+
+        def write(launcher: Launcher) -> None:
+            slots = cache_ops.CacheSlots(kv, batch.slot_mapping[group], *(scales or self.shape.scales))
+            if rotation is None:
+                cache_ops.reshape_and_cache(launcher, *rows[1:], slots)
+            else:
+                cache_ops.rope_and_cache(launcher, *rows, rotation, slots)
+
+        alike = ("write_kv", group, scales, None if rotation is None else rotation.cos.data_ptr())
+        self._launch(batch.plan, alike, rows, [kv], write)
 
     def attend(  # noqa: PLR0913 - what only some layers have comes last
         self,
@@ -89,18 +95,40 @@ class CudaBackend:
         *,
         scales: KVScales | None = None,
     ) -> None:
-        cache = PagedKV(kv, batch.block_tables[group], batch.query_start_loc, batch.seq_lens)
         check_sinks(sinks, self.shape.groups[group])
-        scoring = scoring_with(self._scorings[group], sinks, scales)
-        if self.planner is None:
-            attention_simple(self.launcher, out, query, cache, scoring)
+
+        def attend(launcher: Launcher) -> None:
+            cache = PagedKV(kv, batch.block_tables[group], batch.query_start_loc, batch.seq_lens)
+            scoring, plan = scoring_with(self._scorings[group], sinks, scales), batch.plan
+            if self.planner is None:
+                attention_simple(launcher, out, query, cache, scoring)
+                return
+            decodes, prefills = plan.decodes[group], plan.prefills[group]
+            if decodes is not None:
+                decode_attention(launcher, out, query, cache, decodes, scoring, workspace=plan.workspace)
+            if prefills is not None:
+                prefill_attention(launcher, out, query, cache, prefills, scoring)
+
+        changing = [kv, kv[:, 1]] if sinks is None else [kv, kv[:, 1], sinks]
+        self._launch(batch.plan, ("attend", group, scales), (query, out), changing, attend)
+
+    def _launch(
+        self,
+        plan: Plan,
+        alike: tuple[Any, ...],
+        rows: tuple[torch.Tensor, ...],
+        changing: list[torch.Tensor],  # the cache first
+        call: Callable[[Launcher], None],
+    ) -> None:
+        """`call`, or what it launched for another layer of the step that has the same `alike`, the same `rows` in the
+        same places and a cache with the same strides, with the tensors of this layer."""
+        kv = changing[0]
+        key = (*alike, *(part.data_ptr() for part in rows), rows[0].stride(0), kv.stride(), kv.data_ptr() % 16)
+        if (kept := plan.launches.get(key)) is not None:
+            kept.again(changing)
             return
-        plan: Plan = batch.plan
-        decodes, prefills = plan.decodes[group], plan.prefills[group]
-        if decodes is not None:
-            decode_attention(self.launcher, out, query, cache, decodes, scoring, workspace=plan.workspace)
-        if prefills is not None:
-            prefill_attention(self.launcher, out, query, cache, prefills, scoring)
+        plan.launches[key] = launches = RepeatedLaunches(self.launcher, changing)
+        call(launches)
 
 
 def own_launcher(backend: str) -> Launcher:

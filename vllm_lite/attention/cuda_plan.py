@@ -5,7 +5,8 @@ most that its batch size can ask for; its launches read how much there is, and `
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,17 +27,20 @@ from vllm_lite.kernels.cuda.attention_work import (
     short_chunks,
 )
 from vllm_lite.kernels.cuda.decode_attention import workspace_floats
+from vllm_lite.kernels.cuda.repeat import RepeatedLaunches
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A step's work; a tuple has one entry for each KV group."""
 
-    decodes: tuple[RowLists | None, ...]  # None: no row is decoded
-    prefills: tuple[torch.Tensor | None, ...]  # int32 [tiles, 2]; None: there are none
+    decodes: tuple[RowLists | None, ...] = ()  # None: no row is decoded
+    prefills: tuple[torch.Tensor | None, ...] = ()  # int32 [tiles, 2]; None: there are none
     workspace: torch.Tensor | None = None
     """float32; None where no row is split. Held here, so that a captured graph keeps the one it knows."""
     memory: torch.Tensor | None = None  # int32, of a graph: its lists
+    launches: dict[tuple[Any, ...], RepeatedLaunches] = field(default_factory=dict)
+    """What the first layer of each kind launched, for the others."""
 
 
 class Planner:

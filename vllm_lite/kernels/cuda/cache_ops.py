@@ -151,11 +151,11 @@ def copy_blocks(
 def _require_cache(to: CacheSlots, key: torch.Tensor, value: torch.Tensor) -> None:
     num_tokens, num_kv_heads, head_size = key.shape
     kv = to.kv
-    require(
-        kv.dim() == 5 and kv.shape[1:3] == (2, num_kv_heads) and kv.shape[4] == head_size and kv.stride(4) == 1,
-        f"kv must be [num_blocks, 2, {num_kv_heads}, block_size, {head_size}] with contiguous rows, "
-        f"got {list(kv.shape)}, strides {list(kv.stride())}",
-    )
+    if kv.dim() != 5 or kv.shape[1:3] != (2, num_kv_heads) or kv.shape[4] != head_size or kv.stride(4) != 1:
+        raise ValueError(
+            f"kv must be [num_blocks, 2, {num_kv_heads}, block_size, {head_size}] with contiguous rows, "
+            f"got {list(kv.shape)}, strides {list(kv.stride())}"
+        )
     require_rows("slots", to.slots, torch.int64, (num_tokens,))
     if kv.dtype.itemsize > 1:
         require(kv.dtype == key.dtype, f"a cache of {kv.dtype} cannot take K and V of {key.dtype}")
@@ -165,7 +165,5 @@ def _require_cache(to: CacheSlots, key: torch.Tensor, value: torch.Tensor) -> No
 
 def _require_heads(what: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
     require_rows(what, tensor, like.dtype, tuple(like.shape))
-    require(
-        tensor.shape[1] == 1 or tensor.stride(1) == tensor.shape[2],
-        f"the heads of a row of {what} must stand side by side, got strides {list(tensor.stride())}",
-    )
+    if tensor.shape[1] != 1 and tensor.stride(1) != tensor.shape[2]:
+        raise ValueError(f"the heads of a row of {what} must stand side by side, got strides {list(tensor.stride())}")

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ from vllm_lite.kernels.cuda.compiler import (
     target_of,
 )
 from vllm_lite.kernels.cuda.elf import whole_cubin
-from vllm_lite.kernels.cuda.launcher import DEFAULT_SHARED_BYTES, Arg, check_args
+from vllm_lite.kernels.cuda.launcher import DEFAULT_SHARED_BYTES, Arg, packed
 from vllm_lite.runtime import log
 
 _logger = log.get(__name__)
@@ -85,15 +85,14 @@ class CupyKernel:
     def __call__(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], args: Sequence[Arg], shared_bytes: int = 0
     ) -> None:
-        check_args(self._name, args)
+        # CuPy passes an int as 8 bytes, which is what an address has, and numpy's scalars as they are.
+        values = tuple(packed(self._name, args))
         if shared_bytes > self._shared_limit:
             self._kernel.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_limit = shared_bytes
-        # CuPy passes an int as 8 bytes, which is what an address has, and numpy's scalars as they are.
-        packed = [0 if arg is None else arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
         # The stream of now: one taken earlier would leave an empty graph where this launch is captured.
         stream = _Stream(torch.cuda.current_stream().cuda_stream)
-        self._kernel(grid, block, tuple(packed), shared_mem=shared_bytes, stream=stream)
+        self._kernel(grid, block, values, shared_mem=shared_bytes, stream=stream)
 
 
 class CupyLauncher:
@@ -112,6 +111,10 @@ class CupyLauncher:
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
         self._cubins = Path(tempfile.mkdtemp(prefix="vllm_lite-cubins-"))  # CuPy loads modules from files
         weakref.finalize(self, shutil.rmtree, self._cubins, ignore_errors=True)
+
+    @cached_property
+    def multiprocessor_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties().shared_memory_per_multiprocessor)
 
     def kernel(self, source: str, name: str) -> CupyKernel:
         if (source, name) not in self._kernels:

@@ -38,11 +38,11 @@ def threads_for(num_items: int, most: int = MAX_THREADS) -> int:
 
 
 def require_rows(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    require(
-        tensor.dtype == dtype and tensor.shape == shape and (tensor.stride(-1) == 1 or shape[-1] == 1),
-        f"{what} must be {dtype} {list(shape)} with contiguous rows, "
-        f"got {tensor.dtype} {list(tensor.shape)}, strides {list(tensor.stride())}",
-    )
+    if tensor.dtype != dtype or tensor.shape != shape or (tensor.stride(-1) != 1 and shape[-1] != 1):
+        raise ValueError(
+            f"{what} must be {dtype} {list(shape)} with contiguous rows, "
+            f"got {tensor.dtype} {list(tensor.shape)}, strides {list(tensor.stride())}"
+        )
 
 
 class CudaOps(TorchOps):
@@ -60,7 +60,8 @@ class CudaOps(TorchOps):
             return
         inner, x_outer, x_inner = _rows(x)
         out_inner_size, out_outer, out_inner = _rows(out)
-        require(inner == out_inner_size, f"x and out must be alike in the axes that hold rows, got {list(x.shape)}")
+        if inner != out_inner_size:
+            raise ValueError(f"x and out must be alike in the axes that hold rows, got {list(x.shape)}")
         width = vector_width(size, x, weight, out)
         args = (x, weight, out, np.int32(size), np.float32(eps), np.int32(inner))
         strides = (np.int64(x_outer), np.int64(x_inner), np.int64(out_outer), np.int64(out_inner))

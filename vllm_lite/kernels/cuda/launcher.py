@@ -1,7 +1,7 @@
 """What a kernel function needs from whatever runs its kernel, and what both ways of running share."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ Arg: TypeAlias = torch.Tensor | Scalar | None
 Python's int and float are refused: their width is not the kernel's, and nothing on a GPU would notice.
 """
 
-SCALARS = (np.int32, np.int64, np.uint32, np.uint64, np.float32)
+SCALARS = frozenset((np.int32, np.int64, np.uint32, np.uint64, np.float32))
 
 DEFAULT_SHARED_BYTES = 48 * 1024
 """A kernel that wants more dynamic shared memory has to ask the driver for it once."""
@@ -26,6 +26,11 @@ class Kernel(Protocol):
 
 
 class Launcher(Protocol):
+    @property
+    def multiprocessor_bytes(self) -> int:
+        """Shared memory of a multiprocessor, which decides how many blocks are on it at a time."""
+        ...
+
     def kernel(self, source: str, name: str) -> Kernel:
         """The instantiation `name` of a template in the file `source` of csrc/cuda; built once, then kept.
 
@@ -37,11 +42,20 @@ class Launcher(Protocol):
 def check_args(name: str, args: Sequence[Arg]) -> None:
     """Refuse what would reach the kernel with another width than its parameter has."""
     for position, arg in enumerate(args):
-        if arg is not None and not isinstance(arg, (torch.Tensor, *SCALARS)):
+        if arg is not None and type(arg) not in SCALARS and not isinstance(arg, torch.Tensor):
             raise TypeError(
                 f"{name}: argument {position} is a {type(arg).__name__}; "
                 "a kernel takes tensors, None and numpy scalars of 32 or 64 bits (np.int32, np.float32, ...)"
             )
+
+
+def packed(name: str, args: Sequence[Arg]) -> list[Any]:
+    """The arguments with addresses in place of tensors. Raises TypeError as `check_args` does."""
+    try:
+        return [arg if type(arg) in SCALARS else 0 if arg is None else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
+    except AttributeError:
+        check_args(name, args)
+        raise
 
 
 def require(condition: bool, message: str) -> None:

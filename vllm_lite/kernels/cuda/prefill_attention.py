@@ -12,14 +12,22 @@ THREADS = 128
 _NO_WINDOW = 1 << 30
 
 
-def kernel_name(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int) -> str:
-    return f"prefill_attention<{cuda_type(dtype, 'query')}, {cuda_type(kv_dtype, 'kv')}, {head_size}>"
+ROOMY = 128 * 1024
+"""Bytes of shared memory from which a multiprocessor holds more than one block with 64 keys of 128 dims: 8.0, 8.7, 9.0
+and 10.0 have more, 8.6, 8.9 and 12.0 have 100 KiB."""
 
 
-def shared_bytes(head_size: int) -> int:
-    """Dynamic shared memory of a block: `prefill::Shape<HEAD>::ELEMENTS` of 2 bytes."""
+def keys_a_tile(head_size: int, multiprocessor_bytes: int) -> int:
+    return 64 if head_size <= 64 or (head_size <= 128 and multiprocessor_bytes >= ROOMY) else 32
+
+
+def kernel_name(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int, keys: int) -> str:
+    return f"prefill_attention<{cuda_type(dtype, 'query')}, {cuda_type(kv_dtype, 'kv')}, {head_size}, {keys}>"
+
+
+def shared_bytes(head_size: int, keys: int) -> int:
+    """Dynamic shared memory of a block: `prefill::Shape<C, HEAD, TILE>::ELEMENTS` of 2 bytes."""
     pitch = (head_size + 15) // 16 * 16 + 8
-    keys = 64 if head_size <= 128 else 32
     return (PREFILL_ROWS + 2 * keys) * pitch * 2
 
 
@@ -50,7 +58,8 @@ def prefill_attention(
     group = num_heads // num_kv_heads
     strides = (out.stride(0), query.stride(0), *kv.stride()[:4])
     window = min(scoring.window or _NO_WINDOW, _NO_WINDOW)
-    launcher.kernel(SOURCE, kernel_name(query.dtype, kv.dtype, head_size))(
+    keys = keys_a_tile(head_size, launcher.multiprocessor_bytes)
+    launcher.kernel(SOURCE, kernel_name(query.dtype, kv.dtype, head_size, keys))(
         (len(tiles), num_kv_heads, 1),
         (THREADS, 1, 1),
         (
@@ -59,5 +68,5 @@ def prefill_attention(
             *map(np.int32, (block_tables.stride(0), group, block_size, window)),
             *map(np.float32, (scale, v_scale, scoring.soft_cap)),
         ),
-        shared_bytes(head_size),
+        shared_bytes(head_size, keys),
     )
