@@ -67,6 +67,12 @@ void add_splits(Plan* plan, std::vector<AttentionItem>* items, AttentionItem ite
   }
 }
 
+// Few units for each thread, and some would wait for others at the end.
+int rows_of_items(const AttentionShape& shape, int num_tokens) {
+  const int most = max_rows(shape.head_size);
+  return 1.0 * num_tokens * shape.num_heads < 1.0 * kTasksPerThread * num_threads() * most ? most / 2 : most;
+}
+
 // A sequence's rows of a step: l in [0, num_rows), the first at `position`.
 struct Rows {
   int sequence, query_row, position, num_rows, group;
@@ -158,7 +164,7 @@ VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, cons
   draft.gaps.clear();
   Plan plan = {};
   plan.window = window;
-  const int group = shape->num_heads / shape->num_kv_heads, most = max_rows(shape->head_size);
+  const int group = shape->num_heads / shape->num_kv_heads, most = rows_of_items(*shape, num_tokens);
   for (const bool large : {true, false}) {
     for (int i = 0; i < num_seqs; ++i) {
       const int query_len = starts[i + 1] - starts[i];

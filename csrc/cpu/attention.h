@@ -12,14 +12,15 @@
 namespace vllm_lite {
 
 constexpr int kMaxHeadSize = 576;
-constexpr int kMaxRows = 96;     // of one item
-constexpr int kWideHead = 256;   // items of larger heads have half as many rows, for what they keep to fit into a cache
+constexpr int kMaxRows = 252;    // of one item
 constexpr int kStreamRows = 16;  // items of up to so many rows read the cache as it lies, larger ones pack it first
 
-constexpr int64_t kAttentionScratchBytes = 720 << 10;  // of a thread
+constexpr int64_t kAttentionScratchBytes = 896 << 10;  // of a thread
 
-VLLM_LITE_INLINE int max_rows(int head_size) {
-  return head_size > kWideHead ? kMaxRows / 2 : kMaxRows;
+// Of an item: as many as keep what they have of a head in a cache, and twice as many as an item has at least where
+// there are more, for threads to have enough of them.
+VLLM_LITE_INLINE constexpr int max_rows(int head_size) {
+  return head_size <= 128 ? kMaxRows : head_size <= 256 ? 120 : 48;
 }
 
 // What all layers share. Mirrored by _Shape in vllm_lite/kernels/cpu/attention.py.

@@ -165,3 +165,15 @@ VLLM_LITE_API int64_t vllm_lite_read(const void* data, int64_t num_bytes) {
   });
   return total;
 }
+
+// Multiplies what lies in registers with all threads, in DType `type`, for measuring the most that products could do.
+// Returns the number of multiplications and additions.
+VLLM_LITE_API int64_t vllm_lite_multiply(int32_t type, int64_t rounds) {
+  const auto multiply = VLLM_LITE_DISPATCH(multiply_registers);
+  std::atomic<int64_t> total{0};
+  vllm_lite::parallel_for(vllm_lite::num_threads(), [&](int64_t) {
+    float x[64] = {};
+    total += multiply(type, rounds, x);
+  });
+  return total;
+}

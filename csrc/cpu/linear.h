@@ -180,6 +180,7 @@ VLLM_LITE_DECLARE(void quantize(const void* x, int32_t type, int64_t count, int8
 // One output of a grouped weight, all its inputs, as elements of DType `type`.
 VLLM_LITE_DECLARE(void unpack_output(const PackedWeight& weight, int64_t output, int32_t type, void* to))
 VLLM_LITE_DECLARE(int64_t read_all(const char* data, int64_t num_bytes))
+VLLM_LITE_DECLARE(int64_t multiply_registers(int32_t type, int64_t rounds, float* x))
 
 // Whether products with `weight` quantize their rows.
 inline bool quantizes_rows(const PackedWeight& weight) {

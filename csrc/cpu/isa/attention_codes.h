@@ -19,7 +19,7 @@ constexpr float kLeastWeight = 1e-30f;  // rows whose weights are all below add 
 
 struct CodeScratch {
   static constexpr int kSize = kMaxHeadSize;
-  static constexpr int kRows = kMaxRows / 2 * kSize;  // elements of an item's rows, see max_rows
+  static constexpr int kRows = kMaxRows * 128;  // elements of an item's rows, see max_rows
   Softmax softmax;
   alignas(64) int32_t keys[kSize / 4 * kKeys];    // words [head_size / 4][kKeys] of codes + 128
   alignas(64) int32_t values[kKeys / 4 * kSize];  // words [kKeys / 4][padded value_size] of four tokens' codes
@@ -179,17 +179,10 @@ template <int R>
 static void attend_codes(CodeScratch& s, const CodeSizes& sizes, int row, int first, int end) {
   Softmax& softmax = s.softmax;
   if (first >= softmax.seen_to[row + R - 1] || end <= softmax.seen_from[row]) return;
-  const bool all_seen = end - first == kKeys && end <= softmax.seen_to[row] && first >= softmax.seen_from[row + R - 1];
   multiply_codes<R>(s, row, sizes.head, end - first);
-  for (int i = 0; i < R; ++i) {
-    scale_products(s, i, s.query_scales[row + i]);
-    if (all_seen) {
-      softmax.template step<Floats, false>(s.scores[i], s.weights[i], row + i, first, end);
-    } else {
-      softmax.template step<Floats, true>(s.scores[i], s.weights[i], row + i, first, end);
-    }
-    quantize_weights(s, i);
-  }
+  for (int i = 0; i < R; ++i) scale_products(s, i, s.query_scales[row + i]);
+  softmax.template step<Floats>(s.scores, s.weights, row, R, first, end);
+  for (int i = 0; i < R; ++i) quantize_weights(s, i);
   float* acc = s.acc + row * sizes.padded;
   const float* rescale = softmax.rescale + row;
   int place = 0;
@@ -265,7 +258,7 @@ static void codes(const AttentionCall& call, const AttentionItem& item, int kv_h
   const int head = call.shape->head_size, value = call.shape->value_size;
   const CodeSizes sizes = {head, value, round_up(value, kWidth)};
   const Cached cache = cached(call, item, kv_head);
-  s.softmax.init(call, item, kv_head);
+  s.softmax.init<Floats>(call, item, kv_head);
   for (int i = 0; i < item.num_rows; ++i) quantize_query(s, call, item, kv_head, i);
   const int num_blocks = (item.num_rows + kCodeRows - 1) / kCodeRows;
   const char** now = s.rows[0];

@@ -39,6 +39,36 @@ VLLM_LITE_INLINE float largest_of(Vec x) {
 #endif
 }
 
+// out[i] = the largest of rows[i], for i < count <= kWidth.
+VLLM_LITE_INLINE Vec largest_of_each(Vec (&rows)[kWidth], int count) {
+#if defined(__AVX512F__)
+  if (count > 4) {  // halves of two rows become one vector of both, until there is one of all
+    for (int i = count; i < kWidth; ++i) rows[i] = Vec{};
+    __m512 x[16];
+    constexpr int kSlots[] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // bring them out in order
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) x[kSlots[i]] = reinterpret_cast<__m512>(rows[i]);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      x[i] = _mm512_max_ps(_mm512_shuffle_f32x4(x[i], x[i + 8], 0x44), _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      x[i] = _mm512_max_ps(_mm512_shuffle_f32x4(x[i], x[i + 4], 0x88), _mm512_shuffle_f32x4(x[i], x[i + 4], 0xdd));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      x[i] = _mm512_max_ps(_mm512_shuffle_ps(x[i], x[i + 2], 0x44), _mm512_shuffle_ps(x[i], x[i + 2], 0xee));
+    }
+    const __m512 all = _mm512_max_ps(_mm512_shuffle_ps(x[0], x[1], 0x88), _mm512_shuffle_ps(x[0], x[1], 0xdd));
+    return reinterpret_cast<Vec>(all);
+  }
+#endif
+  Vec out = {};
+  for (int i = 0; i < count; ++i) out[i] = largest_of(rows[i]);
+  return out;
+}
+
 VLLM_LITE_INLINE VecI lane_numbers() {
   VecI numbers;
   for (int i = 0; i < kWidth; ++i) numbers[i] = i;
@@ -99,6 +129,7 @@ VLLM_LITE_INLINE bool find_next_keys(const char** rows, const AttentionCall& cal
 // Rows of queries while they meet the keys. Everything is indexed by the row's number within the item.
 struct Softmax {
   float factor;        // of the products, to scores
+  float per_score;     // Words::kPerScore: `top` is so many times as large
   float cap, per_cap;  // soft cap and 1 / cap; 0 = none
   bool alibi;
   int32_t seen_from[kMaxRows], seen_to[kMaxRows];  // positions [from, to)
@@ -107,10 +138,12 @@ struct Softmax {
   float rescale[kMaxRows];                  // what earlier sums must be multiplied by, after a new largest score
   alignas(64) float sum[kMaxRows][kWidth];  // of the weights, lane by lane
 
+  template <class Words>
   void init(const AttentionCall& call, const AttentionItem& item, int kv_head) {
     const AttentionShape& shape = *call.shape;
     const int group = shape.num_heads / shape.num_kv_heads;
     factor = shape.scale * shape.k_scale;
+    per_score = Words::kPerScore;
     cap = shape.soft_cap;
     per_cap = cap != 0 ? 1 / cap : 0;
     alibi = shape.slopes != nullptr;
@@ -126,40 +159,88 @@ struct Softmax {
     }
   }
 
-  // Turns row i's products [kKeys] with the keys from `first` on into weights, and updates the row's state.
-  template <class Words, bool kMasked>
-  inline __attribute__((always_inline)) void step(const float* products, typename Words::Element* weights, int i,
-                                                  int first, int end) {
-    constexpr int kVecs = kKeys / kWidth;
-    const VecI from = VecI{} + seen_from[i], to = VecI{} + least(seen_to[i], end);
-    const VecI lanes = lane_numbers();
-    Vec x[kVecs], most = splat(kNothing);
-    for (int j = 0; j < kVecs; ++j) {
-      const VecI keys = lanes + (first + j * kWidth);
-      x[j] = load(products + j * kWidth) * factor;
-      if (cap != 0) x[j] = tanh(x[j] * per_cap) * cap;
-      if (alibi) x[j] += slope[i] * __builtin_convertvector(keys - (seen_to[i] - 1), Vec);
-      if (kMasked) x[j] = (keys >= from) & (keys < to) ? x[j] : splat(kNothing);
-      most = max(most, x[j]);
+  // Turns the products [count][kKeys] of the rows from `row` on with the keys [first, end) into weights, and updates
+  // the rows' states. What a row becomes does not depend on the others.
+  template <class Words>
+  inline void step(float (*products)[kKeys], typename Words::Element (*weights)[kKeys], int row, int count, int first,
+                   int end) {
+    for (int i = 0; i < count && finishes_scores(); ++i) finish_scores(products[i], row + i, first);
+    const float scale = finishes_scores() ? per_score : factor * per_score;
+    for (int i = 0; i < count; i += kWidth) {
+      const int some = least(kWidth, count - i), last = row + i + some - 1;
+      if (end - first == kKeys && end <= seen_to[row + i] && first >= seen_from[last]) {
+        step_some<Words, false>(products + i, weights + i, row + i, some, first, end, scale);
+      } else {
+        step_some<Words, true>(products + i, weights + i, row + i, some, first, end, scale);
+      }
     }
-    const float old = top[i], largest = largest_of(most);
-    top[i] = largest > old ? largest : old;
-    rescale[i] = largest > old ? exp<true>(splat(old - largest))[0] : 1.0f;
-    Vec total = load(sum[i]) * rescale[i];
-    for (int j = 0; j < kVecs; ++j) {
-      const VecI keys = lanes + (first + j * kWidth);
-      x[j] = exp<true>(x[j] - top[i]);
-      if (kMasked) x[j] = (keys >= from) & (keys < to) ? x[j] : Vec{};
-      total += x[j];
-      Words::put_weights(weights + j * kWidth, x[j]);
-    }
-    store(sum[i], total);
   }
+
+  float largest_score(int i) const { return top[i] / per_score; }
 
   // Starts row i anew, for the keys of another section.
   void restart(int i) {
     top[i] = kNothing;
     store(sum[i], Vec{});
+  }
+
+ private:
+  bool finishes_scores() const { return cap != 0 || alibi; }
+
+  // Products become scores, where these are more than multiples of them.
+  void finish_scores(float* products, int i, int first) const {
+    for (int j = 0; j < kKeys; j += kWidth) {
+      Vec x = load(products + j) * factor;
+      if (cap != 0) x = tanh(x * per_cap) * cap;
+      if (alibi) x += slope[i] * __builtin_convertvector(lane_numbers() + (first + j - (seen_to[i] - 1)), Vec);
+      store(products + j, x);
+    }
+  }
+
+  VecI sees(int i, int key, int end) const {
+    const VecI keys = lane_numbers() + key;
+    return (keys >= seen_from[i]) & (keys < least(seen_to[i], end));
+  }
+
+  // Of up to kWidth rows, whose largest scores are one vector.
+  template <class Words, bool kMasked>
+  inline void step_some(const float (*products)[kKeys], typename Words::Element (*weights)[kKeys], int row, int count,
+                        int first, int end, float scale) {
+    Vec most[kWidth];
+    for (int i = 0; i < count; ++i) most[i] = largest<kMasked>(products[i], row + i, first, end);
+    const Vec found = largest_of_each(most, count), old = load_some(top + row, count);
+    const Vec now = max(found > kNothing ? found * scale : found, old);
+    store_some(top + row, now, count);
+    store_some(rescale + row, exp<true>((old - now) / per_score), count);
+    for (int i = 0; i < count; ++i) {
+      const Vec most_here = splat(top[row + i]);
+      Vec total = load(sum[row + i]) * rescale[row + i];
+#pragma GCC unroll 16
+      for (int j = 0; j < kKeys; j += 2 * kWidth) {
+        Vec x[2];
+        for (int k = 0; k < 2; ++k) {
+          x[k] = Words::weight(load(products[i] + j + k * kWidth) * scale - most_here);  // 0 for the largest
+          if (kMasked) x[k] = sees(row + i, first + j + k * kWidth, end) ? x[k] : Vec{};
+          total += x[k];
+        }
+        Words::put_weights(weights[i] + j, x[0], x[1]);
+      }
+      store(sum[row + i], total);
+    }
+  }
+
+  // Lane by lane, of the keys that row i sees.
+  template <bool kMasked>
+  inline __attribute__((always_inline)) Vec largest(const float* products, int i, int first, int end) const {
+    Vec x[kKeys / kWidth];
+    for (int j = 0; j < kKeys / kWidth; ++j) {
+      x[j] = load(products + j * kWidth);
+      if (kMasked) x[j] = sees(i, first + j * kWidth, end) ? x[j] : splat(kNothing);
+    }
+    for (int n = kKeys / kWidth / 2; n > 0; n /= 2) {
+      for (int j = 0; j < n; ++j) x[j] = max(x[j], x[j + n]);
+    }
+    return x[0];
   }
 };
 
@@ -228,7 +309,7 @@ VLLM_LITE_INLINE void over_keys(const AttentionCall& call, const AttentionItem& 
     std::memset(acc, 0, static_cast<size_t>(item.num_rows * stride) * 4);
     for (int first = begin / kKeys * kKeys; first < end; first += kKeys) add(first, least(first + kKeys, end));
     for (int i = 0; several && i < item.num_rows; ++i) {
-      add_section(&results[i], softmax.top[i], sum_of(load(softmax.sum[i])), acc + i * stride, size);
+      add_section(&results[i], softmax.largest_score(i), sum_of(load(softmax.sum[i])), acc + i * stride, size);
       softmax.restart(i);
     }
     begin = end;
@@ -240,12 +321,12 @@ VLLM_LITE_INLINE void over_keys(const AttentionCall& call, const AttentionItem& 
     }
     const float sum = sum_of(load(softmax.sum[i]));
     if (item.num_splits == 1) {
-      put_row(call, item, kv_head, i, {softmax.top[i], sum, acc + i * stride});
+      put_row(call, item, kv_head, i, {softmax.largest_score(i), sum, acc + i * stride});
       continue;
     }
     float* partial = partial_of(call, item, item.split, kv_head) + i * vllm_lite::partial_size(*call.shape);
     std::memcpy(partial, acc + i * stride, static_cast<size_t>(size) * 4);
-    partial[size] = softmax.top[i];
+    partial[size] = softmax.largest_score(i);
     partial[size + 1] = sum;
   }
 }

@@ -188,9 +188,7 @@ static void attend_few(StreamScratch<Words>& s, const AttentionCall& call, int n
   }
   multiply_keys<Words, !kConvert>(s, padded / Words::kPack, num_rows, keys, count, size / Words::kPack,
                                   {next, 0, row_bytes, 0, 0});
-  for (int i = 0; i < num_rows; ++i) {
-    s.softmax.template step<Words, true>(s.scores[i], s.weights[i], i, first, end);
-  }
+  s.softmax.template step<Words>(s.scores, s.weights, 0, num_rows, first, end);
   const int stride = round_up(value_size, 32);
   for (int i = 0; i < num_rows; i += kMost) {
     if (i == 0 && !shared) {
@@ -214,7 +212,7 @@ static void stream(const AttentionCall& call, const AttentionItem& item, int kv_
   const char** next = s.rows[1];
   find_keys(now, cache, item.key_begin / kKeys * kKeys, item.key_begin, item.key_end);
   for (int t = 0; t < kGroup; ++t) fetch_row(now[t], row_bytes);
-  s.softmax.init(call, item, kv_head);
+  s.softmax.template init<Words>(call, item, kv_head);
   for (int i = 0; i < item.num_rows; ++i) load_query(call, item, kv_head, i, s.query + i * padded, padded);
   const int stride = round_up(shape.value_size, 32);
   over_keys(call, item, kv_head, s.softmax, s.acc, s.all, stride, [&](int first, int end) {

@@ -1,7 +1,8 @@
 // Attention of many rows: packs 64 tokens once so that all rows of the item multiply with them at full speed.
 //
 // Blocks of kBlockRows rows and several vectors of keys, then of dimensions, have all their sums in registers. The
-// softmax runs along with the keys (Dao et al., FlashAttention, 2022), so scores exist for one block at a time.
+// softmax runs along with the keys (Dao et al., FlashAttention, 2022), so scores exist for these 64 only: of all rows,
+// so that K stays in L1 for one product, V for the other, and the softmax's steps do not wait for each other.
 #pragma once
 
 #include "attention_words.h"
@@ -18,15 +19,15 @@ template <class Words>
 struct TileScratch {
   using Element = typename Words::Element;
   static constexpr int kSize = kMaxHeadSize;
-  static constexpr int kRows = kMaxRows / 2 * kSize;  // elements of an item's rows, see max_rows
+  static constexpr int kRows = kMaxRows * 128;  // elements of an item's rows, see max_rows
   Softmax softmax;
   alignas(64) float keys[kSize / Words::kPack * kKeys];    // words [head_size / kPack][kKeys]
   alignas(64) float values[kKeys / Words::kPack * kSize];  // words [kKeys / kPack][padded value_size]
   alignas(64) Element query[kRows];                        // [num_rows][head_size]
   alignas(64) float acc[kRows];                            // [num_rows][padded value_size]
   alignas(64) float all[kRows];                            // the same for the sections before
-  alignas(64) float scores[kBlockRows][kKeys];
-  alignas(64) Element weights[kBlockRows][kKeys];
+  alignas(64) float scores[kMaxRows][kKeys];
+  alignas(64) Element weights[kMaxRows][kKeys];
   alignas(64) Element converted[kGroup * kSize];  // [tokens][padded head_size]
   const char* rows[2][kKeys];                     // of K in the cache: of this tile and of the next
 };
@@ -61,7 +62,12 @@ static void multiply_all(const float* x, int x_stride, const float* y, int y_str
     multiply<Words, kRows, kBlockVecs, kAdd>(x, x_stride, y + j * kWidth, y_stride, count, out + j * kWidth, out_stride,
                                              rescale);
   }
-  for (; j < num_vecs; ++j) {
+  if (kBlockVecs > 2 && j + 2 <= num_vecs) {
+    multiply<Words, kRows, 2, kAdd>(x, x_stride, y + j * kWidth, y_stride, count, out + j * kWidth, out_stride,
+                                    rescale);
+    j += 2;
+  }
+  if (j < num_vecs) {
     multiply<Words, kRows, 1, kAdd>(x, x_stride, y + j * kWidth, y_stride, count, out + j * kWidth, out_stride,
                                     rescale);
   }
@@ -73,28 +79,33 @@ struct Sizes {
   int padded;       // of V, filled up to whole groups
 };
 
-// kRows rows of the item, from row `first_row` on, meet the keys at [first, end).
+// Scores of kRows rows of the item, from `row` on, with `count` keys.
 template <class Words, int kRows>
-static void attend_block(TileScratch<Words>& s, const Sizes& sizes, int first_row, int first, int end) {
-  Softmax& softmax = s.softmax;
-  const int last_row = first_row + kRows - 1;
-  if (first >= softmax.seen_to[last_row] || end <= softmax.seen_from[first_row]) return;
-  const bool all_seen =
-      end - first == kKeys && end <= softmax.seen_to[first_row] && first >= softmax.seen_from[last_row];
-  const float* query = reinterpret_cast<const float*>(s.query) + first_row * sizes.query;
-  multiply_all<Words, kRows, false>(query, sizes.query, s.keys, kKeys, sizes.query, s.scores[0], kKeys, nullptr,
-                                    kKeys / kWidth);
-  for (int i = 0; i < kRows; ++i) {
-    if (all_seen) {
-      softmax.template step<Words, false>(s.scores[i], s.weights[i], first_row + i, first, end);
-    } else {
-      softmax.template step<Words, true>(s.scores[i], s.weights[i], first_row + i, first, end);
-    }
+VLLM_LITE_INLINE void score_rows(TileScratch<Words>& s, const Sizes& sizes, int row, int count) {
+  const float* query = reinterpret_cast<const float*>(s.query) + row * sizes.query;
+  multiply_all<Words, kRows, false>(query, sizes.query, s.keys, kKeys, sizes.query, s.scores[row], kKeys, nullptr,
+                                    (count + kWidth - 1) / kWidth);
+}
+
+// Adds the values of `count` tokens, times the weights, to what kRows rows have.
+template <class Words, int kRows>
+VLLM_LITE_INLINE void add_rows(TileScratch<Words>& s, const Sizes& sizes, int row, int count) {
+  multiply_all<Words, kRows, true>(reinterpret_cast<const float*>(s.weights[row]), kKeys / Words::kPack, s.values,
+                                   sizes.padded, (count + Words::kPack - 1) / Words::kPack, s.acc + row * sizes.padded,
+                                   sizes.padded, s.softmax.rescale + row, sizes.padded / kWidth);
+}
+
+// One or the other for `num_rows` rows, 1 <= num_rows <= kRows.
+template <class Words, int kRows, bool kAdd>
+VLLM_LITE_INLINE void multiply_rows(TileScratch<Words>& s, const Sizes& sizes, int row, int num_rows, int count) {
+  if constexpr (kRows > 1) {
+    if (num_rows < kRows) return multiply_rows<Words, kRows - 1, kAdd>(s, sizes, row, num_rows, count);
   }
-  const int count = (end - first + Words::kPack - 1) / Words::kPack;
-  multiply_all<Words, kRows, true>(reinterpret_cast<const float*>(s.weights), kKeys / Words::kPack, s.values,
-                                   sizes.padded, count, s.acc + first_row * sizes.padded, sizes.padded,
-                                   softmax.rescale + first_row, sizes.padded / kWidth);
+  if constexpr (kAdd) {
+    add_rows<Words, kRows>(s, sizes, row, count);
+  } else {
+    score_rows<Words, kRows>(s, sizes, row, count);
+  }
 }
 
 // Values of 16 tokens as words [16 / kPack][padded].
@@ -153,22 +164,38 @@ static void pack(TileScratch<Words>& s, const AttentionCall& call, const char* c
   }
 }
 
+// The rows that lines of the next K and V are fetched for, evenly over the time that a tile takes.
+struct NextRows {
+  const char* const* rows;  // of K
+  int64_t value_offset, row_bytes;
+  int count;
+
+  inline __attribute__((always_inline)) void fetch_part(int from, int to, int of) const {
+    for (int t = count * from / of; t < count * least(to, of) / of; ++t) {
+      fetch_row(rows[t], row_bytes);
+      if (value_offset != 0) fetch_row(rows[t] + value_offset, row_bytes);
+    }
+  }
+};
+
+// All rows of the item that see some of the packed keys [first, end) meet them.
 template <class Words>
-VLLM_LITE_INLINE void attend_rows(TileScratch<Words>& s, const Sizes& sizes, int row, int num_rows, int first,
-                                  int end) {
-  switch (num_rows) {
-    case 1:
-      return attend_block<Words, 1>(s, sizes, row, first, end);
-    case 2:
-      return attend_block<Words, 2>(s, sizes, row, first, end);
-    case 3:
-      return attend_block<Words, 3>(s, sizes, row, first, end);
-    case 4:
-      return attend_block<Words, 4>(s, sizes, row, first, end);
-    case 5:
-      return attend_block<Words, 5>(s, sizes, row, first, end);
-    default:
-      return attend_block<Words, kBlockRows>(s, sizes, row, first, end);
+static void attend_rows(TileScratch<Words>& s, const Sizes& sizes, int num_rows, int first, int end,
+                        const NextRows& next) {
+  Softmax& softmax = s.softmax;
+  int begin = 0, stop = num_rows;
+  while (begin < stop && first >= softmax.seen_to[begin]) ++begin;
+  while (begin < stop && end <= softmax.seen_from[stop - 1]) --stop;
+  const auto seen_by = [&](int row) { return least(end, softmax.seen_to[least(row + kBlockRows, stop) - 1]); };
+  const int parts = 2 * (stop - begin);
+  for (int row = begin; row < stop; row += kBlockRows) {
+    multiply_rows<Words, kBlockRows, false>(s, sizes, row, stop - row, seen_by(row) - first);
+    next.fetch_part(row - begin, row - begin + kBlockRows, parts);
+  }
+  softmax.template step<Words>(s.scores + begin, s.weights + begin, begin, stop - begin, first, end);
+  for (int row = begin; row < stop; row += kBlockRows) {
+    multiply_rows<Words, kBlockRows, true>(s, sizes, row, stop - row, seen_by(row) - first);
+    next.fetch_part(row - 2 * begin + stop, row - 2 * begin + stop + kBlockRows, parts);
   }
 }
 
@@ -179,7 +206,7 @@ static void tile(const AttentionCall& call, const AttentionItem& item, int kv_he
   const Sizes sizes = {head, value, head / Words::kPack, round_up(value, 16)};
   const Cached cache = cached(call, item, kv_head);
   const int64_t row_bytes = head * bytes_of(call.shape->kv_dtype);
-  s.softmax.init(call, item, kv_head);
+  s.softmax.template init<Words>(call, item, kv_head);
   for (int i = 0; i < item.num_rows; ++i) load_query(call, item, kv_head, i, s.query + i * head, head);
   const char** now = s.rows[0];
   const char** next = s.rows[1];
@@ -187,17 +214,9 @@ static void tile(const AttentionCall& call, const AttentionItem& item, int kv_he
   over_keys(call, item, kv_head, s.softmax, s.acc, s.all, sizes.padded, [&](int first, int end) {
     const int num_next = least(item.key_end - end, kKeys);
     if (num_next > 0) find_keys(next, cache, end, item.key_begin, item.key_end);
-    // Evenly over the time that the tile takes: with few rows that is mostly the packing.
-    const bool few = item.num_rows <= kFewRows;
+    const bool few = item.num_rows <= kFewRows;  // then it is mostly the packing that takes time
     pack(s, call, now, sizes, end - first, next, few ? num_next : 0);
-    for (int row = 0; row < item.num_rows; row += kBlockRows) {
-      attend_rows(s, sizes, row, item.num_rows - row, first, end);
-      const int until = few ? 0 : least(num_next, num_next * (row + kBlockRows) / item.num_rows);
-      for (int t = num_next * row / item.num_rows; t < until; ++t) {
-        fetch_row(next[t], row_bytes);
-        if (cache.value_offset != 0) fetch_row(next[t] + cache.value_offset, row_bytes);
-      }
-    }
+    attend_rows(s, sizes, item.num_rows, first, end, {next, cache.value_offset, row_bytes, few ? 0 : num_next});
     const char** const used = now;
     now = next;
     next = used;

@@ -88,7 +88,13 @@ struct Floats {
   static constexpr int kElement = kFloat32;
 
   VLLM_LITE_INLINE Vec add_product(Vec sum, float x, Vec y) { return multiply_add(splat(x), y, sum); }
-  VLLM_LITE_INLINE void put_weights(float* to, Vec x) { store(to, x); }
+  static constexpr float kPerScore = 1;
+  // From the score times kPerScore, less the largest one.
+  VLLM_LITE_INLINE Vec weight(Vec x) { return exp<true>(x); }
+  VLLM_LITE_INLINE void put_weights(float* to, Vec x, Vec y) {
+    store(to, x);
+    store(to + kWidth, y);
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -102,7 +108,20 @@ struct Pairs {
     return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(pair),
                                                   reinterpret_cast<__m512bh>(y)));
   }
-  VLLM_LITE_INLINE void put_weights(BFloat16* to, Vec x) { store(to, x); }
+  // 2^x to 1e-4 relative, and exactly for x = 0, the largest weight: it will have 8 bits.
+  static constexpr float kPerScore = 1.44269504f;
+  VLLM_LITE_INLINE Vec weight(Vec x) {
+    const __m512 whole = _mm512_roundscale_ps(reinterpret_cast<__m512>(x), 0);
+    const Vec f = x - reinterpret_cast<Vec>(whole);  // in [-0.5, 0.5]
+    Vec p = multiply_add(splat(5.5008933e-2f), f, splat(2.4221097e-1f));
+    p = multiply_add(p, f, splat(6.9328290e-1f));
+    p = multiply_add(p, f, splat(1));
+    return reinterpret_cast<Vec>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), whole));
+  }
+  VLLM_LITE_INLINE void put_weights(BFloat16* to, Vec x, Vec y) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(y), reinterpret_cast<__m512>(x));
+    _mm512_storeu_si512(to, reinterpret_cast<__m512i>(both));
+  }
 };
 
 // Words of two rows of bfloat16: x[0], y[0], x[1], y[1] and so on; the first 16 words and the next 16.

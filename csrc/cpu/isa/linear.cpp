@@ -337,4 +337,32 @@ int64_t read_all(const char* data, int64_t num_bytes) {
   return total;
 }
 
+// The same for arithmetic: multiplies and adds in as many chains as registers hold beside the operands at x [64].
+// Returns how many operations that were.
+int64_t multiply_registers([[maybe_unused]] int32_t type, int64_t rounds, float* x) {
+  constexpr int kChains = kWidth == 16 ? 24 : 12;
+  Vec sums[kChains] = {};
+  const Vec a = load(x), b = load(x + kWidth);
+  bool done = false;
+#if defined(__AVX512BF16__)
+  if (type == kBFloat16) {
+    done = true;
+    for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 24
+      for (Vec& sum : sums) {
+        sum = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a),
+                                                     reinterpret_cast<__m512bh>(b)));
+      }
+    }
+  }
+#endif
+  for (int64_t i = 0; !done && i < rounds; ++i) {
+#pragma GCC unroll 24
+    for (Vec& sum : sums) sum = multiply_add(a, b, sum);
+  }
+  for (int i = 1; i < kChains; ++i) sums[0] = sums[0] + sums[i];
+  store(x, sums[0]);
+  return rounds * kChains * kWidth * (done ? 4 : 2);
+}
+
 }  // namespace VLLM_LITE_ISA

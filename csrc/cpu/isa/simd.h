@@ -207,8 +207,15 @@ VLLM_LITE_INLINE float max_of(Vec x) {
   for (int i = 1; i < kWidth; ++i) top = x[i] > top ? x[i] : top;
   return top;
 }
+// x > y ? x : y, so y where one of them is NaN.
 VLLM_LITE_INLINE Vec max(Vec x, Vec y) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_maskz_max_ps(0xffff, reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Vec>(_mm256_max_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(y)));
+#else
   return x > y ? x : y;
+#endif
 }
 
 // a * b + c, rounded once where the machine can.

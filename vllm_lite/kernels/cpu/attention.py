@@ -12,12 +12,11 @@ from vllm_lite.kernels.cpu.dtypes import DTYPES
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 
 MAX_HEAD_SIZE = 576
-MAX_ROWS, WIDE_HEAD = 96, 256
-"""How many rows of Q are computed together, half as many for heads of more than WIDE_HEAD elements; each head that
-shares a KV head has rows of its own."""
+MAX_ROWS = 252
+"""How many rows of Q are computed together, at most; each head that shares a KV head has rows of its own."""
 SPLIT_KEYS, MAX_SPLITS = 512, 16
 """Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp and attention.h."""
-THREAD_BYTES = 720 << 10
+THREAD_BYTES = 896 << 10
 """Scratch memory of each thread."""
 INT8_SCALE_BYTES = 4
 """A float behind each row of a cache in int8."""
@@ -43,6 +42,11 @@ class Shape(ctypes.Structure):
         ("v_scale", float32),
         ("slopes", pointer),
     )
+
+
+def _least_rows(head_size: int) -> int:
+    """How many rows are computed together at least where there are more; half of max_rows in csrc/cpu/attention.h."""
+    return MAX_ROWS // 2 if head_size <= 128 else 60 if head_size <= 256 else 24
 
 
 def max_splits(max_seq_len: int) -> int:
@@ -104,8 +108,8 @@ class Kernels:
         """How a step's attention is cut into tasks: int32 [], with room for any lengths up to max_seq_len."""
         num_seqs, num_kv_heads = len(seq_lens), self._shape.num_kv_heads
         group = self._shape.num_heads // num_kv_heads
-        most = MAX_ROWS // 2 if self._shape.head_size > WIDE_HEAD else MAX_ROWS
-        num_items = num_seqs * max(1, max_splits(max_seq_len)) + num_tokens * group // most
+        num_items = num_seqs * max(1, max_splits(max_seq_len))
+        num_items += num_tokens * group // _least_rows(self._shape.head_size)
         num_items += num_tokens // SPLIT_KEYS  # tiles end where the size of sections changes
         plan = np.empty(_PLAN_INTS + num_items * (_ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1), np.int32)
         num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group)

@@ -1,9 +1,10 @@
 """Paged attention and cache writes on a CPU, ours and plain torch in turn in the same run.
 
-Decoding is held against the speed at which as many threads read memory, since each byte of the cache is used once. The
-cache lies as the engine lays it out, on huge pages and in blocks of random order, and is larger than the processor's
-caches. With one thread time is CPU time, which a busy machine does not lengthen much. Torch gathers a sequence's blocks
-and calls its fused attention, for all sequences at once.
+Decoding is held against the speed at which as many threads read memory, since each byte of the cache is used once, and
+chunks of prompts against what they multiply in registers. The cache lies as the engine lays it out, on huge pages and
+in blocks of random order, and is larger than the processor's caches. With one thread time is CPU time, which a busy
+machine does not lengthen much. Torch gathers a sequence's blocks and calls its fused attention, for all sequences at
+once.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.cpu.memory import zeros
 from vllm_lite.kernels.ops import Rotation
-from vllm_lite.tools.bench.kernels_timing import Row, best_times, clock_for, name_of, read_bandwidth_gb_s
+from vllm_lite.tools.bench.kernels_timing import Row, best_times, clock_for, name_of, peak_gflop_s, read_bandwidth_gb_s
 
 NUM_SEQS, CONTEXT = 32, 1024
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
@@ -28,7 +29,8 @@ NUM_LAYERS = 2
 """Layers of the pool: a block's bytes are contiguous over them, and a call reads those of one."""
 GROUPS = (1, 4, 8)
 """Heads that share a KV head."""
-CHUNK, PREFIXES = 512, (0, 4096)
+CHUNK, CONTEXTS = 512, (512, 2048, 8192)
+PREFILL_HEAD_SIZES = (64, 128)
 NUM_WRITTEN = (1, 32, 512)
 MIN_TIME_S = 0.5  # for each kernel
 
@@ -43,15 +45,16 @@ class Case:
         dtype: torch.dtype,
         layout: str = "block-major",
         kv_dtype: torch.dtype | None = None,
+        head_size: int = HEAD_SIZE,
     ) -> None:
         num_heads = NUM_KV_HEADS * group
         device = torch.device("cpu")
-        self.spec = AttentionSpec(num_heads, NUM_KV_HEADS, HEAD_SIZE, scale=HEAD_SIZE**-0.5)
+        self.spec = AttentionSpec(num_heads, NUM_KV_HEADS, head_size, scale=head_size**-0.5)
         self.shape = AttentionShape((self.spec,), BLOCK_SIZE, dtype, device, kv_dtype)
         counts = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
-        self.kv = cache(sum(counts), self.shape.cache_dtype, layout)
+        self.kv = cache(sum(counts), self.shape.cache_dtype, layout, head_size)
         for block in self.kv:
-            _fill(block)
+            _fill(block, head_size)
         ids = torch.randperm(sum(counts)).int().split(counts)
         table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
         for row, blocks in zip(table, ids, strict=True):
@@ -71,7 +74,7 @@ class Case:
         )
         self.backend = CpuBackend(self.shape)
         self.backend.prepare(self.step)
-        self.query = torch.randn(num_tokens, num_heads, HEAD_SIZE).to(dtype)
+        self.query = torch.randn(num_tokens, num_heads, head_size).to(dtype)
         self.out = torch.empty_like(self.query)
         query_len, seq_len = lengths[0]
         self.mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
@@ -90,21 +93,21 @@ class Case:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
-def cache(num_blocks: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
+def cache(num_blocks: int, dtype: torch.dtype, layout: str, head_size: int = HEAD_SIZE) -> torch.Tensor:
     """One layer's cache [num_blocks, 2, num_kv_heads, block_size, head_size] as a view of memory laid out by name."""
     num_layers = 1 if layout == "layer by layer" else NUM_LAYERS
     inside = (BLOCK_SIZE, NUM_KV_HEADS) if layout == "heads inside tokens" else (NUM_KV_HEADS, BLOCK_SIZE)
-    shape = (num_blocks, num_layers, 2, *inside, HEAD_SIZE + scale_bytes(dtype))
+    shape = (num_blocks, num_layers, 2, *inside, head_size + scale_bytes(dtype))
     layer = zeros(torch.Size(shape).numel(), dtype).view(shape)[:, 0]
     return layer.transpose(2, 3) if layout == "heads inside tokens" else layer
 
 
-def _fill(block: torch.Tensor) -> None:
+def _fill(block: torch.Tensor, head_size: int) -> None:
     """Random K and V into one block of a cache of any type."""
     if block.dtype.itemsize > 1:
         block.normal_()
         return
-    rows = torch.randn(*block.shape[:-1], HEAD_SIZE)
+    rows = torch.randn(*block.shape[:-1], head_size)
     kept = quantized(rows) if block.dtype == torch.int8 else rows.to(block.dtype)
     block.view(torch.uint8).copy_(kept.view(torch.uint8))
 
@@ -130,11 +133,15 @@ def decoding(num_threads: int) -> Iterator[Row]:
 
 
 def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
-    for prefix in PREFIXES:
-        batch = Case([(CHUNK, prefix + CHUNK)], 4, dtype)
-        seconds, torch_s = best_times(clock_for(num_threads), [batch.attend, batch.attend_in_torch], MIN_TIME_S)
-        flops = 4 * HEAD_SIZE * batch.spec.num_heads * CHUNK * (prefix + (CHUNK + 1) / 2)
-        yield _row("prefill", batch, gflop_s=flops / seconds / 1e9, ratio_torch=torch_s / seconds)
+    """The last CHUNK tokens of contexts, four heads to a KV head."""
+    limit = peak_gflop_s(num_threads, dtype)
+    for head_size in PREFILL_HEAD_SIZES:
+        for context in CONTEXTS:
+            batch = Case([(CHUNK, context)], 4, dtype, head_size=head_size)
+            seconds, torch_s = best_times(clock_for(num_threads), [batch.attend, batch.attend_in_torch], MIN_TIME_S)
+            flops = 4 * head_size * batch.spec.num_heads * CHUNK * (context - (CHUNK - 1) / 2)
+            speed = flops / seconds / 1e9
+            yield _row("prefill", batch, gflop_s=speed, limit=limit, share=speed / limit, ratio_torch=torch_s / seconds)
 
 
 def writes(num_threads: int) -> Iterator[Row]:
@@ -183,5 +190,5 @@ def _kv_bytes(batch: Case) -> int:
 def _row(kernel: str, batch: Case, **figures: float) -> Row:
     query_len, seq_len = batch.lengths[0]
     tokens = f"{len(batch.lengths)} x {query_len} of {seq_len}"
-    heads = f"{batch.spec.num_heads}/{NUM_KV_HEADS} x {HEAD_SIZE}"
+    heads = f"{batch.spec.num_heads}/{NUM_KV_HEADS} x {batch.spec.head_size}"
     return {"kernel": kernel, "shape": f"{tokens}, heads {heads}, {name_of(batch.shape.dtype)}", **figures}

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.library import function, int64, pointer
+from vllm_lite.kernels.cpu.dtypes import DTYPES
+from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
 
 ROUND_S = 0.02
@@ -55,3 +56,12 @@ def read_bandwidth_gb_s(num_threads: int, num_bytes: int = 512 << 20) -> float:
     read = function("vllm_lite_read", (pointer, int64), int64)
     (seconds,) = best_times(clock_for(num_threads), [lambda: read(data.data_ptr(), num_bytes)], 0, min_rounds=8)
     return num_bytes / seconds / 1e9
+
+
+def peak_gflop_s(num_threads: int, dtype: torch.dtype, rounds: int = 100_000) -> float:
+    """What `num_threads` of our threads multiply and add in registers."""
+    cpu.set_num_threads(num_threads)
+    multiply = function("vllm_lite_multiply", (int32, int64), int64)
+    code = DTYPES[dtype]
+    (seconds,) = best_times(clock_for(num_threads), [lambda: multiply(code, rounds)], 0, min_rounds=8)
+    return float(multiply(code, rounds)) / seconds / 1e9
