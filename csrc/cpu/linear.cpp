@@ -14,6 +14,9 @@ namespace {
 // A task shorter than this is not worth handing out, in weights times rows; about 5 us.
 constexpr int64_t kMinTask = 64 << 10;
 
+// Up to here the weights take the time, and threads share them out more finely.
+constexpr int64_t kFewRows = 4;
+
 // Inputs to quantize that are not worth handing out either; about 5 us.
 constexpr int64_t kMinQuantized = 32 << 10;
 
@@ -131,8 +134,10 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
     fill_quantized(call, parts);
   }
   const int64_t num_blocks = ceil_div(weight->num_outputs, kBlock);
-  // Wide tasks read x once for many blocks; several for each thread, so that all finish at about the same time.
-  const int64_t wanted = vllm_lite::num_threads() == 1 ? 1 : 8 * vllm_lite::num_threads();
+  // Wide tasks read x once for many blocks, which takes a fifth of a narrow one's time where there are many rows;
+  // several for each thread, so that all finish at about the same time.
+  const int64_t each = num_rows > kFewRows ? 4 : 8;
+  const int64_t wanted = vllm_lite::num_threads() == 1 ? 1 : each * vllm_lite::num_threads();
   const int64_t least = ceil_div(kMinTask, kBlock * weight->num_inputs * ceil_div(num_rows, parts.count));
   int64_t width = num_blocks * parts.count / wanted;
   width = width < least ? least : width;
