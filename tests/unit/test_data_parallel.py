@@ -90,6 +90,16 @@ def test_streams_of_an_engine_that_dies_go_on_in_the_other(rig: Rig) -> None:
     assert rig.home("next") == 1 - home
 
 
+def test_an_engine_that_ends_for_good_leaves_its_streams_to_the_other(rig: Rig) -> None:
+    rig.submit("r")
+    home = rig.home("r")
+    rig.session.members[home].fail("it was restarted too often")
+    assert rig.engines[1 - home].expect(Generate).request_id == "r"
+    rig.engines[1 - home].finish("r", 0, 3)
+    assert isinstance(rig.next(), Finished)
+    assert rig.session.dead is None
+
+
 def test_what_waits_while_no_engine_is_left_goes_to_the_first_that_comes_back(rig: Rig) -> None:
     rig.submit("r")
     home = rig.home("r")
@@ -118,8 +128,8 @@ def test_an_engine_without_workers_keeps_its_requests_and_gets_no_new_ones(rig: 
     rig.engines[home].send(api.Recovering(1, "worker 0 died", 1))
     rig.engines[home].tokens("r", 0, 1)  # behind it: it has been heard
     rig.next()
-    for number in range(2):
-        rig.submit(f"n{number}")  # the same prompt
+    for number in range(3):  # though it has less to do than the other has with two of them
+        rig.submit(f"n{number}", *range(100 * number, 100 * number + 9))
         assert rig.home(f"n{number}") == 1 - home
     assert rig.session.recovering is None
     assert rig.session.is_live("r")
@@ -153,8 +163,9 @@ def test_questions_go_to_all_and_one_answer_comes_back(rig: Rig) -> None:
         state = api.RequestState(f"theirs-{name}", admission, [], 0, 1, 0, 0, 0, 0.0, None)
         engine.send(api.Descriptions([state]))
     assert [each.request_id for each in described.result(DEADLINE_S).requests] == ["theirs-a", "theirs-b"]
-    rig.submit("theirs-b", have=3)  # attaches to it, where it is
-    assert rig.home("theirs-b") == 1
+    for index, name in enumerate(("theirs-a", "theirs-b")):  # attach to them, where they are; the prompt is the same
+        rig.submit(name, have=3)
+        assert rig.home(name) == index
     rig.engines[0].die()
     while rig.session.members[0].has_engine:
         rig.session.members[0]._wakeup.set()

@@ -23,6 +23,7 @@ from vllm_lite.client.session import Session
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import Descriptions, ForkRequest, FromClient, Generate, PrefixCacheReset, Welcome
+from vllm_lite.protocol.operations import OperationDone
 from vllm_lite.runtime import log
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
@@ -98,7 +99,7 @@ class DataParallelSession(Asking):
 
     def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
         """Ask every engine that answers questions at present; what they say is joined."""
-        if answer is PrefixCacheReset:
+        if answer in (PrefixCacheReset, OperationDone):  # other weights have other KV
             with self._lock:
                 for index in range(len(self.members)):
                     self._router.cleared(index)

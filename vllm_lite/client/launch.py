@@ -184,6 +184,10 @@ def launch(
     `meanwhile` is called with the resolved config while the engine starts; what it raises ends the engine.
     Raises ModelError or ConfigError before any process starts, EngineError or ModelError if the engine cannot start.
     """
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {config.data_parallel_size}, and one engine is started here; use `serve` or LLM"
+        )
     resolved = resolve(config, stopped)
     _check_free(resolved.address)
     _check_tcp(resolved)
