@@ -8,6 +8,7 @@ the device holds them), except where something cannot be captured.
 import argparse
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from vllm_lite.kernels.cuda import cache_ops, fused, masks, prefill_attention, sampler, varlen
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
-from vllm_lite.kernels.cuda.attention_work import RowLists, prefill_tiles
+from vllm_lite.kernels.cuda.attention_work import RowLists, prefill_tiles, rows_of
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.masks import MaskedRows
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
@@ -58,8 +59,11 @@ class Bench:
         parts: list[Callable[[], None]] = [
             self.launch,
             self.decode,
-            self.decode_variants,
+            self.layers,
+            self.few_rows,
+            self.long_graphs,
             self.prefill,
+            self.decode_variants,
             self.fused,
             self.sampler,
             self.masks,
@@ -199,6 +203,62 @@ class Bench:
                 against = {"limit": rate}
             share = {"share": rate / against["limit"]} if against else {}
             self.row(name, label, seconds, tflop_s=rate, **against, **share)
+
+    def few_rows(self) -> None:
+        """Drafts and short chunks behind a long context: by the decode kernel, each row by itself, and by prefill's."""
+        for query_len in (2, 5, 16, 64) if not self.small else (3,):
+            for batch, context in ((1, 32768), (8, 8192), (64, 4096)) if not self.small else ((1, 40),):
+                self.few_rows_point(query_len, self.shape(batch, context, 4))
+
+    def few_rows_point(self, query_len: int, shape: Shape) -> None:
+        problem, batch = paged(shape, self.device, 0), shape.batch
+        query = torch.randn(batch * query_len, *problem.query.shape[1:], dtype=torch.bfloat16, device=self.device)
+        out, scoring = torch.empty_like(query), Scoring(shape.head_size**-0.5)
+        starts = torch.arange(0, len(query) + 1, query_len, dtype=torch.int32, device=self.device)
+        cache = PagedKV(problem.kv, problem.tables[0], starts, problem.seq_lens)
+        lens = np.full(batch, query_len), np.full(batch, shape.context)
+        tiles = torch.from_numpy(prefill_tiles(*lens, shape.group, lens[0] > 0)).to(self.device)
+        lists = RowLists.on(self.device, rows_of(*lens, len(query), lens[0] > 0))
+        floats = decode.workspace_floats(lists.most_splits, shape.num_heads, shape.head_size)
+        workspace = torch.zeros(floats, device=self.device)
+        ways: dict[str, Launch] = {
+            "few rows: prefill": lambda _: prefill_attention.prefill_attention(
+                self.launcher, out, query, cache, tiles, scoring
+            ),
+            "few rows: decode": lambda _: decode.decode_attention(
+                self.launcher, out, query, cache, lists, scoring, workspace=workspace
+            ),
+        }
+        for name, way in ways.items():
+            self.bytes_row(name, f"{batch} x {query_len} of {shape.context}", self.timer.seconds(way), shape.kv_bytes)
+
+    def long_graphs(self) -> None:
+        """Decodes launched for lists with room for 131,072 tokens each, as in a graph, and for exact lists."""
+        for batch, context in ((1, 2048), (64, 1024), (256, 512)) if not self.small else ((1, 40),):
+            problem = paged(self.shape(batch, context, 4), self.device, self.cold_bytes)
+            exact, workspace = lists_for(problem, [context] * batch)
+            room = torch.zeros(1 + batch * 64, 4, dtype=torch.int32, device=self.device)
+            room[: len(exact.splits)] = exact.splits
+            for name, work in (("exact", exact), ("room for 131072", exact._replace(splits=room))):
+                floats = decode.workspace_floats(work.most_splits, problem.shape.num_heads, problem.shape.head_size)
+                scratch = workspace if work is exact else torch.zeros(floats, device=self.device)
+                seconds = self.timer.seconds(lambda i: self.attend(problem, i, (work, scratch)), len(problem.tables))  # noqa: B023
+                self.bytes_row(f"decode, list {name}", problem.shape, seconds, problem.shape.kv_bytes)
+
+    def layers(self) -> None:
+        """The engine's pool, where the layers of a block lie side by side, next to a pool of one layer."""
+        for batch, context in ((64, 1024), (8, 8192)) if not self.small else ((1, 40),):
+            for num_layers in (1, 32) if not self.small else (1, 2):
+                self.layers_point(paged(self.shape(batch, context, 4), self.device, 0), num_layers)
+
+    def layers_point(self, problem: Paged, num_layers: int) -> None:
+        kv = problem.kv
+        pool = torch.empty(len(kv), num_layers, *kv.shape[1:], dtype=kv.dtype, device=self.device)
+        pool[:] = kv[:, None]
+        spread = [replace(problem, kv=pool[:, layer]) for layer in range(num_layers)]
+        work = lists_for(problem, problem.seq_lens.tolist())
+        seconds = self.timer.seconds(lambda i: self.attend(spread[i], 0, work), num_layers)
+        self.bytes_row(f"decode, {num_layers} layers in a block", problem.shape, seconds, problem.shape.kv_bytes)
 
     # ---- the rest
 

@@ -10,8 +10,9 @@
 6. measurements of the kernels (scripts/gpu_check_bench.py)
 7. tests/gpu with pytest, and tokens per second of a random Llama with graphs and without, where the packages are there
 
-A part that exceeds its time is stopped and what it had found is kept. `--emulate` runs parts 2 to 6 with the emulator
-on the CPU, to test this script; its figures mean nothing.
+A part that exceeds its time is stopped, says where it was, and what it had found is kept: each row and problem is a
+line of gpu_check.jsonl as soon as it is there, to which later runs add; scripts/gpu_check_rules.md says what to change
+by them. `--emulate` runs parts 2 to 6 with the emulator on the CPU, to test this script; its figures mean nothing.
 """
 
 import argparse
@@ -207,6 +208,7 @@ class Check:
         for event in run_part(part, time.monotonic() + seconds):
             if "row" in event:
                 self.rows.append(event["row"])
+                self.note(part=name, **event["row"])
             elif "failed" in event:
                 self.problem(f"{name}: {event['failed']}")
             elif "fact" in event:
@@ -239,8 +241,17 @@ class Check:
             print("\n".join(tail), flush=True)
         return {"status": status, "out": text, "tail": tail}
 
+    def note(self, **found: Any) -> None:
+        """Add a line to what all runs have found."""
+        folder = Path(self.arguments.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        header = {name: self.found.get(name) for name in ("date", "commit", "device")}
+        with (folder / "gpu_check.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(header | found) + "\n")
+
     def problem(self, text: str) -> None:
         self.problems.append(text)
+        self.note(problem=text)
         print(f"FAILED {text}", flush=True)
 
     def skip(self, name: str, why: str) -> None:

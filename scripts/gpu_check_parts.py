@@ -47,7 +47,7 @@ def python_path(*folders: Path) -> str:
 
 def run_part(part: Part, deadline_s: float) -> Iterator[Event]:
     """Run it, yield its events as they come and print other lines. Ends it at the deadline, or when it is quiet."""
-    environment = os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "scripts")}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "scripts"), "PYTHONFAULTHANDLER": "1"}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, *part.command],
@@ -62,9 +62,15 @@ def run_part(part: Part, deadline_s: float) -> Iterator[Event]:
             yield from _events(part, process, deadline_s)
         finally:
             _end(process)
-        if not part.finished and not part.problems:
-            errors.seek(0)
-            last = " | ".join(line.strip() for line in errors.read().splitlines()[-LAST_LINES:])
+        if part.finished:
+            return
+        errors.seek(0)
+        lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
+        if part.problems:  # it was stopped, and says where it was
+            where = next((i for i, line in enumerate(lines) if "(most recent call first)" in line), len(lines))
+            part.problems[-1] = " | ".join([part.problems[-1], *lines[where + 1 :][:LAST_LINES]])
+        else:
+            last = " | ".join(lines[-LAST_LINES:])
             part.problems.append(f"the process ended with status {process.returncode}: {last or 'it said nothing'}")
 
 
@@ -99,11 +105,13 @@ def _events(part: Part, process: "subprocess.Popen[str]", deadline_s: float) -> 
 
 def _end(process: "subprocess.Popen[str]") -> None:
     """End the process with all that it started, if it has not ended."""
-    try:
-        process.wait(0.5)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    for patience_s, ending in ((0.5, signal.SIGABRT), (5, signal.SIGKILL)):  # at the first, Python tells where it is
+        try:
+            process.wait(patience_s)
+            break
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, ending)
+    process.wait()
     if process.stdout is not None:
         process.stdout.close()
 

@@ -58,6 +58,9 @@ def test_emulated_measurements_have_the_form_that_others_read(tmp_path: Path) ->
     done = run("--emulate", "--parts", "bench", "--out", str(tmp_path), "--limit-s", str(scaled(100)))
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "emulator-kernels.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "gpu_check.jsonl").read_text().splitlines()]
+    assert [line["kernel"] for line in lines] == [row["kernel"] for row in figures["rows"]]
+    assert {"date", "commit", "device", "part"} < set(lines[0])
     assert set(figures) == {"device", "date", "commit", "rows"}
     for row in figures["rows"]:
         assert {"kernel", "shape", "limit", "share"} < set(row)
@@ -67,6 +70,10 @@ def test_emulated_measurements_have_the_form_that_others_read(tmp_path: Path) ->
         "copy",
         "decode_attention",
         "prefill_attention, paged",
+        "few rows: decode",
+        "few rows: prefill",
+        "decode, list room for 131072",
+        "decode, 2 layers in a block",
         "rope_and_cache",
         "sampler pick",
         "rule_out",
@@ -199,7 +206,10 @@ def test_events_and_other_lines(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("code", "note"),
     [
         ("emit(row={})\nraise SystemError('broken')", "status 1: .*SystemError: broken"),
-        ("import os, signal\nemit(row={})\nos.kill(os.getpid(), signal.SIGSEGV)", "status -11: it said nothing"),
+        (
+            "import os, signal\nemit(row={})\nos.kill(os.getpid(), signal.SIGSEGV)",
+            "status -11: Fatal Python error: Segmentation fault .*line 4",
+        ),
         ("emit(row={})", "status 0: it said nothing"),
     ],
     ids=["error", "signal", "without an end"],
@@ -216,7 +226,7 @@ def test_a_part_that_ends_early(tmp_path: Path, code: str, note: str) -> None:
 def test_a_part_that_hangs(tmp_path: Path, seconds: float, quiet_s: float, note: str) -> None:
     part = part_of(tmp_path, "emit(row={})\nimport time\ntime.sleep(1000)", quiet_s)
     assert events(part, seconds) == [{"row": {}}]
-    assert note in part.problems[0]
+    assert re.search(rf'{note}.* \| File ".*part.py", line \d+', part.problems[0]), "and where"
 
 
 CASES = """
