@@ -341,7 +341,8 @@ int64_t read_all(const char* data, int64_t num_bytes) {
 // Returns how many operations that were.
 int64_t multiply_registers([[maybe_unused]] int32_t type, int64_t rounds, float* x) {
   constexpr int kChains = kWidth == 16 ? 24 : 12;
-  Vec sums[kChains] = {};
+  Vec sums[kChains];
+  for (int i = 0; i < kChains; ++i) sums[i] = splat(static_cast<float>(i));  // equal ones would be computed once
   const Vec a = load(x), b = load(x + kWidth);
   bool done = false;
 #if defined(__AVX512BF16__)
