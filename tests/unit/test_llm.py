@@ -72,7 +72,7 @@ def fake_launch(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         meanwhile(resolved)
         return FakeLaunched(Session.connect(engine.address, timeout_s=DEADLINE_S), resolved)
 
-    monkeypatch.setattr("vllm_lite.client.llm.launch", launch)
+    monkeypatch.setattr("vllm_lite.client.llm.launch_engines", launch)
 
 
 def meanwhile(act: Callable[[], None]) -> threading.Thread:
@@ -261,7 +261,7 @@ def test_the_engine_ends_with_the_last_reference(engine: FakeEngine, monkeypatch
         launched.append(FakeLaunched(Session.connect(engine.address, timeout_s=DEADLINE_S), config))
         return launched[0]
 
-    monkeypatch.setattr("vllm_lite.client.llm.launch", launch)
+    monkeypatch.setattr("vllm_lite.client.llm.launch_engines", launch)
     llm = LLM("some/model", block_size=8, max_model_len="1k")
     assert (llm.config.model, llm.config.block_size, llm.config.max_model_len) == ("some/model", 8, 1000)
     del llm
