@@ -1,0 +1,121 @@
+"""Texts per second of encoders, beside sentence-transformers, on random BERT models and texts of 8 to 256 tokens.
+
+    pip install sentence-transformers
+    python benchmarks/embeddings.py --shape 30m --texts 300
+
+Both get the same words; each is its own process, and they take turns. sentence-transformers runs in both types and
+with two sizes of batches, of which the best counts.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "30m": {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 1536},
+    "110m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+}
+NUM_WORDS = 30_517
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def make(shape: str, folder: Path) -> None:
+    """Write a random model with mean pooling, whose words are tokens."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    words = [*SPECIAL, *(f"w{number}" for number in range(NUM_WORDS))]
+    BertModel(BertConfig(vocab_size=len(words), **SHAPES[shape])).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token=SPECIAL[1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names).save_pretrained(folder)
+    parts = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    modules = [
+        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (path, kind) in enumerate(parts)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": SHAPES[shape]["hidden_size"], "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def make_texts(count: int) -> list[str]:
+    rng = random.Random(1)
+    return [" ".join(f"w{rng.randrange(NUM_WORDS)}" for _ in range(rng.randint(6, 254))) for _ in range(count)]
+
+
+def ours(folder: Path, texts: list[str], settings: dict[str, Any]) -> float:
+    """Texts per second of LLM.embed."""
+    from vllm_lite import LLM
+
+    with LLM(folder, **settings) as llm:
+        llm.embed(texts[:64], use_tqdm=False)
+        began_s = time.perf_counter()
+        llm.embed(texts, use_tqdm=False)
+        return len(texts) / (time.perf_counter() - began_s)
+
+
+def theirs(folder: Path, texts: list[str], settings: dict[str, Any]) -> float:
+    """The same of SentenceTransformer.encode."""
+    import torch
+    from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found, unused-ignore]
+
+    dtype = getattr(torch, settings["dtype"])
+    model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"torch_dtype": dtype})
+    model.encode(texts[:64])
+    began_s = time.perf_counter()
+    model.encode(texts, batch_size=settings["batch_size"], show_progress_bar=False)
+    return len(texts) / (time.perf_counter() - began_s)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "ours bfloat16": {"dtype": "bfloat16"},
+    "ours int8": {"dtype": "bfloat16", "quantization": "int8"},
+    **{
+        f"sentence-transformers {dtype} {size}": {"dtype": dtype, "batch_size": size}
+        for dtype in ("bfloat16", "float32")
+        for size in (8, 32)
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="30m")
+    parser.add_argument("--texts", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        measure = ours if options.run.startswith("ours") else theirs
+        print("texts/s", measure(options.folder, make_texts(options.texts), RUNS[options.run]))
+        return
+    best: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        make(options.shape, Path(folder))
+        for _ in range(options.rounds):
+            for name in RUNS:
+                command = [sys.executable, __file__, "--run", name, "--folder", folder, "--texts", str(options.texts)]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                speed = float(done.stdout.split("texts/s")[-1])
+                best[name] = max(speed, best.get(name, 0.0))
+                print(f"{name:36} {speed:7.1f} texts/s", flush=True)
+    peer = max(speed for name, speed in best.items() if not name.startswith("ours"))
+    for name, speed in best.items():
+        print(f"{name:36} {speed:7.1f} texts/s, {speed / peer:.2f} x the best of sentence-transformers")
+
+
+if __name__ == "__main__":
+    main()
