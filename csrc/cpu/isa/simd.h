@@ -42,8 +42,17 @@ struct Fp8E5M2 {  // the upper half of a Float16
   uint8_t bits;
 };
 
+// Not Vec{} + x, which would have to be added: 0 + -0 is 0.
 VLLM_LITE_INLINE Vec splat(float x) {
-  return Vec{} + x;
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_set1_ps(x));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Vec>(_mm256_set1_ps(x));
+#else
+  Vec out;
+  for (int i = 0; i < kWidth; ++i) out[i] = x;
+  return out;
+#endif
 }
 
 VLLM_LITE_INLINE float float_of(uint32_t bits) {
