@@ -16,6 +16,7 @@ from vllm_lite.runtime.settings import Section, Settings, about
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
 GIB = 1024**3
+MAX_LORA_RANK = 1024
 DEMO_MODEL = "demo"
 """The name under which the bundled model is served when no model is given."""
 
@@ -108,6 +109,19 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         "auto"
     )
     seed: Annotated[int, about("seed of dummy weights", ge=0)] = 0
+
+    enable_lora: Annotated[
+        bool, Section("LoRA adapters"), about("serve adapters of the model; a request names one in `model`")
+    ] = False
+    lora_modules: Annotated[
+        tuple[LoraModulePath, ...],
+        about('adapters that are there from the start: name=path, or {"name":"sql","path":"/a/folder"}'),
+    ] = ()
+    max_loras: Annotated[int, about("most different adapters in one step", ge=1, le=1024)] = 1
+    max_lora_rank: Annotated[int, about("largest rank of an adapter", ge=1, le=MAX_LORA_RANK)] = 16
+    max_cpu_loras: Annotated[
+        Count | None, about("adapters that are kept in memory; others are read again when needed (default: max_loras)")
+    ] = None
 
     block_size: Annotated[int, Section("KV cache"), about(f"tokens in one KV block, one of {BLOCK_SIZES}")] = 16
     num_gpu_blocks_override: Annotated[
@@ -285,13 +299,31 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             self._check_tcp(self.tcp_address)
         if self.data_parallel_size > 1:
             self._check_data_parallel()
+<<<<<<< HEAD
         if self.single_process and self.distributed_executor_backend == "ray":
             raise ValueError("single_process runs the worker as a thread of this process, and ray on other machines")
+=======
+        self._check_lora()
+>>>>>>> 21b3dba (layers: LoRA adapters over linear layers, by one native call each)
 
     def _check_data_parallel(self) -> None:
         for name in ("address", "tcp_address", "single_process"):
             if getattr(self, name):
                 raise ValueError(f"{name} is one engine's: leave it out, or data_parallel_size, which is above 1")
+
+    def _check_lora(self) -> None:
+        names = [module.name for module in self.lora_modules]
+        if names and not self.enable_lora:
+            raise ValueError("lora_modules needs enable_lora")
+        if len(set(names)) < len(names):
+            raise ValueError(f"the names of lora_modules must differ, got {', '.join(names)}")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(f"max_cpu_loras must be at least max_loras ({self.max_loras}), got {self.max_cpu_loras}")
+
+    @property
+    def num_kept_loras(self) -> int:
+        """How many adapters a worker has in memory."""
+        return self.max_cpu_loras or self.max_loras
 
     def _check_tcp(self, address: str) -> None:
         split_tcp(address)

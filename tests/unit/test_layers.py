@@ -50,7 +50,7 @@ ONLY_IN = {
     "zmq": {"transport"},
     "tokenizers": {"client"},
     "llguidance": {"structured"},
-    "regex": {"client"},
+    "regex": {"checkpoint", "client"},
     "ray": {"executor", "ray"},
     "transformers": {"models", "worker", "client", "tools.bench"},
 }

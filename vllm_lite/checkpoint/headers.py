@@ -98,6 +98,11 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in weight_files(folder) for name, tensor in _header(file, Tensor)[0].items()}
 
 
+def read_file_header(file: Path) -> dict[str, Tensor]:
+    """Read the header of one safetensors file. Raises ModelError."""
+    return _header(file, Tensor)[0]
+
+
 def locate(folder: Path) -> dict[str, Place]:
     """Where the floats of the checkpoint in `folder` lie, by their names; other types are left out. Raises ModelError
     for a tensor that is not within its file."""

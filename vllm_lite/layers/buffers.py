@@ -73,6 +73,7 @@ class Buffers:
         spec, self.kinds = parts.spec, parts.kinds
         intermediate_size = spec.intermediate_size // parts.shard.world
         self.max_num_tokens = max_num_tokens
+        self._adapters = parts.adapters
         self.residual = buffer(spec.hidden_size)
         self.hidden = buffer(spec.hidden_size)
         sizes = [max(of_kind) for of_kind in zip(*(kind.attention_buffers for kind in self.kinds), strict=True)]
@@ -104,6 +105,8 @@ class Buffers:
         few = self.rows(len(wanted))
         few.residual.copy_(residual)
         few.by_kind[kind].attended.copy_(attended)
+        if self._adapters is not None:
+            self._adapters.rows.gather(wanted)
         return few
 
     def _slice(self, n: int) -> Rows:

@@ -83,7 +83,8 @@ class Experts:
         rows = gate_and_up(inner, names.fused if self.fused else names.matrices)
         held = [(index, self.held.total) if self.fused else None for index in range(self.held.start, self.held.end)]
         # On a GPU a loop over packed experts would wait for the device at each of them.
-        own = parts if parts.device.type == "cpu" else replace(parts, form=WidenedForm(parts.form, "experts"))
+        own = parts.without_adapters()
+        own = own if parts.device.type == "cpu" else replace(own, form=WidenedForm(parts.form, "experts"))
         self.gate_up = [own.linear(hidden, *rows, bias=False, stacked=stacked) for stacked in held]
         self.down = [own.linear(inner, hidden, bias=False, stacked=stacked) for stacked in held]
         none, nothing = Split(inner.total, 0, 0), Split(hidden.total, 0, 0)

@@ -48,11 +48,12 @@ class LatentAttention:
         self.query_norm, self.latent_norm = (
             RMSNorm(size, spec.norm_eps, dtype=parts.dtype, device=parts.device) for size in (rank.size, spec.rank)
         )
-        self.absorb, self.expand = _by_head(parts, spec, heads)
+        plain = parts.without_adapters()  # which are not multiplied as linear layers
+        self.absorb, self.expand = _by_head(plain, spec, heads)
         nothing = Split(spec.rank, 0, 0), Split(spec.value_size, 0, 0)
         sizes = spec.nope_size, spec.rank
         absorb, expand = (
-            parts.linear(Split.whole(size), none, bias=False) for size, none in zip(sizes, nothing, strict=True)
+            plain.linear(Split.whole(size), none, bias=False) for size, none in zip(sizes, nothing, strict=True)
         )
         self.elsewhere = absorb, expand
         """A head that another rank holds: its tensors must be in the checkpoint, and nothing of them is read."""

@@ -1,7 +1,8 @@
 """What the layers of a model are made with: its spec, a type, a device, the other ranks, the weights' form."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 
@@ -9,6 +10,7 @@ from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.layers.embedding import Embedding
 from vllm_lite.layers.linear import Linear, RowParallelLinear
+from vllm_lite.layers.lora import Adapters
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.norm import Norm, RMSNorm, WideNorm
 from vllm_lite.layers.weight_form import DENSE, LinearShape, WeightForm
@@ -26,6 +28,17 @@ class Parts:
     form: WeightForm = DENSE
     head_quantization: Quantization | None = None
     """What the LM head becomes where the checkpoint has it dense."""
+    adapters: Adapters | None = None
+    """Those that its linear layers can have; None: none."""
+
+    @property
+    def linear_form(self) -> WeightForm:
+        """The form of linear layers, which may have adapters; the embedding has none."""
+        return self.form if self.adapters is None else self.adapters.form(self.form)
+
+    def without_adapters(self) -> Self:
+        """For linear layers whose weights are used by others."""
+        return replace(self, adapters=None)
 
     @property
     def shard(self) -> Shard:
@@ -42,12 +55,12 @@ class Parts:
         """A linear layer whose outputs are not added up. `transposed`: the checkpoint has [inputs, outputs]; `stacked`:
         as WeightSlot's."""
         shape = LinearShape(inputs, outputs, self.dtype, self.device, transposed, stacked)
-        return Linear(shape, bias=bias, form=self.form)
+        return Linear(shape, bias=bias, form=self.linear_form)
 
     def row_parallel(self, inputs: Split, outputs: Split, *, bias: bool, transposed: bool = False) -> RowParallelLinear:
         """A linear layer of whose inputs every rank has a part, and of whose outputs it gets all."""
         shape = LinearShape(inputs, (outputs,), self.dtype, self.device, transposed)
-        return RowParallelLinear(shape, self.communicator, bias=bias, form=self.form)
+        return RowParallelLinear(shape, self.communicator, bias=bias, form=self.linear_form)
 
     def embedding(self, vocabulary: Split) -> Embedding:
         """The table of token vectors, of which this rank holds those of `vocabulary`."""

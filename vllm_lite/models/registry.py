@@ -1,6 +1,7 @@
 """Architecture name -> model class, imported when first asked for. A new family is one file and one line in MODELS."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +12,9 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import ENCODERS
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.errors import ModelError
+from vllm_lite.checkpoint.quantization.spec import Gguf
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.layers.lora import Adapters
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
@@ -124,6 +127,8 @@ class Sizes(NamedTuple):
     """Positions go up to it."""
     max_num_tokens: int
     """A step has at most so many tokens."""
+    adapters: Adapters | None = None
+    """What its linear layers join, if they can have adapters."""
 
 
 def build(
@@ -152,7 +157,18 @@ def build(
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     form = form_for(spec.quantization, quantization)
     parts = Parts(spec, torch_dtype, torch.device(device), communicator, form=form, head_quantization=quantization)
-    return model_class(parts, *sizes)
+    if sizes.adapters is not None:
+        _check_takes_adapters(spec)
+        parts = replace(parts, adapters=sizes.adapters)
+    return model_class(parts, sizes.max_model_len, sizes.max_num_tokens)
+
+
+def _check_takes_adapters(spec: ModelSpec) -> None:
+    """Raise ConfigError for a model whose layers cannot be adapted."""
+    if spec.implementation != "native":
+        raise ConfigError("enable_lora is for models with a native implementation, not for those of transformers")
+    if isinstance(spec.quantization, Gguf):  # the rows of their Q and K have another order than those of adapters
+        raise ConfigError("enable_lora is not for GGUF files; take the safetensors that they were made of")
 
 
 def examine(spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> ModelSpec:

@@ -30,6 +30,25 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
 
+class LoraModulePath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An adapter that is served from the start: `path` is a folder as PEFT writes it. `base_model_name`: what its
+    parent is called in lists of models, instead of the model's name."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    base_model_name: str | None = None
+
+    @classmethod
+    def from_text(cls, text: str) -> "LoraModulePath":
+        """Read name=path, or an object of JSON. Raises ValueError."""
+        if text.startswith("{"):
+            return msgspec.json.decode(text, type=cls)
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise ValueError(f'an adapter must be given as name=path or {{"name": ..., "path": ...}}, got {text!r}')
+        return cls(name=name, path=path)
+
+
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How routers learn which prefixes are cached here: a ZeroMQ PUB socket publishes events, another repeats batches.
 

@@ -8,7 +8,7 @@ import argparse
 import os
 import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
@@ -115,6 +115,8 @@ def add_flags(parser: argparse._ActionsContainer, kind: type[Settings], only: Co
             more: dict[str, Any] = {"nargs": "+"} if field.name == "served_model_name" else {}
             if tuple in _types(hint):
                 more = {"action": "append"}
+            if _reader(hint) is not None:
+                more = {"action": "extend", "nargs": "+"}
             group.add_argument(*flags, dest=field.name, metavar=_metavar(field.name, hint), help=text, **more)
 
 
@@ -186,6 +188,8 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     A setting that is a text and nothing else cannot be unset: there "none" is a word.
     """
     kinds = _types(hint)
+    if (read := _reader(hint)) is not None:
+        return _read_each(name, value, read)
     if tuple in kinds and value not in (None, [], ()) and not "".join(map(str, value)).strip():
         raise ConfigError(f"{name} is empty; give a value, or leave it out")
     if isinstance(value, list) and (tuple in kinds or name == "served_model_name"):
@@ -204,6 +208,33 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
         except msgspec.DecodeError as error:
             raise ConfigError(f"{name}: not valid JSON ({error}), got {value!r}") from error
     return value.replace(",", " ").split() if tuple in kinds else value
+
+
+def _reader(hint: Any) -> Callable[[str], Any] | None:
+    """The `from_text` of the structs that a field has several of, where they are more than words."""
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    element = next(iter(get_args(kind)), None) if get_origin(kind) is tuple else None
+    return getattr(element, "from_text", None)
+
+
+def _read_each(name: str, value: Any, read: Callable[[str], Any]) -> Any:
+    """The values of such a field: texts, each of which `read` takes, or what a file has in their place."""
+    if isinstance(value, str):
+        stripped = value.strip()
+        if stripped.startswith("["):
+            try:
+                return msgspec.json.decode(stripped)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{name}: not valid JSON ({error}), got {value!r}") from error
+        value = [stripped] if stripped.startswith("{") else stripped.split()
+    if not isinstance(value, list | tuple):
+        return value
+    try:
+        return [
+            msgspec.to_builtins(read(item)) if isinstance(item, str) else msgspec.to_builtins(item) for item in value
+        ]
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def _read_env(env: Mapping[str, str], fields: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+// Low-rank adapters (LoRA): out += (x A^T) B^T for the rows of each adapter, which lie in slots.
+//
+// A ("down") is [ranks][inputs], the ranks of a layer's matrices one after another. B ("up") is, for each projection of
+// the layer, blocks of kLoraBlock outputs, the last one filled up, each [rank][kLoraBlock]: a block is read from its
+// first byte to its last. What scales an adapter is in B already.
+//
+// The sums are in float32, and one rounding follows the last of them. A row's result depends on nothing but the row,
+// its adapter and the instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+
+constexpr int64_t kLoraBlock = 32;  // outputs
+constexpr int64_t kLoraRows = 4;    // rows at a time
+constexpr int64_t kLoraRanks = 4;   // ranks at a time
+constexpr int32_t kMaxParts = 3;    // projections of one layer: Q, K and V
+
+// The same record as `_Slot` in vllm_lite/kernels/cpu/lora.py: one adapter's part of one layer.
+struct LoraSlot {
+  const void* down;
+  const void* up;
+  int32_t ranks[kMaxParts];  // of each matrix, 0: it is not adapted
+  int32_t num_ranks;         // their sum
+};
+
+// The same record as `_Layer` there. Several projections may lie in one matrix, whose A they share.
+struct LoraLayer {
+  const LoraSlot* slots;
+  int64_t num_inputs;
+  int64_t sizes[kMaxParts];   // outputs of each projection
+  int32_t matrix[kMaxParts];  // in which each lies
+  int32_t num_projections;
+};
+
+// Rows of one adapter; strides are in elements.
+struct LoraCall {
+  const LoraLayer* layer;
+  const LoraSlot* slot;
+  const void* x;
+  int64_t x_stride;
+  void* out;
+  int64_t out_stride;
+  int32_t type;
+  int32_t out_type;
+  const int32_t* rows;  // [num_rows], of x and out
+  int64_t num_rows;
+  float* hidden;  // [num_rows][slot->num_ranks]
+};
+
+// hidden = x A^T, of ranks [first, last).
+VLLM_LITE_DECLARE(void lora_shrink(const LoraCall& call, int64_t first, int64_t last))
+// out += hidden B^T, of blocks [first, last), counted over all projections.
+VLLM_LITE_DECLARE(void lora_expand(const LoraCall& call, int64_t first, int64_t last))

@@ -1,0 +1,224 @@
+"""Models with adapters give the logits of models into which PEFT has merged them, row by row."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint, transformers_model
+from tests.families.all import VARIANTS
+from tests.lora_adapters import change_config, make_adapter, merge
+from tests.paged import Oracle, Paged
+from tests.thread_group import on_ranks
+from vllm_lite.checkpoint.lora import read_lora
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.layers.lora import AdapterLimits, Adapters
+from vllm_lite.models.registry import Sizes, build
+from vllm_lite.models.weights import load_weights
+from vllm_lite.parallel.communicator import Communicator
+
+CPU = torch.device("cpu")
+MAX_DIFFERENCE = 5e-4
+"""Of log-probabilities in float32; without its adapter a model is off by over 0.1."""
+TARGETS: dict[str, list[Any]] = {
+    "qwen2-odd-tied": [
+        *(f".*{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        "all-linear",
+    ],
+    "phi3-short": [".*qkv_proj", ".*o_proj", ".*gate_up_proj", ".*down_proj", "all-linear"],
+    "gpt2": [".*c_attn", ".*c_fc", r".*attn\.c_proj", r".*mlp\.c_proj", "all-linear"],
+    "glm4": ["all-linear"],  # interleaved rope: the rows of Q and K have another order
+    "neox": ["all-linear"],  # Q, K and V by head
+    "opt": ["all-linear"],
+    "qwen3-moe": [["q_proj", "o_proj"]],
+    "deepseek-v2-groups": [["q_proj", "kv_a_proj_with_mqa", "o_proj"]],
+}
+"""By variants of tests/families, what is adapted: alone, and all together."""
+
+
+def target_name(target: Any) -> str:
+    return target if isinstance(target, str) else "+".join(target)
+
+
+CASES = [
+    pytest.param(name, target, id=f"{name}-{target_name(target)}")
+    for name, targets in TARGETS.items()
+    for target in targets
+]
+
+
+def load(
+    oracle: Oracle, adapters: list[Path], communicator: Communicator | None = None, **options: Any
+) -> tuple[Any, Adapters]:
+    """A model with adapters in slots, one after another."""
+    limits = AdapterLimits(len(adapters) + 1, 8)
+    made = Adapters(limits, 512, getattr(torch, oracle.dtype), CPU)
+    sizes = Sizes(oracle.max_model_len, 512, made)
+    model = build(oracle.spec, oracle.dtype, "cpu", sizes, communicator=communicator, **options)
+    load_weights(model, oracle.path)
+    for slot, path in enumerate(adapters):
+        made.put(slot, made.read(read_lora(path), str(path)), None)
+    return model, made
+
+
+def reference(path: Path, architecture: str, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = transformers_model(path, architecture)(tokens[None]).logits[0]
+        return logits.log_softmax(-1)
+
+
+def run_mixed(loaded: tuple[Any, Adapters], oracle: Oracle) -> list[torch.Tensor]:
+    """The logits of three sequences that share their steps, prompts and decodes: of slot 0, of slot 1, of none."""
+    model, made = loaded
+    paged = Paged(oracle, seed=3, model=model)
+    sequences = [paged.sequence(oracle.tokens[:length]) for length in (40, 33, 20)]
+    for counts in ((30, 20, 19), (1, 1, 1), (9, 12, 0)):
+        work = [(sequence, count) for sequence, count in zip(sequences, counts, strict=True) if count]
+        made.rows.begin_step(np.repeat([0, 1, -1][: len(work)], [count for _, count in work]))
+        paged.step(*work)
+    return [torch.cat(sequence.logits).float().log_softmax(-1) for sequence in sequences]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    """Filled as they are needed."""
+    return {}
+
+
+def oracle_of(name: str, bases: dict[str, Oracle], tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    if name not in bases:
+        variant = next(each for each in VARIANTS if each.name == name)
+        bases[name] = Oracle(variant.make(tmp_path_factory.mktemp("lora") / name), max_model_len=variant.max_model_len)
+    return bases[name]
+
+
+@pytest.mark.parametrize(("name", "target"), CASES)
+def test_logits_are_those_of_merged_weights(
+    name: str, target: Any, bases: dict[str, Oracle], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    oracle = oracle_of(name, bases, tmp_path_factory)
+    architecture = oracle.spec.architecture
+    paths = [
+        make_adapter(oracle.path, tmp_path / "one", target, seed=1),
+        make_adapter(oracle.path, tmp_path / "two", target, seed=2, rank=8, use_rslora=True),
+    ]
+    expected = [
+        reference(merge(oracle.path, path, tmp_path / f"merged-{path.name}"), architecture, oracle.tokens[:40])
+        for path in paths
+    ]
+    expected.append(oracle.logits.log_softmax(-1))
+    assert (expected[0] - expected[2][:40]).abs().max() > 0.1  # they change something
+    for ours, theirs in zip(run_mixed(load(oracle, paths), oracle), expected, strict=True):
+        assert (ours - theirs[: len(ours)]).abs().max() < MAX_DIFFERENCE
+    if target == "all-linear" and name in {"qwen2-odd-tied", "phi3-short", "gpt2"}:
+        for ranks in on_ranks(2, lambda rank: run_mixed(load(oracle, paths, rank), oracle)):
+            for ours, theirs in zip(ranks, expected, strict=True):
+                assert (ours - theirs[: len(ours)]).abs().max() < MAX_DIFFERENCE
+
+
+def test_patterns_of_ranks_and_alphas(tmp_path: Path) -> None:
+    oracle = Oracle(make_checkpoint(tmp_path / "base", num_hidden_layers=3))
+    path = make_adapter(
+        oracle.path,
+        tmp_path / "adapter",
+        ["q_proj", "v_proj", "up_proj"],
+        rank_pattern={"layers.1.self_attn.q_proj": 2, "up_proj": 8},
+        alpha_pattern={r"layers\.[02]\.self_attn\.v_proj": 20, "model.layers.1.mlp.up_proj": 1},
+        layers_to_transform=[0, 1],
+    )
+    modules = read_lora(path).modules
+    assert {(module.rank, module.scale) for module in modules.values()} == {
+        (4, 2.0),
+        (2, 4.0),
+        (4, 5.0),
+        (8, 1.0),
+        (8, 0.125),
+    }
+    expected = reference(merge(oracle.path, path, tmp_path / "merged"), oracle.spec.architecture, oracle.tokens[:40])
+    ours = run_mixed(load(oracle, [path, path]), oracle)
+    assert (ours[0] - expected).abs().max() < MAX_DIFFERENCE
+    assert (ours[1] - expected[:33]).abs().max() < MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4_g32"])
+def test_quantized_weights_keep_theirs_and_the_difference_is_exact(quantization: Any, tmp_path: Path) -> None:
+    """Held at the layer: what an adapter adds to a quantized product is what A and B give, in float32."""
+    oracle = Oracle(make_checkpoint(tmp_path / "base"))
+    path = make_adapter(oracle.path, tmp_path / "adapter", "all-linear")
+    model, made = load(oracle, [path], quantization=quantization)
+    tensors = load_file(path / "adapter_model.safetensors")
+    layer = model.layers[1]
+    x, adapted, plain = torch.randn(5, 64), torch.zeros(5, 128), torch.zeros(5, 128)
+    made.rows.begin_step(np.array([0, 0, -1, 0, 0]))
+    layer.attention.qkv.forward(x, adapted)
+    made.rows.begin_step(np.full(5, -1))
+    layer.attention.qkv.forward(x, plain)
+    prefix = "base_model.model.model.layers.1.self_attn.{}_proj.lora_{}.weight"
+    exact = torch.cat([x @ tensors[prefix.format(p, "A")].T @ tensors[prefix.format(p, "B")].T * 2 for p in "qkv"], 1)
+    exact[2] = 0
+    assert (adapted - plain - exact).abs().max() < 1e-4
+    assert exact.abs().max() > 1
+
+
+REFUSED = [
+    ({"peft_type": "IA3"}, "peft_type is 'IA3'; LORA is served"),
+    ({"use_dora": True}, "use_dora is set: adapters with DoRA are not served"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
+    ({"bias": "all"}, "bias is 'all'"),
+    ({"init_lora_weights": "pissa_niter_4"}, "changes the base model as well"),
+    ({"r": 0}, "r: Expected `int` >= 1"),
+    ({"alpha_pattern": {"(": 3}}, "alpha_pattern is not a regular expression"),
+]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return Oracle(make_checkpoint(tmp_path_factory.mktemp("small") / "base"))
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_configs_that_are_not_served_are_refused_by_name(
+    changes: dict[str, Any], message: str, small: Oracle, tmp_path: Path
+) -> None:
+    path = change_config(make_adapter(small.path, tmp_path / "adapter", ["q_proj"]), changes)
+    with pytest.raises(ModelError, match=r"adapter_config\.json") as error:
+        read_lora(path)
+    assert message in str(error.value)
+
+
+def test_adapters_of_other_models_are_refused(small: Oracle, tmp_path: Path) -> None:
+    _, made = load(small, [])
+    other = make_checkpoint(tmp_path / "other", hidden_size=96, head_dim=24)
+    for path, message in (
+        (make_adapter(other, tmp_path / "shapes", ["q_proj"]), "was made for another base model"),
+        (make_adapter(small.path, tmp_path / "rank", ["q_proj"], rank=9), "has rank 9, and max_lora_rank is 8"),
+        (make_adapter(small.path, tmp_path / "head", ["q_proj", "lm_head"]), "lm_head: not linear layers of this"),
+        (make_adapter(small.path, tmp_path / "table", ["embed_tokens"]), "lora_embedding_A"),
+        (make_adapter(small.path, tmp_path / "dora", ["q_proj"], use_dora=True), "DoRA"),
+        (tmp_path / "nothing", "adapter_config.json: no such file"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            made.read(read_lora(path), f"adapter {path.name!r}")
+    tensors = load_file(tmp_path / "rank" / "adapter_model.safetensors")
+    file = tmp_path / "rank" / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in tensors.items() if "lora_A" in name}, file)
+    with pytest.raises(ModelError, match="has only lora_A of"):
+        read_lora(tmp_path / "rank")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ModelError, match="truncated"):
+        read_lora(tmp_path / "rank")
+    file.unlink()
+    (tmp_path / "rank" / "adapter_model.bin").write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"adapter_model\.bin cannot be used"):
+        read_lora(tmp_path / "rank")
+
+
+def test_models_of_transformers_take_no_adapters(small: Oracle) -> None:
+    from vllm_lite.checkpoint.config_json import load_spec
+
+    sizes = Sizes(64, 64, Adapters(AdapterLimits(1, 8), 64, torch.float32, CPU))
+    with pytest.raises(ConfigError, match="enable_lora is for models with a native implementation"):
+        build(load_spec(small.path, "transformers"), "float32", "cpu", sizes)

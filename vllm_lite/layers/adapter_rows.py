@@ -1,0 +1,97 @@
+"""Which rows of a step belong to which adapter, in memory that stays: recorded steps read it.
+
+There are two sets of rows: those of all tokens of the step and, once `gather` was called, those that go on. Layers ask
+for the `current` one.
+"""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+NO_SLOT = -1
+"""The slot of a row without an adapter."""
+Slots = NDArray[np.int64]
+
+
+class AdapterRows(Protocol):
+    """The slots of a step's rows, as the layers of one device want them."""
+
+    def begin_step(self, slots: Slots) -> None:
+        """slots: [num_tokens], NO_SLOT where there is none."""
+        ...
+
+    def repeat_step(self) -> None:
+        """A step with the slots of the one before begins."""
+        ...
+
+    def gather(self, wanted: torch.Tensor) -> None:
+        """From here on the rows are those `wanted`: int64 [k], of a step that is not captured."""
+        ...
+
+
+class Grouped(NamedTuple):
+    """Rows by slot: slot i has rows[starts[i]:starts[i + 1]]."""
+
+    rows: torch.Tensor  # int32 [max_num_tokens], those with an adapter
+    starts: torch.Tensor  # int32 [num_slots + 1]
+
+    @classmethod
+    def empty(cls, num_slots: int, max_num_tokens: int) -> "Grouped":
+        return cls(torch.zeros(max_num_tokens, dtype=torch.int32), torch.zeros(num_slots + 1, dtype=torch.int32))
+
+    def fill(self, slots: Slots) -> None:
+        """In each slot rows are in their order."""
+        rows, starts = self.rows.numpy(), self.starts.numpy()
+        order = slots.argsort(kind="stable")
+        ends = slots[order].searchsorted(np.arange(len(starts)))
+        rows[: len(order) - ends[0]] = order[ends[0] :]
+        starts[:] = ends - ends[0]
+
+
+class GroupedRows:
+    """For the CPU's kernel, which takes each adapter's rows together."""
+
+    def __init__(self, num_slots: int, max_num_tokens: int) -> None:
+        self.all, self.kept = (Grouped.empty(num_slots, max_num_tokens) for _ in range(2))
+        self.current = self.all
+        self._slots: Slots = np.zeros(0, np.int64)
+
+    def begin_step(self, slots: Slots) -> None:
+        self._slots, self.current = slots, self.all
+        self.all.fill(slots)
+
+    def repeat_step(self) -> None:
+        self.current = self.all
+
+    def gather(self, wanted: torch.Tensor) -> None:
+        self.current = self.kept
+        if len(self._slots):  # a step that only warms up has none
+            self.kept.fill(self._slots[wanted.numpy()])
+
+
+class MaskedRows:
+    """For matrix products of any device, over all slots at once: a mask has 1 in the column of a row's slot."""
+
+    def __init__(self, num_slots: int, max_num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.all, self.kept = torch.zeros(2, max_num_tokens, num_slots, dtype=dtype, device=device)
+        self.current = self.all
+        self.is_idle = False
+        """No row has an adapter. False where a step is captured, whose rows may have some later."""
+        self._columns = np.arange(num_slots)
+
+    def begin_step(self, slots: Slots) -> None:
+        self.current = self.all
+        self.is_idle = not (slots >= 0).any()
+        mask = torch.from_numpy(slots[:, None] == self._columns)
+        on_host = self.all.device.type == "cpu"
+        self.all[: len(slots)].copy_(mask if on_host else mask.pin_memory(), non_blocking=not on_host)
+        self.all[len(slots) :].zero_()  # rows that pad a captured step
+
+    def repeat_step(self) -> None:
+        self.current = self.all
+
+    def gather(self, wanted: torch.Tensor) -> None:
+        self.current = self.kept
+        self.kept[: len(wanted)] = self.all[wanted]
