@@ -19,7 +19,8 @@ class CachedContents:
     def _stored(self, sequence: Sequence, group: KVGroup, index: int) -> None:
         start, size = index * group.block_size, group.block_size
         tokens = tuple(sequence.tokens[: start + size])
-        slots: list[Slot | None] = [(group.index, tokens[: start + count]) for count in range(1, size + 1)]
+        adapter = 0 if sequence.request.adapter is None else sequence.request.adapter.number
+        slots: list[Slot | None] = [(group.index, adapter, tokens[: start + count]) for count in range(1, size + 1)]
         self._wanted[sequence.block_hashes[index] + group.key] = slots
         if self._also is not None:
             self._also(sequence, group, index)

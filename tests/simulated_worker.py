@@ -24,8 +24,8 @@ from vllm_lite.protocol.step import (
     SetToken,
 )
 
-Slot = tuple[int, tuple[int, ...]]
-"""What one position of a block holds: the group, and the whole prefix it was computed from."""
+Slot = tuple[int, int, tuple[int, ...]]
+"""What one position of a block holds: the group, the adapter, and the whole prefix it was computed from."""
 
 
 def next_token(tokens: abc.Sequence[int], vocab_size: int, sample: int = 0, seed: int = 0) -> int:
@@ -56,6 +56,7 @@ class History:
         self.tokens = tokens
         self.sampling = sampling
         self.num_prompt = num_prompt
+        self.adapter = 0
         self.num_scored = 1
         self.num_computed = 0
         self.num_cached = 0
@@ -98,6 +99,25 @@ class SimulatedWorker:
         """Asked whenever a sequence with a grammar would get its first token; if so, it gets none."""
         self.num_held_back = 0
         self._outputs: deque[ModelOutput] = deque()
+        self.adapters: set[int] = set()
+        self.max_adapters = 10**9
+        self.unreadable: set[str] = set()
+        """Paths of adapters that cannot be read."""
+        self._read: list[tuple[int, str | None]] = []
+
+    def read_adapter(self, number: int, name: str, path: str) -> None:
+        assert number not in self.adapters
+        error = f"adapter {name!r} cannot be read" if path in self.unreadable else None
+        if error is None:
+            self.adapters.add(number)
+        self._read.append((number, error))
+
+    def drop_adapter(self, number: int) -> None:
+        self.adapters.discard(number)
+
+    def adapters_read(self) -> list[tuple[int, str | None]]:
+        read, self._read = self._read, []
+        return read
 
     def expert_tokens(self) -> list[list[int]]:
         """There are none."""
@@ -127,6 +147,7 @@ class SimulatedWorker:
         scheduled = [step for entry in output.entries if (step := self._apply(entry)) is not None]
         assert len({handle for handle, _, _ in scheduled}) == len(scheduled), "a sequence is scheduled twice"
         assert len(self.resident) <= self.max_num_seqs
+        assert len({self.sequences[handle].adapter for handle in self.resident} - {0}) <= self.max_adapters
         self.num_scheduled.append(sum(count + drafts for _, count, drafts in scheduled))
         drafts = {handle: self._draft(self.sequences[handle], number) for handle, _, number in scheduled}
         for handle, count, _ in scheduled:  # a layer writes all KV of the batch ...
@@ -165,6 +186,7 @@ class SimulatedWorker:
                 history = History(
                     unpack_tokens(entry.tokens), entry.sampling, len(self.windows), entry.num_prompt_tokens
                 )
+                history.adapter = entry.adapter
                 self.sequences[entry.handle] = history
                 history.pooling = entry.pooling
                 self._place(history, entry)
@@ -205,6 +227,7 @@ class SimulatedWorker:
                 child = History(parent.tokens[: entry.num_tokens], entry.sampling, len(self.windows))
                 num_blocks = -(-entry.num_tokens // self.block_size)
                 child.tables = [table[:num_blocks] for table in parent.tables]
+                child.adapter = parent.adapter
                 child.num_computed, child.num_cached = (entry.num_computed, entry.num_cached)
                 self.sequences[entry.child] = child
                 self.resident.add(entry.child)
@@ -225,6 +248,7 @@ class SimulatedWorker:
         return tokens[len(history.tokens) :]
 
     def _write(self, history: History, count: int, drafts: list[int]) -> None:
+        assert not history.adapter or history.adapter in self.adapters, "its adapter is not loaded"
         tokens = history.tokens + drafts
         start, end = history.num_computed, history.num_computed + count + len(drafts)
         assert end <= len(tokens)
@@ -232,7 +256,7 @@ class SimulatedWorker:
             for group, table in enumerate(history.tables):
                 block_id = table[position // self.block_size]
                 assert 0 < block_id < self.num_blocks, "only device blocks are written, and never the null block"
-                self.kv[block_id][position % self.block_size] = (group, tuple(tokens[: position + 1]))
+                self.kv[block_id][position % self.block_size] = (group, history.adapter, tuple(tokens[: position + 1]))
             self.num_written += 1
 
     def _score(self, handle: Handle, count: int) -> tuple[Handle, PromptLogprobs] | None:
@@ -279,7 +303,7 @@ class SimulatedWorker:
             first = 0 if window is None else max(0, start - window + 1)
             for position in range(first, start + count):
                 slot = self.kv[table[position // self.block_size]][position % self.block_size]
-                wanted = (group, tuple(tokens[: position + 1]))
+                wanted = (group, history.adapter, tuple(tokens[: position + 1]))
                 assert slot == wanted, f"position {position} of group {group} holds {slot}, not {wanted}"
 
     def _logprobs(self, history: History, num_sampled: int) -> TokenLogprobs | None:

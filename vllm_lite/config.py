@@ -11,7 +11,14 @@ from vllm_lite.runtime import log
 from vllm_lite.runtime.addresses import check_address, split_tcp
 from vllm_lite.runtime.group_memory import MAX_RANKS
 from vllm_lite.runtime.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
-from vllm_lite.runtime.nested_settings import Count, KVEventsConfig, PoolerConfig, PoolingOptions, Speculation
+from vllm_lite.runtime.nested_settings import (
+    Count,
+    KVEventsConfig,
+    LoraModulePath,
+    PoolerConfig,
+    PoolingOptions,
+    Speculation,
+)
 from vllm_lite.runtime.settings import Section, Settings, about
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
@@ -299,12 +306,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             self._check_tcp(self.tcp_address)
         if self.data_parallel_size > 1:
             self._check_data_parallel()
-<<<<<<< HEAD
         if self.single_process and self.distributed_executor_backend == "ray":
             raise ValueError("single_process runs the worker as a thread of this process, and ray on other machines")
-=======
         self._check_lora()
->>>>>>> 21b3dba (layers: LoRA adapters over linear layers, by one native call each)
 
     def _check_data_parallel(self) -> None:
         for name in ("address", "tcp_address", "single_process"):

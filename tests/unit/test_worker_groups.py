@@ -97,6 +97,15 @@ class FakeGroup:
     def expert_tokens(self) -> list[list[int]]:
         return []
 
+    def read_adapter(self, number: int, name: str, path: str) -> None:
+        self.worker.read_adapter(number, name, path)
+
+    def drop_adapter(self, number: int) -> None:
+        self.worker.drop_adapter(number)
+
+    def adapters_read(self) -> list[tuple[int, str | None]]:
+        return self.worker.adapters_read()
+
     def failure(self) -> Failure | None:
         return self.lost if self.knows_cause else None
 

@@ -4,6 +4,7 @@ No sequence is preempted for one that waits. Sequences may pass one that does no
 waits for blocks, which they take from it, is passed by MAX_PASSED at most; and a step looks only so far into the queue.
 """
 
+from vllm_lite.engine.adapters import StepAdapters
 from vllm_lite.engine.blocks.manager import Admission, KVCacheManager, Verdict
 from vllm_lite.engine.queues import Queues
 from vllm_lite.engine.sequence import Sequence, Status
@@ -35,6 +36,7 @@ class Admitter:
         running, max_num_seqs = self._queues.running, self._options.max_num_seqs
         blocked: list[Sequence] = []
         passed: list[Sequence] = []  # those of them that lose something to the sequences that pass them
+        present = self._queues.adapters.of_step(running)
         for sequence in self._policy.waiting(plan.view):
             if plan.room <= 0:
                 plan.decide("waits_for_budget", sequence, budget=plan.room)
@@ -46,11 +48,11 @@ class Admitter:
                 continue
             if blocked and not self._policy.may_pass(sequence, blocked[0]):
                 break
-            is_in = self._admit(sequence, plan, in_parts=not passed)
-            # With no sequence to wait for, the first may take the blocks of those that are parked behind it.
-            while not (is_in or blocked or running or self._kv.swapping.is_moving) and self._kv.reclaim(keep=sequence):
-                is_in = self._admit(sequence, plan, in_parts=True)
+            is_in = False
+            if _has_adapter(sequence, present, plan):
+                is_in = self._admit_or_reclaim(sequence, plan, is_first=not blocked, in_parts=not passed)
             if is_in:
+                present.add(sequence)
                 for other in passed:
                     other.num_passed += 1
                 if any(other.num_passed >= MAX_PASSED for other in passed):
@@ -64,6 +66,15 @@ class Admitter:
                     break
             if len(blocked) > MAX_BLOCKED or plan.num_looked_up > MAX_LOOKED_UP_TOKENS:
                 break
+
+    def _admit_or_reclaim(self, sequence: Sequence, plan: StepPlan, *, is_first: bool, in_parts: bool) -> bool:
+        """As `_admit`. With no sequence to wait for, the first may take the blocks of those that are parked behind
+        it."""
+        kv, running = self._kv, self._queues.running
+        is_in = self._admit(sequence, plan, in_parts=in_parts)
+        while is_first and not (is_in or running or kv.swapping.is_moving) and kv.reclaim(keep=sequence):
+            is_in = self._admit(sequence, plan, in_parts=True)
+        return is_in
 
     def _admit(self, sequence: Sequence, plan: StepPlan, *, in_parts: bool) -> bool:
         """Admit a waiting sequence. False: it does not fit into this step, or into the free blocks.
@@ -141,6 +152,7 @@ class Admitter:
             return Resume(sequence.handle, computed, cached, num_tokens, block_ids)
         self._queues.introduce(sequence)
         tokens, sampling = sequence.tokens.tobytes(), sequence.sampling()
+        adapter = 0 if request.adapter is None else request.adapter.number
         return NewRequest(
             sequence.handle,
             tokens,
@@ -151,7 +163,18 @@ class Admitter:
             num_tokens,
             block_ids,
             request.pooling,
+            adapter,
         )
+
+
+def _has_adapter(sequence: Sequence, present: StepAdapters, plan: StepPlan) -> bool:
+    """Whether the step may have the sequence's adapter. One that waits for it may be passed as one that waits for
+    blocks: those that pass take the room that it waits for."""
+    if present.has_room_for(sequence):
+        return True
+    plan.is_cut = False
+    plan.decide("waits_for_adapter", sequence)
+    return False
 
 
 def _waits(plan: StepPlan, sequence: Sequence, admission: Admission) -> None:

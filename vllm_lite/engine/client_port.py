@@ -217,6 +217,13 @@ class ClientPort:
         for peer in self._clients:
             self.send(peer, api.Recovered(self._epoch, generation, lost_s))
 
+    def say_adapters(self, adapters: tuple[api.AdapterInfo, ...]) -> None:
+        """Tell all clients, and those that come later, which adapters there are."""
+        if self._welcome is not None:
+            self._welcome = msgspec.structs.replace(self._welcome, adapters=adapters)
+        for peer in self._clients:
+            self.send(peer, api.AdapterList(adapters))
+
     def say_dying(self, reason: str, *, is_final: bool) -> None:
         """Send every client what it is owed, and then the reason why the engine ends."""
         self.flush(0.0, at_once=True)

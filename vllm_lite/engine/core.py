@@ -7,6 +7,8 @@ from typing import NamedTuple
 from vllm_lite import __version__
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.engine import policy
+from vllm_lite.engine.adapter_loader import AdapterLoader
+from vllm_lite.engine.adapters import Adapter
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
@@ -77,10 +79,13 @@ class EngineCore:
         )
         self.kv = self.scheduler.kv
         self.meter = self.scheduler.meter
+        self.adapters = self.scheduler.queues.adapters
         self.recorder = make_recorder(config.record, header, self.scheduler)
         if config.kv_cache_metrics:
             one_in = round(1 / config.kv_cache_metrics_sample)
             self.meter.counters.blocks = Residency(self.kv.pool, clock, one_in).histograms
+        self.adapters.on_change = lambda adapter: self.recorder.adapter_changed(adapter, clock())
+        self.adapter_loader = AdapterLoader(self.scheduler, config, self.end_adapter, clock)
         self._counts_experts = config.expert_load_metrics
         self._expert_tokens: list[list[int]] = []
         """Those of groups that are gone."""
@@ -135,6 +140,17 @@ class EngineCore:
             self._holds = are_held
             self.scheduler.hold_newcomers(are_held=are_held)
             self.recorder.newcomers(are_held, self._clock())
+
+    def end_adapter(self, adapter: Adapter, error: str) -> list[Produced]:
+        """End the requests of an adapter that cannot be loaded."""
+        now_s = self.meter.now_s = self._clock()
+        produced = []
+        for request in [each for each in self.scheduler.requests.values() if each.adapter is adapter]:
+            sample, start = request.open_samples()[0]
+            produced.append(Produced(request, sample, start, [], reason="error", error=error))
+            self.scheduler.queues.end(request, "error")
+            self.recorder.aborted(request, (), now_s)
+        return produced
 
     # ---- the step
 
@@ -215,6 +231,10 @@ class EngineCore:
         counters = self.meter.stats(self._clock())
         if self._counts_experts:
             counters.expert_tokens = sum_of(self._expert_tokens, self._executor.expert_tokens())
+        waiting = [*self.scheduler.waiting, *self.scheduler.queues.held] if self.adapters.by_number else []
+        counters.running_adapters, counters.waiting_adapters = self.adapters.running_and_waiting(
+            self.scheduler.running, waiting
+        )
         counters.num_running, counters.num_waiting = len(self.scheduler.running), self.scheduler.queues.num_waiting
         return counters
 
@@ -258,6 +278,8 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, lives: Lives, no
         num_forced=NUM_FORCED if config.jump_forward else 0,
         generation=lives.generation,
         max_itl_s=(config.max_itl_ms or 0) / 1000,
+        max_loras=config.max_loras if config.enable_lora else 0,
+        max_cpu_loras=config.num_kept_loras if config.enable_lora else 0,
     )
     return Header(
         engine_version=__version__,

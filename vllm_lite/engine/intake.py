@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from vllm_lite.engine.adapters import Adapter
 from vllm_lite.engine.observe.recorder import Recorder
 from vllm_lite.engine.request import Produced, Request, stop_ids
 from vllm_lite.engine.scheduler import Scheduler
@@ -63,7 +64,7 @@ class Intake:
             if _can_resend(known):
                 return _attach(known, client, message)
         self._check_content(message)
-        request = self._make_request(client, message, len(message.prompt) // 4)
+        request = self._make_request(client, message, len(message.prompt) // 4, self._adapter_of(message))
         done = _end_complete(request)
         now_s = self._scheduler.meter.now_s = self._clock()
         replaced, replaced_at = None, 0
@@ -98,7 +99,7 @@ class Intake:
         prompt, output = tokens[: parent.num_prompt].tobytes(), tokens[parent.num_prompt :].tobytes()
         named = message.external_id, message.context
         generate = Generate(message.child_id, prompt, message.params, message.have, output, *named)
-        child = self._make_request(client, generate, parent.num_prompt)
+        child = self._make_request(client, generate, parent.num_prompt, parent.adapter)
         if child.num_tokens >= child.max_len:
             raise RequestError(f"max_tokens must be more than the {message.have} tokens the fork starts with")
         self._scheduler.meter.now_s = self._clock()
@@ -107,7 +108,16 @@ class Intake:
         self._recorder.forked(parent, child, self._clock())
         return child
 
-    def _make_request(self, client: bytes, message: Generate, num_prompt: int) -> Request:
+    def _adapter_of(self, message: Generate) -> Adapter | None:
+        """Raises RequestError for a name that is none of an adapter."""
+        if not message.adapter:
+            return None
+        adapter = self._scheduler.queues.adapters.get(message.adapter)
+        if adapter is None:
+            raise RequestError(f"there is no adapter {message.adapter!r}; load it first")
+        return adapter
+
+    def _make_request(self, client: bytes, message: Generate, num_prompt: int, adapter: Adapter | None) -> Request:
         params = message.params
         if message.pooling is None and not self._model.pooler.generates:
             raise RequestError(f"this model generates no text; it can be asked to {_listed(self._model.pooler.tasks)}")
@@ -133,7 +143,7 @@ class Intake:
             max_len = min(max_len, num_prompt + params.max_tokens)
         if message.pooling is not None:
             max_len = num_prompt + 1  # where it would end if it got a token, which it does not
-        request = Request(message, client, max_len, stop_ids(params, self._model.eos))
+        request = Request(message, client, max_len, stop_ids(params, self._model.eos), adapter)
         num_choices = self._model.vocab_size - len(request.stop_ids)
         if request.beam is not None and params.n > num_choices:
             raise RequestError(f"beam search over {params.n} beams, but only {num_choices} tokens go on")
@@ -215,6 +225,8 @@ def _check_same(known: Request, message: Generate) -> None:
     if asked != (known.pooling and msgspec.structs.replace(known.pooling, reads_all=True)):
         raise RequestError(f"request id {message.request_id!r} is in use to pool otherwise; choose another id")
     other = _difference(known.params, _with_seed(message))
+    if message.adapter != ("" if known.adapter is None else known.adapter.name):
+        other = "adapter"
     if other is not None:
         raise RequestError(
             f"request id {message.request_id!r} is in use with another {other}; send the same parameters to attach "

@@ -89,6 +89,8 @@ class EngineProcess:
         with made_to_last():
             core = EngineCore(self._config, ready, groups.executor, sizes, lives)
         core.meter.counters.generation = groups.generation
+        core.adapter_loader.load_configured(groups.executor, self._stop)
+        core.adapter_loader.on_listed = lambda: self._port.say_adapters(core.adapter_loader.infos)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             rank = self._config.data_parallel_rank
             self._kv_events = KVEventStream(self._config.kv_events_config, core.kv, rank)
@@ -105,6 +107,8 @@ class EngineProcess:
                 tokenizer=self._config.tokenizer,
                 is_supervised=self._config.max_restarts > 0,
                 pooler=ready.pooler,
+                adapters=core.adapter_loader.infos,
+                max_loras=core.adapters.limits.in_step,
             )
         )
         log.moment("engine", "blocks, clients' socket")
@@ -230,6 +234,10 @@ class EngineProcess:
             self._port.send(peer, core.reset_prefix_cache())
         elif isinstance(message, Operation):
             operations.ask(peer, message)
+        elif isinstance(message, api.LoadAdapter):
+            core.adapter_loader.load(message, partial(self._port.send, peer))
+        elif isinstance(message, api.UnloadAdapter):
+            core.adapter_loader.unload(message, partial(self._port.send, peer))
 
     def _generate(self, core: EngineCore, peer: bytes, message: api.Generate) -> None:
         try:
@@ -291,8 +299,10 @@ def _compute(core: EngineCore, executor: Executor, produced: list[Produced]) -> 
     # All there are: with the last of them out of the socket, nothing would end the next wait early.
     while (output := executor.poll()) is not None:
         produced += core.finish(output)
+    core.adapter_loader.receive(executor, produced)
     while core.begin():  # before the clients get theirs: workers should not wait for that
         pass
+    core.adapter_loader.send(executor)
 
 
 def _to_wire(item: Produced) -> api.Tokens | api.Finished:

@@ -6,6 +6,7 @@ they get the next step's own entries is collected in `entries`.
 
 from typing import NamedTuple
 
+from vllm_lite.engine.adapters import AdapterLimits, Adapters
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.external import ExternalRequests
 from vllm_lite.engine.handles import Handles
@@ -34,6 +35,8 @@ class Options(NamedTuple):
     max_itl_s: float = 0.0
     """How long a step may take in which sequences wait for their next tokens, as far as prompts make it longer. 0: any
     time."""
+    max_loras: int = 0
+    max_cpu_loras: int = 0
 
 
 class Queues:
@@ -50,6 +53,7 @@ class Queues:
         """The number of the latest step."""
         self.requests: dict[str, Request] = {}
         self.external = ExternalRequests()
+        self.adapters = Adapters(AdapterLimits(options.max_loras, options.max_cpu_loras))
         self.running: list[Sequence] = []
         self.held: dict[Sequence, None] = {}
         """Sequences that no step may compute now. They go on from the waiting queue."""
@@ -96,6 +100,8 @@ class Queues:
         request.queued_s = self.meter.now_s
         self.requests[request.request_id] = request
         self._num_guided += request.is_guided
+        if request.adapter is not None:
+            request.adapter.num_requests += 1
         self.external.add(request)
         if request.deadline_s is not None:
             self._with_deadline[request.request_id] = request
@@ -128,6 +134,8 @@ class Queues:
     def _remove(self, request: Request) -> None:
         if self.requests.pop(request.request_id, None) is not None:
             self._num_guided -= request.is_guided
+            if request.adapter is not None:
+                request.adapter.num_requests -= 1
         self._with_deadline.pop(request.request_id, None)
 
     def late(self, now_s: float) -> list[Request]:
@@ -172,6 +180,7 @@ class Queues:
         running, self.running = self.running, []
         self.entries = []
         self.handles = Handles()
+        self.adapters.lose_workers()
         self._kv.lose_contents([*running, *self.waiting, *self.held])
         for request in self.requests.values():
             request.lose_workers()
@@ -243,4 +252,14 @@ class Queues:
             raise RuntimeError("a sequence is held that may run, or the reverse")
         if self._num_guided != sum(request.is_guided for request in self.requests.values()):
             raise RuntimeError(f"{self._num_guided} requests are said to follow a grammar")
+        self._check_adapters()
         self._kv.check_integrity(members)
+
+    def _check_adapters(self) -> None:
+        having = [request.adapter for request in self.requests.values() if request.adapter is not None]
+        for adapter in {*having, *self.adapters.by_number.values()}:
+            if adapter.num_requests != having.count(adapter) or adapter.number not in self.adapters.by_number:
+                raise RuntimeError(f"{adapter} is said to have {adapter.num_requests} requests")
+        running = {sequence.request.adapter for sequence in self.running} - {None}
+        if len(running) > self.adapters.limits.in_step or not all(each.is_loaded for each in running if each):
+            raise RuntimeError(f"the running sequences have {running}")

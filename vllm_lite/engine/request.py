@@ -2,12 +2,15 @@
 
 from array import array
 from collections import abc
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_lite.engine.beam import BeamSearch
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import FinishReason, Generate, PromptLogprobs, SampleSoFar, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams
+
+if TYPE_CHECKING:  # adapters know sequences
+    from vllm_lite.engine.adapters import Adapter
 
 
 class Produced(NamedTuple):
@@ -32,7 +35,14 @@ class Request:
     share the prompt's blocks through the prefix cache alone.
     """
 
-    def __init__(self, message: Generate, client: bytes, max_len: int, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        message: Generate,
+        client: bytes,
+        max_len: int,
+        stop_ids: frozenset[int],
+        adapter: "Adapter | None" = None,
+    ) -> None:
         """The tokens of `message` are checked and its seed is drawn. Every sequence ends at `max_len` at the latest."""
         self.request_id = message.request_id
         self.client = client
@@ -41,6 +51,7 @@ class Request:
         self.params = message.params
         self.pooling = message.pooling
         """What is made of the prompt instead of tokens; None: tokens."""
+        self.adapter = adapter
         self.is_guided = bool(message.params.grammar)
         """Whether its outputs follow a grammar, which may leave no choice of some tokens."""
         self.max_len = max_len
@@ -66,7 +77,9 @@ class Request:
         self.beam_logprobs = {0: 0.0}
         self.candidates: dict[int, abc.Sequence[tuple[int, float]]] = {}
         """The (token, logprob) candidates of the beams that have finished the current step, by their index."""
-        self.extra_keys = () if message.params.cache_salt is None else (message.params.cache_salt,)
+        salt = () if message.params.cache_salt is None else (message.params.cache_salt,)
+        self.extra_keys = salt if adapter is None else ("lora", str(adapter.number), *salt)
+        """What must be equal for KV to be shared; no salt makes one tuple look like another."""
         self.num_samples = 1 if search else message.params.n
         self.unforked = [] if message.samples else list(range(1, self.num_samples))
         """Indices of the samples that fork once the prompt is computed."""

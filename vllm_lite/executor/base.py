@@ -66,6 +66,15 @@ class Executor(Watched, Protocol):
     def poll(self) -> ModelOutput | None:
         """The result of the oldest step whose result has not been taken, or None."""
 
+    def read_adapter(self, number: int, name: str, path: str) -> None:
+        """Have the workers read a LoRA adapter, between two steps."""
+
+    def drop_adapter(self, number: int) -> None:
+        """Have them forget it; no step that is submitted later has it."""
+
+    def adapters_read(self) -> list[tuple[int, str | None]]:
+        """The numbers of adapters that are read by all of them, or why one cannot be; each once."""
+
     def expert_tokens(self) -> list[list[int]]:
         """For each layer how many tokens each of its experts has got from this group; empty if nobody counts them."""
 

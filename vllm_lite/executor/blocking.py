@@ -1,5 +1,6 @@
 """Waits for an executor's answers, for callers with nothing else to do, such as an engine that starts."""
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -31,6 +32,22 @@ def allocate(
     """Have the KV pools allocated; blocks per second that move between them. Raises like load()."""
     executor.begin_allocate(num_blocks, num_host_blocks, timeout_s)
     return _wait_for(executor.started, executor, stop)
+
+
+def read_adapter(
+    executor: Executor, adapter: tuple[int, str, str], timeout_s: float, stop: Wakeup | None = None
+) -> str | None:
+    """Have an adapter read, of this number, name and path. Why it cannot be served; None: it is there. Raises like
+    load(), but for `timeout_s`."""
+    executor.read_adapter(*adapter)
+    until_s = time.monotonic() + timeout_s
+
+    def answer() -> list[tuple[int, str | None]] | None:
+        if time.monotonic() > until_s:
+            raise EngineError(f"adapter {adapter[1]!r} was not read after {timeout_s:.0f} s")
+        return executor.adapters_read() or None
+
+    return _wait_for(answer, executor, stop)[0][1]
 
 
 def find_out(executor: Executor) -> Failure:

@@ -18,9 +18,12 @@ from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import (
+    AdapterRead,
+    DropAdapter,
     Failed,
     Imported,
     Load,
+    ReadAdapter,
     Ready,
     Shutdown,
     Start,
@@ -42,7 +45,7 @@ LATE_MESSAGE_S = 0.5
 that of a rank for which another one waited."""
 MUST_AGREE = ("groups", "max_model_len", "vocab_size", "eos_token_ids")
 """Fields of Ready that are properties of the model, so that every rank must have the same."""
-RankMessage = WorkerHello | Imported | Ready | Started | WorkerHeartbeat | Failed
+RankMessage = WorkerHello | Imported | Ready | Started | AdapterRead | WorkerHeartbeat | Failed
 
 logger = log.get(__name__)
 
@@ -121,6 +124,8 @@ class MultiprocExecutor:
         self._expert_tokens: list[list[int]] = []
         self._model: str | None = None
         """The folder that begin_load names."""
+        self._adapter_answers: dict[int, dict[int, str | None]] = {}
+        self._adapters_read: list[tuple[int, str | None]] = []
         self._deadline: Deadline | None = None
         """When the part of the start that is under way has to be done; None before the workers may load."""
         self._failure: Failure | None = None
@@ -221,6 +226,30 @@ class MultiprocExecutor:
             worker.health.on_unreachable(time.monotonic())
             self._check()
 
+    def read_adapter(self, number: int, name: str, path: str) -> None:
+        self._broadcast(ReadAdapter(number, name, path))
+
+    def drop_adapter(self, number: int) -> None:
+        self._broadcast(DropAdapter(number))
+
+    def adapters_read(self) -> list[tuple[int, str | None]]:
+        self._receive()
+        self._check()
+        read, self._adapters_read = self._adapters_read, []
+        return read
+
+    def _on_adapter(self, message: AdapterRead) -> None:
+        """With the last rank's answer that of all is known. A rank that has it forgets what another cannot have."""
+        answers = self._adapter_answers.setdefault(message.number, {})
+        answers[message.rank] = message.error
+        if len(answers) < len(self._workers):
+            return
+        del self._adapter_answers[message.number]
+        error = next((each for each in answers.values() if each is not None), None)
+        if error is not None:
+            self.drop_adapter(message.number)
+        self._adapters_read.append((message.number, error))
+
     def expert_tokens(self) -> list[list[int]]:
         return self._expert_tokens
 
@@ -257,6 +286,8 @@ class MultiprocExecutor:
         if isinstance(message, WorkerHeartbeat):
             health.on_heartbeat(message, health.last_heard_s)
             self._expert_tokens = message.expert_tokens or self._expert_tokens
+        elif isinstance(message, AdapterRead):
+            self._on_adapter(message)
         elif isinstance(message, Failed):
             health.on_failed(message, health.last_heard_s)
         elif isinstance(message, WorkerHello):

@@ -79,6 +79,7 @@ class SimulatedExecutor:
         self._free_at_s = 0.0
         self._sequences: dict[int, _SimulatedSequence] = {}
         self._results: deque[tuple[float, ModelOutput]] = deque()
+        self._adapters: list[tuple[int, str | None]] = []
 
     def spawn(self) -> None:
         pass
@@ -119,6 +120,16 @@ class SimulatedExecutor:
 
     def pollables(self) -> tuple[Pollable, ...]:
         return ()
+
+    def read_adapter(self, number: int, name: str, path: str) -> None:  # noqa: ARG002 (nothing is read)
+        self._adapters.append((number, None))
+
+    def drop_adapter(self, number: int) -> None:
+        pass
+
+    def adapters_read(self) -> list[tuple[int, str | None]]:
+        read, self._adapters = self._adapters, []
+        return read
 
     def expert_tokens(self) -> list[list[int]]:
         return []

@@ -20,6 +20,7 @@ MAX_PROMPT_BYTES = 16 * 1024 * 1024
 MAX_CONTEXT_BYTES = 64 * 1024
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
+AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 ExternalId = Annotated[str, Meta(max_length=256)]
 """Empty if the request has none."""
 Context = Annotated[bytes, Meta(max_length=MAX_CONTEXT_BYTES)]
@@ -61,6 +62,7 @@ class Generate(Message, tag="generate"):
 
     `external_id` is the id under which users know the request: the prompts of one HTTP body share one. Any client may
     name it in Describe and AbortExternal. `context` means nothing to the engine, which returns it in Descriptions.
+    `adapter` is the name of a LoRA adapter that has been loaded; empty: the model alone.
 
     With `pooling` nothing is generated: the request ends once its prompt is computed, and its Finished has what the
     pooler made of it. Of `params` it needs who asks, until when, and how urgent it is.
@@ -76,10 +78,12 @@ class Generate(Message, tag="generate"):
     samples: Annotated[tuple[SampleSoFar, ...], Meta(max_length=MAX_SAMPLES)] = ()
     num_scored: Annotated[int, Meta(ge=0)] = 0
     pooling: Pooling | None = None
+    adapter: Annotated[str, Meta(max_length=256)] = ""
 
 
 class ForkRequest(Message, tag="fork"):
-    """A new request `child_id` that goes on from the first `have` output tokens of a live one, sharing its KV.
+    """A new request `child_id` that goes on from the first `have` output tokens of a live one, sharing its KV and its
+    adapter.
 
     Its stream begins at token `have`, with draws of its own (`params.seed`). `external_id` and `context` are those of
     the new request, as in Generate.
@@ -139,7 +143,49 @@ class ResetPrefixCache(Message, tag="reset_prefix_cache"):
     """
 
 
+class LoadAdapter(Message, tag="load_adapter"):
+    """Load the LoRA adapter in the folder `path` of the engine's host under a name, which requests may use from now on;
+    answered by AdapterAnswer once it is there. With `in_place` it takes the place of one that has the name; without,
+    it must be the same one, which is then answered as loaded. `parent`: what lists call its base model. `question` is
+    a number of the client's, for the answer."""
+
+    question: int
+    name: AdapterName
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    in_place: bool = False
+    parent: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class UnloadAdapter(Message, tag="unload_adapter"):
+    """Forget an adapter; requests that have it go on. Answered by AdapterAnswer."""
+
+    question: int
+    name: AdapterName
+
+
 # ---- engine -> client
+
+
+class AdapterInfo(Message):
+    """An adapter that requests may name. `parent`: its base model's name, None: the model's."""
+
+    name: str
+    path: str
+    parent: str | None = None
+
+
+class AdapterList(Message, tag="adapter_list"):
+    """All adapters; sent to all clients when one has come or gone."""
+
+    adapters: tuple[AdapterInfo, ...]
+
+
+class AdapterAnswer(Message, tag="adapter_answer"):
+    """The adapter is loaded, or unloaded; or `error` says in one sentence why not. Answers come in any order."""
+
+    question: int
+    name: str
+    error: str | None = None
 
 
 class Welcome(Message, tag="welcome"):
@@ -147,7 +193,7 @@ class Welcome(Message, tag="welcome"):
 
     `tokenizer` is the folder of the tokenizer on the engine's host, for clients that know only an address. If the
     engine dies another one takes its place, unless it is not `is_supervised`: then its death is the end of every
-    request.
+    request. `max_loras`: how many different LoRA adapters a step may have; 0: none are served.
     """
 
     version: int
@@ -161,6 +207,8 @@ class Welcome(Message, tag="welcome"):
     tokenizer: str | None = None
     is_supervised: bool = True
     pooler: PoolerInfo = PoolerInfo()
+    adapters: tuple[AdapterInfo, ...] = ()
+    max_loras: int = 0
 
 
 class Refused(Message, tag="refused"):
@@ -271,6 +319,7 @@ class Stats(Counts, tag="stats"):
     `expert_tokens` has for each layer how many tokens each of its experts got, up to half a second ago; None unless
     that is counted. `is_paused` as by PauseGeneration; `sleep_level` as by Sleep, None if awake; `model` is the folder
     whose weights are served, or will be after the sleep.
+    `running_adapters` and `waiting_adapters` are the names of the LoRA adapters of such requests.
     """
 
     num_running: int = 0
@@ -317,6 +366,9 @@ class Stats(Counts, tag="stats"):
     is_paused: bool = False
     sleep_level: int | None = None
     model: str = ""
+
+    running_adapters: list[str] = msgspec.field(default_factory=list)
+    waiting_adapters: list[str] = msgspec.field(default_factory=list)
 
     @property
     def rests(self) -> bool:
@@ -372,6 +424,7 @@ class RequestContent(Message):
     prompt: TokenBytes
     output: TokenBytes
     logprobs: list[TokenLogprobs]
+    adapter: str = ""
 
 
 class RequestState(Message):
@@ -430,7 +483,18 @@ class PrefixCacheReset(Message, tag="prefix_cache_reset"):
 
 
 FromClient = (
-    Hello | Generate | ForkRequest | Abort | Ping | GetStats | Describe | AbortExternal | ResetPrefixCache | Operation
+    Hello
+    | Generate
+    | ForkRequest
+    | Abort
+    | Ping
+    | GetStats
+    | Describe
+    | AbortExternal
+    | ResetPrefixCache
+    | Operation
+    | LoadAdapter
+    | UnloadAdapter
 )
 ToClient = (
     Welcome
@@ -445,4 +509,6 @@ ToClient = (
     | ExternalAborted
     | PrefixCacheReset
     | OperationDone
+    | AdapterList
+    | AdapterAnswer
 )

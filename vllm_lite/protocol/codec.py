@@ -9,9 +9,12 @@ import msgspec
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.control import (
+    AdapterRead,
+    DropAdapter,
     Failed,
     Imported,
     Load,
+    ReadAdapter,
     Ready,
     Shutdown,
     Start,
@@ -48,8 +51,10 @@ class Codec(Generic[M]):
 client_to_engine: Codec[api.FromClient] = Codec(api.FromClient, "client to engine")
 engine_to_client: Codec[api.ToClient] = Codec(api.ToClient, "engine to client")
 
-ToWorker = SchedulerOutput | Steps | Load | Start | Shutdown
-FromWorker = ModelOutput | StepOutputs | WorkerHello | Imported | Ready | Started | WorkerHeartbeat | Failed
+ToWorker = SchedulerOutput | Steps | Load | Start | ReadAdapter | DropAdapter | Shutdown
+FromWorker = (
+    ModelOutput | StepOutputs | WorkerHello | Imported | Ready | Started | AdapterRead | WorkerHeartbeat | Failed
+)
 engine_to_worker: Codec[ToWorker] = Codec(ToWorker, "engine to worker")
 worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine")
 

@@ -1,7 +1,8 @@
 """Engine <-> worker outside the step: the start-up conversation, heartbeats, the end.
 
 worker: WorkerHello, Imported -> engine: (refuses another version or model by closing) Load -> worker: Ready ->
-engine: Start -> worker: Started -> steps ... -> engine: Shutdown. A worker that cannot go on sends Failed and exits.
+engine: Start -> worker: Started -> steps, adapters ... -> engine: Shutdown. A worker that cannot go on sends Failed
+and exits.
 
 Every message of a worker names its rank and the generation of its group; the engine drops those of another generation.
 """
@@ -75,6 +76,29 @@ class Started(Message, tag=33):
     rank: int
     generation: int
     swap_blocks_per_s: float = 0.0
+
+
+class ReadAdapter(Message, tag=38):
+    """Read the LoRA adapter in the folder `path`; every rank answers with AdapterRead. Steps sent later may use it."""
+
+    number: int
+    name: str
+    path: str
+
+
+class DropAdapter(Message, tag=39):
+    """Forget an adapter; no step has it any more."""
+
+    number: int
+
+
+class AdapterRead(Message, tag=40):
+    """The adapter is there, or `error` says in one sentence why it cannot be; then the worker goes on without it."""
+
+    rank: int
+    generation: int
+    number: int
+    error: str | None = None
 
 
 class WorkerHeartbeat(Message, tag=34):

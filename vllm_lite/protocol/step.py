@@ -14,6 +14,8 @@ from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.pooling import Pooling
 
 Handle = int
+AdapterNumber = int
+"""What the engine calls an adapter; 0 is none. A number is never used again."""
 BlockIds = list[list[int]]
 """Block ids per KV group; `[]` means none for any group."""
 
@@ -31,7 +33,8 @@ class NewRequest(Message, tag=1):
 
     Positions [num_computed, num_computed + num_tokens) are computed in this step. Below `num_cached` the KV is
     already there and must not be written: on a hit of the whole prompt num_cached = num_computed + 1 = its length,
-    so that the last token's query is recomputed and nothing is written. With `pooling` it is never sampled.
+    so that the last token's query is recomputed and nothing is written. With `pooling` it is never sampled. `adapter`
+    has been loaded before.
     """
 
     handle: Handle
@@ -43,6 +46,7 @@ class NewRequest(Message, tag=1):
     num_tokens: int
     block_ids: BlockIds
     pooling: Pooling | None = None
+    adapter: AdapterNumber = 0
 
 
 class Continue(Message, tag=2):

@@ -33,6 +33,7 @@ class Code(IntEnum):
     TRIED = 10
     CONVICTED = 11
     WAITS_FOR_TRIAL = 12
+    WAITS_FOR_ADAPTER = 13
 
 
 FIELDS: dict[Code, tuple[str, ...]] = {
@@ -48,8 +49,9 @@ FIELDS: dict[Code, tuple[str, ...]] = {
     Code.TRIED: ("deaths", "others"),
     Code.CONVICTED: ("deaths",),
     Code.WAITS_FOR_TRIAL: (),
+    Code.WAITS_FOR_ADAPTER: (),
 }
-WAITS = {Code.WAITS_FOR_BLOCKS, Code.WAITS_FOR_SWAP, Code.WAITS_FOR_BUDGET, Code.WAITS_FOR_SEAT, Code.WAITS_FOR_TRIAL}
+WAITS = {code for code in Code if code.name.startswith("WAITS_FOR_")}
 WAYS = ("recompute", "swap")
 """How a sequence is preempted: values of "by"."""
 REASONS = ("stop", "length", "abort", "error")
@@ -102,6 +104,8 @@ class Params(_Record, frozen=True):
     """It follows a grammar, so it may draft."""
     is_pooled: bool = False
     """It generates nothing and ends with its prompt."""
+    adapter: int = 0
+    """The number of its adapter; 0: none."""
 
 
 class Arrival(_Record, frozen=True, tag=1):
@@ -234,6 +238,14 @@ class Newcomers(_Record, frozen=True, tag=12):
     are_held: bool
 
 
+class AdapterChanged(_Record, frozen=True, tag=13):
+    """The workers have an adapter from now on, or have it no more."""
+
+    clock_s: float
+    number: int
+    is_loaded: bool
+
+
 Record = (
     Header
     | Arrival
@@ -248,6 +260,7 @@ Record = (
     | WorkersLost
     | WorkersReplaced
     | Newcomers
+    | AdapterChanged
 )
 
 

@@ -17,6 +17,7 @@ from vllm_lite.protocol.api import PromptLogprobs
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Handle, ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
+from vllm_lite.worker.adapter_cache import AdapterCache
 from vllm_lite.worker.batch.input_batch import InputBatch
 from vllm_lite.worker.batch.step_inputs import StepInputs, padding_step
 from vllm_lite.worker.expert_load import ExpertLoad
@@ -84,6 +85,7 @@ class ModelRunner:
         self.sampler = sampler_of(model, device)
         self.expert_load: ExpertLoad | None = None
         self.drafter = drafter
+        self.adapters: AdapterCache | None = None
         communicator = model.communicator
         self.batch.rules.fills_masks = communicator.shard.rank == 0 or not communicator.shares_memory
 
@@ -103,6 +105,8 @@ class ModelRunner:
             return ModelOutput(step.generation, step.step, b"")
         if inputs.num_tokens > self.limits.max_num_tokens:
             raise ProtocolError(f"a step of {inputs.num_tokens} tokens, expected at most {self.limits.max_num_tokens}")
+        if self.adapters is not None:
+            self.adapters.begin_step(inputs)
         if inputs.only_pools:
             pooled, failed = self._pool(self.eager.hidden(inputs), inputs)
             self.batch.commit(inputs, NO_TOKENS)

@@ -1,6 +1,7 @@
 """The worker's process: a conversation with the engine over one connection, and a heartbeat over another.
 
-Hello -> (Load) -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput, by rank 0 -> (Shutdown).
+Hello -> (Load) -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput, by rank 0, and one
+AdapterRead for every ReadAdapter, by all ranks -> (Shutdown).
 Between the first two it imports torch, so that a group which waits for its turn has done that. Any error is sent to
 the engine as Failed, makes the other ranks leave their waits, and ends the process with status 1. `main` also runs
 as a thread of a client (--single-process), so nothing here touches signals, the log's handlers or the process's end.
@@ -23,7 +24,16 @@ from vllm_lite.models.ahead import pack_ahead
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
-from vllm_lite.protocol.control import Imported, Load, Shutdown, Start, WorkerHeartbeat, WorkerHello
+from vllm_lite.protocol.control import (
+    DropAdapter,
+    Imported,
+    Load,
+    ReadAdapter,
+    Shutdown,
+    Start,
+    WorkerHeartbeat,
+    WorkerHello,
+)
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.runtime import log, torch_import
 from vllm_lite.runtime.cpu_binding import NONE, apply, plan_binding, threads_of_the_user
@@ -138,6 +148,12 @@ class WorkerLoop:
             self.send(started)
             log.moment("worker", "KV cache, first step")
             while (message := self.receive()) is not None:
+                if isinstance(message, ReadAdapter):
+                    self.send(worker.load_adapter(message))
+                    continue
+                if isinstance(message, DropAdapter):
+                    worker.drop_adapter(message.number)
+                    continue
                 answer = _execute(worker, message)
                 if rank == 0:
                     self.send(answer)

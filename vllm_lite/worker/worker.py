@@ -14,19 +14,21 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
 from vllm_lite.config import GIB, ResolvedConfig
-from vllm_lite.errors import ConfigError, ProtocolError
+from vllm_lite.errors import ConfigError, ModelError, ProtocolError
 from vllm_lite.kernels.cpu.file_packer import FilePacker
+from vllm_lite.layers.lora import AdapterLimits, Adapters
 from vllm_lite.models.registry import Sizes, build, examine
 from vllm_lite.models.weight_source import open_source
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator, SingleRank
-from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
+from vllm_lite.protocol.control import AdapterRead, KVGroupInfo, ReadAdapter, Ready, Start, Started
 from vllm_lite.protocol.pooling import POOLING_TASKS, PoolerInfo
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.runtime.machine import num_physical_cores
 from vllm_lite.structured.grammars import Grammars
 from vllm_lite.structured.vocabulary import load_vocabulary
+from vllm_lite.worker.adapter_cache import AdapterCache
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
 from vllm_lite.worker.expert_load import ExpertLoad
 from vllm_lite.worker.forward import EagerForward
@@ -124,7 +126,7 @@ class Worker:
     def _load_model(self, ahead: FilePacker | None) -> int:
         """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
         memory, limits, device = self.device.memory, self.limits, self.device.torch
-        sizes = Sizes(limits.max_model_len, limits.max_num_tokens)
+        sizes = Sizes(limits.max_model_len, limits.max_num_tokens, self._make_adapters())
         parts = (self.config.quantization, self.communicator)
         self.model = build(self.spec, self.dtype, device, sizes, *parts)
         self.expert_load: ExpertLoad | None = None
@@ -147,6 +149,16 @@ class Worker:
             return 0
         memory.trim()
         return memory.allocated_bytes() - allocated_bytes
+
+    def _make_adapters(self) -> Adapters | None:
+        config = self.config
+        self.adapters: AdapterCache | None = None
+        if not config.enable_lora:
+            return None
+        limits = AdapterLimits(config.max_loras, config.max_lora_rank)
+        made = Adapters(limits, self.limits.max_num_tokens, self.dtype, self.device.torch)
+        self.adapters = AdapterCache(made)
+        return made
 
     def _kv_scales(self) -> tuple[KVScales, ...]:
         """Those that the checkpoint has for a cache in fp8_e4m3; empty for other caches, which is said."""
@@ -212,6 +224,7 @@ class Worker:
         self.runner.warm_up()
         if self.device.capture is not None and self.graph_sizes:
             self.runner.capture_graphs(self.device.capture, self.graph_sizes)
+        self.runner.adapters = self.adapters
         self.runner.expert_load = self.expert_load  # warming up does not count
         if self.expert_load is not None:
             self.progress.expert_tokens = self.expert_load.tokens
@@ -239,6 +252,27 @@ class Worker:
         output = self.runner.execute(step)
         self.progress.advance()
         return output
+
+    @torch.inference_mode()
+    def load_adapter(self, message: ReadAdapter) -> AdapterRead:
+        """Load an adapter between two steps, or say why it cannot be loaded."""
+        error = None
+        try:
+            self._cache().load(message.number, message.name, message.path)
+        except ModelError as caught:
+            error = str(caught)
+        self.progress.advance()
+        return AdapterRead(self.rank, self.generation, message.number, error)
+
+    @torch.inference_mode()
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter that no step has any more."""
+        self._cache().drop(number)
+
+    def _cache(self) -> AdapterCache:
+        if self.adapters is None:
+            raise ProtocolError("an adapter has come, and enable_lora is off")
+        return self.adapters
 
     def _attention_shape(self) -> AttentionShape:
         spec = self.own_spec

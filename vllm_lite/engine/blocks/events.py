@@ -90,11 +90,14 @@ class KVEvents(PoolObserver):
             event.block_hashes.append(self._wire(block_hash))
             event.token_ids += tokens
         else:
+            adapter = sequence.request.adapter
             event = BlockStored(
                 [self._wire(block_hash)],
                 None if parent is None else self._wire(parent),
                 tokens,
                 size,
+                lora_id=None if adapter is None else adapter.number,
+                lora_name=None if adapter is None else adapter.name,
                 group_idx=group.index,
                 kv_cache_spec_kind="full_attention" if group.window is None else "sliding_window",
                 kv_cache_spec_sliding_window=group.window,

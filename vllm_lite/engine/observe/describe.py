@@ -29,7 +29,8 @@ def describe(
 def _content(request: Request) -> api.RequestContent:
     tokens, num_prompt = request.sequences[0].tokens, request.num_prompt
     prompt, output = tokens[:num_prompt].tobytes(), tokens[num_prompt:].tobytes()
-    return api.RequestContent(request.params, prompt, output, request.logprobs)
+    adapter = "" if request.adapter is None else request.adapter.name
+    return api.RequestContent(request.params, prompt, output, request.logprobs, adapter)
 
 
 def _state(
@@ -99,6 +100,8 @@ def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: i
         return "waits_for_turn"
     if len(scheduler.running) >= options.max_num_seqs:
         return "waits_for_seat"
+    if not scheduler.queues.adapters.of_step(scheduler.running).has_room_for(sequence):
+        return "waits_for_adapter"
     if found.verdict is not Verdict.OK:
         return "waits_for_blocks"
     if sequence.host_ids is not None and num_held(sequence):

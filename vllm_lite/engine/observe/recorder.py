@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from vllm_lite.engine.adapters import Adapter
 from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduler import Scheduler
@@ -143,6 +144,8 @@ class Recorder:
 
     def measured(self, rates: Rates) -> None: ...
 
+    def adapter_changed(self, adapter: Adapter, now_s: float) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -240,6 +243,9 @@ class TraceRecorder(Recorder):
     def measured(self, rates: Rates) -> None:
         self._write(records.RatesMeasured(*rates))
 
+    def adapter_changed(self, adapter: Adapter, now_s: float) -> None:
+        self._write(records.AdapterChanged(now_s, adapter.number, adapter.is_loaded))
+
     def _arrival(self, request: Request, now_s: float) -> records.Arrival:
         return records.Arrival(
             number=request.arrival,
@@ -333,7 +339,8 @@ def summary_of(step: SchedulerOutput | None, scheduler: Scheduler) -> tuple[byte
 def _params(request: Request) -> records.Params:
     params = request.params
     beam = (params.length_penalty, params.early_stopping) if params.use_beam_search else None
-    found = request.lacks_scores, request.is_guided, request.pooling is not None
+    adapter = 0 if request.adapter is None else request.adapter.number
+    found = request.lacks_scores, request.is_guided, request.pooling is not None, adapter
     return records.Params(params.n, params.min_tokens, params.priority, params.user, beam, *found)
 
 

@@ -162,6 +162,9 @@ class Replay:
                 self._lose_workers(record)
             case records.WorkersReplaced():
                 scheduler.resume(record.generation, record.swap_blocks_per_s)
+            case records.AdapterChanged():
+                adapters = scheduler.queues.adapters
+                adapters.change(adapters.numbered(record.number), is_loaded=record.is_loaded)
 
     def _schedule(self, record: records.Step) -> None:
         with self._hasher.given(record.hashes):
@@ -236,7 +239,8 @@ class Replay:
             samples=tuple(SampleSoFar(index, bytes(4 * num_output)) for index, num_output in record.samples),
             pooling=Pooling("embed", reads_all=params.scored) if params.is_pooled else None,
         )
-        request = Request(message, b"", record.max_len, frozenset(record.stop_ids))
+        adapter = self.scheduler.queues.adapters.numbered(params.adapter) if params.adapter else None
+        request = Request(message, b"", record.max_len, frozenset(record.stop_ids), adapter)
         request.deadline_s = record.deadline_s
         return request
 

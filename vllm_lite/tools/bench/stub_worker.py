@@ -46,7 +46,7 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
             continue  # only rank 0 answers
         if isinstance(message, Steps):
             send(worker_to_engine.encode(StepOutputs([_answer(step) for step in message.steps])))
-        else:
+        elif isinstance(message, SchedulerOutput):
             send(worker_to_engine.encode(_answer(message)))
     connection.close()
     return 0

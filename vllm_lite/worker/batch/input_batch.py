@@ -76,6 +76,7 @@ class InputBatch:
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.num_cached = np.zeros(max_num_seqs, np.int64)
         self.params = np.zeros(max_num_seqs, ROW_PARAMS)
+        self.adapters = np.zeros(max_num_seqs, np.int64)  # their numbers
         self._sequences: dict[Handle, SequenceState] = {}  # resident and preempted
         self._resident: list[SequenceState] = []  # by row
         self.rules = RuleBook(max_num_seqs, vocab_size, max_model_len + 1)
@@ -146,6 +147,7 @@ class InputBatch:
             raise ProtocolError(f"handle {entry.handle} has token {tokens.max()}, the vocabulary {self.vocab_size}")
         sequence = self._new_sequence(entry.handle, entry.sampling, entry.num_prompt_tokens)
         sequence.pooling = self.pooled.add(entry.pooling, entry.num_prompt_tokens)
+        sequence.adapter = entry.adapter
         if entry.sampling.prompt_logprobs is not None:
             sequence.prompt_scoring = PromptScoring(entry.num_prompt_tokens, entry.sampling.prompt_logprobs)
         self._start(sequence, tokens, entry)
@@ -188,6 +190,7 @@ class InputBatch:
             )
         num_prompt = min(self._resident[parent].num_prompt, entry.num_tokens)
         sequence = self._new_sequence(entry.child, entry.sampling, num_prompt)
+        sequence.adapter = self._resident[parent].adapter
         child = self._add_row(sequence, self.token_ids[parent, : entry.num_tokens])
         self.num_computed[child], self.num_cached[child] = entry.num_computed, entry.num_cached
         num_blocks = -(-entry.num_tokens // self.block_size)
@@ -245,6 +248,7 @@ class InputBatch:
         self._resident.append(sequence)
         self._set_tokens(row, tokens)
         self.table_lens[row] = 0
+        self.adapters[row] = sequence.adapter
         self.params[row] = row_params(sequence.sampling, self.rules.add(sequence.rules, tokens))
         return row
 
@@ -263,7 +267,7 @@ class InputBatch:
         self._set_tokens(row, self.token_ids[last, : self.num_tokens[last]])
         for table, length in zip(self.block_tables, self.table_lens[last], strict=True):
             table[row, :length] = table[last, :length]
-        for array in (self.table_lens, self.num_computed, self.num_cached, self.params):
+        for array in (self.table_lens, self.num_computed, self.num_cached, self.params, self.adapters):
             array[row] = array[last]
 
     def _set_tokens(self, row: int, tokens: NDArray[Any]) -> None:
@@ -361,6 +365,7 @@ class InputBatch:
             seq_lens=ends.astype(np.int32),
             sampling=sampling,
             num_samples=np.ones(len(sampling), np.int64) if num_drafts is None else 1 + num_drafts[sampling],
+            adapters=self.adapters[rows],
             drafted=num_drafts is not None,
             scoring=score_step(scorings, rows, (starts, ends), query_start_loc, self.token_ids) if scorings else None,
             pooling=pooling,
@@ -480,6 +485,8 @@ class InputBatch:
     def _row_problems(self, row: int, sequence: SequenceState) -> Iterator[str]:
         if sequence.row != row or sequence.preempted_tokens is not None:
             yield f"the sequence is elsewhere: {sequence}"
+        if sequence.adapter != self.adapters[row]:
+            yield f"the row has adapter {self.adapters[row]}: {sequence}"
         num_tokens, num_computed = int(self.num_tokens[row]), int(self.num_computed[row])
         if not 0 <= num_computed <= num_tokens <= self.max_model_len + 1:
             yield f"{num_computed} of {num_tokens} tokens computed, context {self.max_model_len}"

@@ -7,7 +7,7 @@ while the sequence has a row. A preempted sequence has no row and no blocks; all
 from dataclasses import dataclass
 
 from vllm_lite.protocol.params import Sampling
-from vllm_lite.protocol.step import Handle
+from vllm_lite.protocol.step import AdapterNumber, Handle
 from vllm_lite.worker.batch.step_inputs import Int32s
 from vllm_lite.worker.pooling import PromptPooling
 from vllm_lite.worker.sampling.logit_rules import SequenceRules
@@ -25,6 +25,7 @@ class SequenceState:
     num_prompt: int
     rules: SequenceRules | None
     """What changes its logits; a mask among the rules follows the tokens that it generates."""
+    adapter: AdapterNumber = 0
     prompt_scoring: PromptScoring | None = None
     pooling: PromptPooling | None = None
     """How far its prompt is pooled; None: it is sampled."""

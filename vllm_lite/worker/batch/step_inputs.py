@@ -31,6 +31,7 @@ class StepInputs:
     seq_lens: Int32s  # [num_seqs], drafts included
     sampling: Int64s  # [num_sampling], which of the step's sequences are caught up and sample
     num_samples: Int64s  # [num_sampling], one behind the last token of each, and one behind every draft
+    adapters: Int64s  # [num_seqs], the number of each one's adapter; 0: none
     drafted: bool = False
     """Whether some sequence has drafts, so more than one sample."""
     scoring: StepScoring | None = None
@@ -122,4 +123,5 @@ def padding_step(num_tokens: int, num_seqs: int, num_groups: int, block_size: in
         seq_lens=query_lens,
         sampling=np.arange(num_sampling),
         num_samples=np.ones(num_sampling, np.int64),
+        adapters=np.zeros(num_seqs, np.int64),
     )

@@ -1,0 +1,200 @@
+"""AdapterLoader: has the workers load and drop adapters, for clients that ask for it and for requests that wait.
+
+The workers keep so many adapters as the configuration says. One that is wanted beyond that takes the place of another
+one that nobody uses, which is read again from its folder when it is wanted again. So it is after the workers were
+replaced: they begin with none.
+"""
+
+import time
+from collections.abc import Callable
+
+from vllm_lite.config import ResolvedConfig
+from vllm_lite.engine.adapters import MAX_ADAPTERS, Adapter
+from vllm_lite.engine.request import Produced
+from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.errors import ModelError
+from vllm_lite.executor import blocking
+from vllm_lite.executor.base import Executor
+from vllm_lite.protocol import api
+from vllm_lite.runtime import log
+from vllm_lite.transport import Wakeup
+
+logger = log.get(__name__)
+
+Send = Callable[[api.AdapterAnswer], object]
+Asked = tuple[int, Send]
+"""The number of a client's question, and how it is answered."""
+
+
+class AdapterLoader:
+    """Belongs to one engine."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        config: ResolvedConfig,
+        end_requests: Callable[[Adapter, str], list[Produced]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`end_requests` ends those of an adapter with an error."""
+        self._scheduler = scheduler
+        self._config = config
+        self._adapters = scheduler.queues.adapters
+        self._end_requests = end_requests
+        self.on_listed: Callable[[], object] = lambda: None
+        """Called when the list of adapters has changed."""
+        self._clock = clock
+        self._loading: set[Adapter] = set()
+        self._executor: Executor | None = None
+        """The workers that are loading those."""
+        self._asked: dict[Adapter, list[Asked]] = {}
+        """Who waits for an adapter to be there for the first time."""
+
+    @property
+    def infos(self) -> tuple[api.AdapterInfo, ...]:
+        """What clients know of the adapters."""
+        listed = [each for each in self._adapters.listed if each not in self._asked]
+        return tuple(api.AdapterInfo(each.name, each.path, each.parent) for each in listed)
+
+    # ---- what clients ask for
+
+    def load(self, message: api.LoadAdapter, send: Send) -> None:
+        """Load an adapter, or answer that it is there. It gets its name at once, so that requests may wait for it, but
+        for one that is to replace another: that one keeps the name until the new one is there."""
+        question, name = message.question, message.name
+        if (refusal := self._refusal(message)) is not None:
+            send(api.AdapterAnswer(question, name, refusal))
+            return
+        adapter = self._adapters.get(name)
+        if adapter is None or message.in_place:
+            before, adapter = adapter, self._adapters.make(name, message.path, message.parent)
+            if before is None:
+                self._adapters.enlist(adapter)
+            self._adapters.wanted[adapter] = None
+            self._asked[adapter] = [(question, send)]
+        elif adapter in self._asked:
+            self._asked[adapter].append((question, send))
+        else:  # sent again, by a client that found another engine
+            send(api.AdapterAnswer(question, name))
+
+    def _refusal(self, message: api.LoadAdapter) -> str | None:
+        known = self._adapters.get(message.name)
+        if not self._config.enable_lora:
+            return "this engine serves no adapters; start it with --enable-lora"
+        if message.name == self._config.served_model_name:
+            return f"an adapter cannot be called {message.name!r}, as the model is"
+        if len(self._adapters.by_number) >= MAX_ADAPTERS:
+            return f"there are {MAX_ADAPTERS} adapters already; unload some"
+        if known is not None and known.path != message.path and not message.in_place:
+            return f"adapter {message.name!r} is loaded from {known.path}; unload it first, or replace it in place"
+        return None
+
+    def unload(self, message: api.UnloadAdapter, send: Send) -> None:
+        """Take an adapter's name away. What runs with it goes on, and then its memory is free."""
+        adapter = self._adapters.get(message.name)
+        if adapter is None:
+            send(api.AdapterAnswer(message.question, message.name, f"there is no adapter {message.name!r}"))
+            return
+        self._adapters.delist(adapter)
+        self._answer_all(adapter, f"adapter {adapter.name!r} was unloaded before it was there")
+        logger.info("adapter %r is unloaded, %d of its requests go on", adapter.name, adapter.num_requests)
+        self.on_listed()
+        send(api.AdapterAnswer(message.question, message.name))
+
+    # ---- at the start
+
+    def load_configured(self, executor: Executor, stop: Wakeup) -> None:
+        """Load the adapters of the configuration, one after another. Raises ModelError for one that cannot be served,
+        and what blocking.load raises."""
+        for module in self._config.lora_modules:
+            adapter = self._adapters.make(module.name, module.path, module.base_model_name)
+            self._adapters.enlist(adapter)
+            if self._num_in_memory() >= self._adapters.limits.in_memory:
+                self._evict(executor)
+            error = blocking.read_adapter(
+                executor, (adapter.number, adapter.name, adapter.path), self._config.ready_timeout_s, stop
+            )
+            if error is not None:
+                raise ModelError(error)
+            self._set_loaded(adapter)
+        if self._config.lora_modules:
+            names = ", ".join(module.name for module in self._config.lora_modules)
+            logger.info("adapters: %s", names)
+
+    # ---- in every pass of the engine's loop
+
+    def receive(self, executor: Executor, produced: list[Produced]) -> None:
+        """Take what the workers say of adapters. Requests that end by it join `produced`."""
+        if executor is not self._executor:  # others do not know of what was being loaded
+            self._executor, self._loading = executor, set()
+        for number, error in executor.adapters_read():
+            adapter = self._adapters.by_number.get(number)
+            if adapter is None:
+                continue
+            self._loading.discard(adapter)
+            if error is None:
+                self._set_loaded(adapter)
+                if adapter in self._asked:
+                    self._on_first_loaded(adapter)
+            else:
+                self._fail(adapter, error, produced)
+
+    def send(self, executor: Executor) -> None:
+        """Have the workers load what is wanted, as far as there is room, and drop what nobody will ask for."""
+        adapters = self._adapters
+        for adapter in adapters.idle():
+            if adapter not in self._loading and adapter not in self._asked:
+                self._drop(adapter, executor)
+                del adapters.by_number[adapter.number]
+        for adapter in list(adapters.wanted):
+            if adapter in self._loading:
+                continue
+            if adapter.is_loaded or not (adapter.num_requests or adapter in self._asked):  # nobody waits any more
+                adapters.wanted.pop(adapter)
+                continue
+            if self._num_in_memory() >= adapters.limits.in_memory and not self._evict(executor):
+                break
+            self._loading.add(adapter)
+            executor.read_adapter(adapter.number, adapter.name, adapter.path)
+
+    def _num_in_memory(self) -> int:
+        return len(self._loading) + sum(each.is_loaded for each in self._adapters.by_number.values())
+
+    def _evict(self, executor: Executor) -> bool:
+        victim = self._adapters.victim(self._scheduler.running, self._clock())
+        if victim is None:
+            return False
+        self._drop(victim, executor)
+        return True
+
+    def _drop(self, adapter: Adapter, executor: Executor) -> None:
+        self._adapters.wanted.pop(adapter, None)
+        if adapter.is_loaded:
+            executor.drop_adapter(adapter.number)
+            self._adapters.change(adapter, is_loaded=False)
+
+    def _set_loaded(self, adapter: Adapter) -> None:
+        adapter.loaded_s = self._clock()
+        self._adapters.use(adapter)
+        self._adapters.change(adapter, is_loaded=True)
+
+    def _on_first_loaded(self, adapter: Adapter) -> None:
+        self._adapters.enlist(adapter)
+        logger.info("adapter %r is loaded from %s", adapter.name, adapter.path)
+        self._answer_all(adapter, None)
+
+    def _answer_all(self, adapter: Adapter, error: str | None) -> None:
+        """Tell those who asked for a new adapter that it is there, once that is on the list, or why it is not."""
+        asked = self._asked.pop(adapter, ())
+        if error is None:
+            self.on_listed()
+        for question, send in asked:
+            send(api.AdapterAnswer(question, adapter.name, error))
+
+    def _fail(self, adapter: Adapter, error: str, produced: list[Produced]) -> None:
+        self._adapters.wanted.pop(adapter, None)
+        logger.warning("%s", error)
+        produced += self._end_requests(adapter, error)
+        if adapter in self._asked:
+            self._adapters.delist(adapter)
+            self._answer_all(adapter, error)

@@ -1,0 +1,179 @@
+"""LoRA adapters as the engine knows them: names, numbers, and which of them the workers have in memory.
+
+The scheduler asks whether a sequence may run beside those that do (`StepAdapters`), and so it is known which adapters
+are wanted by sequences that wait. `AdapterLoader` has the workers load those. No file is read here.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from vllm_lite.engine.sequence import Sequence
+
+MAX_ADAPTERS = 10_000
+"""That clients may have loaded at the same time."""
+
+
+KEEP_S = 0.1
+
+
+class Adapter:
+    """One adapter, from the moment at which it was asked for until its last request has ended."""
+
+    __slots__ = ("is_listed", "is_loaded", "last_used", "loaded_s", "name", "num_requests", "number", "parent", "path")
+
+    def __init__(self, number: int, name: str, path: str, parent: str | None = None) -> None:
+        self.number = number
+        """Never used again, so that what was cached with it is found by nobody else."""
+        self.name, self.path = name, path
+        self.parent = parent
+        """What lists call its base model; None: the model's name."""
+        self.is_listed = False
+        """New requests may name it."""
+        self.is_loaded = False
+        """The workers have it."""
+        self.num_requests = 0
+        self.last_used = 0
+        self.loaded_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"Adapter({self.number}, {self.name!r}, {'loaded' if self.is_loaded else 'not loaded'})"
+
+
+class AdapterLimits(NamedTuple):
+    """At most so many different ones in a step, and in the memory of the workers. 0: none are served."""
+
+    in_step: int
+    in_memory: int
+
+
+class Adapters:
+    """All adapters of an engine."""
+
+    def __init__(self, limits: AdapterLimits) -> None:
+        self.limits = limits
+        self.by_number: dict[int, Adapter] = {}
+        self.wanted: dict[Adapter, None] = {}
+        """Those that are to be loaded, in the order in which they were missed; some are being loaded."""
+        self.on_change: Callable[[Adapter], None] | None = None
+        """Called when the workers have got an adapter, or lost it: decisions depend on it."""
+        self._by_name: dict[str, Adapter] = {}
+        self._num_made = self._num_used = 0
+
+    # ---- names
+
+    def make(self, name: str, path: str, parent: str | None = None) -> Adapter:
+        """A new adapter, which is not listed yet."""
+        self._num_made += 1
+        adapter = self.by_number[self._num_made] = Adapter(self._num_made, name, path, parent)
+        return adapter
+
+    def numbered(self, number: int) -> Adapter:
+        """The adapter of this number, for a replay, which knows no names."""
+        return self.by_number.setdefault(number, Adapter(number, f"adapter {number}", ""))
+
+    def get(self, name: str) -> Adapter | None:
+        """The listed adapter of this name."""
+        return self._by_name.get(name)
+
+    @property
+    def listed(self) -> list[Adapter]:
+        return list(self._by_name.values())
+
+    def enlist(self, adapter: Adapter) -> Adapter | None:
+        """New requests get this adapter by its name. Returns the one that they got before."""
+        before = self._by_name.get(adapter.name)
+        if before is not None:
+            before.is_listed = False
+        self._by_name[adapter.name] = adapter
+        adapter.is_listed = True
+        return before
+
+    def delist(self, adapter: Adapter) -> None:
+        """New requests get it no more; those that have it go on."""
+        if self._by_name.get(adapter.name) is adapter:
+            del self._by_name[adapter.name]
+        adapter.is_listed = False
+
+    def idle(self) -> list[Adapter]:
+        """Those that are not listed and have no request."""
+        return [each for each in self.by_number.values() if not each.is_listed and not each.num_requests]
+
+    # ---- what the workers have
+
+    def change(self, adapter: Adapter, *, is_loaded: bool) -> None:
+        """The workers have it from now on, or have it no more."""
+        if adapter.is_loaded is not is_loaded:
+            adapter.is_loaded = is_loaded
+            if self.on_change is not None:
+                self.on_change(adapter)
+        if is_loaded:
+            self.wanted.pop(adapter, None)
+
+    def lose_workers(self) -> None:
+        """Other workers will have none of them until they are wanted. Nobody is notified: it follows from the loss."""
+        for adapter in self.by_number.values():
+            adapter.is_loaded = False
+
+    def victim(self, running: Iterable[Sequence], now_s: float) -> Adapter | None:
+        """The adapter in memory that is evicted for another one: of those that nobody runs the one that was unused for
+        longest, first of all one without requests. None: there is none now. One that requests wait for is let alone
+        for a while, so that they have a chance to run, and two adapters do not only drive each other out."""
+        used = {sequence.request.adapter for sequence in running}
+        free = [
+            each
+            for each in self.by_number.values()
+            if each.is_loaded and each not in used and not (each.num_requests and now_s < each.loaded_s + KEEP_S)
+        ]
+        return min(free, key=lambda each: (each.num_requests > 0, each.last_used), default=None)
+
+    # ---- admission
+
+    def of_step(self, running: Iterable[Sequence]) -> "StepAdapters":
+        """The adapters that a step may have beside those of the running sequences."""
+        return StepAdapters(self, running)
+
+    def use(self, adapter: Adapter) -> None:
+        self._num_used += 1
+        adapter.last_used = self._num_used
+
+    def running_and_waiting(
+        self, running: Iterable[Sequence], waiting: Iterable[Sequence]
+    ) -> tuple[list[str], list[str]]:
+        """The names of adapters that sequences have, for metrics."""
+        if not self.by_number:
+            return [], []
+        names = [
+            sorted({each.request.adapter.name for each in sequences if each.request.adapter is not None})
+            for sequences in (running, waiting)
+        ]
+        return names[0], names[1]
+
+
+class StepAdapters:
+    """Which adapters a step may have, while sequences are admitted to it."""
+
+    def __init__(self, adapters: Adapters, running: Iterable[Sequence]) -> None:
+        self._adapters = adapters
+        self._running = running
+        self._taken: set[Adapter] | None = None
+
+    def has_room_for(self, sequence: Sequence) -> bool:
+        """Whether the adapter of a sequence is in memory, and among those of the step or one more. If it is not in
+        memory it is wanted from now on."""
+        adapter = sequence.request.adapter
+        if adapter is None:
+            return True
+        if not adapter.is_loaded:
+            self._adapters.wanted[adapter] = None
+            return False
+        if self._taken is None:
+            found = (each.request.adapter for each in self._running)
+            self._taken = {each for each in found if each is not None}
+        return adapter in self._taken or len(self._taken) < self._adapters.limits.in_step
+
+    def add(self, sequence: Sequence) -> None:
+        """The sequence runs from now on."""
+        if (adapter := sequence.request.adapter) is not None:
+            self._adapters.use(adapter)
+            if self._taken is not None:
+                self._taken.add(adapter)

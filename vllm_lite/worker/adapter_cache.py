@@ -1,0 +1,94 @@
+"""The adapters that a worker has in memory, and which of them are in the slots that the layers read.
+
+The engine says which are loaded and dropped, and never gives a step more different ones than there are slots. Which
+slot an adapter has is decided here, by all ranks alike: the one that was unused for longest is evicted.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_lite.checkpoint.lora import read_lora
+from vllm_lite.errors import ModelError, ProtocolError
+from vllm_lite.layers.adapter_rows import NO_SLOT
+from vllm_lite.layers.lora import Adapters, LoadedAdapter
+from vllm_lite.protocol.step import AdapterNumber
+from vllm_lite.worker.batch.step_inputs import StepInputs
+
+NO_ADAPTER = 0
+
+
+class AdapterCache:
+    """Not thread-safe: adapters come and go between steps."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+        self._loaded: dict[AdapterNumber, LoadedAdapter] = {}
+        self._slot_of: dict[AdapterNumber, int] = {}
+        """The least recently used one comes first."""
+        self._free = list(range(adapters.limits.num_slots))
+        self._last: NDArray[np.int64] | None = None
+        """The adapters of the step before, if each of its sequences had one token."""
+
+    def load(self, number: AdapterNumber, name: str, path: str) -> None:
+        """Read an adapter. Raises ModelError, in one sentence, if it cannot be served."""
+        if number in self._loaded:
+            raise ProtocolError(f"adapter {number} is loaded already")
+        label = f"adapter {name!r} ({path})"
+        try:
+            checkpoint = read_lora(path)
+        except ModelError as error:
+            raise ModelError(f"adapter {name!r}: {error}") from error
+        self._loaded[number] = self._adapters.read(checkpoint, label)
+
+    def drop(self, number: AdapterNumber) -> None:
+        """Forget an adapter that no sequence has any more; one that is not there is none."""
+        self._vacate(number)
+        self._loaded.pop(number, None)
+
+    def begin_step(self, inputs: StepInputs) -> None:
+        """Let each row of the step have its adapter."""
+        numbers, rows = inputs.adapters, self._adapters.rows
+        is_decode = inputs.num_tokens == len(numbers)
+        if is_decode and numbers is self._last:
+            rows.repeat_step()
+            return
+        self._last = numbers if is_decode else None
+        wanted, index = np.unique(numbers, return_inverse=True)
+        slots = np.array(self._slots(wanted.tolist()), np.int64)[index]
+        rows.begin_step(slots if is_decode else slots.repeat(inputs.num_scheduled))
+
+    def _slots(self, numbers: list[AdapterNumber]) -> list[int]:
+        """The slots of different adapters, all at once."""
+        for number in numbers:
+            if number != NO_ADAPTER and (slot := self._slot_of.pop(number, None)) is not None:
+                self._slot_of[number] = slot
+        return [NO_SLOT if number == NO_ADAPTER else self._slot(number, numbers) for number in numbers]
+
+    def _slot(self, number: AdapterNumber, keep: Iterable[AdapterNumber]) -> int:
+        if (slot := self._slot_of.get(number)) is not None:
+            return slot
+        if number not in self._loaded:
+            raise ProtocolError(f"a step has adapter {number}, which is not loaded")
+        if not self._free:
+            victim = next((each for each in self._slot_of if each not in keep), None)
+            if victim is None:
+                raise ProtocolError(f"a step has more than {self._adapters.limits.num_slots} adapters (max_loras)")
+            self._vacate(victim)
+        slot = self._slot_of[number] = self._free.pop()
+        self._adapters.put(slot, self._loaded[number], None)
+        return slot
+
+    def _vacate(self, number: AdapterNumber) -> None:
+        slot = self._slot_of.pop(number, None)
+        if slot is not None:
+            self._adapters.put(slot, None, self._loaded[number])
+            self._free.append(slot)
+            self._last = None
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless every slot is free or has one adapter that is loaded. For tests."""
+        taken = sorted([*self._slot_of.values(), *self._free])
+        if taken != list(range(self._adapters.limits.num_slots)) or not self._slot_of.keys() <= self._loaded.keys():
+            raise RuntimeError(f"slots {self._slot_of}, free {self._free}, loaded {list(self._loaded)}")
