@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm_lite.client.async_client import AsyncClient
     from vllm_lite.client.beam import BeamSearchParams
     from vllm_lite.client.llm import LLM
+    from vllm_lite.client.lora import LoRARequest
     from vllm_lite.client.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from vllm_lite.client.pooling import PoolingRequestOutput
     from vllm_lite.client.prompt import TextPrompt, TokensPrompt
@@ -29,6 +30,7 @@ __version__ = "0.11.0"
 _HOME = {
     "LLM": "vllm_lite.client.llm",
     "AsyncClient": "vllm_lite.client.async_client",
+    "LoRARequest": "vllm_lite.client.lora",
     "RequestOutput": "vllm_lite.client.outputs",
     "CompletionOutput": "vllm_lite.client.outputs",
     "Logprob": "vllm_lite.client.outputs",
@@ -51,6 +53,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "LoRARequest",
     "Logprob",
     "PoolingParams",
     "PoolingRequestOutput",

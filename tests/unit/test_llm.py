@@ -277,7 +277,6 @@ def test_an_unknown_setting_is_refused() -> None:
     ("settings", "message"),
     [
         ({"trust_remote_code": True}, "trust_remote_code can only be False, got True: no code of a checkpoint"),
-        ({"enable_lora": True}, "enable_lora can only be False, got True: LoRA is not supported yet"),
         ({"generation_config": "mine"}, "generation_config must be one of auto, vllm, or a folder .* got 'mine'"),
     ],
 )

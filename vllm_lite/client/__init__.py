@@ -17,6 +17,7 @@ pooling.py       vectors and scores: a request without samples
 stream.py        one request: events in, RequestOutput out
 session.py       one connection to an engine, or to the next one, and the thread that owns it
 asking.py        what a session asks an engine beside its requests
+answers.py       who waits for the answers
 connection.py    the handshake, and the search for the engine that takes the place of one that died
 open_stream.py   what a session knows of a request: enough to start it again
 data_parallel.py  one session with several engines
@@ -24,6 +25,7 @@ routing.py       which of them gets a request: where its prefix is cached, withi
 joined_answers.py  what several engines answer to one question
 sample.py        what arrives: samples, a reader's cursor, the prompt's logprobs
 outputs.py       what a user gets
+lora.py          LoRARequest: the adapter that a request names
 
 Beside it:
 operations.py    pause, sleep and other weights: what is asked for, and the answer

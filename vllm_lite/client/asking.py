@@ -11,7 +11,14 @@ from vllm_lite.protocol.api import FromClient, Stats
 from vllm_lite.protocol.operations import Operation, OperationDone
 
 STATS_TIMEOUT_S = 10.0
-ANSWERS = (Stats, api.Descriptions, api.ExternalAborted, api.PrefixCacheReset, OperationDone)
+ANSWERS = (
+    Stats,
+    api.Descriptions,
+    api.ExternalAborted,
+    api.PrefixCacheReset,
+    OperationDone,
+    api.AdapterAnswer,
+)
 
 A = TypeVar("A")
 
@@ -48,6 +55,16 @@ class Asking(ABC):
         """Have the engine pause, sleep, or load other weights. The answer comes when that is done, which may be when
         the last request has ended; the future fails with EngineError if the engine does."""
         return self.ask(message, OperationDone)
+
+    def load_adapter(
+        self, name: str, path: str, *, in_place: bool = False, parent: str | None = None
+    ) -> "Future[api.AdapterAnswer]":
+        """Have the engine load a LoRA adapter; `in_place`: it may replace one of its name. Fails as describe() does."""
+        return self.ask(api.LoadAdapter(0, name, path, in_place, parent), api.AdapterAnswer)
+
+    def unload_adapter(self, name: str) -> "Future[api.AdapterAnswer]":
+        """Have the engine forget an adapter. Fails as describe() does."""
+        return self.ask(api.UnloadAdapter(0, name), api.AdapterAnswer)
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer in `timeout_s`."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 from vllm_lite.client.asking import STATS_TIMEOUT_S
+from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
 from vllm_lite.client.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream
@@ -136,6 +137,11 @@ class AsyncClient:
         """The engine's description: model, limits, number and size of its KV blocks."""
         return self._connected().session.welcome
 
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the LoRA adapters that are loaded."""
+        return list(self._connected().session.adapters)
+
     async def get_tokenizer(self) -> "ChatTokenizer":
         """Get the tokenizer that generate() uses: encode, decode, apply_chat_template. Raises ModelError."""
         from vllm_lite.client.chat import ChatTokenizer
@@ -144,10 +150,14 @@ class AsyncClient:
         return ChatTokenizer(tokenizer, self._tokenizer or engine.tokenizer or engine.model, engine.eos_token_ids)
 
     async def generate(
-        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue `prompt`. Each output holds all text and tokens so far, or what `output_kind` of the sampling
-        params asks for. The last one has `finished` set.
+        params asks for. The last one has `finished` set. `lora_request` names an adapter, which is loaded if it is not.
 
         With `best_of` or beam search there is one output, at the end. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Raises RequestError if the request is invalid or fails, EngineDeadError if the
@@ -155,6 +165,8 @@ class AsyncClient:
         """
         request_id = request_id or os.urandom(12).hex()
         stream = await self._make(prompt, sampling_params, request_id)
+        if lora_request is not None:
+            stream.adapter = await self._load(lora_request)
         async with aclosing(self._follow(stream)) as outputs:
             async for output in outputs:
                 yield output
@@ -224,6 +236,16 @@ class AsyncClient:
         """Empty the prefix cache; running requests go on. Raises EngineError if the engine does not answer in time."""
         return await self._answer(self._connected().session.reset_prefix_cache())
 
+    async def load_adapter(self, name: str, path: str | Path, *, in_place: bool = False) -> None:
+        """Load the LoRA adapter in the folder `path` of the engine's host; with `in_place` it may replace one of that
+        name. Raises RequestError, in one sentence, if it cannot be served."""
+        asked = self._connected().session.load_adapter(name, str(path), in_place=in_place)
+        check_loaded(await self._answer(asked, LOAD_TIMEOUT_S))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it go on. Raises RequestError if there is none of that name."""
+        check_loaded(await self._answer(self._connected().session.unload_adapter(name)))
+
     # ---- the engine itself, by vLLM's names
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
@@ -262,6 +284,11 @@ class AsyncClient:
     async def _operate(self, name: str, **values: object) -> None:
         asked = self._connected().session.operate(operation_of(name, **values))
         check_done(await self._answer(asked, OPERATION_TIMEOUT_S))
+
+    async def _load(self, request: LoRARequest) -> str:
+        if (asked := begin_load(self._connected().session, request)) is not None:
+            check_loaded(await self._answer(asked, LOAD_TIMEOUT_S))
+        return request.lora_name
 
     async def _answer(self, asked: Future[A], timeout_s: float = STATS_TIMEOUT_S) -> A:
         try:

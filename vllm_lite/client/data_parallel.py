@@ -22,7 +22,15 @@ from vllm_lite.client.routing import MAX_HASHED_BLOCKS, PrefixRouter
 from vllm_lite.client.session import Session
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError, RequestError
-from vllm_lite.protocol.api import Descriptions, ForkRequest, FromClient, Generate, PrefixCacheReset, Welcome
+from vllm_lite.protocol.api import (
+    AdapterInfo,
+    Descriptions,
+    ForkRequest,
+    FromClient,
+    Generate,
+    PrefixCacheReset,
+    Welcome,
+)
 from vllm_lite.protocol.operations import OperationDone
 from vllm_lite.runtime import log
 from vllm_lite.runtime.prefix_hash import PrefixHasher
@@ -57,6 +65,12 @@ class DataParallelSession(Asking):
         """What the engines can do, each of them."""
         shortest = min(member.welcome.max_model_len for member in self.members)
         return msgspec.structs.replace(self.members[0].welcome, max_model_len=shortest)
+
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """The LoRA adapters that requests may name, whichever engine gets them."""
+        reachable = [member.adapters for member in self.members if member.has_engine] or [self.members[0].adapters]
+        return {name: info for name, info in reachable[0].items() if all(name in each for each in reachable)}
 
     @property
     def dead(self) -> EngineError | None:
@@ -161,7 +175,8 @@ class DataParallelSession(Asking):
         salt, block_bytes = request.params.cache_salt, 4 * self._hasher.block_size
         tokens = memoryview(request.prompt)[: MAX_HASHED_BLOCKS * block_bytes]
         hashes: list[bytes] = []
-        root = self._hasher.root(() if salt is None else (salt,))
+        own = ("lora", request.adapter) if request.adapter else ()
+        root = self._hasher.root(own if salt is None else (*own, salt))
         self._hasher.extend(hashes, root, tokens, len(tokens) // 4)
         return hashes
 

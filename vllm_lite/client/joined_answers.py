@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from vllm_lite.errors import EngineError
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.api import AdapterAnswer, Stats
 from vllm_lite.protocol.histograms import Histogram
 from vllm_lite.protocol.operations import OperationDone
 
+_NAMES = ("running_adapters", "waiting_adapters")
 _LARGEST = ("life", "generation")
 """Fields of Stats that number something; they are not added."""
 
@@ -50,10 +51,13 @@ def joined(one: Any, other: Any) -> Any:
     """
     if isinstance(one, OperationDone):
         return other if one.error is None else one
+    if isinstance(one, AdapterAnswer):
+        return one if one.error is not None else other
     if not isinstance(one, Stats) or not isinstance(other, Stats):
         return _add(one, other)
     values = {name: _add(getattr(one, name), getattr(other, name)) for name in Stats.__struct_fields__}
     values |= {name: max(getattr(one, name), getattr(other, name)) for name in _LARGEST}
+    values |= {name: sorted({*getattr(one, name), *getattr(other, name)}) for name in _NAMES}
     values["recovering"] = one.recovering if other.recovering else ""
     levels = [stats.sleep_level for stats in (one, other) if stats.sleep_level is not None]
     values |= {"is_paused": one.is_paused or other.is_paused, "sleep_level": max(levels, default=None)}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from vllm_lite.client.beam import BeamSearchParams, beams_of
 from vllm_lite.client.generation_config import check_source, generation_defaults, read_overrides
 from vllm_lite.client.launch_engines import launch_engines
+from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
 from vllm_lite.client.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
 from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream, ScoringOutput, similarity
@@ -37,7 +38,6 @@ _FIXED_SETTINGS: dict[str, tuple[Any, str]] = {
     "trust_remote_code": (False, "no code of a checkpoint is ever run"),
     "tokenizer_mode": ("auto", "there is one kind of tokenizer"),
     "skip_tokenizer_init": (False, "a model without a tokenizer needs no setting"),
-    "enable_lora": (False, "LoRA is not supported yet"),
     "cpu_offload_gb": (0, "weights stay on their device"),
 }
 """Settings of vLLM that have only one possible value here, and why."""
@@ -172,6 +172,7 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> list[RequestOutput]:
@@ -179,19 +180,21 @@ class LLM:
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; prompts of token ids may
         also be given as `prompt_token_ids`. `sampling_params` is one for all or one for each (default:
-        get_default_sampling_params()). Raises RequestError before anything is sent if a prompt is invalid, and after
-        all others have ended if one failed; EngineDeadError if the engine died. Ctrl-C aborts everything in flight.
+        get_default_sampling_params()), and so is `lora_request`, which is loaded if it is not (default: no adapter).
+        Raises RequestError before anything is sent if a prompt is invalid, and after all others have ended if one
+        failed; EngineDeadError if the engine died. Ctrl-C aborts everything in flight.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("generate() takes prompts, or else prompt_token_ids")
         several = _as_list(prompts if prompt_token_ids is None else prompt_token_ids)
-        return self._run(several, sampling_params, use_tqdm)
+        return self._run(several, sampling_params, use_tqdm, lora_request)
 
     def chat(  # noqa: PLR0913 - what vLLM's has
         self,
         messages: "Conversation | Sequence[Conversation]",
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
         chat_template: str | Path | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -221,7 +224,7 @@ class LLM:
                     tools=checked_tools(tools),
                 )
                 prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text})
-        return self._run(prompts, sampling_params, use_tqdm)
+        return self._run(prompts, sampling_params, use_tqdm, lora_request)
 
     def beam_search(
         self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, use_tqdm: bool = False
@@ -313,10 +316,12 @@ class LLM:
         prompts: list[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         if self._is_asleep:  # nobody would wake it while this waits
             raise RequestError("the engine sleeps: call wake_up() first")
         streams = self._make_streams(prompts, sampling_params)
+        self._set_adapters(streams, lora_request)
         self._follow(streams, use_tqdm)
         return [stream.output() for stream in streams]
 
@@ -351,6 +356,20 @@ class LLM:
             with _named(f"prompt {place}" if len(prompts) > 1 else ""):
                 streams.append(self._streams.make(prompt, params[place], next(self._request_ids)))
         return streams
+
+    def _set_adapters(
+        self, streams: Sequence[RequestStream], given: LoRARequest | Sequence[LoRARequest | None] | None
+    ) -> None:
+        """Give each stream its adapter, once that is loaded."""
+        if isinstance(given, Sequence) and len(given) != len(streams):
+            raise RequestError(f"lora_request must be one for all or one for each of {len(streams)} prompts")
+        each = list(given) if isinstance(given, Sequence) else [given] * len(streams)
+        session = self._launched.session
+        for request in dict.fromkeys(each):
+            if (asked := begin_load(session, request)) is not None:
+                check_loaded(session.wait(asked, LOAD_TIMEOUT_S))
+        for stream, request in zip(streams, each, strict=True):
+            stream.adapter = "" if request is None else request.lora_name
 
     def _collect(
         self,

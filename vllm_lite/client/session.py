@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from vllm_lite.client.answers import Answers, copy_of, fail_all
 from vllm_lite.client.asking import ANSWERS, Asking
 from vllm_lite.client.connection import REASON_S, Alive, Place, Search, shake_hands
 from vllm_lite.client.open_stream import OpenStream, Sink, by_sink
@@ -84,7 +85,9 @@ class Session(Asking):
         self._dropped: dict[str, deque[set[int]]] = {}
         """Streams that were dropped here, oldest first: the samples whose Finished is still to come from the engine. An
         id may be used again before that."""
-        self._questions: dict[type, deque[Future[Any]]] = {kind: deque() for kind in ANSWERS}  # answered in order
+        self._answers = Answers()
+        self.adapters = {info.name: info for info in welcome.adapters}
+        """The LoRA adapters that requests may name."""
         self._dead: EngineError | None = None
         self._thread = threading.Thread(target=self._run, name="engine session", daemon=True)
         self._thread.start()
@@ -118,7 +121,7 @@ class Session(Asking):
     @property
     def dead(self) -> EngineError | None:
         """Why nothing can be submitted any more, None as long as it can. A new exception each time."""
-        return None if self._dead is None else _copy(self._dead)
+        return None if self._dead is None else copy_of(self._dead)
 
     @property
     def recovering(self) -> str | None:
@@ -232,13 +235,12 @@ class Session(Asking):
             self._check_usable()
             if self._lost is not None:
                 raise self._no_answer(self._lost)
-            self._questions[answer].append(future)
-            self._post(message)
+            self._post(self._answers.wait_for(message, answer, future))
         return future
 
     def _check_usable(self) -> None:
         if self._dead is not None:
-            raise _copy(self._dead)
+            raise copy_of(self._dead)
 
     def _no_answer(self, why: str) -> EngineDeadError:
         return EngineDeadError(f"the engine is being replaced and answers no questions: {why}")
@@ -300,10 +302,11 @@ class Session(Asking):
             self._dispatch(message.outputs)
         elif isinstance(message, ANSWERS):
             with self._lock:
-                futures = self._questions[type(message)]
-                future = futures.popleft() if futures else None
+                future = self._answers.awaited(message)
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message)
+        elif isinstance(message, api.AdapterList):
+            self.adapters = {info.name: info for info in message.adapters}
         elif isinstance(message, api.Dying):
             self._die(EngineDeadError(message.reason)) if message.is_final else self._lose(message.reason)
         elif isinstance(message, api.Recovering | api.Recovered):
@@ -334,9 +337,9 @@ class Session(Asking):
             # All that is open is sent again, and what was dropped ends without an engine.
             self._outgoing.clear()
             self._dropped.clear()
-            questions = self._take_questions()
+            questions = self._answers.take_all()
         logger.warning("%s; looking for the one that takes its place", reason)
-        _fail(questions, self._no_answer(reason))
+        fail_all(questions, self._no_answer(reason))
         self.on_change(self)
 
     def _recover(self, reason: str) -> None:
@@ -358,7 +361,15 @@ class Session(Asking):
                     return
         self._connection, self.welcome = found
         self._last_heard_s = time.monotonic()
+        self._load_again()
         self._send_again()
+
+    def _load_again(self) -> None:
+        """Have the new engine load the adapters that the one before had beside those of its configuration."""
+        known = {info.name for info in self.welcome.adapters}
+        with self._lock:
+            missing = [info for info in self.adapters.values() if info.name not in known]
+            self._outgoing += [api.LoadAdapter(0, info.name, info.path, parent=info.parent) for info in missing]
 
     def _end_here(self) -> None:
         """End what ends although there is no engine to say so."""
@@ -387,7 +398,7 @@ class Session(Asking):
                 else:
                     del self._open[request_id]
                     ended.append((stream, [again]))
-            logger.info("an engine serves at %s again; %d requests go on", self.address, len(self._outgoing))
+            logger.info("an engine serves at %s again; %d requests go on", self.address, len(self._open))
             self._lost = None
         self._deliver(by_sink(ended))
         self.on_change(self)
@@ -468,33 +479,15 @@ class Session(Asking):
             if self._dead is not None:
                 return
             self._dead = error
-            questions = self._take_questions()
+            questions = self._answers.take_all()
         self.on_change(self)
         with self._lock:
             streams, self._open = self._open, {}
-        failures = [(stream, [Failure(name, _copy(error))]) for name, stream in streams.items()]
+        failures = [(stream, [Failure(name, copy_of(error))]) for name, stream in streams.items()]
         self._deliver(by_sink(failures))
-        _fail(questions, error)
+        fail_all(questions, error)
 
     @property
     def _may_recover(self) -> bool:
         """Whether another engine is looked for when this one is lost."""
         return self._recovery_timeout_s > 0 and self.welcome.is_supervised
-
-    def _take_questions(self) -> list[Future[Any]]:
-        """Remove all questions that are not answered; needs the lock."""
-        questions = [future for futures in self._questions.values() for future in futures]
-        for futures in self._questions.values():
-            futures.clear()
-        return questions
-
-
-def _fail(questions: list[Future[Any]], error: EngineError) -> None:
-    for future in questions:
-        if future.set_running_or_notify_cancel():
-            future.set_exception(_copy(error))
-
-
-def _copy(error: EngineError) -> EngineError:
-    """Copy `error` for one raiser: an exception that several threads raise would collect all their tracebacks."""
-    return type(error)(str(error))

@@ -73,6 +73,8 @@ class RequestStream:
         fork of `parent_id` has one, which holds inherited tokens."""
         self.request_id = request_id
         self._parent_id = parent_id
+        self.adapter = ""
+        """The name of the adapter that computes it."""
         self.prompt = prompt
         self.params = params
         self.samples = samples
@@ -105,7 +107,8 @@ class RequestStream:
     def _generate(self) -> Generate:
         have = self.num_tokens
         output = pack_tokens(self.samples[0].token_ids) if have else b""
-        return Generate(self.request_id, pack_tokens(self.prompt.token_ids), self._wire_params(), have, output)
+        prompt = pack_tokens(self.prompt.token_ids)
+        return Generate(self.request_id, prompt, self._wire_params(), have, output, adapter=self.adapter)
 
     def starts_again(self, event: Event, is_live: Callable[[str], bool]) -> bool:
         """Whether to send this fork again, as a request with tokens of its own, which message() then returns.
@@ -263,7 +266,9 @@ class StreamFactory:
         sample = self._sample(params, parent.num_tokens)
         sample.inherit(parent.samples[0])
         scores = None if params.prompt_logprobs is None else parent.prompt_scores
-        return RequestStream(request_id, parent.prompt, with_seed(params), [sample], scores, parent.request_id)
+        stream = RequestStream(request_id, parent.prompt, with_seed(params), [sample], scores, parent.request_id)
+        stream.adapter = parent.adapter
+        return stream
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
         """Check the params, limit max_tokens and replace bad words by token ids. Raises RequestError."""

@@ -78,7 +78,7 @@ class Started(Message, tag=33):
     swap_blocks_per_s: float = 0.0
 
 
-class ReadAdapter(Message, tag=38):
+class ReadAdapter(Message, tag=39):
     """Read the LoRA adapter in the folder `path`; every rank answers with AdapterRead. Steps sent later may use it."""
 
     number: int
@@ -86,13 +86,13 @@ class ReadAdapter(Message, tag=38):
     path: str
 
 
-class DropAdapter(Message, tag=39):
+class DropAdapter(Message, tag=40):
     """Forget an adapter; no step has it any more."""
 
     number: int
 
 
-class AdapterRead(Message, tag=40):
+class AdapterRead(Message, tag=41):
     """The adapter is there, or `error` says in one sentence why it cannot be; then the worker goes on without it."""
 
     rank: int

@@ -97,7 +97,7 @@ class ApiRoutes:
     # ---- what is served, and whether
 
     async def models(self, _: Request) -> Response:
-        return as_json({"object": "list", "data": [self._model.card(name) for name in self._model.names]})
+        return as_json({"object": "list", "data": [self._model.card(name) for name in self._model.all_names]})
 
     async def model(self, request: Request) -> Response:
         return as_json(self._model.card(self._model.name(request.path_params["model"])))

@@ -128,6 +128,8 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         super().__post_init__()
         check_source(self.generation_config)
+        if both := sorted({module.name for module in self.lora_modules} & {*self.names}):
+            raise ValueError(f"lora_modules and served_model_name share the name {both[0]!r}")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile go together; give both")
         if self.single_process and self.api_server_count > 1:

@@ -3,16 +3,18 @@ body, has a call made of it here, and writes the answer itself."""
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
+from vllm_lite.client.data_parallel import AnySession
 from vllm_lite.client.prompt import PromptLike, check_room
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
+from vllm_lite.protocol.api import AdapterInfo
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call
@@ -32,6 +34,10 @@ from vllm_lite.server.openai.prompts import Check, Prompts, text_of
 
 MAX_PROMPT_CANDIDATES = 1 << 18
 """In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
+LATEST = ":latest"
+"""The tag of names that have none, for Ollama's clients."""
+MAX_SHOWN = 20
+"""Names of models in an error."""
 NO_TOOLS = "tools: not shown to the model, whose chat template takes none"
 SESSION_HEADER = "X-Session-ID"
 """What a client calls its session, so that one engine, of several, gets all of it."""
@@ -46,7 +52,8 @@ logger = log.get(__name__)
 @dataclass
 class ServedModel:
     """What is served, and under which names. `path` is another name that is taken but not shown; `defaults` are
-    SamplingParams where a request says nothing; `root` is what the names stand for."""
+    SamplingParams where a request says nothing; `root` is what the names stand for. Adapters are models with names of
+    their own: `session` knows which there are at the moment."""
 
     names: tuple[str, ...]
     path: str | None
@@ -55,23 +62,40 @@ class ServedModel:
     formats: dict[str, Any] = field(default_factory=dict)
     root: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    session: AnySession | None = None
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """Those that requests may name."""
+        return {} if self.session is None else self.session.adapters
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """What lists of models show: the model's names, then the adapters."""
+        return *self.names, *self.adapters
+
+    def adapter_of(self, name: str) -> str:
+        """The adapter that `name` asks for, with a tag of Ollama's or without; "" for the model itself."""
+        if name in self.names or name == self.path:
+            return ""
+        return next((each for each in (name, name.removesuffix(LATEST)) if each in self.adapters), "")
 
     def name(self, wanted: str | None) -> str:
         """Return the name to answer with. Raises ApiError for a model that is not served."""
-        if wanted is not None and wanted not in (*self.names, self.path):
-            raise ApiError(
-                404, f"the model {wanted!r} does not exist; this server has {', '.join(self.names)}", "model"
-            )
+        if wanted is not None and wanted not in (*self.names, self.path) and wanted not in self.adapters:
+            shown = ", ".join(self.all_names[:MAX_SHOWN])
+            raise ApiError(404, f"the model {wanted!r} does not exist; this server has {shown}", "model")
         return wanted or self.names[0]
 
     def card(self, name: str) -> dict[str, Any]:
+        adapter = self.adapters.get(self.adapter_of(name))
         return {
             "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "vllm_lite",
-            "root": self.root or self.names[0],
-            "parent": None,
+            "root": self.root or self.names[0] if adapter is None else adapter.path,
+            "parent": None if adapter is None else adapter.parent or self.names[0],
             "max_model_len": self.max_model_len,
             "permission": [],
             "vllm_lite": self.formats,
@@ -214,6 +238,9 @@ class Generation:
         style = AnswerStyle.of(asked.body, asked.model)
         call_id = call_id or await self.live.new_id(style.kind, asked.body.request_id)
         streams = await self._streams(call_id, style.kind, prompts, params, asked.request)
+        adapter = self.model.adapter_of(asked.model)
+        for stream in streams:
+            stream.adapter = adapter
         echo = tuple(await self._texts(streams)) if echo is None else echo
         call = Call(call_id, streams, msgspec.structs.replace(style, echo=echo, parsing=parsing))
         call.owner = owner_of(asked.request, call_id)

@@ -39,6 +39,7 @@ _ORDER = ("running", "swapped", "preempted", "waiting")
 """The first of them that a sample is in is the state of the whole request."""
 _WHY = {
     "waits_for_seat": "all places in the batch are taken (--max-num-seqs)",
+    "waits_for_adapter": "its adapter is being loaded, or others take all places for adapters (--max-loras)",
     "waits_for_budget": "the steps have no tokens left for it (--max-num-batched-tokens)",
     "waits_for_swap": "its blocks are on the host, and a step moves only so many (--max-swap-blocks-per-step)",
     "waits_for_step": "the next step takes it in",

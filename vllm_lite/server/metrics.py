@@ -154,6 +154,11 @@ _BLOCK_HISTOGRAMS = (  # name, field of BlockHistograms, text
 _LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 
+def _adapters(at: Scrape) -> dict[tuple[str, ...], float]:
+    names = at.stats.running_adapters, at.stats.waiting_adapters
+    return {(str(at.engine.max_loras), *map(",".join, names)): 1}
+
+
 def _usage(at: Scrape) -> float:
     return at.stats.num_used_blocks / at.stats.num_blocks if at.stats.num_blocks else 0.0
 
@@ -233,6 +238,7 @@ _RESTARTS = "Groups of workers that were replaced, by what happened to one of th
 _SLEEP = "1 for the state that the engine is in: awake, weights_offloaded (level 1), discard_all (level 2)."
 _PAUSED = "1 while the engine is paused."
 _RECOVERING = "1 while workers are being replaced."
+_ADAPTERS = "Adapters of the requests that run and that wait, as labels; 1."
 _EXPERTS = "Tokens that each expert got; with --expert-load-metrics."
 _LOAD = "HTTP requests under way that generate."
 
@@ -244,9 +250,7 @@ METRICS: tuple[Definition, ...] = (
         "vllm:cache_config_info", "gauge", "How the KV cache is set up; 1.", _cache_config, tuple(_CACHE_CONFIG)
     ),
     Definition("vllm_lite:workers", "gauge", _WORKERS, attrgetter("config.tensor_parallel_size")),
-    Definition(
-        "vllm:lora_requests_info", "gauge", "There are no LoRAs; 1.", lambda _: {("0", "", ""): 1}, _LORA_LABELS
-    ),
+    Definition("vllm:lora_requests_info", "gauge", _ADAPTERS, _adapters, _LORA_LABELS),
     *(Definition(name, "counter", text, attrgetter(f"stats.{field}")) for name, field, text in _COUNTERS),
     Definition(
         "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache, on the device.", _device_hits

@@ -26,5 +26,6 @@ def restored(factory: StreamFactory, state: RequestState | EndedRequest, *, for_
     elif state.deadline_in_s is not None:  # counts from now
         params = msgspec.structs.replace(params, deadline_ms=max(1, int(state.deadline_in_s * 1000)))
     stream = factory.make(unpack_tokens(content.prompt), params, name)
+    stream.adapter = content.adapter
     stream.apply(Tokens(name, 0, output, scored or None))
     return stream

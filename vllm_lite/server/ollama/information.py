@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_lite.client.text import template_source
-from vllm_lite.server.generation import ServedModel
+from vllm_lite.server.generation import LATEST, ServedModel
 from vllm_lite.server.openai.formats import architectures_of
 from vllm_lite.server.openai.prompts import Prompts
 
-LATEST = ":latest"
 NEVER = "9999-12-31T23:59:59Z"
 """When the model is unloaded."""
 
@@ -60,7 +59,7 @@ class OllamaModel:
 
     def name(self, wanted: str | None) -> str:
         """The name to answer with. Raises ApiError for a model that is not served."""
-        names = (*self.served.names, self.served.path)
+        names = (*self.served.all_names, self.served.path)
         known = wanted if wanted in names or wanted is None else wanted.removesuffix(LATEST)
         return wanted if self.served.name(known) == known and wanted is not None else self.served.name(known)
 
@@ -75,7 +74,7 @@ class OllamaModel:
                 "digest": hashlib.sha256(f"{self.served.root}/{self.modified_at}".encode()).hexdigest(),
                 "details": self.details,
             }
-            for name in self.served.names
+            for name in self.served.all_names
             for tagged in [name if ":" in name else name + LATEST]
         ]
 

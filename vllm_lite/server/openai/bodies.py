@@ -249,6 +249,21 @@ class UpdateWeightsBody(msgspec.Struct, frozen=True, kw_only=True):
     update_info: Any = None
 
 
+class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/load_lora_adapter. `lora_path` is a folder of the engine's host."""
+
+    lora_name: Annotated[str, Meta(max_length=256)] = ""
+    lora_path: Annotated[str, Meta(max_length=4096)] = ""
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(max_length=256)] = ""
+    lora_int_id: int | None = None
+
+
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /detokenize."""
 

@@ -29,6 +29,9 @@ class ApiError(Exception):
     """An answer with `status`; `param` names the field of the body that is at fault, `code` is the status unless
     clients know the error by a name."""
 
+    kind: str | None = None
+    """The error's type; None: that of its status."""
+
     def __init__(
         self,
         status: int,
@@ -46,12 +49,19 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """Encode the error as OpenAI does."""
-        kind = TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
+        usual = "InternalServerError" if self.status >= 500 else "BadRequestError"
+        kind = self.kind or TYPES.get(self.status, usual)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
         return msgspec.json.encode({"error": error})
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, "application/json")
+
+
+class InvalidUserInput(ApiError):
+    """What vLLM's routes for adapters call a mistake in a body."""
+
+    kind = "InvalidUserInput"
 
 
 def in_use(call_id: str) -> ApiError:

@@ -72,6 +72,13 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("get", "/load", "how many requests run", None),
     ("get", "/metrics", "what Prometheus reads", None),
     ("get", "/server_info", "settings, and what they run on (admin)", None),
+    ("post", "/v1/load_lora_adapter", "load a LoRA adapter from a folder (admin)", bodies.LoadAdapterBody),
+    (
+        "post",
+        "/v1/unload_lora_adapter",
+        "forget an adapter; what runs with it goes on (admin)",
+        bodies.UnloadAdapterBody,
+    ),
     ("post", "/reset_prefix_cache", "forget the KV of earlier prompts (admin)", None),
     ("post", "/pause", "compute nothing more, until /resume (admin)", None),
     ("post", "/resume", "compute again (admin)", None),

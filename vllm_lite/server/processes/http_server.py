@@ -59,6 +59,7 @@ from vllm_lite.server.responses.routes import ResponsesRoutes
 from vllm_lite.server.responses.runs import Runs
 from vllm_lite.server.responses.store import Store, store_of
 from vllm_lite.server.resumption import Resumption
+from vllm_lite.server.vllm.adapters import AdapterRoutes
 from vllm_lite.server.vllm.information import Information
 from vllm_lite.server.vllm.operations import Operations
 from vllm_lite.server.vllm.routes import VllmRoutes
@@ -233,6 +234,7 @@ class HttpServer:
         path = None if config.names else config.model
         card = {**files.card(), "tasks": _tasks(engine)}
         model = ServedModel(names, path, engine.max_model_len, files.defaults.params, card, root=config.model)
+        model.session = self.engine.session
         factory = StreamFactory(engine, files.tokenizer, most_tokens=files.defaults.max_tokens)
         live = LiveRequests(calls, resumable, factory, BodyReader(config, engine.max_model_len), files.formats)
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, config.default_chat_template_kwargs)
@@ -244,6 +246,7 @@ class HttpServer:
         information = Information(config, files.tokenizer, files.template_text)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
         more += Operations(calls, live.reader).routes()
+        more += AdapterRoutes(generation).routes()
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, self.engine.config.model, prompts, shown)
         more += LlamaCppRoutes(generation, self.engine.config.max_num_seqs, shown).routes()
