@@ -24,7 +24,7 @@ import msgspec
 
 from vllm_lite.engine import external
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, MAX_PASS_MESSAGES, MAX_PASS_S, SLOW_READER_S
-from vllm_lite.protocol import PROTOCOL_VERSION, api, codec, control, histograms, operations, params, step
+from vllm_lite.protocol import PROTOCOL_VERSION, adapters, api, codec, control, histograms, operations, params, step
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
 from vllm_lite.transport import zmq
 from vllm_lite.transport.keys import ENV
@@ -40,7 +40,7 @@ DIRECTIONS = {
     "Worker to engine": codec.FromWorker,
 }
 HERE = "<!-- messages of clients -->\n"
-MODULES = (api, operations, histograms, params, step, control)
+MODULES = (api, operations, adapters, histograms, params, step, control)
 Kind = type[msgspec.Struct]
 
 

@@ -13,7 +13,8 @@ from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.request import Produced
 from vllm_lite.errors import ConfigError, RequestError
-from vllm_lite.protocol.api import AdapterAnswer, Generate, LoadAdapter, UnloadAdapter
+from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
+from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams

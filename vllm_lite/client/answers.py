@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from vllm_lite.errors import EngineError
-from vllm_lite.protocol.api import AdapterAnswer, FromClient, LoadAdapter, UnloadAdapter
+from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
+from vllm_lite.protocol.api import FromClient
 from vllm_lite.runtime import log
 
 logger = log.get(__name__)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol import api
+from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.api import FromClient, Stats
 from vllm_lite.protocol.operations import Operation, OperationDone
 
@@ -17,7 +18,7 @@ ANSWERS = (
     api.ExternalAborted,
     api.PrefixCacheReset,
     OperationDone,
-    api.AdapterAnswer,
+    AdapterAnswer,
 )
 
 A = TypeVar("A")
@@ -58,13 +59,13 @@ class Asking(ABC):
 
     def load_adapter(
         self, name: str, path: str, *, in_place: bool = False, parent: str | None = None
-    ) -> "Future[api.AdapterAnswer]":
+    ) -> "Future[AdapterAnswer]":
         """Have the engine load a LoRA adapter; `in_place`: it may replace one of its name. Fails as describe() does."""
-        return self.ask(api.LoadAdapter(0, name, path, in_place, parent), api.AdapterAnswer)
+        return self.ask(LoadAdapter(0, name, path, in_place, parent), AdapterAnswer)
 
-    def unload_adapter(self, name: str) -> "Future[api.AdapterAnswer]":
+    def unload_adapter(self, name: str) -> "Future[AdapterAnswer]":
         """Have the engine forget an adapter. Fails as describe() does."""
-        return self.ask(api.UnloadAdapter(0, name), api.AdapterAnswer)
+        return self.ask(UnloadAdapter(0, name), AdapterAnswer)
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer in `timeout_s`."""

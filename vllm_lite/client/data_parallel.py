@@ -22,15 +22,8 @@ from vllm_lite.client.routing import MAX_HASHED_BLOCKS, PrefixRouter
 from vllm_lite.client.session import Session
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError, RequestError
-from vllm_lite.protocol.api import (
-    AdapterInfo,
-    Descriptions,
-    ForkRequest,
-    FromClient,
-    Generate,
-    PrefixCacheReset,
-    Welcome,
-)
+from vllm_lite.protocol.adapters import AdapterInfo
+from vllm_lite.protocol.api import Descriptions, ForkRequest, FromClient, Generate, PrefixCacheReset, Welcome
 from vllm_lite.protocol.operations import OperationDone
 from vllm_lite.runtime import log
 from vllm_lite.runtime.prefix_hash import PrefixHasher

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from vllm_lite.errors import EngineError
-from vllm_lite.protocol.api import AdapterAnswer, Stats
+from vllm_lite.protocol.adapters import AdapterAnswer
+from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.histograms import Histogram
 from vllm_lite.protocol.operations import OperationDone
 

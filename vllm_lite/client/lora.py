@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_lite.client.data_parallel import AnySession
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import AdapterAnswer
+from vllm_lite.protocol.adapters import AdapterAnswer
 
 LOAD_TIMEOUT_S = 600.0
 

@@ -24,6 +24,7 @@ from vllm_lite.client.open_stream import OpenStream, Sink, by_sink
 from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol import api
+from vllm_lite.protocol.adapters import AdapterList, LoadAdapter
 from vllm_lite.protocol.api import Finished, ForkRequest, FromClient, Generate, ToClient, Tokens, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import log
@@ -305,7 +306,7 @@ class Session(Asking):
                 future = self._answers.awaited(message)
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message)
-        elif isinstance(message, api.AdapterList):
+        elif isinstance(message, AdapterList):
             self.adapters = {info.name: info for info in message.adapters}
         elif isinstance(message, api.Dying):
             self._die(EngineDeadError(message.reason)) if message.is_final else self._lose(message.reason)
@@ -369,7 +370,7 @@ class Session(Asking):
         known = {info.name for info in self.welcome.adapters}
         with self._lock:
             missing = [info for info in self.adapters.values() if info.name not in known]
-            self._outgoing += [api.LoadAdapter(0, info.name, info.path, parent=info.parent) for info in missing]
+            self._outgoing += [LoadAdapter(0, info.name, info.path, parent=info.parent) for info in missing]
 
     def _end_here(self) -> None:
         """End what ends although there is no engine to say so."""

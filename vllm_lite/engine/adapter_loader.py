@@ -15,13 +15,13 @@ from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.errors import ModelError
 from vllm_lite.executor import blocking
 from vllm_lite.executor.base import Executor
-from vllm_lite.protocol import api
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter, UnloadAdapter
 from vllm_lite.runtime import log
 from vllm_lite.transport import Wakeup
 
 logger = log.get(__name__)
 
-Send = Callable[[api.AdapterAnswer], object]
+Send = Callable[[AdapterAnswer], object]
 Asked = tuple[int, Send]
 """The number of a client's question, and how it is answered."""
 
@@ -51,19 +51,19 @@ class AdapterLoader:
         """Who waits for an adapter to be there for the first time."""
 
     @property
-    def infos(self) -> tuple[api.AdapterInfo, ...]:
+    def infos(self) -> tuple[AdapterInfo, ...]:
         """What clients know of the adapters."""
         listed = [each for each in self._adapters.listed if each not in self._asked]
-        return tuple(api.AdapterInfo(each.name, each.path, each.parent) for each in listed)
+        return tuple(AdapterInfo(each.name, each.path, each.parent) for each in listed)
 
     # ---- what clients ask for
 
-    def load(self, message: api.LoadAdapter, send: Send) -> None:
+    def load(self, message: LoadAdapter, send: Send) -> None:
         """Load an adapter, or answer that it is there. It gets its name at once, so that requests may wait for it, but
         for one that is to replace another: that one keeps the name until the new one is there."""
         question, name = message.question, message.name
         if (refusal := self._refusal(message)) is not None:
-            send(api.AdapterAnswer(question, name, refusal))
+            send(AdapterAnswer(question, name, refusal))
             return
         adapter = self._adapters.get(name)
         if adapter is None or message.in_place:
@@ -75,9 +75,9 @@ class AdapterLoader:
         elif adapter in self._asked:
             self._asked[adapter].append((question, send))
         else:  # sent again, by a client that found another engine
-            send(api.AdapterAnswer(question, name))
+            send(AdapterAnswer(question, name))
 
-    def _refusal(self, message: api.LoadAdapter) -> str | None:
+    def _refusal(self, message: LoadAdapter) -> str | None:
         known = self._adapters.get(message.name)
         if not self._config.enable_lora:
             return "this engine serves no adapters; start it with --enable-lora"
@@ -89,17 +89,17 @@ class AdapterLoader:
             return f"adapter {message.name!r} is loaded from {known.path}; unload it first, or replace it in place"
         return None
 
-    def unload(self, message: api.UnloadAdapter, send: Send) -> None:
+    def unload(self, message: UnloadAdapter, send: Send) -> None:
         """Take an adapter's name away. What runs with it goes on, and then its memory is free."""
         adapter = self._adapters.get(message.name)
         if adapter is None:
-            send(api.AdapterAnswer(message.question, message.name, f"there is no adapter {message.name!r}"))
+            send(AdapterAnswer(message.question, message.name, f"there is no adapter {message.name!r}"))
             return
         self._adapters.delist(adapter)
         self._answer_all(adapter, f"adapter {adapter.name!r} was unloaded before it was there")
         logger.info("adapter %r is unloaded, %d of its requests go on", adapter.name, adapter.num_requests)
         self.on_listed()
-        send(api.AdapterAnswer(message.question, message.name))
+        send(AdapterAnswer(message.question, message.name))
 
     # ---- at the start
 
@@ -189,7 +189,7 @@ class AdapterLoader:
         if error is None:
             self.on_listed()
         for question, send in asked:
-            send(api.AdapterAnswer(question, adapter.name, error))
+            send(AdapterAnswer(question, adapter.name, error))
 
     def _fail(self, adapter: Adapter, error: str, produced: list[Produced]) -> None:
         self._adapters.wanted.pop(adapter, None)

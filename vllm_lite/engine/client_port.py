@@ -15,6 +15,7 @@ import msgspec
 from vllm_lite import transport
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol import PROTOCOL_VERSION, api
+from vllm_lite.protocol.adapters import AdapterInfo, AdapterList
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, request_named_in
 from vllm_lite.runtime import log
 from vllm_lite.transport import Delivery, Tcp
@@ -217,12 +218,12 @@ class ClientPort:
         for peer in self._clients:
             self.send(peer, api.Recovered(self._epoch, generation, lost_s))
 
-    def say_adapters(self, adapters: tuple[api.AdapterInfo, ...]) -> None:
+    def say_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
         """Tell all clients, and those that come later, which adapters there are."""
         if self._welcome is not None:
             self._welcome = msgspec.structs.replace(self._welcome, adapters=adapters)
         for peer in self._clients:
-            self.send(peer, api.AdapterList(adapters))
+            self.send(peer, AdapterList(adapters))
 
     def say_dying(self, reason: str, *, is_final: bool) -> None:
         """Send every client what it is owed, and then the reason why the engine ends."""

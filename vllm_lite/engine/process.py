@@ -23,6 +23,7 @@ from vllm_lite.executor.base import Executor, WorkersLostError
 from vllm_lite.executor.select import select
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION, api
+from vllm_lite.protocol.adapters import LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.operations import Operation
 from vllm_lite.runtime import log, supervise
@@ -234,9 +235,9 @@ class EngineProcess:
             self._port.send(peer, core.reset_prefix_cache())
         elif isinstance(message, Operation):
             operations.ask(peer, message)
-        elif isinstance(message, api.LoadAdapter):
+        elif isinstance(message, LoadAdapter):
             core.adapter_loader.load(message, partial(self._port.send, peer))
-        elif isinstance(message, api.UnloadAdapter):
+        elif isinstance(message, UnloadAdapter):
             core.adapter_loader.unload(message, partial(self._port.send, peer))
 
     def _generate(self, core: EngineCore, peer: bytes, message: api.Generate) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.protocol import Message
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList, LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.histograms import BlockHistograms, Counts, RequestHistograms
 from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
@@ -20,7 +21,6 @@ MAX_PROMPT_BYTES = 16 * 1024 * 1024
 MAX_CONTEXT_BYTES = 64 * 1024
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
-AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 ExternalId = Annotated[str, Meta(max_length=256)]
 """Empty if the request has none."""
 Context = Annotated[bytes, Meta(max_length=MAX_CONTEXT_BYTES)]
@@ -143,49 +143,7 @@ class ResetPrefixCache(Message, tag="reset_prefix_cache"):
     """
 
 
-class LoadAdapter(Message, tag="load_adapter"):
-    """Load the LoRA adapter in the folder `path` of the engine's host under a name, which requests may use from now on;
-    answered by AdapterAnswer once it is there. With `in_place` it takes the place of one that has the name; without,
-    it must be the same one, which is then answered as loaded. `parent`: what lists call its base model. `question` is
-    a number of the client's, for the answer."""
-
-    question: int
-    name: AdapterName
-    path: Annotated[str, Meta(min_length=1, max_length=4096)]
-    in_place: bool = False
-    parent: Annotated[str, Meta(max_length=256)] | None = None
-
-
-class UnloadAdapter(Message, tag="unload_adapter"):
-    """Forget an adapter; requests that have it go on. Answered by AdapterAnswer."""
-
-    question: int
-    name: AdapterName
-
-
 # ---- engine -> client
-
-
-class AdapterInfo(Message):
-    """An adapter that requests may name. `parent`: its base model's name, None: the model's."""
-
-    name: str
-    path: str
-    parent: str | None = None
-
-
-class AdapterList(Message, tag="adapter_list"):
-    """All adapters; sent to all clients when one has come or gone."""
-
-    adapters: tuple[AdapterInfo, ...]
-
-
-class AdapterAnswer(Message, tag="adapter_answer"):
-    """The adapter is loaded, or unloaded; or `error` says in one sentence why not. Answers come in any order."""
-
-    question: int
-    name: str
-    error: str | None = None
 
 
 class Welcome(Message, tag="welcome"):

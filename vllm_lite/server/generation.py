@@ -14,7 +14,7 @@ from vllm_lite.client.data_parallel import AnySession
 from vllm_lite.client.prompt import PromptLike, check_room
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import AdapterInfo
+from vllm_lite.protocol.adapters import AdapterInfo
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call

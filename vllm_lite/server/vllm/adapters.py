@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from vllm_lite.client.data_parallel import AnySession
 from vllm_lite.client.lora import LOAD_TIMEOUT_S
-from vllm_lite.protocol.api import AdapterAnswer
+from vllm_lite.protocol.adapters import AdapterAnswer
 from vllm_lite.server.generation import Generation
 from vllm_lite.server.http.auth import require_admin
 from vllm_lite.server.openai.bodies import LoadAdapterBody, UnloadAdapterBody
