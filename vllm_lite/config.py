@@ -18,6 +18,7 @@ from vllm_lite.runtime.nested_settings import (
     PoolerConfig,
     PoolingOptions,
     Speculation,
+    check_adapters,
 )
 from vllm_lite.runtime.settings import Section, Settings, about
 
@@ -308,26 +309,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             self._check_data_parallel()
         if self.single_process and self.distributed_executor_backend == "ray":
             raise ValueError("single_process runs the worker as a thread of this process, and ray on other machines")
-        self._check_lora()
+        check_adapters(self.lora_modules, self.max_loras, self.max_cpu_loras, enabled=self.enable_lora)
 
     def _check_data_parallel(self) -> None:
         for name in ("address", "tcp_address", "single_process"):
             if getattr(self, name):
                 raise ValueError(f"{name} is one engine's: leave it out, or data_parallel_size, which is above 1")
-
-    def _check_lora(self) -> None:
-        names = [module.name for module in self.lora_modules]
-        if names and not self.enable_lora:
-            raise ValueError("lora_modules needs enable_lora")
-        if len(set(names)) < len(names):
-            raise ValueError(f"the names of lora_modules must differ, got {', '.join(names)}")
-        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ValueError(f"max_cpu_loras must be at least max_loras ({self.max_loras}), got {self.max_cpu_loras}")
-
-    @property
-    def num_kept_loras(self) -> int:
-        """How many adapters a worker has in memory."""
-        return self.max_cpu_loras or self.max_loras
 
     def _check_tcp(self, address: str) -> None:
         split_tcp(address)

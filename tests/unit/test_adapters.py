@@ -79,7 +79,7 @@ class Engine:
             pass
         self.loader.send(self.worker)  # type: ignore[arg-type]
         self.core.scheduler.check_integrity()
-        assert len(self.worker.adapters) <= max(self.config.num_kept_loras, len(self.running))
+        assert len(self.worker.adapters) <= max((self.config.max_cpu_loras or self.config.max_loras), len(self.running))
         for item in produced:
             if item.sample:
                 continue

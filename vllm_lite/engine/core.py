@@ -279,7 +279,7 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, lives: Lives, no
         generation=lives.generation,
         max_itl_s=(config.max_itl_ms or 0) / 1000,
         max_loras=config.max_loras if config.enable_lora else 0,
-        max_cpu_loras=config.num_kept_loras if config.enable_lora else 0,
+        max_cpu_loras=(config.max_cpu_loras or config.max_loras) if config.enable_lora else 0,
     )
     return Header(
         engine_version=__version__,

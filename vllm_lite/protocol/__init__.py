@@ -4,7 +4,7 @@ params.py   what a user may ask of sampling
 structured.py  the form that an output must have
 pooling.py  what a user may ask of vectors and scores
 api.py      client <-> engine
-adapters.py client <-> engine, about LoRA adapters
+adapters.py  client <-> engine: LoRA adapters that come and go
 histograms.py  what Stats consists of
 operations.py  client -> engine: pause, sleep, other weights
 step.py     engine -> worker -> engine, once per step

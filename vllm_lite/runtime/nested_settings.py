@@ -49,6 +49,19 @@ class LoraModulePath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return cls(name=name, path=path)
 
 
+def check_adapters(
+    modules: tuple[LoraModulePath, ...], max_loras: int, max_cpu_loras: int | None, *, enabled: bool
+) -> None:
+    """Raise ValueError for settings of adapters that do not go together."""
+    names = [module.name for module in modules]
+    if names and not enabled:
+        raise ValueError("lora_modules needs enable_lora")
+    if len(set(names)) < len(names):
+        raise ValueError(f"the names of lora_modules must differ, got {', '.join(names)}")
+    if max_cpu_loras is not None and max_cpu_loras < max_loras:
+        raise ValueError(f"max_cpu_loras must be at least max_loras ({max_loras}), got {max_cpu_loras}")
+
+
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How routers learn which prefixes are cached here: a ZeroMQ PUB socket publishes events, another repeats batches.
 

@@ -145,9 +145,8 @@ class InputBatch:
             raise ProtocolError(f"handle {entry.handle} has {len(tokens)} tokens, expected 1 to {self.max_model_len}")
         if tokens.max() >= self.vocab_size:
             raise ProtocolError(f"handle {entry.handle} has token {tokens.max()}, the vocabulary {self.vocab_size}")
-        sequence = self._new_sequence(entry.handle, entry.sampling, entry.num_prompt_tokens)
+        sequence = self._new_sequence(entry.handle, entry.sampling, entry.num_prompt_tokens, entry.adapter)
         sequence.pooling = self.pooled.add(entry.pooling, entry.num_prompt_tokens)
-        sequence.adapter = entry.adapter
         if entry.sampling.prompt_logprobs is not None:
             sequence.prompt_scoring = PromptScoring(entry.num_prompt_tokens, entry.sampling.prompt_logprobs)
         self._start(sequence, tokens, entry)
@@ -189,8 +188,7 @@ class InputBatch:
                 f"Fork of handle {entry.parent} at {entry.num_computed} of {entry.num_tokens} tokens, it has {known}"
             )
         num_prompt = min(self._resident[parent].num_prompt, entry.num_tokens)
-        sequence = self._new_sequence(entry.child, entry.sampling, num_prompt)
-        sequence.adapter = self._resident[parent].adapter
+        sequence = self._new_sequence(entry.child, entry.sampling, num_prompt, self._resident[parent].adapter)
         child = self._add_row(sequence, self.token_ids[parent, : entry.num_tokens])
         self.num_computed[child], self.num_cached[child] = entry.num_computed, entry.num_cached
         num_blocks = -(-entry.num_tokens // self.block_size)
@@ -232,11 +230,11 @@ class InputBatch:
             return row
         raise ProtocolError(f"{what} of handle {handle}, which is {'preempted' if sequence else 'unknown'}")
 
-    def _new_sequence(self, handle: Handle, sampling: Sampling, num_prompt: int) -> SequenceState:
+    def _new_sequence(self, handle: Handle, sampling: Sampling, num_prompt: int, adapter: int) -> SequenceState:
         if handle in self._sequences:
             raise ProtocolError(f"handle {handle} is in use already")
         rules = read_rules(sampling, num_prompt, self.vocab_size, self.mask_source_of)
-        self._sequences[handle] = sequence = SequenceState(handle, sampling, num_prompt, rules)
+        self._sequences[handle] = sequence = SequenceState(handle, sampling, num_prompt, rules, adapter)
         if rules is not None and rules.mask is not None and rules.mask.coming is not None:
             self._unsettled[handle] = rules.mask
         return sequence
@@ -247,8 +245,7 @@ class InputBatch:
             raise ProtocolError(f"no row for handle {sequence.handle}: all {row} (max_num_seqs) are taken")
         self._resident.append(sequence)
         self._set_tokens(row, tokens)
-        self.table_lens[row] = 0
-        self.adapters[row] = sequence.adapter
+        self.table_lens[row], self.adapters[row] = 0, sequence.adapter
         self.params[row] = row_params(sequence.sampling, self.rules.add(sequence.rules, tokens))
         return row
 
@@ -485,8 +482,6 @@ class InputBatch:
     def _row_problems(self, row: int, sequence: SequenceState) -> Iterator[str]:
         if sequence.row != row or sequence.preempted_tokens is not None:
             yield f"the sequence is elsewhere: {sequence}"
-        if sequence.adapter != self.adapters[row]:
-            yield f"the row has adapter {self.adapters[row]}: {sequence}"
         num_tokens, num_computed = int(self.num_tokens[row]), int(self.num_computed[row])
         if not 0 <= num_computed <= num_tokens <= self.max_model_len + 1:
             yield f"{num_computed} of {num_tokens} tokens computed, context {self.max_model_len}"
