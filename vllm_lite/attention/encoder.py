@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.attention.backend import AttentionShape, Heads
@@ -69,6 +70,9 @@ class EncoderBackend:
             for kernel, spec in zip(self.kernels, self.shape.groups, strict=True)
         ]
         batch.plan = _Plan(plans, table)
+
+    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+        """No graph is made."""
 
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
