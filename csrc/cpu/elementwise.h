@@ -6,7 +6,7 @@
 
 #include "isa.h"
 
-enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3 };
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kSwigluOai = 4 };  // the last with a gate
 
 struct Activate {
   int32_t dtype, activation;

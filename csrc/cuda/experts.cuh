@@ -22,7 +22,7 @@ constexpr int ROW_BYTES = 128;    // of a row of a tile in shared memory, which 
 constexpr int PITCH_BYTES = 144;  // from one row to the next: an odd number of 16 bytes, no conflicts
 constexpr int CHUNKS = ROW_BYTES / 16;
 
-enum Activation { NONE, SILU, GELU_TANH, GELU, RELU };
+enum Activation { NONE, SILU, GELU_TANH, GELU, RELU, SWIGLU_OAI };
 
 template <Activation KIND>
 __device__ __forceinline__ float activated(float x) {
@@ -30,6 +30,22 @@ __device__ __forceinline__ float activated(float x) {
   if constexpr (KIND == GELU_TANH) return gelu_tanh(x);
   if constexpr (KIND == GELU) return .5f * x * (1.f + erff(x * .70710678118654752f));
   return x > 0.f ? x : x != x ? x : 0.f;  // NaN stays
+}
+
+// gpt-oss's. NaN stays.
+__device__ __forceinline__ float swiglu_oai(float gate, float up) {
+  gate = gate > 7.f ? 7.f : gate;
+  up = up > 7.f ? 7.f : up < -7.f ? -7.f : up;
+  return (up + 1.f) * gate / (1.f + expf(-1.702f * gate));
+}
+
+// What a gated MLP makes of a gate and an up that are rounded to T: rounded once, or behind the activation as well.
+template <class T, class O, Activation KIND>
+__device__ __forceinline__ O gated(float gate, float up) {
+  if constexpr (KIND == SWIGLU_OAI)
+    return from_float<O>(swiglu_oai(gate, up));
+  else
+    return from_float<O>(to_float(from_float<T>(activated<KIND>(gate))) * up);
 }
 
 // 16 bytes from global to shared memory, of which only the first `left` elements exist; the others become zeros.
@@ -133,7 +149,7 @@ __global__ void __launch_bounds__(experts::THREADS)
 
 // For each expert the product of its rows with its weight [outputs, depth], in tiles of 16 * MT rows.
 // Without an activation, out[place, :] = row * weight^T, float; outputs = size. With one, outputs = 2 * size, gate
-// before up, and out[place, :] = T(activation(T(gate))) * T(up).
+// before up, to which `biases` are added unless they are null, and out[place, :] = T(activation(T(gate))) * T(up).
 // The row at a place is rows[pairs[place] / top] or, if `pairs` is null, rows[place].
 // T: float, __half or __nv_bfloat16; O: float without an activation, else T. VECTOR: depth and strides are multiples of
 // 16 bytes, and so are the addresses.
@@ -144,6 +160,7 @@ __global__ void __launch_bounds__(experts::THREADS)
     expert_tiles(O* __restrict__ out,             // [num_pairs, size]
                  const T* __restrict__ rows,      // [.., depth]
                  const T* __restrict__ weights,   // [experts, outputs, depth]
+                 const T* __restrict__ biases,    // [experts, outputs] or null
                  const int* __restrict__ starts,  // [experts + 1]
                  const int* __restrict__ pairs,   // [num_pairs] or null
                  int64 row_stride, int depth, int size, int top) {
@@ -158,7 +175,9 @@ __global__ void __launch_bounds__(experts::THREADS)
   const int column = blockIdx.x * WIDTH, steps = ceil_div(depth, DEPTH);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int row = threadIdx.x / CHUNKS, within = threadIdx.x % CHUNKS * UNIT;  // of what this thread fetches first
-  const T* const weight = weights + int64(expert) * (GATED ? 2 : 1) * size * depth;
+  const int64 first_output = int64(expert) * (GATED ? 2 : 1) * size;
+  const T* const weight = weights + first_output * depth;
+  const auto bias = [&](int output) { return biases ? to_float(biases[first_output + output]) : 0.f; };
 
   for (int tile = blockIdx.z; tile * ROWS < count; tile += gridDim.z) {
     const T* sources[MT];
@@ -203,8 +222,9 @@ __global__ void __launch_bounds__(experts::THREADS)
         if (at >= count) continue;
         O* const to = out + int64(start + at) * size;
         if constexpr (GATED) {
-          const float gate = to_float(from_float<T>(sums[m][0][i])), up = to_float(from_float<T>(sums[m][1][i]));
-          if (c < size) to[c] = from_float<O>(to_float(from_float<T>(activated<KIND>(gate))) * up);
+          if (c >= size) continue;
+          const float gate = sums[m][0][i] + bias(c), up = sums[m][1][i] + bias(size + c);
+          to[c] = gated<T, O, KIND>(to_float(from_float<T>(gate)), to_float(from_float<T>(up)));
         } else {
           if (c < size) to[c] = from_float<O>(sums[m][0][i]);
           if (c + 32 < size) to[c + 32] = from_float<O>(sums[m][1][i]);
@@ -213,18 +233,20 @@ __global__ void __launch_bounds__(experts::THREADS)
   }
 }
 
-// out[token] = the sum of weight * wide over the token's pairs of experts in [first, first + held), in float in the
-// order of the experts' numbers, rounded once. W: T or float. Grid: (tokens, ceil(size / threads)). Shared memory: 2 *
-// top words.
+// out[token] = the sum of weight * (wide + its expert's bias) over the token's pairs of experts in [first, first +
+// held), in float in the order of the experts' numbers, rounded once; without biases, `biases` is null. W: T or float.
+// Grid: (tokens, ceil(size / threads)). Shared memory: 3 * top words.
 template <class T, class W>
 __global__ void sum_experts(T* __restrict__ out,                // [num_tokens, size], rows strided
                             const W* __restrict__ wide,         // [num_pairs, size], in the order of places
+                            const T* __restrict__ biases,       // [held, size] or null
                             const int* __restrict__ places,     // [num_pairs]
                             const int* __restrict__ chosen,     // [num_pairs]
                             const float* __restrict__ weights,  // [num_pairs]
                             int64 out_stride, int size, int top, int first, int held) {
   DYNAMIC_SHARED(int, ordered);  // the places of the token's pairs by the numbers of their experts; -1: not held
   float* const factors = reinterpret_cast<float*>(ordered + top);
+  int* const owners = ordered + 2 * top;
   const int64 pair = int64(blockIdx.x) * top;
   for (int i = threadIdx.x; i < top; i += blockDim.x) {
     const int expert = chosen[pair + i];
@@ -232,12 +254,17 @@ __global__ void sum_experts(T* __restrict__ out,                // [num_tokens, 
     for (int j = 0; j < top; ++j) rank += chosen[pair + j] < expert || (chosen[pair + j] == expert && j < i);
     ordered[rank] = expert >= first && expert < first + held ? places[pair + i] : -1;
     factors[rank] = weights[pair + i];
+    owners[rank] = expert - first;
   }
   __syncthreads();
   const int column = blockIdx.y * blockDim.x + threadIdx.x;
   if (column >= size) return;
   float sum = 0.f;
-  for (int i = 0; i < top; ++i)
-    if (ordered[i] >= 0) sum = fmaf(factors[i], to_float(wide[int64(ordered[i]) * size + column]), sum);
+  for (int i = 0; i < top; ++i) {
+    if (ordered[i] < 0) continue;
+    float output = to_float(wide[int64(ordered[i]) * size + column]);
+    if (biases) output += to_float(biases[int64(owners[i]) * size + column]);
+    sum = fmaf(factors[i], output, sum);
+  }
   out[blockIdx.x * out_stride + column] = from_float<T>(sum);
 }

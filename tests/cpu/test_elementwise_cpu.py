@@ -67,6 +67,24 @@ def test_activations(kind: Activation, dtype: torch.dtype, ops: CpuOps) -> None:
         assert torch.equal(spread[:, :size], out)
 
 
+@pytest.mark.usefixtures("each_isa")
+def test_swiglu_of_gpt_oss(dtype: torch.dtype, ops: CpuOps) -> None:
+    """Rounded once, with limits to the gate above and to up on both sides; NaN stays."""
+    for size in SIZES:
+        gate_up = values(4, 2 * size, dtype=dtype, scale=6)
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        exact = (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7))
+        spread, out = strided(gate_up), strided(torch.zeros(4, size, dtype=dtype))
+        ops.activate_and_mul("swiglu_oai", spread, out)
+        assert_close(out, exact, 12.0 + 2 * gate.abs() if dtype == torch.float32 else 0.51)
+        assert_gaps_untouched(out)
+        ops.activate_and_mul("swiglu_oai", spread, spread[:, :size])
+        assert torch.equal(spread[:, :size], out)
+    odd = torch.tensor([[torch.nan, 1.0, -200.0, 1.0, torch.nan, 1.0]], dtype=dtype)
+    ops.activate_and_mul("swiglu_oai", odd, out := torch.zeros(1, 3, dtype=dtype))
+    assert out.isnan().tolist() == [[True, True, False]]
+
+
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gates_round_as_the_plain_ones(kind: Activation, dtype: torch.dtype, ops: CpuOps) -> None:

@@ -144,7 +144,8 @@ def rounded_logits(oracle: Oracle, checkpoint: Path) -> torch.Tensor:
                 module.weight.copy_(rounded(module.weight.t()).t())
             elif name.endswith(".experts"):
                 for matrix in (*module.gate_up_proj, *module.down_proj):
-                    matrix.copy_(rounded(matrix))
+                    outputs_first = matrix.t() if module.is_transposed else matrix
+                    outputs_first.copy_(rounded(outputs_first))
     with torch.inference_mode():
         logits: torch.Tensor = reference(oracle.tokens[None]).logits[0]
     return logits

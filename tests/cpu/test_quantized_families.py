@@ -2,6 +2,7 @@
 with others, matrices that are stored with their axes exchanged, experts under several names."""
 
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.families.variant import Variant
+from tests.mxfp4_files import as_mxfp4
 from tests.paged import Oracle, Paged
 from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE
+from vllm_lite.checkpoint.quantization.memory import share
+from vllm_lite.checkpoint.shard import Shard
 
 GPTQ = gptq_config(sym=False)
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -33,6 +37,7 @@ VARIANTS = [
     Variant("qwen3-moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3),
     Variant("mixtral", "MixtralConfig", "MixtralForCausalLM", MIXTURE | {"num_local_experts": 4}),
 ]
+GPT_OSS = Variant("gpt-oss", "GptOssConfig", "GptOssForCausalLM", MIXTURE | {"num_local_experts": 4})
 WRITERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gptq": (gptq_tensors, GPTQ),
     "awq": (awq_tensors, AWQ),
@@ -87,6 +92,28 @@ def test_bitsandbytes_may_have_left_experts_dense(tmp_path: Path, variant: Varia
     """As with transformers 5, which has them in one tensor in memory. Its config.json is as that of transformers 4."""
     oracle = Oracle((paths := quantized(tmp_path, variant, nf4_tensors, NF4, ".experts."))[0])
     assert oracle.difference(Paged(oracle, model=oracle.stored_as(paths[1])).run(oracle.tokens, 64)) < 1e-3
+
+
+@pytest.mark.usefixtures("float_products")
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["split", "expert parallel"])
+def test_gpt_oss_is_the_dense_model_that_it_stands_for(tmp_path: Path, *, expert_parallel: bool) -> None:
+    """As it is published: experts in MXFP4, all else dense."""
+    made, published = (GPT_OSS.make(tmp_path / name) for name in ("dense", "packed"))
+    as_mxfp4(published, made)
+    oracle = Oracle(made)
+    most = 1e-4 * max(1.0, float(oracle.logits.abs().max()))
+    assert oracle.difference(Paged(oracle, model=oracle.stored_as(published)).run(oracle.tokens, 64)) < most
+    options = {"expert_parallel": expert_parallel}
+    for logits in on_ranks(
+        2, lambda rank: Paged(oracle, model=oracle.stored_as(published, rank)).run(oracle.tokens, 64), **options
+    ):
+        assert oracle.difference(logits) < 2 * most
+    spec = load_spec(published)
+    names = {"gate_up_proj_blocks": (2, 2), "down_proj_scales": (2, 2), "gate_up_proj_bias": (2, 2)}
+    for name, parts in (names | {"down_proj_bias": (2, 2) if expert_parallel else (1, 0)}).items():
+        shards = [Shard(rank, 2, expert_parallel) for rank in range(2)]
+        shares = [share(f"model.layers.0.mlp.experts.{name}", spec, shard) for shard in shards]
+        assert shares == [Fraction(1, part) if part else 0 for part in parts], name
 
 
 def test_experts_of_mxfp4_are_in_one_tensor(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from tests.families.llama_like import SIX_HEADS
-from tests.families.variant import Control, Variant, drop, drop_in_layers, without_window
+from tests.families.variant import Control, Variant, drop, drop_in_layers, without_rope_scaling, without_window
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec
 
@@ -61,6 +61,23 @@ def glm(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
     return Variant(name, "Glm4MoeConfig", "Glm4MoeForCausalLM", SIX_HEADS | own | settings, controls)
 
 
+def gpt_oss(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "truncate": False, "original_max_position_embeddings": 64}
+    own = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22, "sliding_window": 31}
+    own |= {"rope_parameters": yarn | {"rope_theta": 150.0}, "head_dim": 16}
+    return Variant(name, "GptOssConfig", "GptOssForCausalLM", SIX_HEADS | own | settings, controls)
+
+
+def in_rope_scaling(**fields: Any) -> Control:
+    def changed(layer: LayerSpec) -> LayerSpec:
+        if layer.rope is None or layer.rope.scaling is None:
+            return layer
+        scaling = msgspec.structs.replace(layer.rope.scaling, **fields)
+        return msgspec.structs.replace(layer, rope=msgspec.structs.replace(layer.rope, scaling=scaling))
+
+    return drop_in_layers(changed)
+
+
 def ernie(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
     own = {"moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 22, "num_hidden_layers": 3}
     return Variant(name, "Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", SIX_HEADS | own | settings, controls)
@@ -112,6 +129,29 @@ VARIANTS = [
         n_shared_experts=2,
         first_k_dense_replace=2,
         norm_topk_prob=False,
+    ),
+    gpt_oss(
+        "gpt-oss",
+        RENORMALIZED
+        | {
+            "window": drop_in_layers(without_window),
+            "activation": drop(activation="silu"),
+            "yarn": drop_in_layers(without_rope_scaling),
+            "whole pairs": in_rope_scaling(truncate=True),
+        },
+    ),
+    gpt_oss(
+        "gpt-oss-wide",
+        RENORMALIZED,
+        num_local_experts=7,
+        num_experts_per_tok=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        rope_parameters=None,
+        num_hidden_layers=3,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
     ),
     ernie("ernie-moe", RENORMALIZED, moe_layer_end_index=1),
     ernie(

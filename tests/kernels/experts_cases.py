@@ -36,13 +36,17 @@ class Sizes(NamedTuple):
     held: int = 5
 
 
-def weights(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Stacks:
+def weights(sizes: Sizes, dtype: torch.dtype, device: torch.device, *, biases: bool = False) -> Stacks:
     """Those of the experts that are held; no two are alike."""
     whole = Stacks(
         draw((sizes.num_experts, 2 * sizes.inner, sizes.hidden), dtype, device, sizes.hidden**-0.5),
         draw((sizes.num_experts, sizes.hidden, sizes.inner), dtype, device, sizes.inner**-0.5),
     )
-    return Stacks(*(part[sizes.first : sizes.first + sizes.held].contiguous() for part in whole))
+    if biases:
+        shapes = (sizes.num_experts, 2 * sizes.inner), (sizes.num_experts, sizes.hidden)
+        whole = Stacks(whole.gate_up, whole.down, *(draw(shape, dtype, device) for shape in shapes))
+    held = slice(sizes.first, sizes.first + sizes.held)
+    return Stacks(*(part if part is None else part[held].contiguous() for part in whole))
 
 
 def pick(num_tokens: int, sizes: Sizes, device: torch.device) -> Chosen:
@@ -55,15 +59,23 @@ def pick(num_tokens: int, sizes: Sizes, device: torch.device) -> Chosen:
 
 def expected(x: torch.Tensor, chosen: Chosen, stacks: Stacks, first: int, activation: Activation) -> torch.Tensor:
     """In float64, with the roundings between the products."""
-    gate_up, down = (part.double().cpu() for part in stacks)
+    gate_up, down = (part.double().cpu() for part in stacks[:2])
+    on_both, on_down = (
+        of_none if bias is None else bias.double().cpu()
+        for bias, of_none in zip(stacks[2:], (torch.zeros(gate_up.shape[:2]), torch.zeros(down.shape[:2])), strict=True)
+    )
     experts, factors = chosen.experts.cpu() - first, chosen.weights.double().cpu()
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, row in enumerate(x.double().cpu()):
         for expert, factor in zip(experts[token].tolist(), factors[token], strict=True):
             if 0 <= expert < len(down):
-                gate, up = (gate_up[expert] @ row).to(x.dtype).double().chunk(2)
-                active = (ACTIVATIONS[activation](gate).to(x.dtype).double() * up).to(x.dtype).double()
-                out[token] += factor * (down[expert] @ active)
+                gate, up = (gate_up[expert] @ row + on_both[expert]).to(x.dtype).double().chunk(2)
+                if activation == "swiglu_oai":
+                    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+                    active = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+                else:
+                    active = ACTIVATIONS[activation](gate).to(x.dtype).double() * up
+                out[token] += factor * (down[expert] @ active.to(x.dtype).double() + on_down[expert])
     return out
 
 
@@ -102,6 +114,22 @@ def activation(kind: Activation) -> Case:
     return run
 
 
+def biases(dtype: torch.dtype, *counts: int) -> Case:
+    """gpt-oss's experts, in small tiles and in large ones; some elements are beyond its limits."""
+
+    def run(launcher: Launcher, device: torch.device) -> None:
+        sizes = Sizes(num_experts=4, top=2, hidden=40, inner=24, first=1, held=3)
+        stacks = weights(sizes, dtype, device, biases=True)
+        for num_tokens in counts:
+            x, chosen = draw((num_tokens, sizes.hidden), dtype, device, 4.0), pick(num_tokens, sizes, device)
+            for own in (stacks, stacks._replace(down_bias=None)):  # which one rank adds
+                out = torch.empty_like(x)
+                StackedExperts(launcher, own, sizes.first, "swiglu_oai").forward(x, chosen, out)
+                compare(out, expected(x, chosen, own, sizes.first, "swiglu_oai"))
+
+    return run
+
+
 def roundings(dtype: torch.dtype) -> Case:
     """Gate and up are rounded, then the activation, then its product with up. Down gives what it gets."""
 
@@ -120,7 +148,7 @@ def roundings(dtype: torch.dtype) -> Case:
 
 def in_the_order_of_experts(launcher: Launcher, device: torch.device) -> None:
     """Two experts of three cancel out, and leave what the third gave only if they are added up first."""
-    gate_up, down = (part[:1].expand(3, -1, -1).contiguous() for part in weights(Sizes(), F32, device))
+    gate_up, down = (part[:1].expand(3, -1, -1).contiguous() for part in weights(Sizes(), F32, device)[:2])
     x = draw((1, Sizes().hidden), F32, device)
     alone, together = torch.empty_like(x), torch.empty_like(x)
     experts = StackedExperts(launcher, Stacks(gate_up, down), 0, "silu")
@@ -189,10 +217,13 @@ def by_torch(launcher: Launcher, device: torch.device) -> None:
     stacks, num_tokens = weights(sizes, BF16, device), FOR_MANY
     both = StackedExperts(launcher, stacks, 1, "silu", TorchProducts(launcher))
     x, chosen = draw((num_tokens, sizes.hidden), BF16, device), pick(num_tokens, sizes, device)
-    ours, theirs = check(launcher, x, chosen, stacks, 1), torch.full_like(x, torch.nan)
+    ours, theirs, biased_out = check(launcher, x, chosen, stacks, 1), *x.new_full((2, *x.shape), torch.nan)
     both.forward(x, chosen, theirs)
     compare(theirs, expected(x, chosen, stacks, 1, "silu"))
     assert not torch.equal(ours, theirs)
+    biased = weights(sizes, BF16, device, biases=True)
+    StackedExperts(launcher, biased, 1, "swiglu_oai", TorchProducts(launcher)).forward(x, chosen, biased_out)
+    compare(biased_out, expected(x, chosen, biased, 1, "swiglu_oai"))
     few = slice(0, num_tokens - 1)
     both.forward(x[few], Chosen(chosen.experts[few], chosen.weights[few]), theirs[few])
     assert torch.equal(ours[few], theirs[few])
@@ -239,6 +270,8 @@ CASES: list[tuple[str, Case]] = [
     ("one_expert_for_all", one_expert_for_all(BF16, 40)),
     ("one_expert_for_all_in_large_tiles", one_expert_for_all(F16, 300)),
     *((kind, activation(kind)) for kind in ("gelu", "gelu_tanh", "relu")),
+    ("biases", biases(BF16, 3, 70)),
+    ("biases_float", biases(F32, 3)),
     ("roundings_bfloat16", roundings(BF16)),
     ("roundings_half", roundings(F16)),
     ("in_the_order_of_experts", in_the_order_of_experts),

@@ -80,13 +80,15 @@ def test_other_tensors_are_refused(emulated: EmulatorLauncher) -> None:
 
 
 def test_other_weights_are_refused(emulated: EmulatorLauncher) -> None:
-    gate_up, down = cases.weights(cases.Sizes(), torch.bfloat16, CPU)
+    gate_up, down = cases.weights(cases.Sizes(), torch.bfloat16, CPU)[:2]
     with pytest.raises(ValueError, match=r"\[5, 80, 40\] and \[5, 80, 40\] are no gated MLPs"):
         StackedExperts(emulated, Stacks(down, down), 0, "silu")
     with pytest.raises(ValueError, match=r"of one type, got torch\.bfloat16 and torch\.float16"):
         StackedExperts(emulated, Stacks(gate_up, down.half()), 0, "silu")
     with pytest.raises(ValueError, match=r"of one type, got torch\.float64"):
         StackedExperts(emulated, Stacks(gate_up.double(), down.double()), 0, "silu")
+    with pytest.raises(ValueError, match=r"biases of down must be torch\.bfloat16 \[5, 80\], contiguous"):
+        StackedExperts(emulated, Stacks(gate_up, down, down_bias=down[:, :, 0]), 0, "silu")
 
 
 def test_products_of_torch_are_for_large_gpus_only(emulated: EmulatorLauncher) -> None:

@@ -48,6 +48,7 @@ FAMILIES = {
     "Glm4ForCausalLM": "glm",
     "Glm4MoeForCausalLM": "glm_moe",
     "GlmForCausalLM": "glm",
+    "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granite",
     "GraniteMoeSharedForCausalLM": "granite",

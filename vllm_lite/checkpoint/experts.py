@@ -17,9 +17,7 @@ class RoutingSpec(msgspec.Struct, frozen=True):
     Scores are those of all experts. Those chosen have the highest score plus bias, within the chosen groups; of equal
     ones the first is taken. Their weights are the scores, without the bias.
 
-    A softmax over the logits of the chosen alone, as of Granite and gpt-oss, is a softmax with `renormalize`. Not said
-    here, as no family that is read has them: a router's own bias, and a learned factor of each expert's weight, which
-    comes behind the renormalization.
+    A softmax over the logits of the chosen alone, as of Granite and gpt-oss, is a softmax with `renormalize`.
     """
 
     num_experts: int
@@ -42,7 +40,7 @@ class RoutingSpec(msgspec.Struct, frozen=True):
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True):
-    """What a layer has instead of an MLP. Each expert is a gated MLP with the model's activation and no biases."""
+    """What a layer has instead of an MLP. Each expert is a gated MLP with the model's activation."""
 
     routing: RoutingSpec
     intermediate_size: int
@@ -51,6 +49,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     """The same of the gated MLP that every token passes as well, all shared experts as one; 0 = there is none."""
     shared_gate: bool = False
     """Whether what that gives is multiplied by a sigmoid of the token's own."""
+    biases: bool = False
+    """Whether the router and the matrices of each expert have one; the shared MLP has none."""
     stored: Stored = "separate"
 
     def held(self, shard: Shard) -> Split:
@@ -74,8 +74,9 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
         routing = self.routing
         num_experts = routing.num_experts if num_experts is None else num_experts
         inner = num_experts * self.intermediate_size + self.shared_intermediate_size
-        router = routing.num_experts * (hidden_size + routing.choice_bias)
-        return 3 * hidden_size * inner + router + self.shared_gate * hidden_size
+        router = routing.num_experts * (hidden_size + routing.choice_bias + self.biases)
+        biases = self.biases * num_experts * (2 * self.intermediate_size + hidden_size)
+        return 3 * hidden_size * inner + biases + router + self.shared_gate * hidden_size
 
     def idle_parameters(self, hidden_size: int, num_tokens: int = 1) -> int:
         """Weights of the experts that none of so many tokens is sent to, where each expert is as likely as another."""

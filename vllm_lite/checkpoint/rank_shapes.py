@@ -60,6 +60,8 @@ def _known_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shar
         return shape if heads.start <= int(layer) < heads.end else (0, *shape[1:])
     if kind == "weight" and layer in _TRANSPOSED.get(spec.architecture, ()):
         shape = shape[::-1]
+    if kind == "sinks":
+        return (_layer_of(path, spec).attention.heads(shard).query.size,)
     if layer in _BY_ROWS or (layer in _QK_NORMS and spec.qk_norm == "all heads"):
         return (_part(layer, path, shape[0], spec, shard), *shape[1:])
     if layer in _BY_COLUMNS and kind == "bias":
@@ -88,6 +90,10 @@ def _of_experts(path: list[str], shape: tuple[int, ...], own: ExpertsSpec, shard
         if path[-1] == "gate_up_proj":
             return held.size, rows * inner // own.intermediate_size, columns
         return held.size, rows, columns * inner // own.intermediate_size
+    if path[-1] == "gate_up_proj_bias":
+        return held.size, shape[1] * inner // own.intermediate_size
+    if path[-1] == "down_proj_bias":
+        return held.size, shape[1] if shard.rank == 0 or shard.expert_parallel else 0
     index, layer = int(path[-3]), path[-2]
     if not held.start <= index < held.end:
         return 0, *shape[1:]

@@ -48,6 +48,7 @@ EXPERT_PARTS = (
     (".mlp.shared_expert.", ".mlp.shared_experts."),
     (".mlp.moe_statics.", ".mlp.gate."),
     (".mlp.gate.moe_statics.", ".mlp.gate."),
+    (".mlp.router.", ".mlp.gate."),
 )
 """What a name has in its middle where a layer has experts -> here; the first that fits is taken."""
 EXPERT_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

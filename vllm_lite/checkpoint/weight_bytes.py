@@ -93,4 +93,9 @@ def _quantized_tensors(
 
 
 def _is_quantized(name: str, shape: tuple[int, ...], spec: ModelSpec) -> bool:
-    return len(shape) >= 2 and name != "model.embed_positions.weight" and not is_of_router(name, spec)
+    return (
+        len(shape) >= 2
+        and not name.endswith("bias")
+        and name != "model.embed_positions.weight"
+        and not is_of_router(name, spec)
+    )

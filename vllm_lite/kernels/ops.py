@@ -98,8 +98,8 @@ class Ops(Protocol):
         ...
 
     def activate_and_mul(self, kind: Activation, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        """out = activation(gate) * up; gate_up: [num_tokens, 2 * size], out: [num_tokens, size]. May overwrite the
-        gate."""
+        """out = activation(gate) * up, of which the activation is rounded first, or all of "swiglu_oai" once; gate_up:
+        [num_tokens, 2 * size], out: [num_tokens, size]. May overwrite the gate."""
         ...
 
     def scale_and_cap(self, logits: torch.Tensor, factor: float, cap: float) -> None:
@@ -171,7 +171,10 @@ class TorchOps:
 
     def activate_and_mul(self, kind: Activation, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         gate, up = gate_up.chunk(2, dim=-1)
-        torch.mul(_ACTIVATIONS[kind](gate), up, out=out)
+        if kind == "swiglu_oai":
+            out.copy_(swiglu_oai(gate, up))
+        else:
+            torch.mul(_ACTIVATIONS[kind](gate), up, out=out)
 
     def scale_and_cap(self, logits: torch.Tensor, factor: float, cap: float) -> None:
         logits.mul_(factor)
@@ -183,6 +186,15 @@ class TorchOps:
 
     def add_gated(self, residual: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:
         residual.copy_(residual.float() + gates.sigmoid() * x.float())
+
+
+SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0
+
+
+def swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's activation, float32; see Activation."""
+    gate, up = gate.float().clamp(max=SWIGLU_LIMIT), up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * (SWIGLU_SLOPE * gate).sigmoid())
 
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -37,6 +37,8 @@ class SparseNames(NamedTuple):
     """Those of an expert."""
     fused: GatedNames = GatedNames("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj")
     """The tensors that hold the matrices of all experts, where they are stored so."""
+    transposed: bool = False
+    """Whether those are stored as [experts, inputs, outputs] where they are dense."""
     shared: str = "shared_experts."
     shared_matrices: GatedNames = GatedNames()
     shared_gate: str = "shared_expert_gate"
@@ -51,7 +53,7 @@ class Router:
         shape = LinearShape(
             Split.whole(parts.spec.hidden_size), (Split.whole(routing.num_experts),), parts.dtype, parts.device
         )
-        self.linear = Linear(shape, bias=False, form=DENSE)
+        self.linear = Linear(shape, bias=spec.biases, form=DENSE)
         self.routing = Routing(routing, None)
 
     def forward(self, x: torch.Tensor, rows: ExpertRows) -> None:
@@ -85,10 +87,15 @@ class Experts:
         # On a GPU a loop over packed experts would wait for the device at each of them.
         own = parts.without_adapters()
         own = own if parts.device.type == "cpu" else replace(own, form=WidenedForm(parts.form, "experts"))
-        self.gate_up = [own.linear(hidden, *rows, bias=False, stacked=stacked) for stacked in held]
-        self.down = [own.linear(inner, hidden, bias=False, stacked=stacked) for stacked in held]
+        first = parts.shard.rank == 0 or parts.shard.expert_parallel  # of the ranks that have a part of an expert
+        biases, turned = spec.biases, names.transposed
+        self.gate_up = [own.linear(hidden, *rows, bias=biases, transposed=turned, stacked=stacked) for stacked in held]
+        self.down = [
+            own.linear(inner, hidden, bias=biases, transposed=turned, stacked=stacked, adds_bias=first)
+            for stacked in held
+        ]
         none, nothing = Split(inner.total, 0, 0), Split(hidden.total, 0, 0)
-        self.elsewhere = own.linear(hidden, none, none, bias=False), own.linear(inner, nothing, bias=False)
+        self.elsewhere = own.linear(hidden, none, none, bias=biases), own.linear(inner, nothing, bias=biases)
         """An expert that another rank holds: its tensors must be in the checkpoint, and nothing of them is read."""
         self.memories: tuple[StackMemory, StackMemory] | None = None
         """Where a GPU has the weights of all experts side by side. A CPU packs each by itself."""

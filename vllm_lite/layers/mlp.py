@@ -13,19 +13,25 @@ from vllm_lite.layers.weight_slot import WeightGroup
 
 
 class GatedNames(NamedTuple):
-    """What a checkpoint calls the matrices of a gated MLP; where gate and up are one, they lie behind each other."""
+    """What a checkpoint calls the matrices of a gated MLP; where gate and up are one, they lie behind each other, or
+    their rows in turn."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    in_turn: bool = False
 
 
 def gate_and_up(inner: Split, names: GatedNames, *, up_first: bool = False) -> tuple[Split, Split]:
     """The rows that a rank holds of gate and of up, whose part of the elements between the matrices is `inner`."""
     if names.gate != names.up:
         return inner, inner
-    first = Split(2 * inner.total, inner.start, inner.size)
-    second = first._replace(start=inner.total + inner.start)
+    if names.in_turn:
+        rows = range(2 * inner.start, 2 * inner.end, 2)
+        first, second = Split.of(2 * inner.total, rows), Split.of(2 * inner.total, [row + 1 for row in rows])
+    else:
+        first = Split(2 * inner.total, inner.start, inner.size)
+        second = first._replace(start=inner.total + inner.start)
     return (second, first) if up_first else (first, second)
 
 

@@ -51,11 +51,12 @@ class Parts:
         bias: bool,
         transposed: bool = False,
         stacked: tuple[int, int] | None = None,
+        adds_bias: bool = True,
     ) -> Linear:
         """A linear layer whose outputs are not added up. `transposed`: the checkpoint has [inputs, outputs]; `stacked`:
-        as WeightSlot's."""
+        as WeightSlot's; `adds_bias`: as Linear's."""
         shape = LinearShape(inputs, outputs, self.dtype, self.device, transposed, stacked)
-        return Linear(shape, bias=bias, form=self.linear_form)
+        return Linear(shape, bias=bias, form=self.linear_form, adds_bias=adds_bias)
 
     def row_parallel(self, inputs: Split, outputs: Split, *, bias: bool, transposed: bool = False) -> RowParallelLinear:
         """A linear layer of whose inputs every rank has a part, and of whose outputs it gets all."""

@@ -21,9 +21,9 @@ class StackMemory:
         return torch.empty(self._shape, dtype=self._dtype, device=self._device)
 
     def place(self, group: WeightGroup, index: int) -> WeightGroup:
-        """The same group, which is a dense weight without a bias, loaded as number `index` of the stack."""
-        (stack,) = group.stacks
-        return group._replace(stacks=(stack._replace(memory=partial(self._part, index)),))
+        """The same group, whose first tensor is a dense weight, with that loaded as number `index` of the stack."""
+        stack, *others = group.stacks
+        return group._replace(stacks=(stack._replace(memory=partial(self._part, index)), *others))
 
     def _part(self, index: int) -> torch.Tensor:
         return self.whole[index]

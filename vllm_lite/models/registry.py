@@ -41,6 +41,7 @@ MODELS = {
     "Glm4ForCausalLM": "vllm_lite.models.glm:Glm4",
     "Glm4MoeForCausalLM": "vllm_lite.models.llama:Llama",
     "GlmForCausalLM": "vllm_lite.models.glm:Glm",
+    "GptOssForCausalLM": "vllm_lite.models.gpt_oss:GptOss",
     "GraniteForCausalLM": "vllm_lite.models.granite:Granite",
     "GraniteMoeForCausalLM": "vllm_lite.models.granite:Granite",
     "GraniteMoeSharedForCausalLM": "vllm_lite.models.granite:Granite",

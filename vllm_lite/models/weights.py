@@ -241,7 +241,7 @@ def _random(seed: int, slot: WeightSlot) -> torch.Tensor:
     The whole tensor is drawn in float32 and then cut, so that ranks and dtypes see the same model.
     """
     if len(slot.shape) == 1:
-        return torch.full(slot.size, 0.0 if slot.name.endswith(".bias") else 1.0)
+        return torch.full(slot.size, 0.0 if slot.name.endswith("bias") else 1.0)
     torch_import.complete()  # a Generator cannot be made without
     name = slot.name if slot.stacked is None else f"{slot.name}.{slot.stacked[0]}"
     alone = slot._replace(stacked=None)  # of a stack only the one that is wanted is drawn

@@ -26,6 +26,14 @@ VLLM_LITE_INLINE Vec activated(Vec x) {
   return x * (x < 0.0f ? tail : 1 - tail);
 }
 
+// gpt-oss's. NaN stays.
+VLLM_LITE_INLINE Vec swiglu_oai(Vec x, Vec up) {
+  const Vec limit = splat(7);
+  x = x > limit ? limit : x;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return (up + 1) * gate(x, 1.702f * x);
+}
+
 template <class T, Activation kActivation>
 void activate_rows(const Activate& op, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
@@ -43,10 +51,22 @@ void activate_rows(const GatedActivation& op, int64_t first, int64_t last) {
     const T* up = gate + op.size;
     T* out = static_cast<T*>(op.out) + i * op.out_stride;
     each_vector(op.size, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
-      const Vec active = rounded(activated<kActivation>(load_at(gate, k, count)), T());
-      store_at(out, k, active * load_at(up, k, count), count);
+      const Vec x = load_at(gate, k, count), times = load_at(up, k, count);
+      if (kActivation == kSwigluOai) {
+        store_at(out, k, swiglu_oai(x, times), count);
+      } else {
+        store_at(out, k, rounded(activated<kActivation>(x), T()) * times, count);
+      }
     });
   }
+}
+
+template <class T>
+void activate_more(const Activate&, int64_t, int64_t) {}
+
+template <class T>
+void activate_more(const GatedActivation& op, int64_t first, int64_t last) {
+  if (op.activation == kSwigluOai) activate_rows<T, kSwigluOai>(op, first, last);
 }
 
 template <class T, class Op>
@@ -55,6 +75,7 @@ void activate_by_kind(const Op& op, int64_t first, int64_t last) {
   if (op.activation == kGeluTanh) activate_rows<T, kGeluTanh>(op, first, last);
   if (op.activation == kGelu) activate_rows<T, kGelu>(op, first, last);
   if (op.activation == kRelu) activate_rows<T, kRelu>(op, first, last);
+  activate_more<T>(op, first, last);
 }
 
 // ---- sums and products

@@ -17,6 +17,7 @@ from vllm_lite.checkpoint.quantization.spec import (
     Gguf,
     Gptq,
     Mixed,
+    MxFp4,
     PackedInts,
     QuantizationSpec,
 )
@@ -44,6 +45,8 @@ GPU_BLOCK_BITS = {"Q4_0": 4.5, "Q4_1": 6, "Q5_0": 8.5, "Q5_1": 10, "Q8_0": 8.5, 
 GPU_GROUP = 32
 """Inputs that share a scale there, or a multiple."""
 CODE_BYTES = {"I32": 4, "I64": 8, "U8": 1, "I8": 1, "F8_E4M3": 1}
+MX_SCALE_BYTES = 2
+"""A power of two takes them in memory."""
 CODES = (".weight", ".qweight", ".weight_packed", "_blocks")
 """What the names of tensors end with that are no scales."""
 WHOLE = 2**10 * 3**4 * 5**2 * 7 * 11 * 13
@@ -57,8 +60,10 @@ def tensor_bytes(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes:
     if tensor.dtype in BLOCK_BITS:
         bits = BLOCK_BITS if device == "cpu" else GPU_BLOCK_BITS
         return count * dtype_bytes if dense else int(count * bits[tensor.dtype] / 8)
-    if tensor.dtype in FLOAT_BYTES and name.endswith((".weight", ".bias")):
+    if tensor.dtype in FLOAT_BYTES and name.endswith((".weight", "bias", ".sinks")):
         return count * dtype_bytes
+    if not dense and isinstance(spec, MxFp4) and name.endswith("_scales"):
+        return count * MX_SCALE_BYTES
     if not dense:
         return count * (CODE_BYTES | FLOAT_BYTES).get(tensor.dtype, 8)
     return int(count * codes_in(tensor.dtype, spec)) * dtype_bytes if name.endswith(CODES) else 0
@@ -95,7 +100,11 @@ def codes_in(dtype: str, spec: QuantizationSpec) -> Fraction:
 def share(name: str, spec: ModelSpec, shard: Shard) -> Fraction:
     """The part of a layer's tensors that a rank has, `name` being one of them. Words, groups and blocks are not looked
     at, which ranks do not share."""
-    layer = name.rpartition(".")[0]
+    layer, _, kind = name.rpartition(".")
+    if spec.experts is not None and layer.endswith(".experts"):  # those of all in one tensor
+        sizes = (spec.experts.routing.num_experts, *[spec.experts.intermediate_size] * (1 if "bias" in kind else 2))
+        stem = name.removesuffix("_blocks").removesuffix("_scales")
+        return Fraction(prod(rank_shape(stem, sizes, spec, shard)), prod(sizes))
     own = spec.experts.intermediate_size if spec.experts is not None and ".experts." in name else WHOLE
     shape = (own, own)
     return Fraction(prod(rank_shape(f"{layer}.weight", shape, spec, shard)), prod(shape))

@@ -11,7 +11,7 @@ from vllm_lite.kernels.cpu.routing import NativeRouter
 from vllm_lite.kernels.ops import Rotation, TorchOps, WideNormWeights
 from vllm_lite.kernels.routing import Chosen, Routing
 
-KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu_oai": 4}
 """The same numbers as Activation in csrc/cpu/elementwise.h."""
 
 _FLOAT32 = DTYPES[torch.float32]

@@ -16,10 +16,12 @@ class Sorted(NamedTuple):
 
 
 class Stacks(NamedTuple):
-    """The weights of all experts that a rank holds."""
+    """The weights of all experts that a rank holds, and their biases where they have some that this rank adds."""
 
     gate_up: torch.Tensor  # [num_experts, 2 * inner, hidden], the gate first
     down: torch.Tensor  # [num_experts, hidden, inner]
+    gate_up_bias: torch.Tensor | None = None  # [num_experts, 2 * inner]
+    down_bias: torch.Tensor | None = None  # [num_experts, hidden]
 
 
 class Products(Protocol):
@@ -27,5 +29,5 @@ class Products(Protocol):
 
     def forward(self, x: torch.Tensor, in_order: Sorted, stacks: Stacks, activation: Activation) -> torch.Tensor:
         """x: [num_tokens, hidden] -> what each pair's expert makes of its token, [num_pairs, hidden] in the order of
-        places, float32 or of x's type. The rows behind in_order.starts[-1] may hold anything."""
+        places without down's bias, float32 or of x's type. The rows behind in_order.starts[-1] may hold anything."""
         ...

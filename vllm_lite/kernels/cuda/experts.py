@@ -27,7 +27,13 @@ FOR_MANY = 64
 """Pairs for each expert from which on other products are used, if there are any: what they are made for is computing,
 not reading weights. Not measured: no GPU has run either."""
 
-_KINDS: dict[Activation, str] = {"silu": "SILU", "gelu_tanh": "GELU_TANH", "gelu": "GELU", "relu": "RELU"}
+_KINDS: dict[Activation, str] = {
+    "silu": "SILU",
+    "gelu_tanh": "GELU_TANH",
+    "gelu": "GELU",
+    "relu": "RELU",
+    "swiglu_oai": "SWIGLU_OAI",
+}
 
 
 class TileProducts:
@@ -40,19 +46,20 @@ class TileProducts:
         num_pairs, (_, hidden, inner) = len(in_order.pairs), stacks.down.shape
         activated = x.new_empty(num_pairs, inner)
         wide = torch.empty(num_pairs, hidden, dtype=torch.float32, device=x.device)
-        self._multiply(activated, x, stacks.gate_up, in_order, activation)
-        self._multiply(wide, activated, stacks.down, in_order, None)
+        self._multiply(activated, x, (stacks.gate_up, stacks.gate_up_bias), in_order, activation)
+        self._multiply(wide, activated, (stacks.down, None), in_order, None)
         return wide
 
     def _multiply(
         self,
         out: torch.Tensor,
         rows: torch.Tensor,
-        weights: torch.Tensor,
+        weights_and_biases: tuple[torch.Tensor, torch.Tensor | None],
         in_order: Sorted,
         activation: Activation | None,
     ) -> None:
         """With an activation `rows` are those of tokens, else those of places."""
+        weights, biases = weights_and_biases
         (num_pairs, size), (num_experts, _, depth) = out.shape, weights.shape
         kind, columns = ("NONE", COLUMNS) if activation is None else (_KINDS[activation], COLUMNS // 2)
         tiles = 4 if num_pairs >= MANY_ROWS * num_experts else 1
@@ -65,6 +72,7 @@ class TileProducts:
             out,
             rows,
             weights,
+            biases,
             in_order.starts,
             pairs,
             np.int64(rows.stride(0)),
@@ -84,7 +92,7 @@ class StackedExperts:
         """`for_many` multiplies where each expert has FOR_MANY rows or more on average.
 
         Raises ValueError unless the weights are those of gated MLPs in a type that the kernels take."""
-        gate_up, down = stacks
+        gate_up, down = stacks.gate_up, stacks.down
         num_experts, hidden, inner = down.shape
         require(
             gate_up.shape == (num_experts, 2 * inner, hidden) and min(down.shape) > 0,
@@ -94,6 +102,15 @@ class StackedExperts:
             gate_up.dtype == down.dtype and down.dtype in DTYPES and gate_up.is_contiguous() and down.is_contiguous(),
             f"weights of experts must be contiguous floats of one type, got {gate_up.dtype} and {down.dtype}",
         )
+        for what, biases, weights in (
+            ("gate and up", stacks.gate_up_bias, gate_up),
+            ("down", stacks.down_bias, down),
+        ):
+            require(
+                biases is None
+                or (biases.shape == weights.shape[:2] and biases.dtype == down.dtype and biases.is_contiguous()),
+                f"biases of {what} must be {down.dtype} {list(weights.shape[:2])}, contiguous",
+            )
         self._launcher, self._stacks, self._first, self._activation = launcher, stacks, first, activation
         self._products, self._for_many = TileProducts(launcher), for_many
 
@@ -128,8 +145,16 @@ class StackedExperts:
         self._launcher.kernel(SOURCE, f"sum_experts<{cuda_type(out.dtype, 'out')}, {cuda_type(wide.dtype, 'wide')}>")(
             (num_tokens, -(-hidden // threads), 1),
             (threads, 1, 1),
-            (out, wide, in_order.places, *chosen, np.int64(out.stride(0)), *map(np.int32, (hidden, top, *held))),
-            8 * top,
+            (
+                out,
+                wide,
+                self._stacks.down_bias,
+                in_order.places,
+                *chosen,
+                np.int64(out.stride(0)),
+                *map(np.int32, (hidden, top, *held)),
+            ),
+            12 * top,
         )
 
     def _sort(self, experts: torch.Tensor) -> Sorted:

@@ -26,6 +26,10 @@ class TorchProducts:
         top, ends = len(in_order.pairs) // len(x), in_order.starts[1:]
         rows = x.index_select(0, in_order.pairs // top)
         both = functional.grouped_mm(rows, stacks.gate_up.transpose(1, 2), offs=ends)
+        if stacks.gate_up_bias is not None:
+            places = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
+            experts = torch.searchsorted(ends, places, right=True)
+            both += stacks.gate_up_bias.index_select(0, experts.clamp_(max=len(ends) - 1))  # behind: of other ranks
         activated = both.new_empty(len(rows), stacks.down.shape[2])
         self._ops.activate_and_mul(activation, both, activated)
         return functional.grouped_mm(activated, stacks.down.transpose(1, 2), offs=ends)
@@ -36,7 +40,7 @@ def for_weights(launcher: Launcher, stacks: Stacks) -> Products | None:
     down = stacks.down
     if not (down.is_cuda and down.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm")):
         return None
-    aligned = all(vector_width(weight.shape[2], weight) > 1 for weight in stacks)
+    aligned = all(vector_width(weight.shape[2], weight) > 1 for weight in (stacks.gate_up, down))
     if not aligned or torch.cuda.get_device_capability(down.device)[0] not in CAPABILITIES:
         return None
     return TorchProducts(launcher)
