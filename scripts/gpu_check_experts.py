@@ -57,7 +57,7 @@ def looped(stacks: Stacks) -> Any:
         from vllm_lite.layers.matmul import DenseMatmul
     except ModuleNotFoundError:
         return None
-    gate_up, down = ([DenseMatmul(weight, None) for weight in stack] for stack in stacks)
+    gate_up, down = ([DenseMatmul(weight, None) for weight in stack] for stack in stacks[:2])
     return LoopedExperts(gate_up, down, ExpertSizes(Split.whole(len(stacks.down)), stacks.down.shape[2], "silu"))
 
 

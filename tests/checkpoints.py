@@ -96,6 +96,8 @@ def _shake_vectors(model: Any) -> None:
                 mean = 0.0 if name.endswith("bias") else 1.0
                 parameter.normal_(mean, 0.2)
         for name, bias in (*model.named_buffers(), *model.named_parameters()):
+            if name.endswith("layer_scalar"):
+                bias.normal_(0.8, 0.1)
             if name.endswith("e_score_correction_bias"):
                 bias.normal_(0.0, 0.2)
                 if bias.dim() == 2:  # nobody goes to one expert, and everybody to another

@@ -10,7 +10,8 @@
 
 // The same record as `_Record` in vllm_lite/kernels/cpu/routing.py.
 struct RoutingRules {
-  const float* bias;  // [num_experts] or nullptr
+  const float* bias;     // [num_experts] or nullptr
+  const float* factors;  // [num_experts] or nullptr
   int64_t num_experts;
   int64_t top;
   int64_t num_groups;
@@ -102,7 +103,10 @@ void route_row(const RouteRows& op, int64_t row, std::vector<float>& memory, std
     total += weights[j] = scores[expert];
   }
   const float divisor = rules.renormalize ? total + rules.epsilon : 1;
-  for (int64_t j = 0; j < rules.top; ++j) weights[j] = weights[j] / divisor * rules.scale;
+  for (int64_t j = 0; j < rules.top; ++j) {
+    const float factor = rules.factors == nullptr ? 1 : rules.factors[chosen[j]];
+    weights[j] = weights[j] / divisor * factor * rules.scale;
+  }
 }
 
 void route_rows(const RouteRows& op, int64_t first, int64_t last) {

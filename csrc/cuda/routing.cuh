@@ -63,10 +63,11 @@ __device__ __forceinline__ float group_score(const float* ranked, int size, bool
 
 // Grid: tokens; block: one warp. Shared memory: 3 * experts + groups words. Every number in `chosen` is an expert's,
 // whatever the logits are.
-__global__ void __launch_bounds__(32) route(const float* __restrict__ logits,  // [num_tokens, experts], rows strided
-                                            const float* __restrict__ bias,    // [experts] or null
-                                            int* __restrict__ chosen,          // [num_tokens, top]
-                                            float* __restrict__ weights,       // [num_tokens, top]
+__global__ void __launch_bounds__(32) route(const float* __restrict__ logits,   // [num_tokens, experts], rows strided
+                                            const float* __restrict__ bias,     // [experts] or null
+                                            const float* __restrict__ factors,  // [experts] or null
+                                            int* __restrict__ chosen,           // [num_tokens, top]
+                                            float* __restrict__ weights,        // [num_tokens, top]
                                             int64 logits_stride, int experts, int top, int groups, int groups_of_token,
                                             int sigmoid, int top_two, int renormalize, float epsilon, float scale) {
   using namespace routing;
@@ -100,6 +101,8 @@ __global__ void __launch_bounds__(32) route(const float* __restrict__ logits,  /
     }
   }
   __syncwarp();
-  for (int place = lane; place < top; place += 32)
-    weights[place] = (renormalize ? divide_exact(ranked[place], sum + epsilon) : ranked[place]) * scale;
+  for (int place = lane; place < top; place += 32) {
+    const float weight = renormalize ? divide_exact(ranked[place], sum + epsilon) : ranked[place];
+    weights[place] = weight * (factors ? factors[chosen[place]] : 1.f) * scale;
+  }
 }

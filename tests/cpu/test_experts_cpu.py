@@ -232,6 +232,7 @@ def rules(draw: st.DrawFn) -> RoutingSpec:
         epsilon=draw(st.sampled_from([0.0, 1e-20, 0.1])),
         scale=draw(st.sampled_from([1.0, 2.5])),
         choice_bias=draw(st.booleans()),
+        expert_factors=draw(st.booleans()),
         num_groups=num_groups,
         groups_per_token=left,
         group_score=draw(st.sampled_from(["max", "top two"])),
@@ -245,7 +246,8 @@ def test_routing_is_that_of_plain_torch(spec: RoutingSpec, seed: int, num_tokens
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(num_tokens, spec.num_experts, generator=generator)
     bias = torch.randn(spec.num_experts, generator=generator).round() if spec.choice_bias else None
-    ours, theirs = routed(logits, Routing(spec, bias))
+    factors = torch.rand(spec.num_experts, generator=generator) + 0.5 if spec.expert_factors else None
+    ours, theirs = routed(logits, Routing(spec, bias, factors))
     assert torch.equal(ours.experts, theirs.experts)
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-5, atol=1e-7)
 

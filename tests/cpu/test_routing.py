@@ -43,6 +43,16 @@ def test_a_softmax_over_the_chosen_is_one_over_all_that_is_renormalized() -> Non
     torch.testing.assert_close(chosen.weights, best.softmax(-1))
 
 
+def test_gemma_4_multiplies_behind_the_sum() -> None:
+    logits, factors = random_logits(32), torch.rand(32) + 0.5
+    spec = RoutingSpec(32, 4, renormalize=True, expert_factors=True)
+    chosen = Chosen(torch.empty(NUM_TOKENS, 4, dtype=torch.int32), torch.empty(NUM_TOKENS, 4))
+    choose(logits, Routing(spec, None, factors), chosen)
+    best, experts = logits.softmax(-1).topk(4)
+    assert torch.equal(chosen.experts.long(), experts)
+    torch.testing.assert_close(chosen.weights, best / best.sum(-1, keepdim=True) * factors[experts])
+
+
 def test_deepseek_v2_takes_the_scores_as_they_are() -> None:
     logits = random_logits(64)
     best, experts = logits.softmax(-1).topk(6)

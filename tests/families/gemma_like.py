@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from tests.families.mixtures import routing
 from tests.families.variant import Variant, drop, drop_in_layers, without_rope_scaling, without_window
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.rope import Rope
@@ -43,6 +44,18 @@ def _one_rope(spec: ModelSpec) -> ModelSpec:
 
 def _everywhere(layer: LayerSpec) -> LayerSpec:
     return msgspec.structs.replace(layer, rope=Rope(10000.0, interleaved=True))
+
+
+def _other_kv(spec: ModelSpec) -> ModelSpec:
+    """Layers without K and V of their own attend to those of the first layer that is like them."""
+
+    def changed(layer: LayerSpec) -> LayerSpec:
+        if layer.kv_layer is None:
+            return layer
+        alike = (index for index, other in enumerate(spec.layers) if other.attention == layer.attention)
+        return msgspec.structs.replace(layer, kv_layer=next(alike))
+
+    return drop_in_layers(changed)(spec)
 
 
 def _nested(**text: Any) -> Mapping[str, Any]:
@@ -148,6 +161,82 @@ GEMMA = [
             layer_types=[SLIDING, FULL, SLIDING],
         ),
         {"rope by layer type": _one_rope},
+    ),
+]
+
+
+def gemma4(name: str, controls: Mapping[str, Any], **settings: Any) -> Variant:
+    """Every second layer slides; the others have larger heads, and KV heads of their own number."""
+    own = {
+        **ODD,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_hidden_layers": 4,
+        "layer_types": [SLIDING, FULL] * 2,
+        "sliding_window": 31,
+        "initializer_range": 0.2,
+        "hidden_size_per_layer_input": 0,
+        "tie_word_embeddings": True,
+    }
+    return Variant(name, "Gemma4TextConfig", "Gemma4ForCausalLM", own | settings, controls)
+
+
+GEMMA4 = [
+    gemma4(
+        "gemma4",
+        {
+            "window": drop_in_layers(without_window),
+            "scale": _attention(scale=0.25),
+            "norm of values": drop(value_norm=False),
+            "a quarter of the pairs": drop_in_layers(without_rope_scaling),
+            "soft cap of logits": drop(logits_soft_cap=0.0),
+        },
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=6.0,
+    ),
+    gemma4(
+        "gemma4-moe",
+        {"one expert": routing(experts_per_token=1)},
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=3,
+        moe_intermediate_size=22,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    ),
+    Variant(
+        "gemma4-per-layer",
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        {
+            "text_config": {
+                **ODD,
+                "head_dim": 16,
+                "global_head_dim": 32,
+                "num_hidden_layers": 5,
+                "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+                "sliding_window": 31,
+                "initializer_range": 0.08,
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": 387,
+                "num_kv_shared_layers": 2,
+                "use_double_wide_mlp": True,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "patch_size": 4,
+                "position_embedding_size": 16,
+            },
+            "audio_config": None,
+            "tie_word_embeddings": True,
+        },
+        {"K and V of another layer": _other_kv, "norm of values": drop(value_norm=False)},
     ),
 ]
 GLM = [
@@ -274,4 +363,4 @@ COHERE = [
         },
     ),
 ]
-VARIANTS: list[Variant] = [*GEMMA, *GLM, *OLMO, *COHERE]
+VARIANTS: list[Variant] = [*GEMMA, *GEMMA4, *GLM, *OLMO, *COHERE]

@@ -63,8 +63,8 @@ def glm(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
 
 def gpt_oss(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
     yarn = {"rope_type": "yarn", "factor": 8.0, "truncate": False, "original_max_position_embeddings": 64}
-    own = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22, "sliding_window": 31}
-    own |= {"rope_parameters": yarn | {"rope_theta": 150.0}, "head_dim": 16}
+    own: dict[str, Any] = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22}
+    own |= {"sliding_window": 31, "rope_parameters": yarn | {"rope_theta": 150.0}, "head_dim": 16}
     return Variant(name, "GptOssConfig", "GptOssForCausalLM", SIX_HEADS | own | settings, controls)
 
 

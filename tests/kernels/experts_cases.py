@@ -46,7 +46,8 @@ def weights(sizes: Sizes, dtype: torch.dtype, device: torch.device, *, biases: b
         shapes = (sizes.num_experts, 2 * sizes.inner), (sizes.num_experts, sizes.hidden)
         whole = Stacks(whole.gate_up, whole.down, *(draw(shape, dtype, device) for shape in shapes))
     held = slice(sizes.first, sizes.first + sizes.held)
-    return Stacks(*(part if part is None else part[held].contiguous() for part in whole))
+    own = [part if part is None else part[held].contiguous() for part in whole[2:]]
+    return Stacks(whole.gate_up[held].contiguous(), whole.down[held].contiguous(), *own)
 
 
 def pick(num_tokens: int, sizes: Sizes, device: torch.device) -> Chosen:

@@ -29,7 +29,8 @@ def routed(spec: RoutingSpec, num_tokens: int = 7, gap: int = 0) -> Case:
     def run(launcher: Launcher, device: torch.device) -> None:
         wide = draw((num_tokens, spec.num_experts + gap), torch.float32, device, 3.0)
         bias = draw((spec.num_experts,), torch.float32, device).round() if spec.choice_bias else None
-        check(launcher, wide[:, : spec.num_experts], Routing(spec, bias))
+        factors = draw((spec.num_experts,), torch.float32, device) if spec.expert_factors else None
+        check(launcher, wide[:, : spec.num_experts], Routing(spec, bias, factors))
 
     return run
 
@@ -76,6 +77,7 @@ CASES: list[tuple[str, Case]] = [
     ("five_experts_top_3", routed(RoutingSpec(5, 3))),
     ("mixtral", routed(RoutingSpec(8, 2, renormalize=True))),
     ("qwen3", routed(RoutingSpec(128, 8, renormalize=True), num_tokens=33)),
+    ("gemma4", routed(RoutingSpec(40, 4, renormalize=True, expert_factors=True))),
     ("all_experts", routed(RoutingSpec(33, 33))),
     ("one_expert", routed(RoutingSpec(1, 1, scoring="sigmoid"))),
     (

@@ -31,6 +31,8 @@ class RoutingSpec(msgspec.Struct, frozen=True):
     """Weights are multiplied by it at last."""
     choice_bias: bool = False
     """Whether each expert has a learned number that is added to its score for the choice alone."""
+    expert_factors: bool = False
+    """Whether each expert has a learned number that its weight is multiplied by, behind the renormalization."""
     num_groups: int = 1
     """Experts are in so many groups of one size, one behind the other."""
     groups_per_token: int = 1
@@ -74,7 +76,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
         routing = self.routing
         num_experts = routing.num_experts if num_experts is None else num_experts
         inner = num_experts * self.intermediate_size + self.shared_intermediate_size
-        router = routing.num_experts * (hidden_size + routing.choice_bias + self.biases)
+        router = routing.num_experts * (hidden_size + routing.choice_bias + routing.expert_factors + self.biases)
         biases = self.biases * num_experts * (2 * self.intermediate_size + hidden_size)
         return 3 * hidden_size * inner + biases + router + self.shared_gate * hidden_size
 

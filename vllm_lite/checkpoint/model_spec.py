@@ -119,6 +119,12 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """None = it has an MLP."""
     latent: LatentSpec | None = None
     """The projections of latent attention; None = each head has K and V of its own in the cache."""
+    values_are_keys: bool = False
+    """Whether V is what the projection of K gives, before K is normed and rotated."""
+    kv_layer: int | None = None
+    """The layer before it whose K and V it attends to; None = it has its own."""
+    intermediate_size: int | None = None
+    """Elements between the matrices of its MLP; None = as many as the model says."""
 
     @property
     def rotated_size(self) -> int:
@@ -225,6 +231,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How many layers may lie behind the others in the files; they predict further tokens, and nobody reads them."""
     qkv_clip: float = 0.0
     """Q, K and V are limited to this much on both sides of 0, before Q and K are rotated; 0 = they are not."""
+    value_norm: bool = False
+    """Whether V is normed, each head by itself, without a weight."""
+    mlp_beside_experts: bool = False
+    """Whether a layer with experts has an MLP, too."""
+    per_layer_size: int = 0
+    """So many elements has what each layer has of each token besides: a vector of a table and a projection of the
+    token's vector, added up; 0 = nothing."""
     extra_parameters: int = 0
     """How many weights there are that no other field counts, as those of learned positions."""
     quantization: AnyQuantization | None = None
@@ -316,12 +329,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def num_parameters(self) -> int:
         """Weights of the whole model; a tied LM head counts once."""
         num_matrices = 3 if self.gated_mlp else 2
-        mlp = num_matrices * self.hidden_size * self.intermediate_size
-        mlp += self.mlp_bias * ((num_matrices - 1) * self.intermediate_size + self.hidden_size)
+        mlps = 0
+        for own in self.layers:
+            size = own.intermediate_size or self.intermediate_size
+            if own.experts is None or self.mlp_beside_experts:
+                mlps += num_matrices * self.hidden_size * size
+                mlps += self.mlp_bias * ((num_matrices - 1) * size + self.hidden_size)
+            mlps += 0 if own.experts is None else own.experts.parameters(self.hidden_size)
         norm = self.hidden_size * (2 if self.norm.bias else 1)
         attention = sum(map(self._attention_parameters, self.layers))
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        mlps = sum(mlp if own.experts is None else own.experts.parameters(self.hidden_size) for own in self.layers)
         layers = attention + mlps + self.num_layers * self.norms_per_layer * norm
         return embeddings + layers + norm + self.extra_parameters
 
@@ -338,9 +355,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         spec = layer.attention
         if layer.latent is not None:
             return layer.latent.parameters(spec.num_heads, self.hidden_size)
-        matrices = self.hidden_size * (spec.qkv_size + spec.query_size)
-        biases = self.qkv_bias * spec.qkv_size + self.output_bias * self.hidden_size
-        heads = {None: 0, "head": 2, "all heads": spec.num_heads + spec.num_kv_heads}[self.qk_norm]
+        num_kv = 0 if layer.kv_layer is not None else 1 if layer.values_are_keys else 2
+        projected = spec.query_size + num_kv * spec.num_kv_heads * spec.head_size
+        matrices = self.hidden_size * (projected + spec.query_size)
+        biases = self.qkv_bias * projected + self.output_bias * self.hidden_size
+        heads = {None: 0, "head": min(1 + num_kv, 2), "all heads": spec.num_heads + spec.num_kv_heads}[self.qk_norm]
         return matrices + biases + heads * spec.head_size + spec.sinks * spec.num_heads
 
 
@@ -352,10 +371,12 @@ def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGr
     all such sizes that one is taken for which padding plus groups are fewest, both in layers: a padded layer costs
     memory in every block, a group costs tables and slots in every step. 14 full and 14 sliding layers make 1 + 1
     groups of 14; 4 full and 22 sliding make 1 + 6 of 4, two of them padding; 3 full and 1 sliding make 3 + 1 of 1.
+    Layers that attend to the K and V of another are in no group.
     """
     kinds: dict[AttentionSpec, list[int]] = {}
     for index, layer in enumerate(layers):
-        kinds.setdefault(layer.attention, []).append(index)
+        if layer.kv_layer is None:
+            kinds.setdefault(layer.attention, []).append(index)
     held = {kind: kind.per_rank(Shard(0, world)) for kind in kinds}
     widths = {kind: own.cached_size for kind, own in held.items()}  # of a layer in a block, per token
     widest, total = max(widths.values()), sum(widths[kind] * len(members) for kind, members in kinds.items())

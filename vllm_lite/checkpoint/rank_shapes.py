@@ -24,6 +24,7 @@ _BY_ROWS = (
     "up_proj",
     "gate_up_proj",
     "embed_tokens",
+    "embed_tokens_per_layer",
     "lm_head",
     "c_attn",
     "query_key_value",
@@ -108,7 +109,7 @@ def _layer_of(path: list[str], spec: ModelSpec) -> LayerSpec:
 
 def _part(layer: str, path: list[str], size: int, spec: ModelSpec, shard: Shard) -> int:
     """How much of an axis of `size` is this rank's."""
-    if layer in ("embed_tokens", "lm_head"):
+    if layer in ("embed_tokens", "embed_tokens_per_layer", "lm_head"):
         return Split.vocabulary(size, shard).size
     if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", *_UP, *_DOWN):
         return Split.even(size, shard).size

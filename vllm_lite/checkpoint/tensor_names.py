@@ -49,8 +49,12 @@ EXPERT_PARTS = (
     (".mlp.moe_statics.", ".mlp.gate."),
     (".mlp.gate.moe_statics.", ".mlp.gate."),
     (".mlp.router.", ".mlp.gate."),
+    (".router.proj.", ".mlp.gate."),
+    (".router.", ".mlp.gate."),
 )
 """What a name has in its middle where a layer has experts -> here; the first that fits is taken."""
+_BESIDE_MLP = re.compile(r"(.*\.layers\.\d+)(\.experts\..*)")
+"""Experts that stand beside an MLP, not in its place, are called here as others."""
 EXPERT_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """What the matrices of one expert are called -> here."""
 _EXPERT_MATRIX = re.compile(rf"(.*\.mlp\.experts\.\d+\.)({'|'.join(EXPERT_MATRICES)})(\..*)")
@@ -87,6 +91,8 @@ def canonical(name: str) -> str:
         if stored in name:
             name = name.replace(stored, here, 1)
             break
+    if ".experts." in name and (beside := _BESIDE_MLP.fullmatch(name)):
+        name = f"{beside[1]}.mlp{beside[2]}"
     if ".mlp.experts." in name and (found := _EXPERT_MATRIX.fullmatch(name)):
         return f"{found[1]}{EXPERT_MATRICES[found[2]]}{found[3]}"
     return name

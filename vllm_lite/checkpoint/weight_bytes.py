@@ -15,6 +15,8 @@ from vllm_lite.checkpoint.shard import SINGLE, Shard
 from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
 
 EMBEDDING = "model.embed_tokens.weight"
+TABLES = ("model.embed_positions.weight", "model.embed_tokens_per_layer.weight")
+"""Rows of them are looked up; they are never quantized."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -93,9 +95,5 @@ def _quantized_tensors(
 
 
 def _is_quantized(name: str, shape: tuple[int, ...], spec: ModelSpec) -> bool:
-    return (
-        len(shape) >= 2
-        and not name.endswith("bias")
-        and name != "model.embed_positions.weight"
-        and not is_of_router(name, spec)
-    )
+    is_matrix = len(shape) >= 2 and not name.endswith("bias")
+    return is_matrix and name not in TABLES and not is_of_router(name, spec)

@@ -14,6 +14,8 @@ class Routing(NamedTuple):
     spec: "RoutingSpec"
     bias: torch.Tensor | None
     """float32 [num_experts], where `spec` has a choice_bias."""
+    factors: torch.Tensor | None = None
+    """float32 [num_experts], where `spec` has expert_factors."""
 
 
 class Chosen(NamedTuple):
@@ -25,7 +27,7 @@ class Chosen(NamedTuple):
 
 def choose(logits: torch.Tensor, routing: Routing, chosen: Chosen) -> None:
     """See Ops.route. Of equal scores the expert with the lower number wins, and so does the group."""
-    spec, bias = routing
+    spec, bias, factors = routing
     scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias
     if spec.num_groups > 1:
@@ -39,6 +41,8 @@ def choose(logits: torch.Tensor, routing: Routing, chosen: Chosen) -> None:
     weights = scores.gather(-1, experts)
     if spec.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.epsilon)
+    if factors is not None:
+        weights = weights * factors[experts]
     chosen.experts.copy_(experts)
     chosen.weights.copy_(weights * spec.scale)
 

@@ -10,10 +10,10 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.ops import ops_for
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import HeadRows, Rows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.qk_norm import QKNorm, make_qk_norm
-from vllm_lite.layers.qkv_layout import Layout, qkv_splits
+from vllm_lite.layers.qkv_layout import Layout, QKVSplits, qkv_splits
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 
 
@@ -67,22 +67,27 @@ class AttentionBlock:
 
     def __init__(self, parts: Parts, layer: int) -> None:
         spec, whole, own = parts.spec, parts.spec.layers[layer], parts.layers[layer]
-        heads, size = whole.attention.heads(parts.shard), whole.attention.head_size
+        heads, self.head_size = whole.attention.heads(parts.shard), whole.attention.head_size
         self.ops = ops_for(parts.device)
         self.kind = parts.kinds.index(own)
         self.kv_scales: KVScales | None = None
-        groups = enumerate(spec.kv_groups)
-        self.group = next((index for index, group in groups if layer in group.layers), self.kind)
+        kv_layer, groups = layer if whole.kv_layer is None else whole.kv_layer, enumerate(spec.kv_groups)
+        self.group = next((index for index, group in groups if kv_layer in group.layers), self.kind)
         self.grows = whole.query_growth is not None
-        self.order = None if whole.rope is None else whole.rope.order(size)
+        self.order = None if whole.rope is None else whole.rope.order(self.head_size)
         hidden = Split.whole(spec.hidden_size)
         splits = qkv_splits(whole.attention, heads, spec.qkv_layout or self.names.layout, self.order)
-        self.qkv = parts.linear(hidden, *splits, bias=spec.qkv_bias, transposed=self.transposed)
-        self.qk_norm: QKNorm | None = make_qk_norm(parts, splits, size, self.order)
+        self.make_projections(parts, layer, splits)
         self.sinks: torch.Tensor | None = None  # float32 [num_heads], by `load_sinks`
         self.sink_heads, self.device = heads.query if whole.attention.sinks else None, parts.device
-        query = heads.query.times(size)
+        query = heads.query.times(self.head_size)
         self.output = parts.row_parallel(query, hidden, bias=spec.output_bias, transposed=self.transposed)
+
+    def make_projections(self, parts: Parts, layer: int, splits: QKVSplits) -> None:  # noqa: ARG002 (a family's)
+        """Make what gives Q, K and V, and what norms them."""
+        hidden, spec = Split.whole(parts.spec.hidden_size), parts.spec
+        self.qkv = parts.linear(hidden, *splits, bias=spec.qkv_bias, transposed=self.transposed)
+        self.qk_norm: QKNorm | None = make_qk_norm(parts, splits, self.head_size, self.order)
 
     def attend(
         self,
@@ -94,13 +99,21 @@ class AttentionBlock:
     ) -> None:
         """Attend with `x`, for `project` to go on from, and write K and V to the cache."""
         own = rows.by_kind[self.kind]
+        self.make_heads(x, own)
+        if self.grows and rows.query_growth is not None:
+            self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
+        self.rotate_and_keep(own, kv, batch, backend)
+        backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks, scales=self.kv_scales)
+
+    def make_heads(self, x: torch.Tensor, own: HeadRows) -> None:
+        """Compute Q, K and V as they are before they are rotated."""
         self.qkv.forward(x, out=own.qkv)
         if self.qk_norm is not None:
             self.qk_norm.forward(own)
-        if self.grows and rows.query_growth is not None:
-            self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
+
+    def rotate_and_keep(self, own: HeadRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """Rotate Q and K, and write K and V to the cache."""
         backend.write_kv(own.heads, kv, batch, self.group, self.kv_scales)
-        backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks, scales=self.kv_scales)
 
     def project(self, rows: Rows) -> None:
         """Project the attended rows into rows.hidden."""

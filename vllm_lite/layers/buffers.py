@@ -50,6 +50,19 @@ class ExpertRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerRows:
+    """What each layer has of each token for itself, see ModelSpec.per_layer_size."""
+
+    looked_up: torch.Tensor  # [n, num_layers * size]
+    projected: torch.Tensor  # [n, num_layers * size]
+    gated: torch.Tensor  # [n, num_layers, 2 * size]: room for the layer's gate, then what it multiplies
+    activated: torch.Tensor  # [n, size]
+
+    def first(self, n: int) -> "PerLayerRows":
+        return PerLayerRows(self.looked_up[:n], self.projected[:n], self.gated[:n], self.activated[:n])
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """The buffers of a step with n tokens."""
 
@@ -61,6 +74,7 @@ class Rows:
     gate_up: torch.Tensor  # [n, 2 * intermediate_size]; without a gate [n, 0]
     activated: torch.Tensor  # [n, intermediate_size]
     experts: ExpertRows | None  # None = no layer has experts
+    per_layer: PerLayerRows | None  # None = layers have nothing of a token for themselves
 
 
 class Buffers:
@@ -71,7 +85,8 @@ class Buffers:
             return torch.zeros(max_num_tokens, size, dtype=parts.dtype, device=parts.device)
 
         spec, self.kinds = parts.spec, parts.kinds
-        intermediate_size = spec.intermediate_size // parts.shard.world
+        sizes_of_mlps = [own.intermediate_size or spec.intermediate_size for own in self.kinds]
+        intermediate_size = max(sizes_of_mlps) // parts.shard.world
         self.max_num_tokens = max_num_tokens
         self._adapters = parts.adapters
         self.residual = buffer(spec.hidden_size)
@@ -85,6 +100,7 @@ class Buffers:
         self._tables = [RotaryEmbedding(rope, size, max_model_len, device=parts.device) for rope, size in ropes]
         self._rotations = [(buffer(size), buffer(size)) for _, size in ropes]
         self._experts = _expert_rows(parts, max_num_tokens)
+        self._per_layer = _per_layer_rows(parts, max_num_tokens)
         self._query_growth = _growth(self.kinds, max_model_len, parts.device)
         self._last: tuple[int, Rows] | None = None
 
@@ -100,9 +116,13 @@ class Buffers:
             table.select(positions, rotation)
 
     def gather(self, rows: Rows, wanted: torch.Tensor, kind: int) -> Rows:  # wanted: int64 [k], k <= n
-        """The residual stream and attention's result of some rows, moved together; all else of them is lost."""
+        """The residual stream, attention's result and what the last layer has for itself of some rows, moved together;
+        all else of them is lost."""
         residual, attended = rows.residual[wanted], rows.by_kind[kind].attended[wanted]
+        gated = None if rows.per_layer is None else rows.per_layer.gated[:, -1][wanted]
         few = self.rows(len(wanted))
+        if few.per_layer is not None and gated is not None:
+            few.per_layer.gated[:, -1].copy_(gated)
         few.residual.copy_(residual)
         few.by_kind[kind].attended.copy_(attended)
         if self._adapters is not None:
@@ -122,6 +142,7 @@ class Buffers:
             gate_up=self.gate_up[:n],
             activated=self.activated[:n],
             experts=None if self._experts is None else _first_rows(self._experts, n),
+            per_layer=None if self._per_layer is None else self._per_layer.first(n),
         )
 
     def _head_rows(self, kind: LayerSpec, n: int, rotations: Sequence[Rotation]) -> HeadRows:
@@ -178,9 +199,21 @@ def _expert_rows(parts: Parts, n: int) -> ExpertRows | None:
         chosen=Chosen(buffer(top, torch.int32), buffer(top, torch.float32)),
         gate_up=buffer(2 * shared),
         activated=buffer(shared),
-        shared=buffer(hidden if shared else 0),
+        shared=buffer(hidden if shared or parts.spec.mlp_beside_experts else 0),
         gates=buffer(1, torch.float32),
     )
+
+
+def _per_layer_rows(parts: Parts, n: int) -> PerLayerRows | None:
+    size, num_layers = parts.spec.per_layer_size, parts.spec.num_layers
+    if not size:
+        return None
+
+    def buffer(*shape: int) -> torch.Tensor:
+        return torch.zeros(n, *shape, dtype=parts.dtype, device=parts.device)
+
+    wide = num_layers * size
+    return PerLayerRows(buffer(wide), buffer(wide), buffer(num_layers, 2 * size), buffer(size))
 
 
 def _first_rows(rows: ExpertRows, n: int) -> ExpertRows:

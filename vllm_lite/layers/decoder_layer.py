@@ -48,8 +48,11 @@ class DecoderLayer:
         self.input_norm = parts.norm()
         self.attention = self.attention_block(parts, layer)
         self.mlp_norm = parts.norm()
-        experts = parts.spec.layers[layer].experts
-        self.mlp = self.mlp_block(parts) if experts is None else self.sparse_block(parts, experts)
+        own = parts.spec.layers[layer]
+        if own.experts is None:
+            self.mlp: GatedMLP | MLP | SparseMLP = self.mlp_block(parts, own.intermediate_size)
+        else:
+            self.mlp = self.sparse_block(parts, own.experts)
 
     def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """What is done for every token. rows.hidden is what the layer before gave back, to be added to rows.residual;

@@ -32,6 +32,7 @@ class SparseNames(NamedTuple):
     choice_bias: str = "gate.e_score_correction_bias"
     bias_in_row: bool = False
     """Whether the choice's bias is stored as [1, experts]."""
+    factors: str = "gate.per_expert_scale"
     expert: str = "experts.{}."
     matrices: GatedNames = GatedNames()
     """Those of an expert."""
@@ -68,10 +69,17 @@ class Router:
             slot = whole_slot(f"{prefix}{self.names.choice_bias}", self.routing.spec.num_experts)
             slot = slot._replace(stacked=(0, 1) if self.names.bias_in_row else None)
             yield WeightGroup((WeightStack((slot,), torch.float32, self.device),), self.load_bias)
+        if self.routing.spec.expert_factors:
+            slot = whole_slot(f"{prefix}{self.names.factors}", self.routing.spec.num_experts)
+            yield WeightGroup((WeightStack((slot,), torch.float32, self.device),), self.load_factors)
 
     def load_bias(self, bias: torch.Tensor) -> None:
         """Keep what is added to the scores for the choice: float32 [num_experts]."""
         self.routing = self.routing._replace(bias=bias)
+
+    def load_factors(self, factors: torch.Tensor) -> None:
+        """Keep what each expert's weight is multiplied by: float32 [num_experts]."""
+        self.routing = self.routing._replace(factors=factors)
 
 
 class Experts:
@@ -176,22 +184,19 @@ class SparseMLP:
     """What stands where a dense layer has its MLP. A family whose checkpoints call the parts otherwise sets `names`."""
 
     names: ClassVar = SparseNames()
+    router_block: ClassVar[type[Router]] = Router
 
     def __init__(self, parts: Parts, spec: ExpertsSpec) -> None:
         self.communicator = parts.communicator
         self.kept: torch.Tensor | None = None
         """Where this layer writes who chose what, if that is counted: int32 [max_num_tokens, experts_per_token]."""
-        self.router = Router(parts, spec, self.names)
+        self.router = self.router_block(parts, spec, self.names)
         self.experts = Experts(parts, spec, self.names)
         self.shared = SharedExpert(parts, spec, self.names) if spec.shared_intermediate_size else None
 
     def forward(self, x: torch.Tensor, rows: Rows) -> None:
         """Write the output for x: [num_tokens, hidden_size] to rows.hidden, which may be x."""
-        own = rows.experts
-        if own is None:
-            raise ValueError("the buffers were made for a model without experts")
-        if self.kept is not None:
-            own = replace(own, chosen=own.chosen._replace(experts=self.kept[: len(x)]))
+        own = self.expert_rows(rows)
         self.router.forward(x, own)
         if self.shared is not None:
             self.shared.forward(x, own)
@@ -199,6 +204,15 @@ class SparseMLP:
         if self.shared is not None:
             self.shared.add(own, rows.hidden)
         self.communicator.all_reduce(rows.hidden)
+
+    def expert_rows(self, rows: Rows) -> ExpertRows:
+        """The buffers of the step, of which `kept` may be one."""
+        own = rows.experts
+        if own is None:
+            raise ValueError("the buffers were made for a model without experts")
+        if self.kept is None:
+            return own
+        return replace(own, chosen=own.chosen._replace(experts=self.kept[: len(own.logits)]))
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of it under `prefix`, like "model.layers.0.mlp."."""

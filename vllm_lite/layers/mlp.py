@@ -45,19 +45,22 @@ class GatedMLP:
     down_bias: ClassVar = False
     """Whether `down` has a bias also where the others have none."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, size: int | None = None) -> None:
+        """`size`: elements between the matrices, if they are not the model's."""
         spec = parts.spec
         self.ops, self.activation = ops_for(parts.device), spec.activation
-        hidden, inner = Split.whole(spec.hidden_size), Split.even(spec.intermediate_size, parts.shard)
+        hidden, inner = Split.whole(spec.hidden_size), Split.even(size or spec.intermediate_size, parts.shard)
+        self.size = inner.size
         outputs = gate_and_up(inner, self.names, up_first=self.up_first)
         self.gate_up = parts.linear(hidden, *outputs, bias=spec.mlp_bias)
         self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias or self.down_bias)
 
     def forward(self, x: torch.Tensor, rows: Rows) -> None:
         """Write the MLP's output for x: [num_tokens, hidden_size] to rows.hidden, which may be x."""
-        self.gate_up.forward(x, out=rows.gate_up)
-        self.ops.activate_and_mul(self.activation, rows.gate_up, rows.activated)
-        self.down.forward(rows.activated, out=rows.hidden)
+        gate_up, activated = rows.gate_up[:, : 2 * self.size], rows.activated[:, : self.size]
+        self.gate_up.forward(x, out=gate_up)
+        self.ops.activate_and_mul(self.activation, gate_up, activated)
+        self.down.forward(activated, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of this block under `prefix`, like "model.layers.0.mlp."."""
@@ -85,10 +88,10 @@ class MLP:
     transposed: ClassVar[bool] = False
     """Whether the checkpoint stores [inputs, outputs]."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, size: int | None = None) -> None:
         spec = parts.spec
         self.ops, self.activation = ops_for(parts.device), spec.activation
-        hidden, inner = Split.whole(spec.hidden_size), Split.even(spec.intermediate_size, parts.shard)
+        hidden, inner = Split.whole(spec.hidden_size), Split.even(size or spec.intermediate_size, parts.shard)
         self.up = parts.linear(hidden, inner, bias=spec.mlp_bias, transposed=self.transposed)
         self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias, transposed=self.transposed)
 

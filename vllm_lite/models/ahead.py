@@ -116,7 +116,8 @@ def _weights(stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Iter
         elif (experts := spec.layers[layer].experts) is not None:
             parts = _experts(prefix, experts, shard)
         else:
-            parts = _mlp(prefix, stored, spec, shard)
+            size = spec.layers[layer].intermediate_size or spec.intermediate_size
+            parts = _mlp(prefix, stored, Split.even(size, shard))
         for names, rows, inputs in parts:
             outputs = rows or (hidden,)
             slots = tuple(Slot.of(name, own, inputs or hidden) for name, own in zip(names, outputs, strict=True))
@@ -147,8 +148,7 @@ def _attention(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, layer:
     yield (f"{prefix}o_proj",), None, query
 
 
-def _mlp(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Parts:
-    inner = Split.even(spec.intermediate_size, shard)
+def _mlp(prefix: str, stored: Mapping[str, Place], inner: Split) -> Parts:
     if f"{prefix}gate_up_proj.weight" in stored:
         total = 2 * inner.total
         both = Split(total, inner.start, inner.size), Split(total, inner.total + inner.start, inner.size)

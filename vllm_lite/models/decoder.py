@@ -98,8 +98,12 @@ class Decoder:
                 rows = self.buffers.gather(rows, wanted, layer.attention.kind)
             layer.combine(rows)
             progress()
-        self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        self.last_norm(rows)
         return rows.hidden
+
+    def last_norm(self, rows: Rows) -> None:
+        """Norm what the last layer has left in rows.residual and rows.hidden into rows.hidden."""
+        self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
 
     def embed(self, batch: StepBatch, rows: Rows) -> None:
         """Fill rows.residual with what the first layer reads."""

@@ -37,6 +37,8 @@ MODELS = {
     "Gemma2ForCausalLM": "vllm_lite.models.gemma:Gemma2",
     "Gemma3ForCausalLM": "vllm_lite.models.gemma:Gemma2",
     "Gemma3ForConditionalGeneration": "vllm_lite.models.gemma:Gemma2",
+    "Gemma4ForCausalLM": "vllm_lite.models.gemma4:Gemma4",
+    "Gemma4ForConditionalGeneration": "vllm_lite.models.gemma4:Gemma4",
     "GemmaForCausalLM": "vllm_lite.models.gemma:Gemma",
     "Glm4ForCausalLM": "vllm_lite.models.glm:Glm4",
     "Glm4MoeForCausalLM": "vllm_lite.models.llama:Llama",

@@ -15,6 +15,7 @@ class _Record(ctypes.Structure):
 
     _fields_ = (
         ("bias", pointer),
+        ("factors", pointer),
         ("num_experts", int64),
         ("top", int64),
         ("num_groups", int64),
@@ -29,13 +30,13 @@ class _Record(ctypes.Structure):
 
 
 class NativeRouter:
-    """The rules of one layer as the kernel takes them; it keeps the bias."""
+    """The rules of one layer as the kernel takes them; it keeps the bias and the factors."""
 
     def __init__(self, routing: Routing) -> None:
-        spec, self.bias = routing
+        spec, self.bias, self.factors = routing
         self._num_experts, self._top = spec.num_experts, spec.experts_per_token
         self._record = _Record(
-            None if self.bias is None else self.bias.data_ptr(),
+            *(None if each is None else each.data_ptr() for each in (self.bias, self.factors)),
             spec.num_experts,
             spec.experts_per_token,
             spec.num_groups,

@@ -21,7 +21,7 @@ def route(launcher: Launcher, logits: torch.Tensor, routing: Routing, chosen: Ch
 
     Raises ValueError for shapes, types or numbers that the kernel does not take.
     """
-    spec, bias = routing
+    spec, bias, factors = routing
     num_tokens, top = len(logits), spec.experts_per_token
     check_spec(spec)
     require(
@@ -30,10 +30,12 @@ def route(launcher: Launcher, logits: torch.Tensor, routing: Routing, chosen: Ch
         f"{list(logits.shape)}, strides {list(logits.stride())}",
     )
     check_chosen(chosen, num_tokens, top)
-    require(
-        bias is None or (bias.dtype == torch.float32 and bias.shape == (spec.num_experts,) and bias.is_contiguous()),
-        f"the bias of a choice must be a contiguous float32 [{spec.num_experts}]",
-    )
+    for what, each in (("the bias of a choice", bias), ("the factors of experts", factors)):
+        require(
+            each is None
+            or (each.dtype == torch.float32 and each.shape == (spec.num_experts,) and each.is_contiguous()),
+            f"{what} must be a contiguous float32 [{spec.num_experts}]",
+        )
     if num_tokens == 0:
         return
     sizes = (spec.num_experts, top, spec.num_groups, spec.groups_per_token)
@@ -42,7 +44,7 @@ def route(launcher: Launcher, logits: torch.Tensor, routing: Routing, chosen: Ch
         (num_tokens, 1, 1),
         (32, 1, 1),
         (
-            *(logits, bias, *chosen, np.int64(logits.stride(0))),
+            *(logits, bias, factors, *chosen, np.int64(logits.stride(0))),
             *map(np.int32, (*sizes, *rules)),
             *map(np.float32, (spec.epsilon, spec.scale)),
         ),

@@ -85,7 +85,8 @@ class CacheEngine:
             shape = group.kv_shape(self.block_size, self._row_extra)
             layers = self.pool[:, : math.prod(shape)].unflatten(1, shape).unbind(1)
             views |= dict(zip(group.layers, layers, strict=True))
-        return [views[layer] for layer in range(self.spec.num_layers if views else 0)]
+        layers = enumerate(self.spec.layers if views else ())
+        return [views[layer if own.kv_layer is None else own.kv_layer] for layer, own in layers]
 
     def execute(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
         """Run a program of (op, src, dst) as if one op at a time, in order.
