@@ -212,8 +212,8 @@ GEMMA4 = [
         {
             "text_config": {
                 **ODD,
-                "head_dim": 16,
-                "global_head_dim": 32,
+                "head_dim": 8,
+                "global_head_dim": 16,
                 "num_hidden_layers": 5,
                 "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
                 "sliding_window": 31,
