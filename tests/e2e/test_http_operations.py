@@ -137,6 +137,7 @@ def test_a_stream_goes_on_behind_pause_sleep_and_killed_processes(
         assert done(httpx.get(server.url + "/is_paused", headers=http.headers)) == {"is_paused": True}
     assert "paused" in http.get("/health").json()["error"]["message"]
     assert http.get("/health/live").status_code == 200
+    assert done(http.get("/get_world_size")) == {"world_size": 2}
     assert len(stream.tokens) <= kept + 1, "the end of what was in flight"
     done(http.post("/resume"))
     stream.reach(kept + 20)
@@ -215,4 +216,5 @@ def test_other_weights_are_served_without_a_restart_also_by_the_next_engine(
 def test_users_may_not(server: Server) -> None:
     for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):
         assert httpx.post(server.url + path, json={}).status_code == 401
-    assert httpx.get(server.url + "/is_sleeping").status_code == 401
+    for path in ("/is_sleeping", "/get_world_size"):
+        assert httpx.get(server.url + path).status_code == 401

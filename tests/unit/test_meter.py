@@ -132,6 +132,9 @@ def test_a_request_is_measured_from_arrival_to_end() -> None:
         "output_tokens": 3,
         "max_tokens": 3,
         "samples": 1,
+        "longest_output": 3,
+        "preemptions": 0,
+        "computed_prompt_tokens": 3,
     }.items():
         histogram = getattr(measured, name)
         assert (count(histogram), histogram.sum) == (1, pytest.approx(value)), name
@@ -250,6 +253,7 @@ def test_samples_make_one_request() -> None:
     assert bench.stats.ended_by["length"] == 1
     assert (stats.prompt_tokens, stats.generated_tokens) == (3, 12)
     assert (measured.output_tokens.sum, measured.samples.sum, measured.max_tokens.sum) == (12, 3, 4)
+    assert measured.longest_output.sum == 4
     assert (count(measured.first_token_s), count(measured.token_gap_s)) == (1, 9)
 
 
@@ -420,6 +424,7 @@ def test_hits_are_what_the_users_are_told() -> None:
     assert cached == [0, 8, 7, 0], "whole blocks, and of a prompt that is known all tokens but the last"
     stats = bench.stats
     assert (stats.cached_tokens, stats.cache_queries, stats.prompt_tokens) == (15, 42, 42)
+    assert bench.measured.computed_prompt_tokens.sum == 42 - 15
     assert stats.host_queries == stats.host_hits == 0
 
 
@@ -464,7 +469,7 @@ def test_preemptions_are_told_by_their_way() -> None:
     bench.add("b", [2] * 12, 14)
     bench.drain()
     stats = bench.stats
-    assert stats.preemptions == stats.swaps > 0
+    assert stats.preemptions == stats.swaps == bench.measured.preemptions.sum > 0
     assert stats.swapped_out_blocks >= stats.swapped_in_blocks > 0
 
 

@@ -36,7 +36,7 @@ PARAMS = SamplingParams(
     bad_words_token_ids=[[5, 6], [7]],
 )
 
-MEASURED = RequestHistograms(*[Histogram((1.0, 2.5), [1, 0, 2], 9.5)] * 14)
+MEASURED = RequestHistograms(*[Histogram((1.0, 2.5), [1, 0, 2], 9.5)] * 17)
 STATE = api.RequestState(
     "r",
     api.AdmissionState("LATER", "waits_for_blocks", 1, 2, 3, 4),

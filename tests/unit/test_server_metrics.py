@@ -27,7 +27,7 @@ SERIES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_cou
 EXPORTED = {metric.name + suffix for metric in METRICS for suffix in SERIES[metric.kind]}
 HISTOGRAM = Histogram((1.0, 2.5), [3, 0, 1], 7.5)
 ENDED_BY = {"stop": 4, "length": 3, "abort": 2, "error": 1}
-MEASURED = RequestHistograms(*[HISTOGRAM] * 14)
+MEASURED = RequestHistograms(*[HISTOGRAM] * 17)
 
 BLOCKS = BlockHistograms(*(Histogram((1.0,), [1, 0], total) for total in (1.0, 2.0, 3.0)))
 
@@ -75,7 +75,7 @@ def full(**values: Any) -> Stats:
 
 
 def test_every_definition_is_told_once_and_has_its_own_value() -> None:
-    counts: dict[str, Any] = {"cached_tokens": 9, "host_hits": 4, "preemptions": 7, "swaps": 2}
+    counts: dict[str, Any] = {"cached_tokens": 9, "host_hits": 4, "preemptions": 7, "swaps": 2, "prompt_tokens": 30}
     text = look(full(**counts, blocks=BLOCKS, expert_tokens=[[], [31, 37]]))
     families = list(text_string_to_metric_families(text))
     assert 'vllm_lite:expert_tokens_total{engine="0",expert="1",layer="1",model_name="name"} 37.0' in text
@@ -93,6 +93,8 @@ def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     assert values["vllm:num_requests_running", None] == STATS.num_running
     assert values["vllm:kv_cache_usage_perc", None] == STATS.num_used_blocks / STATS.num_blocks
     assert values["vllm:prefix_cache_hits_total", None] == 5
+    sources = {s.labels["source"]: s.value for s in samples if "source" in s.labels}
+    assert sources == {"local_compute": 21, "local_cache_hit": 5, "external_kv_transfer": 4}
     assert (values["vllm_lite:preemptions_total", "recompute"], values["vllm_lite:preemptions_total", "swap"]) == (5, 2)
     assert values["vllm:request_success_total", "abort"] == 2
     name = "vllm:time_to_first_token_seconds_bucket"

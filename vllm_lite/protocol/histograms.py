@@ -35,9 +35,11 @@ class RequestHistograms(Counts):
     """Measured on requests that have ended, and on steps. A request is one, however many samples it has.
 
     `first_token_s` runs from the arrival, `token_gap_s` is the time between two tokens of a sample, `mean_token_s` a
-    request's mean of it. `whole_s` is a request from arrival to end: `queue_s` until it was first scheduled, then
-    `inference_s`, which is `prefill_s` until its first token and `decode_s` from there. `step_tokens` are those that
-    each step computed, `gained_tokens` those that it generated, with the prompts of requests that got their first.
+    request's mean of it. `longest_output` counts the tokens of its longest sample, `computed_prompt_tokens` those of
+    its prompt that were in no cache. `whole_s` is a request from arrival to end: `queue_s` until it was first
+    scheduled, then `inference_s`, which is `prefill_s` until its first token and `decode_s` from there. `step_tokens`
+    are those that each step computed, `gained_tokens` those that it generated, with the prompts of requests that got
+    their first.
     """
 
     first_token_s: Histogram
@@ -52,6 +54,9 @@ class RequestHistograms(Counts):
     output_tokens: Histogram
     max_tokens: Histogram
     samples: Histogram
+    longest_output: Histogram
+    preemptions: Histogram
+    computed_prompt_tokens: Histogram
     step_tokens: Histogram
     gained_tokens: Histogram
 

@@ -107,6 +107,8 @@ _GAUGES = (  # name, field of Stats, text
 _COUNTERS = (
     ("vllm:prompt_tokens", "prompt_tokens", "Tokens of prompts that have come in."),
     ("vllm:generation_tokens", "generated_tokens", "Tokens generated."),
+    ("vllm:prompt_tokens_cached", "cached_tokens", "Prompt tokens found in a cache, on the device or on the host."),
+    ("vllm:corrupted_requests", "corrupted_requests", "Requests ended because logits were not finite."),
     ("vllm:num_preemptions", "preemptions", "Sequences preempted."),
     ("vllm:prefix_cache_queries", "cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("vllm:external_prefix_cache_queries", "host_queries", "Prompt tokens not found there, looked up in host memory."),
@@ -138,6 +140,9 @@ _HISTOGRAMS = (  # name, field of RequestHistograms, text
     ("vllm:request_prompt_tokens", "prompt_tokens", "Prompt tokens of each request that has ended."),
     ("vllm:request_generation_tokens", "output_tokens", "Tokens generated for each, all samples together."),
     ("vllm:request_params_n", "samples", "Samples that each asked for."),
+    ("vllm:request_max_num_generation_tokens", "longest_output", "Tokens of the longest sample of each."),
+    ("vllm:request_num_preemptions", "preemptions", "How often sequences of each were preempted."),
+    ("vllm:request_prefill_kv_computed_tokens", "computed_prompt_tokens", "Prompt tokens of each in no cache."),
     ("vllm:request_params_max_tokens", "max_tokens", "The most tokens that a sample of each might have got."),
     (
         "vllm:iteration_tokens_total",
@@ -225,11 +230,22 @@ def _expert_tokens(at: Scrape) -> Values | None:
     return {(str(layer), str(expert)): count for layer, row in by_layer for expert, count in enumerate(row)}
 
 
+def _sources(at: Scrape) -> Values:
+    """Prompt tokens by where their KV came from, by vLLM's names."""
+    computed = at.stats.prompt_tokens - at.stats.cached_tokens
+    return {
+        ("local_compute",): computed,
+        ("local_cache_hit",): _device_hits(at),
+        ("external_kv_transfer",): at.stats.host_hits,
+    }
+
+
 def _device_hits(at: Scrape) -> float:
     return at.stats.cached_tokens - at.stats.host_hits
 
 
 _USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
+_SOURCES = "Prompt tokens by where their KV came from: computed, cached on the device, brought back from the host."
 _REASONS = "Requests that have ended; what a client stopped at a stop string counts as stop."
 _PREEMPTED = "Sequences preempted, by what became of their KV."
 _SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in)."
@@ -255,6 +271,7 @@ METRICS: tuple[Definition, ...] = (
     Definition(
         "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache, on the device.", _device_hits
     ),
+    Definition("vllm:prompt_tokens_by_source", "counter", _SOURCES, _sources, ("source",)),
     Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
     Definition("vllm_lite:restarts", "counter", _RESTARTS, _restarts, ("cause",)),
     Definition("vllm_lite:recovering", "gauge", _RECOVERING, lambda at: float(bool(at.stats.recovering))),

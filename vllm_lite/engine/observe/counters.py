@@ -19,6 +19,7 @@ TOKEN_S = bounds("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.
 REQUEST_S = bounds("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SAMPLES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 
 def one_two_five(largest: int) -> tuple[int, ...]:
@@ -38,7 +39,8 @@ class Meter:
         tokens = one_two_five(max_len)
         self.counters.requests = self._requests = RequestHistograms(
             *map(Histogram.over, [FIRST_TOKEN_S, TOKEN_S, TOKEN_S] + 5 * [REQUEST_S]),
-            *map(Histogram.over, [tokens, tokens, tokens, SAMPLES, STEP_TOKENS, STEP_TOKENS]),
+            *map(Histogram.over, [tokens, tokens, tokens, SAMPLES, tokens, PREEMPTIONS, tokens]),
+            *map(Histogram.over, [STEP_TOKENS, STEP_TOKENS]),
         )
         self._kv = kv
         self._num_counted = 0
@@ -101,6 +103,10 @@ class Meter:
         measured.prompt_tokens.observe(request.num_prompt)
         measured.output_tokens.observe(request.num_generated)
         measured.samples.observe(request.params.n)
+        measured.longest_output.observe(request.longest_output)
+        measured.preemptions.observe(request.num_preemptions)
+        if admitted_s is not None:
+            measured.computed_prompt_tokens.observe(request.num_prompt - (request.num_cached_at_start or 0))
         measured.max_tokens.observe(request.max_len - request.num_prompt)
 
     def _first(self, request: Request, now_s: float) -> None:

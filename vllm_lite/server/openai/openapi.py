@@ -86,6 +86,7 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("post", "/sleep", "give back the memory of weights and KV cache, until /wake_up (admin)", None),
     ("post", "/wake_up", "load the model again (admin)", None),
     ("get", "/is_sleeping", "whether there is none (admin)", None),
+    ("get", "/get_world_size", "how many workers there are (admin)", None),
     ("post", "/update_weights", "serve the weights in another folder (admin)", bodies.UpdateWeightsBody),
 )
 _MODE = {"type": "string", "enum": list(get_args(PauseMode)), "default": "abort"}

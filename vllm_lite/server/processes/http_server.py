@@ -245,7 +245,7 @@ class HttpServer:
         metrics = Metrics(calls, self.engine.config, names[0], str(self.scoreboard.number))
         information = Information(config, files.tokenizer, files.template_text)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
-        more += Operations(calls, live.reader).routes()
+        more += Operations(calls, live.reader, self.engine.config).routes()
         more += AdapterRoutes(generation).routes()
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, self.engine.config.model, prompts, shown)

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_lite.client.operations import operation_of
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.operations import Operation, Sleep
 from vllm_lite.server.calls.registry import Calls
@@ -20,12 +21,17 @@ from vllm_lite.server.openai.errors import ApiError
 class Operations:
     """Answers each of them by one method. What an engine does, all API servers in front of it see."""
 
-    def __init__(self, calls: Calls, reader: BodyReader) -> None:
+    def __init__(self, calls: Calls, reader: BodyReader, config: ResolvedConfig) -> None:
         self._calls = calls
         self._reader = reader
+        self._config = config
 
     def routes(self) -> list[Route]:
-        gets = [("/is_paused", self.is_paused), ("/is_sleeping", self.is_sleeping)]
+        gets = [
+            ("/is_paused", self.is_paused),
+            ("/is_sleeping", self.is_sleeping),
+            ("/get_world_size", self.world_size),
+        ]
         posts = [
             ("/pause", self.pause),
             ("/resume", self.resume),
@@ -62,6 +68,12 @@ class Operations:
     async def is_sleeping(self, request: Request) -> Response:
         require_admin(request)
         return as_json({"is_sleeping": (await self._calls.stats()).sleep_level is not None})
+
+    async def world_size(self, request: Request) -> Response:
+        """How many workers there are, of all engines unless `include_dp` is false."""
+        require_admin(request)
+        alone = request.query_params.get("include_dp", "true").lower() in ("false", "0")
+        return as_json({"world_size": self._config.tensor_parallel_size if alone else self._config.ranks_on_machine})
 
     async def update_weights(self, request: Request) -> Response:
         require_admin(request)
