@@ -14,6 +14,7 @@ GAUGES = {
     *("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks"),
     *("num_host_blocks", "num_used_host_blocks", "ended_by", "requests", "blocks"),
     *("life", "generation", "recovering", "restarts", "expert_tokens"),
+    *("is_paused", "sleep_level", "model", "running_adapters", "waiting_adapters"),
 }
 
 
