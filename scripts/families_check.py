@@ -111,7 +111,8 @@ def check(path: Path, cases: Sequence[Case], row: Row, happened: Counter[str]) -
     faults = []
     settings = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 512} | row.settings
     if row.tiny_pool:  # room for the longest sequence in every group, and a little more
-        num_blocks = len(load_spec(path).kv_groups) * (-(-MAX_MODEL_LEN // 8) + 1) + 3
+        spec = load_spec(path).shared_by(row.settings.get("tensor_parallel_size", 1))  # more groups on more ranks
+        num_blocks = len(spec.kv_groups) * (-(-MAX_MODEL_LEN // 8) + 1) + 3
         settings |= {"block_size": 8, "num_gpu_blocks_override": num_blocks}
     with start(path, **settings) as llm:
         for _ in range(row.rounds):
