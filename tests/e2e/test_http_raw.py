@@ -237,7 +237,7 @@ def test_the_document_names_every_route_and_field(http: httpx.Client) -> None:
             assert answer.status_code != 404 or re.search("no (request|response) 'none'", answer.text), path
     fields = document["components"]["schemas"]["ChatBody"]["properties"]
     assert {"messages", "temperature", "logprobs", "stream", "top_k"} <= set(fields)
-    for path in ("/", "/docs"):
+    for path in ("/", "/docs", "/redoc"):
         page = http.get(path)
         assert "openapi.json" in page.text
         assert page.headers["content-security-policy"].startswith("default-src 'none'")

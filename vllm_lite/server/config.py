@@ -48,7 +48,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ssl_ca_certs: Annotated[str | None, Meta(description="certificates that clients' must be signed by")] = None
     ssl_cert_reqs: Annotated[int, Meta(ge=0, le=2, description="clients' certificates: 0 no, 1 optional, 2 must")] = 0
     public_metrics: Annotated[bool, Meta(description="/metrics needs no key")] = False
-    public_docs: Annotated[bool, Meta(description="/, /docs, /openapi.json and /version need no key")] = False
+    public_docs: Annotated[bool, Meta(description="/, /docs, /redoc, /openapi.json and /version need no key")] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="/tokenizer_info shows the tokenizer's settings and the chat template")
     ] = False

@@ -93,6 +93,7 @@ _MODE = {"type": "string", "enum": list(get_args(PauseMode)), "default": "abort"
 _QUERIES: dict[str, dict[str, dict[str, Any]]] = {
     "/pause": {"mode": _MODE, "clear_cache": {"type": "boolean", "default": True}},
     "/sleep": {"level": {"type": "integer", "minimum": 0, "maximum": 2, "default": 1}, "mode": _MODE},
+    "/get_world_size": {"include_dp": {"type": "boolean", "default": True}},
     "/wake_up": {"tags": {"type": "array", "items": {"type": "string", "enum": list(get_args(WakeTag))}}},
 }
 """What stands behind the `?` of these paths."""
@@ -133,6 +134,8 @@ _EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
     bodies.CompletionBody: {"prompt": "Once upon a time", "max_tokens": 64},
     bodies.GenerateBody: {"token_ids": [3, 4, 5], "sampling_params": {"max_tokens": 8}},
     bodies.UpdateWeightsBody: {"model": "/models/trained-further", "mode": "wait"},
+    bodies.LoadAdapterBody: {"lora_name": "french", "lora_path": "/adapters/french"},
+    bodies.UnloadAdapterBody: {"lora_name": "french"},
     bodies.TokenizeBody: {"prompt": "Once upon a time"},
     bodies.DetokenizeBody: {"tokens": [3, 4, 5]},
     bodies.ForkBody: {"n": 2},

@@ -1,4 +1,4 @@
-"""GET / and /docs: one file each, with nothing from elsewhere, so that they work without a network and tell nobody."""
+"""GET /, /docs and /redoc: files with nothing from elsewhere, so that they work without a network and tell nobody."""
 
 import base64
 import hashlib
@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-PAGES = {"/": "welcome.html", "/docs": "docs.html"}
+PAGES = {"/": "welcome.html", "/docs": "docs.html", "/redoc": "docs.html"}
 
 
 def routes() -> list[Route]:
