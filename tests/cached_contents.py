@@ -3,6 +3,7 @@
 from tests.simulated_worker import SimulatedWorker, Slot
 from vllm_lite.engine.blocks.groups import KVGroup
 from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.state_slots import KEY
 from vllm_lite.engine.sequence import Sequence
 
 
@@ -13,6 +14,7 @@ class CachedContents:
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._wanted: dict[bytes, list[Slot | None]] = {}
+        self._prefixes: dict[bytes, tuple[int, ...]] = {}
         self._also = kv.on_store
         kv.on_store = self._stored
 
@@ -22,6 +24,7 @@ class CachedContents:
         adapter = 0 if sequence.request.adapter is None else sequence.request.adapter.number
         slots: list[Slot | None] = [(group.index, adapter, tokens[: start + count]) for count in range(1, size + 1)]
         self._wanted[sequence.block_hashes[index] + group.key] = slots
+        self._prefixes[sequence.block_hashes[index] + KEY] = tokens
         if self._also is not None:
             self._also(sequence, group, index)
 
@@ -35,3 +38,9 @@ class CachedContents:
                 if block.block_hash is not None:
                     wanted, found = self._wanted[block.block_hash], worker.kv[first_id + block.block_id]
                     assert found == wanted, f"{block} is cached and holds {found}, not {wanted}"
+        if self._kv.states is None or worker.states is None:
+            return
+        for slot in self._kv.states.pool.blocks:
+            if slot.block_hash in self._prefixes:
+                found_state = worker.states[slot.block_id]
+                assert found_state == self._prefixes[slot.block_hash], f"{slot} holds the state of {found_state}"

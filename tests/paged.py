@@ -10,6 +10,7 @@ from tests.checkpoints import VOCAB_SIZE, transformers_model
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.kernels.delta_rule import Segments
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.models.registry import Model, Sizes, build, examine
 from vllm_lite.models.weights import load_weights
@@ -17,6 +18,7 @@ from vllm_lite.parallel.communicator import Communicator
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 
 BLOCK_SIZE = 8
+NUM_SLOTS = 64
 
 
 class Oracle:
@@ -57,6 +59,8 @@ class Oracle:
 class Sequence:
     tokens: torch.Tensor
     tables: list[list[int]]  # per group
+    slot: int = 0
+    """Where its state is, if the model has recurrent layers; 0: it has none yet."""
     num_computed: int = 0
     num_trimmed: list[int] = field(default_factory=list)
     """Per group, blocks that its window has left behind; they are somebody else's."""
@@ -76,7 +80,10 @@ class Paged:
         self.groups = spec.kv_groups
         self.dtype = model.embedding.dtype  # type: ignore[attr-defined]
         self.cache = CacheEngine(spec, BLOCK_SIZE, num_blocks, 0, self.dtype, torch.device("cpu"))
+        self.cache.make_states(NUM_SLOTS)
         self.cache.pool.fill_(torch.nan)
+        self.cache.states.fill_(torch.nan)
+        self.num_slots = 1
         self.kv = self.cache.layer_views()
         shuffled = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self.free: list[int] = shuffled.tolist()
@@ -118,6 +125,7 @@ class Paged:
             torch.cat(ids),
             torch.cat(positions),
         )
+        batch.states = self.segments(sequences, starts)
         self.backend.prepare(batch)
         hidden = self.model.forward(batch, self.kv, self.backend)
         logits = self.model.logits(hidden)
@@ -125,6 +133,15 @@ class Paged:
         for sequence, first, last in zip(sequences, starts[:-1], starts[1:], strict=True):
             sequence.logits.append(logits[first:last].clone())  # ranks use the same memory again
             self.trim(sequence)
+
+    def segments(self, sequences: list[Sequence], starts: list[int]) -> Segments:
+        """Every state moves to a new slot, for which all others of the sequence must be read no more."""
+        sources = [sequence.slot for sequence in sequences]
+        for sequence in sequences:
+            sequence.slot = self.num_slots = self.num_slots % (NUM_SLOTS - 1) + 1
+        targets = [sequence.slot for sequence in sequences]
+        firsts = range(len(sequences) + 1)
+        return Segments(*(torch.tensor(each, dtype=torch.int32) for each in (firsts, starts, sources, targets)))
 
     def trim(self, sequence: Sequence) -> None:
         """Give back what the next position does not see."""

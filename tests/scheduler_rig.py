@@ -7,6 +7,7 @@ from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.state_slots import StateSlots
 from vllm_lite.engine.queues import Options
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduler import Scheduler
@@ -31,6 +32,7 @@ class Rig:
         windows: Sequence[int | None] = (None,),
         num_host_blocks: int = 0,
         max_swap_blocks: int = 10**9,
+        num_state_slots: int = 0,
         depth: int = 1,
         policy: object | None = None,
         **options: int | bool | str,
@@ -45,16 +47,24 @@ class Rig:
             watermark=0.01,
             max_swap_blocks_per_step=max_swap_blocks,
         )
+        if num_state_slots:
+            self.kv.states = StateSlots(num_state_slots, block_size, caching)
+            options |= {"num_drafts": 0, "num_forced": 0}
         self.scheduler = Scheduler(self.kv, Options(**options), policy)  # type: ignore[arg-type]
         self.scheduler.on_decision = lambda code, _sequence, numbers: self.decisions.append((code, numbers))
         slots = int(options["max_num_seqs"])
         self._sizes = (num_blocks, block_size, slots, VOCAB, windows, num_host_blocks)
-        self.worker = SimulatedWorker(*self._sizes)
+        self.worker = self._new_worker()
         self.max_swap_blocks = max_swap_blocks
         self.depth = depth
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
         self.scores: dict[str, list[float]] = {}
+
+    def _new_worker(self) -> SimulatedWorker:
+        worker = SimulatedWorker(*self._sizes)
+        worker.states = None if self.kv.states is None else {}
+        return worker
 
     def add(
         self,
@@ -63,10 +73,11 @@ class Rig:
         max_tokens: int = 5,
         stop: frozenset[int] = frozenset(),
         deadline_s: float | None = None,
+        marks: tuple[int, ...] = (),
         **params: object,
     ) -> Request:
         max_len = min(len(prompt) + max_tokens, self.scheduler.max_len)
-        message = Generate(name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens, **params))  # type: ignore[arg-type]
+        message = Generate(name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens, **params), marks=marks)  # type: ignore[arg-type]
         request = Request(message, b"client", max_len, stop)
         request.deadline_s = deadline_s
         self.scheduler.add(request)
@@ -82,7 +93,7 @@ class Rig:
         assert self.kv.host is None or self.kv.host.pool.num_used == self.kv.host.pool.num_cached == 0
 
     def replace_workers(self) -> None:
-        self.worker = SimulatedWorker(*self._sizes)
+        self.worker = self._new_worker()
         self.scheduler.resume(self.scheduler.generation + 1, 0.0)
 
     def restart_workers(self) -> None:
@@ -134,6 +145,7 @@ class Rig:
                 assert self.kv.pool.num_used == 0
                 assert self.kv.host is None or self.kv.host.pool.num_used == 0
                 assert not self.scheduler.waiting
+                assert self.kv.states is None or self.kv.states.num_held == 0
                 return
             self.step()
         raise AssertionError("requests are left that make no progress")

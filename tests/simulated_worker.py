@@ -22,6 +22,7 @@ from vllm_lite.protocol.step import (
     Resume,
     SchedulerOutput,
     SetToken,
+    States,
 )
 
 Slot = tuple[int, int, tuple[int, ...]]
@@ -64,6 +65,8 @@ class History:
         self.num_pooled = 0
         self.is_settled = sampling.rules is None or not sampling.rules.grammar
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.source = self.live = 0
+        self.saves: list[tuple[int, int]] = []
 
     def append(self, block_ids: list[list[int]]) -> None:
         for table, ids in zip(self.tables, block_ids or [[] for _ in self.tables], strict=True):
@@ -87,6 +90,8 @@ class SimulatedWorker:
         self.vocab_size = vocab_size
         self.windows = windows
         self.num_blocks = num_blocks
+        self.states: dict[int, tuple[int, ...]] | None = None
+        """What each slot holds, of a model with recurrent layers: the prefix that its state has taken up."""
         self.kv: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks + num_host_blocks)]
         self.sequences: dict[Handle, History] = {}
         self.resident: set[Handle] = set()
@@ -152,6 +157,7 @@ class SimulatedWorker:
         drafts = {handle: self._draft(self.sequences[handle], number) for handle, _, number in scheduled}
         for handle, count, _ in scheduled:  # a layer writes all KV of the batch ...
             self._write(self.sequences[handle], count, drafts[handle])
+        self._advance_states(scheduled)
         scores = [found for handle, count, _ in scheduled if (found := self._score(handle, count)) is not None]
         tokens: list[int] = []
         counts: list[int] = []
@@ -217,6 +223,10 @@ class SimulatedWorker:
             case ReplaceBlock():
                 assert entry.handle in self.resident
                 self.sequences[entry.handle].tables[entry.group][entry.index] = entry.block_id
+            case States():
+                assert entry.handle in self.resident
+                history = self.sequences[entry.handle]
+                history.source, history.live, history.saves = entry.source, entry.live, list(entry.saves)
             case SetToken():
                 self.sequences[entry.handle].tokens[-1] = entry.token_id
             case Fork():
@@ -231,6 +241,27 @@ class SimulatedWorker:
                 child.num_computed, child.num_cached = (entry.num_computed, entry.num_cached)
                 self.sequences[entry.child] = child
                 self.resident.add(entry.child)
+
+    def _advance_states(self, scheduled: list[tuple[Handle, int, int]]) -> None:
+        """All sequences read and write at once: nobody reads what another writes, and no slot is written twice."""
+        if self.states is None:
+            return
+        before, read, written = dict(self.states), dict[int, Handle](), dict[int, Handle]()
+        for handle, count, _ in scheduled:
+            history = self.sequences[handle]
+            start, end = history.num_computed, history.num_computed + count
+            taken_up = before.get(history.source, ()) if history.source else ()
+            assert taken_up == tuple(history.tokens[:start]), f"{handle} begins at {start} with {taken_up}"
+            read.setdefault(history.source, handle)
+            due = [save for save in history.saves if save[0] <= end]
+            history.saves = history.saves[len(due) :]
+            for position, slot in [*due, (end, history.live)]:
+                assert slot, "slot 0 is never written"
+                assert written.setdefault(slot, handle) == handle
+                self.states[slot] = tuple(history.tokens[:position])
+                history.source = slot
+        for slot, handle in read.items():
+            assert written.get(slot, handle) == handle, f"{handle} reads slot {slot} while another writes it"
 
     def _place(self, history: History, entry: NewRequest | Resume) -> None:
         history.num_computed, history.num_cached = entry.num_computed, entry.num_cached
@@ -281,7 +312,7 @@ class SimulatedWorker:
         if history.pooling is not None:
             assert not drafts
             return []
-        if not history.is_settled and self.is_compiling():
+        if not history.is_settled and self.states is None and self.is_compiling():
             self.num_held_back += 1
             history.num_computed -= 1
             history.num_cached = max(history.num_cached, len(history.tokens))

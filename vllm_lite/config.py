@@ -153,6 +153,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[float, Meta(ge=0)] | None,
         about("GiB of host memory for KV blocks that left the device, for each worker (default: 4, on a CPU 0)"),
     ] = None
+    state_cache_space: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        about(
+            "GiB of each worker for the states of a hybrid model's recurrent layers, those of sequences that run and "
+            "saved ones (default: 2, or what 16 states for each of max_num_seqs take)"
+        ),
+    ] = None
     enable_prefix_caching: Annotated[bool, about("reuse the KV blocks of equal prefixes")] = True
     prefix_hash_seed: Annotated[
         Annotated[str, Meta(max_length=64)] | None, about("fixed seed of the prefix hash (default: random)")

@@ -80,3 +80,11 @@ VLLM_LITE_API void vllm_lite_scale_and_cap(int64_t num_rows, int64_t size, float
   over_rows(num_rows, size, VLLM_LITE_DISPATCH(scale_and_cap), op);
 }
 VLLM_LITE_RECORDABLE(vllm_lite_scale_and_cap)
+
+// x *= sigmoid(gate); both [num_rows, size].
+VLLM_LITE_API void vllm_lite_sigmoid_gate(int32_t dtype, int64_t num_rows, int64_t size, void* x, int64_t x_stride,
+                                          const void* gate, int64_t gate_stride) {
+  const SigmoidGate op = {dtype, size, x, gate, x_stride, gate_stride};
+  over_rows(num_rows, 2 * size, VLLM_LITE_DISPATCH(sigmoid_gate), op);
+}
+VLLM_LITE_RECORDABLE(vllm_lite_sigmoid_gate)

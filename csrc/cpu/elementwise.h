@@ -44,6 +44,15 @@ struct ScaleRows {
   int64_t x_outer, x_inner;
 };
 
+// x *= sigmoid(gate), element by element.
+struct SigmoidGate {
+  int32_t dtype;
+  int64_t size;
+  void* x;
+  const void* gate;
+  int64_t x_stride, gate_stride;
+};
+
 // Every element of x is brought between -limit and limit. NaN stays.
 struct Clamp {
   int32_t dtype;
@@ -65,5 +74,6 @@ VLLM_LITE_DECLARE(void activate(const Activate& op, int64_t first, int64_t last)
 VLLM_LITE_DECLARE(void gated_activation(const GatedActivation& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void add_rows(const AddRows& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void scale_rows(const ScaleRows& op, int64_t first, int64_t last))
+VLLM_LITE_DECLARE(void sigmoid_gate(const SigmoidGate& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void clamp(const Clamp& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void scale_and_cap(const ScaleAndCap& op, int64_t first, int64_t last))

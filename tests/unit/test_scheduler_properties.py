@@ -18,6 +18,7 @@ configurations = st.fixed_dictionaries(
         "num_host_blocks": st.sampled_from([0, 3, 12, 60]),
         "max_swap_blocks": st.sampled_from([1, 2, 5, 10**9]),
         "preemption": st.sampled_from(["recompute", "swap", "swap"]),
+        "num_state_slots": st.sampled_from([0, 0, 2, 3, 5, 9, 40]),
         "depth": st.sampled_from([1, 2, 4]),
         "num_drafts": st.sampled_from([0, 0, 3]),
         "num_forced": st.sampled_from([0, 2, 5]),
@@ -50,7 +51,9 @@ def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, 
             stop = frozenset(rng.sample(range(VOCAB), 3))
             samples = rng.choice([1, 1, 1, 2, 4])
             place = {"priority": rng.randint(0, 3), "user": rng.choice("xyz")}
-            rig.add(f"r{index}", prompt, max_tokens, stop, None, n=samples, grammar=rng.choice([None, "any"]), **place)
+            marks = tuple(sorted(rng.sample(range(len(prompt) + 1), min(3, len(prompt)))))
+            grammar = rng.choice([None, "any"])
+            rig.add(f"r{index}", prompt, max_tokens, stop, None, marks, n=samples, grammar=grammar, **place)
             for sample in range(samples):
                 wanted[f"r{index}", sample] = expected(prompt, max_tokens, stop, sample)
         if rng.random() < 0.1 and rig.scheduler.requests:

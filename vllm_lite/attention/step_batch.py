@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_lite.kernels.delta_rule import Segments
+
 PAD_SLOT = -1
 """Slot of a token whose K and V are not written: padding, and a recomputed token whose KV is already in the cache."""
 
@@ -32,6 +34,8 @@ class StepBatch:
     slot_mapping: tuple[torch.Tensor, ...]  # int64 [num_tokens], block id * block size + offset, or PAD_SLOT
     token_types: torch.Tensor | None = None  # int64 [num_tokens], 1 in the second text of a pair; None = all 0
     wanted: torch.Tensor | None = None  # int64 [num_wanted], rows whose hidden states are wanted; None = all
+    states: Segments | None = None
+    """Where recurrent layers find and leave the states of the sequences; None: there are no such layers."""
     host: "HostLens | None" = None
     """The lengths once more, for planning; None in the batch of a graph, which runs with other lengths each time."""
     plan: Any = None

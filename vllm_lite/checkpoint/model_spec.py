@@ -12,6 +12,7 @@ import msgspec
 
 from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.checkpoint.block_sparse import BlockSparse
+from vllm_lite.checkpoint.delta_net import STATE_BYTES, DeltaNetSpec
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.latent import LatentSpec
 from vllm_lite.checkpoint.pooling import PoolingSpec
@@ -125,6 +126,15 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """The layer before it whose K and V it attends to; None = it has its own."""
     intermediate_size: int | None = None
     """Elements between the matrices of its MLP; None = as many as the model says."""
+    output_gate: bool = False
+    """Whether what a token gets from V is multiplied by a sigmoid of its own, element by element."""
+    recurrent: DeltaNetSpec | None = None
+    """What the layer has instead of attention: it keeps a state and no KV, and `attention` is that of other layers."""
+
+    def per_rank(self, shard: Shard) -> "LayerSpec":
+        """The layer with the heads that a rank holds. Raises ConfigError if so many ranks cannot share them."""
+        recurrent = None if self.recurrent is None else self.recurrent.per_rank(shard)
+        return msgspec.structs.replace(self, attention=self.attention.per_rank(shard), recurrent=recurrent)
 
     @property
     def rotated_size(self) -> int:
@@ -136,8 +146,10 @@ class LayerSpec(msgspec.Struct, frozen=True):
         """Elements of a token's activations on its way through attention: what the first projections give, what it
         gets from V, and what else there is."""
         own, latent = self.attention, self.latent
+        if self.recurrent is not None:
+            return self.recurrent.projected_size, self.recurrent.value_width, 0
         if latent is None:
-            return own.qkv_size, own.output_size, 0
+            return own.qkv_size + self.output_gate * own.query_size, own.output_size, 0
         return latent.projected_size(own.num_heads), own.output_size, sum(latent.other_sizes(own.num_heads))
 
 
@@ -267,7 +279,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def per_rank(self, shard: Shard) -> "ModelSpec":
         """The model with the heads that a rank holds: what its attention and its KV cache are made by. All other sizes
         remain those of the whole model. Raises ConfigError if so many ranks cannot share the heads."""
-        layers = tuple(msgspec.structs.replace(own, attention=own.attention.per_rank(shard)) for own in self.layers)
+        layers = tuple(own.per_rank(shard) for own in self.layers)
         groups = tuple(LayerGroup(group.layers, group.attention.per_rank(shard)) for group in self.kv_groups)
         return msgspec.structs.replace(self, layers=layers, kv_groups=groups)
 
@@ -294,6 +306,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
         kinds = dict.fromkeys((own.attention.num_heads, own.attention.num_kv_heads) for own in self.layers)
         heads = " and ".join(f"{num_heads} heads with {num_kv_heads} KV heads" for num_heads, num_kv_heads in kinds)
+        recurrent = {own.recurrent.num_key_heads for own in self.layers if own.recurrent is not None}
+        heads += "".join(f", {count} key heads of recurrent layers" for count in recurrent)
         fit = listed(expert_parallel=shard.expert_parallel)
         if self.experts is not None:
             sizes = self.experts.intermediate_size, self.experts.shared_intermediate_size
@@ -311,6 +325,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         tp, experts = shard.world, self.experts
         fits = self.vocab_size >= tp and self.intermediate_size % tp == 0
         fits = fits and (experts is None or experts.fits(shard))
+        fits = fits and all(own.recurrent is None or own.recurrent.fits(tp) for own in self.layers)
         return fits and all(own.attention.fits(tp) for own in dict.fromkeys(self.layers))
 
     def block_elements(self, block_size: int, row_extra: int = 0) -> int:
@@ -325,6 +340,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         own = self.shared_by(tp).per_rank(Shard(0, tp))
         return own.block_elements(block_size, scale_bytes // dtype_bytes) * dtype_bytes
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of a sequence's state in all recurrent layers; 0 = there are none."""
+        return sum(own.recurrent.state_elements for own in self.layers if own.recurrent is not None)
+
+    def state_bytes(self, tp: int = 1) -> int:
+        """Bytes of one state slot on each of `tp` ranks. Raises ConfigError if so many ranks cannot share the heads."""
+        return self.per_rank(Shard(0, tp)).state_elements * STATE_BYTES if self.state_elements else 0
 
     def num_parameters(self) -> int:
         """Weights of the whole model; a tied LM head counts once."""
@@ -353,19 +377,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def _attention_parameters(self, layer: LayerSpec) -> int:
         spec = layer.attention
+        if layer.recurrent is not None:
+            return layer.recurrent.parameters(self.hidden_size)
         if layer.latent is not None:
             return layer.latent.parameters(spec.num_heads, self.hidden_size)
         num_kv = 0 if layer.kv_layer is not None else 1 if layer.values_are_keys else 2
         projected = spec.query_size + num_kv * spec.num_kv_heads * spec.head_size
-        matrices = self.hidden_size * (projected + spec.query_size)
+        matrices = self.hidden_size * (projected + (1 + layer.output_gate) * spec.query_size)
         biases = self.qkv_bias * projected + self.output_bias * self.hidden_size
         heads = {None: 0, "head": min(1 + num_kv, 2), "all heads": spec.num_heads + spec.num_kv_heads}[self.qk_norm]
         return matrices + biases + heads * spec.head_size + spec.sinks * spec.num_heads
 
 
 def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGroup, ...]:
-    """Partition the layers into groups of one block size: by how they attend, full attention first. What counts are the
-    heads that each of `world` ranks holds. Raises ConfigError if so many ranks cannot share the heads.
+    """Partition the layers that keep KV into groups of one block size: by how they attend, full attention first. What
+    counts are the heads that each of `world` ranks holds. Raises ConfigError if so many ranks cannot share the heads.
 
     All blocks have the same bytes, so a kind with fewer bytes in its layers is padded and one with more is split. Of
     all such sizes that one is taken for which padding plus groups are fewest, both in layers: a padded layer costs
@@ -375,7 +401,7 @@ def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGr
     """
     kinds: dict[AttentionSpec, list[int]] = {}
     for index, layer in enumerate(layers):
-        if layer.kv_layer is None:
+        if layer.kv_layer is None and layer.recurrent is None:
             kinds.setdefault(layer.attention, []).append(index)
     held = {kind: kind.per_rank(Shard(0, world)) for kind in kinds}
     widths = {kind: own.cached_size for kind, own in held.items()}  # of a layer in a block, per token

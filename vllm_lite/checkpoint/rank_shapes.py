@@ -35,6 +35,8 @@ _BY_ROWS = (
 """Ranks share out their outputs, the first axis of weight and bias."""
 _HEAD_BY_HEAD = ("k_b_proj", "v_b_proj")
 """A matrix for each head, whose number follows."""
+RECURRENT = ".linear_attn."
+"""What the names of a recurrent layer's tensors have in them."""
 _QK_NORMS = ("q_norm", "k_norm")
 _BY_COLUMNS = ("o_proj", "out_proj", "dense", "down_proj", *_DOWN)
 """Ranks share out their inputs, the second axis of the weight; rank 0 has the bias."""
@@ -54,6 +56,8 @@ def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard)
 
 def _known_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
     *path, layer, kind = ("", *name.split("."))
+    if RECURRENT in name:
+        return _of_recurrent(kind if layer == "linear_attn" else layer, path, shape, spec, shard)
     if is_of_experts(name, shape) and (own := _layer_of(path, spec).experts) is not None:
         return _of_experts(name.split("."), shape, own, shard)
     if layer.isdecimal() and path[-1] in _HEAD_BY_HEAD:
@@ -74,7 +78,7 @@ def _known_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shar
 
 def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor is a matrix of one expert or those of all of them; the shared one is none of these."""
-    return ".layers." in name and (len(shape) == 3 or ".experts." in name)
+    return ".layers." in name and (len(shape) == 3 or ".experts." in name) and RECURRENT not in name
 
 
 def is_of_router(name: str, spec: ModelSpec) -> bool:
@@ -101,6 +105,20 @@ def _of_experts(path: list[str], shape: tuple[int, ...], own: ExpertsSpec, shard
     if layer in ("gate_proj", "up_proj"):
         return inner, *shape[1:]
     return (shape[0], inner) if layer == "down_proj" else shape
+
+
+def _of_recurrent(
+    layer: str, path: list[str], shape: tuple[int, ...], spec: ModelSpec, shard: Shard
+) -> tuple[int, ...]:
+    """Ranks share the heads of all but the norm, which is over each head."""
+    own = _layer_of(path, spec).recurrent
+    if own is None or layer == "norm":
+        return shape
+    part = own.per_rank(shard)
+    if layer == "out_proj":
+        return shape[0], part.value_width
+    rows = {"in_proj_qkv": part.conv_channels, "conv1d": part.conv_channels, "in_proj_z": part.value_width}
+    return rows.get(layer, part.num_value_heads), *shape[1:]
 
 
 def _layer_of(path: list[str], spec: ModelSpec) -> LayerSpec:

@@ -12,6 +12,10 @@ from vllm_lite.errors import ConfigError
 MIN_BLOCKS = 2
 """The null block, and one that can hold a token."""
 
+DEFAULT_STATE_GIB = 2.0
+STATES_PER_SEQUENCE = 16
+"""At most so many state slots for each sequence that may run."""
+
 LARGEST = 512
 """Above this many rows the device is busy for longer than the launches take."""
 GRAPH_BYTES = 8 << 20
@@ -44,6 +48,22 @@ def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | Non
 def num_host_blocks(swap_space_gib: float, block_bytes: int) -> int:
     """Whole KV blocks that fit into the swap space."""
     return 0 if not block_bytes else int(swap_space_gib * GIB // block_bytes)
+
+
+def num_state_slots(config: ResolvedConfig, state_bytes: int) -> int:
+    """How many slots of so many bytes the states of recurrent layers get on each worker, the unused one included; 0 for
+    a model that has no such layers. Raises ConfigError, with a size that would do, if no sequence could run."""
+    if state_bytes == 0:
+        return 0
+    space = DEFAULT_STATE_GIB if config.state_cache_space is None else config.state_cache_space
+    num_slots = int(space * GIB // state_bytes)
+    if num_slots < MIN_BLOCKS:
+        needed = ceil(MIN_BLOCKS * state_bytes / GIB * 1000) / 1000
+        raise ConfigError(
+            f"no memory for the states of recurrent layers: state_cache_space {space:g} GiB holds {num_slots} of "
+            f"{state_bytes} bytes, at least {MIN_BLOCKS} are needed; give --state-cache-space {needed:.3f} or more"
+        )
+    return min(num_slots, 1 + STATES_PER_SEQUENCE * config.max_num_seqs)
 
 
 def pool_flag(config: ResolvedConfig) -> str:

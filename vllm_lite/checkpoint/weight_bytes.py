@@ -95,5 +95,5 @@ def _quantized_tensors(
 
 
 def _is_quantized(name: str, shape: tuple[int, ...], spec: ModelSpec) -> bool:
-    is_matrix = len(shape) >= 2 and not name.endswith("bias")
+    is_matrix = len(shape) >= 2 and not name.endswith(("bias", ".conv1d.weight"))
     return is_matrix and name not in TABLES and not is_of_router(name, spec)

@@ -1,12 +1,12 @@
 """Checks prompts and params before anything is sent. Each error names the wrong value and what would be right."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NotRequired, TypedDict
 
 from vllm_lite.client.text.tokenizer import SLICE_CHARS, Tokenizer
 from vllm_lite.errors import ContextLengthError, RequestError
-from vllm_lite.protocol.api import Welcome
+from vllm_lite.protocol.api import MAX_MARKS, Welcome
 from vllm_lite.protocol.params import SamplingParams
 
 
@@ -37,6 +37,18 @@ class Prompt:
 
     text: str | None
     token_ids: list[int]
+    marks: tuple[int, ...] = ()
+    """Ends of messages, in tokens, for an engine that wants to know them."""
+
+
+def message_ends(token_ids: list[int], limits: Welcome) -> tuple[int, ...]:
+    """Where messages end: templates write the model's end token behind each. Of too many the first and the last are
+    kept."""
+    if not limits.wants_marks:
+        return ()
+    ends = frozenset(limits.eos_token_ids)
+    marks = [place for place, token in enumerate(token_ids, 1) if token in ends]
+    return (*marks[:1], *marks[1:][1 - MAX_MARKS :])
 
 
 def read_prompt(
@@ -66,7 +78,7 @@ def read_prompt(
         raise RequestError("the prompt is empty; it needs at least one token")
     if len(prompt.token_ids) >= most:
         raise ContextLengthError(most, len(prompt.token_ids), params.max_tokens)
-    return prompt
+    return replace(prompt, marks=message_ends(prompt.token_ids, limits))
 
 
 def _num_kept(params: SamplingParams, limits: Welcome) -> int | None:

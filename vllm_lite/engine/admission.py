@@ -112,6 +112,10 @@ class Admitter:
         queues.waiting.remove(sequence)
         queues.run(sequence)
         plan.entries.append(self._arrival(sequence, count))
+        plan.entries += kv.arrival_entries(sequence)
+        if hit is not None and hit.reach > hit.num_tokens + kv.block_size:
+            kv.counters.state_missing_tokens += hit.reach - hit.num_tokens
+            plan.decide("state_missing", sequence, kv=hit.reach, state=hit.num_tokens)
         plan.decide(
             "swapped_in" if is_swapped else "admitted",
             sequence,
@@ -182,4 +186,6 @@ def _waits(plan: StepPlan, sequence: Sequence, admission: Admission) -> None:
     if plan.on_decision is not None:  # this may be done for many sequences in every step
         need, free, watermark = admission.required, admission.free, admission.watermark
         code = "waits_for_swap" if free - need >= watermark else "waits_for_blocks"
+        if admission.lacks_state:
+            code = "waits_for_state"
         plan.on_decision(code, sequence, {"need": need, "free": free, "watermark": watermark})

@@ -13,6 +13,7 @@ from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.state_slots import StateSlots
 from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.intake import Attached, Intake, Model
 from vllm_lite.engine.observe.describe import describe
@@ -261,6 +262,8 @@ def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
         watermark=header.watermark,
         max_swap_blocks_per_step=header.max_swap_blocks_per_step,
     )
+    if header.num_state_slots:
+        kv.states = StateSlots(header.num_state_slots, header.block_size, caching)
     scheduler = Scheduler(kv, Options(**header.options), policy.load(header.policy))
     scheduler.rates = Rates(0.0, header.swap_blocks_per_s)
     return scheduler
@@ -268,14 +271,17 @@ def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
 
 def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, lives: Lives, now_s: float) -> Header:
     """Describe this core, for its scheduler and for the trace."""
+    drafts = ready.num_state_slots == 0
+    if config.speculative_config and not drafts:
+        logger.warning("nothing is drafted: a draft that proves wrong cannot be taken out of a recurrent state")
     options = Options(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=ready.max_model_len,
         chunked_prefill=config.enable_chunked_prefill,
         preemption=config.preemption_mode,
-        num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
-        num_forced=NUM_FORCED if config.jump_forward else 0,
+        num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config and drafts else 0,
+        num_forced=NUM_FORCED if config.jump_forward and drafts else 0,
         generation=lives.generation,
         max_itl_s=(config.max_itl_ms or 0) / 1000,
         max_loras=config.max_loras if config.enable_lora else 0,
@@ -298,4 +304,5 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, lives: Lives, no
         tensor_parallel_size=config.tensor_parallel_size,
         launch=lives.launch,
         life=lives.life,
+        num_state_slots=ready.num_state_slots,
     )

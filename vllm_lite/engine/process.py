@@ -110,6 +110,7 @@ class EngineProcess:
                 pooler=ready.pooler,
                 adapters=core.adapter_loader.infos,
                 max_loras=core.adapters.limits.in_step,
+                wants_marks=core.kv.states is not None,
             )
         )
         log.moment("engine", "blocks, clients' socket")

@@ -52,6 +52,8 @@ class Request:
         self.pooling = message.pooling
         """What is made of the prompt instead of tokens; None: tokens."""
         self.adapter = adapter
+        self.marks = message.marks
+        """Ends of messages in the prompt, in tokens: where others are likely to go on."""
         self.is_guided = bool(message.params.grammar)
         """Whether its outputs follow a grammar, which may leave no choice of some tokens."""
         self.max_len = max_len

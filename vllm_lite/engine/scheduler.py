@@ -172,7 +172,7 @@ class Scheduler:
         if not self.quarantine.lets_schedule(self.on_decision):
             return None
         queues, swapping, max_tokens = self.queues, self.kv.swapping, self.options.max_num_batched_tokens
-        swapping.begin_step()
+        self.kv.begin_step()
         view = View(now_s, len(queues.running), len(queues.waiting), self.kv.pool.num_free, max_tokens)
         self.step_budget = budget = self._choose_budget(view)
         plan = StepPlan(budget, view, self.policy, self.branching, self.on_decision)
@@ -336,6 +336,8 @@ class Scheduler:
             if victim is sequence:
                 return None
         plan.entries += (ReplaceBlock(sequence.handle, *replaced) for replaced in growth.replaced)
+        if growth.states is not None:
+            plan.entries.append(growth.states)
         return growth
 
     def _add_drafts(self, plan: StepPlan) -> None:

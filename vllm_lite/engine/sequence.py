@@ -12,6 +12,7 @@ from vllm_lite.protocol.step import Continue
 
 if TYPE_CHECKING:
     from vllm_lite.engine.blocks.manager import Lookup
+    from vllm_lite.engine.blocks.state_slots import StatePlace
     from vllm_lite.engine.request import Request
 
 
@@ -62,6 +63,8 @@ class Sequence:
     host_ids: list[list[int]] | None = None
     """The host blocks of a parked sequence, per group and logical block: the global id of the pinned block, or the null
     block for none. Its tables are as long, with the null block for what is not on the device."""
+    state: "StatePlace | None" = None
+    """Where its state is, if the model has recurrent layers and it holds a slot."""
     hash_root: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
     num_hashed_blocks: int = 0

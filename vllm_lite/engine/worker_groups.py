@@ -147,6 +147,12 @@ class WorkerGroups:
                 f"there is room for {ready.num_blocks} KV blocks now, and the engine counts on {self._num_blocks}"
             )
 
+        num_slots = 0 if self._ready is None else self._ready.num_state_slots
+        if ready.num_state_slots < num_slots:
+            raise EngineError(
+                f"there is room for {ready.num_state_slots} state slots now, and the engine counts on {num_slots}"
+            )
+
     def look_after_standby(self) -> None:
         """See that a group is on standby, where the user wants one. To be called often while the workers are well."""
         now_s = self._clock()

@@ -388,4 +388,6 @@ def _agreed(answers: list[Ready]) -> Ready:
                     f"{name} is {mine!r} of the one and {theirs!r} of the other"
                 )
     num_blocks = min(answer.num_blocks for answer in answers)
-    return msgspec.structs.replace(first, num_blocks=num_blocks, block_bytes=max(a.block_bytes for a in answers))
+    num_slots = min(answer.num_state_slots for answer in answers)
+    block_bytes = max(answer.block_bytes for answer in answers)
+    return msgspec.structs.replace(first, num_blocks=num_blocks, block_bytes=block_bytes, num_state_slots=num_slots)

@@ -115,6 +115,10 @@ class Ops(Protocol):
         [num_tokens, 1]."""
         ...
 
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        """x *= sigmoid(gate), in float32 and rounded once; both [num_tokens, size]."""
+        ...
+
 
 class TorchOps:
     """Computes on any device, in any dtype."""
@@ -186,6 +190,9 @@ class TorchOps:
 
     def add_gated(self, residual: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:
         residual.copy_(residual.float() + gates.sigmoid() * x.float())
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        x.copy_(x.float() * gate.float().sigmoid())
 
 
 SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0

@@ -13,7 +13,7 @@ from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.buffers import HeadRows, Rows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.qk_norm import QKNorm, make_qk_norm
-from vllm_lite.layers.qkv_layout import Layout, QKVSplits, qkv_splits
+from vllm_lite.layers.qkv_layout import Layout, QKVSplits, gated_query, qkv_splits
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 
 
@@ -77,6 +77,7 @@ class AttentionBlock:
         self.order = None if whole.rope is None else whole.rope.order(self.head_size)
         hidden = Split.whole(spec.hidden_size)
         splits = qkv_splits(whole.attention, heads, spec.qkv_layout or self.names.layout, self.order)
+        self.gated = whole.output_gate
         self.make_projections(parts, layer, splits)
         self.sinks: torch.Tensor | None = None  # float32 [num_heads], by `load_sinks`
         self.sink_heads, self.device = heads.query if whole.attention.sinks else None, parts.device
@@ -86,7 +87,11 @@ class AttentionBlock:
     def make_projections(self, parts: Parts, layer: int, splits: QKVSplits) -> None:  # noqa: ARG002 (a family's)
         """Make what gives Q, K and V, and what norms them."""
         hidden, spec = Split.whole(parts.spec.hidden_size), parts.spec
-        self.qkv = parts.linear(hidden, *splits, bias=spec.qkv_bias, transposed=self.transposed)
+        outputs: tuple[Split, ...] = splits
+        if self.gated:
+            query, gate = gated_query(splits.query, self.head_size)
+            outputs = query, splits.key, splits.value, gate
+        self.qkv = parts.linear(hidden, *outputs, bias=spec.qkv_bias, transposed=self.transposed)
         self.qk_norm: QKNorm | None = make_qk_norm(parts, splits, self.head_size, self.order)
 
     def attend(
@@ -104,6 +109,8 @@ class AttentionBlock:
             self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
         self.rotate_and_keep(own, kv, batch, backend)
         backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks, scales=self.kv_scales)
+        if own.gate is not None:
+            self.ops.sigmoid_gate(own.attended, own.gate)
 
     def make_heads(self, x: torch.Tensor, own: HeadRows) -> None:
         """Compute Q, K and V as they are before they are rotated."""
@@ -121,7 +128,8 @@ class AttentionBlock:
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of this block under `prefix`, like "model.layers.0.self_attn."."""
-        yield self.qkv.group(*(f"{prefix}{name}" for name in self.names.qkv))
+        gate = self.names.qkv[:1] if self.gated else ()  # in the tensor of Q
+        yield self.qkv.group(*(f"{prefix}{name}" for name in (*self.names.qkv, *gate)))
         if self.qk_norm is not None:
             names = self.names
             yield from self.qk_norm.weight_groups(f"{prefix}{names.query_norm}", f"{prefix}{names.key_norm}")

@@ -24,6 +24,8 @@ class HeadRows:
     attended: torch.Tensor  # [n, num_heads * head_size], or num_heads * value_size
     attended_heads: torch.Tensor  # [n, num_heads, head_size or value_size], the same memory
     latent: "LatentRows | None" = None
+    gate: torch.Tensor | None = None  # [n, num_heads * head_size], in qkv: what the output is gated by
+    mixed: torch.Tensor | None = None  # float32 [n, conv_channels], of recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,9 @@ class Buffers:
         self.hidden = buffer(spec.hidden_size)
         sizes = [max(of_kind) for of_kind in zip(*(kind.attention_buffers for kind in self.kinds), strict=True)]
         self.qkv, self.attended, self.latent = (buffer(size).flatten() for size in sizes)
+        recurrent = [kind.recurrent for kind in self.kinds if kind.recurrent is not None]
+        channels = max((own.conv_channels for own in recurrent), default=0)
+        self.mixed = torch.zeros(max_num_tokens * channels, dtype=torch.float32, device=parts.device)
         self.gate_up = buffer(2 * intermediate_size if spec.gated_mlp else 0)
         self.activated = buffer(intermediate_size)
         ropes = dict.fromkeys((kind.rope, kind.rotated_size) for kind in self.kinds if kind.rope is not None)
@@ -151,13 +156,19 @@ class Buffers:
         first_size, attended_size, _ = kind.attention_buffers
         qkv = self.qkv[: n * first_size].view(n, first_size)
         attended = self.attended[: n * attended_size].view(n, attended_size)
+        if kind.recurrent is not None:
+            none = Heads(attended[:, None, :0], attended[:, None, :0], attended[:, None, :0])
+            channels = kind.recurrent.conv_channels
+            mixed = self.mixed[: n * channels].view(n, channels)
+            return HeadRows(qkv, none, attended, attended[:, None], mixed=mixed)
         rotation = None if rope is None else rotations[self._ropes.index((rope, kind.rotated_size))]
         if kind.latent is not None and rotation is not None:
             views, latent = _latent_rows(kind.latent, heads, qkv, self.latent, rotation)
             return HeadRows(qkv, views, attended, attended.view(n, heads, -1), latent)
-        by_head = qkv.view(n, heads + 2 * own.num_kv_heads, own.head_size)
+        by_head = qkv[:, : own.qkv_size].unflatten(1, (heads + 2 * own.num_kv_heads, own.head_size))
         views = Heads(by_head[:, :heads], by_head[:, heads:keys], by_head[:, keys:], rotation)
-        return HeadRows(qkv, views, attended, attended.view(n, heads, own.head_size))
+        gate = qkv[:, own.qkv_size :] if kind.output_gate else None
+        return HeadRows(qkv, views, attended, attended.view(n, heads, own.head_size), gate=gate)
 
 
 def _latent_rows(

@@ -58,3 +58,13 @@ def qkv_splits(
         rows(heads.kv, total, keys, turned),
         rows(heads.kv, total, values, natural),
     )
+
+
+def gated_query(query: Split, head_size: int) -> tuple[Split, Split]:
+    """The rows of Q, and of the gate of what the heads give, where each head's gate stands behind its Q in one tensor.
+    `query`: the rows of Q without gates between them."""
+    indices = query.order or range(query.start, query.end)
+    own = [index // head_size * 2 * head_size + index % head_size for index in indices]
+    heads = dict.fromkeys(index // head_size for index in indices)
+    gates = [(2 * head + 1) * head_size + element for head in heads for element in range(head_size)]
+    return Split.of(2 * query.total, own), Split.of(2 * query.total, gates)

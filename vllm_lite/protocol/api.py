@@ -19,6 +19,7 @@ from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
 """Room for four million tokens of four bytes."""
 MAX_CONTEXT_BYTES = 64 * 1024
+MAX_MARKS = 4096
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
 ExternalId = Annotated[str, Meta(max_length=256)]
@@ -60,6 +61,9 @@ class Generate(Message, tag="generate"):
     the others have. `have` and `output` are empty then. Without `samples` all begin with the prompt. `num_scored` is
     the number of prompt tokens whose logprobs the client has; they are not sent again.
 
+    `marks` are the ends of messages in the prompt, in tokens and ascending, where later prompts are likely to part from
+    it: a model with recurrent layers saves states there.
+
     `external_id` is the id under which users know the request: the prompts of one HTTP body share one. Any client may
     name it in Describe and AbortExternal. `context` means nothing to the engine, which returns it in Descriptions.
     `adapter` is the name of a LoRA adapter that has been loaded; empty: the model alone.
@@ -79,6 +83,7 @@ class Generate(Message, tag="generate"):
     num_scored: Annotated[int, Meta(ge=0)] = 0
     pooling: Pooling | None = None
     adapter: Annotated[str, Meta(max_length=256)] = ""
+    marks: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=MAX_MARKS)] = ()
 
 
 class ForkRequest(Message, tag="fork"):
@@ -152,6 +157,7 @@ class Welcome(Message, tag="welcome"):
     `tokenizer` is the folder of the tokenizer on the engine's host, for clients that know only an address. If the
     engine dies another one takes its place, unless it is not `is_supervised`: then its death is the end of every
     request. `max_loras`: how many different LoRA adapters a step may have; 0: none are served.
+    `wants_marks`: it has recurrent layers, so that the marks of a Generate are of use.
     """
 
     version: int
@@ -167,6 +173,7 @@ class Welcome(Message, tag="welcome"):
     pooler: PoolerInfo = PoolerInfo()
     adapters: tuple[AdapterInfo, ...] = ()
     max_loras: int = 0
+    wants_marks: bool = False
 
 
 class Refused(Message, tag="refused"):
@@ -274,6 +281,8 @@ class Stats(Counts, tag="stats"):
     `life` counts the engines at this address, `generation` the worker groups of this one. `recovering` says why a group
     is being replaced, and is empty while one serves. `lost_s` is the time without workers, of all `restarts` together;
     by these `recovered_requests` went on, `poisoned_requests` were ended because they had killed workers.
+    State slots are those of recurrent layers: sequences hold some, others have states that can be found.
+    `state_missing_tokens` had their KV in the cache, but no state that they could be gone on from.
     `expert_tokens` has for each layer how many tokens each of its experts got, up to half a second ago; None unless
     that is counted. `is_paused` as by PauseGeneration; `sleep_level` as by Sleep, None if awake; `model` is the folder
     whose weights are served, or will be after the sleep.
@@ -320,6 +329,12 @@ class Stats(Counts, tag="stats"):
     recovered_requests: int = 0
     poisoned_requests: int = 0
     lost_s: float = 0.0
+    num_state_slots: int = 0
+    num_used_state_slots: int = 0
+    num_cached_states: int = 0
+    saved_states: int = 0
+    evicted_states: int = 0
+    state_missing_tokens: int = 0
     expert_tokens: list[list[int]] | None = None
     is_paused: bool = False
     sleep_level: int | None = None

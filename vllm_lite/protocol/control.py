@@ -46,7 +46,8 @@ class KVGroupInfo(Message):
 
 
 class Ready(Message, tag=31):
-    """The shard is loaded; `num_blocks` KV blocks of `block_bytes` would fit (null block included)."""
+    """The shard is loaded; `num_blocks` KV blocks of `block_bytes` would fit (null block included). A model with
+    recurrent layers has `num_state_slots` of `state_bytes` beside them, slot 0 included, which is never used."""
 
     rank: int
     generation: int
@@ -57,6 +58,8 @@ class Ready(Message, tag=31):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     pooler: PoolerInfo = PoolerInfo()
+    num_state_slots: int = 0
+    state_bytes: int = 0
 
 
 class Start(Message, tag=32):

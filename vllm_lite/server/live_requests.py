@@ -42,6 +42,7 @@ _WHY = {
     "waits_for_adapter": "its adapter is being loaded, or others take all places for adapters (--max-loras)",
     "waits_for_budget": "the steps have no tokens left for it (--max-num-batched-tokens)",
     "waits_for_swap": "its blocks are on the host, and a step moves only so many (--max-swap-blocks-per-step)",
+    "waits_for_state": "its recurrent state is being computed by another, or no slot is free (--state-cache-space)",
     "waits_for_step": "the next step takes it in",
     "waits_for_result": "it had to give way while its latest token was computed, which is on its way",
     "waits_for_resume": "the server is paused or asleep, or is about to be (/resume, /wake_up)",

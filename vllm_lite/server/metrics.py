@@ -101,6 +101,9 @@ _GAUGES = (  # name, field of Stats, text
     ("vllm_lite:kv_blocks_cached", "num_cached_blocks", "KV blocks that a later prompt can find, held or not."),
     ("vllm_lite:host_blocks", "num_host_blocks", "KV blocks in host memory."),
     ("vllm_lite:host_blocks_used", "num_used_host_blocks", "KV blocks in host memory of preempted sequences."),
+    ("vllm_lite:state_slots", "num_state_slots", "Slots for the states of recurrent layers."),
+    ("vllm_lite:state_slots_used", "num_used_state_slots", "State slots that live sequences hold."),
+    ("vllm_lite:states_cached", "num_cached_states", "States that a later prompt can go on from."),
     ("vllm_lite:engine_life", "life", "Which engine at this address it is: 1 is the first."),
     ("vllm_lite:worker_generation", "generation", "Which group of workers of this engine computes."),
 )
@@ -119,6 +122,13 @@ _COUNTERS = (
     ("vllm_lite:steps", "steps", "Steps scheduled."),
     ("vllm_lite:demoted_blocks", "demoted_blocks", "Cached KV blocks moved to the host as they left the device."),
     ("vllm_lite:promoted_blocks", "promoted_blocks", "Cached KV blocks brought back from the host."),
+    ("vllm_lite:saved_states", "saved_states", "States of recurrent layers that were saved for later prompts."),
+    ("vllm_lite:evicted_states", "evicted_states", "Saved states that had to make room."),
+    (
+        "vllm_lite:state_missing_tokens",
+        "state_missing_tokens",
+        "Prompt tokens whose KV was cached, computed again because no state was kept behind them.",
+    ),
     ("vllm_lite:copied_blocks", "copied_blocks", "Shared KV blocks copied before they were written."),
     ("vllm_lite:rejected_requests", "rejected_requests", "Requests that the engine refused; counted nowhere else."),
     ("vllm_lite:corrupted_requests", "corrupted_requests", "Requests ended because logits were not finite."),

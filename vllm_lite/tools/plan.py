@@ -19,7 +19,14 @@ from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES
 from vllm_lite.checkpoint.shard import Shard, Split
-from vllm_lite.checkpoint.sizing import MIN_BLOCKS, bucket_sizes, configured_num_blocks, num_host_blocks, reserved_bytes
+from vllm_lite.checkpoint.sizing import (
+    MIN_BLOCKS,
+    bucket_sizes,
+    configured_num_blocks,
+    num_host_blocks,
+    num_state_slots,
+    reserved_bytes,
+)
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, active_bytes, weights_bytes
 from vllm_lite.config import (
     DEMO_MODEL,
@@ -108,6 +115,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What each further token of a sequence takes that is longer than its sliding windows."""
     num_blocks: int
     num_host_blocks: int
+    num_state_slots: int
+    """Those of recurrent layers; 0 = there are none."""
+    state_bytes: int
     kv_cache_bytes: int
     kv_tokens: int
     max_model_len: int
@@ -208,7 +218,11 @@ class _Sizes:
         self.outside = OUTSIDE_BYTES[device] + (num_ranks - 1) * FURTHER_WORKER_BYTES
         self.usable = int(memory_bytes * (config.gpu_memory_utilization if device == "cuda" else 1))
         self.num_host_blocks = num_host_blocks(self.config.swap_space, self.rank_block_bytes)
+        rank_state_bytes = spec.state_bytes(tp)
+        self.num_state_slots = num_state_slots(self.config, rank_state_bytes)
+        self.state_bytes = rank_state_bytes * num_ranks
         self.fixed = self.weights + self.activations + self.graphs + self.outside
+        self.fixed += self.num_state_slots * self.state_bytes
         if device == "cpu":  # there swap space is the same memory
             self.fixed += self.num_host_blocks * self.block_bytes
 
@@ -225,6 +239,8 @@ class _Sizes:
         row: int = 2 * spec.hidden_size + sum(
             map(max, zip(*(own.attention_buffers for own in largest.layers), strict=True))
         )
+        channels = max((own.recurrent.conv_channels for own in largest.layers if own.recurrent is not None), default=0)
+        row += channels * 4 // dtype_bytes
         row += 2 * turned + 3 * (spec.intermediate_size // tp) + self._expert_row(dtype_bytes)
         tables = 2 * self.length * turned
         splits = min(MAX_SPLITS, -(-self.length // SPLIT_TOKENS))
@@ -318,6 +334,8 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         kv_bytes_per_token_beyond_windows=per_token * sum(group.window is None for group in sizes.groups),
         num_blocks=num_blocks,
         num_host_blocks=sizes.num_host_blocks,
+        num_state_slots=sizes.num_state_slots,
+        state_bytes=sizes.state_bytes,
         kv_cache_bytes=num_blocks * sizes.block_bytes,
         kv_tokens=max(0, num_blocks - 1) // len(sizes.groups) * config.block_size,
         max_model_len=served,

@@ -34,6 +34,8 @@ class Code(IntEnum):
     CONVICTED = 11
     WAITS_FOR_TRIAL = 12
     WAITS_FOR_ADAPTER = 13
+    WAITS_FOR_STATE = 14
+    STATE_MISSING = 15
 
 
 FIELDS: dict[Code, tuple[str, ...]] = {
@@ -50,6 +52,8 @@ FIELDS: dict[Code, tuple[str, ...]] = {
     Code.CONVICTED: ("deaths",),
     Code.WAITS_FOR_TRIAL: (),
     Code.WAITS_FOR_ADAPTER: (),
+    Code.WAITS_FOR_STATE: ("need", "free", "watermark"),
+    Code.STATE_MISSING: ("kv", "state"),
 }
 WAITS = {code for code in Code if code.name.startswith("WAITS_FOR_")}
 WAYS = ("recompute", "swap")
@@ -88,6 +92,7 @@ class Header(_Record, frozen=True, tag=0):
     tensor_parallel_size: int
     launch: str
     life: int
+    num_state_slots: int = 0
 
 
 class Params(_Record, frozen=True):
@@ -125,6 +130,8 @@ class Arrival(_Record, frozen=True, tag=1):
     params: Params
     hashes: bytes
     samples: list[tuple[int, int]] = []
+    marks: list[int] = []
+    """Where its messages end, of a model with recurrent layers."""
 
 
 class Forked(_Record, frozen=True, tag=2):

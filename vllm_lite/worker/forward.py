@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import HostLens, StepBatch, to_device
+from vllm_lite.kernels.delta_rule import Segments
 from vllm_lite.models.registry import Model
 from vllm_lite.worker.batch.step_inputs import StepInputs
 
@@ -58,6 +59,7 @@ class EagerForward:
             slot_mapping=tuple(self._to_device(slots) for slots in inputs.slot_mapping),
             token_types=None if (types := inputs.token_types) is None else self._to_device(types),
             wanted=None if (wanted := inputs.wanted) is None else self._to_device(wanted),
+            states=None if inputs.states is None else Segments(*map(self._to_device, inputs.states)),
             host=HostLens(inputs.num_scheduled, inputs.seq_lens),
         )
         self.backend.prepare(batch)

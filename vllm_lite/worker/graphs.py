@@ -13,7 +13,8 @@ address and every grid in it is that of the capture, so all that changes from st
 graph shares with the next step:
 
 - token ids, positions, slots and sequence lengths, which one copy brings to the device,
-- block tables, in their full width, of which a copy fills what the step uses.
+- block tables, in their full width, of which a copy fills what the step uses,
+- on a CPU the slots of recurrent states. (Elsewhere models with such layers have no graphs.)
 
 Rows of a bucket behind the step's last sequence are padding: sequence length 0, slot PAD_SLOT, token 0 at position 0.
 They write nothing, their attention is zero and nobody reads their logits.
@@ -39,6 +40,7 @@ from numpy.typing import NDArray
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch, staged, to_device
 from vllm_lite.config import GIB
 from vllm_lite.kernels.cpu.program import NotRecordable, Program
+from vllm_lite.kernels.delta_rule import Segments
 from vllm_lite.runtime import log
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.forward import EagerForward
@@ -127,6 +129,8 @@ class DecodeInputs:
         self._memory = torch.zeros(max_rows * self._row_bytes, dtype=torch.uint8, device=device)
         self._tables = [torch.zeros(max_rows, table_width, dtype=torch.int32, device=device) for _ in range(num_groups)]
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._states = torch.zeros(2, max_rows, dtype=torch.int32, device=device)  # sources and targets
+        self._host_states = self._states.numpy() if device.type == "cpu" else None
         self._host_tables = [table.numpy() for table in self._tables] if device.type == "cpu" else None
         self._staged: tuple[int, NDArray[np.int64], NDArray[np.int32]] | None = None
 
@@ -152,6 +156,7 @@ class DecodeInputs:
             seq_lens=seq_lens,
             block_tables=tuple(table[:size] for table in self._tables),
             slot_mapping=tuple(rows[2:]),
+            states=Segments(self._starts[: size + 1], self._starts[: size + 1], *self._states[:, :size]),
         )
 
     def load(self, inputs: StepInputs | None, size: int) -> None:
@@ -160,6 +165,8 @@ class DecodeInputs:
             self._fill(inputs, *self._host_rows(size))
             for host_table, used in zip(self._host_tables, inputs.block_tables if inputs else (), strict=False):
                 host_table[: used.shape[0], : used.shape[1]] = used
+            if inputs is not None and inputs.states is not None and self._host_states is not None:
+                self._host_states[0, :size], self._host_states[1, :size] = inputs.states[2:]
             return
         staging = torch.empty(size * self._row_bytes, dtype=torch.uint8, pin_memory=True)
         rows, seq_lens = _split(staging, self.num_groups, size)

@@ -19,6 +19,7 @@ from vllm_lite.protocol.step import Handle, ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.worker.adapter_cache import AdapterCache
 from vllm_lite.worker.batch.input_batch import InputBatch
+from vllm_lite.worker.batch.row_states import RowStates
 from vllm_lite.worker.batch.step_inputs import StepInputs, padding_step
 from vllm_lite.worker.expert_load import ExpertLoad
 from vllm_lite.worker.forward import EagerForward, Forward
@@ -82,6 +83,8 @@ class ModelRunner:
         )
         if model.spec.pooling is not None:
             self.batch.pooled.kind = model.spec.pooling.kind
+        if model.spec.state_elements:
+            self.batch.states = RowStates(limits.max_num_seqs, len(cache_engine.states))
         self.sampler = sampler_of(model, device)
         self.expert_load: ExpertLoad | None = None
         self.drafter = drafter
@@ -112,6 +115,9 @@ class ModelRunner:
             self.batch.commit(inputs, NO_TOKENS)
             return _answer_pooled(ModelOutput(step.generation, step.step, b"", counts=[]), inputs, pooled, failed)
         unsettled = self.batch.unsettled(inputs)
+        if unsettled and self.batch.states is not None:  # a state cannot take up the last token a second time
+            self._settle(unsettled, inputs, patient=True)
+            unsettled = {}
         samples = None if unsettled else self.batch.sample_inputs(inputs)
         logits, prompts, (pooled, unfit) = self._logits(inputs)
         waiting = self._settle(unsettled, inputs) if unsettled else set()
@@ -125,9 +131,12 @@ class ModelRunner:
         output = _answer(step, inputs, sampled, kept, prompts)
         return output if inputs.pooling is None else _answer_pooled(output, inputs, pooled, unfit)
 
-    def _settle(self, unsettled: dict[Handle, SequenceMask], inputs: StepInputs) -> set[Handle]:
-        """Return the sequences that get no token in this step: their grammars are still being compiled."""
-        patient = len(unsettled) == len(inputs.handles)
+    def _settle(
+        self, unsettled: dict[Handle, SequenceMask], inputs: StepInputs, *, patient: bool = False
+    ) -> set[Handle]:
+        """Return the sequences that get no token in this step: their grammars are still being compiled. A `patient`
+        step waits for them, as does one in which nobody else gets a token."""
+        patient = patient or len(unsettled) == len(inputs.handles)
         settled = readiness.settle(unsettled.values(), self.model.communicator, patient=patient)
         for handle, is_settled in zip(unsettled, settled, strict=True):
             if is_settled:

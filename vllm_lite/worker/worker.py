@@ -9,10 +9,17 @@ from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.int8_rows import scale_bytes
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.delta_net import STATE_BYTES
 from vllm_lite.checkpoint.kv_scales import KVScales, has_kv_scales, read_kv_scales
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.checkpoint.sizing import bucket_sizes, configured_num_blocks, pool_flag, reserved_bytes
+from vllm_lite.checkpoint.sizing import (
+    bucket_sizes,
+    configured_num_blocks,
+    num_state_slots,
+    pool_flag,
+    reserved_bytes,
+)
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ModelError, ProtocolError
 from vllm_lite.kernels.cpu.file_packer import FilePacker
@@ -66,6 +73,8 @@ class Worker:
         self.block_bytes = self.own_spec.kv_block_bytes(
             config.block_size, self.kv_dtype.itemsize, scale_bytes=scale_bytes(self.kv_dtype)
         )
+        self.state_bytes = self.own_spec.state_elements * STATE_BYTES
+        self.num_state_slots = num_state_slots(config, self.state_bytes)
         self.graph_sizes: tuple[int, ...] = ()
 
     def max_logits_bytes(self) -> int:
@@ -107,9 +116,12 @@ class Worker:
         _log_ropes(spec, self.limits.max_model_len)
         if num_blocks is None:
             possible = self.determine_num_available_blocks(initial_used_bytes, weights_bytes)
+            possible -= -(-self.num_state_slots * self.state_bytes // self.block_bytes)
             num_blocks = min(possible, self.config.enough_blocks(len(self.spec.kv_groups)))
         if self.block_bytes:
             logger.info("room for %d KV blocks of %.1f KiB", num_blocks, self.block_bytes / 1024)
+        if self.num_state_slots:
+            logger.info("%d slots for recurrent states of %.1f KiB", self.num_state_slots, self.state_bytes / 1024)
         warn_if_short(num_blocks, self.block_bytes, self.spec.kv_groups, self.config)
         return Ready(
             rank=self.rank,
@@ -121,6 +133,8 @@ class Worker:
             vocab_size=self.spec.vocab_size,
             eos_token_ids=self.spec.eos_token_ids,
             pooler=_pooler_info(self.spec),
+            num_state_slots=self.num_state_slots,
+            state_bytes=self.state_bytes,
         )
 
     def _load_model(self, ahead: FilePacker | None) -> int:
@@ -235,7 +249,10 @@ class Worker:
         """Raises ConfigError, with the flags, if the memory is not there."""
         sizes, device = (start.num_blocks, start.num_host_blocks), self.device.torch
         try:
-            return CacheEngine(self.own_spec, self.config.block_size, *sizes, self.kv_dtype, device)
+            engine = CacheEngine(self.own_spec, self.config.block_size, *sizes, self.kv_dtype, device)
+            if self.num_state_slots:
+                engine.make_states(self.num_state_slots)
+            return engine
         except (OSError, MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError, on every device
             pool, swap = (self.block_bytes * count / GIB for count in sizes)
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -298,6 +315,9 @@ class Worker:
             if not part.graph_safe:
                 logger.warning("decode steps run without graphs: %s is not graph-safe", type(part).__name__)
                 return ()
+        if self.num_state_slots and not capture.on_demand:
+            logger.warning("decode steps run without graphs: recurrent layers are plain torch on this device")
+            return ()
         if self.spec.experts is not None and config.quantization is not None and not capture.on_demand:
             logger.warning("decode steps run without graphs: a loop over experts of %s waits", config.quantization)
             return ()

@@ -102,6 +102,19 @@ void scale_rows_at(const ScaleRows& op, int64_t first, int64_t last) {
 }
 
 template <class T>
+void sigmoid_gate_rows(const SigmoidGate& op, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    T* x = static_cast<T*>(op.x) + i * op.x_stride;
+    const T* gate = static_cast<const T*>(op.gate) + i * op.gate_stride;
+    each_vector(op.size, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+      const Vec negative = 0.0f - load_at(gate, k, count);
+      const Vec scale = 1.0f + exp(negative > 87.0f ? splat(87.0f) : negative);
+      store_at(x, k, load_at(x, k, count) / scale, count);
+    });
+  }
+}
+
+template <class T>
 void clamp_rows(const Clamp& op, int64_t first, int64_t last) {
   const Vec high = rounded(splat(op.limit), T()), low = -high;
   for (int64_t i = first; i < last; ++i) {
@@ -119,6 +132,7 @@ VLLM_LITE_BY_DTYPE(activate, activate_by_kind, Activate)
 VLLM_LITE_BY_DTYPE(gated_activation, activate_by_kind, GatedActivation)
 VLLM_LITE_BY_DTYPE(add_rows, add_rows_at, AddRows)
 VLLM_LITE_BY_DTYPE(scale_rows, scale_rows_at, ScaleRows)
+VLLM_LITE_BY_DTYPE(sigmoid_gate, sigmoid_gate_rows, SigmoidGate)
 VLLM_LITE_BY_DTYPE(clamp, clamp_rows, Clamp)
 
 void scale_and_cap(const ScaleAndCap& op, int64_t first, int64_t last) {

@@ -178,14 +178,16 @@ def rope_of(raw: RawConfig, head_size: int, **options: Any) -> Rope:
     return next(iter(ropes.values()))
 
 
-def layer_types_of(raw: RawConfig, default: Callable[[int], str] = lambda _: FULL) -> list[str]:
-    """The type of each layer, as config.json says it, or by `default`."""
+def layer_types_of(
+    raw: RawConfig, default: Callable[[int], str] = lambda _: FULL, known: tuple[str, ...] = (FULL, SLIDING)
+) -> list[str]:
+    """The type of each layer, of those `known`, as config.json says it, or by `default`."""
     types = raw.layer_types
     if types is None:
         return [default(layer) for layer in range(raw.num_hidden_layers)]
-    others = sorted(set(types) - {FULL, SLIDING})
+    others = sorted(set(types) - set(known))
     if others:
-        raise ModelError(f"layer_types {', '.join(others)} not supported; supported: {FULL}, {SLIDING}")
+        raise ModelError(f"layer_types {', '.join(others)} not supported; supported: {', '.join(known)}")
     if len(types) != raw.num_hidden_layers:
         raise ModelError(f"layer_types has {len(types)} entries for {raw.num_hidden_layers} layers")
     return types

@@ -17,10 +17,12 @@ from typing import NamedTuple
 from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, common_hit, longest_sequence
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
+from vllm_lite.engine.blocks.state_slots import NO_SLOT, StateSlots
 from vllm_lite.engine.blocks.swapping import Place, Swapping, num_held
 from vllm_lite.engine.blocks.table import BlockTable
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.api import PrefixCacheReset
+from vllm_lite.protocol.step import States
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 _RETIRED = "computed before the cache was reset"
@@ -40,6 +42,9 @@ class Admission(NamedTuple):
     free: int
     watermark: int
     total: int
+    lacks_state: bool = False
+    """Whether it is LATER because no slot is free for the state of recurrent layers, or because a running sequence is
+    about to leave the state to begin with."""
 
 
 class PrefixHit(NamedTuple):
@@ -47,6 +52,12 @@ class PrefixHit(NamedTuple):
 
     tables: list[list[int]]
     num_tokens: int
+    state: int = NO_SLOT
+    """The slot with the state behind them, of a model with recurrent layers."""
+    reach: int = 0
+    """How many tokens have their KV cached: more than `num_tokens` where no state is kept behind them."""
+    is_coming: bool = False
+    """Whether the state behind more of them is being computed."""
 
 
 class Lookup(NamedTuple):
@@ -61,10 +72,12 @@ class Lookup(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """The blocks that a sequence got: new ids per group ([] if none), and replaced shared ones (group, index, id)."""
+    """The blocks that a sequence got: new ids per group ([] if none), and replaced shared ones (group, index, id).
+    `states`: its state goes on in another slot."""
 
     new_ids: list[list[int]]
     replaced: list[tuple[int, int, int]]
+    states: States | None = None
 
 
 def admission(total: int, free: int, required: int, watermark: int) -> Admission:
@@ -98,12 +111,20 @@ class KVCacheManager:
         self.groups = tuple(groups)
         self.hasher = hasher
         self.host = host
+        self.states: StateSlots | None = None
+        """Those of a model with recurrent layers; set before there are sequences."""
         self.block_size = hasher.block_size
         self.watermark_blocks = int(watermark * pool.num_blocks)
         self.on_store: Callable[[Sequence, KVGroup, int], None] | None = None
         """Called with every logical block of a sequence that can be found on the device from now on."""
         self.swapping = Swapping(pool, host, self.groups, max_swap_blocks_per_step, self._cache)
         self.counters = self.swapping.counters
+
+    def begin_step(self) -> None:
+        """Start the next step: what the one before moves and leaves is there for it."""
+        self.swapping.begin_step()
+        if self.states is not None:
+            self.states.begin_step()
 
     def max_tokens(self, limit: int, chunk: int) -> int:
         """The longest sequence, at most `limit`, that can always come in again, however often it is preempted."""
@@ -141,14 +162,31 @@ class KVCacheManager:
                 found[place] = self._find(hashes[index] + group.key)
             return found[place]
 
-        length = common_hit(self.groups, len(hashes), sequence.num_tokens, find)
+        length = reach = common_hit(self.groups, len(hashes), sequence.num_tokens, find)
+        state, is_coming = NO_SLOT, False
+        if self.states is not None:
+            length = self._with_state(sequence, length, find)
+            state = self.states.find(hashes, length)
+            is_coming = self.states.is_coming(sequence, length, (sequence.num_tokens - 1) // self.block_size)
         position = min(length * self.block_size, sequence.num_tokens - 1)
         tables = []
         for group in self.groups:
             first = min(group.first_needed(position), length)
             needed = [find(group, index) for index in range(first, length)]
             tables.append([NULL_BLOCK] * first + [block_id for block_id in needed if block_id is not None])
-        return PrefixHit(tables, length * self.block_size)
+        return PrefixHit(tables, length * self.block_size, state, reach * self.block_size, is_coming)
+
+    def _with_state(self, sequence: Sequence, length: int, find: Callable[[KVGroup, int], int | None]) -> int:
+        """The longest prefix, in blocks and at most `length`, behind which there is a state, too, and a token left to
+        compute: unlike attention a state cannot do so without taking it up."""
+        if self.states is None:
+            return length
+        length = min(length, (sequence.num_tokens - 1) // self.block_size)
+        while True:
+            found = self.states.longest(sequence.block_hashes, length)
+            length = common_hit(self.groups, found, sequence.num_tokens, find)
+            if length == found:
+                return found
 
     def admission(self, sequence: Sequence, hit: PrefixHit, chunk: int) -> Admission:
         """Whether the sequence may be admitted with all its tokens. Cached blocks that are referenced cost nothing."""
@@ -156,7 +194,10 @@ class KVCacheManager:
         for group, table in zip(self.groups, hit.tables, strict=True):
             in_use = sum(0 < block_id < self.pool.num_blocks and not self.pool.is_free(block_id) for block_id in table)
             required += max(0, group.num_blocks(sequence.num_tokens, chunk) - in_use)
-        return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
+        result = admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
+        if self.states is not None and result.verdict is Verdict.OK and (hit.is_coming or not self.states.has_room):
+            return result._replace(verdict=Verdict.LATER, lacks_state=True)
+        return result
 
     def remember(self, sequence: Sequence, hit: PrefixHit, admission: Admission) -> None:
         """Keep the lookup of a sequence that goes on waiting."""
@@ -177,7 +218,7 @@ class KVCacheManager:
         known = sequence.lookup
         if known is None or any(self._find(key) is not None for key in known.next_keys):
             return None
-        _, required, free, watermark, _ = known.admission
+        _, required, free, watermark, *_ = known.admission
         gained = self._supply() - known.supply
         if free + gained - required < watermark:
             return known
@@ -207,6 +248,8 @@ class KVCacheManager:
         sequence.num_computed = position
         sequence.num_cached = hit.num_tokens
         sequence.num_hashed_blocks = hit.num_tokens // self.block_size
+        if self.states is not None:
+            self.states.begin(sequence, hit.state, position, hit.reach)
         host_ids = [[block_id if block_id >= first_host_id else NULL_BLOCK for block_id in ids] for ids in hit.tables]
         if num_on_host:
             self.swapping.park(sequence, host_ids)
@@ -243,7 +286,14 @@ class KVCacheManager:
         self._set_slots(sequence)
         if write_from >= num_tokens:  # nothing is written yet, so a shared block is still to be copied
             sequence.num_slots = num_tokens
-        return Growth(new_ids if any(new_ids) else [], replaced)
+        states = None
+        if self.states is not None and sequence.num_computed % self.block_size == 0:
+            states = self.states.roll(sequence)
+        return Growth(new_ids if any(new_ids) else [], replaced, states)
+
+    def arrival_entries(self, sequence: Sequence) -> list[States]:
+        """What the workers have to know of a sequence that comes in, beside its blocks."""
+        return [] if self.states is None else [self.states.entry(sequence)]
 
     def _extend(self, sequence: Sequence, num_tokens: int, places: abc.Sequence[Place]) -> None:
         """Allocate the blocks that the sequence lacks, and load `places`. It is one allocation, so that of all blocks
@@ -279,11 +329,16 @@ class KVCacheManager:
                 if self.pool.blocks[table.ids[index]].block_hash is None:  # a fork's other holder may have been first
                     self._cache(sequence, group, index, table.ids[index])
         sequence.num_hashed_blocks = last
+        if self.states is not None:
+            self.states.publish(sequence, last * self.block_size)
 
     # ---- sharing and leaving
 
     def can_fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Whether the parent still holds all that computing the child's last token reads."""
+        """Whether the parent still holds all that computing the child's last token reads. A state has no past: the
+        child finds the one that was saved last."""
+        if self.states is not None:
+            return False
         position = child.num_tokens - 1
         return parent.num_computed >= position and all(
             table.num_trimmed <= group.first_needed(position)
@@ -313,16 +368,21 @@ class KVCacheManager:
             keys = [block_hash + group.key for group in self.groups for block_hash in hashes]
             for pool in (self.pool, self.host.pool) if self.host is not None else (self.pool,):
                 pool.forget_contents(keys)
+            if self.states is not None:
+                self.states.forget(hashes)
         for table in sequence.tables:
             table.free()
         self.swapping.leave(sequence)
+        if self.states is not None:
+            self.states.release(sequence)
         sequence.num_computed = sequence.num_cached = sequence.num_hashed_blocks = 0
         sequence.num_slots = 0 if self.groups else sequence.max_len
 
     # ---- swapping
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Begin to move the sequence's KV to the host. Blocks that the step may not move any more stay on the device
+        """Begin to move the sequence's KV to the host; a state stays in its slot. Blocks that the step may not move any
+        more stay on the device
         until they are reclaimed. False: nothing is changed, because the host has no room or the step has moved enough
         already, or too much for a fork that has not parted yet."""
         num_computed, end = sequence.num_computed, -(-sequence.num_computed // self.block_size)
@@ -343,7 +403,8 @@ class KVCacheManager:
     def reclaim(self, keep: Sequence | None = None) -> bool:
         """Take device blocks of a parked sequence other than `keep`. They go to the host; if that is not possible now,
         the sequence gives up all its KV and is computed again. False: there is no such sequence."""
-        sequence = next((each for each in self.swapping.parked if each is not keep and num_held(each)), None)
+        parked = (each for each in self.swapping.parked if each is not keep)
+        sequence = next((each for each in parked if num_held(each) or each.state is not None), None)
         if sequence is None:
             return False
         if not self.swapping.push_out(sequence):
@@ -389,7 +450,9 @@ class KVCacheManager:
             self.release(sequence)
 
     def _forget_cached(self) -> tuple[int, int]:
-        """Empty the index of both tiers. Returns how many blocks could be found on each."""
+        """Empty the index of both tiers, and that of states. Returns how many blocks could be found on each."""
+        if self.states is not None:
+            self.states.reset_cache()
         return self.pool.reset_cache(), self.host.pool.reset_cache() if self.host is not None else 0
 
     def _retire(self, sequence: Sequence) -> None:
@@ -428,3 +491,5 @@ class KVCacheManager:
                 if next_slot < sequence.num_slots and table.is_shared(next_slot // self.block_size):
                     raise RuntimeError(f"{sequence} would write to a block that others read")
         self.swapping.check_integrity(sequences)
+        if self.states is not None:
+            self.states.check_integrity(sequences)

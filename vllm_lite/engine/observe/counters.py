@@ -196,4 +196,8 @@ class Meter:
         counters.num_cached_blocks, counters.peak_used_blocks = pool.num_cached, pool.peak_used
         if host is not None:
             counters.num_host_blocks, counters.num_used_host_blocks = host.pool.num_usable, host.pool.num_used
+        if (states := self._kv.states) is not None:
+            counters.num_state_slots, counters.num_used_state_slots = states.pool.num_usable, states.num_held
+            counters.num_cached_states = states.pool.num_cached
+            counters.saved_states, counters.evicted_states = states.num_saved, states.num_evicted
         return counters

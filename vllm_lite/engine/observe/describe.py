@@ -4,6 +4,7 @@ That changes nothing: no block is touched and no token hashed, so a trace need n
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from vllm_lite.engine.blocks.manager import Admission, PrefixHit, Verdict
 from vllm_lite.engine.blocks.pool import NULL_BLOCK
@@ -81,8 +82,9 @@ def _admission(scheduler: Scheduler, sequence: Sequence, places: dict[int, int])
         hit = kv.find_cached(sequence) if is_hashed else PrefixHit([[] for _ in kv.groups], 0)
         found = kv.admission(sequence, hit, chunk)
     reason = _reason(scheduler, sequence, found, places[id(sequence)])
-    verdict, *numbers = found
-    return api.AdmissionState(verdict.name, reason, *numbers)  # type: ignore[arg-type]  # names of Verdict
+    required, free, watermark, total = found[1:5]
+    name: Any = found.verdict.name
+    return api.AdmissionState(name, reason, required, free, watermark, total)
 
 
 def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: int) -> str:
@@ -103,7 +105,7 @@ def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: i
     if not scheduler.queues.adapters.of_step(scheduler.running).has_room_for(sequence):
         return "waits_for_adapter"
     if found.verdict is not Verdict.OK:
-        return "waits_for_blocks"
+        return "waits_for_state" if found.lacks_state else "waits_for_blocks"
     if sequence.host_ids is not None and num_held(sequence):
         return "waits_for_swap"
     count = 1 if options.chunked_prefill else sequence.num_tokens

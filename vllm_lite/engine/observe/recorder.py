@@ -259,6 +259,7 @@ class TraceRecorder(Recorder):
             params=_params(request),
             hashes=self._hasher.take(),
             samples=request.open_samples() if request.num_samples > 1 and not request.unforked else [],
+            marks=list(request.marks),
         )
 
     # ---- the file

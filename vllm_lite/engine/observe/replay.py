@@ -238,6 +238,7 @@ class Replay:
             tokens[record.num_prompt :].tobytes(),
             samples=tuple(SampleSoFar(index, bytes(4 * num_output)) for index, num_output in record.samples),
             pooling=Pooling("embed", reads_all=params.scored) if params.is_pooled else None,
+            marks=tuple(record.marks),
         )
         adapter = self.scheduler.queues.adapters.numbered(params.adapter) if params.adapter else None
         request = Request(message, b"", record.max_len, frozenset(record.stop_ids), adapter)

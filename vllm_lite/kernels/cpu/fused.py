@@ -33,6 +33,7 @@ _CLAMP = (int32, int64, int64, pointer, int64, float32)
 _SCALE_ROWS = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, pointer)
 _SCALE_AND_CAP = (int64, int64, pointer, int64, float32, float32)
 _ADD_GATED = (int32, int64, int64, pointer, int64, pointer, int64, pointer, int64)
+_SIGMOID_GATE = (int32, int64, int64, pointer, int64, pointer, int64)
 _ROTATE = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, int64, pointer, pointer, int64)
 _SELECT = (int32, int64, int64, pointer, int64, pointer, pointer, pointer, int64)
 
@@ -58,6 +59,7 @@ class CpuOps(TorchOps):
         self._scale_and_cap = function("vllm_lite_scale_and_cap", _SCALE_AND_CAP)
         self._rotate = function("vllm_lite_rotate", _ROTATE)
         self._add_gated = function("vllm_lite_add_gated", _ADD_GATED)
+        self._sigmoid_gate = function("vllm_lite_sigmoid_gate", _SIGMOID_GATE)
         self._router: tuple[Routing, NativeRouter] | None = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -204,6 +206,13 @@ class CpuOps(TorchOps):
             code, *shape, residual.data_ptr(), residual.stride(0), x.data_ptr(), x.stride(0),
             gates.data_ptr(), gates.stride(0),
         )  # fmt: skip
+        return None
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        code = _code(x, gate)
+        if code is None or x.dim() != 2 or gate.shape != x.shape:
+            return super().sigmoid_gate(x, gate)
+        self._sigmoid_gate(code, *x.shape, x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0))
         return None
 
 

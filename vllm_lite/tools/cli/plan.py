@@ -70,6 +70,9 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
         ("such requests at once", f"{plan.concurrent_requests:,}", f"in steps of up to {plan.max_num_seqs}"),
         ("longest that could fit", f"{plan.largest_max_model_len:,}", "tokens, with all of the memory"),
     ]
+    if plan.num_state_slots:
+        states = f"{plan.num_state_slots:,} slots of {_size(plan.state_bytes)}"
+        rows.append(("recurrent states", _size(plan.num_state_slots * plan.state_bytes), states))
     if plan.num_host_blocks:
         rows.append(("swap space", _size(plan.num_host_blocks * plan.block_bytes), f"{plan.num_host_blocks:,} blocks"))
     return rows + [_rank_row(rank) for rank in plan.ranks]

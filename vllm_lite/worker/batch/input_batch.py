@@ -30,7 +30,9 @@ from vllm_lite.protocol.step import (
     ReplaceBlock,
     Resume,
     SetToken,
+    States,
 )
+from vllm_lite.worker.batch.row_states import RowStates
 from vllm_lite.worker.batch.sequence import NO_ROW, SequenceState
 from vllm_lite.worker.batch.steady import SteadyDecode
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
@@ -77,6 +79,8 @@ class InputBatch:
         self.num_cached = np.zeros(max_num_seqs, np.int64)
         self.params = np.zeros(max_num_seqs, ROW_PARAMS)
         self.adapters = np.zeros(max_num_seqs, np.int64)  # their numbers
+        self.states: RowStates | None = None
+        """Where recurrent states are; set before there are sequences, for models that have any."""
         self._sequences: dict[Handle, SequenceState] = {}  # resident and preempted
         self._resident: list[SequenceState] = []  # by row
         self.rules = RuleBook(max_num_seqs, vocab_size, max_model_len + 1)
@@ -137,6 +141,8 @@ class InputBatch:
                     self._replace_block(entry)
                 case SetToken():
                     self._set_token(entry)
+                case States():
+                    self._set_states(entry)
             self._steady.invalidate()
 
     def _add(self, entry: NewRequest) -> None:
@@ -211,6 +217,12 @@ class InputBatch:
             raise ProtocolError(f"SetToken {entry.token_id} of handle {entry.handle}, the vocabulary {self.vocab_size}")
         self.tokens_of(entry.handle, "SetToken")[-1] = entry.token_id
 
+    def _set_states(self, entry: States) -> None:
+        row = self._row(entry.handle, "States")
+        if self.states is None:
+            raise ProtocolError(f"States of handle {entry.handle}, but the model has no recurrent layers")
+        self.states.set(row, entry)
+
     def _preempt(self, handle: Handle) -> None:
         row = self._row(handle, "Preempt")
         self._resident[row].preempted_tokens = self.tokens_of(handle).copy()
@@ -255,6 +267,8 @@ class InputBatch:
             raise ProtocolError(f"handle {sequence.handle} is scheduled and removed in one step")
         self.rules.remove(int(self.params["rules"][row]))
         sequence.row = NO_ROW
+        if self.states is not None:
+            self.states.move(len(self._resident) - 1, row)
         moved = self._resident.pop()
         last = len(self._resident)
         if row == last:
@@ -349,6 +363,7 @@ class InputBatch:
             positions = np.arange(query_start_loc[-1]) + (starts - query_start_loc[:-1]).repeat(counts)
         written = positions >= self.num_cached[token_rows]
         pooling, sampling = self.pooled.step(sequences, Computed(starts, ends, query_start_loc), sampling)
+        states = None if self.states is None else self.states.build(rows, starts, ends, query_start_loc)
         scorings = [(index, s.handle, s.prompt_scoring) for index, s in enumerate(sequences) if s.prompt_scoring]
         return StepInputs(
             handles=handles,
@@ -364,6 +379,7 @@ class InputBatch:
             num_samples=np.ones(len(sampling), np.int64) if num_drafts is None else 1 + num_drafts[sampling],
             adapters=self.adapters[rows],
             drafted=num_drafts is not None,
+            states=states,
             scoring=score_step(scorings, rows, (starts, ends), query_start_loc, self.token_ids) if scorings else None,
             pooling=pooling,
         )
@@ -451,6 +467,8 @@ class InputBatch:
         for looked_at in (inputs.scoring, inputs.pooling):
             if looked_at is not None:
                 looked_at.commit()
+        if self.states is not None and inputs.states is not None:
+            self.states.commit(inputs.rows, inputs.states)
         rows, num_samples = inputs.rows[inputs.sampling], inputs.num_samples
         self.num_computed[inputs.rows] += inputs.num_scheduled
         if not inputs.drafted and (num_kept is None or num_kept.all()):

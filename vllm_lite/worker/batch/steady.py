@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vllm_lite.kernels.cpu.batch import DecodeRows
 from vllm_lite.protocol.step import Handle
-from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
+from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs, StepStates
 from vllm_lite.worker.sampling.sampler import SampleInputs, is_plain
 
 
@@ -46,6 +46,7 @@ class SteadyDecode:
             seq_lens=rows.seq_lens[:count],
             is_steady=True,
             samples=kept,
+            states=None if inputs.states is None else _settled(inputs.states),
         )
 
     def invalidate(self) -> None:
@@ -71,3 +72,8 @@ class SteadyDecode:
         """Append the token that the prepared step sampled for each sequence; sampled: [num_seqs]."""
         if self._rows is not None:
             self._rows.commit(len(inputs.handles), sampled)
+
+
+def _settled(states: StepStates) -> StepStates:
+    """The step behind this one: each state is read where it was left, and stays there."""
+    return states._replace(sources=states.last_targets, targets=states.last_targets)

@@ -1,6 +1,7 @@
 """The inputs of one step, made by the persistent batch: arrays for the forward pass, and which tokens sample."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,20 @@ from vllm_lite.worker.sampling.sampler import SampleInputs
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+
+
+class StepStates(NamedTuple):
+    """Where the states of the step's sequences come from and go to, as kernels.delta_rule.Segments."""
+
+    firsts: Int32s  # [num_seqs + 1]
+    rows: Int32s  # [num_segments + 1]
+    sources: Int32s  # [num_segments]
+    targets: Int32s  # [num_segments]
+
+    @property
+    def last_targets(self) -> Int32s:  # [num_seqs]
+        """Where each sequence's state is behind the step."""
+        return self.targets[self.firsts[1:] - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +55,8 @@ class StepInputs:
     """The prompt tokens that are pooled."""
     is_steady: bool = False
     """Whether the arrays are buffers of SteadyDecode, which the next steady step overwrites."""
+    states: StepStates | None = None
+    """None: the model has no recurrent layers."""
     samples: SampleInputs | None = None
     """The sampler's inputs, if they were known beforehand."""
 
@@ -110,6 +127,7 @@ def padding_step(num_tokens: int, num_seqs: int, num_groups: int, block_size: in
     """
     query_start_loc = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
     query_lens = np.diff(query_start_loc)
+    nowhere = np.zeros(num_seqs, np.int32)
     width = -(-int(query_lens.max()) // block_size)
     return StepInputs(
         handles=[],
@@ -124,4 +142,5 @@ def padding_step(num_tokens: int, num_seqs: int, num_groups: int, block_size: in
         sampling=np.arange(num_sampling),
         num_samples=np.ones(num_sampling, np.int64),
         adapters=np.zeros(num_seqs, np.int64),
+        states=StepStates(np.arange(num_seqs + 1, dtype=np.int32), query_start_loc, nowhere, nowhere),
     )

@@ -72,11 +72,13 @@ class CacheEngine:
         else:
             self.pool = _device_zeros((num_blocks, elements), dtype, device)
             self.host_pool = self._locked(_host_zeros((num_host_blocks, elements), dtype))
+        self.make_states(1)
         self.mover = make_mover(Pools(self.pool, self.host_pool))
         self._touch_ahead = TouchAhead(self.pool) if device.type == "cpu" and elements else None
 
     def layer_views(self) -> list[torch.Tensor]:
-        """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_size].
+        """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_size]; of
+        a recurrent layer that of the states: float32 [num_slots, state_elements].
 
         A block belongs to one group at a time, so the n-th layers of all groups share the n-th place in a block.
         """
@@ -85,8 +87,17 @@ class CacheEngine:
             shape = group.kv_shape(self.block_size, self._row_extra)
             layers = self.pool[:, : math.prod(shape)].unflatten(1, shape).unbind(1)
             views |= dict(zip(group.layers, layers, strict=True))
+        recurrent = [index for index, own in enumerate(self.spec.layers) if own.recurrent is not None]
+        sizes = [own.recurrent.state_elements for own in self.spec.layers if own.recurrent is not None]
+        views |= dict(zip(recurrent, self.states.split(sizes, dim=1), strict=True)) if sizes else {}
         layers = enumerate(self.spec.layers if views else ())
         return [views[layer if own.kv_layer is None else own.kv_layer] for layer, own in layers]
+
+    def make_states(self, num_slots: int) -> None:
+        """Make the slots of recurrent states, with all layers of one side by side: float32 [num_slots, ...]."""
+        shape, device = (num_slots, self.spec.state_elements), self.pool.device
+        is_host = device.type == "cpu" and self.spec.state_elements > 0
+        self.states = _host_zeros(shape, torch.float32) if is_host else torch.zeros(shape, device=device)
 
     def execute(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
         """Run a program of (op, src, dst) as if one op at a time, in order.

@@ -1,0 +1,56 @@
+// Recurrent layers of the gated delta rule: a short convolution over a sequence's tokens, and one matrix of state for
+// each head. vllm_lite/kernels/delta_rule.py says what is computed.
+//
+// A sequence's rows are cut into segments. Each begins with the state in slot `source` and leaves its own in slot
+// `target`; source 0 is the state before the first token, and target 0 is nowhere. One without rows copies a state.
+// Segments of one sequence follow each other in one thread, since one may begin with what the one before has left.
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+
+struct Segments {
+  const int32_t* firsts;  // [num_seqs + 1], the segments of each sequence
+  const int32_t* rows;    // [num_segments + 1], the rows of each segment
+  const int32_t *sources, *targets;
+};
+
+// x: [num_rows, channels] of `dtype`; weight: [conv_size, channels]; states: [num_slots][conv_size - 1, channels], the
+// latest input last; out: [num_rows, channels], packed. Task i does channels [i % parts * kConvChannels, ...) of
+// sequence i / parts.
+struct ShortConv {
+  int32_t dtype;
+  int64_t channels, conv_size;
+  const void* x;
+  int64_t x_stride;
+  const float* weight;
+  float* states;
+  int64_t slot_stride;
+  Segments segments;
+  float* out;
+};
+
+constexpr int64_t kConvChannels = 512;
+constexpr int64_t kMaxHeadSize = 256;
+
+// mixed: what the convolution gave, [num_rows][q | k | v]; z, b, a: columns of rows that are `projected_stride` apart;
+// states: [num_slots][num_value_heads, key_size, value_size]. Task i does value head i % num_value_heads of sequence
+// i / num_value_heads. No head is larger than kMaxHeadSize.
+struct DeltaRule {
+  int32_t dtype;
+  float eps;
+  int64_t num_key_heads, num_value_heads, key_size, value_size;
+  const float* mixed;
+  const void *z, *b, *a;
+  int64_t projected_stride;
+  const float *decay, *dt_bias, *norm;
+  float* states;
+  int64_t slot_stride;
+  Segments segments;
+  void* out;
+  int64_t out_stride;
+};
+
+VLLM_LITE_DECLARE(void short_conv(const ShortConv& op, int64_t first, int64_t last))
+VLLM_LITE_DECLARE(void delta_rule(const DeltaRule& op, int64_t first, int64_t last))

@@ -1,0 +1,98 @@
+"""Hybrid models through the whole engine: transformers' tokens, however prompts are cut up, batched, preempted, forked
+and found in the prefix cache."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import VOCAB_SIZE, transformers_model
+from tests.families.hybrid import VARIANTS
+from tests.families.variant import Variant
+from vllm_lite import LLM, SamplingParams
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.client.prompt import TokensPrompt
+from vllm_lite.config import GIB
+from vllm_lite.protocol.api import Stats
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SLOTS = 24
+END = 2
+"""The checkpoints' end token, which templates write behind each message."""
+
+
+class Chats:
+    """A checkpoint in an engine and in transformers."""
+
+    def __init__(self, variant: Variant, path: Path, **settings: object) -> None:
+        self.path = variant.make(path / variant.name)
+        spec = load_spec(self.path)
+        self.reference = transformers_model(self.path, spec.architecture, "float32")
+        self.reference.generation_config.eos_token_id = None
+        space = SLOTS * spec.state_bytes() / GIB
+        usual = {"max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 6, "block_size": 16}
+        self.llm = LLM(str(self.path), state_cache_space=space, **(usual | settings))  # type: ignore[arg-type]
+
+    def expected(self, prompt: list[int]) -> list[int]:
+        with torch.inference_mode():
+            ids = self.reference.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)
+        tokens: list[int] = ids[0, len(prompt) :].tolist()
+        return tokens
+
+    def check(self, prompts: list[list[int]]) -> list[int]:
+        """Send them all at once. Returns how many tokens of each were cached."""
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], GREEDY, use_tqdm=False
+        )
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert list(output.outputs[0].token_ids) == self.expected(prompt)
+        return [output.num_cached_tokens or 0 for output in outputs]
+
+    def stats(self) -> Stats:
+        return self.llm.stats()
+
+
+def words(seed: int, count: int) -> list[int]:
+    return torch.randint(3, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
+def chats(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chats]:
+    made = Chats(request.param, tmp_path_factory.mktemp("hybrid"))
+    yield made
+    made.llm.close()
+
+
+def test_turns_of_several_chats_go_on_where_they_stopped(chats: Chats) -> None:
+    prompts = [words(seed, 20 + 17 * seed) for seed in range(6)]
+    assert chats.check(prompts) == [0] * 6
+    longer = [[*prompt, *chats.expected(prompt), *words(9, 5)] for prompt in prompts]
+    found = chats.check(longer)
+    assert [(len(prompt) - 5 - 1) // 16 * 16 for prompt in longer] == found
+
+
+def test_an_edited_turn_begins_at_the_end_of_the_message_before(chats: Chats) -> None:
+    prompt = [*words(20, 70), END, *words(21, 60)]
+    chats.check([prompt])
+    assert chats.check([[*prompt[:72], *words(22, 40)]]) == [64]
+
+
+def test_samples_of_a_prompt_share_its_state(chats: Chats) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, n=3)
+    prompt = words(30, 77)
+    (output,) = chats.llm.generate([TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False)
+    assert [list(sample.token_ids) for sample in output.outputs] == [chats.expected(prompt)] * 3
+
+
+def test_preempted_and_pushed_out_sequences_are_computed_again(tmp_path: Path) -> None:
+    chats = Chats(VARIANTS[0], tmp_path, num_gpu_blocks_override=24, tensor_parallel_size=2)
+    try:
+        prompts = [words(40 + seed, 60) for seed in range(8)]
+        chats.check(prompts)
+        chats.check([*prompts[::-1], *prompts])
+        stats = chats.stats()
+        assert stats.preemptions
+        assert stats.evicted_states
+    finally:
+        chats.llm.close()

@@ -1,0 +1,49 @@
+"""Checkpoints of the families whose layers are recurrent but for some with attention."""
+
+from typing import Any
+
+import msgspec
+
+from tests.families.variant import Control, Variant, drop, drop_in_layers
+from vllm_lite.checkpoint.model_spec import LayerSpec, NormSpec
+
+RECURRENT = {
+    "initializer_range": 0.1,  # at 0.3 the two forms in transformers itself differ by 1e-3
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 20,
+}
+"""Heads that fill no vector, and three value heads to a key head."""
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 22,
+    "shared_expert_intermediate_size": 26,
+}
+
+
+def half_turned(layer: LayerSpec) -> LayerSpec:
+    rope = layer.rope and msgspec.structs.replace(layer.rope, rotary_size=16)
+    return msgspec.structs.replace(layer, rope=rope)
+
+
+CONTROLS: dict[str, Control] = {
+    "rotated part": drop_in_layers(half_turned),
+    "norm": drop(norm=NormSpec(1e-6, "wide rms")),
+}
+
+
+def qwen(name: str, kind: str, controls: dict[str, Control], settings: dict[str, Any]) -> Variant:
+    return Variant(name, f"{kind}TextConfig", f"{kind}ForCausalLM", RECURRENT | settings, controls)
+
+
+VARIANTS = [
+    qwen("qwen3.5", "Qwen3_5", CONTROLS, {}),
+    qwen("qwen3.5-moe", "Qwen3_5Moe", {}, EXPERTS | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
+]

@@ -1,0 +1,111 @@
+"""States of recurrent layers: where they are saved, what a later prompt finds, and what it costs when one is gone."""
+
+from tests.scheduler_rig import Rig, expected
+from vllm_lite.engine.blocks.state_slots import LAST_MARKS
+from vllm_lite.engine.request import Request
+
+PROMPT = list(range(1, 31))
+
+
+def rig_with(num_slots: int) -> Rig:
+    return Rig(60, num_state_slots=num_slots, max_num_batched_tokens=64)
+
+
+def cached(request: Request) -> int:
+    assert request.num_cached_at_start is not None
+    return request.num_cached_at_start
+
+
+def run(rig: Rig, name: str, prompt: list[int], marks: tuple[int, ...] = (), max_tokens: int = 6) -> Request:
+    request = rig.add(name, prompt, max_tokens, marks=marks)
+    rig.drain()
+    assert rig.output(name) == expected(prompt, max_tokens)
+    return request
+
+
+def test_the_next_turn_begins_at_the_last_block_that_the_answer_filled() -> None:
+    rig = rig_with(20)
+    first = run(rig, "first", PROMPT, max_tokens=11)
+    assert cached(first) == 0
+    tokens = PROMPT + rig.output("first")  # 41, of which 40 are computed
+    assert cached(run(rig, "next", [*tokens, 7, 8])) == 40
+    assert cached(run(rig, "first again", PROMPT)) == 28
+
+
+def test_a_state_is_saved_at_marks_and_an_edited_turn_begins_there() -> None:
+    rig = rig_with(20)
+    run(rig, "first", PROMPT, marks=(5, 13, 22))
+    assert cached(run(rig, "edited", [*PROMPT[:23], 40, 41, 42])) == 20
+    assert cached(run(rig, "earlier", [*PROMPT[:15], 40, 41, 42])) == 12
+    assert cached(run(rig, "other", [*PROMPT[:9], 40])) == 4, "the first mark: a prompt that many chats share"
+
+
+def test_where_prefixes_part_a_state_is_saved_for_the_third() -> None:
+    rig = rig_with(20)
+    run(rig, "first", PROMPT)
+    second = run(rig, "second", [*PROMPT[:18], 40, 41])
+    assert cached(second) == 0, "their KV is there, but no state"
+    assert ("state_missing", {"kv": 16, "state": 0}) in rig.decisions
+    assert rig.scheduler.counters.state_missing_tokens == 16
+    assert cached(run(rig, "third", [*PROMPT[:18], 42, 43])) == 16
+
+
+def test_without_the_state_all_is_computed_again() -> None:
+    rig = rig_with(4)
+    run(rig, "first", PROMPT)
+    for number in range(3):
+        run(rig, f"other{number}", [30 + number] * 20)
+    again = run(rig, "again", PROMPT)
+    assert cached(again) == 0
+    assert rig.kv.states is not None
+    assert rig.kv.states.num_evicted
+
+
+def test_many_marks_do_not_push_out_what_others_have_saved() -> None:
+    rig = rig_with(40)
+    run(rig, "first", PROMPT, marks=tuple(range(2, 31, 2)))
+    assert rig.kv.states is not None
+    rig.kv.states.begin_step()
+    assert rig.kv.states.pool.num_cached == 2 + LAST_MARKS  # the first mark, the last ones, and that of the answer
+
+
+def test_one_slot_is_enough() -> None:
+    rig = rig_with(2)
+    run(rig, "first", PROMPT)
+    rig.add("second", [*PROMPT, 9], 6)
+    rig.add("third", PROMPT[:11], 6)
+    rig.drain()
+    assert rig.output("second") == expected([*PROMPT, 9], 6)
+    assert rig.output("third") == expected(PROMPT[:11], 6)
+    assert "waits_for_state" in {code for code, _ in rig.decisions}
+
+
+def test_a_sequence_that_is_swapped_out_keeps_its_state() -> None:
+    rig = Rig(12, num_state_slots=9, num_host_blocks=40, preemption="swap")
+    prompts = [[number] * 12 for number in (1, 2, 3)]
+    for number, prompt in enumerate(prompts):
+        rig.add(f"r{number}", prompt, 20)
+    rig.drain()
+    assert rig.scheduler.counters.swaps
+    assert all(rig.output(f"r{number}") == expected(prompt, 20) for number, prompt in enumerate(prompts))
+
+
+def test_a_fork_begins_with_the_state_that_was_saved_last() -> None:
+    rig = rig_with(20)
+    rig.add("samples", PROMPT, 6, n=3)
+    rig.drain()
+    assert [rig.output("samples", index) for index in range(3)] == [expected(PROMPT, 6, sample=i) for i in range(3)]
+    assert rig.worker.num_written < 3 * 36 - 2 * 20, "the prompt was computed once"
+
+
+def test_after_a_reset_nothing_is_found_and_after_a_death_neither() -> None:
+    rig = rig_with(20)
+    run(rig, "first", PROMPT)
+    rig.scheduler.reset_prefix_cache()
+    assert cached(run(rig, "again", PROMPT)) == 0
+    assert cached(run(rig, "found", PROMPT)) == 28
+    rig.add("hurt", PROMPT, 6)
+    rig.step()
+    rig.restart_workers()
+    rig.drain()
+    assert rig.output("hurt") == expected(PROMPT, 6)

@@ -1,0 +1,79 @@
+"""Gated DeltaNet layers in numbers: heads, sizes, and what they keep of a sequence instead of KV. No torch."""
+
+import math
+
+import msgspec
+
+from vllm_lite.checkpoint.shard import Shard, Split
+from vllm_lite.errors import ConfigError
+
+STATE_BYTES = 4
+"""States are float32, whatever the model is computed in: what is rounded in one step is in all later ones."""
+
+
+class DeltaNetSpec(msgspec.Struct, frozen=True):
+    """A layer that keeps one state of a whole sequence: for each value head a matrix [key_size, value_size], to which
+    each token adds a correction, and the last inputs of a short convolution."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of the key heads: each of those serves so many value heads, one behind the other."""
+    key_size: int
+    value_size: int
+    conv_size: int
+    """How many tokens the convolution sees, the present one included."""
+
+    @property
+    def key_width(self) -> int:
+        """Elements of a token's Q, and of its K."""
+        return self.num_key_heads * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_size
+
+    @property
+    def conv_channels(self) -> int:
+        """Elements of a token's Q, K and V, which pass the convolution."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def projected_size(self) -> int:
+        """What the first projections give of a token: Q, K and V, the gate z, and b and a of each value head."""
+        return self.conv_channels + self.value_width + 2 * self.num_value_heads
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """The part of a state that the convolution keeps: [tokens, channels]."""
+        return self.conv_size - 1, self.conv_channels
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        return self.num_value_heads, self.key_size, self.value_size
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of one layer's state of one sequence."""
+        return math.prod(self.conv_shape) + math.prod(self.matrix_shape)
+
+    def fits(self, world: int) -> bool:
+        """Whether so many ranks can share the heads."""
+        return self.num_key_heads % world == 0
+
+    def heads(self, shard: Shard) -> tuple[Split, Split]:
+        """The key heads and the value heads that a rank holds. Raises ConfigError if ranks cannot share them."""
+        if not self.fits(shard.world):
+            raise ConfigError(
+                f"tensor_parallel_size {shard.world} does not divide the {self.num_key_heads} key heads of a "
+                "recurrent layer"
+            )
+        return Split.even(self.num_key_heads, shard), Split.even(self.num_value_heads, shard)
+
+    def per_rank(self, shard: Shard) -> "DeltaNetSpec":
+        """The layer with the heads that a rank holds."""
+        keys, values = self.heads(shard)
+        return msgspec.structs.replace(self, num_key_heads=keys.size, num_value_heads=values.size)
+
+    def parameters(self, hidden_size: int) -> int:
+        matrices = hidden_size * (self.projected_size + self.value_width)
+        return matrices + self.conv_channels * self.conv_size + 2 * self.num_value_heads + self.value_size

@@ -1,0 +1,102 @@
+"""Qwen3.5 and 3.6: hybrids of Gated DeltaNet layers and, every so many layers, full attention with a gate behind it.
+
+Of the models that also see images it is the text part. Norms are stored as their difference from 1, but for those of
+the recurrent layers.
+"""
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from vllm_lite.checkpoint.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.experts import ExpertsSpec
+from vllm_lite.checkpoint.families.common import (
+    FULL,
+    Family,
+    RawConfig,
+    attention_of,
+    decoder,
+    layer_types_of,
+    rope_of,
+)
+from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
+from vllm_lite.checkpoint.typed_json import Positive, Size
+from vllm_lite.errors import ModelError
+
+LINEAR = "linear_attention"
+HEAD_DIM = 256
+ROTATED = 0.25
+"""The part of each head that is rotated where config.json does not say."""
+
+
+class Qwen35Config(RawConfig, kw_only=True):
+    rms_norm_eps: Positive = 1e-6
+    full_attention_interval: Size = 4
+    linear_conv_kernel_dim: Annotated[int, Meta(ge=2, le=16)] = 4
+    linear_key_head_dim: Size = 128
+    linear_value_head_dim: Size = 128
+    linear_num_key_heads: Size = 16
+    linear_num_value_heads: Size = 32
+    attn_output_gate: bool = True
+    attention_bias: bool = False
+
+
+class Qwen35DenseConfig(Qwen35Config, kw_only=True):
+    intermediate_size: Size
+
+
+class Qwen35MoeConfig(Qwen35Config, kw_only=True):
+    num_experts: NumExperts
+    num_experts_per_tok: NumExperts
+    moe_intermediate_size: Size
+    shared_expert_intermediate_size: Size
+
+
+def _recurrent(raw: Qwen35Config) -> DeltaNetSpec:
+    keys, values = raw.linear_num_key_heads, raw.linear_num_value_heads
+    if values % keys:
+        raise ModelError(f"linear_num_key_heads {keys} does not divide linear_num_value_heads {values}")
+    return DeltaNetSpec(
+        keys, values, raw.linear_key_head_dim, raw.linear_value_head_dim, conv_size=raw.linear_conv_kernel_dim
+    )
+
+
+def _layers(raw: Qwen35Config) -> tuple[LayerSpec, ...]:
+    if not raw.attn_output_gate:
+        raise ModelError("attn_output_gate false is not supported; full attention has a gate in this family")
+    attention = attention_of(raw, default_head_dim=HEAD_DIM)
+    rope = rope_of(raw, attention.head_size, partial_rotary_factor=ROTATED)
+    full = LayerSpec(attention, rope, output_gate=True)
+    linear = LayerSpec(attention, None, recurrent=_recurrent(raw))
+    interval = raw.full_attention_interval
+    types = layer_types_of(raw, lambda layer: LINEAR if (layer + 1) % interval else FULL, (FULL, LINEAR))
+    if FULL not in types:
+        raise ModelError(f"layer_types has no {FULL}; at least one layer must keep KV")
+    return tuple(full if kind == FULL else linear for kind in types)
+
+
+def _decoder(architecture: str, raw: Qwen35Config, layers: tuple[LayerSpec, ...], inner: int) -> ModelSpec:
+    norm = NormSpec(raw.rms_norm_eps, "wide rms", plus_one=True)
+    own: dict[str, Any] = {"qk_norm": "head", "qkv_bias": raw.attention_bias, "output_bias": raw.attention_bias}
+    return decoder(architecture, raw, layers, norm, inner, **own)
+
+
+def _dense(architecture: str, raw: Qwen35DenseConfig) -> ModelSpec:
+    return _decoder(architecture, raw, _layers(raw), raw.intermediate_size)
+
+
+def _mixture(architecture: str, raw: Qwen35MoeConfig) -> ModelSpec:
+    routing = routing_of(raw.num_experts, raw.num_experts_per_tok, renormalize=True)
+    shared = raw.shared_expert_intermediate_size
+    experts = ExpertsSpec(routing, raw.moe_intermediate_size, shared_intermediate_size=shared, shared_gate=True)
+    # No layer has a dense MLP; the size only has to be one that ranks can share.
+    return _decoder(architecture, raw, with_experts(_layers(raw), experts), raw.moe_intermediate_size)
+
+
+FAMILIES = {
+    "Qwen3_5ForCausalLM": Family(Qwen35DenseConfig, _dense),
+    "Qwen3_5ForConditionalGeneration": Family(Qwen35DenseConfig, _dense),
+    "Qwen3_5MoeForCausalLM": Family(Qwen35MoeConfig, _mixture),
+    "Qwen3_5MoeForConditionalGeneration": Family(Qwen35MoeConfig, _mixture),
+}

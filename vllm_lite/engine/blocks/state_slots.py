@@ -1,0 +1,287 @@
+"""State slots: the memory of recurrent layers. A sequence holds one slot, however long it is; a state exists only where
+it was saved, so the prefix cache of a hybrid model keeps states at chosen positions, all at ends of blocks.
+
+States never move. A step reads a sequence's state from one slot and leaves it in another: a cached state is read where
+it lies by all that begin there, and to save one is to go on in a new slot. What a step leaves is published, for others
+to find, when the step has been sent; what it reads is held until then.
+
+While a sequence decodes, its state is saved at each end of a block, and that slot is taken back at the next one: of all
+these states the last is left when the sequence ends, and the next message of a chat begins there.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.sequence import Sequence as Seq
+from vllm_lite.engine.sequence import Status
+from vllm_lite.protocol.step import States
+
+KEY = b"state"
+"""Behind the hash of a prefix: the key of the state at its end."""
+NO_SLOT = 0
+"""The state before the first token; nothing is ever left there."""
+LAST_MARKS = 2
+"""So many of the marks nearest to a prompt's end have their states saved, beside the first: those of long prompts
+would push out other chats' states."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The latest state that was saved while decoding."""
+
+    position: int
+    slot: int
+    key: bytes | None = None
+    """None: its sequence holds the slot; empty: it is about to be published; else it can be found under it."""
+
+
+@dataclass(slots=True)
+class StatePlace:
+    """Where a sequence's state is.
+
+    live      the slot in which it goes on; held
+    source    the cached state that it begins with; held until the workers know of it
+    saves     (position, slot) of states that steps to come leave, in order; held
+    saved_at  the last position at which the state was, or will be, saved
+    """
+
+    live: int
+    source: int = NO_SLOT
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    saved_at: int = 0
+    snapshot: Snapshot | None = None
+
+    def held(self) -> list[int]:
+        """The slots to which it has a reference."""
+        snapshot = self.snapshot
+        own = [snapshot.slot] if snapshot is not None and snapshot.key is None else []
+        return [self.live, *own, *([self.source] if self.source else ()), *(slot for _, slot in self.saves)]
+
+
+class StateSlots:
+    """Decides slots; the workers' kernels read and write them."""
+
+    def __init__(self, num_slots: int, block_size: int, enable_caching: bool = True) -> None:
+        """`num_slots` with number 0, which is none."""
+        self.pool = BlockPool(num_slots, enable_caching)
+        self._block_size = block_size
+        self._blank: list[int] = []  # slots with nothing in them, held here: to be taken before cached ones
+        self._read: list[int] = []  # sources of the step in the making
+        self._unpublished: list[tuple[int, bytes, Snapshot | None]] = []
+        self._promised: dict[bytes, Seq] = {}
+        """States that steps to come will leave, and of which sequence."""
+        self.num_saved = self.num_evicted = 0
+        """States that could be found, and those of them that were pushed out, since the start."""
+        self.pool.on_evict = self._evicted
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be had, those of cached states that nobody reads included."""
+        return len(self._blank) + self.pool.num_free
+
+    @property
+    def num_held(self) -> int:
+        """Slots that sequences hold."""
+        waiting = len(self._read) + len(self._unpublished)
+        return self.pool.num_used - len(self._blank) - waiting
+
+    def begin_step(self) -> None:
+        """The step before has been sent: what it left may be read, and what it read may be written."""
+        self.pool.free(self._read)
+        self._read = []
+        for slot, key, snapshot in self._unpublished:
+            self.pool.cache_block(slot, key)
+            self.pool.free((slot,))
+            self.num_saved += 1
+            if snapshot is not None:
+                snapshot.key = key
+        self._unpublished = []
+
+    # ---- finding
+
+    def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
+        """The largest number of blocks, at most `num_blocks`, behind which there is a state; 0 is always one."""
+        find = self.pool.get_cached_block
+        return next((count for count in range(num_blocks, 0, -1) if find(hashes[count - 1] + KEY) is not None), 0)
+
+    def find(self, hashes: Sequence[bytes], num_blocks: int) -> int:
+        """The slot with the state behind so many blocks, which `longest` has found."""
+        return (self.pool.get_cached_block(hashes[num_blocks - 1] + KEY) if num_blocks else None) or NO_SLOT
+
+    def is_coming(self, sequence: Seq, found: int, num_blocks: int) -> bool:
+        """Whether another sequence that runs is about to leave a state behind more than the first `found` blocks of
+        this one, and at most `num_blocks`: it would be computed a second time."""
+        if not (self._promised or self._unpublished):
+            return False
+        sent = {key for _, key, _ in self._unpublished}
+        for count in range(num_blocks, found, -1):
+            key = sequence.block_hashes[count - 1] + KEY
+            maker = self._promised.get(key)
+            if key in sent or (maker is not None and maker.status is Status.RUNNING):
+                return True
+        return False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a sequence can have a slot; if need be it takes over the one it begins with."""
+        return self.num_free > 0
+
+    # ---- a sequence's state
+
+    def begin(self, sequence: Seq, source: int, num_computed: int, reach: int) -> None:
+        """Give a sequence that is admitted a slot, to begin with the state `source` at `num_computed`; KV is cached up
+        to `reach`, where the prefixes of others part from it. Call it after `has_room`."""
+        if source:
+            self.pool.touch((source,))
+        live = self._take()
+        if live is None:  # it is the only slot
+            self.pool.forget((source,))
+            live = source
+            self.pool.touch((source,))
+        sequence.state = state = StatePlace(live, source, saved_at=num_computed)
+        if not self.pool.enable_caching:
+            return
+        for position in self._worth_saving(sequence, num_computed, reach):
+            slot = self._take()
+            if slot is None:
+                break
+            state.saves.append((position, slot))
+            if len(sequence.block_hashes) * self._block_size >= position:
+                self._promised.setdefault(self._key(sequence, position), sequence)
+        state.saves.sort()
+        if state.saves:
+            state.saved_at = state.saves[-1][0]
+
+    def _worth_saving(self, sequence: Seq, num_computed: int, reach: int) -> list[int]:
+        """Positions behind `num_computed`, the most useful first: the end of what is known, the last marks, where
+        prefixes part, the first mark."""
+        size = self._block_size
+        marks = list(dict.fromkeys(mark // size * size for mark in sequence.request.marks if mark >= size))
+        end = (sequence.num_tokens - 1) // size * size
+        wanted = dict.fromkeys([end, *reversed(marks[-LAST_MARKS:]), reach, *marks[:1]])
+        return [position for position in wanted if num_computed < position < sequence.num_tokens]
+
+    def entry(self, sequence: Seq) -> States:
+        """What the workers must know of a sequence that comes in."""
+        state = sequence.state
+        if state is None:
+            raise RuntimeError(f"{sequence} has no state")
+        source = state.source
+        if source:
+            self._read.append(source)
+            state.source = NO_SLOT
+        elif sequence.num_computed:
+            source = state.live  # it was swapped out
+        return States(sequence.handle, source, state.live, list(state.saves))
+
+    def roll(self, sequence: Seq) -> States | None:
+        """Save the state of a running sequence where it is, at the end of a block, if there is a slot for it."""
+        state, position = sequence.state, sequence.num_computed
+        if state is None or state.saves or position <= state.saved_at or not self.pool.enable_caching:
+            return None
+        slot = self._taken_back(state.snapshot)
+        if slot is None:
+            return None
+        source, state.live = state.live, slot
+        state.snapshot, state.saved_at = Snapshot(position, source), position
+        self.publish(sequence, sequence.num_hashed_blocks * self._block_size)
+        return States(sequence.handle, source, slot, [])
+
+    def _taken_back(self, snapshot: Snapshot | None) -> int | None:
+        """The slot of a snapshot that a newer one replaces, if nobody else has it by now; else another one."""
+        if snapshot is None:
+            return self._take()
+        if snapshot.key is None:
+            return snapshot.slot
+        block = self.pool.blocks[snapshot.slot]
+        if block.block_hash != snapshot.key or block.ref_count:
+            return self._take()
+        self.pool.touch((snapshot.slot,))
+        self.pool.forget((snapshot.slot,))
+        return snapshot.slot
+
+    def publish(self, sequence: Seq, num_tokens: int) -> None:
+        """The hashes of the first `num_tokens` are known, and their steps made: others may find the states there from
+        the next step on."""
+        state = sequence.state
+        if state is None:
+            return
+        while state.saves and state.saves[0][0] <= num_tokens:
+            position, slot = state.saves.pop(0)
+            self._break_promise(sequence, position)
+            self._unpublished.append((slot, self._key(sequence, position), None))
+        snapshot = state.snapshot
+        if snapshot is not None and snapshot.key is None and snapshot.position <= num_tokens:
+            self._unpublished.append((snapshot.slot, self._key(sequence, snapshot.position), snapshot))
+            snapshot.key = b""
+
+    def release(self, sequence: Seq) -> None:
+        """Take the slots of a sequence. A snapshot of it can be found from now on, if its tokens are known."""
+        state, sequence.state = sequence.state, None
+        if state is None:
+            return
+        snapshot = state.snapshot
+        if snapshot is not None and snapshot.key is None:
+            if snapshot.position <= sequence.num_hashed_blocks * self._block_size:
+                self._unpublished.append((snapshot.slot, self._key(sequence, snapshot.position), None))
+            else:
+                self._blank.append(snapshot.slot)
+        for position, _ in state.saves:
+            self._break_promise(sequence, position)
+        position, num_hashed = sequence.num_computed, sequence.num_hashed_blocks * self._block_size
+        if state.saved_at < position <= num_hashed and position % self._block_size == 0 and not state.source:
+            self._unpublished.append((state.live, self._key(sequence, position), None))
+        else:
+            self._blank.append(state.live)
+        if state.source:
+            self.pool.free((state.source,))
+        self._blank += (slot for _, slot in state.saves)
+
+    def _break_promise(self, sequence: Seq, position: int) -> None:
+        if len(sequence.block_hashes) * self._block_size >= position:
+            key = self._key(sequence, position)
+            if self._promised.get(key) is sequence:
+                del self._promised[key]
+
+    # ---- forgetting
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Let no state behind these prefixes be found any more."""
+        lost = {key + KEY for key in keys}
+        self._unpublished, others = [], self._unpublished
+        for slot, key, snapshot in others:
+            if key in lost:
+                self._blank.append(slot)
+            else:
+                self._unpublished.append((slot, key, snapshot))
+        self.pool.forget_contents(lost)
+
+    def reset_cache(self) -> int:
+        """Let no state be found any more. Returns how many could be."""
+        self._blank += [slot for slot, _, _ in self._unpublished]
+        self._unpublished, self._promised = [], {}
+        return self.pool.reset_cache()
+
+    # ---- inside
+
+    def _take(self) -> int | None:
+        """A slot with one reference; None if there is none."""
+        if self._blank:
+            return self._blank.pop()
+        return self.pool.get_new_blocks(1)[0] if self.pool.num_free else None
+
+    def _key(self, sequence: Seq, position: int) -> bytes:
+        return sequence.block_hashes[position // self._block_size - 1] + KEY
+
+    def _evicted(self, evicted: list[tuple[int, bytes]]) -> None:
+        self.num_evicted += len(evicted)
+
+    def check_integrity(self, sequences: Iterable[Seq]) -> None:
+        """Raise RuntimeError if a slot's references are not those of its holders, or two sequences write to one."""
+        held = [sequence.state.held() for sequence in sequences if sequence.state is not None]
+        held += [self._blank, self._read, [slot for slot, _, _ in self._unpublished]]
+        self.pool.check_integrity(held)
+        written = [sequence.state.live for sequence in sequences if sequence.state is not None]
+        if len(set(written)) < len(written) or any(self.pool.blocks[slot].block_hash for slot in written):
+            raise RuntimeError(f"slots {written} are written by several sequences, or are cached")

@@ -1,0 +1,189 @@
+"""Recurrent layers of the gated delta rule in plain torch: the reference of the native kernels, and what a GPU runs.
+
+For each value head, with q and k of length 1 (q also divided by the root of its size), g = exp(-decay * softplus(a +
+dt_bias)) and beta = sigmoid(b), a token changes the state S [key_size, value_size] and reads it:
+
+    S = g S + k (beta (v - (g S)^T k))^T        o = S^T q
+
+Before that a short convolution over the sequence and SiLU go over q, k and v; behind it o is normed and multiplied by
+SiLU(z). `step_rule` is that formula, a token at a time; `chunk_rule` solves a chunk of tokens at once (Yang et al.
+2024), which is what long segments take.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import conv1d, silu, softplus
+
+from vllm_lite.checkpoint.delta_net import DeltaNetSpec
+
+CHUNK = 64
+EPS = 1e-6
+"""Added to the squared length of q and k."""
+
+
+class Segments(NamedTuple):
+    """Where the states of a step's sequences come from and go to.
+
+    A sequence's rows are cut into segments, one behind the other. Each begins with the state in slot `sources`, 0
+    being the state before the first token, and leaves its own in slot `targets`, 0 being nowhere. One without rows
+    copies a state.
+    """
+
+    firsts: torch.Tensor  # int32 [num_seqs + 1], the segments of each sequence
+    rows: torch.Tensor  # int32 [num_segments + 1], the rows of each segment
+    sources: torch.Tensor  # int32 [num_segments]
+    targets: torch.Tensor  # int32 [num_segments]
+
+
+class DeltaNetWeights(NamedTuple):
+    """What a layer has beside its projections, all float32."""
+
+    conv: torch.Tensor  # [conv_size, conv_channels]
+    decay: torch.Tensor  # [num_value_heads], exp(A_log)
+    dt_bias: torch.Tensor  # [num_value_heads]
+    norm: torch.Tensor  # [value_size]
+    eps: float
+
+
+class Projected(NamedTuple):
+    """A token's projections, side by side in one row."""
+
+    mixed: torch.Tensor  # [n, conv_channels], q, k and v
+    z: torch.Tensor  # [n, value_width]
+    b: torch.Tensor  # [n, num_value_heads]
+    a: torch.Tensor  # [n, num_value_heads]
+
+
+def split_projected(projected: torch.Tensor, spec: DeltaNetSpec) -> Projected:
+    """The parts of `projected`: [n, projected_size]."""
+    z = spec.conv_channels
+    b = z + spec.value_width
+    a = b + spec.num_value_heads
+    return Projected(projected[:, :z], projected[:, z:b], projected[:, b:a], projected[:, a:])
+
+
+def split_state(states: torch.Tensor, spec: DeltaNetSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer's part of the slots, float32 [num_slots, state_elements], as what the convolution keeps [num_slots,
+    conv_size - 1, conv_channels] and the matrices [num_slots, num_value_heads, key_size, value_size]."""
+    size = spec.conv_shape[0] * spec.conv_shape[1]
+    return states[:, :size].unflatten(1, spec.conv_shape), states[:, size:].unflatten(1, spec.matrix_shape)
+
+
+class DeltaNetOp:
+    """Computes on any device, segment after segment."""
+
+    def __init__(self, spec: DeltaNetSpec) -> None:
+        self.spec = spec
+
+    def forward(
+        self,
+        projected: torch.Tensor,  # [n, projected_size]
+        weights: DeltaNetWeights,
+        states: torch.Tensor,  # float32 [num_slots, state_elements]
+        segments: Segments,
+        mixed: torch.Tensor,  # float32 [n, conv_channels], scratch memory
+        out: torch.Tensor,  # [n, value_width]
+    ) -> None:
+        """Write what each token gets, and change the states."""
+        parts = split_projected(projected, self.spec)
+        kept, matrices = split_state(states, self.spec)
+        rows, sources, targets = (each.tolist() for each in segments[1:])
+        for first, last, source, target in zip(rows, rows[1:], sources, targets, strict=False):
+            if first == last:
+                states[target] = states[source]
+                continue
+            own = Projected(*(part[first:last].float() for part in parts))
+            before = kept[source] if source else torch.zeros_like(kept[0])
+            state = matrices[source] if source else torch.zeros_like(matrices[0])
+            inputs = torch.cat((before, own.mixed))
+            mixed[first:last] = convolve(inputs, weights.conv)
+            attended, state = self._attend(own._replace(mixed=mixed[first:last]), weights, state)
+            out[first:last] = self._gated_norm(attended, own.z, weights).flatten(1)
+            if target:
+                kept[target], matrices[target] = inputs[len(own.mixed) :], state
+
+    def _attend(
+        self, own: Projected, weights: DeltaNetWeights, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, num_value_heads, value_size], and the state behind it
+        spec = self.spec
+        query, key, value = own.mixed.split((spec.key_width, spec.key_width, spec.value_width), dim=1)
+        shared = spec.num_value_heads // spec.num_key_heads
+        heads = [
+            _unit(part.unflatten(1, (-1, spec.key_size))).repeat_interleave(shared, dim=1) for part in (query, key)
+        ]
+        log_decay = -weights.decay * softplus(own.a + weights.dt_bias)
+        inputs = RuleInputs(
+            heads[0] * spec.key_size**-0.5,
+            heads[1],
+            value.unflatten(1, (-1, spec.value_size)),
+            log_decay,
+            own.b.sigmoid(),
+        )
+        return step_rule(inputs, state) if len(value) < CHUNK // 4 else chunk_rule(inputs, state)
+
+    def _gated_norm(self, x: torch.Tensor, z: torch.Tensor, weights: DeltaNetWeights) -> torch.Tensor:
+        normed = x * (x.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm
+        return normed * silu(z.unflatten(1, (-1, self.spec.value_size)))
+
+
+class RuleInputs(NamedTuple):
+    """What tokens bring to the state of each head; float32."""
+
+    query: torch.Tensor  # [n, num_heads, key_size]
+    key: torch.Tensor  # [n, num_heads, key_size]
+    value: torch.Tensor  # [n, num_heads, value_size]
+    log_decay: torch.Tensor  # [n, num_heads]
+    beta: torch.Tensor  # [n, num_heads]
+
+
+def step_rule(inputs: RuleInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token after another; state: [num_heads, key_size, value_size]."""
+    outs = []
+    for query, key, value, log_decay, beta in zip(*inputs, strict=True):
+        state = state * log_decay.exp()[:, None, None]
+        known = (key[:, None] @ state)[:, 0]
+        state = state + key[:, :, None] * ((value - known) * beta[:, None])[:, None]
+        outs.append((query[:, None] @ state)[:, 0])
+    return torch.stack(outs), state
+
+
+def chunk_rule(inputs: RuleInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """CHUNK tokens at a time: within a chunk the corrections solve a triangular system."""
+    outs = []
+    for query, key, value, log_decay, beta in zip(*(part.split(CHUNK) for part in inputs), strict=True):
+        q, k, v = (part.transpose(0, 1) for part in (query, key, value))  # [num_heads, n, ...]
+        total, weight = log_decay.T.cumsum(1), beta.T[..., None]
+        n = len(query)
+        between = (total[:, :, None] - total[:, None]).masked_fill(torch.ones(n, n).triu(1).bool().to(q.device), -1e30)
+        between = between.exp()  # [num_heads, n, n], the decay from token j to token i
+        grown = total.exp()[..., None]
+        system = (weight * k @ k.mT) * between
+        wanted = weight * (v - grown * (k @ state))
+        change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        outs.append((grown * (q @ state) + ((q @ k.mT) * between) @ change).transpose(0, 1))
+        left = (total[:, -1:] - total).exp()[..., None]
+        state = state * grown[:, -1:] + (k * left).mT @ change
+    return torch.cat(outs), state
+
+
+def convolve(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """SiLU of a causal convolution of each channel: [conv_size - 1 + n, channels] -> [n, channels]."""
+    summed = conv1d(inputs.T[None], weight.T[:, None].contiguous(), groups=weight.shape[1])
+    return silu(summed[0].T)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
+
+
+def delta_net_op(spec: DeltaNetSpec, device: torch.device, dtype: torch.dtype) -> DeltaNetOp:
+    """The fastest implementation that a device has."""
+    from vllm_lite.kernels.cpu import available
+
+    if device.type == "cpu" and available():
+        from vllm_lite.kernels.cpu.delta_rule import NativeDeltaNet
+
+        if NativeDeltaNet.supports(spec, dtype):
+            return NativeDeltaNet(spec)
+    return DeltaNetOp(spec)

@@ -1,0 +1,21 @@
+"""Qwen3.5 and 3.6, dense and with experts: Gated DeltaNet layers, and full attention every so many layers."""
+
+from typing import ClassVar
+
+from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
+from vllm_lite.layers.delta_net import DeltaNetBlock
+from vllm_lite.layers.parts import Parts
+from vllm_lite.models.decoder import Decoder, Layer
+
+
+class RecurrentLayer(DecoderLayer):
+    names: ClassVar = LayerNames(attention="linear_attn")
+    attention_block: ClassVar = DeltaNetBlock
+
+
+class Qwen3_5(Decoder):  # noqa: N801 (the family's name)
+    """Layers of two blocks, each behind a norm; where a layer is recurrent the first of them keeps a state."""
+
+    def make_layer(self, parts: Parts, index: int) -> Layer:
+        kind = DecoderLayer if parts.spec.layers[index].recurrent is None else RecurrentLayer
+        return kind(parts, index)

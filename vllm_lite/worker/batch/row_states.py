@@ -1,0 +1,68 @@
+"""Where the recurrent states of the batch's sequences are, row by row: what the scheduler says, and what a step did."""
+
+import numpy as np
+
+from vllm_lite.errors import ProtocolError
+from vllm_lite.protocol.step import States
+from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepStates
+
+
+class RowStates:
+    """`set` and `move` follow the batch's rows; `build` and `commit` a step."""
+
+    def __init__(self, max_num_seqs: int, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.sources = np.zeros(max_num_seqs, np.int32)  # where each state is
+        self.live = np.zeros(max_num_seqs, np.int32)  # where it goes on
+        self._saves: dict[int, list[tuple[int, int]]] = {}  # of rows that have any: (position, slot), in order
+
+    def set(self, row: int, entry: States) -> None:
+        """Raises ProtocolError, naming the handle, for slots that there are not."""
+        written = [entry.live, *(slot for _, slot in entry.saves)]
+        if not (0 <= entry.source < self.num_slots and all(0 < slot < self.num_slots for slot in written)):
+            raise ProtocolError(
+                f"handle {entry.handle} got state slots {[entry.source, *written]}, there are [1, {self.num_slots})"
+            )
+        self.sources[row], self.live[row] = entry.source, entry.live
+        self._saves.pop(row, None)
+        if entry.saves:
+            self._saves[row] = list(entry.saves)
+
+    def move(self, row: int, to: int) -> None:
+        """The sequence in `to` has left, and that in the last row, `row`, takes its place."""
+        self._saves.pop(to, None)
+        if row == to:
+            return
+        self.sources[to], self.live[to] = self.sources[row], self.live[row]
+        if row in self._saves:
+            self._saves[to] = self._saves.pop(row)
+
+    def build(self, rows: Int64s, starts: Int64s, ends: Int64s, query_start_loc: Int32s) -> StepStates:
+        """Cut what the step computes of each row, positions from `starts` to `ends`, where states are saved."""
+        sources, live = self.sources[rows], self.live[rows]
+        if not live.all():
+            raise ProtocolError(f"row {int(rows[live.argmin()])} has no slot for its state")
+        if not self._saves or self._saves.keys().isdisjoint(rows.tolist()):
+            return StepStates(np.arange(len(rows) + 1, dtype=np.int32), query_start_loc, sources, live)
+        firsts, cuts, froms, tos = [0], [0], list[int](), list[int]()
+        for index, row in enumerate(rows.tolist()):
+            start, end, at = int(starts[index]), int(ends[index]), int(query_start_loc[index])
+            due = [save for save in self._saves.get(row, ()) if save[0] <= end]
+            source = int(sources[index])
+            for position, slot in [*due, (end, int(live[index]))]:  # the last may be empty, and copies the state
+                cuts.append(at + position - start)
+                froms.append(source)
+                tos.append(slot)
+                source = slot
+            firsts.append(len(tos))
+        return StepStates(*(np.array(each, np.int32) for each in (firsts, cuts, froms, tos)))
+
+    def commit(self, rows: Int64s, states: StepStates) -> None:
+        """The step has been run: states are where it left them."""
+        self.sources[rows] = states.last_targets
+        if len(states.targets) > len(rows) or self._saves:
+            done = set(states.targets.tolist())
+            for row in rows.tolist():
+                left = [save for save in self._saves.pop(row, ()) if save[1] not in done]
+                if left:
+                    self._saves[row] = left
