@@ -154,22 +154,14 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         about("GiB of host memory for KV blocks that left the device, for each worker (default: 4, on a CPU 0)"),
     ] = None
     state_cache_space: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        about(
-            "GiB of each worker for the states of a hybrid model's recurrent layers, those of sequences that run and "
-            "saved ones (default: 2, or what 16 states for each of max_num_seqs take)"
-        ),
+        Annotated[float, Meta(gt=0)] | None, about("GiB of each worker for recurrent states (default: at most 2)")
     ] = None
     enable_prefix_caching: Annotated[bool, about("reuse the KV blocks of equal prefixes")] = True
     prefix_hash_seed: Annotated[
         Annotated[str, Meta(max_length=64)] | None, about("fixed seed of the prefix hash (default: random)")
     ] = None
-    kv_cache_metrics: Annotated[
-        bool, about("measure how long cached KV blocks live, lie idle and wait to be used again")
-    ] = False
-    kv_cache_metrics_sample: Annotated[
-        float, about("share of the KV blocks that kv_cache_metrics follows", gt=0, le=1)
-    ] = 0.01
+    kv_cache_metrics: Annotated[bool, about("measure how long cached KV blocks live, idle and wait for use")] = False
+    kv_cache_metrics_sample: Annotated[float, about("share of KV blocks that these metrics follow", gt=0, le=1)] = 0.01
 
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],

@@ -115,7 +115,7 @@ class ModelRunner:
             self.batch.commit(inputs, NO_TOKENS)
             return _answer_pooled(ModelOutput(step.generation, step.step, b"", counts=[]), inputs, pooled, failed)
         unsettled = self.batch.unsettled(inputs)
-        if unsettled and self.batch.states is not None:  # a state cannot take up the last token a second time
+        if unsettled and self.batch.states.num_slots:  # a state cannot take up the last token a second time
             self._settle(unsettled, inputs, patient=True)
             unsettled = {}
         samples = None if unsettled else self.batch.sample_inputs(inputs)

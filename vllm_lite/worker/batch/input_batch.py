@@ -33,7 +33,7 @@ from vllm_lite.protocol.step import (
     States,
 )
 from vllm_lite.worker.batch.row_states import RowStates
-from vllm_lite.worker.batch.sequence import NO_ROW, SequenceState
+from vllm_lite.worker.batch.sequence import NO_ROW, SequenceState, is_table
 from vllm_lite.worker.batch.steady import SteadyDecode
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK
@@ -66,21 +66,19 @@ class InputBatch:
         self.windows = tuple(windows)
         self.mask_source_of: MaskSourceOf | None = None
         """Makes the mask source of a new sequence, for those that follow a grammar."""
-        table_width = -(-max_model_len // block_size)
         # Drafts stand behind the tokens of a row. One column more than the context: a token sampled behind a full
         # context is stored, never computed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.highest_block = 0
         """The highest id that a table ever held."""
-        self.block_tables = [np.zeros((max_num_seqs, table_width), np.int32) for _ in windows]
+        self.block_tables = [np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32) for _ in windows]
         self.table_lens = np.zeros((max_num_seqs, len(self.windows)), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.num_cached = np.zeros(max_num_seqs, np.int64)
         self.params = np.zeros(max_num_seqs, ROW_PARAMS)
         self.adapters = np.zeros(max_num_seqs, np.int64)  # their numbers
-        self.states: RowStates | None = None
-        """Where recurrent states are; set before there are sequences, for models that have any."""
+        self.states = RowStates(max_num_seqs)
         self._sequences: dict[Handle, SequenceState] = {}  # resident and preempted
         self._resident: list[SequenceState] = []  # by row
         self.rules = RuleBook(max_num_seqs, vocab_size, max_model_len + 1)
@@ -98,9 +96,8 @@ class InputBatch:
         return len(self._resident)
 
     def tokens_of(self, handle: Handle, what: str = "tokens_of") -> Int32s:
-        """Return the tokens of a sequence, resident or preempted: [num_tokens]. Raises ProtocolError if it is unknown.
-
-        `what` names the caller in the error.
+        """Return the tokens of a sequence, resident or preempted: [num_tokens]. Raises ProtocolError, which names
+        `what`, the caller, if it is unknown.
         """
         sequence = self._sequences.get(handle)
         if sequence is not None and sequence.preempted_tokens is not None:
@@ -142,7 +139,7 @@ class InputBatch:
                 case SetToken():
                     self._set_token(entry)
                 case States():
-                    self._set_states(entry)
+                    self.states.set(self._row(entry.handle, "States"), entry)
             self._steady.invalidate()
 
     def _add(self, entry: NewRequest) -> None:
@@ -217,12 +214,6 @@ class InputBatch:
             raise ProtocolError(f"SetToken {entry.token_id} of handle {entry.handle}, the vocabulary {self.vocab_size}")
         self.tokens_of(entry.handle, "SetToken")[-1] = entry.token_id
 
-    def _set_states(self, entry: States) -> None:
-        row = self._row(entry.handle, "States")
-        if self.states is None:
-            raise ProtocolError(f"States of handle {entry.handle}, but the model has no recurrent layers")
-        self.states.set(row, entry)
-
     def _preempt(self, handle: Handle) -> None:
         row = self._row(handle, "Preempt")
         self._resident[row].preempted_tokens = self.tokens_of(handle).copy()
@@ -232,8 +223,7 @@ class InputBatch:
         sequence = self._sequences.get(handle)
         if sequence is None or sequence.preempted_tokens is None:
             self._remove_row(self._row(handle, "Finish"))
-        self.pooled.leave(self._sequences[handle].pooling)
-        del self._sequences[handle]
+        self.pooled.leave(self._sequences.pop(handle).pooling)
         self._unsettled.pop(handle, None)
 
     def _row(self, handle: Handle, what: str) -> int:
@@ -267,8 +257,7 @@ class InputBatch:
             raise ProtocolError(f"handle {sequence.handle} is scheduled and removed in one step")
         self.rules.remove(int(self.params["rules"][row]))
         sequence.row = NO_ROW
-        if self.states is not None:
-            self.states.move(len(self._resident) - 1, row)
+        self.states.move(len(self._resident) - 1, row)
         moved = self._resident.pop()
         last = len(self._resident)
         if row == last:
@@ -363,7 +352,6 @@ class InputBatch:
             positions = np.arange(query_start_loc[-1]) + (starts - query_start_loc[:-1]).repeat(counts)
         written = positions >= self.num_cached[token_rows]
         pooling, sampling = self.pooled.step(sequences, Computed(starts, ends, query_start_loc), sampling)
-        states = None if self.states is None else self.states.build(rows, starts, ends, query_start_loc)
         scorings = [(index, s.handle, s.prompt_scoring) for index, s in enumerate(sequences) if s.prompt_scoring]
         return StepInputs(
             handles=handles,
@@ -379,7 +367,7 @@ class InputBatch:
             num_samples=np.ones(len(sampling), np.int64) if num_drafts is None else 1 + num_drafts[sampling],
             adapters=self.adapters[rows],
             drafted=num_drafts is not None,
-            states=states,
+            states=self.states.build(rows, starts, ends, query_start_loc),
             scoring=score_step(scorings, rows, (starts, ends), query_start_loc, self.token_ids) if scorings else None,
             pooling=pooling,
         )
@@ -427,8 +415,8 @@ class InputBatch:
 
     def explain(self, handle: Handle) -> str | None:
         """Say why a sequence that follows a grammar has no token left to sample; None if it follows none."""
-        rules = self._sequences[handle].rules
-        return rules.mask.explain() if rules is not None and rules.mask is not None else None
+        mask = None if (rules := self._sequences[handle].rules) is None else rules.mask
+        return None if mask is None else mask.explain()
 
     def sample_inputs(self, inputs: StepInputs) -> SampleInputs:
         """Make what the sampler needs for the sequences that are caught up in this step. Call it before `commit`, and
@@ -438,8 +426,7 @@ class InputBatch:
         rows = inputs.rows[inputs.sampling]
         if inputs.drafted:
             rows = rows.repeat(inputs.num_samples)
-        params = self.params[rows]
-        positions = self.num_tokens[rows]
+        params, positions = self.params[rows], self.num_tokens[rows]
         if inputs.drafted:
             positions += inputs.num_drafts_before
         samples = SampleInputs(params, positions, self.rules.edits(params["rules"], positions, rows, self.token_ids))
@@ -467,8 +454,7 @@ class InputBatch:
         for looked_at in (inputs.scoring, inputs.pooling):
             if looked_at is not None:
                 looked_at.commit()
-        if self.states is not None and inputs.states is not None:
-            self.states.commit(inputs.rows, inputs.states)
+        self.states.commit(inputs.rows, inputs.states)
         rows, num_samples = inputs.rows[inputs.sampling], inputs.num_samples
         self.num_computed[inputs.rows] += inputs.num_scheduled
         if not inputs.drafted and (num_kept is None or num_kept.all()):
@@ -508,11 +494,7 @@ class InputBatch:
             yield f"tokens outside the vocabulary: {tokens}"
         for group, table in enumerate(self.block_tables):
             window, blocks = self.windows[group], table[row, : self.table_lens[row, group]]
-            if len(blocks) * self.block_size < num_computed:
-                yield f"{len(blocks)} blocks of group {group} for {num_computed} computed tokens"
             # The engine frees blocks that a window has left behind without a message, and may allocate them again.
             first = 0 if window is None else max(0, num_computed - window + 1) // self.block_size
-            blocks = blocks[first:]
-            real = blocks[blocks != NULL_BLOCK]
-            if len(set(real.tolist())) != len(real) or not ((real > 0) & (real < self.num_blocks)).all():
-                yield f"blocks of group {group} repeat or lie outside the pool: {blocks}"
+            if len(blocks) * self.block_size < num_computed or not is_table(blocks[first:], self.num_blocks):
+                yield f"blocks of group {group} lack some of {num_computed} tokens, repeat or are no blocks: {blocks}"

@@ -8,9 +8,9 @@ from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepStates
 
 
 class RowStates:
-    """`set` and `move` follow the batch's rows; `build` and `commit` a step."""
+    """`set` and `move` follow the batch's rows; `build` and `commit` a step. Without slots there are no states."""
 
-    def __init__(self, max_num_seqs: int, num_slots: int) -> None:
+    def __init__(self, max_num_seqs: int, num_slots: int = 0) -> None:
         self.num_slots = num_slots
         self.sources = np.zeros(max_num_seqs, np.int32)  # where each state is
         self.live = np.zeros(max_num_seqs, np.int32)  # where it goes on
@@ -37,8 +37,10 @@ class RowStates:
         if row in self._saves:
             self._saves[to] = self._saves.pop(row)
 
-    def build(self, rows: Int64s, starts: Int64s, ends: Int64s, query_start_loc: Int32s) -> StepStates:
+    def build(self, rows: Int64s, starts: Int64s, ends: Int64s, query_start_loc: Int32s) -> StepStates | None:
         """Cut what the step computes of each row, positions from `starts` to `ends`, where states are saved."""
+        if not self.num_slots:
+            return None
         sources, live = self.sources[rows], self.live[rows]
         if not live.all():
             raise ProtocolError(f"row {int(rows[live.argmin()])} has no slot for its state")
@@ -57,8 +59,10 @@ class RowStates:
             firsts.append(len(tos))
         return StepStates(*(np.array(each, np.int32) for each in (firsts, cuts, froms, tos)))
 
-    def commit(self, rows: Int64s, states: StepStates) -> None:
+    def commit(self, rows: Int64s, states: StepStates | None) -> None:
         """The step has been run: states are where it left them."""
+        if states is None:
+            return
         self.sources[rows] = states.last_targets
         if len(states.targets) > len(rows) or self._saves:
             done = set(states.targets.tolist())
