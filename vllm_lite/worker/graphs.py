@@ -165,8 +165,10 @@ class DecodeInputs:
             self._fill(inputs, *self._host_rows(size))
             for host_table, used in zip(self._host_tables, inputs.block_tables if inputs else (), strict=False):
                 host_table[: used.shape[0], : used.shape[1]] = used
-            if inputs is not None and inputs.states is not None and self._host_states is not None:
-                self._host_states[0, :size], self._host_states[1, :size] = inputs.states[2:]
+            if self._host_states is not None:
+                self._host_states[:, :size] = 0  # padding reads and writes no state
+                if inputs is not None and inputs.states is not None:
+                    self._host_states[:, : inputs.num_tokens] = inputs.states[2:]
             return
         staging = torch.empty(size * self._row_bytes, dtype=torch.uint8, pin_memory=True)
         rows, seq_lens = _split(staging, self.num_groups, size)
