@@ -49,7 +49,7 @@ def ids(path: Path) -> list[str]:
         (line(3), "invalid_request", "custom_id"),
         (line(""), "invalid_request", "custom_id"),
         (line(method="GET"), "invalid_method", "'GET'"),
-        (line(url="/v1/embeddings"), "invalid_url", "/v1/embeddings"),
+        (line(url="/v1/moderations"), "invalid_url", "/v1/moderations"),
         (line(url=["/v1/completions"]), "invalid_url", "got"),
         (line(body=[1]), "invalid_request", "[1]"),
         (line(body={"stream": True}), "invalid_request", "stream"),
