@@ -78,7 +78,7 @@ def test_killed_in_the_middle_and_resumed(tmp_path: Path) -> None:
 def test_a_server_of_its_own(tmp_path: Path) -> None:
     write(tmp_path / "in", 8)
     with (tmp_path / "in").open("a") as file:
-        file.write('{"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {}}\n{oops\n')
+        file.write('{"custom_id": "e", "method": "POST", "url": "/v1/moderations", "body": {}}\n{oops\n')
         body = {"prompt": "x", "temperature": -1}
         file.write(json.dumps({"custom_id": "hot", "method": "POST", "url": "/v1/completions", "body": body}) + "\n")
     runs = tmp_path / "t"

@@ -44,7 +44,15 @@ def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: Watched())
     scheduler = SimpleNamespace(requests={}, step=0, has_workers=True)
-    core = SimpleNamespace(scheduler=scheduler, expire=list, finish=finish, begin=lambda: False, meter=METER)
+    adapters = SimpleNamespace(receive=lambda *_: None, send=lambda *_: None)
+    core = SimpleNamespace(
+        scheduler=scheduler,
+        expire=list,
+        finish=finish,
+        begin=lambda: False,
+        meter=METER,
+        adapter_loader=adapters,
+    )
     executor = SimpleNamespace(poll=lambda: outputs.popleft() if outputs else None)
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
     try:

@@ -15,7 +15,7 @@ NAME = "model.layers.1.mlp.gate_proj"
         ((), None),
         ((NAME,), 0),
         (("lm_head", "model.layers.1"), 1),
-        (("model.layers.11", "model.layer", "gate", "layers.1", "e_proj"), None),
+        (("model.layers.11", "model.layer", "gate", "mlp", "e_proj"), None),
         (("gate_proj", "lm_head", "gate_proj"), 0),
         (("mlp.gate_proj", NAME), 0),
         (("model.language_model.layers.1.mlp",), 0),

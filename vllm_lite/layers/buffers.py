@@ -165,7 +165,7 @@ class Buffers:
         if kind.latent is not None and rotation is not None:
             views, latent = _latent_rows(kind.latent, heads, qkv, self.latent, rotation)
             return HeadRows(qkv, views, attended, attended.view(n, heads, -1), latent)
-        by_head = qkv[:, : own.qkv_size].unflatten(1, (heads + 2 * own.num_kv_heads, own.head_size))
+        by_head = qkv[:, : own.qkv_size].view(n, heads + 2 * own.num_kv_heads, own.head_size)
         views = Heads(by_head[:, :heads], by_head[:, heads:keys], by_head[:, keys:], rotation)
         gate = qkv[:, own.qkv_size :] if kind.output_gate else None
         return HeadRows(qkv, views, attended, attended.view(n, heads, own.head_size), gate=gate)
