@@ -128,7 +128,8 @@ def serve_start(serve_words: Sequence[str]) -> StartTimes:
                 _end(process)
         parts = read_parts(moments.read_text(), begin_s)
     first_token_s = first.chunks_s[0] - begin_s
-    parts.append(StartupPart("client", "reads the ready line", ready_s - begin_s, ready_s - begin_s - parts[-1].end_s))
+    said_s = max((part.end_s for part in parts if part.end_s < ready_s - begin_s), default=0.0)  # others may be later
+    parts.append(StartupPart("client", "reads the ready line", ready_s - begin_s, ready_s - begin_s - said_s))
     parts.append(StartupPart("client", "first request, first chunk", first_token_s, first.ttft_s))
     return StartTimes(ready_s - begin_s, first_token_s, again.ttft_s, parts)
 
