@@ -64,7 +64,7 @@ def tiktoken_file() -> bytes:
 
 
 def sentencepiece_file(kind: str = "bpe") -> bytes:
-    """Of Llama's kind: a space before each text, byte tokens, spaces that stay as they are."""
+    """Train a model of Llama's kind: a space before each text, byte tokens, spaces that stay as they are."""
     trainer, out = module("sentencepiece").SentencePieceTrainer, io.BytesIO()
     trainer.train(
         sentence_iterator=iter(LINES * 20),
