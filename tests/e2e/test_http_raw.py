@@ -474,11 +474,19 @@ def test_clients_that_vanish_leave_nothing(server: Server, session: Session, str
 def test_a_full_queue_refuses(server: Server, session: Session) -> None:
     """Four sequences are in a batch and two may wait: of twelve at once six are served."""
 
+    async def num_rejected(http: httpx.AsyncClient) -> float:
+        lines = (await http.get("/metrics")).text.splitlines()
+        name, limit = "vllm:admission_rejections_total{", 'reason="max_num_queued_reqs"'
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and limit in line)
+
     async def main() -> list[httpx.Response]:
         headers = {"Authorization": f"Bearer {KEY}"}
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=scaled(60)) as http:
             body = {**LONG, "max_tokens": 300}
-            return await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(12)))
+            before = await num_rejected(http)
+            answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(12)))
+            assert await num_rejected(http) == before + 6
+            return answers
 
     answers = asyncio.run(main())
     assert sorted(answer.status_code for answer in answers) == [200] * 6 + [429] * 6

@@ -166,6 +166,7 @@ def test_a_step_has_at_most_max_loras_adapters_and_others_pass() -> None:
     assert state.admission.reason == "waits_for_adapter"
     stats = engine.core.stats()
     assert (stats.running_adapters, stats.waiting_adapters) == (["a", "b"], ["c"])
+    assert (stats.num_waiting, stats.num_deferred) == (2, 2), "there is room, but not for their adapter"
     engine.drain()
     assert all(engine.outputs[f"r{number}"] == continuation([number, 1, 2], 8) for number in range(7))
 

@@ -12,7 +12,7 @@ import pytest
 from tests.scheduler_rig import Rig
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.core import NUM_FORCED, EngineCore, Lives, Sizes
 from vllm_lite.engine.observe.counters import FIRST_TOKEN_S, one_two_five
 from vllm_lite.engine.request import Produced
 from vllm_lite.protocol import api
@@ -410,6 +410,10 @@ def test_drafts_are_counted_as_the_worker_made_them() -> None:
     assert (stats.draft_tokens, stats.accepted_tokens) == (bench.worker.num_drafted, bench.worker.num_accepted)
     assert 0 < stats.accepted_tokens < stats.draft_tokens
     assert stats.draft_tokens / 3 <= stats.drafts <= stats.draft_tokens
+    assert sum(stats.accepted_at) == stats.accepted_tokens
+    assert len(stats.accepted_at) == NUM_FORCED, "those that follow a grammar may have more than 3"
+    assert stats.accepted_at == sorted(stats.accepted_at, reverse=True), "a draft is right only if those before it are"
+    assert bench.worker.num_accepted > stats.accepted_at[0] > 0
 
 
 # ---- the cache

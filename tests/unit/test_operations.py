@@ -93,8 +93,10 @@ def test_a_paused_engine_computes_nothing_and_goes_on_where_it_was(host: Host, c
     host.loop(5)
     assert (num_tokens(client), num_tokens(client, "late"), host.core.scheduler.step) == (before, 0, steps)
     assert why(host, client, "late") == "waits_for_resume"
-    assert (host.stats(client).is_paused, host.stats(client).rests) == (True, True)
+    stats = host.stats(client)
+    assert (stats.is_paused, stats.rests, stats.num_deferred) == (True, True, stats.num_waiting)
     do(host, client, ResumeGeneration())
+    assert host.stats(client).num_deferred == 0
     host.drain(client, "a", "late")
     assert not host.stats(client).rests
 

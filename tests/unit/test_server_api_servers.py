@@ -218,6 +218,10 @@ def test_servers_see_each_others_loads() -> None:
     assert first.alive_s(1) > 0 == first.alive_s(2)
     first.clear(1)
     assert (second.loads(), second.alive_s(1)) == ([0, 0, 0], 0)
+    first.count_rejection("max_num_queued_tokens")
+    second.count_rejection("max_num_queued_tokens")
+    first.clear(1)
+    assert first.rejections() == {"max_num_queued_reqs": 0, "max_num_queued_tokens": 2}, "of one that has ended, too"
     alone = Scoreboard()
     alone.report_load(2)
     assert alone.loads() == [2]

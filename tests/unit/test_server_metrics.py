@@ -59,6 +59,7 @@ def look(stats: Stats | None, *others: Stats | None, **settings: int) -> str:
     async def main() -> str:
         dispatcher = Dispatcher(cast(Session, Engine(stats, *others)), asyncio.get_running_loop())
         calls = Calls(dispatcher, QueueLimits(1, 1, 1))
+        calls.scoreboard.count_rejection("max_num_queued_tokens")
         calls.is_draining = True  # one that shuts down can still be watched
         config = EngineConfig.check(settings).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
         metrics = Metrics(calls, config, "name", server="3")
@@ -76,6 +77,7 @@ def full(**values: Any) -> Stats:
 
 def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     counts: dict[str, Any] = {"cached_tokens": 9, "host_hits": 4, "preemptions": 7, "swaps": 2, "prompt_tokens": 30}
+    counts |= {"num_deferred": STATS.num_waiting - 1, "accepted_at": [6, 2]}
     text = look(full(**counts, blocks=BLOCKS, expert_tokens=[[], [31, 37]]))
     families = list(text_string_to_metric_families(text))
     assert 'vllm_lite:expert_tokens_total{engine="0",expert="1",layer="1",model_name="name"} 37.0' in text
@@ -93,8 +95,19 @@ def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     assert values["vllm:num_requests_running", None] == STATS.num_running
     assert values["vllm:kv_cache_usage_perc", None] == STATS.num_used_blocks / STATS.num_blocks
     assert values["vllm:prefix_cache_hits_total", None] == 5
-    sources = {s.labels["source"]: s.value for s in samples if "source" in s.labels}
+
+    def by(name: str, label: str) -> dict[str, float]:
+        return {s.labels[label]: s.value for s in samples if s.name == name}
+
+    sources = by("vllm:prompt_tokens_by_source_total", "source")
     assert sources == {"local_compute": 21, "local_cache_hit": 5, "external_kv_transfer": 4}
+    tiers = by("vllm:prompt_tokens_cached_by_source_total", "source")
+    assert tiers == {"device": 5, "host": 4, "disk": 0, "p2p": 0, "external_unspecified": 0}
+    waiting = by("vllm:num_requests_waiting_by_reason", "reason")
+    assert waiting == {"capacity": 1, "deferred": STATS.num_waiting - 1}
+    assert by("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position") == {"0": 6, "1": 2}
+    refused = by("vllm:admission_rejections_total", "reason")
+    assert refused == {"max_num_queued_reqs": 0, "max_num_queued_tokens": 1}
     assert (values["vllm_lite:preemptions_total", "recompute"], values["vllm_lite:preemptions_total", "swap"]) == (5, 2)
     assert values["vllm:request_success_total", "abort"] == 2
     name = "vllm:time_to_first_token_seconds_bucket"

@@ -158,14 +158,16 @@ class StepAdapters:
         self._taken: set[Adapter] | None = None
 
     def has_room_for(self, sequence: Sequence) -> bool:
-        """Whether the adapter of a sequence is in memory, and among those of the step or one more. If it is not in
-        memory it is wanted from now on."""
+        """As could_take(), but an adapter that is not in memory is wanted from now on."""
         adapter = sequence.request.adapter
-        if adapter is None:
-            return True
-        if not adapter.is_loaded:
+        if adapter is not None and not adapter.is_loaded:
             self._adapters.wanted[adapter] = None
-            return False
+        return self.could_take(adapter)
+
+    def could_take(self, adapter: Adapter | None) -> bool:
+        """Whether an adapter is in memory, and among those of the step or one more; None: no adapter is needed."""
+        if adapter is None or not adapter.is_loaded:
+            return adapter is None
         if self._taken is None:
             found = (each.request.adapter for each in self._running)
             self._taken = {each for each in found if each is not None}

@@ -23,6 +23,7 @@ from vllm_lite.engine.queues import Options
 from vllm_lite.engine.rates import PrefillRate, Rates
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.sequence import Sequence
 from vllm_lite.executor.base import Executor
 from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset, Stats
 from vllm_lite.protocol.control import Ready
@@ -237,7 +238,17 @@ class EngineCore:
             self.scheduler.running, waiting
         )
         counters.num_running, counters.num_waiting = len(self.scheduler.running), self.scheduler.queues.num_waiting
+        counters.num_deferred = self._num_deferred(waiting)
         return counters
+
+    def _num_deferred(self, waiting: list[Sequence]) -> int:
+        """How many sequences wait for something else than room; `waiting` are all, if there are adapters."""
+        scheduler, queues = self.scheduler, self.scheduler.queues
+        if scheduler.is_paused or not scheduler.has_workers:
+            return queues.num_waiting
+        step = self.adapters.of_step(scheduler.running)
+        lacking = [s for s in waiting if s not in queues.held and not step.could_take(s.request.adapter)]
+        return len(queues.held) + len(lacking)
 
 
 def sum_of(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:

@@ -66,7 +66,7 @@ class Scheduler:
         self.is_paused = False
         """Whether schedule() is not to be called, since somebody wants that; kept here for those who describe."""
         self.counters = kv.counters
-        self.meter = Meter(kv, self.max_len)
+        self.meter = Meter(kv, self.max_len, max(options.num_drafts, options.num_forced))
         self.rates = Rates()
         self.in_flight = InFlight()
         self.queues = Queues(kv, self.policy, self.meter, options)
@@ -422,8 +422,7 @@ class Scheduler:
                 produced.append(Produced(sequence.request, sequence.index, start, new, kept or None, reason))
                 if reason is not None:
                     self._end(sequence, reason)
-        num_first = len(step.sampling) - (result.counts or []).count(0)
-        self.meter.stepped(step.sampling, silent, len(tokens) - num_first, result.drafted)
+        self.meter.stepped(step.sampling, silent, result)
         if len(queues.entries) != num_entries or len(queues.running) != num_running:
             queues.running = [sequence for sequence in queues.running if sequence.status is Status.RUNNING]
         return produced

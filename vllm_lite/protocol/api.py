@@ -287,6 +287,8 @@ class Stats(Counts, tag="stats"):
     that is counted. `is_paused` as by PauseGeneration; `sleep_level` as by Sleep, None if awake; `model` is the folder
     whose weights are served, or will be after the sleep.
     `running_adapters` and `waiting_adapters` are the names of the LoRA adapters of such requests.
+    `num_deferred` of those that wait do not wait for room: for their adapter, for workers, for the end of a pause, or
+    for others that are tried first. `accepted_at[i]` of the `accepted_tokens` were draft i of their sequence's step.
     """
 
     num_running: int = 0
@@ -339,9 +341,10 @@ class Stats(Counts, tag="stats"):
     is_paused: bool = False
     sleep_level: int | None = None
     model: str = ""
-
     running_adapters: list[str] = msgspec.field(default_factory=list)
     waiting_adapters: list[str] = msgspec.field(default_factory=list)
+    num_deferred: int = 0
+    accepted_at: list[int] = msgspec.field(default_factory=list)
 
     @property
     def rests(self) -> bool:

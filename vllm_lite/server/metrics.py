@@ -33,7 +33,7 @@ OTHER = "other"
 LABELS = ("model_name", "engine")
 """The labels of every metric."""
 SERVER = "server"
-"""The label of what is an API server's own; then `engine` is 0."""
+"""The label of what is one API server's own."""
 
 
 @dataclass
@@ -46,6 +46,8 @@ class Scrape:
     load: int
     responses: Mapping[tuple[str, str], int]
     server: str
+    rejections: Mapping[str, int]
+    """Of all API servers together, by the limit."""
     number: int = 0
     """The engine's."""
 
@@ -60,9 +62,8 @@ class Exposition(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric in METRICS:
             family = _FAMILIES[metric.kind](metric.name, metric.text, labels=(*LABELS, *metric.labels))
-            is_servers = metric.labels[:1] == (SERVER,)
-            for scrape in self.scrapes[:1] if is_servers else self.scrapes:
-                number = "0" if is_servers else str(scrape.number)
+            for scrape in self.scrapes[:1] if metric.is_servers else self.scrapes:
+                number = "0" if metric.is_servers else str(scrape.number)
                 read = metric.read(scrape)
                 of_scrape = read if isinstance(read, Mapping) else {} if read is None else {(): read}
                 for own, value in of_scrape.items():
@@ -90,6 +91,8 @@ class Definition(NamedTuple):
     text: str
     read: Callable[[Scrape], float | Histogram | Values | None]
     labels: tuple[str, ...] = ()
+    is_servers: bool = False
+    """Whether it is of the API servers, not of an engine; then `engine` is 0."""
 
 
 _GAUGES = (  # name, field of Stats, text
@@ -250,12 +253,36 @@ def _sources(at: Scrape) -> Values:
     }
 
 
+def _tiers(at: Scrape) -> Values:
+    """Cached prompt tokens by where they were found, by vLLM's names; the last three are never used here."""
+    found = {"device": _device_hits(at), "host": at.stats.host_hits}
+    return {(tier,): found.get(tier, 0) for tier in ("device", "host", "disk", "p2p", "external_unspecified")}
+
+
+def _waiting(at: Scrape) -> Values:
+    """Waiting sequences by what for, by vLLM's names."""
+    deferred = at.stats.num_deferred
+    return {("capacity",): at.stats.num_waiting - deferred, ("deferred",): deferred}
+
+
+def _accepted(at: Scrape) -> Values | None:
+    return {(str(place),): count for place, count in enumerate(at.stats.accepted_at)} or None
+
+
+def _rejections(at: Scrape) -> Values:
+    return {(limit,): count for limit, count in at.rejections.items()}
+
+
 def _device_hits(at: Scrape) -> float:
     return at.stats.cached_tokens - at.stats.host_hits
 
 
 _USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
 _SOURCES = "Prompt tokens by where their KV came from: computed, cached on the device, brought back from the host."
+_TIERS = "Cached prompt tokens by the tier in which they were found; only device and host exist here."
+_WAITING = "Waiting sequences: for room (capacity), or for an adapter, workers or the end of a pause (deferred)."
+_ACCEPTED = "Draft tokens that proved right, by their place among the drafts of a step."
+_REJECTED = "Requests refused because too much was waiting, by the limit; of all API servers together."
 _REASONS = "Requests that have ended; what a client stopped at a stop string counts as stop."
 _PREEMPTED = "Sequences preempted, by what became of their KV."
 _SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in)."
@@ -267,6 +294,7 @@ _RECOVERING = "1 while workers are being replaced."
 _ADAPTERS = "Adapters of the requests that run and that wait, as labels; 1."
 _EXPERTS = "Tokens that each expert got; with --expert-load-metrics."
 _LOAD = "HTTP requests under way that generate."
+_RESPONSES = "HTTP responses."
 
 METRICS: tuple[Definition, ...] = (
     *(Definition(name, "gauge", text, attrgetter(f"stats.{field}")) for name, field, text in _GAUGES),
@@ -282,6 +310,10 @@ METRICS: tuple[Definition, ...] = (
         "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache, on the device.", _device_hits
     ),
     Definition("vllm:prompt_tokens_by_source", "counter", _SOURCES, _sources, ("source",)),
+    Definition("vllm:prompt_tokens_cached_by_source", "counter", _TIERS, _tiers, ("source",)),
+    Definition("vllm:num_requests_waiting_by_reason", "gauge", _WAITING, _waiting, ("reason",)),
+    Definition("vllm:spec_decode_num_accepted_tokens_per_pos", "counter", _ACCEPTED, _accepted, ("position",)),
+    Definition("vllm:admission_rejections", "counter", _REJECTED, _rejections, ("reason",), is_servers=True),
     Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
     Definition("vllm_lite:restarts", "counter", _RESTARTS, _restarts, ("cause",)),
     Definition("vllm_lite:recovering", "gauge", _RECOVERING, lambda at: float(bool(at.stats.recovering))),
@@ -292,8 +324,10 @@ METRICS: tuple[Definition, ...] = (
     Definition("vllm_lite:expert_tokens", "counter", _EXPERTS, _expert_tokens, ("layer", "expert")),
     *(Definition(name, "histogram", text, attrgetter(f"stats.requests.{field}")) for name, field, text in _HISTOGRAMS),
     *(Definition(name, "histogram", text, _of_blocks(field)) for name, field, text in _BLOCK_HISTOGRAMS),
-    Definition("vllm_lite:server_load", "gauge", _LOAD, lambda at: {(at.server,): at.load}, ("server",)),
-    Definition("vllm_lite:http_responses", "counter", "HTTP responses.", _responses, ("server", "route", "status")),
+    Definition("vllm_lite:server_load", "gauge", _LOAD, lambda at: {(at.server,): at.load}, (SERVER,), is_servers=True),
+    Definition(
+        "vllm_lite:http_responses", "counter", _RESPONSES, _responses, (SERVER, "route", "status"), is_servers=True
+    ),
 )
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 
@@ -314,10 +348,10 @@ class Metrics:
     async def get(self, _: Request) -> Response:
         """Answer with Prometheus' text. Raises ApiError, 503, if the engine is dead."""
         found = await self._calls.stats_of_engines()
-        responses, load = dict(self._responses), len(self._calls)
+        responses, load, rejections = dict(self._responses), len(self._calls), self._calls.scoreboard.rejections()
         scrape = Exposition(
             [
-                Scrape(stats, self._config, engine, load, responses, self._server, number)
+                Scrape(stats, self._config, engine, load, responses, self._server, rejections, number)
                 for number, stats, engine in found
             ],
             self._model_name,

@@ -12,6 +12,7 @@ from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import FinishReason, Stats
 from vllm_lite.protocol.histograms import Histogram, RequestHistograms, bounds
+from vllm_lite.protocol.step import ModelOutput
 
 # The bounds are those of vLLM's buckets, so that dashboards can compare.
 FIRST_TOKEN_S = bounds("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560")
@@ -32,10 +33,11 @@ class Meter:
     """Counts in `counters`, which the KV manager, the scheduler and the core share. `now_s` is the time of the next
     report."""
 
-    def __init__(self, kv: KVCacheManager, max_len: int) -> None:
-        """No sequence is longer than `max_len`."""
+    def __init__(self, kv: KVCacheManager, max_len: int, max_drafts: int = 0) -> None:
+        """No sequence is longer than `max_len`, and none has more than `max_drafts` drafts in a step."""
         self.now_s = 0.0
         self.counters = kv.counters
+        self.counters.accepted_at = [0] * max_drafts
         tokens = one_two_five(max_len)
         self.counters.requests = self._requests = RequestHistograms(
             *map(Histogram.over, [FIRST_TOKEN_S, TOKEN_S, TOKEN_S] + 5 * [REQUEST_S]),
@@ -123,26 +125,28 @@ class Meter:
         """A step that computes `num_tokens` tokens was made."""
         self._requests.step_tokens.observe(num_tokens)
 
-    def stepped(
-        self,
-        sampling: abc.Sequence[Sequence],
-        silent: abc.Sequence[Sequence],
-        num_accepted: int,
-        drafted: tuple[int, int] | None,
-    ) -> None:
-        """A step gave tokens to the sequences in `sampling`, of which the `silent` pass nothing on; `num_accepted` of
-        the tokens had been drafted. `drafted` counts the sequences with drafts, and the tokens drafted."""
-        counters = self.counters
-        if drafted is not None:
-            counters.drafts += drafted[0]
-            counters.draft_tokens += drafted[1]
-            counters.accepted_tokens += num_accepted
+    def stepped(self, sampling: abc.Sequence[Sequence], silent: abc.Sequence[Sequence], result: ModelOutput) -> None:
+        """A step with this `result` gave tokens to the sequences in `sampling`, of which the `silent` pass nothing
+        on."""
+        if result.drafted is not None:
+            self._drafted(*result.drafted, result.counts or ())
         if silent:
             without = set(silent)
             sampling = [sequence for sequence in sampling if sequence not in without]
-        before, self._num_counted = self._num_counted, counters.generated_tokens
+        before, self._num_counted = self._num_counted, self.counters.generated_tokens
         self._untimed.append((sampling, self._num_counted - before))
         self._results_s = self.now_s
+
+    def _drafted(self, num_drafting: int, num_tokens: int, counts: abc.Sequence[int]) -> None:
+        """So many sequences had drafts in a step, so many tokens together; the first of each one's `counts` tokens was
+        no draft."""
+        counters, accepted_at = self.counters, self.counters.accepted_at
+        counters.drafts += num_drafting
+        counters.draft_tokens += num_tokens
+        for count in counts:
+            counters.accepted_tokens += max(count - 1, 0)
+            for place in range(min(count - 1, len(accepted_at))):
+                accepted_at[place] += 1
 
     def time_results(self, now_s: float, *, idle: bool = False) -> None:
         """All results that had come have been applied: give their tokens a time. `idle`: no step is under way."""

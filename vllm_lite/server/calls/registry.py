@@ -87,14 +87,19 @@ class Calls:
             self._num_waiting = 0
         waiting = self._num_waiting
         if here + num_new > most or (waiting and waiting + num_new > max(1, limits.max_queued_of_all)):
-            raise _full(f"as many requests as may wait are waiting ({flag})")
+            raise self._full("max_num_queued_reqs", f"as many requests as may wait are waiting ({flag})")
 
     def _check_tokens(self, call: Call) -> None:
         """Raises ApiError if the prompts that wait hold too many tokens. One that finds the queue empty may always."""
         limit, queued = self._limits.max_queued_tokens, self.dispatcher.num_queued_tokens
         if limit is not None and queued and queued + call.num_prompt_tokens > limit:
             new, flag = call.num_prompt_tokens, f"--max-num-queued-tokens {limit}"
-            raise _full(f"prompts of {queued} tokens are waiting, and {new} more are too many ({flag})")
+            what = f"prompts of {queued} tokens are waiting, and {new} more are too many ({flag})"
+            raise self._full("max_num_queued_tokens", what)
+
+    def _full(self, limit: str, message: str) -> ApiError:
+        self.scoreboard.count_rejection(limit)
+        return ApiError(429, f"{message}; try again later", headers={"Retry-After": str(RETRY_AFTER_S)})
 
     @contextmanager
     def run(self, call: Call) -> Iterator[Reading]:
@@ -227,7 +232,3 @@ def _rest_of(stats: Stats) -> str:
     if stats.sleep_level is not None:
         return f"the engine sleeps (level {stats.sleep_level}), until /wake_up"
     return "the engine is paused, until /resume" if stats.is_paused else ""
-
-
-def _full(message: str) -> ApiError:
-    return ApiError(429, f"{message}; try again later", headers={"Retry-After": str(RETRY_AFTER_S)})

@@ -1,11 +1,14 @@
-"""Scoreboard: memory that the API servers of one engine share. Each reports there that it is alive, and its load."""
+"""Scoreboard: memory that the API servers of one engine share. Each reports there that it is alive, its load, and what
+it refused."""
 
 import mmap
 import os
 import time
 
-_LOAD, _ALIVE_S = 0, 1
-_NUM_FIELDS = 2
+REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
+"""The limits for which a request may be refused."""
+_LOAD, _ALIVE_S, _REJECTED = 0, 1, 2
+_NUM_FIELDS = _REJECTED + len(REJECTIONS)
 
 
 class Scoreboard:
@@ -40,7 +43,15 @@ class Scoreboard:
         """Return when a server was last known to be alive, 0 if it has not started yet."""
         return self._fields[number * _NUM_FIELDS + _ALIVE_S]
 
+    def count_rejection(self, limit: str) -> None:
+        """This server has refused a request because of `limit`, one of REJECTIONS."""
+        self._fields[self.number * _NUM_FIELDS + _REJECTED + REJECTIONS.index(limit)] += 1
+
+    def rejections(self) -> dict[str, int]:
+        """Return how many requests all servers have refused, by the limit."""
+        return {limit: int(sum(self._fields[_REJECTED + at :: _NUM_FIELDS])) for at, limit in enumerate(REJECTIONS)}
+
     def clear(self, number: int) -> None:
-        """Reset the fields of a server that has ended, or is about to be started."""
-        for field in range(_NUM_FIELDS):
+        """Reset what a server that has ended, or is about to be started, said of itself. Its refusals still count."""
+        for field in (_LOAD, _ALIVE_S):
             self._fields[number * _NUM_FIELDS + field] = 0
