@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
 from tests.fakes import STATS, welcome
-from vllm_lite.client.session import Session
+from vllm_lite.client.any_session import AnySession, Member
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Stats
@@ -38,12 +39,16 @@ class Engine:
     def __init__(self, stats: Stats | None, *others: Stats | None) -> None:
         self.stats = stats
         self.welcome = welcome()
-        self.members = (self, *map(Engine, others))
+        self._members = (self, *map(Engine, others))
+
+    def ask_each(self) -> list[Member]:
+        answering = [(number, each) for number, each in enumerate(self._members) if each.stats is not None]
+        return [Member(number, each.welcome, each.request_stats()) for number, each in answering]
 
     def request_stats(self) -> Any:
         if self.stats is None:
             raise EngineDeadError("the engine died: killed by SIGKILL, at ipc:///tmp/secret/e")
-        future = asyncio.get_running_loop().create_future()
+        future: Future[Stats] = Future()
         future.set_result(self.stats)
         return future
 
@@ -57,7 +62,7 @@ async def ignore(*_: Any) -> Any: ...
 
 def look(stats: Stats | None, *others: Stats | None, **settings: int) -> str:
     async def main() -> str:
-        dispatcher = Dispatcher(cast(Session, Engine(stats, *others)), asyncio.get_running_loop())
+        dispatcher = Dispatcher(cast(AnySession, Engine(stats, *others)), asyncio.get_running_loop())
         calls = Calls(dispatcher, QueueLimits(1, 1, 1))
         calls.scoreboard.count_rejection("max_num_queued_tokens")
         calls.is_draining = True  # one that shuts down can still be watched

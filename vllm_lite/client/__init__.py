@@ -15,6 +15,7 @@ sampling.py      sampling params: the seed, the form on the wire
 generation_config.py  sampling defaults of a checkpoint and of its user
 pooling.py       vectors and scores: a request without samples
 stream.py        one request: events in, RequestOutput out
+any_session.py   what the server uses of a session, whatever stands behind it
 session.py       one connection to an engine, or to the next one, and the thread that owns it
 asking.py        what a session asks an engine beside its requests
 answers.py       who waits for the answers

@@ -9,13 +9,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from vllm_lite.client.asking import Asking
+from vllm_lite.client.any_session import AnySession, Member
 from vllm_lite.client.joined_answers import gathered, joined
 from vllm_lite.client.open_stream import Sink
 from vllm_lite.client.routing import MAX_HASHED_BLOCKS, PrefixRouter
@@ -35,7 +35,7 @@ A = TypeVar("A")
 logger = log.get(__name__)
 
 
-class DataParallelSession(Asking):
+class DataParallelSession(AnySession):
     """Every method may be called from any thread. Locks are taken in one order: this one's, then a session's."""
 
     def __init__(self, members: Sequence[Session], prefix_hash_seed: str | None) -> None:
@@ -64,6 +64,10 @@ class DataParallelSession(Asking):
         """The LoRA adapters that requests may name, whichever engine gets them."""
         reachable = [member.adapters for member in self.members if member.has_engine] or [self.members[0].adapters]
         return {name: info for name, info in reachable[0].items() if all(name in each for each in reachable)}
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.members)
 
     @property
     def dead(self) -> EngineError | None:
@@ -122,6 +126,13 @@ class DataParallelSession(Asking):
         if not asked and error is not None:
             raise error
         return gathered(asked, joined)
+
+    def ask_each(self) -> list[Member]:
+        asked = []
+        for number, member in enumerate(self.members):
+            with suppress(EngineError):  # one that is being replaced answers nothing
+                asked.append(Member(number, member.welcome, member.request_stats()))
+        return asked
 
     def close(self) -> None:
         with self._lock:
@@ -188,10 +199,7 @@ class DataParallelSession(Asking):
                     logger.warning("%d requests of the engine at %s go on in others", len(moved), member.address)
 
 
-AnySession = Session | DataParallelSession
-
-
-def connect(addresses: Sequence[str], config: ResolvedConfig) -> AnySession:
+def connect(addresses: Sequence[str], config: ResolvedConfig) -> Session | DataParallelSession:
     """Connect to the engines that were launched with `config`, or to the one. Raises EngineError."""
     heartbeat_s, recovery_s = config.heartbeat_timeout_s, config.recovery_timeout_s
     with ExitStack() as opened:

@@ -20,7 +20,7 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import Pooling, PoolingParams, PoolingTask
 
 if TYPE_CHECKING:  # both import the events of streams
-    from vllm_lite.client.data_parallel import AnySession
+    from vllm_lite.client.any_session import AnySession
     from vllm_lite.client.stream import Event
 
 Check = Callable[[], None]

@@ -18,13 +18,14 @@ from contextlib import closing
 from typing import TypeVar
 
 from vllm_lite.client.answers import Answers, copy_of, fail_all
-from vllm_lite.client.asking import ANSWERS, Asking
+from vllm_lite.client.any_session import AnySession, Member
+from vllm_lite.client.asking import ANSWERS
 from vllm_lite.client.connection import REASON_S, Alive, Place, Search, shake_hands
 from vllm_lite.client.open_stream import OpenStream, Sink, by_sink
 from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol import api
-from vllm_lite.protocol.adapters import AdapterList, LoadAdapter
+from vllm_lite.protocol.adapters import AdapterInfo, AdapterList, LoadAdapter
 from vllm_lite.protocol.api import Finished, ForkRequest, FromClient, Generate, ToClient, Tokens, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import log
@@ -47,7 +48,7 @@ A = TypeVar("A")
 logger = log.get(__name__)
 
 
-class Session(Asking):
+class Session(AnySession):
     """One client of an engine. `Session.connect` makes it; every method may be called from any thread."""
 
     def __init__(
@@ -60,8 +61,7 @@ class Session(Asking):
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         recovery_timeout_s: float = RECOVERY_TIMEOUT_S,
     ) -> None:
-        self.welcome = welcome
-        """What the engine says of itself; it is another one's when one has taken its place."""
+        self._welcome = welcome
         self.address = place.address
         self.num_malformed = 0
         self.on_change: Callable[[Session], None] = lambda _: None
@@ -87,8 +87,7 @@ class Session(Asking):
         """Streams that were dropped here, oldest first: the samples whose Finished is still to come from the engine. An
         id may be used again before that."""
         self._answers = Answers()
-        self.adapters = {info.name: info for info in welcome.adapters}
-        """The LoRA adapters that requests may name."""
+        self._adapters = {info.name: info for info in welcome.adapters}
         self._dead: EngineError | None = None
         self._thread = threading.Thread(target=self._run, name="engine session", daemon=True)
         self._thread.start()
@@ -120,13 +119,20 @@ class Session(Asking):
         return cls(connection, welcome, place, alive=alive, **timeouts)
 
     @property
+    def welcome(self) -> Welcome:
+        """What the engine says of itself; it is another one's when one has taken its place."""
+        return self._welcome
+
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        return self._adapters
+
+    @property
     def dead(self) -> EngineError | None:
-        """Why nothing can be submitted any more, None as long as it can. A new exception each time."""
         return None if self._dead is None else copy_of(self._dead)
 
     @property
     def recovering(self) -> str | None:
-        """Why streams pause: the engine, or its workers, are being replaced. None while they serve."""
         return self._lost or self._replacing
 
     @property
@@ -140,9 +146,11 @@ class Session(Asking):
         return len(self._open)
 
     @property
-    def members(self) -> "tuple[Session, ...]":
-        """The sessions of single engines that this one consists of."""
-        return (self,)
+    def num_engines(self) -> int:
+        return 1
+
+    def ask_each(self) -> list[Member]:
+        return [Member(0, self.welcome, self.request_stats())]
 
     def submit(
         self,
@@ -167,9 +175,7 @@ class Session(Asking):
             self._post(message)
 
     def is_live(self, request_id: str) -> bool:
-        """Whether this request has not ended."""
-        with self._lock:
-            return request_id in self._open
+        return request_id in self._open
 
     def abort(self, request_id: str, samples: Sequence[int] = (), *, stopped: bool = False) -> None:
         """Ask the engine to end a request, or some `samples` of it. Their stream ends when the engine says so.
@@ -307,7 +313,7 @@ class Session(Asking):
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message)
         elif isinstance(message, AdapterList):
-            self.adapters = {info.name: info for info in message.adapters}
+            self._adapters = {info.name: info for info in message.adapters}
         elif isinstance(message, api.Dying):
             self._die(EngineDeadError(message.reason)) if message.is_final else self._lose(message.reason)
         elif isinstance(message, api.Recovering | api.Recovered):
@@ -360,7 +366,7 @@ class Session(Asking):
                 except EngineDeadError as error:
                     self._die(error)
                     return
-        self._connection, self.welcome = found
+        self._connection, self._welcome = found
         self._last_heard_s = time.monotonic()
         self._load_again()
         self._send_again()

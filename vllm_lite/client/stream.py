@@ -24,7 +24,7 @@ from vllm_lite.protocol.structured import Thinking
 from vllm_lite.runtime import log
 
 if TYPE_CHECKING:  # session imports the events that are defined here
-    from vllm_lite.client.data_parallel import AnySession
+    from vllm_lite.client.any_session import AnySession
 
 logger = log.get(__name__)
 

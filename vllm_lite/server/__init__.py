@@ -1,6 +1,7 @@
 """The OpenAI-compatible HTTP server: one more client of an engine. No torch.
 
 app.py            the routes
+wiring.py         the application: everything behind the routes, wired together
 generation.py     what a body asks for, as a call that may start
 resumption.py     goes on with a stream whose connection broke
 live_requests.py  routes about requests that run (state, abort, fork), and /load, /reset_prefix_cache

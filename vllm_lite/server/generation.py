@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from vllm_lite.client.data_parallel import AnySession
+from vllm_lite.client.any_session import AnySession
 from vllm_lite.client.prompt import PromptLike, check_room
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError

@@ -6,7 +6,7 @@ streams is woken once for all of them.
 
 import asyncio
 
-from vllm_lite.client.data_parallel import AnySession
+from vllm_lite.client.any_session import AnySession
 from vllm_lite.client.stream import Event, Failure, RequestStream, shows
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Tokens

@@ -4,12 +4,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
-from vllm_lite.client.data_parallel import AnySession
+from vllm_lite.client.any_session import AnySession, Member
 from vllm_lite.client.operations import OPERATION_TIMEOUT_S
-from vllm_lite.client.session import Session
 from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol.api import Stats, Welcome
 from vllm_lite.protocol.operations import Operation, OperationDone
@@ -165,14 +164,16 @@ class Calls:
     async def stats_of_engines(self) -> list[tuple[int, Stats, Welcome]]:
         """The number of each engine that answers, with its counters and what it says of itself. Raises ApiError if none
         does."""
-        members = self.dispatcher.session.members
+        asked: list[Member] = []
+        with suppress(EngineError):
+            asked = self.dispatcher.session.ask_each()
 
-        async def one(member: Session) -> Stats:
-            return await asyncio.wait_for(asyncio.wrap_future(member.request_stats()), PROBE_TIMEOUT_S)
+        async def one(member: Member) -> Stats:
+            return await asyncio.wait_for(asyncio.wrap_future(member.stats), PROBE_TIMEOUT_S)
 
-        answers = await asyncio.gather(*map(one, members), return_exceptions=True)
-        numbered = enumerate(zip(members, answers, strict=True))
-        found = [(number, stats, each.welcome) for number, (each, stats) in numbered if isinstance(stats, Stats)]
+        answers = await asyncio.gather(*map(one, asked), return_exceptions=True)
+        pairs = zip(asked, answers, strict=True)
+        found = [(each.number, stats, each.welcome) for each, stats in pairs if isinstance(stats, Stats)]
         if not found:
             await self.stats()  # which says why
         return found

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import importlib
 import signal
 import socket
 import sys
@@ -11,58 +10,27 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 import httptools  # noqa: F401 - what connection.py's base parses with: missing, it is to be missed at once
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from vllm_lite import transport
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS
-from vllm_lite.client.data_parallel import AnySession, connect
-from vllm_lite.client.generation_config import generation_defaults
+from vllm_lite.client.data_parallel import connect
 from vllm_lite.client.launch import Launched
 from vllm_lite.client.launch_engines import LaunchedEngines
-from vllm_lite.client.pooling import PoolingFactory
-from vllm_lite.client.stream import StreamFactory, load_tokenizer
-from vllm_lite.client.text.template_source import TemplateSource
-from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
-from vllm_lite.server.app import ApiRoutes, build
-from vllm_lite.server.calls.dispatcher import Dispatcher
-from vllm_lite.server.calls.registry import Calls, QueueLimits
-from vllm_lite.server.calls.resumable import ResumableCalls
+from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.config import Keys, ServeConfig
-from vllm_lite.server.generation import Generation, ServedModel
-from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.http.connection import HttpConnection, with_timeouts
-from vllm_lite.server.live_requests import LiveRequests
-from vllm_lite.server.llama_cpp import LlamaCppRoutes
-from vllm_lite.server.messages.routes import MessagesRoutes
-from vllm_lite.server.metrics import Metrics
-from vllm_lite.server.ollama.information import OllamaModel
-from vllm_lite.server.ollama.routes import OllamaRoutes
-from vllm_lite.server.openai import grammars
-from vllm_lite.server.openai.formats import Formats, architectures_of
-from vllm_lite.server.openai.prompts import Prompts
-from vllm_lite.server.openai.rendering import Renderer
-from vllm_lite.server.pooling.call import Window
-from vllm_lite.server.pooling.routes import PoolingRoutes
-from vllm_lite.server.pooling.runs import PoolingRuns
 from vllm_lite.server.processes.api_servers import ApiServers, ApiServerSettings
 from vllm_lite.server.processes.scoreboard import Scoreboard
-from vllm_lite.server.responses.routes import ResponsesRoutes
-from vllm_lite.server.responses.runs import Runs
-from vllm_lite.server.responses.store import Store, store_of
-from vllm_lite.server.resumption import Resumption
-from vllm_lite.server.vllm.adapters import AdapterRoutes
-from vllm_lite.server.vllm.information import Information
-from vllm_lite.server.vllm.operations import Operations
-from vllm_lite.server.vllm.routes import VllmRoutes
+from vllm_lite.server.wiring import Application, EngineLink, ModelFiles
 
 START_TIMEOUT_S = 10.0
 TICKS_TO_LOOK = 5
@@ -73,47 +41,6 @@ FAILED_S = 0.5
 """How long a server whose engine has died still answers what comes, twice."""
 
 logger = log.get(__name__)
-
-
-class EngineLink(NamedTuple):
-    """A ready engine and its resolved config. `reason()` says why it ended, `announce(url)` says where it is served."""
-
-    session: AnySession
-    config: ResolvedConfig
-    reason: Callable[[], str]
-    announce: Callable[[str], None] = lambda _: None
-
-
-class ModelFiles:
-    """Holds what a server reads of the model's folder, while the engine starts."""
-
-    def __init__(self, config: ServeConfig, resolved: ResolvedConfig) -> None:
-        """Raises ModelError."""
-        self.tokenizer = load_tokenizer(config.tokenizer and resolved.tokenizer, resolved.tokenizer)
-        template = TemplateSource.load(resolved.tokenizer, config.chat_template)
-        self.formats = self._formats(config, resolved, None if template is None else template.texts)
-        self.template_text = None if template is None else template.source
-        self.template = None if template is None else Path(template.name).name
-        self.renderer = None if template is None else Renderer(template)
-        self.defaults = generation_defaults(resolved.model, config.generation_config, config.override_generation_config)
-
-    def card(self) -> dict[str, str | None]:
-        """What /v1/models says of the model's template and formats."""
-        return {"chat_template": self.template, **({} if self.formats is None else self.formats.card())}
-
-    def _formats(self, config: ServeConfig, resolved: ResolvedConfig, template: str | None) -> Formats | None:
-        """Raises ConfigError for a format that is not known."""
-        names = config.tool_call_parser, config.reasoning_parser
-        if self.tokenizer is None:
-            return None
-        formats = Formats.of(resolved.tokenizer, self.tokenizer, names, template, architectures_of(resolved.model))
-        importlib.import_module(grammars.COMPILER)  # now, not while the first request that needs it waits
-        logger.info("tool calls: %s, reasoning: %s (%s)", formats.calls, formats.reasoning, formats.choice.why)
-        return formats
-
-    def close(self) -> None:
-        if self.renderer is not None:
-            self.renderer.close()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -156,13 +83,11 @@ class HttpServer:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, ended, others)
         if is_stopped():  # before there was a loop
             return 0
-        calls = self._calls()
-        resumable = ResumableCalls(calls, self.config.stream_resume_s)
-        store = store_of(self.config.responses_store, self.config.responses_store_bytes)
-        runs = Runs(calls, store, self.config.stream_resume_s)
-        server = self._uvicorn(resumable, runs, store)
+        application = Application(self.config, self.keys, self.engine, self.files, self.scoreboard)
+        calls = application.calls
+        server = self._uvicorn(application.app)
         serving: list[asyncio.Future[None]] = []
-        watching = [asyncio.ensure_future(calls.watch()), asyncio.ensure_future(resumable.watch())]
+        watching = [asyncio.ensure_future(application.watch())]
         try:
             await others.start()
             watching.append(asyncio.ensure_future(others.watch()))
@@ -181,11 +106,11 @@ class HttpServer:
             for watch in watching:
                 watch.cancel()
             others.stop()
-            await runs.close()
+            await application.end_runs()
             server.should_exit = True
             await asyncio.gather(*serving, return_exceptions=True)
             await others.ended()
-            store.close()
+            application.close()
 
     async def _wait(self, calls: Calls, ended: asyncio.Event, others: ApiServers) -> int:
         session = self.engine.session
@@ -215,46 +140,10 @@ class HttpServer:
         others.stop() if self.num_signals == 1 else others.stop_now()
         ended.set()
 
-    def _calls(self) -> Calls:
-        config, count = self.config, self.scoreboard.num_servers
-        tokens = config.max_num_queued_tokens
-        limits = QueueLimits(
-            capacity=-(-self.engine.config.max_num_seqs * self.engine.config.data_parallel_size // count),
-            max_queued=-(-config.max_num_queued_reqs // count),
-            max_queued_of_all=config.max_num_queued_reqs,
-            max_queued_tokens=None if tokens is None else -(-tokens // count),
-        )
-        dispatcher = Dispatcher(self.engine.session, asyncio.get_running_loop())
-        return Calls(dispatcher, limits, self.scoreboard)
-
-    def _uvicorn(self, resumable: ResumableCalls, runs: Runs, store: Store) -> uvicorn.Server:
-        config, files, engine = self.config, self.files, self.engine.session.welcome
-        calls = resumable.calls
-        names = config.names or (engine.model,)
-        path = None if config.names else config.model
-        card = {**files.card(), "tasks": _tasks(engine)}
-        model = ServedModel(names, path, engine.max_model_len, files.defaults.params, card, root=config.model)
-        model.session = self.engine.session
-        factory = StreamFactory(engine, files.tokenizer, most_tokens=files.defaults.max_tokens)
-        live = LiveRequests(calls, resumable, factory, BodyReader(config, engine.max_model_len), files.formats)
-        prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, config.default_chat_template_kwargs)
-        generation = Generation(config, model, factory, prompts, live, files.formats)
-        resolved = self.engine.config
-        window = Window(resolved.max_num_seqs, resolved.max_num_batched_tokens)
-        pooling = PoolingRuns(generation, PoolingFactory(engine, files.tokenizer), window)
-        metrics = Metrics(calls, self.engine.config, names[0], str(self.scoreboard.number))
-        information = Information(config, files.tokenizer, files.template_text)
-        more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
-        more += Operations(calls, live.reader, self.engine.config).routes()
-        more += AdapterRoutes(generation).routes()
-        shown = files.template_text if config.enable_tokenizer_info_endpoint else None
-        ollama = OllamaModel.of(model, self.engine.config.model, prompts, shown)
-        more += LlamaCppRoutes(generation, self.engine.config.max_num_seqs, shown).routes()
-        more += [*MessagesRoutes(generation).routes(), *OllamaRoutes(generation, ollama, pooling).routes()]
-        more += ResponsesRoutes(generation, runs, store).routes()
-        more += PoolingRoutes(pooling).routes()
+    def _uvicorn(self, app: ASGIApp) -> uvicorn.Server:
+        config = self.config
         settings = uvicorn.Config(
-            build(ApiRoutes(generation), live, more, config, self.keys, metrics),
+            app,
             http=with_timeouts(config.header_timeout_s, config.write_timeout_s),
             ws="none",
             loop="none",
@@ -301,7 +190,7 @@ class HttpServer:
             body = f'{{"model":"{name}","prompt":"Once upon a time","max_tokens":50,"stream":true}}'
         tokens = (engine.num_blocks - 1) * engine.block_size  # one is the null block
         has_cache = engine.pooler.generates or engine.num_blocks > MIN_BLOCKS
-        count = len(self.engine.session.members)
+        count = self.engine.session.num_engines
         engines, each = (f" with {count} engines", " each") if count > 1 else ("", "")
         cache = f"KV cache of {tokens} tokens{each}" if has_cache else "no KV cache"
         return (
@@ -317,11 +206,6 @@ def _first_route(engine: Welcome, name: str) -> tuple[str, str]:
     if "embed" in engine.pooler.tasks:
         return "/v1/embeddings", f'{{"model":"{name}","input":["Roses are red.","Violets are blue."]}}'
     return "/classify", f'{{"model":"{name}","input":["Roses are red."]}}'
-
-
-def _tasks(engine: Welcome) -> list[str]:
-    """What the model can be asked for."""
-    return [*(["generate"] if engine.pooler.generates else []), *engine.pooler.tasks]
 
 
 def listen(listener: socket.socket) -> None:

@@ -17,7 +17,7 @@ from vllm_lite.runtime import log
 from vllm_lite.server.config import ServeConfig
 
 if TYPE_CHECKING:
-    from vllm_lite.server.processes.http_server import ModelFiles
+    from vllm_lite.server.wiring import ModelFiles
 
 
 def serve(config: ServeConfig) -> int:
@@ -53,7 +53,7 @@ def serve(config: ServeConfig) -> int:
 
 def _load(config: ServeConfig, engine: ResolvedConfig) -> "ModelFiles":
     """Runs while the engine starts, which is what a start takes most of its time for; so does the import."""
-    from vllm_lite.server.processes.http_server import ModelFiles
+    from vllm_lite.server.wiring import ModelFiles
 
     return ModelFiles(config, engine)
 

@@ -1,0 +1,164 @@
+"""Application: everything behind the routes of one API server, wired together in front of a ready engine.
+
+Two hosts run it: HttpServer under uvicorn (processes/http_server.py), and a deployment of Ray Serve (ray/).
+"""
+
+import asyncio
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from starlette.types import ASGIApp
+
+from vllm_lite.client.any_session import AnySession
+from vllm_lite.client.generation_config import generation_defaults
+from vllm_lite.client.pooling import PoolingFactory
+from vllm_lite.client.stream import StreamFactory, load_tokenizer
+from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.config import ResolvedConfig
+from vllm_lite.protocol.api import Welcome
+from vllm_lite.runtime import log
+from vllm_lite.server.app import ApiRoutes, build
+from vllm_lite.server.calls.dispatcher import Dispatcher
+from vllm_lite.server.calls.registry import Calls, QueueLimits
+from vllm_lite.server.calls.resumable import ResumableCalls
+from vllm_lite.server.config import Keys, ServeConfig
+from vllm_lite.server.generation import Generation, ServedModel
+from vllm_lite.server.http.body import BodyReader
+from vllm_lite.server.live_requests import LiveRequests
+from vllm_lite.server.llama_cpp import LlamaCppRoutes
+from vllm_lite.server.messages.routes import MessagesRoutes
+from vllm_lite.server.metrics import Metrics
+from vllm_lite.server.ollama.information import OllamaModel
+from vllm_lite.server.ollama.routes import OllamaRoutes
+from vllm_lite.server.openai import grammars
+from vllm_lite.server.openai.formats import Formats, architectures_of
+from vllm_lite.server.openai.prompts import Prompts
+from vllm_lite.server.openai.rendering import Renderer
+from vllm_lite.server.pooling.call import Window
+from vllm_lite.server.pooling.routes import PoolingRoutes
+from vllm_lite.server.pooling.runs import PoolingRuns
+from vllm_lite.server.processes.scoreboard import Scoreboard
+from vllm_lite.server.responses.routes import ResponsesRoutes
+from vllm_lite.server.responses.runs import Runs
+from vllm_lite.server.responses.store import store_of
+from vllm_lite.server.resumption import Resumption
+from vllm_lite.server.vllm.adapters import AdapterRoutes
+from vllm_lite.server.vllm.information import Information
+from vllm_lite.server.vllm.operations import Operations
+from vllm_lite.server.vllm.routes import VllmRoutes
+
+logger = log.get(__name__)
+
+
+class EngineLink(NamedTuple):
+    """A ready engine and its resolved config. `reason()` says why it ended, `announce(url)` says where it is served."""
+
+    session: AnySession
+    config: ResolvedConfig
+    reason: Callable[[], str]
+    announce: Callable[[str], None] = lambda _: None
+
+
+class ModelFiles:
+    """Holds what a server reads of the model's folder, while the engine starts."""
+
+    def __init__(self, config: ServeConfig, resolved: ResolvedConfig) -> None:
+        """Raises ModelError."""
+        self.tokenizer = load_tokenizer(config.tokenizer and resolved.tokenizer, resolved.tokenizer)
+        template = TemplateSource.load(resolved.tokenizer, config.chat_template)
+        self.formats = self._formats(config, resolved, None if template is None else template.texts)
+        self.template_text = None if template is None else template.source
+        self.template = None if template is None else Path(template.name).name
+        self.renderer = None if template is None else Renderer(template)
+        self.defaults = generation_defaults(resolved.model, config.generation_config, config.override_generation_config)
+
+    def card(self) -> dict[str, str | None]:
+        """What /v1/models says of the model's template and formats."""
+        return {"chat_template": self.template, **({} if self.formats is None else self.formats.card())}
+
+    def _formats(self, config: ServeConfig, resolved: ResolvedConfig, template: str | None) -> Formats | None:
+        """Raises ConfigError for a format that is not known."""
+        names = config.tool_call_parser, config.reasoning_parser
+        if self.tokenizer is None:
+            return None
+        formats = Formats.of(resolved.tokenizer, self.tokenizer, names, template, architectures_of(resolved.model))
+        importlib.import_module(grammars.COMPILER)  # now, not while the first request that needs it waits
+        logger.info("tool calls: %s, reasoning: %s (%s)", formats.calls, formats.reasoning, formats.choice.why)
+        return formats
+
+    def close(self) -> None:
+        if self.renderer is not None:
+            self.renderer.close()
+
+
+class Application:
+    """`app` is the ASGI application; `calls` are those that it runs. It is made on the loop that serves it."""
+
+    def __init__(
+        self, config: ServeConfig, keys: Keys, engine: EngineLink, files: ModelFiles, scoreboard: Scoreboard
+    ) -> None:
+        self.calls = Calls(
+            Dispatcher(engine.session, asyncio.get_running_loop()),
+            _limits(config, engine.config, scoreboard.num_servers),
+            scoreboard,
+        )
+        self._resumable = ResumableCalls(self.calls, config.stream_resume_s)
+        self._store = store_of(config.responses_store, config.responses_store_bytes)
+        self._runs = Runs(self.calls, self._store, config.stream_resume_s)
+        self.app = self._wire(config, keys, engine, files)
+
+    async def watch(self) -> None:
+        """What is looked at again and again, until it is cancelled."""
+        await asyncio.gather(self.calls.watch(), self._resumable.watch())
+
+    async def end_runs(self) -> None:
+        """End what runs in the background."""
+        await self._runs.close()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _wire(self, config: ServeConfig, keys: Keys, link: EngineLink, files: ModelFiles) -> ASGIApp:
+        engine, resolved = link.session.welcome, link.config
+        names = config.names or (engine.model,)
+        path = None if config.names else config.model
+        card = {**files.card(), "tasks": _tasks(engine)}
+        model = ServedModel(names, path, engine.max_model_len, files.defaults.params, card, root=config.model)
+        model.session = link.session
+        factory = StreamFactory(engine, files.tokenizer, most_tokens=files.defaults.max_tokens)
+        reader = BodyReader(config, engine.max_model_len)
+        live = LiveRequests(self.calls, self._resumable, factory, reader, files.formats)
+        prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, config.default_chat_template_kwargs)
+        generation = Generation(config, model, factory, prompts, live, files.formats)
+        window = Window(resolved.max_num_seqs, resolved.max_num_batched_tokens)
+        pooling = PoolingRuns(generation, PoolingFactory(engine, files.tokenizer), window)
+        metrics = Metrics(self.calls, resolved, names[0], str(self.calls.scoreboard.number))
+        information = Information(config, files.tokenizer, files.template_text)
+        more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
+        more += Operations(self.calls, live.reader, resolved).routes()
+        more += AdapterRoutes(generation).routes()
+        shown = files.template_text if config.enable_tokenizer_info_endpoint else None
+        ollama = OllamaModel.of(model, resolved.model, prompts, shown)
+        more += LlamaCppRoutes(generation, resolved.max_num_seqs, shown).routes()
+        more += [*MessagesRoutes(generation).routes(), *OllamaRoutes(generation, ollama, pooling).routes()]
+        more += ResponsesRoutes(generation, self._runs, self._store).routes()
+        more += PoolingRoutes(pooling).routes()
+        return build(ApiRoutes(generation), live, more, config, keys, metrics)
+
+
+def _limits(config: ServeConfig, resolved: ResolvedConfig, num_servers: int) -> QueueLimits:
+    """This server's share of what may run and wait."""
+    tokens = config.max_num_queued_tokens
+    return QueueLimits(
+        capacity=-(-resolved.max_num_seqs * resolved.data_parallel_size // num_servers),
+        max_queued=-(-config.max_num_queued_reqs // num_servers),
+        max_queued_of_all=config.max_num_queued_reqs,
+        max_queued_tokens=None if tokens is None else -(-tokens // num_servers),
+    )
+
+
+def _tasks(engine: Welcome) -> list[str]:
+    """What the model can be asked for."""
+    return [*(["generate"] if engine.pooler.generates else []), *engine.pooler.tasks]
