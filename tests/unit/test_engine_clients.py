@@ -93,7 +93,7 @@ class Engine:
         for _ in range(count):
             self.process._serve_once(self.core, self.groups, self.recovery, self.operations)
             self.core.scheduler.check_integrity()
-        self.port.flush(0.0, at_once=True)
+        self.process._abort_orphans(self.core, self.port.flush(0.0, at_once=True))
         for client in self.clients:
             client.read()
 

@@ -282,6 +282,11 @@ class EngineProcess:
         requests = core.scheduler.requests
         if requests:
             gone += port.beat(now_s, core.scheduler.step, {request.client for request in requests.values()})
+        self._abort_orphans(core, gone)
+
+    def _abort_orphans(self, core: EngineCore, gone: abc.Iterable[bytes]) -> None:
+        """End the requests of clients that have gone."""
+        requests = core.scheduler.requests
         for peer in gone:
             orphans = [request.request_id for request in requests.values() if request.client == peer]
             for request_id in orphans:
