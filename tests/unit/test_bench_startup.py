@@ -8,7 +8,7 @@ import pytest
 from vllm_lite.client.launch import SPAWNS_ENGINE
 from vllm_lite.executor.multiproc import SPAWNS_WORKERS
 from vllm_lite.runtime import log
-from vllm_lite.tools.bench.startup import StartupPart, read_parts, table
+from vllm_lite.tools.bench.startup import StartupPart, read_parts, table, with_ready
 
 
 def test_moments_are_read_in_order() -> None:
@@ -21,6 +21,19 @@ def test_moments_are_read_in_order() -> None:
         StartupPart("engine", SPAWNS_WORKERS, 2.0, 0.25),
         StartupPart("worker", "b", 2.5, 0.5),
     ]
+
+
+def test_no_part_is_negative_where_a_parent_notes_its_moment_late() -> None:
+    assert read_parts(f"10.5\tengine\tpython\n11.0\tserver\t{SPAWNS_ENGINE}\n", 10.0) == [
+        StartupPart("engine", "python", 0.5, 0.0),
+        StartupPart("server", SPAWNS_ENGINE, 1.0, 1.0),
+    ]
+
+
+def test_a_moment_may_be_noted_after_the_ready_line() -> None:
+    before, after = StartupPart("server", "HTTP", 0.5, 0.5), StartupPart("engine", "late", 1.5, 0.25)
+    reads = StartupPart("client", "reads the ready line", 1.0, 0.5)
+    assert with_ready([before, after], 1.0) == [before, reads, after]
 
 
 def test_moments_are_noted_if_somebody_wants_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

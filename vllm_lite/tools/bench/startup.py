@@ -128,8 +128,7 @@ def serve_start(serve_words: Sequence[str]) -> StartTimes:
                 _end(process)
         parts = read_parts(moments.read_text(), begin_s)
     first_token_s = first.chunks_s[0] - begin_s
-    said_s = max((part.end_s for part in parts if part.end_s < ready_s - begin_s), default=0.0)  # others may be later
-    parts.append(StartupPart("client", "reads the ready line", ready_s - begin_s, ready_s - begin_s - said_s))
+    parts = with_ready(parts, ready_s - begin_s)
     parts.append(StartupPart("client", "first request, first chunk", first_token_s, first.ttft_s))
     return StartTimes(ready_s - begin_s, first_token_s, again.ttft_s, parts)
 
@@ -198,8 +197,16 @@ def _end(process: "subprocess.Popen[str]") -> None:
         process.stdout.close()
 
 
+def with_ready(parts: Sequence[StartupPart], ready_s: float) -> list[StartupPart]:
+    """The parts with that in which the ready line was read, in order of time: processes may note moments after it."""
+    said_s = max((part.end_s for part in parts if part.end_s < ready_s), default=0.0)
+    reads = StartupPart("client", "reads the ready line", ready_s, ready_s - said_s)
+    return sorted([*parts, reads], key=lambda part: part.end_s)
+
+
 def read_parts(text: str, begin_s: float) -> list[StartupPart]:
-    """Parse the moments of all processes, in order of time, each with the time since the process's previous one."""
+    """Parse the moments of all processes, in order of time, each with the time since the process's previous one, or
+    since its parent had started it. The parent may note that a little late: then the first part took no time."""
     lines = (line.split("\t") for line in text.splitlines())
     moments = sorted((float(time_s) - begin_s, process, what) for time_s, process, what in lines)
     ends = {(process, what): time_s for time_s, process, what in moments}
@@ -207,7 +214,7 @@ def read_parts(text: str, begin_s: float) -> list[StartupPart]:
     parts = []
     for time_s, process, what in moments:
         from_s = before[process] if process in before else ends.get(SPAWNED_BY[process], 0.0)
-        parts.append(StartupPart(process, what, time_s, time_s - from_s))
+        parts.append(StartupPart(process, what, time_s, max(0.0, time_s - from_s)))
         before[process] = time_s
     return parts
 
