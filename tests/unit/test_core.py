@@ -334,6 +334,36 @@ def test_outputs_of_one_step_travel_in_one_message(wire: Wire) -> None:
     assert wire.heard() == [OutputBatch(5, [Tokens("a", 0, [1]), Tokens("b", 0, [2])])]
 
 
+@pytest.mark.parametrize("num_sent", [0, 1, 2, 9])
+def test_what_is_too_long_for_a_message_travels_in_several(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, num_sent: int
+) -> None:
+    """Vectors of several requests, say. After `num_sent` messages the client does not read for a while."""
+    wire.welcome()
+    wire.say(Hello(PROTOCOL_VERSION))
+    wire.heard()
+    ends = [Finished(name, 0, [], "stop", pooled=bytes(300)) for name in "abcde"]
+    for end in ends:
+        wire.port.push(b"peer", end)
+    monkeypatch.setattr(engine_to_client, "max_bytes", 1000)
+    deliver, left = wire.port.listener.send, num_sent
+
+    def send(peer: bytes, payload: bytes) -> Delivery:
+        nonlocal left
+        left -= 1
+        return deliver(peer, payload) if left >= 0 else Delivery.BUSY
+
+    monkeypatch.setattr(wire.port.listener, "send", send)
+    assert wire.port.flush(1.0) == []
+    left = 9
+    wire.port.push(b"peer", Tokens("f", 0, [1]))
+    assert wire.port.flush(2.0) == []
+    batches = [message.outputs for message in wire.heard() if isinstance(message, OutputBatch)]
+    assert [output for batch in batches for output in batch] == [*ends, Tokens("f", 0, [1])]
+    assert 1 < len(batches) < 6
+    assert not wire.port.owes()
+
+
 def test_tokens_that_come_fast_travel_together(wire: Wire) -> None:
     """All but a first one and an end, which do not wait for others."""
     wire.welcome()

@@ -233,3 +233,17 @@ def test_last_words_of_a_process_arrive(tmp_path: Path) -> None:
 def test_finish_does_not_wait_for_an_open_channel(tmp_path: Path) -> None:
     code = f"from vllm_lite import transport; left = transport.bind('ipc://{tmp_path}/s'); transport.finish()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize(("max_bytes", "arrives"), [(1000, False), (2000, True)])
+def test_a_listener_takes_messages_of_its_own_size(tmp_path: Path, max_bytes: int, arrives: bool) -> None:
+    listener = transport.bind(f"ipc://{tmp_path}/s", max_bytes=max_bytes)
+    connection = transport.connect(listener.address, b"me")
+    connection.send(bytes(1500))
+    if arrives:
+        assert receive(listener) == (b"me", bytes(1500))
+    else:
+        while not connection.lost():  # a connection that has come about ends a wait as well
+            assert transport.wait(DEADLINE_S, connection)
+    connection.close()
+    listener.close()

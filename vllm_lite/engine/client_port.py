@@ -65,6 +65,12 @@ class Outbox:
         """All that is owed, in an order that is right for each sample."""
         return self.ended + list(self.open.values())
 
+    def drop(self, count: int) -> None:
+        """So many of what take() gives have gone out, the first ones."""
+        for sample in list(self.open)[: max(0, count - len(self.ended))]:
+            del self.open[sample]
+        self.ended = self.ended[count:]
+
     def sent(self, now_s: float) -> None:
         """All that was owed has gone out."""
         self.ended, self.open = [], {}
@@ -176,7 +182,7 @@ class ClientPort:
             outbox.add(output)
 
     def flush(self, now_s: float, *, at_once: bool = False) -> list[bytes]:
-        """Send what is owed and may not wait, or all `at_once`, one message per client.
+        """Send what is owed and may not wait, or all `at_once`.
 
         Returns the clients that are gone or too slow, now forgotten.
         """
@@ -184,7 +190,7 @@ class ClientPort:
         for peer, outbox in self._clients.items():
             if not outbox or (not at_once and outbox.may_wait(now_s)):
                 continue
-            delivery = self.send(peer, api.OutputBatch(self._epoch, outbox.take()))
+            delivery = self._send_owed(peer, outbox)
             if delivery is Delivery.SENT:
                 outbox.sent(now_s)
             elif delivery is Delivery.GONE:
@@ -198,6 +204,21 @@ class ClientPort:
                 logger.warning("a client has not read for %.0f s; its requests are aborted", SLOW_READER_S)
                 lost.append(peer)
         return self._forget(lost)
+
+    def _send_owed(self, peer: bytes, outbox: Outbox) -> Delivery:
+        """Send one message, or several where vectors and logprobs make it longer than a client takes. What does not
+        go out is still owed."""
+        count = len(outbox)
+        while outputs := outbox.take()[:count]:
+            payload = engine_to_client.encode(api.OutputBatch(self._epoch, outputs))
+            if len(payload) > engine_to_client.max_bytes and count > 1:
+                count = (count + 1) // 2
+                continue
+            delivery = self.listener.send(peer, payload)
+            if delivery is not Delivery.SENT:
+                return delivery
+            outbox.drop(count)
+        return Delivery.SENT
 
     def beat(self, now_s: float, step: int, with_requests: set[bytes]) -> list[bytes]:
         """Send the clients with requests a heartbeat every half second. Returns those that are gone."""

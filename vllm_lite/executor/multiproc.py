@@ -16,7 +16,7 @@ from vllm_lite.executor.health import RankHealth, first_failure, slowest
 from vllm_lite.executor.meeting_place import MeetingPlace
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
-from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
+from vllm_lite.protocol.codec import MAX_WORKER_BYTES, FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import (
     AdapterRead,
     DropAdapter,
@@ -112,7 +112,7 @@ class MultiprocExecutor:
         self._worker_module = worker_module
         self._generation = generation
         self._exits = Wakeup()
-        self._listener = transport.bind(address, tcp and tcp.listen)
+        self._listener = transport.bind(address, tcp and tcp.listen, MAX_WORKER_BYTES)
         self._worker_address = self._listener.tcp_address or address
         self._worker_keys = tcp and tcp.worker_keys
         self._workers = [WorkerState(rank) for rank in range(config.tensor_parallel_size)]

@@ -25,6 +25,9 @@ from vllm_lite.protocol.control import (
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_WORKER_BYTES = 1024 * 1024 * 1024
+"""What a worker says of one step: with the vectors of every token a prompt alone may get half of the other limit, and
+a step may complete many prompts."""
 
 M = TypeVar("M")
 
@@ -56,7 +59,7 @@ FromWorker = (
     ModelOutput | StepOutputs | WorkerHello | Imported | Ready | Started | AdapterRead | WorkerHeartbeat | Failed
 )
 engine_to_worker: Codec[ToWorker] = Codec(ToWorker, "engine to worker")
-worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine")
+worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine", MAX_WORKER_BYTES)
 
 
 class _Generate(msgspec.Struct, array_like=True, tag="generate"):

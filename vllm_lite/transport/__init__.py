@@ -8,16 +8,18 @@ publisher.py  numbered batches for all who subscribe, and again what was missed
 inproc.py     queues in one process: unit tests and --single-process
 """
 
+from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
 from vllm_lite.transport.interface import Connection, Delivery, Listener, Tcp, Wakeup, wait
 from vllm_lite.transport.keys import KeysOption, load_client_keys
 
 __all__ = ["Connection", "Delivery", "KeysOption", "Listener", "Tcp", "Wakeup", "bind", "connect", "finish", "wait"]
 
 
-def bind(address: str, tcp: Tcp | None = None) -> Listener:
+def bind(address: str, tcp: Tcp | None = None, max_bytes: int = MAX_MESSAGE_BYTES) -> Listener:
     """Listen on `address` (ipc://PATH or inproc://NAME), and on `tcp` beside an ipc one.
 
-    Raises EngineError if one is taken, ConfigError if keys are missing.
+    Who sends a message of more than `max_bytes` loses the connection, but for an inproc one. Raises EngineError if an
+    address is taken, ConfigError if keys are missing.
     """
     if address.startswith("inproc://"):
         from vllm_lite.transport.inproc import InprocListener
@@ -25,7 +27,7 @@ def bind(address: str, tcp: Tcp | None = None) -> Listener:
         return InprocListener(address)
     from vllm_lite.transport.zmq import ZmqListener
 
-    return ZmqListener(address, tcp)
+    return ZmqListener(address, tcp, max_bytes)
 
 
 def connect(address: str, identity: bytes, keys: KeysOption = None) -> Connection:

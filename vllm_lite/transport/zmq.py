@@ -49,7 +49,7 @@ def _configured(kind: int) -> zmq.Socket[bytes]:
 class ZmqListener:
     """A bound ROUTER. Peers with an identity that is in use are refused by ZeroMQ itself."""
 
-    def __init__(self, address: str, tcp: Tcp | None = None) -> None:
+    def __init__(self, address: str, tcp: Tcp | None = None, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         """`address` is ipc://PATH. Raises EngineError, and ConfigError for bad keys."""
         self.address = address
         self.tcp_address: str | None = None
@@ -58,6 +58,7 @@ class ZmqListener:
         if os.path.exists(path) and answers(address):
             raise EngineError(f"address {address} is in use by another engine")
         self._socket = _configured(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         mask = os.umask(0o177)  # the socket file is for this user only
         try:
