@@ -5,7 +5,7 @@ server follow as they follow those that generate.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,18 +123,18 @@ class PoolingStream:
         """All numbers, one after the other."""
         return array("f", self.data).tolist()
 
-    def rows(self) -> list[list[float]]:
-        """A row for each token."""
-        numbers, count = self.numbers(), len(self.prompt.token_ids)
-        size = len(numbers) // count
-        return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    def rows(self) -> Iterator[list[float]]:
+        """The vector of one token after the other."""
+        numbers = array("f", self.data)
+        size = len(numbers) // len(self.prompt.token_ids)
+        return (numbers[start : start + size].tolist() for start in range(0, len(numbers), size))
 
     def output(self) -> PoolingRequestOutput:
         """The result, in the form that the task has."""
         task = self.pooling.task
         outputs: Any
         if task == "token_embed":
-            outputs = PoolingOutput(self.rows())
+            outputs = PoolingOutput(list(self.rows()))
         elif task == "embed":
             outputs = EmbeddingOutput(self.numbers())
         elif task == "score":

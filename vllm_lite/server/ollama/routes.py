@@ -1,6 +1,5 @@
 """The routes of Ollama's API. What manages its library of models is not there: one model is served."""
 
-import asyncio
 import os
 import time
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from vllm_lite.server.ollama.bodies import (
 )
 from vllm_lite.server.ollama.information import OllamaModel
 from vllm_lite.server.openai.bodies import warning
+from vllm_lite.server.pooling import answers
 from vllm_lite.server.pooling.bodies import PoolingFields
 from vllm_lite.server.pooling.runs import PoolingRuns
 
@@ -104,15 +104,16 @@ class OllamaRoutes:
         asked = await self._asked(request, OllamaEmbedBody)
         body, began_s = asked.body, time.monotonic()
         texts = [body.input] if isinstance(body.input, str) else list(body.input or ())
-        fields: dict[str, Any] = {"model": asked.model, "embeddings": [], "load_duration": 0, "prompt_eval_count": 0}
-        if texts:
-            kept = None if body.truncate is False else -1
-            params = PoolingFields(truncate_prompt_tokens=kept).params(dimensions=body.dimensions)
-            call = await self._pooling.pooled(request, "embd", texts, params, "embed")
-            fields["prompt_eval_count"] = call.num_prompt_tokens
-            fields["embeddings"] = await asyncio.to_thread(lambda: [stream.numbers() for stream in call.streams])
+        fields: dict[str, Any] = {"model": asked.model, "load_duration": 0}
+        if not texts:
+            none = {"embeddings": [], "total_duration": 0, "prompt_eval_count": 0}
+            return as_json(fields | none, asked.headers)
+        kept = None if body.truncate is False else -1
+        params = PoolingFields(truncate_prompt_tokens=kept).params(dimensions=body.dimensions)
+        call = await self._pooling.pooled(request, "embd", texts, params, "embed")
         fields["total_duration"] = round((time.monotonic() - began_s) * NS)
-        return as_json(fields, asked.headers)
+        fields["prompt_eval_count"] = call.num_prompt_tokens
+        return answers.answer(call, asked.headers, fields, answers.vector, "embeddings")
 
     async def embed_one(self, request: Request) -> Response:
         """The older form, of one text."""

@@ -10,7 +10,9 @@ from vllm_lite.server.openai.bodies import Messages, Name, RequestId, Variables
 from vllm_lite.server.openai.errors import ApiError
 
 MAX_TEXTS = 16_384
-"""Texts of one request; their vectors wait for the last of them."""
+"""Texts of one request."""
+MAX_NUMBER_BYTES = 64 * 1024 * 1024
+"""Float32 numbers that one request gets, of all its texts: they wait here for the last one."""
 
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 

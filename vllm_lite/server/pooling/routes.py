@@ -123,13 +123,20 @@ class PoolingRoutes:
             raise ApiError(400, f"this model scores no pairs: {able}", "model")
         places = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         call = await self._runs.pooled(request, kind, list(places), params, "embed")
-        vectors = [stream.numbers() for stream in call.streams]
-        lengths = [sqrt(sum(map(mul, vector, vector))) for vector in vectors]
+        vectors = [memoryview(stream.data).cast("f") for stream in call.streams]  # as floats they would be large
+        lengths: list[float] = []
+        for number, vector in enumerate(vectors):
+            lengths.append(sqrt(sum(map(mul, vector, vector))))
+            await _let_others_go_on(number)
         scores = []
         for number, (first, second) in enumerate(pairs):
             one, two = places[first], places[second]
             length = lengths[one] * lengths[two]
             scores.append(sum(map(mul, vectors[one], vectors[two])) / length if length else 0.0)
-            if number % PAIRS_AT_ONCE == PAIRS_AT_ONCE - 1:
-                await asyncio.sleep(0)
+            await _let_others_go_on(number)
         return call, scores
+
+
+async def _let_others_go_on(number: int) -> None:
+    if number % PAIRS_AT_ONCE == PAIRS_AT_ONCE - 1:
+        await asyncio.sleep(0)

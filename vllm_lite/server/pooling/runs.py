@@ -17,7 +17,7 @@ from vllm_lite.server.http.auth import owner_of
 from vllm_lite.server.http.disconnect import disconnected, until_disconnected
 from vllm_lite.server.openai.bodies import ChatBody
 from vllm_lite.server.openai.errors import ApiError, failed, refused
-from vllm_lite.server.pooling.bodies import MAX_TEXTS, InputFields
+from vllm_lite.server.pooling.bodies import MAX_NUMBER_BYTES, MAX_TEXTS, InputFields
 from vllm_lite.server.pooling.call import PoolingCall, Window
 
 BATCH = 64
@@ -116,10 +116,21 @@ class PoolingRuns:
                     _check(call)
                     continue
                 call.add([made.pop()])
+                self._check_size(call)
                 dispatcher.add(call, len(call.streams) - 1)
             if not call.finished:
                 await call.wait()
         _check(call)
+
+    def _check_size(self, call: PoolingCall) -> None:
+        """Refuse a call whose texts so far get more numbers than the server keeps for one."""
+        stream = call.streams[-1]
+        size = stream.pooling.dimensions or self.factory.limits.pooler.size
+        count = {"embed": len(call.streams), "token_embed": call.num_prompt_tokens}.get(stream.pooling.task, 0)
+        if 4 * size * count > MAX_NUMBER_BYTES:
+            of = "tokens" if stream.pooling.task == "token_embed" else "texts"
+            text = f"vectors of {size} numbers for {count} {of} and more are over the {MAX_NUMBER_BYTES} bytes"
+            raise ApiError(400, f"{text} that a request gets; send fewer texts in one", "input")
 
 
 async def _made(make: Make, start: int, end: int, ids: Sequence[str], num_chars: int) -> list[PoolingStream]:
