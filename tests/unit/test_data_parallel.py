@@ -15,6 +15,7 @@ from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Stats, Tokens
 from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.operations import OperationDone, PauseGeneration, ResumeGeneration
 from vllm_lite.protocol.params import SamplingParams
 
 PARAMS = SamplingParams(seed=7, max_tokens=16)
@@ -173,6 +174,51 @@ def test_questions_go_to_all_and_one_answer_comes_back(rig: Rig) -> None:
     rig.engines[1].expect(api.GetStats)
     rig.engines[1].send(Stats(num_running=9))
     assert asked.result(DEADLINE_S).num_running == 9
+
+
+def test_an_operation_is_for_all_engines(rig: Rig) -> None:
+    """One that comes back later would compute while the others are paused, or with other weights."""
+    asked = rig.session.operate(PauseGeneration())
+    for engine in rig.engines:
+        engine.expect(PauseGeneration)
+    rig.engines[0].send(OperationDone())
+    rig.engines[1].die()
+    with pytest.raises(EngineError, match="is being replaced and answers no questions"):
+        asked.result(DEADLINE_S)
+    while rig.session.members[1].has_engine:
+        rig.session.members[1]._wakeup.set()
+    with pytest.raises(EngineError, match=r"is being replaced .* nothing was done, ask again"):
+        rig.session.operate(ResumeGeneration())
+    rig.engines[0].expect_nothing_more()
+    with FakeEngine(address=rig.engines[1].address, epoch=2) as back:
+        while not rig.session.members[1].has_engine:
+            rig.session.members[1]._wakeup.set()
+        asked = rig.session.operate(ResumeGeneration())
+        for engine in (rig.engines[0], back):
+            engine.expect(ResumeGeneration)
+            engine.send(OperationDone())
+        assert asked.result(DEADLINE_S) == OperationDone()
+
+
+def test_a_stream_whose_next_engine_ends_as_it_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        rig = Rig(stack, is_supervised=False)
+        for name in ("r", "s"):
+            rig.submit(name, affinity="session")
+        home = rig.home("r")
+        choose, other = rig.session._choose, rig.session.members[1 - home]
+
+        def choose_too_late(*args: Any) -> int:
+            index = choose(*args)
+            other.fail("it was restarted too often")
+            while other.dead is None:
+                other._wakeup.set()
+            return index
+
+        monkeypatch.setattr(rig.session, "_choose", choose_too_late)
+        rig.engines[home].die()
+        ends = [rig.next(), rig.next()]
+        assert sorted(end.request_id for end in ends if isinstance(end, Failure)) == ["r", "s"]
 
 
 def test_the_end_of_all_is_the_end() -> None:

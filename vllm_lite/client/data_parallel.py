@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from vllm_lite.client.answers import copy_of
 from vllm_lite.client.any_session import AnySession, Member
 from vllm_lite.client.joined_answers import gathered, joined
-from vllm_lite.client.open_stream import Sink
+from vllm_lite.client.open_stream import OpenStream, Sink
 from vllm_lite.client.routing import MAX_HASHED_BLOCKS, PrefixRouter
 from vllm_lite.client.session import Session
+from vllm_lite.client.stream import Failure
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.adapters import AdapterInfo
@@ -109,7 +111,16 @@ class DataParallelSession(AnySession):
                 member.drop(request_id, stopped=stopped)
 
     def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
-        """Ask every engine that answers questions at present; what they say is joined."""
+        """Ask every engine that answers questions at present; what they say is joined. An operation all of them do: one
+        that is being replaced would go on with other weights, or while the others are paused. Raises EngineError then.
+        """
+        needs_all = answer is OperationDone
+        absent = [member for member in self.members if member.dead is None and not member.has_engine]
+        if needs_all and absent:
+            raise EngineError(
+                f"the engine at {absent[0].address} is being replaced ({absent[0].recovering}), and all must do this; "
+                "nothing was done, ask again"
+            )
         if answer in (PrefixCacheReset, OperationDone):  # other weights have other KV
             with self._lock:
                 for index in range(len(self.members)):
@@ -120,12 +131,14 @@ class DataParallelSession(AnySession):
             try:
                 asked.append(member.ask(message, answer))
             except EngineError as refusal:
+                if needs_all and member.dead is None:
+                    raise
                 error = refusal
             else:
                 asked[-1].add_done_callback(partial(self._see, index))
         if not asked and error is not None:
             raise error
-        return gathered(asked, joined)
+        return gathered(asked, joined, needs_all=needs_all)
 
     def ask_each(self) -> list[Member]:
         asked = []
@@ -194,9 +207,21 @@ class DataParallelSession(AnySession):
             for member in self.members:
                 moved = member.release()
                 for request_id, stream in moved.items():
-                    self.members[self._choose(stream.request)].adopt(request_id, stream)
+                    self._move(request_id, stream)
                 if moved:
                     logger.warning("%d requests of the engine at %s go on in others", len(moved), member.address)
+
+    def _move(self, request_id: str, stream: OpenStream) -> None:
+        """Have an engine go on with a stream that has none. Where all have ended, that is its end."""
+        while True:
+            try:
+                self.members[self._choose(stream.request)].adopt(request_id, stream)
+            except EngineError as error:  # the one that was chosen has ended as well
+                if self.dead is None:
+                    continue
+                with suppress(Exception):  # its reader has gone
+                    stream.sink([Failure(request_id, copy_of(error))])
+            return
 
 
 def connect(addresses: Sequence[str], config: ResolvedConfig) -> Session | DataParallelSession:

@@ -21,12 +21,12 @@ _LARGEST = ("life", "generation")
 A = TypeVar("A")
 
 
-def gathered(asked: "list[Future[A]]", join: Callable[[A, A], A]) -> "Future[A]":
-    """What those say who answer at all, joined; the last one's error if nobody does."""
+def gathered(asked: "list[Future[A]]", join: Callable[[A, A], A], *, needs_all: bool = False) -> "Future[A]":
+    """What those say who answer at all, joined; the last one's error if nobody does, or any one's if `needs_all`."""
     result: Future[A] = Future()
     lock, missing = threading.Lock(), [len(asked)]
 
-    def finish(done: "Future[A]") -> None:
+    def finish(_: "Future[A]") -> None:
         with lock:
             missing[0] -= 1
             if missing[0]:
@@ -34,10 +34,11 @@ def gathered(asked: "list[Future[A]]", join: Callable[[A, A], A]) -> "Future[A]"
         if not result.set_running_or_notify_cancel():
             return
         found = [each.result() for each in asked if not each.cancelled() and each.exception() is None]
-        if found:
+        if found and (len(found) == len(asked) or not needs_all):
             result.set_result(reduce(join, found))
-        else:
-            result.set_exception((None if done.cancelled() else done.exception()) or EngineError("no engine answered"))
+            return
+        errors = [error for each in asked if not each.cancelled() and (error := each.exception()) is not None]
+        result.set_exception(errors[-1] if errors else EngineError("no engine answered"))
 
     for each in asked:
         each.add_done_callback(finish)
