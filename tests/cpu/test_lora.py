@@ -171,6 +171,10 @@ REFUSED = [
     ({"init_lora_weights": "pissa_niter_4"}, "changes the base model as well"),
     ({"r": 0}, "r: Expected `int` >= 1"),
     ({"alpha_pattern": {"(": 3}}, "alpha_pattern is not a regular expression"),
+    (
+        {"alpha_pattern": {rf"(.+?)+?\1\1[!{index}]": 3 for index in range(9)}},
+        "alpha_pattern take over 0.05 s to match",
+    ),
 ]
 
 
@@ -181,8 +185,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_configs_that_are_not_served_are_refused_by_name(
-    changes: dict[str, Any], message: str, small: Oracle, tmp_path: Path
+    changes: dict[str, Any], message: str, small: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("vllm_lite.checkpoint.lora.PATTERN_TIMEOUT_S", 0.05)
     path = change_config(make_adapter(small.path, tmp_path / "adapter", ["q_proj"]), changes)
     with pytest.raises(ModelError, match=r"adapter_config\.json") as error:
         read_lora(path)

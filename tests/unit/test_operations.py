@@ -369,6 +369,15 @@ def test_weights_that_are_told_to_one_that_sleeps_are_loaded_when_it_wakes(
 # ---- the engine that comes after
 
 
+def test_what_cannot_be_read_of_it_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that was asleep is awake then, and takes memory that others may have by now."""
+    keep(str(tmp_path), KeptState("m"))
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    assert kept(str(tmp_path)) is None
+    assert f"the one before was asked for: {file} cannot be read" in caplog.text
+
+
 def test_the_next_engine_is_as_this_one_was(host: Host, client: Client, tmp_path: Path) -> None:
     assert kept(str(tmp_path)) is None
     do(host, client, PauseGeneration())

@@ -6,6 +6,7 @@ tensors say which layers these are, so that the forms of `target_modules` need n
 
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_SHOWN = 3
 """Names of tensors and layers in an error."""
 PATTERN_TIMEOUT_S = 1.0
-"""For each pattern of a config, all layers together take no longer."""
+"""All patterns of a config together take no longer for all layers, on a core of their own."""
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 REFUSED = {
@@ -125,6 +126,7 @@ class _Scales:
 
     def __init__(self, config: _Config, source: Path) -> None:
         self._config, self._source = config, source
+        self._until_s = time.thread_time() + PATTERN_TIMEOUT_S
         try:
             self._alphas = [
                 (regex.compile(rf"(?:.*\.)?(?:{pattern})"), alpha)
@@ -137,11 +139,13 @@ class _Scales:
         alpha = self._config.lora_alpha
         try:
             for pattern, its_own in self._alphas:
-                if pattern.fullmatch(module, timeout=PATTERN_TIMEOUT_S):
+                if pattern.fullmatch(module, timeout=max(1e-3, self._until_s - time.thread_time())):
                     alpha = its_own
                     break
         except TimeoutError as error:
-            raise ModelError(f"{self._source}: a pattern in alpha_pattern takes too long to match") from error
+            raise ModelError(
+                f"{self._source}: the patterns in alpha_pattern take over {PATTERN_TIMEOUT_S:g} s to match"
+            ) from error
         return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
 
 

@@ -256,7 +256,7 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     if spec.encoder is not None:
         config = _for_encoder(config, spec)
     spec.check_tensor_parallel(Shard.of(config))
-    if config.distributed_executor_backend == "ray" and find_spec("ray") is None:
+    if config.distributed_executor_backend == "ray" and not _has_ray():
         raise ConfigError("distributed_executor_backend ray needs the package ray: pip install 'vllm-lite[ray]'")
     _check_experts(config, spec)
     resolved = config.resolve(
@@ -273,6 +273,12 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     check_sizes(resolved, block_bytes, memory_limit_bytes())
     check_binding(resolved.cpu_bind, resolved.ranks_on_machine, resolved.device)
     return resolved
+
+
+def _has_ray() -> bool:
+    """Whether the package is installed; any folder called ray on the path can be imported as well."""
+    found = find_spec("ray")
+    return found is not None and found.origin is not None
 
 
 def _for_encoder(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

@@ -145,7 +145,7 @@ class AdapterLoader:
         for adapter in adapters.idle():
             if adapter not in self._loading and adapter not in self._asked:
                 self._drop(adapter, executor)
-                del adapters.by_number[adapter.number]
+                adapters.forget(adapter)
         for adapter in list(adapters.wanted):
             if adapter in self._loading:
                 continue

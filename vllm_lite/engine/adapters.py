@@ -12,8 +12,8 @@ from vllm_lite.engine.sequence import Sequence
 MAX_ADAPTERS = 10_000
 """That clients may have loaded at the same time."""
 
-
 KEEP_S = 0.1
+"""How long one that has just been loaded is not evicted while requests wait for it."""
 
 
 class Adapter:
@@ -57,6 +57,7 @@ class Adapters:
         self.on_change: Callable[[Adapter], None] | None = None
         """Called when the workers have got an adapter, or lost it: decisions depend on it."""
         self._by_name: dict[str, Adapter] = {}
+        self._unlisted: dict[Adapter, None] = {}
         self._num_made = self._num_used = 0
 
     # ---- names
@@ -65,11 +66,18 @@ class Adapters:
         """A new adapter, which is not listed yet."""
         self._num_made += 1
         adapter = self.by_number[self._num_made] = Adapter(self._num_made, name, path, parent)
+        self._unlisted[adapter] = None
         return adapter
+
+    def forget(self, adapter: Adapter) -> None:
+        """One of idle() is gone."""
+        del self.by_number[adapter.number], self._unlisted[adapter]
 
     def numbered(self, number: int) -> Adapter:
         """The adapter of this number, for a replay, which knows no names."""
-        return self.by_number.setdefault(number, Adapter(number, f"adapter {number}", ""))
+        adapter = self.by_number.setdefault(number, Adapter(number, f"adapter {number}", ""))
+        self._unlisted[adapter] = None
+        return adapter
 
     def get(self, name: str) -> Adapter | None:
         """The listed adapter of this name."""
@@ -83,8 +91,9 @@ class Adapters:
         """New requests get this adapter by its name. Returns the one that they got before."""
         before = self._by_name.get(adapter.name)
         if before is not None:
-            before.is_listed = False
+            self.delist(before)
         self._by_name[adapter.name] = adapter
+        self._unlisted.pop(adapter, None)
         adapter.is_listed = True
         return before
 
@@ -92,11 +101,12 @@ class Adapters:
         """New requests get it no more; those that have it go on."""
         if self._by_name.get(adapter.name) is adapter:
             del self._by_name[adapter.name]
+        self._unlisted[adapter] = None
         adapter.is_listed = False
 
     def idle(self) -> list[Adapter]:
-        """Those that are not listed and have no request."""
-        return [each for each in self.by_number.values() if not each.is_listed and not each.num_requests]
+        """Those that are not listed and have no request. Asked for in every pass of the loop."""
+        return [each for each in self._unlisted if not each.num_requests]
 
     # ---- what the workers have
 
@@ -125,6 +135,12 @@ class Adapters:
             if each.is_loaded and each not in used and not (each.num_requests and now_s < each.loaded_s + KEEP_S)
         ]
         return min(free, key=lambda each: (each.num_requests > 0, each.last_used), default=None)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if those that are not listed are others than said."""
+        unlisted = [each for each in self.by_number.values() if not each.is_listed]
+        if set(unlisted) != set(self._unlisted):
+            raise RuntimeError(f"{list(self._unlisted)} are said not to be listed, {unlisted} are not")
 
     # ---- admission
 

@@ -1,7 +1,6 @@
 """What operations have made of an engine, kept in a file for the one that takes its place if it dies."""
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -38,7 +37,17 @@ def keep(run_dir: str, state: KeptState) -> None:
 
 
 def kept(run_dir: str) -> KeptState | None:
-    """What an earlier engine has kept, None if nothing."""
-    with suppress(OSError, msgspec.MsgspecError):
+    """What an earlier engine has kept, None if nothing, or if it cannot be read, of which the log tells."""
+    try:
         return msgspec.msgpack.decode((Path(run_dir) / FILE).read_bytes(), type=KeptState)
-    return None
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        logger.error(
+            "this engine serves, and with the weights of its start, whatever the one before was asked for: %s/%s "
+            "cannot be read: %s",
+            run_dir,
+            FILE,
+            error,
+        )
+        return None

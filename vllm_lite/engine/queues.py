@@ -256,6 +256,7 @@ class Queues:
         self._kv.check_integrity(members)
 
     def _check_adapters(self) -> None:
+        self.adapters.check_integrity()
         having = [request.adapter for request in self.requests.values() if request.adapter is not None]
         for adapter in {*having, *self.adapters.by_number.values()}:
             if adapter.num_requests != having.count(adapter) or adapter.number not in self.adapters.by_number:

@@ -102,7 +102,7 @@ def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: i
         return "waits_for_turn"
     if len(scheduler.running) >= options.max_num_seqs:
         return "waits_for_seat"
-    if not scheduler.queues.adapters.of_step(scheduler.running).has_room_for(sequence):
+    if not scheduler.queues.adapters.of_step(scheduler.running).could_take(sequence.request.adapter):
         return "waits_for_adapter"
     if found.verdict is not Verdict.OK:
         return "waits_for_state" if found.lacks_state else "waits_for_blocks"
