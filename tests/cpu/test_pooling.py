@@ -254,7 +254,7 @@ def test_other_poolers_are_refused_by_name(tmp_path: Path, change: dict[str, Any
         load_spec(path)
 
 
-def test_settings_of_the_pooler(tmp_path: Path) -> None:
+def test_settings_of_the_pooler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A model made to generate makes vectors if it is asked to; its pooling is as the files say, or the user."""
     path = write_pooled(tmp_path / "plain", "Qwen3ForCausalLM")
     assert load_spec(path).pooling is None
@@ -268,7 +268,9 @@ def test_settings_of_the_pooler(tmp_path: Path) -> None:
     assert pooling is not None
     assert (pooling.kind, pooling.normalize) == ("mean", False)
     with pytest.raises(ConfigError, match="pooling_type must be one of LAST, MEAN, CLS, got 'MAX'"):
-        load_spec(path, options=EngineConfig.check(asked | {"pooler_config": {"pooling_type": "MAX"}}).pooling)
+        EngineConfig.check({"pooler_config": {"pooling_type": "MAX"}})
+    resolve(EngineConfig.check({"model": str(path), "device": "cpu", "pooler_config": {"pooling_type": "MEAN"}}))
+    assert "pooler_config does nothing: this model makes no vectors" in caplog.text
     bert = add_modules(write_pooled(tmp_path / "bert", "BertModel"), "mean", longest=100)
     config = resolve(EngineConfig.check({"model": str(bert), "device": "cpu"}))
     assert (config.max_model_len, config.enable_chunked_prefill, config.enable_prefix_caching) == (100, False, False)

@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.checkpoint.typed_json import Size, convert, read_json
-from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.errors import ModelError
 from vllm_lite.runtime.nested_settings import PoolerConfig, PoolingOptions
 
 Kind = Literal["last", "mean", "cls"]
@@ -244,12 +244,10 @@ def embedder(
 
 
 def adjusted(spec: PoolingSpec, options: PoolingOptions) -> PoolingSpec:
-    """The pooler with what the user has set otherwise. Raises ConfigError."""
+    """The pooler with what the user has set otherwise."""
     asked: PoolerConfig = options.pooler_config
     kind = asked.seq_pooling_type or asked.pooling_type
     if kind is not None:
-        if kind.lower() not in _MODES:
-            raise ConfigError(f"pooling_type must be one of LAST, MEAN, CLS, got {kind!r}")
         spec = msgspec.structs.replace(spec, kind=_MODES[kind.lower()])
     active = asked.normalize if asked.use_activation is None else asked.use_activation
     if active is not None:

@@ -259,6 +259,8 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
     if config.distributed_executor_backend == "ray" and not _has_ray():
         raise ConfigError("distributed_executor_backend ray needs the package ray: pip install 'vllm-lite[ray]'")
     _check_experts(config, spec)
+    if config.pooler_config is not None and spec.pooling is None:
+        logger.warning("pooler_config does nothing: this model makes no vectors; ask for them with --convert embed")
     resolved = config.resolve(
         max_position_embeddings=spec.max_position_embeddings,
         dtype=resolve_dtype(config.dtype, spec),

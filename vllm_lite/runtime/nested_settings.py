@@ -100,6 +100,9 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.structs.replace(self, endpoint=offset(self.endpoint, rank), replay_endpoint=replay)
 
 
+POOLING_TYPES = ("LAST", "MEAN", "CLS")
+
+
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model pools, where that is to be otherwise than its files say. Names are vLLM's; the later ones win."""
 
@@ -107,6 +110,12 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seq_pooling_type: str | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("pooling_type", "seq_pooling_type"):
+            value = getattr(self, name)
+            if value is not None and value.upper() not in POOLING_TYPES:
+                raise ValueError(f"{name} must be one of {', '.join(POOLING_TYPES)}, got {value!r}")
 
 
 class PoolingOptions(NamedTuple):
