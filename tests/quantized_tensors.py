@@ -5,11 +5,16 @@ Each writer is called as write(name, weight [outputs, inputs], quantization_conf
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint
+from vllm_lite.checkpoint.headers import SINGLE_FILE
 
 Tensors = dict[str, torch.Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -125,3 +130,42 @@ def gptq_config(**others: Any) -> dict[str, Any]:
     """A quantization_config, the usual one but for `others`."""
     usual = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
     return {"quant_method": "gptq", **usual, **others}
+
+
+LARGE: Any = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+def float8_tensors(name: str, weight: torch.Tensor, _: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    return {
+        f"{name}.weight": weight.to(torch.float8_e4m3fn),
+        f"{name}.weight_scale_inv": torch.ones(-(-len(weight) // 128), -(-weight.shape[1] // 128)),
+    }, weight
+
+
+FORMATS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "gptq": (gptq_tensors, gptq_config(group_size=128)),
+    "gptq, 8 bits": (gptq_tensors, gptq_config(bits=8)),
+    "awq": (awq_tensors, {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}),
+    "nf4": (nf4_tensors, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "fp8": (float8_tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+}
+
+
+def quantized(folder: Path, write: Callable[..., Any], config: dict[str, Any]) -> Path:
+    """Write a checkpoint of LARGE's sizes with quantized projections to `folder`, and return it."""
+    path = make_checkpoint(folder, **LARGE)
+    stored: Tensors = {}
+    for name, weight in load_file(path / SINGLE_FILE).items():
+        if name.endswith("_proj.weight"):
+            stored |= write(name.removesuffix(".weight"), weight.float(), config)[0]
+        else:
+            stored[name] = weight
+    save_file(stored, path / SINGLE_FILE)
+    say_quantized(path, config)
+    return path

@@ -1,5 +1,6 @@
 """Models with adapters give the logits of models into which PEFT has merged them, row by row."""
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,20 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint, transformers_model
 from tests.families.all import VARIANTS
+from tests.gguf_files import write_gguf
 from tests.lora_adapters import change_config, make_adapter, merge
 from tests.paged import Oracle, Paged
+from tests.quantized_tensors import FORMATS, LARGE, int8_tensors, quantized
 from tests.thread_group import on_ranks
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.lora import read_lora
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.lora import AdapterLimits, Adapters
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator
+from vllm_lite.tools.quantize.checkpoint import quantize_checkpoint
+from vllm_lite.tools.quantize.schemes import SCHEMES
 
 CPU = torch.device("cpu")
 MAX_DIFFERENCE = 5e-4
@@ -51,14 +57,19 @@ CASES = [
 
 
 def load(
-    oracle: Oracle, adapters: list[Path], communicator: Communicator | None = None, **options: Any
+    oracle: Oracle,
+    adapters: list[Path],
+    communicator: Communicator | None = None,
+    stored_as: Path | None = None,
+    **options: Any,
 ) -> tuple[Any, Adapters]:
-    """A model with adapters in slots, one after another."""
+    """A model with adapters in slots, one after another. `stored_as`: another checkpoint of the same model."""
     limits = AdapterLimits(len(adapters) + 1, 8)
     made = Adapters(limits, 512, getattr(torch, oracle.dtype), CPU)
     sizes = Sizes(oracle.max_model_len, 512, made)
-    model = build(oracle.spec, oracle.dtype, "cpu", sizes, communicator=communicator, **options)
-    load_weights(model, oracle.path)
+    spec = oracle.spec if stored_as is None else load_spec(stored_as)
+    model = build(spec, oracle.dtype, "cpu", sizes, communicator=communicator, **options)
+    load_weights(model, stored_as or oracle.path)
     for slot, path in enumerate(adapters):
         made.put(slot, made.read(read_lora(path), str(path)), None)
     return model, made
@@ -119,6 +130,27 @@ def test_logits_are_those_of_merged_weights(
                 assert (ours - theirs[: len(ours)]).abs().max() < MAX_DIFFERENCE
 
 
+@pytest.mark.parametrize("name", ["llama-yarn", "smollm3-tied", "neox", "falcon-two-norms", "gpt2"])
+def test_the_base_may_be_a_gguf_file(
+    name: str, bases: dict[str, Oracle], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Which has the rows of Q and K in another order than the adapter, or all Q before K and V, or no matrix
+    transposed."""
+    oracle = oracle_of(name, bases, tmp_path_factory)
+    path = make_adapter(oracle.path, tmp_path / "adapter", seed=1)
+    merged = merge(oracle.path, path, tmp_path / "merged")
+    expected = reference(merged, oracle.spec.architecture, oracle.tokens[:40])
+    file = write_gguf(tmp_path / "model.gguf", oracle.path)
+    oracle = copy(oracle)
+    oracle.spec = load_spec(file)  # the attention is that of the file
+    found: list[list[torch.Tensor]] = [run_mixed(load(oracle, [path, path], stored_as=file), oracle)]
+    if name in {"llama-yarn", "neox"}:
+        found += on_ranks(2, lambda rank: run_mixed(load(oracle, [path, path], rank, file), oracle))
+    for ours in found:
+        assert (ours[0] - expected).abs().max() < MAX_DIFFERENCE
+        assert (ours[2] - oracle.logits[:20].log_softmax(-1)).abs().max() < MAX_DIFFERENCE
+
+
 def test_patterns_of_ranks_and_alphas(tmp_path: Path) -> None:
     oracle = Oracle(make_checkpoint(tmp_path / "base", num_hidden_layers=3))
     path = make_adapter(
@@ -143,19 +175,43 @@ def test_patterns_of_ranks_and_alphas(tmp_path: Path) -> None:
     assert (ours[1] - expected[:33]).abs().max() < MAX_DIFFERENCE
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4_g32"])
-def test_quantized_weights_keep_theirs_and_the_difference_is_exact(quantization: Any, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Path]:
+    """A model of whose sizes quantized checkpoints are, and an adapter of it."""
+    folder = tmp_path_factory.mktemp("large")
+    oracle = Oracle(make_checkpoint(folder / "base", **LARGE))
+    return oracle, make_adapter(oracle.path, folder / "adapter", ["q_proj", "k_proj", "v_proj"])
+
+
+QUANTIZED = [*FORMATS, "bitsandbytes int8", "gguf Q4_K", *SCHEMES, "--quantization int8", "--quantization int4_g32"]
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_weights_keep_theirs_and_the_difference_is_exact(
+    kind: str, large: tuple[Oracle, Path], tmp_path: Path
+) -> None:
     """Held at the layer: what an adapter adds to a quantized product is what A and B give, in float32."""
-    oracle = Oracle(make_checkpoint(tmp_path / "base"))
-    path = make_adapter(oracle.path, tmp_path / "adapter", "all-linear")
-    model, made = load(oracle, [path], quantization=quantization)
+    oracle, path = large
+    stored, option = None, None
+    if kind in FORMATS:
+        stored = quantized(tmp_path / "base", *FORMATS[kind])
+    elif kind in SCHEMES:
+        stored = tmp_path / "base"
+        quantize_checkpoint(oracle.path, stored, kind)
+    elif kind.startswith("gguf"):
+        stored = write_gguf(tmp_path / "base.gguf", oracle.path, lambda name: "Q4_K" if "attn" in name else "Q8_0")
+    elif kind.startswith("bitsandbytes"):
+        stored = quantized(tmp_path / "base", int8_tensors, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    else:
+        option = kind.removeprefix("--quantization ")
+    model, made = load(oracle, [path], stored_as=stored, quantization=option)
     tensors = load_file(path / "adapter_model.safetensors")
-    layer = model.layers[1]
-    x, adapted, plain = torch.randn(5, 64), torch.zeros(5, 128), torch.zeros(5, 128)
+    qkv = model.layers[1].attention.qkv
+    x, adapted, plain = torch.randn(5, 256), torch.zeros(5, 512), torch.zeros(5, 512)
     made.rows.begin_step(np.array([0, 0, -1, 0, 0]))
-    layer.attention.qkv.forward(x, adapted)
+    qkv.forward(x, adapted)
     made.rows.begin_step(np.full(5, -1))
-    layer.attention.qkv.forward(x, plain)
+    qkv.forward(x, plain)
     prefix = "base_model.model.model.layers.1.self_attn.{}_proj.lora_{}.weight"
     exact = torch.cat([x @ tensors[prefix.format(p, "A")].T @ tensors[prefix.format(p, "B")].T * 2 for p in "qkv"], 1)
     exact[2] = 0
@@ -222,8 +278,6 @@ def test_adapters_of_other_models_are_refused(small: Oracle, tmp_path: Path) -> 
 
 
 def test_models_of_transformers_take_no_adapters(small: Oracle) -> None:
-    from vllm_lite.checkpoint.config_json import load_spec
-
     sizes = Sizes(64, 64, Adapters(AdapterLimits(1, 8), 64, torch.float32, CPU))
     with pytest.raises(ConfigError, match="enable_lora is for models with a native implementation"):
         build(load_spec(small.path, "transformers"), "float32", "cpu", sizes)

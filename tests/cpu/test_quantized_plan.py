@@ -1,22 +1,20 @@
 """What a plan says of a quantized checkpoint's weights, against what the kernels keep of them."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.families.all import VARIANTS
 from tests.gguf_files import write_gguf
 from tests.paged import Oracle
-from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
+from tests.quantized_tensors import FORMATS, LARGE, quantized
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME, READ
-from vllm_lite.checkpoint.headers import SINGLE_FILE, Tensor, read_headers
+from vllm_lite.checkpoint.headers import Tensor, read_headers
 from vllm_lite.checkpoint.quantization.memory import BLOCK_BITS, GPU_BLOCK_BITS, kept_on_gpu, tensor_bytes
 from vllm_lite.checkpoint.quantization.spec import (
     Awq,
@@ -38,43 +36,6 @@ from vllm_lite.kernels.gguf_blocks import BlockRows, take_apart
 from vllm_lite.layers.matmul import DenseMatmul
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
-
-LARGE: Any = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
-
-
-def float8_tensors(name: str, weight: torch.Tensor, _: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    return {
-        f"{name}.weight": weight.to(torch.float8_e4m3fn),
-        f"{name}.weight_scale_inv": torch.ones(-(-len(weight) // 128), -(-weight.shape[1] // 128)),
-    }, weight
-
-
-FORMATS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "gptq": (gptq_tensors, gptq_config(group_size=128)),
-    "gptq, 8 bits": (gptq_tensors, gptq_config(bits=8)),
-    "awq": (awq_tensors, {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}),
-    "nf4": (nf4_tensors, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    "fp8": (float8_tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-}
-
-
-def quantized(folder: Path, write: Callable[..., Any], config: dict[str, Any]) -> Path:
-    path = make_checkpoint(folder, **LARGE)
-    stored: Tensors = {}
-    for name, weight in load_file(path / SINGLE_FILE).items():
-        if name.endswith("_proj.weight"):
-            stored |= write(name.removesuffix(".weight"), weight.float(), config)[0]
-        else:
-            stored[name] = weight
-    save_file(stored, path / SINGLE_FILE)
-    say_quantized(path, config)
-    return path
 
 
 def planned(path: Path, dtype_bytes: int = 4, **others: Any) -> int:

@@ -6,7 +6,7 @@ outputs all of A and its part of B, of one that is split by inputs its part of A
 latter are added up with those of the weight.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -62,6 +62,9 @@ class Adapters:
             self.rows = MaskedRows(limits.num_slots, max_num_tokens, dtype, device)
         self.sites: dict[str, Site] = {}
         """By the name of each matrix."""
+        self.stored_rows: Callable[[str], Sequence[int] | None] = lambda _: None
+        """The rows that an adapter's B has for those of a matrix as the base model's files have it, in their order;
+        None: it has the same."""
 
     def form(self, form: WeightForm) -> "AdaptedForm":
         """The form of layers that can be adapted, whose weights are stored in `form`."""
@@ -123,6 +126,7 @@ class Site:
     def __init__(self, matrices: tuple[str, ...], names: Sequence[str], shape: LinearShape, adapters: Adapters) -> None:
         """`names` has the matrix in which each projection lies."""
         self.matrices, self.names, self.shape = matrices, tuple(names), shape
+        self.stored_rows = adapters.stored_rows
         matrix = [matrices.index(name) for name in names]
         self.slots: LayerSlots
         if isinstance(adapters.rows, GroupedRows):
@@ -154,6 +158,8 @@ class Site:
                 seconds.append(None)
                 continue
             whole = up[name].to(torch.float32) * modules[name].scale
+            if (rows := self.stored_rows(name)) is not None:
+                whole = whole[list(rows)]
             seconds.append(_part(part, whole).to(dtype).to(place))
         return self.slots.pack(firsts, seconds)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol
 
@@ -12,13 +13,13 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import ENCODERS
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.lora import Adapters
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.quantized.select import form_for
+from vllm_lite.layers.stored_rows import stored_rows
 from vllm_lite.layers.weight_slot import WeightGroup
 from vllm_lite.models.transformers.library import load_library
 from vllm_lite.parallel.communicator import Communicator, SingleRank
@@ -165,17 +166,11 @@ def build(
     form = form_for(spec.quantization, quantization)
     parts = Parts(spec, torch_dtype, torch.device(device), communicator, form=form, head_quantization=quantization)
     if sizes.adapters is not None:
-        _check_takes_adapters(spec)
+        if not native:
+            raise ConfigError("enable_lora is for models with a native implementation, not for those of transformers")
+        sizes.adapters.stored_rows = partial(stored_rows, spec)
         parts = replace(parts, adapters=sizes.adapters)
     return model_class(parts, sizes.max_model_len, sizes.max_num_tokens)
-
-
-def _check_takes_adapters(spec: ModelSpec) -> None:
-    """Raise ConfigError for a model whose layers cannot be adapted."""
-    if spec.implementation != "native":
-        raise ConfigError("enable_lora is for models with a native implementation, not for those of transformers")
-    if isinstance(spec.quantization, Gguf):  # the rows of their Q and K have another order than those of adapters
-        raise ConfigError("enable_lora is not for GGUF files; take the safetensors that they were made of")
 
 
 def examine(spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -69,8 +69,14 @@ class GgufCheckpoint:
             output_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_down.bias" in tensors,
             qkv_layout="stacked" if own.stacks_qkv else spec.qkv_layout,
-            quantization=Gguf(kinds=dict(self._kinds())),
+            quantization=Gguf(kinds=dict(self._kinds()), qkv_rows=self._qkv_rows),
         )
+
+    @property
+    def _qkv_rows(self) -> Literal["turned", "stacked"] | None:
+        if self.architecture.is_interleaved:
+            return "turned"
+        return "stacked" if self.architecture.stacks_qkv else None
 
     def _kinds(self) -> Iterator[tuple[str, str]]:
         own = self.architecture.names

@@ -195,6 +195,9 @@ class Gguf(QuantizationSpec, frozen=True, kw_only=True):
     kinds: dict[str, str]
     """The types of what is not stored as floats, by canonical names without ".weight"; of experts, and of heads that
     have matrices of their own, with "{}" in place of their number."""
+    qkv_rows: Literal["turned", "stacked"] | None = None
+    """How rows were moved when the file was made: those of each head's halves lie in turn, in Q and K; or all of Q lies
+    before K and V, which the family's own checkpoints have head by head. See layers/stored_rows.py."""
 
     def kind(self, name: str) -> str | None:
         """The type of the matrix `name`; None if it is stored as floats."""
