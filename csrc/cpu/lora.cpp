@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kTaskRows = 32;        // of one adapter, which one task computes
 constexpr int64_t kMinTask = 64 << 10;   // weights times rows; about 5 us
 constexpr int64_t kMinShared = 8 << 15;  // less is done sooner by the calling thread alone
+constexpr int64_t kCallsPerThread = 2;   // from so many on no call is cut
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -39,10 +40,19 @@ class Adapters {
     const auto shrink = VLLM_LITE_DISPATCH(lora_shrink);
     const auto expand = VLLM_LITE_DISPATCH(lora_expand);
     const int64_t inputs = call.layer->num_inputs, blocks = num_blocks(*call.layer);
-    each_task([](const LoraCall& each) { return static_cast<int64_t>(each.slot->num_ranks); },
-              [&](const LoraCall&) { return inputs; }, kLoraRanks, shrink);
+    const auto num_calls = static_cast<int64_t>(calls_.size()), num_threads = int64_t{vllm_lite::num_threads()};
+    if (num_threads == 1 || num_calls >= kCallsPerThread * num_threads) {  // each by one thread, which has its hidden
+      vllm_lite::parallel_for(num_calls, [&](int64_t number) {
+        const LoraCall& own = calls_[static_cast<size_t>(number)];
+        shrink(own, 0, lora_rank_blocks(*own.slot));
+        expand(own, 0, blocks);
+      });
+      return;
+    }
+    each_task([](const LoraCall& each) { return lora_rank_blocks(*each.slot); },
+              [&](const LoraCall&) { return kLoraRanks * inputs; }, shrink);
     each_task([&](const LoraCall&) { return blocks; },
-              [](const LoraCall& each) { return kLoraBlock * each.slot->num_ranks; }, 1, expand);
+              [](const LoraCall& each) { return kLoraBlock * each.slot->num_ranks; }, expand);
   }
 
  private:
@@ -59,20 +69,19 @@ class Adapters {
         own.rows = call.rows + row;
         own.num_rows = left < kTaskRows ? left : kTaskRows;
         calls_.push_back(own);
-        num_hidden += own.num_rows * adapter->num_ranks;
+        num_hidden += own.num_rows * lora_hidden(*adapter);
       }
     }
     float* hidden = reinterpret_cast<float*>(scratch_.get(num_hidden * 4));
     for (LoraCall& own : calls_) {
       own.hidden = hidden;
-      hidden += own.num_rows * own.slot->num_ranks;
+      hidden += own.num_rows * lora_hidden(*own.slot);
     }
   }
 
-  // kernel(call, first, last) over all units of all calls: `count`(call) of them, each of `cost`(call) weights. Parts
-  // begin at multiples of `step`.
+  // kernel(call, first, last) over all units of all calls: `count`(call) of them, each of `cost`(call) weights.
   template <class Count, class Cost, class Kernel>
-  void each_task(const Count& count, const Cost& cost, int64_t step, const Kernel& kernel) {
+  void each_task(const Count& count, const Cost& cost, const Kernel& kernel) {
     int64_t total = 0;
     for (const LoraCall& call : calls_) total += count(call) * cost(call) * call.num_rows;
     const int64_t num_threads = vllm_lite::num_threads();
@@ -85,12 +94,10 @@ class Adapters {
     tasks_.clear();
     for (size_t i = 0; i < calls_.size(); ++i) {
       const LoraCall& call = calls_[i];
-      const int64_t units = count(call), steps = ceil_div(units, step);
-      const int64_t wanted = ceil_div(units * cost(call) * call.num_rows, size);
-      const int64_t parts = wanted < steps ? wanted : steps;
+      const int64_t units = count(call), wanted = ceil_div(units * cost(call) * call.num_rows, size);
+      const int64_t parts = wanted < units ? wanted : units;
       for (int64_t part = 0; part < parts; ++part) {
-        const int64_t end = (part + 1) * steps / parts * step;
-        tasks_.push_back({i, part * steps / parts * step, end < units ? end : units});
+        tasks_.push_back({i, part * units / parts, (part + 1) * units / parts});
       }
     }
     vllm_lite::parallel_for(static_cast<int64_t>(tasks_.size()), [&](int64_t number) {

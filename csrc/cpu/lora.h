@@ -1,6 +1,7 @@
 // Low-rank adapters (LoRA): out += (x A^T) B^T for the rows of each adapter, which lie in slots.
 //
-// A ("down") is [ranks][inputs], the ranks of a layer's matrices one after another. B ("up") is, for each projection of
+// A ("down") is blocks of kLoraRanks ranks, those of a layer's matrices one after another, each [inputs / kLoraInputs]
+// [kLoraRanks][kLoraInputs]; ranks and inputs are filled up with zeros. B ("up") is, for each projection of
 // the layer, blocks of kLoraBlock outputs, the last one filled up, each [rank][kLoraBlock]: a block is read from its
 // first byte to its last. What scales an adapter is in B already.
 //
@@ -12,10 +13,10 @@
 
 #include "isa.h"
 
-constexpr int64_t kLoraBlock = 32;  // outputs
-constexpr int64_t kLoraRows = 4;    // rows at a time
-constexpr int64_t kLoraRanks = 4;   // ranks at a time
-constexpr int32_t kMaxParts = 3;    // projections of one layer: Q, K and V
+constexpr int64_t kLoraBlock = 32;   // outputs
+constexpr int64_t kLoraRanks = 4;    // of a block of A
+constexpr int64_t kLoraInputs = 32;  // that lie together in it
+constexpr int32_t kMaxParts = 3;     // projections of one layer: Q, K and V
 
 // The same record as `_Slot` in vllm_lite/kernels/cpu/lora.py: one adapter's part of one layer.
 struct LoraSlot {
@@ -46,10 +47,17 @@ struct LoraCall {
   int32_t out_type;
   const int32_t* rows;  // [num_rows], of x and out
   int64_t num_rows;
-  float* hidden;  // [num_rows][slot->num_ranks]
+  float* hidden;  // [num_rows][lora_hidden(*slot)]
 };
 
-// hidden = x A^T, of ranks [first, last).
+inline int64_t lora_rank_blocks(const LoraSlot& slot) {
+  return (slot.num_ranks + kLoraRanks - 1) / kLoraRanks;
+}
+inline int64_t lora_hidden(const LoraSlot& slot) {
+  return lora_rank_blocks(slot) * kLoraRanks;
+}
+
+// hidden = x A^T, of blocks [first, last) of ranks.
 VLLM_LITE_DECLARE(void lora_shrink(const LoraCall& call, int64_t first, int64_t last))
 // out += hidden B^T, of blocks [first, last), counted over all projections.
 VLLM_LITE_DECLARE(void lora_expand(const LoraCall& call, int64_t first, int64_t last))

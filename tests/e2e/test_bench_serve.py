@@ -135,8 +135,9 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_throughput_in_vllms_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "throughput.json"
     lengths = ["--num-prompts", "4", "--random-input-len", "8", "--random-output-len", "4", "--repeats", "1"]
-    assert cli.main(["bench", "throughput", *lengths, "--output-json", str(file), "--json"]) == 0
+    assert cli.main(["bench", "throughput", *lengths, "--lora", "2", "--output-json", str(file), "--json"]) == 0
     figures, ours = json.loads(file.read_text()), json.loads(capsys.readouterr().out)
     assert (figures["num_requests"], figures["total_num_tokens"]) == (4, 48)
     assert figures["tokens_per_second"] == pytest.approx(3 * ours["together_tok_s"])
     assert figures["elapsed_time"] * figures["requests_per_second"] == pytest.approx(4)
+    assert ours["adapted_ratios"] == [pytest.approx(ours["adapted_together_tok_s"] / ours["together_tok_s"], abs=0.01)]

@@ -1,31 +1,80 @@
 // The arithmetic of low-rank adapters: see ../lora.h for the layout.
 #include "../lora.h"
 
+#include <type_traits>
+
 #include "row_vectors.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
 
 constexpr int kVectors = kLoraBlock / kWidth;
+constexpr int64_t kAhead = 2048;                   // bytes
+constexpr int kShrinkRows = 4;                     // at a time
+constexpr int kExpandRows = kWidth == 16 ? 8 : 2;  // whose sums stay in registers
 
-// sums[r][k] = the product of row r of x with row k of A.
-template <int R, int K, class T>
-VLLM_LITE_INLINE void dots(const T* const* x, const T* down, int64_t num_inputs, float (&sums)[R][K]) {
-  Vec total[R][K] = {};
+// One of `num_rows` rows by its number: the caller's are not one behind the other.
+template <class T>
+VLLM_LITE_INLINE T* row_of(const void* rows, int64_t stride, const LoraCall& call, int64_t row) {
+  return static_cast<T*>(const_cast<void*>(rows)) + call.rows[row] * stride;
+}
+
+// body(row, R), R a constant, for all rows, `R` of them at a time and the last ones as they are left.
+template <int R, class Body>
+VLLM_LITE_INLINE void last_rows(int64_t row, int64_t left, const Body& body) {
+  if constexpr (R > 0) {
+    if (left == R) return body(row, std::integral_constant<int, R>());
+    last_rows<R - 1>(row, left, body);
+  }
+}
+template <int R, class Body>
+VLLM_LITE_INLINE void each_rows(int64_t num_rows, const Body& body) {
+  int64_t row = 0;
+  for (; row + R <= num_rows; row += R) body(row, std::integral_constant<int, R>());
+  last_rows<R - 1>(row, num_rows - row, body);
+}
+
+// Has memory fetch weights that are read soon: they come from there but for those of many rows.
+template <class T>
+VLLM_LITE_INLINE void fetch(const T* weights) {
+  __builtin_prefetch(weights + kAhead / static_cast<int64_t>(sizeof(T)));
+}
+
+// to[k] = the sum of all elements of x[k].
+#if defined(__AVX512F__)
+VLLM_LITE_INLINE void store_sums(const Vec (&x)[kLoraRanks], float* to) {
+  const __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
+  const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512 four = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+  const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(four),
+                                   _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(four), 1)));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
+}
+#else
+VLLM_LITE_INLINE void store_sums(const Vec (&x)[kLoraRanks], float* to) {
+  for (int64_t k = 0; k < kLoraRanks; ++k) to[k] = sum_of(x[k]);
+}
+#endif
+
+// hidden [R][stride] = the products of R rows of x with a block of kLoraRanks rows of A, see ../lora.h.
+template <int R, class T>
+VLLM_LITE_INLINE void shrink_block(const T* const* x, const T* down, int64_t num_inputs, float* hidden,
+                                   int64_t stride) {
+  Vec total[R][kLoraRanks] = {};
   each_vector(num_inputs, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const T* weights = down + i / kLoraInputs * kLoraInputs * kLoraRanks + i % kLoraInputs;
     Vec values[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) values[r] = load_at(x[r], i, count);
 #pragma GCC unroll 16
-    for (int k = 0; k < K; ++k) {
-      const Vec weight = load_at(down + k * num_inputs, i, count);
+    for (int k = 0; k < kLoraRanks; ++k) {
+      const Vec weight = load(weights + k * kLoraInputs);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) total[r][k] = multiply_add(values[r], weight, total[r][k]);
     }
   });
-  for (int r = 0; r < R; ++r) {
-    for (int k = 0; k < K; ++k) sums[r][k] = sum_of(total[r][k]);
-  }
+  for (int r = 0; r < R; ++r) store_sums(total[r], hidden + r * stride);
 }
 
 #if defined(__AVX512BF16__)
@@ -33,82 +82,50 @@ VLLM_LITE_INLINE __m512bh load_pairs(const BFloat16* from, int64_t count) {
   const __mmask32 mask = count >= 32 ? 0xffffffffu : (1u << count) - 1;
   return (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
 }
-template <int R, int K>
-VLLM_LITE_INLINE void dots(const BFloat16* const* x, const BFloat16* down, int64_t num_inputs, float (&sums)[R][K]) {
-  __m512 total[R][K];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int k = 0; k < K; ++k) total[r][k] = _mm512_setzero_ps();
-  }
-  for (int64_t i = 0; i < num_inputs; i += 32) {
-    const int64_t count = num_inputs - i;
+template <int R>
+VLLM_LITE_INLINE void shrink_block(const BFloat16* const* x, const BFloat16* down, int64_t num_inputs, float* hidden,
+                                   int64_t stride) {
+  static_assert(kLoraInputs == 32, "one vector");
+  Vec total[R][kLoraRanks] = {};
+  for (int64_t i = 0; i < num_inputs; i += 32, down += kLoraRanks * 32) {
     __m512bh values[R];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) values[r] = load_pairs(x[r] + i, count);
+    for (int r = 0; r < R; ++r) values[r] = load_pairs(x[r] + i, num_inputs - i);
 #pragma GCC unroll 16
-    for (int k = 0; k < K; ++k) {
-      const __m512bh weight = load_pairs(down + k * num_inputs + i, count);
+    for (int k = 0; k < kLoraRanks; ++k) {
+      fetch(down + k * 32);
+      const __m512bh weight = (__m512bh)_mm512_loadu_si512(down + k * 32);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) total[r][k] = _mm512_dpbf16_ps(total[r][k], values[r], weight);
+      for (int r = 0; r < R; ++r) total[r][k] = (Vec)_mm512_dpbf16_ps((__m512)total[r][k], values[r], weight);
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int k = 0; k < K; ++k) sums[r][k] = _mm512_reduce_add_ps(total[r][k]);
-  }
+  for (int r = 0; r < R; ++r) store_sums(total[r], hidden + r * stride);
 }
 #endif
 
-template <int R, int K, class T>
-VLLM_LITE_INLINE void shrink_ranks(const T* const* x, const T* down, int64_t num_inputs, float* hidden,
-                                   int64_t stride) {
-  float sums[R][K];
-  dots<R, K>(x, down, num_inputs, sums);
-  for (int r = 0; r < R; ++r) {
-    for (int k = 0; k < K; ++k) hidden[r * stride + k] = sums[r][k];
-  }
-}
-
-template <int R, class T>
-void shrink_rows(const LoraCall& call, int64_t row, int64_t first, int64_t last) {
-  const int64_t num_inputs = call.layer->num_inputs, stride = call.slot->num_ranks;
-  const T* x[R];
-  for (int r = 0; r < R; ++r) x[r] = static_cast<const T*>(call.x) + call.rows[row + r] * call.x_stride;
-  const T* down = static_cast<const T*>(call.slot->down);
-  float* hidden = call.hidden + row * stride;
-  int64_t k = first;
-  for (; k + kLoraRanks <= last; k += kLoraRanks) {
-    shrink_ranks<R, kLoraRanks>(x, down + k * num_inputs, num_inputs, hidden + k, stride);
-  }
-  for (; k < last; ++k) shrink_ranks<R, 1>(x, down + k * num_inputs, num_inputs, hidden + k, stride);
-}
-
-// `rows`(row, R) for all rows, kLoraRows at a time and the last ones as they are left.
-template <class Rows>
-VLLM_LITE_INLINE void each_rows(int64_t num_rows, const Rows& rows) {
-  int64_t row = 0;
-  for (; row + kLoraRows <= num_rows; row += kLoraRows) rows(row, kLoraRows);
-  if (row < num_rows) rows(row, num_rows - row);
-}
-
 template <class T>
 void shrink(const LoraCall& call, int64_t first, int64_t last) {
-  static_assert(kLoraRows == 4, "as the cases");
-  each_rows(call.num_rows, [&](int64_t row, int64_t count) {
-    if (count == 4) return shrink_rows<4, T>(call, row, first, last);
-    if (count == 3) return shrink_rows<3, T>(call, row, first, last);
-    if (count == 2) return shrink_rows<2, T>(call, row, first, last);
-    shrink_rows<1, T>(call, row, first, last);
+  const int64_t num_inputs = call.layer->num_inputs, stride = lora_hidden(*call.slot);
+  const int64_t block = (num_inputs + kLoraInputs - 1) / kLoraInputs * kLoraInputs * kLoraRanks;
+  each_rows<kShrinkRows>(call.num_rows, [&](int64_t row, auto number) {
+    constexpr int R = decltype(number)::value;
+    const T* x[R];
+    for (int r = 0; r < R; ++r) x[r] = row_of<const T>(call.x, call.x_stride, call, row + r);
+    for (int64_t k = first; k < last; ++k) {
+      const T* down = static_cast<const T*>(call.slot->down) + k * block;
+      shrink_block<R>(x, down, num_inputs, call.hidden + row * stride + k * kLoraRanks, stride);
+    }
   });
 }
 
-// One block of outputs for R rows: out [R][out_stride] += hidden [R][stride] times `up` [rank][kLoraBlock].
+// `count` outputs from `start` on, for R rows: out += hidden [R][stride] times `up` [rank][kLoraBlock].
 template <int R, class T, class Out>
-void expand_block(const T* up, int64_t rank, const float* hidden, int64_t stride, Out* const* out, int64_t count) {
+VLLM_LITE_INLINE void expand_block(const T* up, int64_t rank, const float* hidden, int64_t stride, Out* const* out,
+                                   int64_t start, int64_t count) {
   Vec total[R][kVectors] = {};
   for (int64_t k = 0; k < rank; ++k) {
+    fetch(up + k * kLoraBlock);
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
       const Vec weight = load(up + k * kLoraBlock + v * kWidth);
@@ -122,34 +139,31 @@ void expand_block(const T* up, int64_t rank, const float* hidden, int64_t stride
     if (part <= 0) break;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      store_at(out[r], v * kWidth, load_at(out[r], v * kWidth, part) + total[r][v], part);
+      Out* to = out[r] + start + v * kWidth;
+      store_at(to, 0, load_at(to, 0, part) + total[r][v], part);
     }
   }
 }
 
-// Blocks [first, last) of one projection, whose outputs begin at `column`.
+// Blocks [first, last) of one projection, whose outputs begin at `column`. Rows are the outer loop, as their outputs
+// lie far from each other.
 template <class T, class Out>
 void expand_projection(const LoraCall& call, int32_t number, const T* up, int64_t column, int64_t first, int64_t last) {
   const LoraSlot& slot = *call.slot;
   const int32_t matrix = call.layer->matrix[number];
-  const int64_t rank = slot.ranks[matrix], stride = slot.num_ranks, size = call.layer->sizes[number];
+  const int64_t rank = slot.ranks[matrix], stride = lora_hidden(slot), size = call.layer->sizes[number];
   const float* hidden = call.hidden;
   for (int32_t before = 0; before < matrix; ++before) hidden += slot.ranks[before];
-  for (int64_t block = first; block < last; ++block) {
-    const int64_t left = size - block * kLoraBlock, count = left < kLoraBlock ? left : kLoraBlock;
-    const T* weights = up + block * rank * kLoraBlock;
-    each_rows(call.num_rows, [&](int64_t row, int64_t num_rows) {
-      Out* out[kLoraRows];
-      for (int64_t r = 0; r < num_rows; ++r) {
-        out[r] = static_cast<Out*>(call.out) + call.rows[row + r] * call.out_stride + column + block * kLoraBlock;
-      }
-      const float* own = hidden + row * stride;
-      if (num_rows == 4) return expand_block<4>(weights, rank, own, stride, out, count);
-      if (num_rows == 3) return expand_block<3>(weights, rank, own, stride, out, count);
-      if (num_rows == 2) return expand_block<2>(weights, rank, own, stride, out, count);
-      expand_block<1>(weights, rank, own, stride, out, count);
-    });
-  }
+  each_rows<kExpandRows>(call.num_rows, [&](int64_t row, auto num_rows) {
+    constexpr int R = decltype(num_rows)::value;
+    Out* out[R];
+    for (int r = 0; r < R; ++r) out[r] = row_of<Out>(call.out, call.out_stride, call, row + r) + column;
+    for (int64_t block = first; block < last; ++block) {
+      const int64_t start = block * kLoraBlock, left = size - start;
+      expand_block<R>(up + start * rank, rank, hidden + row * stride, stride, out, start,
+                      left < kLoraBlock ? left : kLoraBlock);
+    }
+  });
 }
 
 template <class T, class Out>

@@ -11,6 +11,8 @@ from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 
 BLOCK = 32
 """Outputs that lie together; kLoraBlock."""
+RANKS, INPUTS = 4, 32
+"""Of A that lie together; kLoraRanks, kLoraInputs."""
 MAX_PARTS = 3
 """Projections of one layer; kMaxParts."""
 
@@ -38,7 +40,7 @@ class _Layer(ctypes.Structure):
 class PackedLora(NamedTuple):
     """One adapter's part of one layer, as the kernel reads it."""
 
-    down: torch.Tensor  # [sum of ranks, num_inputs]
+    down: torch.Tensor  # in blocks
     up: torch.Tensor  # of all projections, in blocks
     ranks: tuple[int, ...]  # of each matrix
 
@@ -70,7 +72,7 @@ class LoraSlots:
         ranks = tuple(0 if each is None else len(each) for each in down)
         rows = [each for each in down if each is not None]
         blocks = [_blocks(each) for each in up if each is not None]
-        return PackedLora(torch.cat(rows), torch.cat(blocks), ranks)
+        return PackedLora(_rank_blocks(torch.cat(rows)), torch.cat(blocks), ranks)
 
     def put(self, slot: int, packed: PackedLora | None) -> None:
         """Let `slot` hold an adapter, or none. No step may be running."""
@@ -96,6 +98,13 @@ class LoraSlots:
             x.data_ptr(), x.stride(0), dtype_code(x.dtype),
             out.data_ptr(), out.stride(0), dtype_code(out.dtype),
         )  # fmt: skip
+
+
+def _rank_blocks(down: torch.Tensor) -> torch.Tensor:
+    """[ranks, inputs] -> [blocks, inputs / INPUTS, RANKS, INPUTS]"""
+    ranks, inputs = down.shape
+    padded = torch.nn.functional.pad(down, (0, -inputs % INPUTS, 0, -ranks % RANKS))
+    return padded.view(-1, RANKS, padded.shape[1] // INPUTS, INPUTS).transpose(1, 2).contiguous()
 
 
 def _blocks(up: torch.Tensor) -> torch.Tensor:

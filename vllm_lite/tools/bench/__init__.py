@@ -8,6 +8,7 @@ serve_result.py           vLLM's figures under vLLM's names
 serve_plot.py             a picture of them
 latency.py                one batch, from its prompts to its last tokens
 startup.py                from the command `serve` to its first token
+adapters.py               LoRA adapters with random matrices
 throughput.py             many requests at once against one at a time
 transformers_generate.py  the same by transformers, to compare with
 models.py                 larger models with random weights

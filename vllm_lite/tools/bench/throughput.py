@@ -1,6 +1,6 @@
 """`vllm-lite bench throughput`: the same requests one at a time and all at once, through all processes.
 
-With a peer, the two alternate, so that other load on the machine falls on both.
+With a peer, or with adapters, the two alternate, so that other load on the machine falls on both.
 """
 
 import random
@@ -9,10 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from vllm_lite.client.llm import LLM
+from vllm_lite.client.lora import LoRARequest
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime.machine import num_physical_cores
@@ -29,13 +32,29 @@ class _Ours:
         self.rng = random.Random(0)
         self.params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
 
-    def seconds(self, num_prompts: int) -> float:
-        """Time a batch of prompts, random ids without a common prefix."""
+    def seconds(self, num_prompts: int, adapters: Sequence[LoRARequest | None] = (None,)) -> float:
+        """Time a batch of prompts, random ids without a common prefix, which have the adapters in turn."""
         vocab_size = self.llm.engine.vocab_size
         prompts = [[self.rng.randrange(5, vocab_size) for _ in range(self.input_len)] for _ in range(num_prompts)]
+        in_turn = [adapters[number % len(adapters)] for number in range(num_prompts)]
         start_s = time.perf_counter()
-        self.llm.generate(prompts, self.params, use_tqdm=False)
+        self.llm.generate(prompts, self.params, use_tqdm=False, lora_request=in_turn)
         return time.perf_counter() - start_s
+
+
+class _Adapted:
+    """The same engine, whose requests have random adapters in turn."""
+
+    def __init__(self, stack: ExitStack, ours: _Ours, count: int) -> None:
+        from vllm_lite.tools.bench.adapters import write_adapters
+
+        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="vl-"))
+        config = ours.llm.config
+        paths = write_adapters(config.model, Path(made), count, config.max_lora_rank)
+        self.ours, self.adapters = ours, [LoRARequest(path.name, 1, path) for path in paths]
+
+    def seconds(self, num_prompts: int) -> float:
+        return self.ours.seconds(num_prompts, self.adapters)
 
 
 class _Transformers:
@@ -68,27 +87,34 @@ class _Transformers:
 
 def run(
     model: str,
-    num_prompts: int,
-    lengths: tuple[int, int],  # prompt and generated tokens
+    sizes: tuple[int, int, int],  # prompts, and the tokens of each and of its answer
     settings: dict[str, Any],  # fields of EngineConfig
     *,
     compare: bool = False,
+    num_adapters: int = 0,
     repeats: int = 3,
 ) -> dict[str, Any]:
-    """Medians of output tokens per second, one at a time and all at once; with `compare` those of transformers, too."""
+    """Medians of output tokens per second, one at a time and all at once; with `compare` those of transformers, too,
+    and with `num_adapters` those of requests that have so many LoRA adapters in turn."""
+    num_prompts, lengths = sizes[0], sizes[1:]
+    if num_adapters:
+        settings = {"enable_lora": True, "max_loras": num_adapters, "max_lora_rank": 16, **settings}
     with ExitStack() as stack:
         folder = model
         if model in RANDOM_MODELS:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vl-"))
             write_config(model, folder)
             settings = settings | {"load_format": "dummy"}
-        engines: dict[str, _Ours | _Transformers] = {"ours": _Ours(stack, folder, lengths, settings)}
+        ours = _Ours(stack, folder, lengths, settings)
+        engines: dict[str, _Ours | _Adapted | _Transformers] = {"ours": ours}
+        if num_adapters:
+            engines["adapted"] = _Adapted(stack, ours, num_adapters)
         if compare:
             engines["transformers"] = _Transformers(stack, folder, lengths, settings)
         alone: dict[str, list[float]] = {name: [] for name in engines}
         together: dict[str, list[float]] = {name: [] for name in engines}
         for engine in engines.values():
-            engine.seconds(2)
+            engine.seconds(max(2, num_adapters))
         for _ in range(repeats):
             for name, engine in engines.items():
                 alone[name].append(sum(engine.seconds(1) for _ in range(ALONE)) / ALONE)
@@ -106,6 +132,9 @@ def run(
         figures[f"{prefix}alone_tok_s"] = round(lengths[1] / alone_s, 1)
         figures[f"{prefix}together_tok_s"] = round(num_prompts * lengths[1] / together_s, 1)
     figures["ratio"] = round(figures["together_tok_s"] / figures["alone_tok_s"], 2)
+    if num_adapters:
+        ratios = sorted(plain / adapted for plain, adapted in zip(together["ours"], together["adapted"], strict=True))
+        figures |= {"num_adapters": num_adapters, "adapted_ratios": [round(ratio, 3) for ratio in ratios]}
     return figures
 
 
@@ -127,8 +156,12 @@ def as_vllm(figures: dict[str, Any]) -> dict[str, Any]:
 def table(figures: dict[str, Any]) -> str:
     sizes = f"{figures['num_prompts']} prompts of {figures['input_len']} tokens, {figures['output_len']} out"
     lines = [f"{figures['model']}: {sizes}, output tokens/s", f"{'':<14}{'one at a time':>14}{'all at once':>14}"]
-    for name, prefix in (("vllm_lite", ""), ("transformers", "transformers_")):
+    for name, prefix in (("vllm_lite", ""), ("with adapters", "adapted_"), ("transformers", "transformers_")):
         if f"{prefix}alone_tok_s" in figures:
             alone, together = figures[f"{prefix}alone_tok_s"], figures[f"{prefix}together_tok_s"]
             lines.append(f"{name:<14}{alone:>14.1f}{together:>14.1f}")
+    if ratios := figures.get("adapted_ratios"):
+        median, low, high = statistics.median(ratios), ratios[0], ratios[-1]
+        what = f"{figures['num_adapters']} adapters against none, all at once, {len(ratios)} pairs in turn"
+        lines.append(f"{what}: {median:.3f} ({low:.3f} to {high:.3f})")
     return "\n".join(lines)

@@ -197,6 +197,7 @@ def _throughput_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", "--random-output-len", type=int, default=32, help="generated tokens [32]")
     parser.add_argument("--repeats", type=int, default=3, help="rounds, whose medians are shown [3]")
     parser.add_argument("--compare", action="store_true", help="measure transformers' generate in turns with it")
+    parser.add_argument("--lora", type=int, default=0, help="measure so many random adapters in turns with it [0]")
     _add_result_flags(parser, "the figures of all at once as vLLM names them")
     add_config_flags(parser, EngineConfig)
 
@@ -209,10 +210,10 @@ def _throughput(arguments: argparse.Namespace) -> int:
         raise ConfigError("--num-prompts, --input-len, --output-len and --repeats must be at least 1")
     figures = throughput.run(
         arguments.model or DEMO_MODEL,
-        arguments.num_prompts,
-        (arguments.input_len, arguments.output_len),
+        (arguments.num_prompts, arguments.input_len, arguments.output_len),
         _engine_settings(arguments),
         compare=arguments.compare,
+        num_adapters=arguments.lora,
         repeats=arguments.repeats,
     )
     return _show(arguments, figures, throughput.table, throughput.as_vllm(figures))
