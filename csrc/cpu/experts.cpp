@@ -82,14 +82,14 @@ class Product {
     }
     cut(num_blocks);
     if (as_integers) {
-      const auto quantize_rows = VLLM_LITE_DISPATCH(quantize_rows);
+      const auto quantize_rows = VLLM_LITE_DISPATCH_TILES(quantize_rows);
       parallel_for(static_cast<int64_t>(panels_.size()), [&](int64_t number) {
         const Task& panel = panels_[static_cast<size_t>(number)];
         const LinearCall& call = calls_[panel.call];
         quantize_rows(call, {panel.part.first_row, panel.part.num_rows, 0, call.quantized->layout.num_scales});
       });
     }
-    const auto linear = VLLM_LITE_DISPATCH(linear);
+    const auto linear = VLLM_LITE_DISPATCH_TILES(linear);
     parallel_for(static_cast<int64_t>(tasks_.size()), [&](int64_t number) {
       const Task& task = tasks_[static_cast<size_t>(number)];
       linear(calls_[task.call], task.part);

@@ -28,7 +28,7 @@ VLLM_LITE_API void vllm_lite_head_linear(const PackedWeight* const* weights, int
                                          const void* x, int64_t x_stride, int64_t x_head_stride, void* out,
                                          int64_t out_stride, int64_t out_head_stride, int64_t num_rows) {
   if (num_rows <= 0 || num_heads <= 0) return;
-  const auto linear = VLLM_LITE_DISPATCH(linear);
+  const auto linear = VLLM_LITE_DISPATCH_TILES(linear);
   const int64_t row_parts = ceil_div(num_rows, kMaxRows), num_blocks = ceil_div(weights[0]->num_outputs, kBlock);
   const int64_t work = kBlock * num_blocks * weights[0]->num_inputs * ceil_div(num_rows, row_parts);
   const int64_t at_once = std::min(num_heads, ceil_div(kMinTask, work));

@@ -6,9 +6,36 @@
 
 #include "common.h"
 
+#ifdef VLLM_LITE_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace {
 
-constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
+constexpr const char* kNames[kNumIsas] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"};
+#ifdef VLLM_LITE_AMX
+constexpr bool kHasAmx = true;
+#else
+constexpr bool kHasAmx = false;  // of this library, whatever the machine has
+#endif
+constexpr int kNumChosen = 5;  // of them: those that are chosen where none is named
+
+// Whether the processor has tiles, and the system lets this process use them. It has to be asked before the first use;
+// the answer holds for all threads.
+bool has_tiles() {
+#ifdef VLLM_LITE_AMX
+  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25;  // of leaf 7, EDX
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;                // ARCH_REQ_XCOMP_PERM, XTILEDATA
+  unsigned a, b, c, d;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  if ((d & kBf16) == 0 || (d & kTiles) == 0 || (d & kInt8) == 0) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 bool supported(Isa set) {
 #ifdef VLLM_LITE_X86
@@ -18,7 +45,8 @@ bool supported(Isa set) {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   return set == Isa::kBaseline || (set == Isa::kAvx2 && avx2) || (set == Isa::kAvx512 && avx512) ||
-         (set == Isa::kAvx512Bf16 && bf16);
+         (set == Isa::kAvx512Bf16 && bf16) || (set == Isa::kAmx && bf16 && has_tiles()) ||
+         (set == Isa::kAmxEmulated && bf16 && kHasAmx);
 #else
   return set == Isa::kBaseline;
 #endif
@@ -27,10 +55,10 @@ bool supported(Isa set) {
 Isa choose() {
   Isa best = Isa::kBaseline;
   const char* wanted = std::getenv("VLLM_LITE_ISA");
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kNumIsas; ++i) {
     const Isa set = static_cast<Isa>(i);
     if (!supported(set)) continue;
-    best = set;
+    if (i < kNumChosen) best = set;
     if (wanted != nullptr && std::strcmp(wanted, kNames[i]) == 0) return set;
   }
   return best;
@@ -50,7 +78,7 @@ VLLM_LITE_API int32_t vllm_lite_isa() {
 
 // For tests, between kernels. Returns 0 and changes nothing where the machine does not have the set.
 VLLM_LITE_API int32_t vllm_lite_set_isa(int32_t set) {
-  if (set < 0 || set > 3 || !supported(static_cast<Isa>(set))) return 0;
+  if (set < 0 || set >= kNumIsas || !supported(static_cast<Isa>(set))) return 0;
   chosen = static_cast<Isa>(set);
   return 1;
 }

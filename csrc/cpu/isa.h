@@ -6,7 +6,8 @@
 // isa/ is therefore in namespace VLLM_LITE_ISA or static, and nothing of <algorithm> or <vector> is used there.
 #pragma once
 
-enum class Isa { kBaseline = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+enum class Isa { kBaseline = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4, kAmxEmulated = 5 };
+constexpr int kNumIsas = 6;
 
 Isa isa();
 
@@ -25,13 +26,29 @@ Isa isa();
   declaration;                         \
   }
 
+// The same for what isa/*_tiles.cpp have for AMX besides, where all else is as for AVX512-BF16.
+#define VLLM_LITE_DECLARE_TILES(declaration) \
+  VLLM_LITE_DECLARE(declaration)             \
+  namespace amx {                            \
+  declaration;                               \
+  }                                          \
+  namespace amx_emulated {                   \
+  declaration;                               \
+  }
+
 // The address of `name` in the namespace of the set in use.
 #ifdef VLLM_LITE_X86
 #define VLLM_LITE_DISPATCH(name)                  \
-  (isa() == Isa::kAvx512Bf16 ? &avx512_bf16::name \
+  (isa() >= Isa::kAvx512Bf16 ? &avx512_bf16::name \
    : isa() == Isa::kAvx512   ? &avx512::name      \
    : isa() == Isa::kAvx2     ? &avx2::name        \
                              : &baseline::name)
 #else
 #define VLLM_LITE_DISPATCH(name) (&baseline::name)
+#endif
+#ifdef VLLM_LITE_AMX
+#define VLLM_LITE_DISPATCH_TILES(name) \
+  (isa() == Isa::kAmx ? &amx::name : isa() == Isa::kAmxEmulated ? &amx_emulated::name : VLLM_LITE_DISPATCH(name))
+#else
+#define VLLM_LITE_DISPATCH_TILES(name) VLLM_LITE_DISPATCH(name)
 #endif

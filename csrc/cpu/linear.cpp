@@ -53,7 +53,7 @@ QuantizedRows quantized_rows(const LinearCall& call) {
 }
 
 void fill_quantized(const LinearCall& call, const RowParts& parts) {
-  const auto quantize_rows = VLLM_LITE_DISPATCH(quantize_rows);
+  const auto quantize_rows = VLLM_LITE_DISPATCH_TILES(quantize_rows);
   const int64_t num_scales = call.quantized->layout.num_scales, panel_rows = ceil_div(call.num_rows, parts.count);
   const int64_t width = ceil_div(kMinQuantized, kQuantGroup * panel_rows);
   const int64_t scale_parts = ceil_div(num_scales, width);
@@ -125,7 +125,7 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
                                     void* out, int64_t out_stride, int32_t out_type, int64_t num_rows) {
   if (num_rows <= 0) return;
   LinearCall call = {weight, x, x_stride, out, out_stride, num_rows, x_type, out_type, nullptr};
-  const auto linear = VLLM_LITE_DISPATCH(linear);
+  const auto linear = VLLM_LITE_DISPATCH_TILES(linear);
   const RowParts parts = {num_rows};
   QuantizedRows quantized;
   if (quantizes_rows(*weight)) {
@@ -174,7 +174,7 @@ VLLM_LITE_API int64_t vllm_lite_read(const void* data, int64_t num_bytes) {
 // Multiplies what lies in registers with all threads, in DType `type`, for measuring the most that products could do.
 // Returns the number of multiplications and additions.
 VLLM_LITE_API int64_t vllm_lite_multiply(int32_t type, int64_t rounds) {
-  const auto multiply = VLLM_LITE_DISPATCH(multiply_registers);
+  const auto multiply = VLLM_LITE_DISPATCH_TILES(multiply_registers);
   std::atomic<int64_t> total{0};
   vllm_lite::parallel_for(vllm_lite::num_threads(), [&](int64_t) {
     float x[64] = {};

@@ -117,7 +117,7 @@ struct RowLayout {
 
 // Rows as integers, one panel for the rows of each task: [inputs / 4][rows of the panel][4], with inputs filled up with
 // zeros, so that what is multiplied by one group of weights lies together. The panel of the rows from `first` on begins
-// at values + first * padded inputs.
+// at values + first * padded inputs. For products by AMX a panel is [rows of the panel][inputs].
 struct QuantizedRows {
   int8_t* values;
   float* scales;    // [num_rows][num_scales]
@@ -167,20 +167,20 @@ struct QuantizeTask {
   int64_t num_scales;
 };
 
-VLLM_LITE_DECLARE(void linear(const LinearCall& call, const LinearTask& task))
+VLLM_LITE_DECLARE_TILES(void linear(const LinearCall& call, const LinearTask& task))
 // The same on call.quantized, for weights that are bytes; only where multiplies_bytes().
 VLLM_LITE_DECLARE(void linear_int8(const LinearCall& call, const LinearTask& task))
 VLLM_LITE_DECLARE(void linear_grouped(const LinearCall& call, const LinearTask& task))
 // The same on rows of bfloat16, for grouped weights that are floats. False, and nothing is done, where it has no way.
 VLLM_LITE_DECLARE(bool linear_table(const LinearCall& call, const LinearTask& task))
 VLLM_LITE_DECLARE(bool multiplies_bytes())
-VLLM_LITE_DECLARE(void quantize_rows(const LinearCall& call, const QuantizeTask& task))
+VLLM_LITE_DECLARE_TILES(void quantize_rows(const LinearCall& call, const QuantizeTask& task))
 // x [count] of DType `type` as integers in [-127, 127] times *scale.
 VLLM_LITE_DECLARE(void quantize(const void* x, int32_t type, int64_t count, int8_t* to, float* scale))
 // One output of a grouped weight, all its inputs, as elements of DType `type`.
 VLLM_LITE_DECLARE(void unpack_output(const PackedWeight& weight, int64_t output, int32_t type, void* to))
 VLLM_LITE_DECLARE(int64_t read_all(const char* data, int64_t num_bytes))
-VLLM_LITE_DECLARE(int64_t multiply_registers(int32_t type, int64_t rounds, float* x))
+VLLM_LITE_DECLARE_TILES(int64_t multiply_registers(int32_t type, int64_t rounds, float* x))
 
 // Whether products with `weight` quantize their rows.
 inline bool quantizes_rows(const PackedWeight& weight) {

@@ -32,15 +32,25 @@ def oracle(tiny_checkpoint: Path) -> Any:
     return LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
 
 
-@pytest.fixture(params=ISAS)
-def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test once on each instruction set that this machine has."""
+def using_isa(name: str) -> Iterator[str]:
     set_isa = function("vllm_lite_set_isa", (int32,), int32)
     before = ISAS.index(cpu.isa())
-    if not set_isa(ISAS.index(request.param)):
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
+    if not set_isa(ISAS.index(name)):
+        pytest.skip(f"this machine has no {name}")
+    yield name
     set_isa(before)
+
+
+@pytest.fixture(params=ISAS[:-1])
+def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test once on each instruction set that this machine has."""
+    yield from using_isa(request.param)
+
+
+@pytest.fixture(params=ISAS)
+def each_product_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The same and, for products of matrices, AMX in plain C++."""
+    yield from using_isa(request.param)
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def compare(
     return ours, theirs
 
 
-@pytest.mark.usefixtures("each_isa", "two_threads")
+@pytest.mark.usefixtures("each_product_isa", "two_threads")
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_g32"])
 def test_experts_are_those_of_the_loop(dtype: torch.dtype, quantization: Quantization | None) -> None:
     weights = make(5, dtype, quantization)
@@ -104,7 +104,7 @@ def test_experts_of_other_ranks_add_nothing(held: Split) -> None:
     assert not ours[outside].any()
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_product_isa")
 @pytest.mark.parametrize("quantization", [None, "int8", "int4_g32"])
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, quantization: Quantization | None) -> None:
     """Nor on threads, nor on how many rows its experts have, nor on where a window ends."""
@@ -181,7 +181,7 @@ def grouped(weights: list[Matmul], values: torch.Tensor) -> list[Matmul]:
 
 
 @pytest.mark.parametrize("values", [UINT4, UINT8])
-@pytest.mark.usefixtures("each_isa", "two_threads")
+@pytest.mark.usefixtures("each_product_isa", "two_threads")
 def test_experts_with_zero_points_and_columns_in_any_order(values: torch.Tensor) -> None:
     gate_up, down = make(5)
     for num_tokens in (1, 40):
@@ -270,7 +270,7 @@ def test_a_router_follows_a_new_bias() -> None:
         assert chosen.experts.item() == expert
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_product_isa")
 def test_gated_sums(dtype: torch.dtype) -> None:
     for size in (1, 19, 96):
         x, added = random(3, size, dtype=dtype), random(3, size + 1, dtype=dtype)[:, :size]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.cpu.conftest import using_isa
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
@@ -54,7 +55,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, i
 @pytest.mark.parametrize("weight_dtype", WEIGHTS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.usefixtures("two_threads")
-def test_equals_float64(each_isa: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_equals_float64(each_product_isa: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     int8 = weight_dtype == torch.int8
     for num_outputs, num_inputs, num_rows in SHAPES:
         weight = random(num_outputs, num_inputs, dtype=dtype if int8 else weight_dtype)
@@ -66,11 +67,11 @@ def test_equals_float64(each_isa: str, dtype: torch.dtype, weight_dtype: torch.d
             expected = exact(x, weight, given, int8=int8)
             # Errors of a sum grow with the sizes of its parts: float32 has 24 bits.
             size = exact(x.abs(), weight.abs(), None, int8=int8).max()
-            assert (out - expected).abs().max() < 2e-6 * size, (each_isa, num_outputs, num_inputs, num_rows)
+            assert (out - expected).abs().max() < 2e-6 * size, (each_product_isa, num_outputs, num_inputs, num_rows)
 
 
 @pytest.mark.parametrize("weight_dtype", WEIGHTS)
-def test_results_do_not_depend_on_other_rows_or_threads(each_isa: str, weight_dtype: torch.dtype) -> None:
+def test_results_do_not_depend_on_other_rows_or_threads(each_product_isa: str, weight_dtype: torch.dtype) -> None:
     """Bit for bit: each output is one chain of additions, whatever is computed beside it."""
     int8 = weight_dtype == torch.int8
     packed = PackedWeight(random(300, 600, dtype=torch.bfloat16 if int8 else weight_dtype), int8=int8)
@@ -82,13 +83,13 @@ def test_results_do_not_depend_on_other_rows_or_threads(each_isa: str, weight_dt
             cpu.set_num_threads(1 + num_rows % 3)
             part = torch.empty(num_rows, 300)
             linear(x[-num_rows:], packed, part)
-            assert torch.equal(part, whole[-num_rows:]), (each_isa, dtype, num_rows)
+            assert torch.equal(part, whole[-num_rows:]), (each_product_isa, dtype, num_rows)
         cpu.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("num_rows", [1, 13])
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_product_isa")
 def test_an_odd_number_of_inputs_is_filled_up_with_zeros(dtype: torch.dtype, num_rows: int) -> None:
     """Not with what the call before has left on the stack."""
     out = torch.empty(num_rows, 32)
@@ -98,7 +99,7 @@ def test_an_odd_number_of_inputs_is_filled_up_with_zeros(dtype: torch.dtype, num
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_may_be_strided_and_outputs_are_rounded(each_isa: str, dtype: torch.dtype) -> None:
+def test_rows_may_be_strided_and_outputs_are_rounded(each_product_isa: str, dtype: torch.dtype) -> None:
     packed, x = PackedWeight(random(72, 64, dtype=dtype)), random(9, 64, dtype=dtype)
     wide = torch.empty(9, 72)
     linear(x, packed, wide)
@@ -109,6 +110,19 @@ def test_rows_may_be_strided_and_outputs_are_rounded(each_isa: str, dtype: torch
     assert torch.equal(out[:, 16:88], wide.to(dtype))
     assert (out[:, :16] == 7).all()
     assert (out[:, 88:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_tiles_add_integers_up_as_vectors_do(dtype: torch.dtype) -> None:
+    """Bit for bit: sums of integers are exact, and their scales are applied in the same order."""
+    outs = []
+    for isa in ("avx512_bf16", "amx_emulated"):
+        for _ in using_isa(isa):
+            packed = PackedWeight(random(70, 1027, dtype=dtype), random(70, dtype=dtype), int8=True)
+            out = torch.empty(97, 70)
+            linear(random(97, 1027, dtype=dtype), packed, out)
+            outs.append(out)
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -181,7 +195,7 @@ def test_memory_is_aligned_and_zero(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_product_isa")
 def test_quantized_integer_for_integer(dtype: torch.dtype) -> None:
     """The unit matrix as rows shows the packed weight: 1 is 127 times its scale, however it is rounded."""
     weight = random(45, 131, dtype=dtype).mul(torch.logspace(-6, 4, 45, dtype=dtype)[:, None])
@@ -192,7 +206,7 @@ def test_quantized_integer_for_integer(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, (integers * scales[:, None]).t(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_product_isa")
 def test_rows_of_any_size_with_int8_weights() -> None:
     """Huge, tiny and zero rows keep their relative error; what is not a number stays none, in its own row only."""
     weight, x = random(64, 300), random(6, 300)

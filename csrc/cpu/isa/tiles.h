@@ -1,0 +1,125 @@
+// The tile registers of AMX: 8 matrices of up to 16 rows of 64 bytes, and products of them that add to a third.
+//
+// With VLLM_LITE_EMULATED_TILES the same operations are plain C++ that does what Intel's manual says they do (Software
+// Developer's Manual, volume 2, TDPBF16PS and TDPBSUD; the order of additions, denormals as zeros), so that kernels are
+// tested on machines without AMX. A tile's number must be a literal.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "simd.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kTileRowBytes = 64;
+
+// What LDTILECFG reads. Loading it makes all tiles zero.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void set(int tile, int64_t num_rows) {
+    rows[tile] = static_cast<uint8_t>(num_rows);
+    row_bytes[tile] = num_rows == 0 ? 0 : kTileRowBytes;
+  }
+};
+static_assert(sizeof(TileShapes) == 64, "as the instruction reads it");
+
+#if defined(VLLM_LITE_EMULATED_TILES)
+
+struct EmulatedTile {
+  int64_t num_rows = 0;
+  alignas(64) char bytes[kTileRows][kTileRowBytes];
+};
+thread_local EmulatedTile tiles[8];
+
+inline void shape_tiles(const TileShapes* shapes) {
+  for (int i = 0; i < 8; ++i) {
+    tiles[i].num_rows = shapes->rows[i];
+    std::memset(tiles[i].bytes, 0, sizeof tiles[i].bytes);
+  }
+}
+inline void load_tile(EmulatedTile& tile, const void* from, int64_t stride) {
+  for (int64_t row = 0; row < tile.num_rows; ++row) {
+    std::memcpy(tile.bytes[row], static_cast<const char*>(from) + row * stride, kTileRowBytes);
+  }
+}
+inline void store_tile(const EmulatedTile& tile, void* to, int64_t stride) {
+  for (int64_t row = 0; row < tile.num_rows; ++row) {
+    std::memcpy(static_cast<char*>(to) + row * stride, tile.bytes[row], kTileRowBytes);
+  }
+}
+inline float without_denormals(float x) {
+  return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
+}
+
+// total [rows][16] of float += a [rows][16 pairs] of bfloat16 times b [16 pairs][16]; even and odd inputs are added up
+// by themselves.
+inline void dot_tiles_bf16(EmulatedTile& total, const EmulatedTile& a, const EmulatedTile& b) {
+  for (int64_t row = 0; row < total.num_rows; ++row) {
+    float sums[2][kTileRows] = {}, all[kTileRows];
+    for (int64_t k = 0; k < b.num_rows; ++k) {
+      BFloat16 x[2], w[2 * kTileRows];
+      std::memcpy(x, a.bytes[row] + 4 * k, sizeof x);
+      std::memcpy(w, b.bytes[k], sizeof w);
+      for (int64_t n = 0; n < 2 * kTileRows; ++n) {
+        float& sum = sums[n % 2][n / 2];
+        const float weight = without_denormals(to_float(w[n]));
+        sum = without_denormals(std::fma(without_denormals(to_float(x[n % 2])), weight, sum));
+      }
+    }
+    std::memcpy(all, total.bytes[row], sizeof all);
+    for (int64_t n = 0; n < kTileRows; ++n) {
+      all[n] = without_denormals(without_denormals(all[n]) + without_denormals(sums[0][n] + sums[1][n]));
+    }
+    std::memcpy(total.bytes[row], all, sizeof all);
+  }
+}
+
+// total [rows][16] of int32 += a [rows][16 groups of 4] of int8 times b [16 groups][16][4] of uint8.
+inline void dot_tiles_int8(EmulatedTile& total, const EmulatedTile& a, const EmulatedTile& b) {
+  for (int64_t row = 0; row < total.num_rows; ++row) {
+    int32_t sums[kTileRows];
+    std::memcpy(sums, total.bytes[row], sizeof sums);
+    for (int64_t k = 0; k < b.num_rows; ++k) {
+      for (int64_t n = 0; n < 4 * kTileRows; ++n) {
+        sums[n / 4] += static_cast<int8_t>(a.bytes[row][4 * k + n % 4]) * static_cast<uint8_t>(b.bytes[k][n]);
+      }
+    }
+    std::memcpy(total.bytes[row], sums, sizeof sums);
+  }
+}
+
+#define TILES_SHAPE(shapes) shape_tiles(shapes)
+#define TILES_RELEASE() (void)0
+#define TILE_ZERO(tile) std::memset(tiles[tile].bytes, 0, sizeof tiles[tile].bytes)
+#define TILE_LOAD(tile, from, stride) load_tile(tiles[tile], from, stride)
+#define TILE_STORE(tile, to, stride) store_tile(tiles[tile], to, stride)
+#define TILE_DOT_BF16(total, a, b) dot_tiles_bf16(tiles[total], tiles[a], tiles[b])
+#define TILE_DOT_INT8(total, a, b) dot_tiles_int8(tiles[total], tiles[a], tiles[b])
+#define TILES_FENCE() (void)0
+
+#else
+
+#define TILES_SHAPE(shapes) _tile_loadconfig(shapes)
+#define TILES_RELEASE() _tile_release()
+#define TILE_ZERO(tile) _tile_zero(tile)
+#define TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
+#define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
+#define TILE_DOT_BF16(total, a, b) _tile_dpbf16ps(total, a, b)
+#define TILE_DOT_INT8(total, a, b) _tile_dpbsud(total, a, b)
+// Trap: GCC does not know that a tile load reads memory. Between what writes it and the loads there must be one of
+// these.
+#define TILES_FENCE() asm volatile("" ::: "memory")
+
+#endif
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA
