@@ -7,8 +7,8 @@ from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 from vllm_lite.kernels.delta_rule import DeltaNetOp, DeltaNetWeights, Segments, split_projected, split_state
 
-MAX_HEAD_SIZE, MAX_CONV_SIZE = 256, 16
-"""The same numbers as in csrc/cpu/delta_rule.h."""
+MAX_HEAD_SIZE = 256
+"""The same number as in csrc/cpu/delta_rule.h."""
 _SEGMENTS = (pointer, pointer, pointer, pointer)
 _SHORT_CONV = (int32, int64, int64, int64, pointer, int64, pointer, pointer, int64, *_SEGMENTS, pointer)
 _DELTA_RULE = (
@@ -27,9 +27,7 @@ class NativeDeltaNet(DeltaNetOp):
 
     @staticmethod
     def supports(spec: DeltaNetSpec, dtype: torch.dtype) -> bool:
-        return (
-            dtype in FLOATS and max(spec.key_size, spec.value_size) <= MAX_HEAD_SIZE and spec.conv_size <= MAX_CONV_SIZE
-        )
+        return dtype in FLOATS and max(spec.key_size, spec.value_size) <= MAX_HEAD_SIZE
 
     def forward(
         self,
