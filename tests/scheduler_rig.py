@@ -49,7 +49,6 @@ class Rig:
         )
         if num_state_slots:
             self.kv.states = StateSlots(num_state_slots, block_size, caching)
-            options |= {"num_drafts": 0, "num_forced": 0}
         self.scheduler = Scheduler(self.kv, Options(**options), policy)  # type: ignore[arg-type]
         self.scheduler.on_decision = lambda code, _sequence, numbers: self.decisions.append((code, numbers))
         slots = int(options["max_num_seqs"])

@@ -157,7 +157,7 @@ class SimulatedWorker:
         drafts = {handle: self._draft(self.sequences[handle], number) for handle, _, number in scheduled}
         for handle, count, _ in scheduled:  # a layer writes all KV of the batch ...
             self._write(self.sequences[handle], count, drafts[handle])
-        self._advance_states(scheduled)
+        tentative = self._advance_states(scheduled, drafts)
         scores = [found for handle, count, _ in scheduled if (found := self._score(handle, count)) is not None]
         tokens: list[int] = []
         counts: list[int] = []
@@ -171,6 +171,9 @@ class SimulatedWorker:
                 tokens += sampled
                 counts.append(len(sampled))
                 logprobs += [self._logprobs(self.sequences[handle], len(sampled))] * len(sampled) if sampled else []
+        for history in tentative:  # what has proved right is taken up
+            self._states()[history.live] = tuple(history.tokens[: history.num_computed])
+            history.source = history.live
         reply = ModelOutput(
             output.generation,
             output.step,
@@ -242,10 +245,18 @@ class SimulatedWorker:
                 self.sequences[entry.child] = child
                 self.resident.add(entry.child)
 
-    def _advance_states(self, scheduled: list[tuple[Handle, int, int]]) -> None:
-        """All sequences read and write at once: nobody reads what another writes, and no slot is written twice."""
+    def _states(self) -> dict[int, tuple[int, ...]]:
+        return {} if self.states is None else self.states
+
+    def _advance_states(
+        self, scheduled: list[tuple[Handle, int, int]], drafts: dict[Handle, list[int]]
+    ) -> list[History]:
+        """All sequences read and write at once: nobody reads what another writes, and no slot is written twice.
+
+        Returns those with drafts, which leave no state yet."""
+        tentative: list[History] = []
         if self.states is None:
-            return
+            return tentative
         before, read, written = dict(self.states), dict[int, Handle](), dict[int, Handle]()
         for handle, count, _ in scheduled:
             history = self.sequences[handle]
@@ -255,6 +266,11 @@ class SimulatedWorker:
             read.setdefault(history.source, handle)
             due = [save for save in history.saves if save[0] <= end]
             history.saves = history.saves[len(due) :]
+            if drafts[handle]:
+                assert not due, "a state would be saved behind drafts"
+                assert written.setdefault(history.live, handle) == handle
+                tentative.append(history)
+                continue
             for position, slot in [*due, (end, history.live)]:
                 assert slot, "slot 0 is never written"
                 assert written.setdefault(slot, handle) == handle
@@ -262,6 +278,7 @@ class SimulatedWorker:
                 history.source = slot
         for slot, handle in read.items():
             assert written.get(slot, handle) == handle, f"{handle} reads slot {slot} while another writes it"
+        return tentative
 
     def _place(self, history: History, entry: NewRequest | Resume) -> None:
         history.num_computed, history.num_cached = entry.num_computed, entry.num_cached

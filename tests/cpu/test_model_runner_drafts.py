@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints import VOCAB_SIZE
 from tests.driver import GREEDY, WARM, Driver, expected, make_prompt, new_request
+from tests.families.hybrid import VARIANTS as HYBRIDS
 from vllm_lite.protocol.params import Sampling
-from vllm_lite.protocol.step import Continue, Draft, Finish
+from vllm_lite.protocol.step import Continue, Draft, Finish, States
 from vllm_lite.worker.sampling.drafter import DraftBatch, Int32s
 
 
@@ -29,10 +31,18 @@ class Parrot:
         ]
 
 
-def speculate(driver: Driver, parrot: Parrot, prompt: list[int], sampling: Sampling, max_drafts: int = 4) -> list[int]:
+def speculate(
+    driver: Driver,
+    parrot: Parrot,
+    prompt: list[int],
+    sampling: Sampling,
+    max_drafts: int = 4,
+    states: tuple[States, ...] = (),
+) -> list[int]:
     """20 tokens of a sequence beside another one, 1 to 5 a step: how many each step gave."""
     driver.worker.runner.drafter = parrot
-    driver.run(new_request(1, prompt[:5], [20, 21, 22]), new_request(0, prompt, [1, 2, 3, 4], sampling=sampling))
+    requests = new_request(1, prompt[:5], [20, 21, 22]), new_request(0, prompt, [1, 2, 3, 4], sampling=sampling)
+    driver.run(*requests, *states)
     steps = []
     while len(driver.got[0]) < 20:
         before = len(driver.got[0])
@@ -55,6 +65,21 @@ def test_drafts_change_how_many_steps_but_no_token(tiny_checkpoint: Path, sampli
         assert driver.got[0][:20] == tokens
         assert got == steps
         assert driver.got[1] == company[: len(driver.got[1])], "its neighbour notices nothing"
+
+
+def test_states_take_up_the_drafts_that_prove_right_and_no_others(tmp_path: Path) -> None:
+    path, prompt = HYBRIDS[0].make(tmp_path / "hybrid"), make_prompt(30, seed=11)
+    prompt = [token % VOCAB_SIZE for token in prompt]
+    places = States(0, 0, 1, []), States(1, 0, 2, [])
+    found: list[tuple[list[int], torch.Tensor]] = []
+    for wrong in (tuple(range(60)), (), (33, 34, 41)):
+        driver = Driver(path)
+        parrot = Parrot(prompt + (found[0][0] if found else []) + [0] * 9, wrong)
+        speculate(driver, parrot, prompt, GREEDY, states=places)
+        found.append((driver.got[0], driver.worker.runner.cache_engine.states[1]))
+        assert driver.got[0] == found[0][0]
+        torch.testing.assert_close(found[-1][1], found[0][1], atol=1e-5, rtol=1e-5)
+    assert found[0][1].any()
 
 
 def test_the_output_says_how_much_was_drafted(tiny_checkpoint: Path) -> None:

@@ -33,17 +33,22 @@ class Chats:
         space = SLOTS * spec.state_bytes() / GIB
         usual = {"max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 6, "block_size": 16}
         self.llm = LLM(str(self.path), state_cache_space=space, **(usual | settings))  # type: ignore[arg-type]
+        self.params = GREEDY
 
     def expected(self, prompt: list[int]) -> list[int]:
+        ids, allowed = torch.tensor([prompt]), self.params.allowed_token_ids
+        choose = None if allowed is None else lambda *_: list(allowed)
         with torch.inference_mode():
-            ids = self.reference.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)
+            ids = self.reference.generate(
+                ids, max_new_tokens=24, do_sample=False, pad_token_id=0, prefix_allowed_tokens_fn=choose
+            )
         tokens: list[int] = ids[0, len(prompt) :].tolist()
         return tokens
 
     def check(self, prompts: list[list[int]]) -> list[int]:
         """Send them all at once. Returns how many tokens of each were cached."""
         outputs = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], GREEDY, use_tqdm=False
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], self.params, use_tqdm=False
         )
         for prompt, output in zip(prompts, outputs, strict=True):
             assert list(output.outputs[0].token_ids) == self.expected(prompt)
@@ -94,5 +99,25 @@ def test_preempted_and_pushed_out_sequences_are_computed_again(tmp_path: Path) -
         stats = chats.stats()
         assert stats.preemptions
         assert stats.evicted_states
+    finally:
+        chats.llm.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_drafts_change_no_token_and_states_are_saved_as_without(tmp_path: Path, ranks: int) -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    blocks = {} if ranks == 1 else {"num_gpu_blocks_override": 24}  # preempted as well
+    chats = Chats(VARIANTS[0], tmp_path, speculative_config=speculation, tensor_parallel_size=ranks, **blocks)
+    # Of three tokens every third draft is right by chance.
+    chats.params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, allowed_token_ids=[5, 6, 7])
+    try:
+        prompts = [words(50 + seed, 40 + 9 * seed) for seed in range(5)]
+        chats.check(prompts)
+        longer = [[*prompt, *chats.expected(prompt), *words(9, 5)] for prompt in prompts]
+        found = chats.check(longer)
+        if ranks == 1:
+            assert [(len(prompt) - 5 - 1) // 16 * 16 for prompt in longer] == found
+        stats = chats.stats()
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
     finally:
         chats.llm.close()

@@ -36,6 +36,8 @@ class StepBatch:
     wanted: torch.Tensor | None = None  # int64 [num_wanted], rows whose hidden states are wanted; None = all
     states: Segments | None = None
     """Where recurrent layers find and leave the states of the sequences; None: there are no such layers."""
+    tentative: torch.Tensor | None = None
+    """int64 [num_tentative], rows that no state takes up before it is known whether they are right; None: none."""
     host: "HostLens | None" = None
     """The lengths once more, for planning; None in the batch of a graph, which runs with other lengths each time."""
     plan: Any = None

@@ -282,17 +282,14 @@ def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
 
 def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, lives: Lives, now_s: float) -> Header:
     """Describe this core, for its scheduler and for the trace."""
-    drafts = ready.num_state_slots == 0
-    if config.speculative_config and not drafts:
-        logger.warning("nothing is drafted: a draft that proves wrong cannot be taken out of a recurrent state")
     options = Options(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=ready.max_model_len,
         chunked_prefill=config.enable_chunked_prefill,
         preemption=config.preemption_mode,
-        num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config and drafts else 0,
-        num_forced=NUM_FORCED if config.jump_forward and drafts else 0,
+        num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
+        num_forced=NUM_FORCED if config.jump_forward else 0,
         generation=lives.generation,
         max_itl_s=(config.max_itl_ms or 0) / 1000,
         max_loras=config.max_loras if config.enable_lora else 0,

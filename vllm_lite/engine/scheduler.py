@@ -346,7 +346,7 @@ class Scheduler:
         share = min(most, plan.budget // len(plan.draftable))
         for place, sequence in plan.draftable:
             end = sequence.num_tokens + sequence.num_pending  # with the token that this step samples
-            count = min(share, sequence.max_len - end)
+            count = self.kv.most_drafts(sequence, min(share, sequence.max_len - end))
             if count <= 0 or sequence.status is not Status.RUNNING:
                 continue
             entry = plan.entries[place]
@@ -358,6 +358,7 @@ class Scheduler:
                 if growth is None:
                     continue
                 new_ids = _joined(new_ids, growth.new_ids)
+                plan.entries += () if growth.states is None else (growth.states,)
             plan.entries[place] = Draft(sequence.handle, count, new_ids)
             plan.drafted.append((sequence, count))
             sequence.drafts(count)

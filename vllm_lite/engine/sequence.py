@@ -148,6 +148,8 @@ class Sequence:
     def lose_blocks(self) -> None:
         """It is about to be preempted, and computed again later, also what drafts in flight compute; a prompt that is
         scored is not scored again."""
+        if self.num_drafted and self.state is not None:
+            self.state.is_ahead = True
         self.num_computed, self.num_drafted = self.num_surely_computed, 0
         self.unscored = self.unscored and self.num_computed < self.num_prompt - 1
 

@@ -9,7 +9,7 @@ from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.delta_rule import DeltaNetWeights, delta_net_op
+from vllm_lite.kernels.delta_rule import DeltaNetWeights, Segments, delta_net_op
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
@@ -34,6 +34,7 @@ class DeltaNetBlock:
 
     names = DeltaNetNames()
     weights: DeltaNetWeights  # by `load`
+    tentative: torch.Tensor  # [num_tentative, projected_size], by the last step that had any
 
     def __init__(self, parts: Parts, layer: int) -> None:
         spec, whole, own = parts.spec, parts.spec.layers[layer].recurrent, parts.layers[layer]
@@ -67,7 +68,17 @@ class DeltaNetBlock:
         if batch.states is None or own.mixed is None:
             raise ValueError("a step of a recurrent model says nothing of its states")
         self.projections.forward(x, out=own.qkv)
+        if batch.tentative is not None:
+            self.tentative = own.qkv[batch.tentative]
         self.op.forward(own.qkv, self.weights, kv, batch.states, own.mixed, own.attended)
+
+    def take_up(self, tokens: torch.Tensor, rows: Rows, kv: torch.Tensor, segments: Segments) -> None:
+        """Bring states up to some of the tokens that the last step left tentative; what these read is known already.
+        tokens: int64 [n], their places; rows: n of them."""
+        own = rows.by_kind[self.kind]
+        if own.mixed is None:
+            raise ValueError("the buffers are not those of a recurrent layer")
+        self.op.forward(self.tentative[tokens], self.weights, kv, segments, own.mixed, own.attended)
 
     def project(self, rows: Rows) -> None:
         """Project what was read into rows.hidden."""

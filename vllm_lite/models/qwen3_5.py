@@ -2,6 +2,9 @@
 
 from typing import ClassVar
 
+import torch
+
+from vllm_lite.kernels.delta_rule import Segments
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.delta_net import DeltaNetBlock
 from vllm_lite.layers.parts import Parts
@@ -19,3 +22,14 @@ class Qwen3_5(Decoder):  # noqa: N801 (the family's name)
     def make_layer(self, parts: Parts, index: int) -> Layer:
         kind = DecoderLayer if parts.spec.layers[index].recurrent is None else RecurrentLayer
         return kind(parts, index)
+
+    @torch.inference_mode()
+    def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[torch.Tensor]) -> None:
+        """Bring states up to those tokens that the last step left tentative and that have proved right since.
+
+        tokens: int64 [n], their places among the tentative ones; segments: of these n rows.
+        """
+        rows = self.buffers.rows(len(tokens))
+        for layer, states in zip(self.layers, kv_caches, strict=True):
+            if isinstance(layer.attention, DeltaNetBlock):
+                layer.attention.take_up(tokens, rows, states, segments)

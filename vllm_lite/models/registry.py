@@ -14,6 +14,7 @@ from vllm_lite.checkpoint.config_json import ENCODERS
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.kernels.delta_rule import Segments
 from vllm_lite.layers.lora import Adapters
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.parts import Parts
@@ -120,6 +121,10 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
     def gather_logits(self, out: torch.Tensor) -> None: ...
+
+    def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[torch.Tensor]) -> None:
+        """As qwen3_5.Qwen3_5's; only of models with recurrent layers."""
+        ...
 
     def weight_groups(self) -> Iterator[WeightGroup]: ...
 

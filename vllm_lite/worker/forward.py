@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -10,7 +11,7 @@ from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import HostLens, StepBatch, to_device
 from vllm_lite.kernels.delta_rule import Segments
 from vllm_lite.models.registry import Model
-from vllm_lite.worker.batch.step_inputs import StepInputs
+from vllm_lite.worker.batch.step_inputs import StepInputs, StepStates
 
 
 class Forward(Protocol):
@@ -60,10 +61,15 @@ class EagerForward:
             token_types=None if (types := inputs.token_types) is None else self._to_device(types),
             wanted=None if (wanted := inputs.wanted) is None else self._to_device(wanted),
             states=None if inputs.states is None else Segments(*map(self._to_device, inputs.states)),
+            tentative=None if (tokens := inputs.tentative) is None else self._to_device(tokens),
             host=HostLens(inputs.num_scheduled, inputs.seq_lens),
         )
         self.backend.prepare(batch)
         return self.model.forward(batch, self.kv_caches, self.backend, self.progress)
+
+    def take_up(self, tokens: NDArray[np.int64], states: StepStates) -> None:
+        """Of the tokens that the last step left tentative, by their places, have recurrent states take up these."""
+        self.model.take_up(self._to_device(tokens), Segments(*map(self._to_device, states)), self.kv_caches)
 
     def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
         return to_device(array, self.device)

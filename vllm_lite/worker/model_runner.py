@@ -127,6 +127,8 @@ class ModelRunner:
             self.expert_load.count(inputs.num_tokens, num_wanted)
         self._explain(sampled, inputs)
         kept = _num_kept(inputs, sampled, waiting)
+        if inputs.drafted and (confirmed := self.batch.states.confirmed(inputs, kept)) is not None:
+            self.eager.take_up(*confirmed)
         self.batch.commit(inputs, sampled.tokens, kept)
         output = _answer(step, inputs, sampled, kept, prompts)
         return output if inputs.pooling is None else _answer_pooled(output, inputs, pooled, unfit)

@@ -287,9 +287,14 @@ class KVCacheManager:
         if write_from >= num_tokens:  # nothing is written yet, so a shared block is still to be copied
             sequence.num_slots = num_tokens
         states = None
-        if self.states is not None and sequence.num_computed % self.block_size == 0:
+        if self.states is not None and not sequence.num_drafted and sequence.num_computed % self.block_size == 0:
             states = self.states.roll(sequence)
         return Growth(new_ids if any(new_ids) else [], replaced, states)
+
+    def most_drafts(self, sequence: Sequence, count: int) -> int:
+        """How many of `count` drafts a step may have that computes `sequence` up to `num_computed` otherwise."""
+        saves = self.states is not None and self.pool.enable_caching
+        return min(count, -sequence.num_computed % self.block_size) if saves else count
 
     def arrival_entries(self, sequence: Sequence) -> list[States]:
         """What the workers have to know of a sequence that comes in, beside its blocks."""
@@ -382,9 +387,10 @@ class KVCacheManager:
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Begin to move the sequence's KV to the host; a state stays in its slot. Blocks that the step may not move any
-        more stay on the device
-        until they are reclaimed. False: nothing is changed, because the host has no room or the step has moved enough
-        already, or too much for a fork that has not parted yet."""
+        more stay on the device until they are reclaimed. False: nothing is changed, because the host has no room, its
+        state is ahead of its KV, or the step has moved enough already, or too much for a fork that has not parted."""
+        if sequence.state is not None and sequence.state.is_ahead:
+            return False
         num_computed, end = sequence.num_computed, -(-sequence.num_computed // self.block_size)
         # It will write to its last blocks, one of each group. Those that leave come back as its own; one that stayed
         # would still be others' too.

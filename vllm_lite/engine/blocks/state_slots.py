@@ -6,7 +6,8 @@ it lies by all that begin there, and to save one is to go on in a new slot. What
 to find, when the step has been sent; what it reads is held until then.
 
 While a sequence decodes, its state is saved at each end of a block, and that slot is taken back at the next one: of all
-these states the last is left when the sequence ends, and the next message of a chat begins there.
+these states the last is left when the sequence ends, and the next message of a chat begins there. No step drafts
+across such an end, or there would be no state there; and a state takes up drafts only when they have proved right.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,12 +45,14 @@ class StatePlace:
     source    the cached state that it begins with; held until the workers know of it
     saves     (position, slot) of states that steps to come leave, in order; held
     saved_at  the last position at which the state was, or will be, saved
+    is_ahead  whether drafts in flight may be taken up that its sequence does not count as computed: it is of no use
     """
 
     live: int
     source: int = NO_SLOT
     saves: list[tuple[int, int]] = field(default_factory=list)
     saved_at: int = 0
+    is_ahead: bool = False
     snapshot: Snapshot | None = None
 
     def held(self) -> list[int]:
@@ -230,7 +233,8 @@ class StateSlots:
         for position, _ in state.saves:
             self._break_promise(sequence, position)
         position, num_hashed = sequence.num_computed, sequence.num_hashed_blocks * self._block_size
-        if state.saved_at < position <= num_hashed and position % self._block_size == 0 and not state.source:
+        is_whole = position % self._block_size == 0 and not state.source and not state.is_ahead
+        if state.saved_at < position <= num_hashed and is_whole:
             self._unpublished.append((state.live, self._key(sequence, position), None))
         else:
             self._blank.append(state.live)

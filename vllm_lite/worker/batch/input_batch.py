@@ -367,7 +367,7 @@ class InputBatch:
             num_samples=np.ones(len(sampling), np.int64) if num_drafts is None else 1 + num_drafts[sampling],
             adapters=self.adapters[rows],
             drafted=num_drafts is not None,
-            states=self.states.build(rows, starts, ends, query_start_loc),
+            states=self.states.build(rows, starts, ends, query_start_loc, num_drafts),
             scoring=score_step(scorings, rows, (starts, ends), query_start_loc, self.token_ids) if scorings else None,
             pooling=pooling,
         )

@@ -85,6 +85,14 @@ class StepInputs:
         return np.repeat(ends - self.num_samples, self.num_samples) + self.num_drafts_before
 
     @property
+    def tentative(self) -> Int64s | None:  # [num_tentative]
+        """Indices of the tokens of sequences with drafts, if the model has states: none takes them up in this step."""
+        if not self.drafted or self.states is None:
+            return None
+        drafting = self.sampling[self.num_samples > 1]
+        return np.flatnonzero(np.isin(np.arange(len(self.rows)), drafting).repeat(self.num_scheduled))
+
+    @property
     def wanted(self) -> Int64s | None:  # [num_samples + num_scored + num_pooled]
         """Indices of the tokens whose hidden states are wanted: for samples, then for prompt logprobs, then for
         pooling. None if these are all, in order."""
