@@ -90,6 +90,17 @@ def test_samples_of_a_prompt_share_its_state(chats: Chats) -> None:
     assert [list(sample.token_ids) for sample in output.outputs] == [chats.expected(prompt)] * 3
 
 
+def test_beams_are_those_of_transformers(chats: Chats) -> None:
+    prompt, params = words(31, 45), SamplingParams(n=3, use_beam_search=True, max_tokens=8, ignore_eos=True)
+    (output,) = chats.llm.generate([TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        best = chats.reference.generate(
+            ids, num_beams=3, num_return_sequences=3, max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
+    assert [list(beam.token_ids) for beam in output.outputs] == best[:, len(prompt) :].tolist()
+
+
 def test_preempted_and_pushed_out_sequences_are_computed_again(tmp_path: Path) -> None:
     chats = Chats(VARIANTS[0], tmp_path, num_gpu_blocks_override=24, tensor_parallel_size=2)
     try:

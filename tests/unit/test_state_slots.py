@@ -1,5 +1,7 @@
 """States of recurrent layers: where they are saved, what a later prompt finds, and what it costs when one is gone."""
 
+import pytest
+
 from tests.scheduler_rig import Rig, expected
 from vllm_lite.engine.blocks.state_slots import LAST_MARKS
 from vllm_lite.engine.request import Request
@@ -90,12 +92,44 @@ def test_a_sequence_that_is_swapped_out_keeps_its_state() -> None:
     assert all(rig.output(f"r{number}") == expected(prompt, 20) for number, prompt in enumerate(prompts))
 
 
+@pytest.mark.parametrize("block_size", [2, 4, 8])
+def test_drafts_in_flight_at_a_preemption_are_not_counted_twice(block_size: int) -> None:
+    """Steps overlap, so that a sequence may be preempted while it is not known which of its drafts are right."""
+    options = {"num_state_slots": 30, "num_host_blocks": 80, "preemption": "swap", "num_drafts": 3, "depth": 3}
+    rig = Rig(48 // block_size, block_size, **options)  # type: ignore[arg-type]
+    prompts = [[number] * (6 + number) for number in range(1, 7)]
+    for turn, max_tokens in enumerate((20, 5)):
+        for number, prompt in enumerate(prompts):
+            rig.add(f"{turn}.{number}", prompt, max_tokens)
+        rig.drain()
+        for number, prompt in enumerate(prompts):
+            assert rig.output(f"{turn}.{number}") == expected(prompt, max_tokens)
+            prompt += [*rig.output(f"{turn}.{number}"), 9]
+    assert rig.scheduler.counters.swaps
+    assert rig.worker.num_accepted
+    assert rig.scheduler.counters.cached_tokens
+
+
 def test_a_fork_begins_with_the_state_that_was_saved_last() -> None:
     rig = rig_with(20)
     rig.add("samples", PROMPT, 6, n=3)
     rig.drain()
     assert [rig.output("samples", index) for index in range(3)] == [expected(PROMPT, 6, sample=i) for i in range(3)]
     assert rig.worker.num_written < 3 * 36 - 2 * 20, "the prompt was computed once"
+
+
+@pytest.mark.parametrize("num_slots", [4, 9, 40])
+def test_beams_share_the_state_where_they_part(num_slots: int) -> None:
+    rigs = [Rig(200, num_state_slots=slots, max_num_batched_tokens=64) for slots in (0, num_slots)]
+    for rig in rigs:
+        rig.add("other", [2, 7, 1, 8], 12)
+        rig.add("a", PROMPT, 10, n=4, use_beam_search=True)
+        rig.drain()
+    plain, hybrid = rigs
+    assert [hybrid.output("a", index) for index in range(4)] == [plain.output("a", index) for index in range(4)]
+    assert hybrid.output("other") == expected([2, 7, 1, 8], 12)
+    if num_slots == 40:
+        assert hybrid.worker.num_written == plain.worker.num_written, "nothing is computed again"
 
 
 def test_after_a_reset_nothing_is_found_and_after_a_death_neither() -> None:

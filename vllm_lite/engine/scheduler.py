@@ -291,8 +291,9 @@ class Scheduler:
             end = first.num_computed + min(first.num_missing(), plan.budget)
             more = self.kv.grow(first, end)  # for the tokens that are left over; no sequence is preempted for it
             if more is None:
-                end = min(end, first.num_slots)
-            self._serve_chunk(first, end, _joined(growth.new_ids, more.new_ids if more is not None else []), plan)
+                end, more = min(end, first.num_slots), Growth([], [], [])
+            plan.entries += more.states
+            self._serve_chunk(first, end, _joined(growth.new_ids, more.new_ids), plan)
         unserved = list(plan.forked)
         for sequence in plan.forked:
             self._schedule_chunk(sequence, plan.budget, unserved, plan)
@@ -336,8 +337,7 @@ class Scheduler:
             if victim is sequence:
                 return None
         plan.entries += (ReplaceBlock(sequence.handle, *replaced) for replaced in growth.replaced)
-        if growth.states is not None:
-            plan.entries.append(growth.states)
+        plan.entries += growth.states
         return growth
 
     def _add_drafts(self, plan: StepPlan) -> None:
@@ -358,7 +358,7 @@ class Scheduler:
                 if growth is None:
                     continue
                 new_ids = _joined(new_ids, growth.new_ids)
-                plan.entries += () if growth.states is None else (growth.states,)
+                plan.entries += growth.states
             plan.entries[place] = Draft(sequence.handle, count, new_ids)
             plan.drafted.append((sequence, count))
             sequence.drafts(count)

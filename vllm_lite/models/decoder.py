@@ -17,6 +17,7 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensor_names import is_ignored
+from vllm_lite.kernels.delta_rule import Segments
 from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.attention_block import Attention
 from vllm_lite.layers.buffers import Buffers, Rows
@@ -100,6 +101,9 @@ class Decoder:
             progress()
         self.last_norm(rows)
         return rows.hidden
+
+    def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[torch.Tensor]) -> None:
+        """As qwen3_5.Qwen3_5's. Here no layer keeps a state."""
 
     def last_norm(self, rows: Rows) -> None:
         """Norm what the last layer has left in rows.residual and rows.hidden into rows.hidden."""

@@ -73,11 +73,11 @@ class Lookup(NamedTuple):
 
 class Growth(NamedTuple):
     """The blocks that a sequence got: new ids per group ([] if none), and replaced shared ones (group, index, id).
-    `states`: its state goes on in another slot."""
+    `states`: where its state goes on, if that is another slot."""
 
     new_ids: list[list[int]]
     replaced: list[tuple[int, int, int]]
-    states: States | None = None
+    states: list[States]
 
 
 def admission(total: int, free: int, required: int, watermark: int) -> Admission:
@@ -286,9 +286,7 @@ class KVCacheManager:
         self._set_slots(sequence)
         if write_from >= num_tokens:  # nothing is written yet, so a shared block is still to be copied
             sequence.num_slots = num_tokens
-        states = None
-        if self.states is not None and not sequence.num_drafted and sequence.num_computed % self.block_size == 0:
-            states = self.states.roll(sequence)
+        states = [] if self.states is None else self.states.next_places(sequence)
         return Growth(new_ids if any(new_ids) else [], replaced, states)
 
     def most_drafts(self, sequence: Sequence, count: int) -> int:
@@ -340,14 +338,17 @@ class KVCacheManager:
     # ---- sharing and leaving
 
     def can_fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Whether the parent still holds all that computing the child's last token reads. A state has no past: the
-        child finds the one that was saved last."""
-        if self.states is not None:
-            return False
+        """Whether the parent still holds all that computing the child's last token reads. A state has no past: where it
+        is ahead the child finds the one that was saved last."""
         position = child.num_tokens - 1
-        return parent.num_computed >= position and all(
-            table.num_trimmed <= group.first_needed(position)
-            for group, table in zip(self.groups, parent.tables, strict=True)
+        has_state = self.states is None or self.states.can_fork(parent, position)
+        return (
+            has_state
+            and parent.num_computed >= position
+            and all(
+                table.num_trimmed <= group.first_needed(position)
+                for group, table in zip(self.groups, parent.tables, strict=True)
+            )
         )
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -365,6 +366,8 @@ class KVCacheManager:
         child.num_cached = min(parent.num_surely_computed, child.num_tokens)
         child.num_slots = child.num_computed  # so that both come to grow() before they write
         parent.num_slots = min(parent.num_slots, max(parent.num_surely_computed, parent.num_cached))
+        if self.states is not None:
+            self.states.fork(parent, child)
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Give all blocks back. Cached ones can be found until they are reused, or at once no more with `forget`."""

@@ -42,7 +42,7 @@ class StatePlace:
     """Where a sequence's state is.
 
     live      the slot in which it goes on; held
-    source    the cached state that it begins with; held until the workers know of it
+    source    the cached state that it begins with, or that it shares with forks; held until the workers know of it
     saves     (position, slot) of states that steps to come leave, in order; held
     saved_at  the last position at which the state was, or will be, saved
     is_ahead  whether drafts in flight may be taken up that its sequence does not count as computed: it is of no use
@@ -178,18 +178,44 @@ class StateSlots:
             source = state.live  # it was swapped out
         return States(sequence.handle, source, state.live, list(state.saves))
 
-    def roll(self, sequence: Seq) -> States | None:
-        """Save the state of a running sequence where it is, at the end of a block, if there is a slot for it."""
+    def can_fork(self, parent: Seq, position: int) -> bool:
+        """Whether the state of a running sequence is at `position`, and there are slots for `fork`."""
+        state = parent.state
+        if state is None or state.saves or state.is_ahead or parent.num_drafted:
+            return False
+        return parent.num_computed == position and self.num_free >= 2
+
+    def fork(self, parent: Seq, child: Seq) -> None:
+        """Let `child` begin with the state where `parent` is. Both read it where it lies, and each goes on in a slot of
+        its own. Call it after `can_fork`; the workers hear of it when the two are scheduled."""
+        state, own = parent.state, self._take()
+        if state is None or own is None:
+            raise RuntimeError(f"{parent} has no state to fork, or there is no slot")
+        if state.source == NO_SLOT:
+            source, state.live = state.live, own
+            state.source, own = source, self._take()
+        if own is None:
+            raise RuntimeError(f"there is no slot for a fork of {parent}")
+        self.pool.touch((state.source,))
+        child.state = StatePlace(own, state.source, saved_at=parent.num_computed)
+
+    def next_places(self, sequence: Seq) -> list[States]:
+        """What the workers must know of a running sequence before it goes on. At the end of a block its state is saved,
+        if there is a slot for it."""
         state, position = sequence.state, sequence.num_computed
-        if state is None or state.saves or position <= state.saved_at or not self.pool.enable_caching:
-            return None
+        if state is not None and state.source:
+            return [self.entry(sequence)]
+        if sequence.num_drafted or position % self._block_size or not self.pool.enable_caching:
+            return []
+        if state is None or state.saves or position <= state.saved_at:
+            return []
         slot = self._taken_back(state.snapshot)
         if slot is None:
-            return None
+            return []
         source, state.live = state.live, slot
         state.snapshot, state.saved_at = Snapshot(position, source), position
         self.publish(sequence, sequence.num_hashed_blocks * self._block_size)
-        return States(sequence.handle, source, slot, [])
+        return [States(sequence.handle, source, slot, [])]
 
     def _taken_back(self, snapshot: Snapshot | None) -> int | None:
         """The slot of a snapshot that a newer one replaces, if nobody else has it by now; else another one."""
