@@ -11,13 +11,14 @@ from starlette.requests import Request
 
 from tests.tokenizers_for_tests import KINDS
 from vllm_lite.client import sample
-from vllm_lite.client.prompt import max_text_bytes
+from vllm_lite.client.prompt import max_text_bytes, read_prompt
 from vllm_lite.client.sample import PromptScores, candidates
 from vllm_lite.client.stream import StreamFactory
 from vllm_lite.client.text.chat_template import ChatTemplate
 from vllm_lite.client.text.template_process import Render
 from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs, Welcome
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server import generation
@@ -25,7 +26,7 @@ from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai import prompts as server_prompts
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, TokenizeBody
 from vllm_lite.server.openai.errors import ApiError
-from vllm_lite.server.openai.prompts import ROLES, Prompts
+from vllm_lite.server.openai.prompts import ROLES, Prompts, with_marks
 from vllm_lite.server.openai.rendering import Renderer, TextTooLongError
 
 LIMITS = Welcome(1, 1, "x", 8192, 2048, (1, 4), 100, 16)
@@ -212,6 +213,40 @@ def test_candidates_are_made_when_they_are_looked_at(monkeypatch: pytest.MonkeyP
     assert scores.complete
     assert [list(found or ()) for found in scores.entries] == [[], [8, 5], [9, 5], [10, 5]]
     assert made == [8, 9, 10]
+
+
+def marks_of(given: Any, *, is_hybrid: bool = True, **params: Any) -> tuple[int, ...]:
+    limits = msgspec.structs.replace(LIMITS, wants_marks=is_hybrid)
+    return read_prompt(given, None, limits, SamplingParams(**params)).marks
+
+
+def test_marks_of_a_request_stand_instead_of_those_that_are_found() -> None:
+    ids = [5, 6, 4, 7, 8, 1, 9]
+    assert marks_of(ids) == (3, 6)
+    assert marks_of({"prompt_token_ids": ids, "marks": None}) == (3, 6)
+    (given,) = with_marks([ids], [2, 7])
+    assert marks_of(given) == (2, 7)
+    assert marks_of(given, is_hybrid=False) == ()
+    assert marks_of(given, truncate_prompt_tokens=3) == (3,), "they count from where the prompt is cut"
+    assert marks_of({"prompt_token_ids": ids, "marks": []}) == ()
+
+
+@pytest.mark.parametrize("marks", [[0], [8], [3, 3], [4, 2], [True], [1.0], ["1"]])
+def test_marks_that_do_not_fit_are_refused(marks: list[Any]) -> None:
+    with pytest.raises(RequestError, match=r"^marks must ascend from 1 to at most 7, the prompt's tokens; got "):
+        marks_of({"prompt_token_ids": [5] * 7, "marks": marks}, is_hybrid=False)
+
+
+def test_marks_are_of_one_prompt_of_token_ids() -> None:
+    for prompts in (["a text"], [[1], [2]]):
+        with pytest.raises(ApiError, match="marks count the tokens of one prompt"):
+            with_marks(cast(Any, prompts), [1])
+    with pytest.raises(RequestError, match="marks count tokens, so they stand beside prompt_token_ids"):
+        marks_of({"prompt": "a text", "marks": [1]})
+    with pytest.raises(RequestError, match="marks must be a list of at most 4096 numbers of tokens, got 4097"):
+        marks_of({"prompt_token_ids": [5] * 7, "marks": [1] * 4097})
+    with pytest.raises(RequestError, match="marks must be a list of at most 4096 numbers of tokens, got int"):
+        marks_of({"prompt_token_ids": [5] * 7, "marks": 3})
 
 
 def test_an_answer_has_only_so_many_candidates() -> None:

@@ -15,10 +15,13 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """`prompt` is the text that the ids came from. It is only copied to the output."""
+    """`prompt` is the text that the ids came from. It is only copied to the output. `marks` are the places, in tokens
+    and ascending, where later prompts are likely to part from this one, as at ends of messages: a model with recurrent
+    layers keeps its state there. Without them those behind the model's end tokens are taken."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
+    marks: NotRequired[Sequence[int] | None]
 
 
 MIN_TEXT_BYTES = 512 * 1024
@@ -51,6 +54,19 @@ def message_ends(token_ids: list[int], limits: Welcome) -> tuple[int, ...]:
     return (*marks[:1], *marks[1:][1 - MAX_MARKS :])
 
 
+def checked_marks(marks: Any, num_tokens: int) -> tuple[int, ...]:
+    """A user's marks in a prompt of so many tokens. Raises RequestError."""
+    if not isinstance(marks, Sequence) or isinstance(marks, (str, bytes, bytearray)) or len(marks) > MAX_MARKS:
+        got = f"{len(marks)}" if isinstance(marks, Sequence) else type(marks).__name__
+        raise RequestError(f"marks must be a list of at most {MAX_MARKS} numbers of tokens, got {got}")
+    last = 0
+    for mark in marks:
+        if type(mark) is not int or not last < mark <= num_tokens:
+            raise RequestError(f"marks must ascend from 1 to at most {num_tokens}, the prompt's tokens; got {mark!r}")
+        last = mark
+    return tuple(marks)
+
+
 def read_prompt(
     given: PromptLike,
     tokenizer: Tokenizer | None,
@@ -78,7 +94,12 @@ def read_prompt(
         raise RequestError("the prompt is empty; it needs at least one token")
     if len(prompt.token_ids) >= most:
         raise ContextLengthError(most, len(prompt.token_ids), params.max_tokens)
-    return replace(prompt, marks=message_ends(prompt.token_ids, limits))
+    marks = given.get("marks") if isinstance(given, Mapping) else None
+    if marks is None:
+        return replace(prompt, marks=message_ends(prompt.token_ids, limits))
+    num_cut = len(plain) - len(prompt.token_ids)
+    kept_marks = (mark - num_cut for mark in checked_marks(marks, len(plain)) if mark > num_cut)
+    return replace(prompt, marks=tuple(kept_marks) if limits.wants_marks else ())
 
 
 def _num_kept(params: SamplingParams, limits: Welcome) -> int | None:
@@ -184,12 +205,14 @@ def unwrap(given: Any) -> tuple[str | Sequence[int], str | None]:
     """Separate the prompt from the text that may stand beside token ids. Raises RequestError."""
     plain, text = given, None
     if isinstance(given, Mapping):
-        if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
+        if not given or not given.keys() <= {"prompt", "prompt_token_ids", "marks"}:
             raise RequestError(f"a prompt must be {_FORMS}, got a dict with keys {list(given)}")
         key = "prompt_token_ids" if "prompt_token_ids" in given else "prompt"
         plain = given[key]
         if isinstance(plain, str) != (key == "prompt"):
             raise RequestError(f"a prompt must be {_FORMS}, got a {type(plain).__name__} under {key!r}")
+        if key == "prompt" and given.get("marks") is not None:
+            raise RequestError("marks count tokens, so they stand beside prompt_token_ids, not beside a text")
         text = given.get("prompt")
         if text is not None and not isinstance(text, str):
             raise RequestError(f"a prompt must be {_FORMS}, got a {type(text).__name__} under 'prompt'")

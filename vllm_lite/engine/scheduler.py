@@ -291,7 +291,7 @@ class Scheduler:
             end = first.num_computed + min(first.num_missing(), plan.budget)
             more = self.kv.grow(first, end)  # for the tokens that are left over; no sequence is preempted for it
             if more is None:
-                end, more = min(end, first.num_slots), Growth([], [], [])
+                end, more = min(end, first.num_slots), Growth([], [])
             plan.entries += more.states
             self._serve_chunk(first, end, _joined(growth.new_ids, more.new_ids), plan)
         unserved = list(plan.forked)

@@ -30,7 +30,7 @@ from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.forms import ToolsWanted
 from vllm_lite.server.openai.grammars import Grammars
 from vllm_lite.server.openai.parsing import Parsing
-from vllm_lite.server.openai.prompts import Check, Prompts, text_of
+from vllm_lite.server.openai.prompts import Check, Prompts, text_of, with_marks
 
 MAX_PROMPT_CANDIDATES = 1 << 18
 """In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
@@ -155,7 +155,7 @@ class Generation:
         request, body = asked.request, asked.body
         params = bodies.sampling(body, self.model.defaults, _completion_changes(body))
         params = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
-        prompts = await self.prompts.of_completion(body, params, request)
+        prompts = with_marks(await self.prompts.of_completion(body, params, request), body.marks)
         if (infill := self.prompts.infill(body)) is not None and not params.ignore_eos:
             params = bodies.changed(params, stop_token_ids=[*params.stop_token_ids, *infill.ends])
         if len(prompts) * params.n > bodies.MAX_CHOICES:
@@ -207,7 +207,7 @@ class Generation:
         changes |= {name: value for name in ("cache_salt", "priority") if (value := getattr(body, name)) is not None}
         params = bodies.sampling(given, {"max_tokens": None, **self.model.defaults}, changes)
         params = await self._grammars.held(_budgeted(params, given), forms.form_of(given), None, request)
-        return await self._made(asked, [body.token_ids], params)
+        return await self._made(asked, with_marks([body.token_ids], body.marks), params)
 
     def _thinking(self, params: SamplingParams, prompt: Sequence[int], *, is_forced: bool) -> SamplingParams:
         """Let what holds the output begin behind its thinking."""

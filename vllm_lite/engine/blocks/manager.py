@@ -77,7 +77,7 @@ class Growth(NamedTuple):
 
     new_ids: list[list[int]]
     replaced: list[tuple[int, int, int]]
-    states: list[States]
+    states: abc.Sequence[States] = ()
 
 
 def admission(total: int, free: int, required: int, watermark: int) -> Admission:
@@ -286,7 +286,7 @@ class KVCacheManager:
         self._set_slots(sequence)
         if write_from >= num_tokens:  # nothing is written yet, so a shared block is still to be copied
             sequence.num_slots = num_tokens
-        states = [] if self.states is None else self.states.next_places(sequence)
+        states = () if self.states is None else self.states.next_places(sequence)
         return Growth(new_ids if any(new_ids) else [], replaced, states)
 
     def most_drafts(self, sequence: Sequence, count: int) -> int:

@@ -104,6 +104,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
+    marks: list[int] | None = None
     suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -208,6 +209,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /inference/v1/generate: token ids in, token ids out, and their text too if `output_mode` says so."""
 
     token_ids: list[int]
+    marks: list[int] | None = None
     sampling_params: GenerateParams = GenerateParams()
     model: str | None = None
     output_mode: Literal["tokens", "text"] = "tokens"

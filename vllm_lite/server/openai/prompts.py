@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from vllm_lite.client.prompt import PromptLike, check_text, encode, max_text_bytes, too_many_bytes
+from vllm_lite.client.prompt import PromptLike, TokensPrompt, check_text, encode, max_text_bytes, too_many_bytes
 from vllm_lite.client.text.chat_template import with_read_arguments
 from vllm_lite.client.text.detokenizer import Detokenizer, Vocabulary, vocabulary
 from vllm_lite.client.text.infill import Infill
@@ -31,6 +31,15 @@ Check = Callable[[], None]
 """Raises if the client has gone."""
 T = TypeVar("T")
 _FORMS = "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
+
+
+def with_marks(prompts: list[PromptLike], marks: list[int] | None) -> list[PromptLike]:
+    """The prompts, of which there is one and of token ids if there are marks in it. Raises ApiError."""
+    if marks is None:
+        return prompts
+    if len(prompts) > 1 or not isinstance(prompts[0], list):
+        raise ApiError(400, "marks count the tokens of one prompt; give it as a list of token ids", "marks")
+    return [TokensPrompt(prompt_token_ids=prompts[0], marks=marks)]
 
 
 class Prompts:
@@ -95,6 +104,8 @@ class Prompts:
             return None
         if body.echo:
             raise ApiError(400, "echo shows a prompt that the answer continues; a suffix stands behind it", "echo")
+        if body.marks is not None:
+            raise ApiError(400, "marks count the tokens of a prompt as it is; a suffix makes another of it", "marks")
         if not self.can_fill_in:
             raise ApiError(
                 400, "suffix needs a model that fills in; the vocabulary of this one has no token for it", "suffix"
