@@ -38,6 +38,7 @@ LAYERS = [
     "worker",
     "client",
     "server",
+    "ray",
     "tools",
     "__main__",
 ]

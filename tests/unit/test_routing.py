@@ -86,3 +86,12 @@ def test_an_engine_is_thought_to_have_no_more_than_it_holds_and_keeps_beginnings
     made.add("a", 2)
     made.check_integrity()
     assert made.num_cached("a", [7, 8]) == 2
+
+
+def test_what_an_engine_says_that_it_has_is_all_it_has() -> None:
+    made = router()
+    made.stored("a", ["1", "2", "3"])
+    made.retain("a", {"1", "2", "other"})
+    assert (made.num_cached("a", ["1", "2", "3"]), made.num_cached("a", ["other"])) == (2, 0)
+    made.retain("unknown", {"1"})
+    made.check_integrity()

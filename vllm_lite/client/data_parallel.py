@@ -183,19 +183,10 @@ class DataParallelSession(AnySession):
         serving = [index for index in reachable if self.members[index].recovering is None] or reachable
         loads = {index: self.members[index].num_open for index in serving}
         salt = None if request is None else request.params.cache_salt
-        hashes = [] if request is None else self._hashes(request)
+        hashes = [] if request is None else prompt_hashes(self._hasher, request)
         chosen = self._router.choose(hashes, loads, affinity or salt).engine
         self._router.stored(chosen, hashes)
         return chosen
-
-    def _hashes(self, request: Generate) -> list[bytes]:
-        salt, block_bytes = request.params.cache_salt, 4 * self._hasher.block_size
-        tokens = memoryview(request.prompt)[: MAX_HASHED_BLOCKS * block_bytes]
-        hashes: list[bytes] = []
-        own = ("lora", request.adapter) if request.adapter else ()
-        root = self._hasher.root(own if salt is None else (*own, salt))
-        self._hasher.extend(hashes, root, tokens, len(tokens) // 4)
-        return hashes
 
     def _on_change(self, changed: Session) -> None:
         """An engine was lost, or is there again."""
@@ -222,6 +213,17 @@ class DataParallelSession(AnySession):
                 with suppress(Exception):  # its reader has gone
                     stream.sink([Failure(request_id, copy_of(error))])
             return
+
+
+def prompt_hashes(hasher: PrefixHasher, request: Generate) -> list[bytes]:
+    """Hash the full blocks of a prompt, the first MAX_HASHED_BLOCKS of them, as the engine does that gets it."""
+    salt, block_bytes = request.params.cache_salt, 4 * hasher.block_size
+    tokens = memoryview(request.prompt)[: MAX_HASHED_BLOCKS * block_bytes]
+    hashes: list[bytes] = []
+    own = ("lora", request.adapter) if request.adapter else ()
+    root = hasher.root(own if salt is None else (*own, salt))
+    hasher.extend(hashes, root, tokens, len(tokens) // 4)
+    return hashes
 
 
 def connect(addresses: Sequence[str], config: ResolvedConfig) -> Session | DataParallelSession:

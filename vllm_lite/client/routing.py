@@ -6,6 +6,7 @@ or from the engine's KV events. What it gets besides are the loads; nothing in h
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from hashlib import blake2b
 from typing import Generic, NamedTuple, TypeVar
 
@@ -115,6 +116,11 @@ class PrefixRouter(Generic[E]):
         cached = self._cached.get(engine, _NOTHING)
         for block in hashes:
             cached.pop(block, None)
+
+    def retain(self, engine: E, blocks: AbstractSet[Hashable]) -> None:
+        """An engine has none but these, and perhaps not all of them."""
+        for block in self._cached.get(engine, _NOTHING).keys() - blocks:
+            del self._cached[engine][block]
 
     def cleared(self, engine: E) -> None:
         """An engine has an empty cache, because it was emptied or because another took its place."""

@@ -47,7 +47,7 @@ class Scrape:
     responses: Mapping[tuple[str, str], int]
     server: str
     rejections: Mapping[str, int]
-    """Of all API servers together, by the limit."""
+    """How many there were, by the limit, of all API servers together."""
     number: int = 0
     """The engine's."""
 

@@ -5,6 +5,7 @@ zmq.py        ROUTER / DEALER over ipc, and over tcp with CURVE keys
 keys.py       their files
 authenticator.py  who is let in over tcp
 publisher.py  numbered batches for all who subscribe, and again what was missed
+subscriber.py  who gets them
 inproc.py     queues in one process: unit tests and --single-process
 """
 

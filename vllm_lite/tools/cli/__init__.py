@@ -18,6 +18,7 @@ from vllm_lite.errors import VllmLiteError
 
 COMMANDS = {
     "serve": "engine, workers and an OpenAI-compatible HTTP server",
+    "ray-serve": "the same from a Ray cluster, with replicas of the engine",
     "chat": "talk with a model in the terminal",
     "complete": "continue a text",
     "run-batch": "answer a file of requests, in OpenAI's batch format",

@@ -1,0 +1,18 @@
+"""Replicas on Ray Serve, if ray is installed: a replica is killed under load, and no stream is lost."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deadlines import scaled
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_no_stream_is_lost_when_a_replica_is_killed() -> None:
+    pytest.importorskip("ray.serve")
+    command = [sys.executable, str(ROOT / "scripts/ray_serve_check.py"), "--only", "kill"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=scaled(240), check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

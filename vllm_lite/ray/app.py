@@ -1,0 +1,109 @@
+"""build(): the application that Ray Serve runs: HTTP replicas before the engine's replicas."""
+
+import os
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from vllm_lite.config import DEVICE_DEFAULTS
+from vllm_lite.ray.config import ROUTERS, RayServeConfig
+from vllm_lite.ray.engine import EngineReplica
+from vllm_lite.ray.http import HttpReplica
+from vllm_lite.server.config import Keys
+
+HTTP_ONGOING = 10_000
+"""Requests that an HTTP replica takes at once. Its own limits refuse before that (--max-num-queued-reqs)."""
+UNHEALTHY_S = 30.0
+"""An answer to the question for its health that takes longer is none."""
+DRAIN_LOOK_S = 0.5
+FASTER = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+}
+"""Settings of Serve with which nothing of a request changes threads; ours never blocks a loop. They save a third of
+what Serve adds to a token. Proxies have them from the environment in which Ray was started."""
+_ENVIRONMENT: dict[str, Any] = {"runtime_env": {"env_vars": FASTER}}
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """`args` are settings of RayServeConfig. Without `host` everybody may be able to reach Serve's proxy, as nothing is
+    known of it: what changes the server needs an admin key then. Raises ConfigError."""
+    return build_with(RayServeConfig.load({"host": "0.0.0.0", **args}))  # noqa: S104 - it says who may, and binds nothing
+
+
+def build_with(config: RayServeConfig) -> Application:
+    """As build(), with settings that have been checked."""
+    keys = config.keys()
+    if config.prefix_hash_seed is None:
+        config = msgspec.structs.replace(config, prefix_hash_seed=_hash_seed(keys))
+    quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
+    engines = serve.deployment(EngineReplica).options(logging_config=quiet, **_engine_options(config))
+    http = serve.deployment(serve.ingress()(HttpReplica)).options(
+        num_replicas=config.api_server_count,
+        logging_config=quiet,
+        ray_actor_options={"num_cpus": 0, **_ENVIRONMENT},
+        max_ongoing_requests=HTTP_ONGOING,
+        health_check_timeout_s=UNHEALTHY_S,
+        graceful_shutdown_timeout_s=config.shutdown_timeout,
+        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
+    )
+    encode = msgspec.msgpack.encode
+    return http.bind(engines.bind(encode(config.engine())), encode(config.server()), keys)
+
+
+def _hash_seed(keys: Keys) -> str:
+    """The seed by which engines and routers hash blocks. It is the same when the application is deployed again, with
+    more replicas perhaps, as those that run go on; clients cannot know it."""
+    where = ray.get_runtime_context().gcs_address if ray.is_initialized() else os.urandom(16).hex()
+    return blake2b(repr((keys, where)).encode(), digest_size=16).hexdigest()
+
+
+def _engine_options(config: RayServeConfig) -> dict[str, Any]:
+    max_num_seqs = config.max_num_seqs or DEVICE_DEFAULTS[_device(config)].max_num_seqs
+    router: dict[str, Any] = {"request_routing_stats_period_s": config.routing_stats_period_s}
+    if (path := ROUTERS.get(config.routing, config.routing)) is not None:
+        router["request_router_class"] = path
+    options: dict[str, Any] = {
+        "max_ongoing_requests": config.max_ongoing_requests or 2 * max_num_seqs,
+        "ray_actor_options": {**_resources(config), **_ENVIRONMENT},
+        "request_router_config": RequestRouterConfig(**router),
+        "health_check_period_s": config.health_check_period_s,
+        "health_check_timeout_s": UNHEALTHY_S,
+        "graceful_shutdown_timeout_s": config.drain_timeout_s,
+        "graceful_shutdown_wait_loop_s": DRAIN_LOOK_S,
+    }
+    if config.max_replicas is None:
+        return {**options, "num_replicas": config.replicas}
+    target = config.target_ongoing_requests or max(1.0, max_num_seqs / 2)
+    options["autoscaling_config"] = AutoscalingConfig(
+        min_replicas=config.replicas,
+        max_replicas=config.max_replicas,
+        target_ongoing_requests=target,
+        upscale_delay_s=config.upscale_delay_s,
+        downscale_delay_s=config.downscale_delay_s,
+    )
+    return options
+
+
+def _resources(config: RayServeConfig) -> dict[str, float]:
+    """What a replica takes of its node: its workers' share. Those of `--distributed-executor-backend ray` are placed by
+    themselves."""
+    ranks = config.tensor_parallel_size
+    if config.distributed_executor_backend == "ray":
+        return {"num_cpus": 0}
+    if _device(config) == "cuda":
+        return {"num_cpus": 0, "num_gpus": ranks}
+    return {"num_cpus": ranks * (config.cpu_threads or 1)}
+
+
+def _device(config: RayServeConfig) -> str:
+    """What replicas compute on. This machine need not have it, if the user says what it is."""
+    return config.device if config.device != "auto" else config.resolve_device()

@@ -1,0 +1,81 @@
+"""RayServeConfig: the settings of `vllm-lite ray-serve`, which are those of `serve` and the replicas' own."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from vllm_lite.runtime.nested_settings import Count
+from vllm_lite.runtime.settings import Section
+from vllm_lite.server.config import ServeConfig
+
+ROUTERS: dict[str, str | None] = {"prefix": "vllm_lite.ray.router:PrefixRequestRouter", "least-loaded": None}
+"""The router of each name; None is Serve's own."""
+
+
+class RayServeConfig(ServeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Build it with `RayServeConfig.load(...)`. Each replica is one engine; `api_server_count` is how many replicas of
+    the HTTP application there are before them."""
+
+    replicas: Annotated[
+        Count,
+        Section("replicas"),
+        Meta(description="engines, each with its own workers; the fewest if there may be more"),
+    ] = 1
+    max_replicas: Annotated[
+        Count | None, Meta(description="let Ray Serve start and end engines between --replicas and so many")
+    ] = None
+    target_ongoing_requests: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="requests for each engine that this aims at (default: half of --max-num-seqs)"),
+    ] = None
+    upscale_delay_s: Annotated[float, Meta(ge=0, description="how long there are more before an engine is added")] = (
+        10.0
+    )
+    downscale_delay_s: Annotated[float, Meta(ge=0, description="how long there are fewer before one ends")] = 300.0
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, description="how long an engine that is to end may work on what it has; the rest moves")
+    ] = 60.0
+    max_ongoing_requests: Annotated[
+        Count | None,
+        Meta(
+            description="requests that an engine takes at once; others wait for any engine (default: 2 x max_num_seqs)"
+        ),
+    ] = None
+    proxy_location: Annotated[
+        Literal["EveryNode", "HeadOnly"],
+        Meta(
+            description="where the cluster listens on host and port: on each node with a replica, or on the head only"
+        ),
+    ] = "EveryNode"
+    routing: Annotated[
+        str,
+        Meta(
+            description="which engine gets a request: prefix is one that has its beginning cached, least-loaded the "
+            "less loaded of two; or module:Class of another RequestRouter of Ray Serve"
+        ),
+    ] = "prefix"
+    routing_stats_period_s: Annotated[
+        float, Meta(gt=0, description="between two reports of what the engines' prefix caches hold")
+    ] = 10.0
+    health_check_period_s: Annotated[
+        float, Meta(gt=0, description="between two questions whether an engine serves")
+    ] = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas must be at least replicas ({self.replicas}), got {self.max_replicas}")
+        if self.routing not in ROUTERS and ":" not in self.routing:
+            raise ValueError(f"routing must be {' or '.join(ROUTERS)}, or module:Class, got {self.routing!r}")
+        if self.data_parallel_size > 1:
+            raise ValueError(f"data_parallel_size is {self.data_parallel_size}; give replicas instead, Ray places them")
+        if not self.port:
+            raise ValueError("port must be above 0: all nodes of a cluster listen on the same one")
+        taken = [name for name in ("uds", "address", "tcp_address") if getattr(self, name) is not None]
+        taken += ["single_process"] * self.single_process
+        if taken:
+            raise ValueError(f"{taken[0]} is for one engine on this machine; leave it out")
+
+    def server(self) -> ServeConfig:
+        """The part that each HTTP replica needs: with other numbers of replicas it is the same."""
+        return ServeConfig(**{name: getattr(self, name) for name in ServeConfig.__struct_fields__})

@@ -1,0 +1,213 @@
+"""EngineReplica: one engine with its own workers, as a replica of Ray Serve.
+
+Its engine is supervised as `serve`'s is: workers and engine that die are replaced, and the streams go on. When that
+has failed, the replica is unhealthy, and Serve starts another.
+"""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from ray import serve
+from ray.serve.metrics import Gauge
+
+from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.stream import Event, Failure, is_error
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import EngineError, VllmLiteError
+from vllm_lite.protocol import api
+from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
+from vllm_lite.protocol.api import Dying, Finished, FromClient, Generate, OutputBatch, Stats, Tokens
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.protocol.operations import OperationDone
+from vllm_lite.ray.cached_blocks import CachedBlocks, can_follow
+from vllm_lite.ray.messages import Answer, Introduction, encode
+from vllm_lite.ray.orphan import end_without_raylet
+from vllm_lite.runtime import log
+from vllm_lite.runtime.nested_settings import KVEventsConfig
+from vllm_lite.transport.subscriber import Subscriber
+
+HEALTH_S = 5.0
+"""An engine answers within this time, also while a step runs."""
+LIFE_S = 5.0
+"""The longest silence of a stream whose replica lives."""
+CHUNK_S, MAX_PAUSE_S = 0.0001, 0.03
+"""The pause between two messages of a stream, for each stream there is, and at most: a message costs 0.1 ms."""
+GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
+    "vllm_lite_requests_running": ("Requests in the batch.", lambda stats: stats.num_running),
+    "vllm_lite_requests_waiting": ("Requests that wait for a place in it.", lambda stats: stats.num_waiting),
+    "vllm_lite_kv_cache_usage": (
+        "Share of the KV blocks that live sequences hold.",
+        lambda stats: stats.num_used_blocks / max(1, stats.num_blocks),
+    ),
+    "vllm_lite_prompt_tokens": ("Prompt tokens so far.", lambda stats: stats.prompt_tokens),
+    "vllm_lite_cached_tokens": ("Those of them found in the prefix cache.", lambda stats: stats.cached_tokens),
+    "vllm_lite_generated_tokens": ("Tokens generated so far.", lambda stats: stats.generated_tokens),
+}
+"""What Ray exports of each replica, beside the HTTP application's own /metrics."""
+
+logger = log.get(__name__)
+
+
+class EngineReplica:
+    """All methods run on the replica's event loop."""
+
+    async def __init__(self, config: bytes) -> None:  # type: ignore[misc]
+        """`config` is an encoded EngineConfig. Raises VllmLiteError if the engine cannot start; Serve tries again."""
+        self._number = serve.get_replica_context().rank.rank
+        settings = msgspec.msgpack.decode(config, type=EngineConfig)
+        log.setup(f"replica {self._number}", *settings.logging)
+        events = _events(settings, self._number)
+        settings = msgspec.structs.replace(settings, kv_events_config=events)
+        self._loop = asyncio.get_running_loop()
+        self._inboxes: dict[str, _Inbox] = {}
+        self._launched: Launched = await asyncio.to_thread(launch, settings)
+        self._session = self._launched.session
+        self._cached = CachedBlocks(self._session.welcome.num_blocks)
+        if can_follow(events):
+            self._cached.follow(Subscriber(events.endpoint))
+        self._watching = asyncio.ensure_future(end_without_raylet())
+        self._gauges = {name: Gauge(name, description=text) for name, (text, _) in GAUGES.items()}
+
+    # ---- what Serve asks
+
+    async def check_health(self) -> None:
+        """Raises EngineError if no request would be served any more: the engine has ended, or does not answer. One
+        that is being replaced, or whose workers are, is in good hands; it has its own limits."""
+        if (dead := self._session.dead) is not None:
+            raise dead
+        if self._session.recovering is None:
+            stats = await self._stats()
+            for name, (_, read) in GAUGES.items():
+                self._gauges[name].set(read(stats))
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What the routers may know of this replica's cache."""
+        return self._cached.summary().to_stats()
+
+    async def __del__(self) -> None:
+        """Serve calls it once the replica's requests have ended, or have had their time."""
+        if hasattr(self, "_cached"):
+            self._cached.close()
+        if hasattr(self, "_launched"):
+            await asyncio.to_thread(self._launched.close)
+
+    # ---- what the HTTP replicas ask
+
+    async def generate(self, payload: bytes) -> AsyncGenerator[bytes, None]:
+        """Yields "" when the request has been taken, then messages of the engine; see Replicas.generate()."""
+        request = client_to_engine.decode(payload)
+        if not isinstance(request, Generate):
+            raise VllmLiteError(f"a stream begins with Generate, got {type(request).__name__}")
+        inbox = self._inboxes[request.request_id] = _Inbox(len(request.samples) or request.params.n)
+        try:
+            yield b""
+            try:
+                self._session.submit(request, self._arrive)
+            except EngineError as error:
+                yield _dying(error)
+                return
+            while not inbox.has_ended:
+                for message in await inbox.take():
+                    yield message
+                await asyncio.sleep(min(MAX_PAUSE_S, CHUNK_S * len(self._inboxes)))
+        finally:
+            del self._inboxes[request.request_id]
+            self._session.drop(request.request_id)
+
+    async def introduce(self) -> bytes:
+        session = self._session
+        adapters = list(session.adapters.values())
+        config = self._launched.config
+        return encode(Introduction(self._number, config, session.welcome, adapters, session.recovering))
+
+    async def ask(self, payload: bytes) -> bytes:
+        """The engine's answer to a question."""
+        try:
+            question = client_to_engine.decode(payload)
+            answer = await asyncio.wrap_future(self._session.ask(question, _answer_to(question)))
+        except EngineError as error:
+            return encode(Answer(self._number, error=str(error)))
+        return encode(Answer(self._number, engine_to_client.encode(answer)))
+
+    async def _stats(self) -> Stats:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self._session.request_stats()), HEALTH_S)
+        except TimeoutError as error:
+            raise EngineError(f"the engine did not answer within {HEALTH_S:g} s") from error
+
+    def _arrive(self, events: list[Event]) -> None:
+        """On the session's thread: one call into the loop for each message of the engine."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._sort, events)
+
+    def _sort(self, events: list[Event]) -> None:
+        for event in events:
+            if (inbox := self._inboxes.get(event.request_id)) is not None:
+                inbox.put(event)
+
+
+class _Inbox:
+    """What has come for one stream and was not sent on."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._events: list[Event] = []
+        self._came = asyncio.Event()
+        self._num_open = num_samples
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last has been taken."""
+        return self._num_open <= 0
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        self._came.set()
+
+    async def take(self) -> list[bytes]:
+        """All of it, as messages; after LIFE_S a sign of life."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._came.wait(), LIFE_S)
+        self._came.clear()
+        events, self._events = self._events, []
+        if not events:
+            return [b""]
+        outputs = [event for event in events if isinstance(event, Tokens | Finished)]
+        messages = [engine_to_client.encode(OutputBatch(0, outputs))] if outputs else []
+        for event in events:
+            is_end = isinstance(event, Failure) or is_error(event)  # of all samples
+            self._num_open -= self._num_open if is_end else isinstance(event, Finished)
+            if isinstance(event, Failure):
+                messages.append(_dying(event.error))
+        return messages
+
+
+def _answer_to(question: FromClient) -> type[Any]:
+    """What the engine answers a question with. The others are operations."""
+    kinds: dict[type[Any], type[Any]] = {
+        api.GetStats: Stats,
+        api.Describe: api.Descriptions,
+        api.AbortExternal: api.ExternalAborted,
+        api.ResetPrefixCache: api.PrefixCacheReset,
+        LoadAdapter: AdapterAnswer,
+        UnloadAdapter: AdapterAnswer,
+    }
+    return kinds.get(type(question), OperationDone)
+
+
+def _events(settings: EngineConfig, number: int) -> KVEventsConfig:
+    """Where the engine publishes what its cache holds: as the user says, for each replica at a port of its own; else
+    for this replica alone, at a socket that only this user can open and that ends with the engine."""
+    wanted = settings.kv_events_config
+    if wanted is not None and wanted.enabled:
+        return wanted.of_engine(number)
+    path = f"{tempfile.gettempdir()}/vl-kv-{os.urandom(8).hex()}"
+    return KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{path}", buffer_steps=1)
+
+
+def _dying(error: Exception) -> bytes:
+    return engine_to_client.encode(Dying(str(error)))

@@ -1,0 +1,93 @@
+"""HttpReplica: the HTTP application of `serve`, as a replica of Ray Serve before all replicas of the engine.
+
+It holds the streams, and so survives them. It is cheap: it has no GPU, and one does for thousands of streams.
+"""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm_lite.checkpoint import hub
+from vllm_lite.config import ResolvedConfig
+from vllm_lite.errors import EngineDeadError
+from vllm_lite.ray.messages import introductions
+from vllm_lite.ray.orphan import end_without_raylet
+from vllm_lite.ray.replicas import ServeReplicas
+from vllm_lite.ray.session import ServeSession
+from vllm_lite.runtime import log
+from vllm_lite.server.config import Keys, ServeConfig
+from vllm_lite.server.processes.scoreboard import Scoreboard
+from vllm_lite.server.wiring import Application, EngineLink, ModelFiles
+
+
+class HttpReplica:
+    """Made and called on the replica's event loop."""
+
+    async def __init__(self, engines: DeploymentHandle, config: bytes, keys: Keys) -> None:  # type: ignore[misc]
+        """`config` is an encoded ServeConfig. It waits for the first replica of the engine."""
+        settings = msgspec.msgpack.decode(config, type=ServeConfig)
+        number = serve.get_replica_context().rank.rank
+        log.setup(f"HTTP replica {number}", *settings.logging)
+        first = introductions.decode(await engines.introduce.remote())
+        resolved = await asyncio.to_thread(_with_files, settings, first.config)
+        self._files = await asyncio.to_thread(ModelFiles, settings, resolved)
+        self._session = ServeSession(ServeReplicas(engines), [first])
+        link = EngineLink(self._session, resolved, lambda: str(self._session.dead))
+        scoreboard = Scoreboard(max(settings.api_server_count, number + 1), number)
+        self._application = Application(settings, keys, link, self._files, scoreboard)
+        forever = (self._session.watch(), self._application.watch(), end_without_raylet())
+        self._watching = [asyncio.ensure_future(each) for each in forever]
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Serve calls it after __init__."""
+        return _with_lifespan(self._application.app)
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if something that is to run for ever has ended."""
+        for watch in self._watching:
+            if watch.done():
+                raise EngineDeadError(f"the HTTP application fails: {watch!r}")
+
+    async def __del__(self) -> None:
+        """Serve calls it once the replica's requests have ended, or have had their time."""
+        if not hasattr(self, "_watching"):
+            return
+        self._application.calls.is_draining = True
+        for watch in self._watching:
+            watch.cancel()
+        await self._application.end_runs()
+        self._session.close()
+        self._application.close()
+        self._files.close()
+
+
+def _with_files(settings: ServeConfig, resolved: ResolvedConfig) -> ResolvedConfig:
+    """The engine's config, with this machine's folders where the model or the tokenizer come from the hub."""
+    changes: dict[str, Any] = {}
+    if hub.is_hub_id(settings.model):
+        source = hub.Source(settings.model, settings.revision, settings.download_dir)
+        changes["model"] = hub.local_folder(source, what="model without weights")
+    if settings.tokenizer is not None and hub.is_hub_id(settings.tokenizer):
+        source = hub.Source(settings.tokenizer, None, settings.download_dir)
+        changes["tokenizer"] = hub.local_folder(source, what="tokenizer")
+    return msgspec.structs.replace(resolved, **changes)
+
+
+def _with_lifespan(app: ASGIApp) -> ASGIApp:
+    """Serve waits for answers to lifespan events; the application is there before, and ends after."""
+
+    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await app(scope, receive, send)
+            return
+        while True:
+            event = (await receive())["type"]
+            await send({"type": f"{event}.complete"})
+            if event == "lifespan.shutdown":
+                return
+
+    return answering

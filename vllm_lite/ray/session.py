@@ -1,0 +1,287 @@
+"""ServeSession: the HTTP application's session with all replicas of the engine. No ray.
+
+A stream is here, with all the tokens that were delivered, as long as its connection is: a replica has nothing that is
+not here as well. So when its replica is lost, it goes on in another one behind these tokens, with the same draws.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from functools import reduce
+from itertools import count
+from operator import itemgetter
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from vllm_lite.client.any_session import AnySession, Member
+from vllm_lite.client.data_parallel import prompt_hashes
+from vllm_lite.client.joined_answers import joined
+from vllm_lite.client.open_stream import OpenStream, Sink
+from vllm_lite.client.session import MAX_MOVES
+from vllm_lite.client.stream import Event, Failure
+from vllm_lite.errors import EngineDeadError, EngineError, RequestError, VllmLiteError
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo
+from vllm_lite.protocol.api import Dying, ForkRequest, FromClient, Generate, GetStats, OutputBatch, Stats, Welcome
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.protocol.operations import OperationDone
+from vllm_lite.ray.messages import HASH_BYTES, Answer, Introduction, Route
+from vllm_lite.runtime import log
+from vllm_lite.runtime.prefix_hash import PrefixHasher
+
+LOOK_S = 1.0
+ANSWER_S, OPERATION_S = 5.0, 3600.0
+"""How long replicas may take for an answer: to a question, and to what waits for requests to end or for weights."""
+_GET_STATS = GetStats()
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+"""Before a stream tries again to find a replica: at first, and at most."""
+
+A = TypeVar("A")
+T = TypeVar("T")
+logger = log.get(__name__)
+
+
+class ReplicaLostError(EngineDeadError):
+    """A replica has ended, or does not answer; another one may."""
+
+
+class Replicas(Protocol):
+    """The replicas, wherever they are."""
+
+    def generate(self, payload: bytes, route: Route) -> AsyncGenerator[bytes, None]:
+        """Send a request, an encoded Generate, to one of them. Yields "" when one has taken it, then encoded messages
+        of its engine, now and then "" as a sign of life. Raises ReplicaLostError."""
+
+    async def ask(self, payload: bytes, timeout_s: float) -> list[Answer]:
+        """The answers of all to an encoded question. Raises ReplicaLostError if there is none in time."""
+
+    async def introduce(self) -> list[Introduction]:
+        """What all say of themselves; raises as ask() does."""
+
+
+class ServeSession(AnySession):
+    """Every method is called on one event loop, that of watch()."""
+
+    def __init__(self, replicas: Replicas, known: Sequence[Introduction]) -> None:
+        """`known` are the replicas that serve by now, one at least."""
+        self.address = "Ray Serve"
+        self._replicas = replicas
+        self._known = list(known)
+        self._lost_since_s: float | None = None
+        self._dead: EngineError | None = None
+        config, welcome = known[0].config, known[0].welcome
+        self._hasher = PrefixHasher(welcome.block_size, config.prefix_hash_seed)
+        self._silence_s, self._recovery_s = config.heartbeat_timeout_s, config.recovery_timeout_s
+        self._open: dict[str, OpenStream] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._names = (f"{os.urandom(8).hex()}-{number}" for number in count())
+        """What a request is called in its replica; other servers' requests are called otherwise."""
+
+    # ---- what there is
+
+    @property
+    def welcome(self) -> Welcome:
+        shortest = min(each.welcome.max_model_len for each in self._known)
+        return msgspec.structs.replace(self._known[0].welcome, max_model_len=shortest)
+
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """Those that all replicas have."""
+        first, *others = [{info.name: info for info in each.adapters} for each in self._known]
+        return {name: info for name, info in first.items() if all(name in other for other in others)}
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._known)
+
+    @property
+    def dead(self) -> EngineError | None:
+        return self._dead
+
+    @property
+    def recovering(self) -> str | None:
+        if self._lost_since_s is not None:
+            return "no replica serves at present"
+        pauses = [each.recovering for each in self._known]
+        return pauses[0] if all(pauses) else None
+
+    async def watch(self) -> None:
+        """Look at the replicas again and again, until it is cancelled; end the streams that wait for one too long."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self._known = await self._replicas.introduce()
+                self._lost_since_s = None
+            except ReplicaLostError as error:
+                self._lost_since_s = self._lost_since_s or time.monotonic()
+                if time.monotonic() - self._lost_since_s > self._recovery_s:
+                    late = EngineDeadError(f"no replica has come within {self._recovery_s:g} s: {error}")
+                    for request_id in list(self._open):
+                        self._end(request_id, late)
+            self._end_late()
+
+    # ---- questions
+
+    def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
+        """Ask all replicas; what they say is joined."""
+        future: Future[A] = Future()
+        asked = asyncio.ensure_future(self._ask(message, answer))
+        asked.add_done_callback(lambda done: _resolve(future, done, lambda found: reduce(joined, found.values())))
+        return future
+
+    def ask_each(self) -> list[Member]:
+        asked = asyncio.ensure_future(self._ask(_GET_STATS, Stats))
+
+        def one(known: Introduction) -> Member:
+            future: Future[Stats] = Future()
+            asked.add_done_callback(lambda done: _resolve(future, done, itemgetter(known.number)))
+            return Member(known.number, known.welcome, future)
+
+        return [one(each) for each in sorted(self._known, key=lambda known: known.number)]
+
+    async def _ask(self, message: FromClient, answer: type[A]) -> dict[int, A]:
+        """By the number of the replica. Raises EngineError if none answers as expected, or not all do what all must."""
+        timeout_s = OPERATION_S if answer in (AdapterAnswer, OperationDone) else ANSWER_S
+        num_needed = len(self._known) if answer is OperationDone else 1
+        found, error = {}, "a replica did not answer"
+        for each in await self._replicas.ask(client_to_engine.encode(message), timeout_s):
+            content = engine_to_client.decode(each.payload) if each.payload else None
+            if isinstance(content, answer):
+                found[each.number] = content
+            else:
+                error = each.error or error
+        if len(found) < num_needed:
+            raise EngineError(error)
+        return found
+
+    # ---- streams
+
+    def submit(
+        self, message: Generate | ForkRequest, sink: Sink, own: Generate | None = None, affinity: str | None = None
+    ) -> None:
+        """A fork begins as a request of its own: its parent's replica may have died since, and the prefix cache of a
+        replica has the parent's KV."""
+        if self._dead is not None:
+            raise self._dead
+        request_id = message.child_id if isinstance(message, ForkRequest) else message.request_id
+        if request_id in self._open:
+            raise RequestError(f"request id {request_id!r} is in use; choose another")
+        stream = self._open[request_id] = OpenStream(message, sink, own)
+        task = asyncio.ensure_future(self._carry(request_id, stream, affinity))
+        self._tasks[request_id] = task
+        task.add_done_callback(
+            lambda _: self._tasks.pop(request_id, None) if self._tasks.get(request_id) is task else None
+        )
+
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def abort(self, request_id: str, samples: Sequence[int] = (), *, stopped: bool = False) -> None:  # noqa: ARG002
+        """End a request, or some of its samples, here; when all have ended the replica learns of it."""
+        stream = self._open.get(request_id)
+        if stream is not None and stream.abort(samples) is not None:
+            self._end_here(request_id, stream)
+
+    def drop(self, request_id: str, *, stopped: bool = False) -> None:  # noqa: ARG002
+        if self._open.pop(request_id, None) is not None:
+            self._tasks.pop(request_id).cancel()
+
+    def close(self) -> None:
+        self._dead = EngineError("the client was closed")
+        for request_id in list(self._open):
+            self._end(request_id, self._dead)
+
+    async def _carry(self, request_id: str, stream: OpenStream, affinity: str | None) -> None:
+        """Have one replica after the other work on a stream, until it has ended."""
+        pause_s = FIRST_PAUSE_S
+        try:
+            while self._open.get(request_id) is stream:
+                again = stream.again(request_id)
+                if not isinstance(again, Generate):
+                    return self._deliver(request_id, stream, [again])
+                num_moves = stream.num_moves
+                try:
+                    await self._follow(request_id, stream, again, affinity)
+                except ReplicaLostError as error:
+                    if stream.num_moves > MAX_MOVES:
+                        return self._end(request_id, error)
+                    delivered = sum(map(len, stream.tokens.values()))
+                    logger.warning("request %s lost its replica after %d tokens: %s", request_id, delivered, error)
+                    if stream.num_moves == num_moves:  # none took it
+                        await asyncio.sleep(pause_s)
+                        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        except Exception as error:
+            logger.exception("request %s failed", request_id)
+            self._end(request_id, EngineError(f"the server failed: {error!r}"))
+
+    async def _follow(self, request_id: str, stream: OpenStream, request: Generate, affinity: str | None) -> None:
+        """Have one replica work on a stream. Raises ReplicaLostError if it ends, or is silent, before the stream has
+        ended."""
+        blocks = tuple(block[:HASH_BYTES] for block in prompt_hashes(self._hasher, request))
+        route = Route(blocks, affinity or request.params.cache_salt)
+        payload = client_to_engine.encode(msgspec.structs.replace(request, request_id=next(self._names)))
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(None) as silence, aclosing(self._replicas.generate(payload, route)) as messages:
+                async for message in messages:
+                    if silence.when() is None:  # it has been taken
+                        stream.num_moves += 1
+                    silence.reschedule(clock() + self._silence_s)
+                    if message:
+                        self._take(request_id, stream, message)
+                    if not stream.tokens:
+                        return
+        except TimeoutError as error:
+            raise ReplicaLostError(f"the replica has been silent for {self._silence_s:g} s") from error
+        raise ReplicaLostError("the replica ended a stream that had not ended")
+
+    def _take(self, request_id: str, stream: OpenStream, message: bytes) -> None:
+        """Deliver what a replica has sent. Raises ReplicaLostError if it is the end of its engine."""
+        content = engine_to_client.decode(message)
+        if isinstance(content, Dying):
+            raise ReplicaLostError(content.reason)
+        if isinstance(content, OutputBatch):
+            outputs = [msgspec.structs.replace(output, request_id=request_id) for output in content.outputs]
+            self._deliver(
+                request_id, stream, [event for output in outputs if (event := stream.take(output)) is not None]
+            )
+
+    def _deliver(self, request_id: str, stream: OpenStream, events: list[Event]) -> None:
+        if any(isinstance(event, Failure) for event in events):
+            stream.tokens.clear()
+        if not stream.tokens and self._open.get(request_id) is stream:
+            del self._open[request_id]
+        if events:
+            stream.sink(events)
+
+    def _end_here(self, request_id: str, stream: OpenStream) -> None:
+        """Deliver the ends of what was aborted or is late."""
+        if events := stream.end_here(request_id):
+            self._deliver(request_id, stream, events)
+            if not stream.tokens and (task := self._tasks.get(request_id)) is not None:
+                task.cancel()
+
+    def _end_late(self) -> None:
+        for request_id, stream in list(self._open.items()):
+            self._end_here(request_id, stream)
+
+    def _end(self, request_id: str, error: VllmLiteError) -> None:
+        if (stream := self._open.get(request_id)) is not None:
+            self._deliver(request_id, stream, [Failure(request_id, error)])
+
+
+def _resolve(future: "Future[A]", done: "asyncio.Future[dict[int, T]]", read: Callable[[dict[int, T]], A]) -> None:
+    """Give `future` what was asked for, or why there is no answer."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(read(done.result()))
+    except KeyError:
+        future.set_exception(EngineError("the replica did not answer"))
+    except (asyncio.CancelledError, Exception) as error:
+        future.set_exception(
+            error if isinstance(error, VllmLiteError) else EngineError(f"nothing was answered: {error!r}")
+        )
