@@ -1,6 +1,8 @@
 """A model over a paged KV cache without engine, runner or batch: what the parity tests of models are driven with."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
 
 import torch
@@ -154,11 +156,13 @@ class Paged:
             self.free = given + self.free  # the next to be taken
             sequence.num_trimmed[index] = first
 
-    def run(self, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
-        """All logits of `tokens`, computed `chunk` tokens a step: [num_tokens, vocab_size]."""
+    def run(self, tokens: torch.Tensor, chunk: int | Iterable[int]) -> torch.Tensor:
+        """All logits of `tokens`, computed `chunk` tokens a step: [num_tokens, vocab_size]; or as many as it says, the
+        rest one by one."""
         sequence = self.sequence(tokens)
+        chunks = repeat(chunk) if isinstance(chunk, int) else chain(chunk, repeat(1))
         while sequence.num_computed < len(tokens):
-            self.step((sequence, min(chunk, len(tokens) - sequence.num_computed)))
+            self.step((sequence, min(next(chunks), len(tokens) - sequence.num_computed)))
         return torch.cat(sequence.logits)
 
 

@@ -53,9 +53,10 @@ def build(folder: Path, env: dict[str, str], objects: Path | None = None) -> Whe
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Wheel:
-    """Compiling takes a minute of CPU time, so only what has changed since the last run is compiled, unoptimized."""
+    """Compiling takes minutes of CPU time, so only what has changed since the last run is compiled, for one instruction
+    set and unoptimized."""
     cache: pytest.Cache | None = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
-    env = {"CMAKE_ARGS": "-DVLLM_LITE_OPTIMIZE=-O0"}
+    env = {"CMAKE_ARGS": "-DVLLM_LITE_OPTIMIZE=-O0 -DVLLM_LITE_BASELINE=ON"}
     return build(tmp_path_factory.mktemp("wheel"), env, cache and cache.mkdir("wheel-build"))
 
 
