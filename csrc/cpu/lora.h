@@ -16,7 +16,7 @@
 constexpr int64_t kLoraBlock = 32;   // outputs
 constexpr int64_t kLoraRanks = 4;    // of a block of A
 constexpr int64_t kLoraInputs = 32;  // that lie together in it
-constexpr int32_t kMaxParts = 3;     // projections of one layer: Q, K and V
+constexpr int32_t kMaxParts = 6;     // projections of one layer: a recurrent one has so many
 
 // The same record as `_Slot` in vllm_lite/kernels/cpu/lora.py: one adapter's part of one layer.
 struct LoraSlot {

@@ -37,7 +37,7 @@ def keep(run_dir: str, state: KeptState) -> None:
 
 
 def kept(run_dir: str) -> KeptState | None:
-    """What an earlier engine has kept, None if nothing, or if it cannot be read, of which the log tells."""
+    """What an earlier engine has kept, None if nothing, or if it cannot be read, which the log says."""
     try:
         return msgspec.msgpack.decode((Path(run_dir) / FILE).read_bytes(), type=KeptState)
     except FileNotFoundError:

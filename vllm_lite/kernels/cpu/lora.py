@@ -12,8 +12,8 @@ from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 BLOCK = 32
 """Outputs that lie together; kLoraBlock."""
 RANKS, INPUTS = 4, 32
-"""Of A that lie together; kLoraRanks, kLoraInputs."""
-MAX_PARTS = 3
+"""Ranks and inputs of A that lie together; kLoraRanks, kLoraInputs."""
+MAX_PARTS = 6
 """Projections of one layer; kMaxParts."""
 
 _TYPES = (pointer, pointer, pointer, int64, pointer, int64, int32, pointer, int64, int32)
