@@ -68,7 +68,7 @@ class EagerForward:
         return self.model.forward(batch, self.kv_caches, self.backend, self.progress)
 
     def take_up(self, tokens: NDArray[np.int64], states: StepStates) -> None:
-        """Of the tokens that the last step left tentative, by their places, have recurrent states take up these."""
+        """Have recurrent states take up those of the tokens, by their places, that the last step left tentative."""
         self.model.take_up(self._to_device(tokens), Segments(*map(self._to_device, states)), self.kv_caches)
 
     def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
