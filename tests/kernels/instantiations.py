@@ -26,6 +26,9 @@ def _paged_attention() -> list[Instantiation]:
     return found
 
 
+_PAIR = ("__nv_bfloat16", "__nv_bfloat16")
+
+
 def _small_operations() -> list[Instantiation]:
     """The fused operations, cache writes and copies, by 16 bytes and by single elements; masks and the sampler."""
     fused, stores = (
@@ -34,6 +37,8 @@ def _small_operations() -> list[Instantiation]:
     )
     found = [("cache_ops.cuh", f"copy_blocks<{unit}>") for unit in ("uint4", "uint8")]
     found.append(("routing.cuh", "route"))
+    found += [("lora.cuh", f"lora_shrink<{kind}>") for kind in ("__half, 8", "__nv_bfloat16, 8", "__nv_bfloat16, 1")]
+    found += [("lora.cuh", f"lora_expand<{scalar}, {out}>") for scalar, out in (("__half", "float"), _PAIR)]
     found += [
         (f"{file}.cuh", f"{kernel}<{n}>")
         for file, kernel in (("sampler", "pick"), ("masks", "rule_out"))

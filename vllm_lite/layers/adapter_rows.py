@@ -4,6 +4,7 @@ There are two sets of rows: those of all tokens of the step and, once `gather` w
 for the `current` one.
 """
 
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -41,6 +42,9 @@ class Grouped(NamedTuple):
     def empty(cls, num_slots: int, max_num_tokens: int) -> "Grouped":
         return cls(torch.zeros(max_num_tokens, dtype=torch.int32), torch.zeros(num_slots + 1, dtype=torch.int32))
 
+    def to(self, device: torch.device) -> "Grouped":
+        return Grouped(*(each.to(device) for each in self))
+
     def fill(self, slots: Slots) -> None:
         """In each slot rows are in their order."""
         rows, starts = self.rows.numpy(), self.starts.numpy()
@@ -69,6 +73,46 @@ class GroupedRows:
         self.current = self.kept
         if len(self._slots):  # a step that only warms up has none
             self.kept.fill(self._slots[wanted.numpy()])
+
+
+class LaunchedRows:
+    """For a GPU's kernels: as GroupedRows, on the device, and the scratch that the layers have in common."""
+
+    def __init__(self, num_slots: int, max_num_tokens: int, device: torch.device) -> None:
+        self.all, self.kept = (Grouped.empty(num_slots, max_num_tokens).to(device) for _ in range(2))
+        self.current = self.all
+        self.is_idle = False
+        """As MaskedRows'."""
+        self._slots = torch.full((max_num_tokens,), NO_SLOT, dtype=torch.int32, device=device)
+        self._numbers = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
+        self._width = 0
+
+    def reserve(self, width: int) -> None:
+        """A layer will want so many float32 of each row. All of them have said so before the first step."""
+        self._width = max(self._width, width)
+
+    @cached_property
+    def hidden(self) -> torch.Tensor:  # float32 [max_num_tokens, the widest layer's]
+        return torch.zeros(len(self._slots), self._width, device=self._slots.device)
+
+    def begin_step(self, slots: Slots) -> None:
+        self.current, self.is_idle = self.all, not (slots >= 0).any()
+        host = Grouped.empty(len(self._numbers) - 1, len(slots))
+        host.fill(slots)
+        own = torch.from_numpy(slots.astype(np.int32))
+        for to, values in ((self._slots, own), (self.all.rows, host.rows), (self.all.starts, host.starts)):
+            on_host = to.device.type == "cpu"
+            to[: len(values)].copy_(values if on_host else values.pin_memory(), non_blocking=not on_host)
+
+    def repeat_step(self) -> None:
+        self.current = self.all
+
+    def gather(self, wanted: torch.Tensor) -> None:
+        """Nothing waits for the device. Rows without an adapter stand before those of the first slot."""
+        self.current = self.kept
+        slots, order = self._slots[wanted].sort(stable=True)
+        self.kept.rows[: len(wanted)] = order
+        self.kept.starts.copy_(torch.searchsorted(slots, self._numbers))
 
 
 class MaskedRows:

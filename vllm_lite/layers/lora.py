@@ -9,7 +9,7 @@ latter are added up with those of the weight.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -19,10 +19,14 @@ from vllm_lite.checkpoint.lora import MAX_SHOWN, LoraCheckpoint, LoraModule
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.cpu.lora import LoraSlots
-from vllm_lite.layers.adapter_rows import AdapterRows, GroupedRows, MaskedRows
+from vllm_lite.layers import gpu_matmul
+from vllm_lite.layers.adapter_rows import AdapterRows, GroupedRows, LaunchedRows, MaskedRows
 from vllm_lite.layers.matmul import Matmul, copies
 from vllm_lite.layers.weight_form import LinearShape, StoredWeight, WeightForm
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
+
+if TYPE_CHECKING:  # other devices need none of it
+    from vllm_lite.kernels.cuda.launcher import Launcher
 
 Matrices = Sequence[torch.Tensor | None]
 
@@ -58,6 +62,8 @@ class Adapters:
         self.rows: AdapterRows
         if copies(dtype, device):
             self.rows = GroupedRows(limits.num_slots, max_num_tokens)
+        elif (launcher := gpu_matmul.launcher_for(dtype, device)) is not None:
+            self.rows, self.launcher = LaunchedRows(limits.num_slots, max_num_tokens, device), launcher
         else:
             self.rows = MaskedRows(limits.num_slots, max_num_tokens, dtype, device)
         self.sites: dict[str, Site] = {}
@@ -131,6 +137,8 @@ class Site:
         self.slots: LayerSlots
         if isinstance(adapters.rows, GroupedRows):
             self.slots = NativeSlots(adapters.limits, shape, matrix, adapters.rows)
+        elif isinstance(adapters.rows, LaunchedRows):
+            self.slots = LaunchedSlots(adapters.limits, shape, matrix, adapters.rows, adapters.launcher)
         elif isinstance(adapters.rows, MaskedRows):
             self.slots = StackedSlots(adapters.limits, shape, matrix, adapters.rows)
 
@@ -183,6 +191,42 @@ class NativeSlots:
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self.slots.add(x, *self.rows.current, out)
+
+
+class LaunchedSlots:
+    """Adapters on a GPU, for kernels that take each one's rows together."""
+
+    def __init__(
+        self, limits: AdapterLimits, shape: LinearShape, matrix: Sequence[int], rows: LaunchedRows, launcher: "Launcher"
+    ) -> None:
+        from vllm_lite.kernels.cuda import lora
+
+        self.rows, self.launcher, self._add = rows, launcher, lora.add
+        sizes, like = [part.size for part in shape.outputs], torch.empty(0, dtype=shape.dtype, device=shape.device)
+        self.stack = lora.LoraStack.empty(*limits, shape.inputs.size, sizes, matrix, like)
+        rows.reserve(self.stack.down.shape[1])
+
+    def pack(self, down: Matrices, up: Matrices) -> tuple[Matrices, Matrices]:
+        return down, up
+
+    def put(self, slot: int, packed: tuple[Matrices, Matrices] | None) -> None:
+        stack = self.stack
+        stack.down[slot], stack.up[slot], stack.ranks[slot] = 0, 0, 0
+        if packed is None:
+            return
+        for number, each in enumerate(packed[0]):
+            if each is not None:
+                first = number * stack.rank
+                stack.down[slot, first : first + len(each)] = each
+        columns = stack.up[slot].split(stack.sizes, dim=1)
+        for part, rows in zip(columns, packed[1], strict=True):
+            if rows is not None:
+                part[: rows.shape[1]] = rows.t()
+        stack.ranks[slot] = max(len(each) for each in packed[0] if each is not None)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if not self.rows.is_idle:
+            self._add(self.launcher, self.stack, self.rows.current, x, out, self.rows.hidden)
 
 
 class StackedSlots:
