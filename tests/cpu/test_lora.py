@@ -16,6 +16,7 @@ from tests.lora_adapters import change_config, make_adapter, merge
 from tests.paged import Oracle, Paged
 from tests.quantized_tensors import FORMATS, LARGE, int8_tensors, quantized
 from tests.thread_group import on_ranks
+from vllm_lite.checkpoint.adapter_bytes import adapted_elements
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.lora import read_lora
 from vllm_lite.errors import ConfigError, ModelError
@@ -276,6 +277,19 @@ def test_adapters_of_other_models_are_refused(small: Oracle, tmp_path: Path) -> 
     (tmp_path / "rank" / "adapter_model.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"adapter_model\.bin cannot be used"):
         read_lora(tmp_path / "rank")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_plan_knows_the_size_of_an_adapter(
+    name: str, bases: dict[str, Oracle], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """To the element, but for projections that share one A as they are one matrix in the checkpoint."""
+    oracle = oracle_of(name, bases, tmp_path_factory)
+    for world, (_, made) in ((1, load(oracle, [])), (2, on_ranks(2, lambda rank: load(oracle, [], rank))[0])):
+        shapes = [(len(site.matrices), site.shape) for site in set(made.sites.values())]
+        held = sum(count * own.inputs.size + sum(part.size for part in own.outputs) for count, own in shapes)
+        shared = sum((len(own.outputs) - count) * own.inputs.size for count, own in shapes)
+        assert adapted_elements(oracle.spec, world) == held + shared
 
 
 def test_models_of_transformers_take_no_adapters(small: Oracle) -> None:

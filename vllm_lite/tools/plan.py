@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.checkpoint import hub
+from vllm_lite.checkpoint.adapter_bytes import adapter_bytes
 from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES
@@ -106,6 +107,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     active_weights_bytes: int
     """Those of the whole model that a step with one token reads: which bounds how fast it decodes."""
+    adapter_bytes: int
+    """LoRA adapters that adapt every layer, as many as are kept, of the largest rank."""
     activations_bytes: int
     graph_bytes: int
     outside_bytes: int
@@ -221,7 +224,8 @@ class _Sizes:
         rank_state_bytes = spec.state_bytes(tp)
         self.num_state_slots = num_state_slots(self.config, rank_state_bytes)
         self.state_bytes = rank_state_bytes * num_ranks
-        self.fixed = self.weights + self.activations + self.graphs + self.outside
+        self.adapters = num_ranks * adapter_bytes(spec, config, DTYPE_BYTES[dtype], device)
+        self.fixed = self.weights + self.adapters + self.activations + self.graphs + self.outside
         self.fixed += self.num_state_slots * self.state_bytes
         if device == "cpu":  # there swap space is the same memory
             self.fixed += self.num_host_blocks * self.block_bytes
@@ -326,6 +330,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         active_weights_bytes=active_bytes(
             checkpoint, DTYPE_BYTES[resolved.dtype], config.quantization, resolved.device
         ),
+        adapter_bytes=sizes.adapters,
         activations_bytes=sizes.activations,
         graph_bytes=sizes.graphs,
         outside_bytes=sizes.outside,

@@ -53,6 +53,8 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
         ("weights", _size(plan.weights_bytes), f"{plan.quantization or plan.dtype}{of_ranks}"),
         ("activations", _size(plan.activations_bytes), f"estimate, {plan.max_num_batched_tokens} tokens in a step"),
     ]
+    if plan.adapter_bytes:
+        rows.append(("adapters", _size(plan.adapter_bytes), "of the largest rank, on every layer"))
     if plan.active_parameters < plan.num_parameters:
         rows.insert(3, ("  read for one token", _size(plan.active_weights_bytes), "weights of the whole model"))
     if plan.graph_bytes:
