@@ -36,7 +36,8 @@ def add_modules(path: Path, mode: str, *, normalize: bool = True, dense: int = 0
     ]
     (path / "modules.json").write_text(json.dumps(modules))
     (path / "1_Pooling").mkdir()
-    size = json.loads((path / "config.json").read_text())["hidden_size"]
+    config = json.loads((path / "config.json").read_text())
+    size = config.get("hidden_size") or config["dim"]
     flags = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
     pooling = {
         "word_embedding_dimension": size,

@@ -72,6 +72,19 @@ def test_no_amounts_of_memory(text: str) -> None:
         parse_bytes("gpu", text)
 
 
+def test_an_encoder_has_no_kv_cache(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    raw = {"architectures": ["BertModel"], "model_type": "bert", "vocab_size": 100, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(raw | sizes))
+    encoder = Checkpoint(load_spec(tmp_path), {"embeddings.word_embeddings.weight": Tensor("F32", (100, 64))})
+    for machine in ({"memory": "4GiB", "device": "cpu"}, {"gpu": "4GiB"}):
+        plan = make_plan(config(max_num_batched_tokens=2048, **machine), encoder)
+        assert plan.fits
+        assert (plan.kv_cache_bytes, plan.kv_tokens, plan.graph_bytes) == (0, 0, 0)
+        assert (plan.max_model_len, plan.concurrent_requests) == (512, 4)
+    assert not make_plan(config(memory="64MiB", device="cpu"), encoder).fits
+
+
 def test_weights_are_the_headers_tensors_in_the_dtype(tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
     total = sum(tensor.num_elements for tensor in model.tensors.values())

@@ -89,6 +89,7 @@ ENCODERS = {
         ("Roberta", "bert"),
         ("XLMRoberta", "bert"),
         ("Camembert", "bert"),
+        ("DistilBert", "distilbert"),
         ("ModernBert", "modernbert"),
         ("NomicBert", "nomic_bert"),
         ("Gte", "gte"),

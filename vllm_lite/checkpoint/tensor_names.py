@@ -15,6 +15,8 @@ PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.decoder.", "model."),
     ("decoder.", "model."),
+    ("distilbert.transformer.", ""),
+    ("distilbert.", ""),
     ("gpt_neox.embed_in.", "model.embed_tokens."),
     ("gpt_neox.", "model."),
     ("embed_out.", "lm_head."),

@@ -1,4 +1,4 @@
-"""BERT and its kin: RoBERTa, XLM-RoBERTa; GTE and nomic-bert, whose heads are rotated and whose MLPs have gates."""
+"""BERT and its kin: RoBERTa, XLM-RoBERTa, DistilBERT; GTE and nomic-bert, with rotated heads and gated MLPs."""
 
 from typing import ClassVar
 
@@ -28,6 +28,27 @@ class BertLayer(EncoderLayer):
 
 class Bert(Encoder):
     layer: ClassVar[type[Layer]] = BertLayer
+
+
+class DistilBertAttention(AttentionBlock):
+    names = AttentionNames(qkv=("q_lin", "k_lin", "v_lin"), output="out_lin")
+
+
+class DistilBertMLP(MLP):
+    names: ClassVar = MLPNames(up="lin1", down="lin2")
+
+
+class DistilBertLayer(EncoderLayer):
+    names: ClassVar = LayerNames(
+        attention="attention", after_attention="sa_layer_norm", mlp="ffn", after_mlp="output_layer_norm"
+    )
+    attention_block: ClassVar = DistilBertAttention
+    mlp_block: ClassVar = DistilBertMLP
+
+
+class DistilBert(Encoder):
+    names: ClassVar = EncoderNames(layer="layer.{}.")
+    layer: ClassVar[type[Layer]] = DistilBertLayer
 
 
 class GteAttention(AttentionBlock):

@@ -81,6 +81,7 @@ MODELS = {
 _ENCODERS = {
     "Bert": "vllm_lite.models.bert:Bert",
     "Camembert": "vllm_lite.models.bert:Bert",
+    "DistilBert": "vllm_lite.models.bert:DistilBert",
     "Gte": "vllm_lite.models.bert:Gte",
     "ModernBert": "vllm_lite.models.bert:ModernBert",
     "New": "vllm_lite.models.bert:Gte",

@@ -265,7 +265,7 @@ class _Sizes:
 
     def _graphs(self) -> int:
         config = self.config
-        if self.device == "cpu" or config.enforce_eager:
+        if self.device == "cpu" or config.enforce_eager or not self.groups:  # an encoder decodes nothing
             return 0
         most = min(self.num_seqs, self.chunk)
         sizes = bucket_sizes(most, config.cudagraph_capture_sizes, config.max_cudagraph_capture_size)
@@ -278,8 +278,8 @@ class _Sizes:
         return min(self.possible_blocks(), enough) if configured is None else configured
 
     def possible_blocks(self) -> int:
-        """The blocks that there is memory for."""
-        return max(0, self.usable - self.fixed) // self.block_bytes
+        """The blocks that there is memory for. An encoder's take none, and it has as few as an engine may have."""
+        return max(0, self.usable - self.fixed) // self.block_bytes if self.block_bytes else MIN_BLOCKS
 
     def room(self, num_blocks: int) -> int:
         """Blocks that requests may be admitted to."""
@@ -308,7 +308,8 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
     room = sizes.room(num_blocks)
     limit = sizes.length if config.enable_chunked_prefill else min(sizes.length, sizes.chunk)
     served = longest_sequence(sizes.groups, room, limit, sizes.chunk)
-    each = max(1, blocks_held(sizes.groups, served, sizes.chunk))
+    each = blocks_held(sizes.groups, served, sizes.chunk)
+    at_once = room // each if each else sizes.chunk // max(1, served)  # a step has whole texts of an encoder
     longest = checkpoint.spec.max_position_embeddings
     largest = longest_sequence(sizes.groups, sizes.room(max(num_blocks, possible)) // wanted, longest, sizes.chunk)
     needed = sizes.fixed + needed_blocks * sizes.block_bytes
@@ -342,13 +343,13 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         num_state_slots=sizes.num_state_slots,
         state_bytes=sizes.state_bytes,
         kv_cache_bytes=num_blocks * sizes.block_bytes,
-        kv_tokens=max(0, num_blocks - 1) // len(sizes.groups) * config.block_size,
+        kv_tokens=max(0, num_blocks - 1) // max(1, len(sizes.groups)) * config.block_size * bool(sizes.groups),
         max_model_len=served,
         largest_max_model_len=largest,
         max_position_embeddings=longest,
         max_num_seqs=sizes.num_seqs,
         max_num_batched_tokens=sizes.chunk,
-        concurrent_requests=min(room // each, sizes.num_seqs) if served else 0,
+        concurrent_requests=min(at_once, sizes.num_seqs) if served else 0,
         needed_bytes=ceil(needed / (config.gpu_memory_utilization if sizes.device == "cuda" else 1)),
         problems=(),
         ranks=tuple(_ranks(sizes, num_blocks)) if sizes.tp > 1 else (),

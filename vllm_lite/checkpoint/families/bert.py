@@ -24,7 +24,8 @@ class RobertaConfig(BertConfig, kw_only=True):
     pad_token_id: TokenId | None = 1
 
 
-def _encoder(architecture: str, raw: BertConfig, offset: int, head: HeadSpec) -> ModelSpec:
+def encoder_like_bert(architecture: str, raw: BertConfig, offset: int, head: HeadSpec) -> ModelSpec:
+    """`offset`: so many rows of the table of positions stand before that of the first token."""
     if raw.position_embedding_type != "absolute":
         raise ModelError(f"position_embedding_type {raw.position_embedding_type!r} is not supported; absolute is")
     longest = raw.max_position_embeddings - offset
@@ -50,12 +51,12 @@ def _encoder(architecture: str, raw: BertConfig, offset: int, head: HeadSpec) ->
 
 
 def _bert(architecture: str, raw: BertConfig) -> ModelSpec:
-    return _encoder(architecture, raw, 0, BERT_HEAD)
+    return encoder_like_bert(architecture, raw, 0, BERT_HEAD)
 
 
 def _roberta(architecture: str, raw: RobertaConfig) -> ModelSpec:
     """Its positions are counted from behind the padding token's id."""
-    return _encoder(architecture, raw, (raw.pad_token_id or 0) + 1, ROBERTA_HEAD)
+    return encoder_like_bert(architecture, raw, (raw.pad_token_id or 0) + 1, ROBERTA_HEAD)
 
 
 FAMILIES = {

@@ -59,15 +59,14 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
         rows.insert(3, ("  read for one token", _size(plan.active_weights_bytes), "weights of the whole model"))
     if plan.graph_bytes:
         rows.append(("CUDA graphs", _size(plan.graph_bytes), f"up to {plan.max_num_seqs} sequences"))
+    rows.append(("processes", _size(plan.outside_bytes), "estimate"))
+    if plan.block_bytes:
+        each = f"{plan.kv_bytes_per_token / 1024:.1f} KiB"
+        blocks = f"{plan.num_blocks:,} blocks of {plan.block_size} tokens{of_ranks}"
+        rows.append(("KV cache", _size(plan.kv_cache_bytes), blocks))
+        rows.append(("  of one token", each, per_token if windowed else plan.kv_cache_dtype))
+        rows.append(("  tokens", f"{plan.kv_tokens:,}", ""))
     rows += [
-        ("processes", _size(plan.outside_bytes), "estimate"),
-        (
-            "KV cache",
-            _size(plan.kv_cache_bytes),
-            f"{plan.num_blocks:,} blocks of {plan.block_size} tokens{of_ranks}",
-        ),
-        ("  of one token", f"{plan.kv_bytes_per_token / 1024:.1f} KiB", per_token if windowed else plan.kv_cache_dtype),
-        ("  tokens", f"{plan.kv_tokens:,}", ""),
         ("longest request", f"{plan.max_model_len:,}", f"tokens, of the model's {plan.max_position_embeddings:,}"),
         ("such requests at once", f"{plan.concurrent_requests:,}", f"in steps of up to {plan.max_num_seqs}"),
         ("longest that could fit", f"{plan.largest_max_model_len:,}", "tokens, with all of the memory"),
