@@ -24,8 +24,10 @@ from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.decoder import Layer
 
-UNREAD = ("cls.", "lm_head.", "pooler.", "head.", "decoder.", "classifier.", "pre_classifier.", "vocab_")
-UNREAD = (*UNREAD, "model.weight", "model.bias")
+UNREAD = (
+    *("cls.", "lm_head.", "pooler.", "head.", "decoder.", "classifier.", "model.weight", "model.bias"),
+    *("pre_classifier.", "vocab_layer_norm.", "vocab_projector.", "vocab_transform."),
+)
 """Heads for other tasks than the one that is served, under their canonical names."""
 TABLES = (".position_ids", ".token_type_ids", ".inv_freq")
 
