@@ -4,15 +4,32 @@ import os
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+from safetensors.torch import load_file, save_file
 
 from tests.deadlines import scaled
 from tests.http_server import Server, client, serving, until
+from vllm_lite.checkpoint.lora import WEIGHTS_FILE
+from vllm_lite.config import demo_folder
+from vllm_lite.tools.bench.adapters import write_adapters
 
-FLAGS = ("-dp", "2", "-asc", "2", "--dtype", "float32", "--num-gpu-blocks-override", "512", "--prefix-hash-seed", "s")
+FLAGS = (
+    "-dp",
+    "2",
+    "-asc",
+    "2",
+    "--dtype",
+    "float32",
+    "--num-gpu-blocks-override",
+    "512",
+    "--prefix-hash-seed",
+    "s",
+    "--enable-lora",
+)
 SLOW = ("--attention-backend", "reference", "--enforce-eager")
 """So that an engine can be killed while requests run."""
 NUM_TOKENS = 200
@@ -32,9 +49,18 @@ def values(http: httpx.Client, name: str) -> dict[str, float]:
     }
 
 
+def adapter(folder: Path) -> Path:
+    """One that changes what the demo model says."""
+    path = write_adapters(str(demo_folder()), folder, 1, 4)[0]
+    file = path / WEIGHTS_FILE
+    save_file({name: tensor * 20 for name, tensor in load_file(file).items()}, file)
+    return path
+
+
 def bodies(count: int) -> list[dict[str, Any]]:
     settings = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.8}
-    return [{"prompt": f"{place} " * 20 + "Once upon a time", "seed": place, **settings} for place in range(count)]
+    asked = [{"prompt": f"{place} " * 20 + "Once upon a time", "seed": place, **settings} for place in range(count)]
+    return [*asked, *({"model": "own", **body} for body in asked)]
 
 
 def texts(server: Server, asked: list[dict[str, Any]]) -> list[str]:
@@ -48,10 +74,14 @@ def texts(server: Server, asked: list[dict[str, Any]]) -> list[str]:
         return list(threads.map(one, asked))
 
 
-def test_two_engines_serve_as_one_and_streams_survive_the_death_of_either() -> None:
-    asked = bodies(8)
+def test_two_engines_serve_as_one_and_streams_survive_the_death_of_either(tmp_path: Path) -> None:
+    """Half of the requests have an adapter, which was loaded while the server runs: in both engines, and in the one
+    that takes the place of another."""
+    asked = bodies(4)
     with serving(*FLAGS, *SLOW) as server, client(server) as http:
         assert "with 2 engines" in server.output
+        load = {"lora_name": "own", "lora_path": str(adapter(tmp_path))}
+        assert http.post("/v1/load_lora_adapter", json=load).status_code == 200
         before = texts(server, asked)
         assert len(set(before)) == len(asked)
         served = values(http, "vllm:generation_tokens_total")
@@ -67,4 +97,6 @@ def test_two_engines_serve_as_one_and_streams_survive_the_death_of_either() -> N
             assert again.result(scaled(60.0)) == before
         until(lambda: len(values(http, "vllm_lite:engine_life")) == 2, "the engine that takes its place")
         assert sorted(values(http, "vllm_lite:engine_life").values()) == [1, 2]
+        assert [card["id"] for card in http.get("/v1/models").json()["data"]][1:] == ["own"]
+        assert texts(server, asked) == before
         assert server.stop() == 0
