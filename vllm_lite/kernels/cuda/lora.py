@@ -30,7 +30,7 @@ class LoraStack(NamedTuple):
     def empty(
         cls, num_slots: int, rank: int, inputs: int, sizes: Sequence[int], matrix: Sequence[int], like: torch.Tensor
     ) -> "LoraStack":
-        """Of the dtype and on the device of `like`. Raises ValueError for another order of matrices."""
+        """Make one of the dtype and on the device of `like`. Raises ValueError for another order of matrices."""
         in_turn = tuple(range(len(sizes)))
         require(0 < len(sizes) <= 3, f"a layer must have 1 to 3 projections, got {len(sizes)}")
         require(tuple(matrix) in (in_turn, (0,) * len(sizes)), f"matrices must be {in_turn} or all 0, got {matrix}")
