@@ -292,6 +292,16 @@ def test_a_plan_knows_the_size_of_an_adapter(
         assert adapted_elements(oracle.spec, world) == held + shared
 
 
+def test_recurrent_layers_on_a_gpu_are_refused_in_a_sentence(
+    bases: dict[str, Oracle], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = oracle_of("qwen3.5", bases, tmp_path_factory)
+    monkeypatch.setattr("vllm_lite.layers.lora.copies", lambda *_: False)
+    monkeypatch.setattr("vllm_lite.layers.lora.gpu_matmul.launcher_for", lambda *_: object())
+    with pytest.raises(ConfigError, match=r"not for this model on a GPU, .* must have 1 to 3 projections, got [46]"):
+        load(oracle, [])
+
+
 def test_models_of_transformers_take_no_adapters(small: Oracle) -> None:
     sizes = Sizes(64, 64, Adapters(AdapterLimits(1, 8), 64, torch.float32, CPU))
     with pytest.raises(ConfigError, match="enable_lora is for models with a native implementation"):

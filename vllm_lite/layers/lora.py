@@ -17,7 +17,7 @@ from safetensors.torch import load
 
 from vllm_lite.checkpoint.lora import MAX_SHOWN, LoraCheckpoint, LoraModule
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.errors import ModelError
+from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu.lora import LoraSlots
 from vllm_lite.layers import gpu_matmul
 from vllm_lite.layers.adapter_rows import AdapterRows, GroupedRows, LaunchedRows, MaskedRows
@@ -138,7 +138,13 @@ class Site:
         if isinstance(adapters.rows, GroupedRows):
             self.slots = NativeSlots(adapters.limits, shape, matrix, adapters.rows)
         elif isinstance(adapters.rows, LaunchedRows):
-            self.slots = LaunchedSlots(adapters.limits, shape, matrix, adapters.rows, adapters.launcher)
+            try:
+                self.slots = LaunchedSlots(adapters.limits, shape, matrix, adapters.rows, adapters.launcher)
+            except ValueError as error:  # recurrent layers, say
+                raise ConfigError(
+                    f"enable_lora is not for this model on a GPU, whose kernel does not take {names[0]} with what is "
+                    f"multiplied beside it: {error}"
+                ) from error
         elif isinstance(adapters.rows, MaskedRows):
             self.slots = StackedSlots(adapters.limits, shape, matrix, adapters.rows)
 
