@@ -10,8 +10,9 @@ import argparse
 import itertools
 import random
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from vllm_lite.client.data_parallel import DataParallelSession
@@ -59,10 +60,30 @@ def ask(session: DataParallelSession, name: str, prompt: list[int]) -> list[int]
     return answer
 
 
-def run(router: PrefixRouter[int], chats: int, turns: int) -> dict[str, Any]:
-    """All chats through two engines, four at a time, in a mixed order."""
+def converse(asked: Callable[[str, list[int]], list[int]], chats: int, turns: int) -> None:
+    """Have all chats, four at a time, in a mixed order. `asked` takes a name and a prompt, and returns the answer."""
+    rng = random.Random(1)
+    system = [rng.randrange(10, 1000) for _ in range(SYSTEM)]
+    state = [list(system) for _ in range(chats)]
+    with ThreadPoolExecutor(4) as threads:
+        for turn in range(turns):
+            order = rng.sample(range(chats), chats)
+            for chat in order:
+                state[chat] += [rng.randrange(10, 1000) for _ in range(QUESTION)]
+            names, prompts = [f"{chat}-{turn}" for chat in order], [list(state[chat]) for chat in order]
+            for chat, answer in zip(order, threads.map(asked, names, prompts), strict=True):
+                state[chat] += answer
+
+
+def cache_blocks(chats: int, turns: int) -> int:
+    """The KV blocks of one of two engines, which together hold 1.2 times all chats."""
     whole = SYSTEM + turns * (QUESTION + ANSWER)
-    blocks = chats * whole // 16 * 6 // 10
+    return chats * whole // 16 * 6 // 10
+
+
+def run(router: PrefixRouter[int], chats: int, turns: int) -> dict[str, Any]:
+    """All chats through two engines."""
+    blocks = cache_blocks(chats, turns)
     config = EngineConfig.load(
         {"data_parallel_size": 2, "num_gpu_blocks_override": blocks, "max_num_seqs": 8, "log_level": "error"}
     )
@@ -74,18 +95,8 @@ def run(router: PrefixRouter[int], chats: int, turns: int) -> dict[str, Any]:
         for index, member in enumerate(session.members):
             router.add(index, member.welcome.num_blocks)
         session._router = router  # noqa: SLF001
-        rng = random.Random(1)
-        system = [rng.randrange(10, 1000) for _ in range(SYSTEM)]
-        state = [list(system) for _ in range(chats)]
         began_s = time.monotonic()
-        with ThreadPoolExecutor(4) as threads:
-            for turn in range(turns):
-                order = rng.sample(range(chats), chats)
-                for chat in order:
-                    state[chat] += [rng.randrange(10, 1000) for _ in range(QUESTION)]
-                names, prompts = [f"{chat}-{turn}" for chat in order], [list(state[chat]) for chat in order]
-                for chat, answer in zip(order, threads.map(ask, [session] * chats, names, prompts), strict=True):
-                    state[chat] += answer
+        converse(partial(ask, session), chats, turns)
         took_s = time.monotonic() - began_s
         stats = session.stats()
         loads = [member.stats().prompt_tokens for member in session.members]

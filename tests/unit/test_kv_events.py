@@ -13,7 +13,7 @@ import zmq
 from tests.deadlines import scaled
 from tests.recorded import Recorded
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.blocks.events import KVEvents, KVEventStream
+from vllm_lite.engine.blocks.events import REJOIN_S, KVEvents, KVEventStream
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.runtime.nested_settings import KVEventsConfig
 
@@ -169,6 +169,38 @@ def test_events_as_maps_name_their_fields() -> None:
     assert (stored["type"], stored["token_ids"], stored["medium"]) == ("BlockStored", [1, 2, 3, 4], "GPU")
     assert stored["group_idx"] == 0
     assert (cleared, rank) == ({"type": "AllBlocksCleared"}, 0)
+
+
+def test_maps_tell_cache_salts() -> None:
+    batches: list[bytes] = []
+    recorded = Recorded(None, 40)
+    events = KVEvents(KVEventsConfig(event_format="map"), recorded.core.kv, batches.append)
+    for number, salt in enumerate(("mine", None)):
+        recorded.add(f"{number}", [1, 2, 3, 4, 5], max_tokens=1, cache_salt=salt)
+        recorded.drain()
+        events.flush(1.0)
+    salted, plain = (msgspec.msgpack.decode(batch)[1][0] for batch in batches)
+    assert salted["cache_salt"] == "mine"
+    assert "cache_salt" not in plain
+    assert salted["block_hashes"] != plain["block_hashes"]
+
+
+def test_an_engine_in_anothers_place_first_says_that_nothing_is_cached(tmp_path: Path) -> None:
+    """And waits with it until the other's consumers have found it."""
+    endpoint = f"ipc://{tmp_path}/events"
+    recorded = Recorded(None, 40)
+    stream = KVEventStream(KVEventsConfig(endpoint=endpoint), recorded.core.kv, rejoins_s=10.0)
+    published: list[bytes] = []
+    stream._events._publish = published.append
+    try:
+        recorded.add("a", [1, 2, 3, 4, 5], max_tokens=1)
+        recorded.drain()
+        stream.serve(10.0 + REJOIN_S / 2)
+        assert published == []
+        stream.serve(10.0 + REJOIN_S)
+    finally:
+        stream.close()
+    assert [event[0] for event in msgspec.msgpack.decode(published[0])[1]] == ["AllBlocksCleared", "BlockStored"]
 
 
 def test_nothing_is_watched_unless_asked_for() -> None:

@@ -39,6 +39,7 @@ LAYERS = [
     "client",
     "server",
     "ray",
+    "dynamo",
     "tools",
     "__main__",
 ]
@@ -53,6 +54,7 @@ ONLY_IN = {
     "llguidance": {"structured"},
     "regex": {"checkpoint", "client"},
     "ray": {"executor", "ray"},
+    "dynamo": {"dynamo"},
     "transformers": {"models", "worker", "client", "tools.bench"},
 }
 """Heavy packages and the parts that may import them: a client or an engine loads neither torch nor numpy."""
@@ -269,7 +271,8 @@ def test_dependencies_are_those_imported() -> None:
 
 def declared_name(requirement: str) -> str:
     name = re.split(r"[<>=!~ \[;]", requirement)[0]
-    return {"pyzmq": "zmq", "pyyaml": "yaml", "cupy-cuda12x": "cupy"}.get(name, name.replace("-", "_"))
+    imported = {"pyzmq": "zmq", "pyyaml": "yaml", "cupy-cuda12x": "cupy", "ai-dynamo": "dynamo"}
+    return imported.get(name, name.replace("-", "_"))
 
 
 # ---- the rules can tell

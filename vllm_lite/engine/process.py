@@ -93,8 +93,8 @@ class EngineProcess:
         core.adapter_loader.load_configured(groups.executor, self._stop)
         core.adapter_loader.on_listed = lambda: self._port.say_adapters(core.adapter_loader.infos)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
-            rank = self._config.data_parallel_rank
-            self._kv_events = KVEventStream(self._config.kv_events_config, core.kv, rank)
+            rank, rejoins_s = self._config.data_parallel_rank, time.time() if self._settings.life > 1 else None
+            self._kv_events = KVEventStream(self._config.kv_events_config, core.kv, rank, rejoins_s)
         self._port.open(
             api.Welcome(
                 version=PROTOCOL_VERSION,

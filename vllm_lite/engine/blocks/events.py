@@ -19,6 +19,9 @@ from vllm_lite.transport.publisher import Publisher
 
 MEDIUM = "GPU"
 """vLLM's name for the tier that models compute in, whatever the device is."""
+REJOIN_S = 1.0
+"""How long an engine that takes another's place keeps its events, so that the consumers have found its socket: the
+first of them says that nothing is cached any more."""
 BlockHash = bytes | int
 
 
@@ -72,6 +75,8 @@ class KVEvents(PoolObserver):
         self._events: list[_Event] = []
         self._tail: tuple[BlockStored, bytes, int] | None = None
         """The event that the next block may join: it, the hash it ends with, and its group."""
+        self._salts: dict[int, str] = {}
+        """The cache salts of events, by their places. Only maps tell them: vLLM's structs have no field for one."""
         kv.on_store = self.stored
         kv.pool.observers.append(self)
 
@@ -102,6 +107,8 @@ class KVEvents(PoolObserver):
                 kv_cache_spec_kind="full_attention" if group.window is None else "sliding_window",
                 kv_cache_spec_sliding_window=group.window,
             )
+            if (salt := sequence.request.params.cache_salt) is not None:
+                self._salts[len(self._events)] = salt
             self._events.append(event)
         self._tail = event, block_hash, group.index
 
@@ -129,9 +136,14 @@ class KVEvents(PoolObserver):
         if self._events:
             events: list[Any] = self._events
             if self._config.event_format == "map":
-                events = [{"type": type(event).__name__, **msgspec.structs.asdict(event)} for event in events]
+                events = [self._as_map(place, event) for place, event in enumerate(events)]
             self._publish(self._encode(EventBatch(now_s, events, self._rank)))
             self._events, self._tail = [], None
+            self._salts.clear()
+
+    def _as_map(self, place: int, event: _Event) -> dict[str, Any]:
+        salt = {"cache_salt": self._salts[place]} if place in self._salts else {}
+        return {"type": type(event).__name__, **msgspec.structs.asdict(event), **salt}
 
     def _wire(self, block_hash: bytes) -> BlockHash:
         return block_hash if self._config.hash_format == "bytes" else int.from_bytes(block_hash[-8:], "big")
@@ -140,16 +152,24 @@ class KVEvents(PoolObserver):
 class KVEventStream:
     """Publishes the events of one engine, and owns the sockets."""
 
-    def __init__(self, config: KVEventsConfig, kv: KVCacheManager, rank: int = 0) -> None:
-        """Raises EngineError if an endpoint cannot be bound."""
+    def __init__(
+        self, config: KVEventsConfig, kv: KVCacheManager, rank: int = 0, rejoins_s: float | None = None
+    ) -> None:
+        """`rejoins_s` is the time of day if another engine had this one's place before. Raises EngineError if an
+        endpoint cannot be bound."""
         self._publisher = Publisher(
             config.endpoint, config.replay_endpoint, config.topic, config.buffer_steps, config.hwm
         )
         self._events = KVEvents(config, kv, self._publisher.publish, rank)
+        self._silent_until_s = 0.0
+        if rejoins_s is not None:
+            self._events.cleared()
+            self._silent_until_s = rejoins_s + REJOIN_S
         self.pollables = self._publisher.pollables
         self.close = self._publisher.close
 
     def serve(self, now_s: float) -> None:
         """Publish new events and answer consumers that missed some. The engine calls this once per pass of its loop."""
-        self._events.flush(now_s)
+        if now_s >= self._silent_until_s:
+            self._events.flush(now_s)
         self._publisher.serve()

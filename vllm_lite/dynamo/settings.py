@@ -1,0 +1,39 @@
+"""The command line of a worker: the settings of an engine, by the names of `vllm-lite serve`, beside Dynamo's own."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGroup, DynamoRuntimeConfig
+from dynamo.common.utils.runtime import parse_endpoint
+
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.settings import add_flags
+from vllm_lite.server.config import ServeConfig
+
+FIELDS = (*EngineConfig.__struct_fields__, "generation_config", "override_generation_config")
+"""The settings of `serve` that concern this worker: chats, HTTP and keys are the frontend's."""
+COMPONENT = "backend"
+
+
+def read(argv: Sequence[str] | None) -> tuple[ServeConfig, DynamoRuntimeConfig]:
+    """Read the command line, and the environment as `serve` does. Raises ConfigError."""
+    parser = argparse.ArgumentParser("python -m vllm_lite.dynamo", allow_abbrev=False)
+    DynamoRuntimeArgGroup().add_arguments(parser)
+    add_flags(parser, ServeConfig, only=FIELDS)
+    flags: Any = parser.parse_args(argv)
+    config = ServeConfig.load({name: getattr(flags, name) for name in FIELDS})
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {config.data_parallel_size}, and a worker of Dynamo has one engine; start as many "
+            "workers"
+        )
+    runtime = DynamoRuntimeConfig.from_cli_args(flags)
+    try:
+        runtime.validate()
+        endpoint = runtime.endpoint or f"dyn://{runtime.namespace}.{COMPONENT}.generate"
+        runtime.namespace, runtime.component, runtime.endpoint = parse_endpoint(endpoint)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return config, runtime
