@@ -6,7 +6,7 @@ tokens    greedy and seeded requests give the texts and log-probabilities of the
 kill      a worker is killed under load: every stream ends, with the same text
 events    what the router thinks is cached is what the engine then finds, whatever was evicted, salted, or lost when the
           engine was killed
-engine    the engine of a worker is killed: its streams go on
+engine    the engine of a worker is killed: its streams go on, there or elsewhere
 cancel    a client that hangs up frees what its request held
 prefix    share of prompt tokens found in the cache, of 16 chats of 6 turns: Dynamo's KV router, its round robin, -dp 2
 cost      first token and time between tokens beside the plain server, in turn
@@ -45,6 +45,9 @@ PAIRS = 12
 TIMEOUT_S = 120.0
 EVENTS_S = 0.2
 """How long the router may take to hear of what an engine has stored."""
+AS_IDS = {"logprobs": 0, "return_tokens_as_token_ids": True}
+"""How Dynamo's frontend is asked for tokens by their ids."""
+CLIENT = httpx.Client(timeout=TIMEOUT_S)
 ROOMY = ("--num-gpu-blocks-override", "2048")
 
 
@@ -55,6 +58,7 @@ class Answer:
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     times_s: list[float] = field(default_factory=list)
@@ -68,6 +72,7 @@ class Answer:
             found = choice.get("logprobs") or {}
             self.logprobs += found.get("token_logprobs", ())
             self.tokens += found.get("tokens", ())
+            self.token_ids += choice.get("token_ids") or ()
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self.usage = event.get("usage") or self.usage
         self.thought = event.get("nvext", {}).get("timing", {}).get("kv_hit_rate", self.thought)
@@ -78,7 +83,7 @@ def ask(url: str, body: dict[str, Any], on_chunk: Callable[[Answer], None] = lam
     """One streamed completion."""
     answer, began_s = Answer(), time.perf_counter()
     body = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}, **body}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as response:
+    with CLIENT.stream("POST", f"{url}/v1/completions", json=body) as response:
         if response.status_code != 200:
             answer.error = response.read().decode()
         for line in response.iter_lines():
@@ -136,7 +141,8 @@ def all_at_once(url: str, wanted: list[dict[str, Any]], on_chunk: Callable[[Answ
 
 def check_tokens() -> None:
     wanted = bodies(60, logprobs=2)
-    stopped = {"temperature": 0.9, "max_tokens": 200, "min_tokens": 5, "stop": [" the"]}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.25}
+    stopped = {"temperature": 0.9, **penalties, "max_tokens": 200, "min_tokens": 5, "stop": [" the"]}
     wanted += [{"prompt": prompt(n), "seed": -n - 2, **stopped} for n in range(4)]
     with plain_server(*ROOMY) as plain, deployment(2, "kv", ROOMY) as made:
         for n, body in enumerate(wanted):
@@ -197,6 +203,14 @@ def check_engine() -> None:
         found = all_at_once(made.url, wanted, kill_when_busy(engine, after=NUM_STREAMS * 40))
         compare(found, expected, "kill -9 of an engine")
         check(victim.is_running(), "its worker has started another")
+    with deployment(2, "kv", (*ROOMY, "--recovery-timeout-s", "0")) as made:
+        all_at_once(made.url, wanted, lambda _: None)
+        victim = max(made.workers, key=lambda worker: made.stats(worker).generated_tokens)
+        engine = made.engine(victim).record.engine.pid
+        found = all_at_once(made.url, wanted, kill_when_busy(engine, after=NUM_STREAMS * 40))
+        compare(found, expected, "kill -9 of an engine that nobody waits for")
+        wait_for("the worker's end", lambda: victim.poll() is not None, 30.0)
+        check(victim.returncode == 0, f"its worker has ended, with status {victim.returncode}")
 
 
 def check_events() -> None:
@@ -234,7 +248,7 @@ def check_cancel() -> None:
         idle = made.stats(worker)
         for body in bodies(MAX_TOKENS):
             body |= {"model": MODEL, "stream": True}
-            with httpx.stream("POST", f"{made.url}/v1/completions", json=body) as stream:
+            with CLIENT.stream("POST", f"{made.url}/v1/completions", json=body) as stream:
                 next(stream.iter_lines())
         wait_for("an idle engine", lambda: made.stats(worker).num_running == 0, 10.0)
         stats = made.stats(worker)
@@ -244,16 +258,17 @@ def check_cancel() -> None:
         check(stats.ended_by["abort"] >= NUM_STREAMS, f"ended by: {stats.ended_by}")
 
 
-def hit_rate(url: str, chats: int = 16, turns: int = 6) -> float:
+def hit_rate(url: str, as_ids: dict[str, Any], chats: int = 16, turns: int = 6) -> float:
+    """The share of prompt tokens found in the cache; with `as_ids` a body asks for tokens by their ids."""
     counts: list[tuple[int, int]] = []
 
     def asked(_: str, token_ids: list[int]) -> list[int]:
-        body = {"prompt": token_ids, "temperature": 0.0, "max_tokens": ANSWER, "ignore_eos": True, "logprobs": 0}
-        answer = ask(url, {**body, "return_tokens_as_token_ids": True})
+        body = {"prompt": token_ids, "temperature": 0.0, "max_tokens": ANSWER, "ignore_eos": True}
+        answer = ask(url, {**body, **as_ids})
         if answer.error:
             raise RuntimeError(answer.error)
         counts.append((answer.usage["prompt_tokens_details"]["cached_tokens"], answer.usage["prompt_tokens"]))
-        return [int(token.removeprefix("token_id:")) for token in answer.tokens]
+        return answer.token_ids or [int(token.removeprefix("token_id:")) for token in answer.tokens]
 
     converse(asked, chats, turns)
     cached, prompts = map(sum, zip(*counts, strict=True))
@@ -266,9 +281,9 @@ def check_prefix() -> None:
     for _ in range(2):
         for mode in ("kv", "round-robin"):
             with deployment(2, mode, small) as made:
-                rates.setdefault(f"Dynamo {mode}", []).append(hit_rate(made.url))
+                rates.setdefault(f"Dynamo {mode}", []).append(hit_rate(made.url, AS_IDS))
         with plain_server("-dp", "2", *small) as url:
-            rates.setdefault("-dp 2", []).append(hit_rate(url))
+            rates.setdefault("-dp 2", []).append(hit_rate(url, {"return_token_ids": True}))
     for name, found in rates.items():
         print(f"{name}: {', '.join(f'{rate:.3f}' for rate in found)} of prompt tokens were cached", flush=True)
     worst, best = min(rates["Dynamo kv"]), max(rates["Dynamo round-robin"])

@@ -29,7 +29,7 @@ from vllm_lite.client.generation_config import generation_defaults
 from vllm_lite.client.launch import Launched, launch, resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.dynamo import mapping, settings
-from vllm_lite.errors import EngineError, RequestError
+from vllm_lite.errors import EngineDeadError, EngineError, RequestError
 from vllm_lite.runtime import log
 from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.server.config import ServeConfig
@@ -108,6 +108,8 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
         except RequestError as error:
             raise InvalidArgument(str(error)) from error
         except EngineError as error:
+            if isinstance(error, EngineDeadError):  # and no other came in recovery_timeout_s
+                self._end(str(error))
             raise EngineShutdown(str(error)) from error  # for which the frontend tries another worker
         finally:
             running.discard(request_id)
@@ -183,6 +185,10 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
         """End this worker in order when its engine has ended for good, so that no router sends it more."""
         while not launched.wait(WAIT_S):
             pass
+        self._end(launched.reason)
+
+    def _end(self, reason: str) -> None:
         if not self._is_closing:
-            logger.error("the worker ends: %s", launched.reason)
+            self._is_closing = True
+            logger.error("the worker ends: %s", reason)
             os.kill(os.getpid(), signal.SIGTERM)
