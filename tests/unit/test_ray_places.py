@@ -1,6 +1,8 @@
 """Places: what a router of Ray Serve knows of the replicas' caches, from what it sent and from what they report."""
 
 import pickle
+import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from tests.deadlines import scaled
 from vllm_lite.engine.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored
-from vllm_lite.ray.cached_blocks import MAX_REPORTED, CachedBlocks
+from vllm_lite.ray.cached_blocks import MAX_REPORTED, SOCKET, CachedBlocks, private_endpoint
 from vllm_lite.ray.messages import HASH_BYTES, Route, Routed, Summary
 from vllm_lite.ray.places import Places
 from vllm_lite.transport.publisher import Publisher
@@ -174,6 +176,18 @@ def test_the_events_of_a_publisher_arrive(tmp_path: Path) -> None:
     made.close()
     publisher.close()
     assert made.summary().blocks() == [b"first---"]
+
+
+def test_sockets_of_engines_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    live = Publisher(private_endpoint(), None, "", 1, 100)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(f"{tmp_path}/{SOCKET}left")
+    assert len(list(tmp_path.iterdir())) == 2
+    private_endpoint()
+    assert [path.name for path in tmp_path.iterdir()] != [f"{SOCKET}left"]
+    assert len(list(tmp_path.iterdir())) == 1
+    live.close()
 
 
 def test_batches_that_make_no_sense_end_the_reports(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """CachedBlocks: which blocks an engine's prefix cache holds, from its KV events, for those who choose engines."""
 
+import os
+import tempfile
 import threading
 from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -10,10 +14,13 @@ from vllm_lite.ray.messages import HASH_BYTES, Summary
 from vllm_lite.runtime import log
 from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.transport.subscriber import Subscriber
+from vllm_lite.transport.zmq import answers
 
 MAX_REPORTED = 2048
 """A report of 16 KB: Serve's controller sends the reports of all replicas to all routers."""
 LOOK_S = 0.5
+SOCKET = "vl-kv-"
+"""How the names of the sockets of private_endpoint() begin."""
 
 logger = log.get(__name__)
 
@@ -21,6 +28,17 @@ logger = log.get(__name__)
 def can_follow(config: KVEventsConfig) -> bool:
     """Whether events of this format say enough. A user may want another one for a consumer of his own."""
     return config.event_format == "array" and config.hash_format == "bytes"
+
+
+def private_endpoint() -> str:
+    """A socket for the events of one engine on this machine. Those are removed that engines left which were killed, as
+    Ray kills what a replica has started."""
+    folder = Path(tempfile.gettempdir())
+    for path in folder.glob(f"{SOCKET}*"):
+        if not answers(f"ipc://{path}"):
+            with suppress(OSError):  # another user's, or gone by now
+                path.unlink()
+    return f"ipc://{folder}/{SOCKET}{os.urandom(8).hex()}"
 
 
 class _Batch(msgspec.Struct, array_like=True):

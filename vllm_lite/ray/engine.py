@@ -5,8 +5,6 @@ has failed, the replica is unhealthy, and Serve starts another.
 """
 
 import asyncio
-import os
-import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any
@@ -24,7 +22,7 @@ from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapte
 from vllm_lite.protocol.api import Dying, Finished, FromClient, Generate, OutputBatch, Stats, Tokens
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.protocol.operations import OperationDone
-from vllm_lite.ray.cached_blocks import CachedBlocks, can_follow
+from vllm_lite.ray.cached_blocks import CachedBlocks, can_follow, private_endpoint
 from vllm_lite.ray.messages import Answer, Introduction, encode
 from vllm_lite.ray.orphan import end_without_raylet
 from vllm_lite.runtime import log
@@ -205,8 +203,7 @@ def _events(settings: EngineConfig, number: int) -> KVEventsConfig:
     wanted = settings.kv_events_config
     if wanted is not None and wanted.enabled:
         return wanted.of_engine(number)
-    path = f"{tempfile.gettempdir()}/vl-kv-{os.urandom(8).hex()}"
-    return KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{path}", buffer_steps=1)
+    return KVEventsConfig(enable_kv_cache_events=True, endpoint=private_endpoint(), buffer_steps=1)
 
 
 def _dying(error: Exception) -> bytes:
