@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from tests.tokenizers_for_tests import KINDS
 from vllm_lite.client import sample
+from vllm_lite.client.chat import plain_messages
 from vllm_lite.client.prompt import max_text_bytes, read_prompt
 from vllm_lite.client.sample import PromptScores, candidates
 from vllm_lite.client.stream import StreamFactory
@@ -123,6 +124,51 @@ def test_earlier_calls_come_to_the_template(arguments: Any, seen: str) -> None:
     ]
     body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
     assert asyncio.run(PROMPTS.render(body, None, REQUEST)) == f"assistant:[c1 f {seen}]hm;tool:7c1;"
+
+
+HISTORY = [  # an assistant's message as a client sends it back, the text and the thought that templates get of it
+    ({"content": None, "refusal": "I will not."}, "I will not.", ""),
+    ({"content": "yes", "refusal": None}, "yes", ""),
+    ({"content": [{"type": "refusal", "refusal": "no"}]}, "no", ""),
+    ({"content": [{"type": "output_text", "text": "a"}, {"type": "input_text", "text": "b"}, "c"]}, "a\nb\nc", ""),
+    (
+        {"content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "so"}]},
+        "so",
+        "hm",
+    ),
+    ({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}]}, "", "hm"),
+    ({"content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "so"}]}, "so", ""),
+    ({"content": "so", "reasoning_content": "hm", "thinking_blocks": [{"type": "thinking"}]}, "so", "hm"),
+]
+
+
+@pytest.mark.parametrize(("message", "text", "thought"), HISTORY)
+def test_what_an_answer_had_may_come_back(message: dict[str, Any], text: str, thought: str) -> None:
+    """Over HTTP and in Python alike."""
+    messages = [{"role": "assistant", **message}]
+    body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
+    assert asyncio.run(PROMPTS.render(body, None, REQUEST)) == f"assistant:{text}{thought};"
+    (plain,) = plain_messages(messages)
+    assert (plain["content"], plain.get("reasoning_content", "")) == (text, thought)
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        ({"type": "thinking"}, "holds 'thinking' without a text as its 'thinking'"),
+        ({"type": "thinking", "thinking": [{"type": "text"}]}, "thinking holds 'text' without a text as its 'text'"),
+        ({"type": "refusal", "text": "no"}, "holds 'refusal' without a text as its 'refusal'"),
+        ({"type": "x" * 1000}, f"holds {'x' * 60!r}; only text is supported"),
+    ],
+)
+def test_a_part_without_its_text_is_refused(part: dict[str, Any], error: str) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [part]}]
+    body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(PROMPTS.render(body, None, REQUEST))
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+    assert caught.value.message.startswith("messages[1].content")
+    assert caught.value.message.endswith(error)
 
 
 def test_variables_of_a_template_may_be_nested_but_not_deeply() -> None:

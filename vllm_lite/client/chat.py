@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_lite.client.prompt import encode
 from vllm_lite.client.text.chat_template import ChatTemplate, Message, Tool, with_read_arguments
+from vllm_lite.client.text.message_parts import joined
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError
 
@@ -110,17 +111,10 @@ def _plain(message: Message, place: int) -> Message:
     if isinstance(content, str):
         return message
     if content is None and message["role"] == "assistant":
-        return {**message, "content": ""}
+        refusal = message.get("refusal")
+        return {**message, "content": refusal if isinstance(refusal, str) else ""}
     if not isinstance(content, list):
         raise RequestError(f"messages[{place}].content must be a text or a list of parts, got {type(content).__name__}")
-    return {**message, "content": "\n".join(_text(part, place) for part in content)}
-
-
-def _text(part: Any, place: int) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise RequestError(f"messages[{place}].content holds {kind!r}; only text is supported")
-    text: str = part["text"]
-    return text
+    found = joined(content, f"messages[{place}].content")
+    thought = {"reasoning_content": found.reasoning, "reasoning": found.reasoning} if found.reasoning else {}
+    return {**thought, **message, "content": found.text}

@@ -30,7 +30,7 @@ from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.forms import ToolsWanted
 from vllm_lite.server.openai.grammars import Grammars
 from vllm_lite.server.openai.parsing import Parsing
-from vllm_lite.server.openai.prompts import Check, Prompts, text_of, with_marks
+from vllm_lite.server.openai.prompts import Check, Prompts, content_of, with_marks
 
 MAX_PROMPT_CANDIDATES = 1 << 18
 """In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
@@ -175,7 +175,7 @@ class Generation:
             parsing = _parsing(self._formats, body, tools)
             params = self._thinking(params, prompt, is_forced=parsing is not None and parsing.is_forced)
         last = body.messages[-1]
-        echo = (text_of(last),) if body.echo and last.role == "assistant" else ()
+        echo = (content_of(last).text,) if body.echo and last.role == "assistant" else ()
         headers = {**asked.headers, **self._unseen(tools, asked.headers)}
         return await self._made(asked._replace(headers=headers), [prompt], params, echo, parsing, call_id)
 

@@ -90,7 +90,8 @@ def _system(given: str | list[ContentBlock] | None) -> list[ChatMessage]:
     if isinstance(given, str):
         return [ChatMessage("system", given)]
     parts = [_text(block, f"system[{place}]") for place, block in enumerate(given)]
-    return [ChatMessage("system", [part for part in parts if not (part.text or "").startswith(_UNSTEADY)])]
+    steady: list[str | Part] = [part for part in parts if not (part.text or "").startswith(_UNSTEADY)]
+    return [ChatMessage("system", steady)]
 
 
 def _messages(place: int, message: AnthropicMessage) -> Iterator[ChatMessage]:
@@ -98,7 +99,7 @@ def _messages(place: int, message: AnthropicMessage) -> Iterator[ChatMessage]:
     if isinstance(message.content, str):
         yield ChatMessage(message.role, message.content)
         return
-    texts, thoughts, calls = list[Part](), list[str](), list[ToolCall]()
+    texts, thoughts, calls = list[str | Part](), list[str](), list[ToolCall]()
     is_empty = True
     for number, block in enumerate(message.content):
         where = f"messages[{place}].content[{number}]"

@@ -116,10 +116,12 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A part of a message's content."""
+    """A part of a message's content; `type` says which field it has. Those of answers come back in a chat's history."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+    thinking: str | list[dict[str, Any]] | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -138,10 +140,12 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """`reasoning` and `reasoning_content` are two names of what was thought before an answer."""
+    """`reasoning` and `reasoning_content` are two names of what was thought before an answer. A `refusal` is what the
+    answer said in the place of its content."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[Part] | None = None
+    content: str | list[str | Part] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None

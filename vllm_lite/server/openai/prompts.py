@@ -11,6 +11,7 @@ from vllm_lite.client.prompt import PromptLike, TokensPrompt, check_text, encode
 from vllm_lite.client.text.chat_template import with_read_arguments
 from vllm_lite.client.text.detokenizer import Detokenizer, Vocabulary, vocabulary
 from vllm_lite.client.text.infill import Infill
+from vllm_lite.client.text.message_parts import Content, joined
 from vllm_lite.client.text.template_process import Render
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError, VllmLiteError
@@ -216,32 +217,33 @@ def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         if message.role not in ROLES:
             known = ", ".join(ROLES)
             raise ApiError(400, f"messages[{place}].role must be one of {known}, got {message.role!r}", "messages")
-        plain.append({"role": message.role, "content": text_of(message, place), **_more(message)})
+        content = content_of(message, place)
+        plain.append({"role": message.role, "content": content.text, **_more(message, content.reasoning)})
     return plain
 
 
-def _more(message: ChatMessage) -> dict[str, Any]:
-    """Return what a message has beside its role and text, under the names that templates use."""
+def _more(message: ChatMessage, thought: str) -> dict[str, Any]:
+    """Return what a message has beside its role and text, under the names that templates use. `thought` is what its
+    content says of its reasoning."""
     more: dict[str, Any] = {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
     if message.tool_calls:
         more["tool_calls"] = with_read_arguments(msgspec.to_builtins(message.tool_calls))
-    reasoning = message.reasoning_content or message.reasoning
+    reasoning = message.reasoning_content or message.reasoning or thought
     if reasoning:
         more |= {"reasoning_content": reasoning, "reasoning": reasoning}
     return more
 
 
-def text_of(message: ChatMessage, place: int = -1) -> str:
-    """Join the texts of all parts of a message."""
-    if isinstance(message.content, str):
-        return message.content
-    if message.content is None:
-        if message.role == "assistant":
-            return ""
-        raise ApiError(400, f"messages[{place}].content is missing", "messages")
-    texts = []
-    for part in message.content:
-        if part.type != "text" or part.text is None:
-            raise ApiError(400, f"messages[{place}].content holds {part.type!r}; only text is supported", "messages")
-        texts.append(part.text)
-    return "\n".join(texts)
+def content_of(message: ChatMessage, place: int = -1) -> Content:
+    """Join the texts of all parts of a message, and what they say was thought."""
+    content, where = message.content, f"messages[{place}].content"
+    if content is None and message.role == "assistant":
+        return Content(message.refusal or "")
+    if content is None:
+        raise ApiError(400, f"{where} is missing", "messages")
+    if isinstance(content, str):
+        return Content(content)
+    try:
+        return joined([part if isinstance(part, str) else msgspec.structs.asdict(part) for part in content], where)
+    except RequestError as error:
+        raise ApiError(400, str(error), "messages") from error

@@ -1,0 +1,53 @@
+"""The parts of a message's content, as the dialects' clients send them back, as the one text that templates expect.
+
+Besides text there is what an earlier answer was made of: a refusal, which is text of its own, and what was thought
+before it, which templates know as `reasoning_content`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from vllm_lite.errors import RequestError
+
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Parts with a text, and the field that it stands in."""
+THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
+"""Parts with a thought: as Anthropic and Mistral name it, and others. That field may also be a list of texts."""
+UNREADABLE = ("redacted_thinking",)
+"""Parts that only the server that wrote them could read."""
+
+
+class Content(NamedTuple):
+    text: str
+    reasoning: str = ""
+
+
+def joined(parts: Iterable[Any], where: str) -> Content:
+    """Join the texts of all parts, which are texts or dicts with a type, and their thoughts. `where` names the content
+    in errors. Raises RequestError for a part that is neither."""
+    texts, thoughts = list[str](), list[str]()
+    for part in parts:
+        kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind in TEXTS:
+            texts.append(_field(part, TEXTS[kind], where))
+        elif kind in THOUGHTS:
+            thoughts.append(_thought(part, THOUGHTS[kind], where))
+        elif kind not in UNREADABLE:
+            raise RequestError(f"{where} holds {(kind or type(part).__name__)[:60]!r}; only text is supported")
+    return Content("\n".join(texts), "\n".join(thoughts))
+
+
+def _thought(part: Mapping[str, Any], field: str, where: str) -> str:
+    inner = part.get(field)
+    if isinstance(inner, list):
+        return "\n".join(_field(each, "text", f"{where}.{field}") for each in inner if isinstance(each, Mapping))
+    return _field(part, field, where)
+
+
+def _field(part: Mapping[str, Any], field: str, where: str) -> str:
+    value = part.get(field)
+    if not isinstance(value, str):
+        raise RequestError(f"{where} holds {part.get('type')!r} without a text as its {field!r}")
+    return value
