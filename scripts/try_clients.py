@@ -66,7 +66,7 @@ CLIENTS = (
     Client("LlamaIndex", "llama-index-llms-openai-like", "llamaindex", "llama_index_chats.py"),
     Client("LiteLLM", "litellm", "dspy", "litellm_calls.py"),
     Client("pydantic-ai", "pydantic-ai-slim", "agents", "pydantic_ai_agents.py"),
-    Client("instructor", "instructor", "agents", "instructor_forms.py", '`extra="forbid"` in models'),
+    Client("instructor", "instructor", "agents", "instructor_forms.py"),
     Client("DSPy", "dspy", "dspy", "dspy_programs.py", "`response_format` of its `LM` for typed programs"),
     Client("llm", "llm", "tools", "llm_prompts.py"),
     Client("Cohere's package for Python", "cohere", "tools", "cohere_ranks.py"),
@@ -193,8 +193,7 @@ Programs that nobody here wrote, against a server with the bundled model:
 `python scripts/try_clients.py` starts it, installs each client into an environment and runs a short program, which ends
 with an error if anything is missing; `--only llamaindex,openai` chooses some, `--write` writes this page. "Unchanged"
 means that a client was given the address, the name of the model and any key, and nothing else. What the model says is
-not judged. A schema that does not say `"additionalProperties": false` allows other keys, as in OpenAI's API, and this
-small model goes on adding some; DSPy sends no schema to a model that it does not know.
+not judged. DSPy sends no schema to a model that it does not know.
 
 | client | package | works | what was called |
 | --- | --- | --- | --- |

@@ -5,11 +5,10 @@ from typing import Literal
 import instructor
 import openai
 from common import URL, check
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 
 class Cat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
     name: Literal["Tom", "Mia"]
     age: Literal[1, 2, 3]
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
+from tests.grammar_walk import Walker
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.structured import StructuredOutputsParams
@@ -22,6 +23,7 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "intege
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 STRICT = {"type": "function", "function": {"name": "g", "parameters": SCHEMA, "strict": True}}
 TOKENIZER = Tokenizer.load(str(files("vllm_lite") / "demo_model"))
+WALKER = Walker()
 FORMATS = Formats.of("", TOKENIZER, ("hermes", None), None, ())
 
 
@@ -84,6 +86,24 @@ def test_every_name_asks_for_the_same(fields: dict[str, Any], params: dict[str, 
     assert found.whitespace_pattern == fields.get("guided_whitespace_pattern")
     assert found.disable_any_whitespace is ("structured_outputs" in fields and "json" in fields["structured_outputs"])
     assert held(**fields) == compile_grammar(found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "are_closed"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}, True),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, True),
+        ({"guided_json": SCHEMA}, True),
+        ({"structured_outputs": {"json": SCHEMA}}, False),
+        ({"guided_json": SCHEMA | {"additionalProperties": True}}, False),
+    ],
+)
+def test_objects_have_what_a_schema_names_unless_it_says_otherwise(fields: dict[str, Any], are_closed: bool) -> None:
+    """What frameworks make of a class says nothing of others. `structured_outputs` has a switch of its own."""
+    grammar = held(**fields)
+    assert grammar is not None
+    assert WALKER.takes(grammar, '{"a": 1}')
+    assert WALKER.takes(grammar, '{"a": 1, "b": 2}') is not are_closed
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"guided_json": None}])

@@ -21,10 +21,20 @@ def test_objects_are_closed_at_every_depth() -> None:
     assert "additionalProperties" not in inner
 
 
+def test_parts_that_describe_an_object_alone_are_closed_too() -> None:
+    """Pydantic writes a field with a description as an allOf of one."""
+    inner = {"properties": {"a": INTEGER}}
+    schema = {"$defs": {"d": inner}, "items": {"allOf": [{"$ref": "#/$defs/d"}], "description": "x"}}
+    assert closed(schema) == {**schema, "$defs": {"d": {**inner, "additionalProperties": False}}}
+
+
 @pytest.mark.parametrize(
     "schema",
     [
         {"type": "object"},
+        {"properties": {"a": INTEGER}, "required": ["a", "b"]},
+        {"properties": {"a": INTEGER}, "minProperties": 2},
+        {"allOf": [{"$ref": "#/$defs/d"}], "anyOf": [INTEGER], "$defs": {"d": {"properties": {"a": INTEGER}}}},
         {"properties": {"a": INTEGER}, "additionalProperties": INTEGER},
         {"properties": {"a": INTEGER}, "patternProperties": {"^x": INTEGER}},
         {"properties": {"a": INTEGER}, "anyOf": [{"required": ["b"]}, {"properties": {"c": INTEGER}}]},

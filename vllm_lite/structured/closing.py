@@ -4,18 +4,19 @@ JSON Schema lets others stand. A function takes only the arguments that it names
 names of its own often does not come to an end: LangChain's and LiteLLM's calls of the demo model were all cut.
 """
 
-from vllm_lite.structured.schema import Schema, mapped, subschemas
+from vllm_lite.structured.schema import Schema, check_depth, mapped, subschemas
 
-_SPLIT = ("anyOf", "oneOf", "$ref", "patternProperties")
-"""Beside `properties` these say more about the same object, which a closed part would forbid."""
+_DESCRIPTIONS = ("properties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+"""Two of these describe one object together, and a closed one of them would forbid what the other names."""
 
 
 def closed(schema: Schema) -> Schema:
     """Return a copy whose objects have no other properties than those named.
 
     It is the schema as it is where parts of it describe one object together, since parts that are closed one by one
-    would contradict each other.
+    would contradict each other. Raises RequestError for one that is nested too deeply.
     """
+    check_depth(schema)
     if not _is_one_by_one(schema):
         return schema
 
@@ -26,7 +27,12 @@ def closed(schema: Schema) -> Schema:
 
 
 def _names_all(part: Schema) -> bool:
-    return "properties" in part and "additionalProperties" not in part and "patternProperties" not in part
+    """Whether an object with no others than its named properties can be valid, and nothing is said of others."""
+    named, required = part.get("properties"), part.get("required", ())
+    if not isinstance(named, dict) or "additionalProperties" in part or not isinstance(required, list | tuple):
+        return False
+    least = part.get("minProperties", 0)
+    return all(name in named for name in required) and isinstance(least, int) and least <= len(named)
 
 
 def _is_one_by_one(schema: Schema) -> bool:
@@ -34,7 +40,8 @@ def _is_one_by_one(schema: Schema) -> bool:
     left = [schema]
     while left:
         part = left.pop()
-        if "allOf" in part or ("properties" in part and any(key in part for key in _SPLIT)):
+        parts = part.get("allOf", ())
+        if sum(key in part for key in _DESCRIPTIONS) > 1 or not isinstance(parts, list | tuple) or len(parts) > 1:
             return False
         left += [inner for _, inner in subschemas(part)]
     return True

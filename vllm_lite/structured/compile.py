@@ -9,6 +9,7 @@ from vllm_lite.errors import RequestError
 from vllm_lite.protocol.structured import MAX_CHOICES, MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from vllm_lite.structured import schema as schemas
 from vllm_lite.structured.check import check_lark, check_regex, check_schema, check_text
+from vllm_lite.structured.closing import closed
 from vllm_lite.structured.lark import quoted, regex
 from vllm_lite.structured.limits import MAX_OPTIONAL, MAX_OPTIONAL_IN_PART
 from vllm_lite.structured.schema import Schema
@@ -30,8 +31,10 @@ def compile_grammar(wanted: StructuredOutputsParams) -> str:
 
     def prepare(schema: str | Mapping[str, Any] | bool) -> Schema:
         most = MAX_OPTIONAL if wanted.structural_tag is None else MAX_OPTIONAL_IN_PART
-        closed = wanted.disable_additional_properties
-        return schemas.prepared(schemas.read(schema), options, close_objects=closed, max_optional=most)
+        given = schemas.read(schema)
+        if wanted.disable_additional_properties:
+            given = closed(given)
+        return schemas.prepared(given, options, max_optional=most)
 
     if wanted.regex is not None:
         check_regex(wanted.regex, "regex")

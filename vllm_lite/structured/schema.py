@@ -106,15 +106,12 @@ def _no_constant(name: str) -> NoReturn:
     raise RequestError(f"the JSON schema has {name}, which is not JSON")
 
 
-def prepared(
-    schema: Schema, with_options: Schema, *, close_objects: bool = False, max_optional: int = MAX_OPTIONAL
-) -> Schema:
+def prepared(schema: Schema, with_options: Schema, *, max_optional: int = MAX_OPTIONAL) -> Schema:
     """Copy a schema, check its keywords, and put the options in.
 
-    A lenient one ignores what cannot be held. `close_objects` forbids further properties where an object names some and
-    does not say. Raises RequestError, which names the place.
+    A lenient one ignores what cannot be held. Raises RequestError, which names the place.
     """
-    _check_depth(schema)
+    check_depth(schema)
     is_lenient = bool(with_options.get("lenient"))
     num_parts = 0
 
@@ -133,8 +130,6 @@ def prepared(
             del kept["format"]
             others = kept.get("allOf", [])
             kept["allOf"] = [*others, {"pattern": pattern}] if isinstance(others, list) else others
-        if close_objects and "properties" in part and "additionalProperties" not in part:
-            kept["additionalProperties"] = False
         return kept
 
     return {OPTIONS: with_options, **mapped(schema, visit)}
@@ -227,7 +222,7 @@ def _keys(value: Any) -> list[str]:
     return list(value) if isinstance(value, dict) else []
 
 
-def _check_depth(schema: Schema) -> None:
+def check_depth(schema: Schema) -> None:
     """Refuse what is nested too deeply, also in values, and what contains itself."""
     waiting: list[tuple[str, int, Any]] = [("", 1, schema)]
     seen = 0

@@ -60,7 +60,8 @@ def form_of(body: FormFields) -> WantedForm | None:
     for name, field in _GUIDED.items():
         value = getattr(body, field)
         if value is not None and value not in ("", []):
-            found.append(_form({name: value, "whitespace_pattern": spaces}, field))
+            more = {"whitespace_pattern": spaces, "disable_additional_properties": name == "json"}
+            found.append(_form({name: value, **more}, field))
     if body.response_format and (form := _response_format(body.response_format)) is not None:
         found.append(form)
     if len(found) > 1:
@@ -90,7 +91,7 @@ def _response_format(given: dict[str, Any]) -> WantedForm | None:
     if kind == "json_object" and given.get("schema") is None:
         return _form({"json_object": True}, field)
     if kind == "json_object":  # with the schema beside it, as llama.cpp takes it
-        return _form({"json": _schema(given["schema"], "response_format.schema")}, field)
+        return _form(_closed(given["schema"], "response_format.schema"), field)
     if kind == "structural_tag":
         return _form({"structural_tag": given}, field)
     if kind != "json_schema":
@@ -101,13 +102,18 @@ def _response_format(given: dict[str, Any]) -> WantedForm | None:
     schema = inner.get("schema", inner.get("json_schema"))
     if schema is None:
         return _form({"json_object": True}, field)
-    return _form({"json": _schema(schema, "response_format.json_schema.schema")}, field)
+    return _form(_closed(schema, "response_format.json_schema.schema"), field)
 
 
-def _schema(given: Any, place: str) -> dict[str, Any] | bool:
-    if not isinstance(given, (dict, bool)):
+def _closed(schema: Any, place: str) -> dict[str, Any]:
+    """The form of a schema whose objects have the properties that it names, unless it says that others may stand there.
+
+    Frameworks that send what pydantic makes of a class mean it so, and OpenAI's own models, which follow no grammar
+    where `strict` is not set, add nothing either. A small model often goes on with names of its own.
+    """
+    if not isinstance(schema, (dict, bool)):
         raise ApiError(400, f"{place} must be a JSON schema, an object", "response_format")
-    return given
+    return {"json": schema, "disable_additional_properties": True}
 
 
 def _form(values: dict[str, Any], field: str) -> WantedForm:
