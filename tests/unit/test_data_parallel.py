@@ -154,9 +154,11 @@ def test_questions_go_to_all_and_one_answer_comes_back(rig: Rig) -> None:
     for count, engine in enumerate(rig.engines, 1):
         engine.expect(api.GetStats)
         restarts: dict[api.RestartCause, int] = {"died": count}
-        engine.send(Stats(num_running=count, restarts=restarts, life=count, recovering="died" * (count == 1)))
+        places: dict[str, Any] = {"accepted_at": [7, 1][:count]}
+        engine.send(Stats(num_running=count, restarts=restarts, life=count, recovering="died" * (count == 1), **places))
     stats = asked.result(DEADLINE_S)
     assert (stats.num_running, stats.restarts, stats.life, stats.recovering) == (3, {"died": 3}, 2, "")
+    assert stats.accepted_at == [14, 1]
     described = rig.session.describe(external_id="x")
     for name, engine in zip("ab", rig.engines, strict=True):
         engine.expect(api.Describe)

@@ -16,7 +16,7 @@ from tests.unit.test_core import continuation
 from tests.unit.test_engine_clients import Client
 from tests.unit.test_worker_groups import NUM_BLOCKS, PARAMS, PROMPT, READY, FakeGroup, Host
 from vllm_lite.engine.kept_state import KeptState, keep, kept
-from vllm_lite.engine.operations import Operations
+from vllm_lite.engine.operations import REATTACH_S, Operations
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.protocol.api import Abort, Describe, Descriptions, Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -390,11 +390,8 @@ def test_the_next_engine_is_as_this_one_was(host: Host, client: Client, tmp_path
     following = Host("the-next")
     try:
         following.groups.adopt(READY, NUM_BLOCKS, 0)
-        following.operations = Operations(
-            following.core, following.groups, following.port, following.process._config, following.kept.append
-        )
         following.current.end()
-        following.operations.restore(asleep)
+        take_over(following, asleep)
         other = following.client()
         following.generate(other, "a")
         following.loop(3)
@@ -404,3 +401,55 @@ def test_the_next_engine_is_as_this_one_was(host: Host, client: Client, tmp_path
         assert following.kept[-1] == KeptState("m")
     finally:
         following.close()
+
+
+def take_over(host: Host, state: KeptState) -> None:
+    """Be the engine that comes after one that has kept this."""
+    config, clock = host.process._config, lambda: host.now_s
+    host.operations = Operations(host.core, host.groups, host.port, config, host.kept.append, clock)
+    host.operations.restore(state)
+
+
+@pytest.mark.parametrize("message", [PauseGeneration("wait"), Sleep(2, "wait")])
+def test_an_engine_that_dies_while_requests_end_comes_back_to_rest(
+    host: Host, client: Client, message: PauseGeneration | Sleep
+) -> None:
+    host.generate(client, "a")
+    host.loop(3)
+    client.say(message)
+    host.loop(3)
+    dying = host.kept[-1]
+    assert dying == KeptState("m", asked=message)
+    following = Host("after-the-drain")
+    try:
+        take_over(following, dying)
+        assert following.kept[-1] == dying, "it may die as well"
+        other = following.client()
+        following.loop(3)
+        assert not following.stats(other).rests, "its clients have to find it first"
+        following.generate(other, "a", "b")
+        following.loop(3)
+        following.now_s += REATTACH_S
+        following.loop(2)
+        following.generate(other, "late")
+        for _ in range(100):
+            following.loop()
+            if len(other.ends) == 2:
+                break
+        following.loop(3)
+        stats = following.stats(other)
+        assert (stats.rests, num_tokens(other, "late")) == (True, 0)
+        assert following.kept[-1].asked is None
+        do(following, other, ResumeGeneration() if isinstance(message, PauseGeneration) else WakeUp())
+        following.drain(other, "a", "b", "late")
+    finally:
+        following.close()
+
+
+def test_a_drain_that_was_taken_over_can_be_called_off(host: Host, client: Client) -> None:
+    take_over(host, KeptState("m", asked=PauseGeneration("wait")))
+    host.loop(2)
+    do(host, client, ResumeGeneration())
+    host.generate(client, "a")
+    host.drain(client, "a")
+    assert host.kept[-1] == KeptState("m")

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import reduce
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +16,8 @@ from vllm_lite.protocol.histograms import Histogram
 from vllm_lite.protocol.operations import OperationDone
 
 _NAMES = ("running_adapters", "waiting_adapters")
+_PLACES = ("accepted_at",)
+"""Lists of counts whose places mean something: they are added place by place."""
 _LARGEST = ("life", "generation")
 """Fields of Stats that number something; they are not added."""
 
@@ -60,6 +63,8 @@ def joined(one: Any, other: Any) -> Any:
     values = {name: _add(getattr(one, name), getattr(other, name)) for name in Stats.__struct_fields__}
     values |= {name: max(getattr(one, name), getattr(other, name)) for name in _LARGEST}
     values |= {name: sorted({*getattr(one, name), *getattr(other, name)}) for name in _NAMES}
+    for name in _PLACES:
+        values[name] = [a + b for a, b in zip_longest(getattr(one, name), getattr(other, name), fillvalue=0)]
     values["recovering"] = one.recovering if other.recovering else ""
     levels = [stats.sleep_level for stats in (one, other) if stats.sleep_level is not None]
     values |= {"is_paused": one.is_paused or other.is_paused, "sleep_level": max(levels, default=None)}

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.operations import PauseGeneration, Sleep
 from vllm_lite.runtime import log
 
 FILE = "operations"
@@ -15,7 +16,8 @@ logger = log.get(__name__)
 
 class KeptState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`model` is the folder whose weights are served. An engine that is asleep has no workers that could say what
-    `ready` says, and how many blocks its pools have."""
+    `ready` says, and how many blocks its pools have. `asked` is a pause or a sleep that was under way: it still waited
+    for requests to end."""
 
     model: str
     is_paused: bool = False
@@ -23,6 +25,7 @@ class KeptState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ready: Ready | None = None
     num_blocks: int = 0
     num_host_blocks: int = 0
+    asked: PauseGeneration | Sleep | None = None
 
 
 def keep(run_dir: str, state: KeptState) -> None:

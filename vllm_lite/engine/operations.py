@@ -7,7 +7,8 @@ and other weights are a group that loads another folder. To the scheduler both a
 so that every sequence goes on behind the tokens it has, and a replay decides the same.
 
 What an operation has changed is kept in a file: an engine that takes the place of this one is paused or asleep as well,
-and serves the same weights.
+and serves the same weights. A pause or a sleep is kept there from its beginning: if the engine dies while requests are
+still to end, the next one goes on with it.
 """
 
 import threading
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MAX_LOADS = 3
 """How often workers that die while they load are started before that is the answer."""
+REATTACH_S = 2.0
+"""For clients to find an engine that takes the place of another one, and to send it what has not ended."""
 _MEMORY = frozenset({"weights", "kv_cache"})
 
 logger = log.get(__name__)
@@ -53,12 +56,14 @@ class Operations:
         port: ClientPort,
         config: ResolvedConfig,
         keep_state: Callable[[KeptState], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._groups = groups
         self._port = port
         self._config = config
         self._keep_state = keep_state
+        self._clock = clock
         self._counters = core.meter.counters
         self._asked: deque[tuple[bytes, wire.Operation]] = deque()
         self._stages: Iterator[None] | None = None
@@ -74,12 +79,14 @@ class Operations:
         return self._stages is not None or bool(self._asked)
 
     def restore(self, state: KeptState) -> None:
-        """Be as an earlier engine was. One that sleeps was made without workers."""
+        """Be as an earlier engine was, and do what it was about to. One that sleeps was made without workers."""
         counters = self._counters
         counters.is_paused, counters.sleep_level = state.is_paused, state.sleep_level
         if state.ready is not None:
             self._core.lose_workers("the engine before was asleep", are_ended=True)
-        self._settle()
+        self._settle(state.asked)
+        if state.asked is not None:
+            self._stages = self._go_on(state.asked)
 
     def ask(self, peer: bytes, message: wire.Operation) -> None:
         """Do what a client wants, once all before it is done. It gets an OperationDone."""
@@ -100,7 +107,20 @@ class Operations:
             self._groups.executor.has_ended()  # whatever it still has to say would end every wait at once
         return has_workers
 
-    def _answer(self, peer: bytes, message: wire.Operation) -> Stages:
+    def _go_on(self, message: wire.PauseGeneration | wire.Sleep) -> Stages:
+        """Do what was asked of an earlier engine. The requests that it had come back first; others that come with them
+        are treated alike."""
+        until_s = self._clock() + REATTACH_S
+        while message.mode != "keep" and self._clock() < until_s and not self._is_called_off:
+            yield
+        yield from self._answer(None, message)
+
+    @property
+    def _is_called_off(self) -> bool:
+        """Whether the engine is to be resumed next."""
+        return any(isinstance(message, wire.ResumeGeneration) for _, message in self._asked)
+
+    def _answer(self, peer: bytes | None, message: wire.Operation) -> Stages:
         done = wire.OperationDone()
         name = type(message).__name__
         began_s = time.monotonic()
@@ -114,7 +134,8 @@ class Operations:
         if done.error is not None:
             logger.warning("%s: %s", name, done.error)
         self._settle()
-        self._port.send(peer, done)
+        if peer is not None:
+            self._port.send(peer, done)
 
     def _stages_of(self, message: wire.Operation) -> Stages:
         match message:
@@ -132,6 +153,7 @@ class Operations:
     # ---- the operations
 
     def _pause(self, message: wire.PauseGeneration) -> Stages:
+        self._keep(message)
         yield from self._empty(message.mode)
         self._counters.is_paused = True
         if message.clear_cache and message.mode != "keep":
@@ -143,6 +165,7 @@ class Operations:
 
     def _sleep(self, message: wire.Sleep) -> Stages:
         level, counters = message.level, self._counters
+        self._keep(message)
         yield from self._empty(message.mode)
         self._awake.clear()
         if not level:  # a deeper sleep stays one
@@ -208,7 +231,7 @@ class Operations:
         if mode == "wait" and not core.scheduler.is_paused:
             core.hold_newcomers(are_held=True)
             while not all(map(core.scheduler.queues.is_newcomer, core.scheduler.requests.values())):
-                if any(isinstance(message, wire.ResumeGeneration) for _, message in self._asked):
+                if self._is_called_off:
                     raise EngineError("it was called off: the engine was resumed while requests still ran")
                 urgent = next((_mode(message) for _, message in self._asked if _mode(message) != "wait"), None)
                 if urgent is not None:
@@ -267,16 +290,20 @@ class Operations:
             check_same_model(folder, found, served)
         return found
 
-    def _settle(self) -> None:
+    def _settle(self, asked: wire.PauseGeneration | wire.Sleep | None = None) -> None:
         """An operation has ended, however: say what holds from here on, and keep it for the next engine."""
         core, counters, groups = self._core, self._counters, self._groups
-        is_asleep = not core.scheduler.has_workers
         counters.model, counters.recovering = groups.model, ""
         counters.generation = groups.generation
         core.scheduler.is_paused = counters.is_paused or counters.sleep_level is not None
         core.hold_newcomers(are_held=False)
-        sizes = groups.sizes if is_asleep else ()
-        self._keep_state(KeptState(groups.model, counters.is_paused, counters.sleep_level, *sizes))
+        self._keep(asked)
+
+    def _keep(self, asked: wire.PauseGeneration | wire.Sleep | None) -> None:
+        """Keep what holds now, and what has been asked for, for the next engine."""
+        counters, groups = self._counters, self._groups
+        sizes = (None, 0, 0) if self._core.scheduler.has_workers else groups.sizes
+        self._keep_state(KeptState(groups.model, counters.is_paused, counters.sleep_level, *sizes, asked))
 
 
 def _mode(message: wire.Operation) -> wire.PauseMode:
