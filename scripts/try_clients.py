@@ -38,7 +38,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "dspy": ("dspy", "litellm"),
     "tools": ("llm", "cohere"),
     "inspect": ("inspect-ai", "openai"),
-    "lmeval": ("lm_eval[api]", "transformers"),
+    "lmeval": ("lm_eval[api,hf]",),
     "load": ("locust",),
     NODE: ("openai", "@anthropic-ai/sdk", "ollama", "ai", "@ai-sdk/openai-compatible", "zod"),
 }

@@ -1,38 +1,67 @@
-"""lm-evaluation-harness: choices by likelihood (local-completions), answers (local-chat-completions)."""
+"""lm-evaluation-harness: choices, likelihoods and answers, measured as by its own transformers backend."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from common import MODEL, URL, check
 
-ROWS = [
-    {"q": "Once upon a", "choices": ["time", "boat"], "gold": 0},
-    {"q": "The cat is", "choices": ["stone", "happy"], "gold": 1},
-]
+WORDS = ("the", "cat", "bear", "boat", "tea", "happy", "went", "to", "sleep", "red", "is", "and", "story", "little")
+BEGINNINGS = (
+    "Once upon a time",
+    "The cat is",
+    "A little bear",
+    "Tell me a story",
+    "The boat went",
+    "How do I make tea?",
+)
 DATA = "dataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\ndoc_to_text: '{{q}}'\n"
-CHOICES = (
-    "task: chosen\noutput_type: multiple_choice\ndoc_to_choice: '{{choices}}'\ndoc_to_target: '{{gold}}'\n"
-    "metric_list: [{metric: acc}]\n"
-)
-ANSWERS = (
-    "task: answered\noutput_type: generate_until\ndoc_to_target: '{{choices[gold]}}'\n"
-    "generation_kwargs: {until: ['.'], max_gen_toks: 8}\nmetric_list: [{metric: exact_match}]\n"
-)
-Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-Path("chosen.yaml").write_text(CHOICES + DATA)
-Path("answered.yaml").write_text(ANSWERS + DATA)
+TASKS = {
+    "chosen": "output_type: multiple_choice\ndoc_to_choice: '{{choices}}'\ndoc_to_target: '{{gold}}'\n"
+    "metric_list: [{metric: acc}, {metric: acc_norm}]\n",
+    "continued": "output_type: loglikelihood\ndoc_to_target: ' {{choices[gold]}}'\n"
+    "metric_list: [{metric: perplexity}, {metric: acc}]\n",
+    "answered": "output_type: generate_until\ndoc_to_target: '{{choices[gold]}}'\n"
+    "generation_kwargs: {until: ['.'], max_gen_toks: 12, do_sample: false}\nmetric_list: [{metric: exact_match}]\n",
+}
+SERVED = f"model=demo,tokenizer={MODEL},num_concurrent=4,max_retries=1,add_bos_token=True,base_url={URL}/v1"
+OWN = f"pretrained={MODEL},dtype=float32,add_bos_token=True"
 
 
-def evaluate(task: str, model: str, route: str, *more: str) -> None:
-    where = f"model=demo,base_url={URL}/v1/{route},tokenizer={MODEL},num_concurrent=2,max_retries=1"
-    command = [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", where, "--tasks", task]
-    command += ["--include_path", ".", "--output_path", task, *more]
+def rows(count: int) -> list[dict[str, Any]]:
+    """Beginnings with three continuations each, one of which counts as right."""
+    rng = random.Random(5)
+    texts = [[" ".join(rng.choices(WORDS, k=rng.randint(1, 3))) for _ in range(3)] for _ in range(count)]
+    return [{"q": rng.choice(BEGINNINGS), "choices": choices, "gold": rng.randrange(3)} for choices in texts]
+
+
+def evaluate(name: str, tasks: str, model: str, where: str, *more: str) -> dict[str, Any]:
+    """The results of each task, and what the model said to every row."""
+    command = [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", where, "--tasks", tasks]
+    command += ["--include_path", ".", "--output_path", name, "--log_samples", "--batch_size", "1", *more]
     subprocess.run(command, timeout=240, check=True)
-    (results,) = Path(task).rglob("results*.json")
-    check(task in json.loads(results.read_text())["results"])
+    (found,) = Path(name).rglob("results*.json")
+    samples = {path.name.split("_")[1]: path.read_text().splitlines() for path in Path(name).rglob("samples_*.jsonl")}
+    said = {task: [json.loads(line)["filtered_resps"] for line in lines] for task, lines in samples.items()}
+    return {"results": json.loads(found.read_text())["results"], "said": said}
 
 
-evaluate("chosen", "local-completions", "completions")
-evaluate("answered", "local-chat-completions", "chat/completions", "--apply_chat_template")
+Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(12)))
+for name, task in TASKS.items():
+    Path(f"{name}.yaml").write_text(f"task: {name}\n{task}{DATA}")
+ours = evaluate("served", ",".join(TASKS), "local-completions", f"{SERVED}/completions")
+own = evaluate("own", ",".join(TASKS), "hf", OWN, "--device", "cpu")
+for name in TASKS:
+    measured = {key: value for key, value in own["results"][name].items() if isinstance(value, float)}
+    print(name, measured)
+    check(measured)
+    for key, value in measured.items():
+        if abs(ours["results"][name][key] - value) > 1e-3 * max(1.0, abs(value)):
+            raise SystemExit(f"{name}: {key} is {ours['results'][name][key]} over HTTP, {value} with transformers")
+if ours["said"]["answered"] != own["said"]["answered"]:
+    raise SystemExit("the answers differ")
+chats = evaluate("chats", "answered", "local-chat-completions", f"{SERVED}/chat/completions", "--apply_chat_template")
+check("answered" in chats["results"])
