@@ -40,6 +40,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "inspect": ("inspect-ai", "openai"),
     "lmeval": ("lm_eval[api,hf]",),
     "load": ("locust",),
+    "guidellm": ("guidellm",),
+    "proxy": ("litellm[proxy]", "openai"),
     NODE: ("openai", "@anthropic-ai/sdk", "ollama", "ai", "@ai-sdk/openai-compatible", "zod"),
 }
 """What is installed together, by the name of the environment."""
@@ -72,7 +74,9 @@ CLIENTS = (
     Client("Cohere's package for Python", "cohere", "tools", "cohere_ranks.py"),
     Client("inspect-ai", "inspect-ai", "inspect", "inspect_evals.py"),
     Client("lm-evaluation-harness", "lm_eval", "lmeval", "lm_eval_tasks.py"),
+    Client("LiteLLM's proxy", "litellm", "proxy", "litellm_proxy.py"),
     Client("locust", "locust", "load", "locust_load.py"),
+    Client("guidellm", "guidellm", "guidellm", "guidellm_load.py"),
     Client("OpenAI's package for Node", "openai", NODE, "node_clients.mjs openai"),
     Client("Anthropic's package for Node", "@anthropic-ai/sdk", NODE, "node_clients.mjs anthropic"),
     Client("Ollama's package for Node", "ollama", NODE, "node_clients.mjs ollama"),
