@@ -8,7 +8,7 @@ import pytest
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.settings import add_flags
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.tools.cli import vllm_flags
+from vllm_lite.tools.cli import vllm_flags, with_dashes
 
 
 def given(*words: str) -> Any:
@@ -41,6 +41,26 @@ def test_what_changes_nothing_is_said_once_for_each_reason() -> None:
     assert text.startswith("without effect here: --trust-remote-code (no code of a checkpoint is run or needed); ")
     assert "; --disable-log-requests, --disable-log-stats (" in text
     assert text.count("(") == text.count(")")
+
+
+def test_flags_of_its_tests_and_recipes_are_taken() -> None:
+    words = "--enable-scale-out --enable-sleep-mode --structured-outputs-config.backend xgrammar MODEL"
+    assert "--structured-outputs-config.backend (there is one" in vllm_flags.notice(given(*words.split()))
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--max_model_len", "--max-model-len"),
+        ("--max_model_len=a_b", "--max-model-len=a_b"),
+        ("--structured_outputs_config.backend", "--structured-outputs-config.backend"),
+        ("a_b", "a_b"),
+        ("-a_b", "-a_b"),
+        ('{"a_b": "--c_d"}', '{"a_b": "--c_d"}'),
+    ],
+)
+def test_names_may_have_underscores(word: str, meant: str) -> None:
+    assert with_dashes(word) == meant
 
 
 @pytest.mark.parametrize(

@@ -145,9 +145,15 @@ def add_command(
     return command
 
 
+def with_dashes(word: str) -> str:
+    """A flag as it is called here: like vLLM's, its name may be written with underscores (--max_model_len=4k)."""
+    name, is_given, value = word.partition("=")
+    return f"{name.replace('_', '-')}{is_given}{value}" if name.startswith("--") else word
+
+
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Parse `words`. The error for an unknown flag names the nearest known one."""
-    arguments, unknown = parser.parse_known_args(words)
+    arguments, unknown = parser.parse_known_args([with_dashes(word) for word in words])
     if unknown:
         parser = getattr(arguments, "parser", parser)
         flags = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001

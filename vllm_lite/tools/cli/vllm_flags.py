@@ -19,6 +19,8 @@ ALWAYS = "it is always so here"
 NO_PLUGIN = "code is loaded for --scheduling-policy only"
 NO_COMPILE = "nothing is compiled ahead: decode steps are recorded, or captured as CUDA graphs (--enforce-eager: not)"
 OWN_SERVER = "uvicorn's settings are the server's own"
+ONE_BACKEND = "there is one backend, llguidance"
+BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 KERNELS = "kernels are chosen by --attention-backend and by the machine"
 
 
@@ -75,7 +77,8 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--show-hidden-metrics-for-version", "older names are always there"),
     Flags("--aggregate-engine-logging --fail-on-environ-validation --enable-logging-iteration-details", ALWAYS, ()),
     Flags("--cudagraph-metrics --enable-mfu-metrics --enable-layerwise-nvtx-tracing", "there are none", SWITCHES),
-    Flags("--exclude-tools-when-tool-choice-none", ALWAYS, SWITCHES),
+    Flags("--exclude-tools-when-tool-choice-none --enable-scale-out --enable-sleep-mode", ALWAYS, SWITCHES),
+    Flags("--structured-outputs-config.backend --guided-decoding-backend", ONE_BACKEND, BACKENDS),
     Flags("--enable-dbo --enable-eplb", "experts stay where they are", SWITCHES),
     Flags("--logprobs-mode", "logprobs are those before temperature and masks", ("raw_logprobs",)),
     Flags("--attention-config --kernel-config --moe-backend --mamba-block-size --mamba-cache-dtype", KERNELS),
@@ -105,8 +108,8 @@ REFUSED: tuple[Flags, ...] = (
     Flags("--otlp-traces-endpoint --collect-detailed-traces", "see --record, and docs/metrics.md"),
     Flags("--override-attention-dtype --additional-config --profiler-config --eplb-config", "there is no such thing"),
     Flags("--long-prefill-token-threshold", "see --max-num-batched-tokens"),
-    Flags("--structured-outputs-config --guided-decoding-backend", "there is one backend, llguidance"),
-    Flags("--enable-sleep-mode", "there is no sleep yet", SWITCHES),
+    Flags("--structured-outputs-config", ONE_BACKEND),
+    Flags("--enable-per-request-metrics", "see /metrics, and GET /v1/requests/{id}", SWITCHES),
 )
 
 
