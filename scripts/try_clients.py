@@ -73,7 +73,9 @@ CLIENTS = (
     Client("llm", "llm", "tools", "llm_prompts.py"),
     Client("Cohere's package for Python", "cohere", "tools", "cohere_ranks.py"),
     Client("inspect-ai", "inspect-ai", "inspect", "inspect_evals.py"),
-    Client("lm-evaluation-harness", "lm_eval", "lmeval", "lm_eval_tasks.py"),
+    Client(
+        "lm-evaluation-harness", "lm_eval", "lmeval", "lm_eval_tasks.py", "`add_bos_token=True`, as its own backend"
+    ),
     Client("LiteLLM's proxy", "litellm", "proxy", "litellm_proxy.py"),
     Client("locust", "locust", "load", "locust_load.py"),
     Client("guidellm", "guidellm", "guidellm", "guidellm_load.py"),
