@@ -87,7 +87,7 @@ def server(adapted: Adapted, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     flags = ["--dtype", "float32", "--enable-lora", "--max-loras", "3", "--served-model-name", "base"]
     flags += ["--lora-modules", f"sql={adapted.adapters['sql']}", "--admin-api-key", "sk-admin", "--address", address]
-    flags += ["--chat-template", str(template)]
+    flags += ["--chat-template", str(template), "--convert", "embed"]
     with serving("--model", str(adapted.base), *flags) as server:
         yield server
 
@@ -182,6 +182,20 @@ def test_every_dialect_takes_an_adapter_as_its_model(http: httpx.Client) -> None
     assert "sql:latest" in [model["name"] for model in http.get("/api/tags").json()["models"]]
 
 
+def test_vectors_are_those_of_the_adapter(http: httpx.Client) -> None:
+    """Asked for in turn, as prefixes of the one are none of the other."""
+
+    def vector(path: str, model: str) -> Any:
+        answer = http.post(path, json={"model": model, "input": "The quick brown fox", "prompt": "The quick brown fox"})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["embedding"] if path.startswith("/api") else answer.json()["data"][0]["embedding"]
+
+    for path in ("/v1/embeddings", "/api/embeddings"):
+        base, own, again = (vector(path, model) for model in ("base", "sql", "base"))
+        assert base == pytest.approx(again, abs=1e-6)
+        assert max(abs(one - other) for one, other in zip(base, own, strict=True)) > 0.01
+
+
 def test_an_adapter_unloaded_while_it_runs_and_deaths_of_processes(
     server: Server, http: httpx.Client, adapted: Adapted, tmp_path: Path
 ) -> None:
@@ -189,7 +203,7 @@ def test_an_adapter_unloaded_while_it_runs_and_deaths_of_processes(
     was loaded over HTTP is there again, read once more."""
     folder = Path(shutil.copytree(adapted.adapters["poems"], tmp_path / "poems"))
     load(http, "poems", folder)
-    long = {"max_tokens": 300}
+    long = {"max_tokens": 600}
     expected = {name: tokens_of(http, name, PROMPTS[1], **long) for name in ("sql", "poems", "base")}
     for victim in ("worker", "engine"):
         found: dict[str, list[int]] = {}
@@ -198,9 +212,9 @@ def test_an_adapter_unloaded_while_it_runs_and_deaths_of_processes(
             found[name] = tokens_of(http, name, PROMPTS[1], **long)
 
         threads = [threading.Thread(target=run, args=(name,)) for name in expected]
-        for thread in threads:
-            thread.start()
         with engine_of(server) as session:
+            for thread in threads:
+                thread.start()
             until(lambda session=session: session.stats().running_adapters == ["poems", "sql"], "both adapters")  # type: ignore[misc]
         os.kill(children(server.process.pid)[f"vllm_lite.{victim}.process"], signal.SIGKILL)
         for thread in threads:
@@ -209,8 +223,8 @@ def test_an_adapter_unloaded_while_it_runs_and_deaths_of_processes(
         assert list(models(http)) == ["base", "sql", "poems"]
     running = threading.Thread(target=run, args=("poems",))
     found.clear()
-    running.start()
     with engine_of(server) as session:
+        running.start()
         until(lambda: session.stats().running_adapters == ["poems"], "the adapter")
     unload(http, "poems")
     running.join()

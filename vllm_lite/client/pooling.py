@@ -76,6 +76,8 @@ class PoolingStream:
         self.prompt = prompt
         self.params = params
         self.pooling = pooling
+        self.adapter = ""
+        """The name of the adapter that computes it."""
         self.samples = (None,)
         self.finished = False
         self.error: VllmLiteError | None = None
@@ -87,7 +89,7 @@ class PoolingStream:
     def message(self) -> Generate:
         """Make the message that starts this request in an engine."""
         prompt = pack_tokens(self.prompt.token_ids)
-        return Generate(self.request_id, prompt, self.params, pooling=self.pooling)
+        return Generate(self.request_id, prompt, self.params, pooling=self.pooling, adapter=self.adapter)
 
     def own_message(self) -> None:
         """It is no fork."""

@@ -110,7 +110,7 @@ class OllamaRoutes:
             return as_json(fields | none, asked.headers)
         kept = None if body.truncate is False else -1
         params = PoolingFields(truncate_prompt_tokens=kept).params(dimensions=body.dimensions)
-        call = await self._pooling.pooled(request, "embd", texts, params, "embed")
+        call = await self._pooling.pooled(asked, "embd", texts, params, "embed")
         fields["total_duration"] = round((time.monotonic() - began_s) * NS)
         fields["prompt_eval_count"] = call.num_prompt_tokens
         return answers.answer(call, asked.headers, fields, answers.vector, "embeddings")
@@ -121,7 +121,7 @@ class OllamaRoutes:
         if not asked.body.prompt:
             return as_json({"embedding": []}, asked.headers)
         params = PoolingFields(truncate_prompt_tokens=-1).params()
-        call = await self._pooling.pooled(request, "embd", [asked.body.prompt], params, "embed")
+        call = await self._pooling.pooled(asked, "embd", [asked.body.prompt], params, "embed")
         return as_json({"embedding": call.streams[0].numbers()}, asked.headers)
 
     async def _asked(self, request: Request, kind: type[B]) -> Asked[B]:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from vllm_lite.client.llm import pairs_of
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.pooling import PoolingParams
+from vllm_lite.server.generation import Asked
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.pooling import answers
@@ -52,7 +53,7 @@ class PoolingRoutes:
         body = asked.body
         params = body.params(dimensions=body.dimensions)
         prompts = await self._runs.prompts_of(body, request)
-        call = await self._runs.pooled(request, "embd", prompts, params, "embed")
+        call = await self._runs.pooled(asked, "embd", prompts, params, "embed")
         item = partial(answers.embedding, as_base64=body.encoding_format == "base64")
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
 
@@ -62,14 +63,14 @@ class PoolingRoutes:
         task = body.task or self._runs.factory.first_task
         params = body.params(dimensions=body.dimensions)
         prompts = await self._runs.prompts_of(body, request)
-        call = await self._runs.pooled(request, "pool", prompts, params, task)
+        call = await self._runs.pooled(asked, "pool", prompts, params, task)
         item = partial(answers.pooled, as_base64=body.encoding_format == "base64")
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
 
     async def classify(self, request: Request) -> Response:
         asked = await self._generation.read(request, ClassifyBody)
         prompts = await self._runs.prompts_of(asked.body, request)
-        call = await self._runs.pooled(request, "classify", prompts, asked.body.params(), "classify")
+        call = await self._runs.pooled(asked, "classify", prompts, asked.body.params(), "classify")
         item = partial(answers.classification, labels=self._labels)
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
 
@@ -80,7 +81,7 @@ class PoolingRoutes:
             pairs = pairs_of(*body.sides())
         except RequestError as error:
             raise refused(error, "text_2") from error
-        call, scores = await self._scores(request, "score", pairs, body.params(), body.instruction)
+        call, scores = await self._scores(asked, "score", pairs, body.params(), body.instruction)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         return as_json({**answers.fields(call, asked.model), "data": data}, asked.headers)
 
@@ -92,7 +93,7 @@ class PoolingRoutes:
             raise ApiError(400, f"top_n must be at least 1, or 0 for all, got {body.top_n}", "top_n")
         texts = body.texts
         pairs = [(body.query, text) for text in texts]
-        call, scores = await self._scores(request, "rerank", pairs, body.params(), body.instruction)
+        call, scores = await self._scores(asked, "rerank", pairs, body.params(), body.instruction)
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n or None]
         results: list[dict[str, Any]] = []
         for index in order:
@@ -107,7 +108,7 @@ class PoolingRoutes:
 
     async def _scores(
         self,
-        request: Request,
+        asked: Asked[Any],
         kind: str,
         pairs: Sequence[tuple[str, str]],
         params: PoolingParams,
@@ -116,13 +117,13 @@ class PoolingRoutes:
         """By the model's head, or the cosine similarity of its vectors. Raises ApiError."""
         tasks = self._runs.factory.tasks
         if "score" in tasks:
-            call = await self._runs.scored(request, kind, pairs, params, instruction)
+            call = await self._runs.scored(asked, kind, pairs, params, instruction)
             return call, [stream.numbers()[0] for stream in call.streams]
         if "embed" not in tasks:
             able = f"it can be asked to {' or '.join(tasks)}" if tasks else "it generates text"
             raise ApiError(400, f"this model scores no pairs: {able}", "model")
         places = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-        call = await self._runs.pooled(request, kind, list(places), params, "embed")
+        call = await self._runs.pooled(asked, kind, list(places), params, "embed")
         vectors = [memoryview(stream.data).cast("f") for stream in call.streams]  # as floats they would be large
         lengths: list[float] = []
         for number, vector in enumerate(vectors):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.text.pairs import Pair
 from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
-from vllm_lite.server.generation import Generation
+from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.auth import owner_of
 from vllm_lite.server.http.disconnect import disconnected, until_disconnected
 from vllm_lite.server.openai.bodies import ChatBody
@@ -53,7 +54,7 @@ class PoolingRuns:
         return prompts
 
     async def pooled(
-        self, request: Request, kind: str, prompts: Sequence[PromptLike], params: PoolingParams, task: PoolingTask
+        self, asked: Asked[Any], kind: str, prompts: Sequence[PromptLike], params: PoolingParams, task: PoolingTask
     ) -> PoolingCall:
         """Do one task with each of `prompts`, to the end."""
         sizes = [len(prompt) if isinstance(prompt, str) else 0 for prompt in prompts]
@@ -63,17 +64,17 @@ class PoolingRuns:
 
         with _refusing():
             self.factory.check_task(task, params)
-        return await self._run(request, kind, sizes, make)
+        return await self._run(asked, kind, sizes, make)
 
     async def scored(
-        self, request: Request, kind: str, pairs: Sequence[Pair], params: PoolingParams, instruction: str | None
+        self, asked: Asked[Any], kind: str, pairs: Sequence[Pair], params: PoolingParams, instruction: str | None
     ) -> PoolingCall:
         """Score pairs by the model's head."""
 
         def make(start: int, end: int, ids: Sequence[str]) -> list[PoolingStream]:
             return self.factory.make_pairs(pairs[start:end], params, ids, instruction)
 
-        return await self._run(request, kind, [sum(map(len, pair)) for pair in pairs], make)
+        return await self._run(asked, kind, [sum(map(len, pair)) for pair in pairs], make)
 
     # ---- inside
 
@@ -82,8 +83,9 @@ class PoolingRuns:
             return prompt
         return await self.generation.prompts.of_text(prompt, False, None, request, "input")
 
-    async def _run(self, request: Request, kind: str, sizes: Sequence[int], make: Make) -> PoolingCall:
-        """`sizes` are the characters of the texts."""
+    async def _run(self, asked: Asked[Any], kind: str, sizes: Sequence[int], make: Make) -> PoolingCall:
+        """`sizes` are the characters of the texts. They are computed with the adapter that is asked for."""
+        request, adapter = asked.request, self.generation.model.adapter_of(asked.model)
         live = self.generation.live
         call_id = await live.new_id(kind, None)
         call = PoolingCall(call_id, self.generation.model.names[0], len(sizes), self._window)
@@ -93,7 +95,7 @@ class PoolingRuns:
         calls: Any = live.calls
         try:
             with calls.run(call):
-                await self._feed(call, sizes, make)
+                await self._feed(call, sizes, partial(_adapted, adapter, make))
         finally:
             watch.cancel()
         return call
@@ -151,6 +153,13 @@ def _check(call: PoolingCall) -> None:
     if isinstance(error, RequestError):
         raise ApiError(408, str(error)) if call.is_late else refused(error, "input")
     raise failed(error)
+
+
+def _adapted(adapter: str, make: Make, start: int, end: int, ids: Sequence[str]) -> list[PoolingStream]:
+    streams = make(start, end, ids)
+    for stream in streams:
+        stream.adapter = adapter
+    return streams
 
 
 @contextmanager
