@@ -203,7 +203,7 @@ def test_an_adapter_unloaded_while_it_runs_and_deaths_of_processes(
     was loaded over HTTP is there again, read once more."""
     folder = Path(shutil.copytree(adapted.adapters["poems"], tmp_path / "poems"))
     load(http, "poems", folder)
-    long = {"max_tokens": 600}
+    long = {"max_tokens": 440}
     expected = {name: tokens_of(http, name, PROMPTS[1], **long) for name in ("sql", "poems", "base")}
     for victim in ("worker", "engine"):
         found: dict[str, list[int]] = {}
