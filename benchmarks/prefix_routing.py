@@ -1,9 +1,10 @@
 """Multi-turn chats over two engines: how much of their prompts is cached, by PrefixRouter and by round robin.
 
-    python benchmarks/prefix_routing.py [--chats 16] [--turns 6]
+    python benchmarks/prefix_routing.py [--chats 16] [--turns 6] [--cache 1.2]
 
-Each chat asks again and again, each time with all that was said before; chats of all turns are mixed. The KV cache of
-one engine holds about half of the chats. Also: what one routing decision costs.
+Each chat asks again and again, each time with all that was said before; chats of all turns are mixed. The KV caches of
+both engines together hold all chats `--cache` times. PrefixRouter goes by what it sent, or by KV events as well. Also:
+what one routing decision costs.
 """
 
 import argparse
@@ -75,15 +76,14 @@ def converse(asked: Callable[[str, list[int]], list[int]], chats: int, turns: in
                 state[chat] += answer
 
 
-def cache_blocks(chats: int, turns: int) -> int:
-    """The KV blocks of one of two engines, which together hold 1.2 times all chats."""
+def cache_blocks(chats: int, turns: int, times: float = 1.2) -> int:
+    """The KV blocks of one of two engines, which together hold all chats so many times."""
     whole = SYSTEM + turns * (QUESTION + ANSWER)
-    return chats * whole // 16 * 6 // 10
+    return round(chats * whole // 16 * times / 2)
 
 
-def run(router: PrefixRouter[int], chats: int, turns: int) -> dict[str, Any]:
-    """All chats through two engines."""
-    blocks = cache_blocks(chats, turns)
+def run(router: PrefixRouter[int], blocks: int, chats: int, turns: int, *, listens: bool = False) -> dict[str, Any]:
+    """All chats through two engines with so many KV blocks each; the router `listens` to their KV events or not."""
     config = EngineConfig.load(
         {"data_parallel_size": 2, "num_gpu_blocks_override": blocks, "max_num_seqs": 8, "log_level": "error"}
     )
@@ -95,6 +95,8 @@ def run(router: PrefixRouter[int], chats: int, turns: int) -> dict[str, Any]:
         for index, member in enumerate(session.members):
             router.add(index, member.welcome.num_blocks)
         session._router = router  # noqa: SLF001
+        if session._blocks is not None:  # noqa: SLF001
+            session._blocks.router = router if listens else PrefixRouter[int]()  # noqa: SLF001
         began_s = time.monotonic()
         converse(partial(ask, session), chats, turns)
         took_s = time.monotonic() - began_s
@@ -133,10 +135,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chats", type=int, default=16)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--cache", type=float, default=1.2)
     given = parser.parse_args()
+    blocks = cache_blocks(given.chats, given.turns, given.cache)
     print("microseconds of a decision:", cost())
-    for name, router in (("round robin", RoundRobin()), ("PrefixRouter", PrefixRouter[int]())):
-        print(f"{name}:", run(router, given.chats, given.turns), flush=True)
+    print("round robin:", run(RoundRobin(), blocks, given.chats, given.turns), flush=True)
+    for name, listens in (("by what it sent", False), ("by KV events", True)):
+        found = run(PrefixRouter[int](), blocks, given.chats, given.turns, listens=listens)
+        print(f"PrefixRouter, {name}:", found, flush=True)
 
 
 if __name__ == "__main__":

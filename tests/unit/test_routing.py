@@ -36,6 +36,25 @@ def test_the_most_cached_wins_as_long_as_it_has_not_much_more_to_do() -> None:
     assert made.choose([1, 2], {"a": 1, "c": 0}) == ("c", 0)
 
 
+def test_what_an_engine_says_counts_until_it_says_otherwise() -> None:
+    """However much it is sent; what it was sent and says nothing of is forgotten when there is more of it."""
+    made = router(4)
+    made.announced("a", [1, 2])
+    made.stored("a", [1, 2, 3, 4])
+    assert made.num_cached("a", [1, 2, 3, 4]) == 4
+    made.stored("a", [10, 11, 12, 13])
+    assert (made.num_cached("a", [1, 2, 3]), made.num_cached("a", [10, 11, 12, 13])) == (2, 4)
+    made.announced("a", [10])
+    made.dropped("a", [2, 11])
+    assert (made.num_cached("a", [1, 2]), made.num_cached("a", [10, 11])) == (1, 1)
+    made.check_integrity()
+    made.cleared("a")
+    assert made.num_cached("a", [1]) == made.num_cached("a", [12]) == 0
+    made.announced("nobody", [1])
+    made.dropped("nobody", [1])
+    made.check_integrity()
+
+
 def test_a_beginning_that_all_share_does_not_draw_all_to_a_full_engine() -> None:
     made = router(8)
     made.stored("a", list(range(8)))

@@ -17,6 +17,7 @@ import msgspec
 
 from vllm_lite.client.answers import copy_of
 from vllm_lite.client.any_session import AnySession, Member
+from vllm_lite.client.cached_blocks import CachedBlocks, endpoints
 from vllm_lite.client.joined_answers import gathered, joined
 from vllm_lite.client.open_stream import OpenStream, Sink
 from vllm_lite.client.routing import MAX_HASHED_BLOCKS, PrefixRouter
@@ -40,8 +41,11 @@ logger = log.get(__name__)
 class DataParallelSession(AnySession):
     """Every method may be called from any thread. Locks are taken in one order: this one's, then a session's."""
 
-    def __init__(self, members: Sequence[Session], prefix_hash_seed: str | None) -> None:
-        """`members` have one engine each; their engines share `prefix_hash_seed`. They are closed with this."""
+    def __init__(
+        self, members: Sequence[Session], prefix_hash_seed: str | None, sources: Sequence[str] = (), topic: str = ""
+    ) -> None:
+        """`members` have one engine each; their engines share `prefix_hash_seed`, and publish KV events at `sources`,
+        if anywhere. They are closed with this."""
         self.members = tuple(members)
         self.address = members[0].address
         self._hasher = PrefixHasher(members[0].welcome.block_size, prefix_hash_seed)
@@ -52,6 +56,7 @@ class DataParallelSession(AnySession):
         """Requests that describe() has shown, of any client, and the engine of each."""
         self._lock = threading.RLock()  # a session that is lost may find out inside of a call
         self._closing = False
+        self._blocks = CachedBlocks(sources, topic, self._router, self._lock) if sources else None
         for member in members:
             member.on_change = self._on_change
 
@@ -150,6 +155,8 @@ class DataParallelSession(AnySession):
     def close(self) -> None:
         with self._lock:
             self._closing = True
+        if self._blocks is not None:
+            self._blocks.close()
         for member in self.members:
             member.close()
 
@@ -237,4 +244,10 @@ def connect(addresses: Sequence[str], config: ResolvedConfig) -> Session | DataP
             for address in addresses
         ]
         opened.pop_all()
-    return sessions[0] if len(sessions) == 1 else DataParallelSession(sessions, config.prefix_hash_seed)
+    return sessions[0] if len(sessions) == 1 else joined_sessions(sessions, config)
+
+
+def joined_sessions(sessions: Sequence[Session], config: ResolvedConfig) -> DataParallelSession:
+    """One session with several engines; `config` is the first one's."""
+    events, sources = config.kv_events_config, endpoints(config, [session.address for session in sessions])
+    return DataParallelSession(sessions, config.prefix_hash_seed, sources, "" if events is None else events.topic)

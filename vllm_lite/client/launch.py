@@ -23,6 +23,7 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import check_sizes
 from vllm_lite.client import instances
+from vllm_lite.client.cached_blocks import socket_beside
 from vllm_lite.client.connection import RUN_DIR
 from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
@@ -43,6 +44,7 @@ from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.addresses import check_address, split_tcp
 from vllm_lite.runtime.cpu_binding import check_binding
 from vllm_lite.runtime.machine import memory_limit_bytes
+from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.transport.keys import load_engine_keys
 from vllm_lite.transport.zmq import answers
 
@@ -219,11 +221,16 @@ class Starting(Protocol):
     def close(self) -> None: ...
 
 
-def spawn(config: ResolvedConfig) -> Launched:
-    """Start one engine's process in a folder of its own."""
+def spawn(config: ResolvedConfig, *, publishes: bool = False) -> Launched:
+    """Start one engine's process in a folder of its own, in which it `publishes` KV events unless its user has said
+    where, or has no prefix cache."""
     run_dir = tempfile.mkdtemp(prefix=RUN_DIR)  # mode 0700
     try:
-        return Launched(config, config.address or _private_address(config, run_dir), run_dir)
+        address = config.address or _private_address(config, run_dir)
+        if publishes and config.enable_prefix_caching and config.kv_events_config is None:
+            events = KVEventsConfig(enable_kv_cache_events=True, endpoint=socket_beside(address))
+            config = msgspec.structs.replace(config, kv_events_config=events)
+        return Launched(config, address, run_dir)
     except BaseException:
         supervise.remove_dir(run_dir)
         raise

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 import msgspec
 
-from vllm_lite.client.data_parallel import DataParallelSession
+from vllm_lite.client.data_parallel import DataParallelSession, joined_sessions
 from vllm_lite.client.launch import Launched, finish, launch, resolve, spawn
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineError
@@ -42,7 +42,7 @@ class LaunchedEngines:
     def wait_until_ready(self, stopped: Callable[[], bool]) -> None:
         for engine in self.engines:
             engine.wait_until_ready(stopped)
-        self._session = DataParallelSession([each.session for each in self.engines], self.config.prefix_hash_seed)
+        self._session = joined_sessions([each.session for each in self.engines], self.config)
 
     def announce(self, url: str) -> None:
         for engine in self.engines:
@@ -75,7 +75,7 @@ def launch_engines(
     resolved = msgspec.structs.replace(resolved, prefix_hash_seed=seed)
     with ExitStack() as started:
         ranks = range(config.data_parallel_size)
-        engines = [started.enter_context(closing(spawn(resolved.of_engine(rank)))) for rank in ranks]
+        engines = [started.enter_context(closing(spawn(resolved.of_engine(rank), publishes=True))) for rank in ranks]
         started.pop_all()
     launched = LaunchedEngines(engines)
     finish(launched, stopped, meanwhile)

@@ -1,7 +1,8 @@
 """PrefixRouter: which of several engines gets a request. A pure policy, for `-dp N` and for replicas of Ray Serve.
 
-It knows of each engine which blocks of KV it has in its prefix cache, by their hashes: because it sent it the prompts,
-or from the engine's KV events. What it gets besides are the loads; nothing in here waits, looks at the time or draws.
+It knows of each engine which blocks of KV it has in its prefix cache, by their hashes: from the engine's KV events,
+and because it sent it the prompts, which events have not told yet or will not. What it gets besides are the loads;
+nothing in here waits, looks at the time or draws.
 """
 
 from collections import OrderedDict
@@ -45,8 +46,10 @@ class PrefixRouter(Generic[E]):
     def __init__(self, slack: int = SLACK, excess: float = EXCESS) -> None:
         self._slack = slack
         self._excess = excess
-        self._cached: dict[E, OrderedDict[Hashable, None]] = {}
-        """What each engine has, the least recently used first."""
+        self._cached: dict[E, set[Hashable]] = {}
+        """What each engine has said that it has."""
+        self._sent: dict[E, OrderedDict[Hashable, None]] = {}
+        """What each was sent and has said nothing of, the least recently used first."""
         self._capacity: dict[E, int] = {}
 
     @property
@@ -55,14 +58,15 @@ class PrefixRouter(Generic[E]):
 
     def add(self, engine: E, num_blocks: int) -> None:
         """Know an engine whose cache holds `num_blocks`. One that is known keeps what it has."""
-        self._cached.setdefault(engine, OrderedDict())
+        self._cached.setdefault(engine, set())
+        self._sent.setdefault(engine, OrderedDict())
         self._capacity[engine] = num_blocks
         self._forget_beyond(engine)
 
     def remove(self, engine: E) -> None:
         """Forget an engine that has ended. An unknown one is ignored."""
-        self._cached.pop(engine, None)
-        self._capacity.pop(engine, None)
+        for known in (self._cached, self._sent, self._capacity):
+            known.pop(engine, None)
 
     def choose(self, hashes: Sequence[Hashable], loads: Mapping[E, int], affinity: str | None = None) -> Choice[E]:
         """Choose one of the engines in `loads`, which has the number of requests that each of them works on. `hashes`
@@ -90,55 +94,70 @@ class PrefixRouter(Generic[E]):
         and nothing has to be evicted."""
         if not num_blocks:
             return 0.0
-        room = self._capacity.get(engine, 0) - len(self._cached.get(engine, _NOTHING))
+        room = self._capacity.get(engine, 0) - len(self._cached.get(engine, ())) - len(self._sent.get(engine, ()))
         num_evicted = max(0, num_blocks - num_cached - room)
         return (num_cached - EVICTION * num_evicted) / num_blocks
 
     def num_cached(self, engine: E, hashes: Sequence[Hashable]) -> int:
         """Count how many of the first blocks of a prompt `engine` has, as far as is known here."""
-        cached = self._cached.get(engine, _NOTHING)
-        return next((index for index, block in enumerate(hashes) if block not in cached), len(hashes))
+        cached, sent = self._cached.get(engine, _NOTHING), self._sent.get(engine, _NOTHING)
+        missing = (index for index, block in enumerate(hashes) if block not in cached and block not in sent)
+        return next(missing, len(hashes))
 
     # ---- what the engines have
 
     def stored(self, engine: E, hashes: Sequence[Hashable]) -> None:
         """An engine has these blocks now, or will soon, since it was sent their prompt."""
-        cached = self._cached.get(engine)
-        if cached is None:
+        sent = self._sent.get(engine)
+        if sent is None:
             return
+        cached = self._cached[engine]
         for block in reversed(hashes):  # the end of a prompt is dropped before its beginning, as engines do
-            cached[block] = None
-            cached.move_to_end(block)
+            if block not in cached:
+                sent[block] = None
+                sent.move_to_end(block)
         self._forget_beyond(engine)
+
+    def announced(self, engine: E, hashes: Sequence[Hashable]) -> None:
+        """An engine has said that it has these blocks. It will say when it drops them."""
+        cached, sent = self._cached.get(engine), self._sent.get(engine, _NOTHING)
+        if cached is not None:
+            cached.update(hashes)
+            for block in hashes:
+                sent.pop(block, None)
 
     def dropped(self, engine: E, hashes: Sequence[Hashable]) -> None:
         """An engine has evicted these blocks."""
-        cached = self._cached.get(engine, _NOTHING)
+        cached, sent = self._cached.get(engine, set()), self._sent.get(engine, _NOTHING)
+        cached.difference_update(hashes)
         for block in hashes:
-            cached.pop(block, None)
+            sent.pop(block, None)
 
     def retain(self, engine: E, blocks: AbstractSet[Hashable]) -> None:
         """An engine has none but these, and perhaps not all of them."""
-        for block in self._cached.get(engine, _NOTHING).keys() - blocks:
-            del self._cached[engine][block]
+        known = (*self._cached.get(engine, ()), *self._sent.get(engine, ()))
+        self.dropped(engine, [block for block in known if block not in blocks])
 
     def cleared(self, engine: E) -> None:
         """An engine has an empty cache, because it was emptied or because another took its place."""
         if engine in self._cached:
             self._cached[engine].clear()
+            self._sent[engine].clear()
 
     def _forget_beyond(self, engine: E) -> None:
-        cached = self._cached[engine]
-        while len(cached) > self._capacity[engine]:
-            cached.popitem(last=False)
+        sent = self._sent[engine]
+        while len(sent) > self._capacity[engine]:
+            sent.popitem(last=False)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if an engine is thought to have more than it can."""
-        if self._cached.keys() != self._capacity.keys():
+        """Raises AssertionError if an engine was sent more than it can have, or something is known twice."""
+        if not self._cached.keys() == self._sent.keys() == self._capacity.keys():
             raise AssertionError(f"engines {set(self._cached)} have caches, {set(self._capacity)} capacities")
-        for engine, cached in self._cached.items():
-            if len(cached) > self._capacity[engine]:
-                raise AssertionError(f"engine {engine} has {len(cached)} blocks of {self._capacity[engine]}")
+        for engine, sent in self._sent.items():
+            if len(sent) > self._capacity[engine]:
+                raise AssertionError(f"engine {engine} was sent {len(sent)} blocks and holds {self._capacity[engine]}")
+            if both := self._cached[engine] & sent.keys():
+                raise AssertionError(f"engine {engine} has said that it has {both}, which are only thought of")
 
 
 def _rank(engine: Hashable, name: str) -> bytes:
