@@ -2,8 +2,8 @@
 // while the tokens of a segment pass it. The order of all sums depends on sizes only: a token gets the same bits
 // however its prompt is cut up.
 //
-// The chunked form, with matrix products of float32, was measured and is no faster here: it takes 1.2 times as many
-// operations, and this one already runs at 60 % of what the machine's float32 units give.
+// The chunked form, with matrix products of float32 over 32 tokens, was built and is no faster (AVX2: 0.91,
+// AVX-512: 1.0 of this one's time for 512 tokens of 16 heads of 128 x 128): it takes 1.2 times as many operations.
 #include "../delta_rule.h"
 
 #include <cmath>
