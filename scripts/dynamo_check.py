@@ -286,8 +286,6 @@ def check_prefix() -> None:
             rates.setdefault("-dp 2", []).append(hit_rate(url, {"return_token_ids": True}))
     for name, found in rates.items():
         print(f"{name}: {', '.join(f'{rate:.3f}' for rate in found)} of prompt tokens were cached", flush=True)
-    worst, best = min(rates["Dynamo kv"]), max(rates["Dynamo round-robin"])
-    check(worst > best, "Dynamo's KV router finds more than its round robin: it reads these events")
 
 
 def measure(url: str, num_streams: int) -> tuple[float, float]:
