@@ -3,8 +3,9 @@
 import pytest
 
 from vllm_lite.engine.blocks.groups import make_groups
-from vllm_lite.engine.blocks.manager import Growth, KVCacheManager, Verdict, admission
+from vllm_lite.engine.blocks.manager import Growth, KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.verdict import Verdict, admission
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import Generate

@@ -223,7 +223,7 @@ def test_a_model_without_eos_has_none(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["DistilBertForMaskedLM"]}, ["DistilBertForMaskedLM", "ForCausalLM"]),
+        ({"architectures": ["MPNetForMaskedLM"]}, ["MPNetForMaskedLM", "ForCausalLM"]),
         ({"architectures": None}, ["architectures", *FAMILIES]),
         ({"architectures": [3]}, ["architectures", *FAMILIES]),
         ({"hidden_size": "4096"}, ["hidden_size", "'4096'", "int"]),

@@ -11,9 +11,9 @@ import pytest
 
 from tests.deadlines import scaled
 from vllm_lite.engine.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored
-from vllm_lite.ray.cached_blocks import MAX_REPORTED, SOCKET, CachedBlocks, private_endpoint
 from vllm_lite.ray.messages import HASH_BYTES, Route, Routed, Summary
 from vllm_lite.ray.places import Places
+from vllm_lite.ray.reported_blocks import MAX_REPORTED, SOCKET, ReportedBlocks, private_endpoint
 from vllm_lite.transport.publisher import Publisher
 from vllm_lite.transport.subscriber import Subscriber
 
@@ -121,8 +121,8 @@ def stored(*names: bytes) -> BlockStored:
     return BlockStored([name.ljust(32, b"-") for name in names], None, [], 16)
 
 
-def cached(*batches: bytes) -> CachedBlocks:
-    made = CachedBlocks(NUM_BLOCKS)
+def cached(*batches: bytes) -> ReportedBlocks:
+    made = ReportedBlocks(NUM_BLOCKS)
     for number, payload in enumerate(batches):
         made.apply(number, payload)
     return made
@@ -157,7 +157,7 @@ def test_reports_are_bounded() -> None:
 @pytest.mark.parametrize("payload", [b"", b"\x93\xcb"])
 def test_events_that_make_no_sense_are_an_error(payload: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        CachedBlocks(NUM_BLOCKS).apply(0, payload)
+        ReportedBlocks(NUM_BLOCKS).apply(0, payload)
 
 
 def test_the_events_of_a_publisher_arrive(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_events_of_a_publisher_arrive(tmp_path: Path) -> None:
     while subscriber.recv(0.02) is None:  # until the two are connected
         publisher.publish(batch(AllBlocksCleared()))
         assert time.monotonic() < deadline_s
-    made = CachedBlocks(NUM_BLOCKS)
+    made = ReportedBlocks(NUM_BLOCKS)
     made.follow(subscriber)
     publisher.publish(batch(AllBlocksCleared(), stored(b"first")))
     while not made.summary().hashes:
@@ -192,7 +192,7 @@ def test_sockets_of_engines_that_were_killed_are_removed(tmp_path: Path, monkeyp
 
 def test_batches_that_make_no_sense_end_the_reports(tmp_path: Path) -> None:
     publisher = Publisher(f"ipc://{tmp_path}/kv", None, "", 1, 100)
-    made = CachedBlocks(NUM_BLOCKS)
+    made = ReportedBlocks(NUM_BLOCKS)
     made.follow(Subscriber(f"ipc://{tmp_path}/kv"))
     deadline_s = time.monotonic() + scaled(10)
     while made.summary().is_complete:

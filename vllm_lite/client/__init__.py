@@ -23,7 +23,7 @@ connection.py    the handshake, and the search for the engine that takes the pla
 open_stream.py   what a session knows of a request: enough to start it again
 data_parallel.py  one session with several engines
 routing.py       which of them gets a request: where its prefix is cached, within bounds of the load
-cached_blocks.py  tells it what engines have cached, from their KV events
+cached_blocks.py  says to it what engines have cached, from their KV events
 joined_answers.py  what several engines answer to one question
 sample.py        what arrives: samples, a reader's cursor, the prompt's logprobs
 outputs.py       what a user gets

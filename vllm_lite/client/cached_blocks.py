@@ -1,4 +1,4 @@
-"""CachedBlocks: tells a router what engines have in their prefix caches, from the KV events that they publish."""
+"""CachedBlocks: says to a router what engines have in their prefix caches, from the KV events that they publish."""
 
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """PrefixRouter: which of several engines gets a request. A pure policy, for `-dp N` and for replicas of Ray Serve.
 
 It knows of each engine which blocks of KV it has in its prefix cache, by their hashes: from the engine's KV events,
-and because it sent it the prompts, which events have not told yet or will not. What it gets besides are the loads;
+and because it sent it the prompts, which events have not said yet or will not. What it gets besides are the loads;
 nothing in here waits, looks at the time or draws.
 """
 

@@ -35,7 +35,7 @@ from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.server.config import ServeConfig
 
 SNAPSHOT_S = 1.0
-"""How often the router is told how full the KV cache is."""
+"""How often the router gets to know how full the KV cache is."""
 WAIT_S = 60.0
 
 logger = log.get(__name__)

@@ -11,7 +11,7 @@ engine.py    EngineReplica: an engine with its own workers, its health, what its
 messages.py  what the two kinds of replica tell each other
 router.py    PrefixRequestRouter: Serve's interface to the policy
 places.py    that policy: -dp's PrefixRouter, with what replicas report
-cached_blocks.py  what they report: the blocks of an engine's prefix cache, from its KV events
+reported_blocks.py  what they report: the blocks of an engine's prefix cache, from its KV events
 orphan.py    ends a replica whose node Ray has lost
 deploy.py    puts the application on a cluster, for `vllm-lite ray-serve`
 """

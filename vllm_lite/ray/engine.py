@@ -22,9 +22,9 @@ from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapte
 from vllm_lite.protocol.api import Dying, Finished, FromClient, Generate, OutputBatch, Stats, Tokens
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.protocol.operations import OperationDone
-from vllm_lite.ray.cached_blocks import CachedBlocks, can_follow, private_endpoint
 from vllm_lite.ray.messages import Answer, Introduction, encode
 from vllm_lite.ray.orphan import end_without_raylet
+from vllm_lite.ray.reported_blocks import ReportedBlocks, can_follow, private_endpoint
 from vllm_lite.runtime import log
 from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.transport.subscriber import Subscriber
@@ -65,7 +65,7 @@ class EngineReplica:
         self._inboxes: dict[str, _Inbox] = {}
         self._launched: Launched = await asyncio.to_thread(launch, settings)
         self._session = self._launched.session
-        self._cached = CachedBlocks(self._session.welcome.num_blocks)
+        self._cached = ReportedBlocks(self._session.welcome.num_blocks)
         if can_follow(events):
             self._cached.follow(Subscriber(events.endpoint))
         self._watching = asyncio.ensure_future(end_without_raylet())

@@ -293,6 +293,15 @@ class _Sizes:
         return num_blocks
 
 
+def _blocks(config: PlanConfig, sizes: _Sizes, needed: int) -> tuple[int, int]:
+    """The blocks of the cache, and those that the memory could hold beside the rest."""
+    num_blocks, is_default = sizes.num_blocks(), _is_default(config, sizes)
+    possible = sizes.possible_blocks() if is_default else num_blocks
+    if is_default and sizes.device == "cpu":  # there it has the size that the user gives it: the plan may choose one
+        num_blocks = max(needed, min(num_blocks, possible))
+    return num_blocks, possible
+
+
 def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
     sizes = _Sizes(config, checkpoint)
     wanted = config.concurrency or 1
@@ -300,11 +309,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
     if config.max_model_len is None and config.concurrency is None:
         held = blocks_held(sizes.groups, min(sizes.length, LEAST_TOKENS), sizes.chunk)
     needed_blocks = sizes.blocks_for(wanted * held)
-    num_blocks = possible = sizes.num_blocks()
-    if _is_default(config, sizes):
-        possible = sizes.possible_blocks()
-        if sizes.device == "cpu":  # there it has the size that the user gives it, so the plan may choose one
-            num_blocks = max(needed_blocks, min(num_blocks, possible))
+    num_blocks, possible = _blocks(config, sizes, needed_blocks)
     room = sizes.room(num_blocks)
     limit = sizes.length if config.enable_chunked_prefill else min(sizes.length, sizes.chunk)
     served = longest_sequence(sizes.groups, room, limit, sizes.chunk)

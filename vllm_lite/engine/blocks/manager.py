@@ -11,7 +11,6 @@ sequences only these hold device blocks.
 
 from collections import abc
 from collections.abc import Callable, Iterable
-from enum import Enum
 from typing import NamedTuple
 
 from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, common_hit, longest_sequence
@@ -20,31 +19,13 @@ from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 from vllm_lite.engine.blocks.state_slots import NO_SLOT, StateSlots
 from vllm_lite.engine.blocks.swapping import Place, Swapping, num_held
 from vllm_lite.engine.blocks.table import BlockTable
+from vllm_lite.engine.blocks.verdict import Admission, Verdict, admission
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.api import PrefixCacheReset
 from vllm_lite.protocol.step import States
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 _RETIRED = "computed before the cache was reset"
-
-
-class Verdict(Enum):
-    OK = "fits now"
-    LATER = "fits once others have left"
-    NEVER = "does not fit into the whole pool"
-
-
-class Admission(NamedTuple):
-    """A verdict with the numbers behind it, all in blocks."""
-
-    verdict: Verdict
-    required: int
-    free: int
-    watermark: int
-    total: int
-    lacks_state: bool = False
-    """Whether it is LATER because no slot is free for the state of recurrent layers, or because a running sequence is
-    about to leave the state to begin with."""
 
 
 class PrefixHit(NamedTuple):
@@ -78,20 +59,6 @@ class Growth(NamedTuple):
     new_ids: list[list[int]]
     replaced: list[tuple[int, int, int]]
     states: abc.Sequence[States] = ()
-
-
-def admission(total: int, free: int, required: int, watermark: int) -> Admission:
-    """Whether `required` blocks may be taken from a pool of `total` of which `free` are free.
-
-    The watermark keeps room for running sequences to grow; it holds for admission only.
-    """
-    if total - required < watermark:
-        verdict = Verdict.NEVER
-    elif free - required >= watermark:
-        verdict = Verdict.OK
-    else:
-        verdict = Verdict.LATER
-    return Admission(verdict, required, free, watermark, total)
 
 
 class KVCacheManager:

@@ -6,9 +6,10 @@ That changes nothing: no block is touched and no token hashed, so a trace need n
 from collections.abc import Iterable
 from typing import Any
 
-from vllm_lite.engine.blocks.manager import Admission, PrefixHit, Verdict
+from vllm_lite.engine.blocks.manager import PrefixHit
 from vllm_lite.engine.blocks.pool import NULL_BLOCK
 from vllm_lite.engine.blocks.swapping import num_held
+from vllm_lite.engine.blocks.verdict import Admission, Verdict
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence, Status

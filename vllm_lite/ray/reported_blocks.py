@@ -1,4 +1,4 @@
-"""CachedBlocks: which blocks an engine's prefix cache holds, from its KV events, for those who choose engines."""
+"""ReportedBlocks: which blocks an engine's prefix cache holds, from its KV events, for those who choose engines."""
 
 import os
 import tempfile
@@ -46,7 +46,7 @@ class _Batch(msgspec.Struct, array_like=True):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
-class CachedBlocks:
+class ReportedBlocks:
     """Applies the events of one engine, in a thread of its own. Where one was missed all before it is forgotten."""
 
     def __init__(self, num_blocks: int) -> None:
