@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.checkpoints import make_checkpoint
@@ -69,6 +70,22 @@ def test_tokens_of_mixed_batches_are_those_of_merged_weights(adapted: Adapted, r
             llm.generate([1], GREEDY, lora_request=LoRARequest("other"))
         with pytest.raises(RequestError, match=r"adapter 'bad': .*adapter_config\.json: no such file"):
             llm.generate([1], GREEDY, lora_request=LoRARequest("bad", 2, "/nowhere"))
+
+
+def test_vectors_in_python_are_those_of_merged_weights(adapted: Adapted) -> None:
+    def vectors(llm: LLM, request: LoRARequest | None = None) -> np.ndarray[Any, Any]:
+        found = llm.embed(PROMPTS, use_tqdm=False, lora_request=request)
+        return np.array([each.outputs.embedding for each in found])
+
+    settings: dict[str, Any] = {"dtype": "float32", "single_process": True, "convert": "embed"}
+    with LLM(adapted.base.parent / "merged-sql", **settings) as llm:
+        expected = vectors(llm)
+    with LLM(adapted.base, enable_lora=True, **settings) as llm:
+        assert np.abs(vectors(llm, LoRARequest("sql", 1, adapted.adapters["sql"])) - expected).max() < 1e-5
+        assert np.abs(vectors(llm) - expected).max() > 1e-2
+        llm.sleep()
+        with pytest.raises(RequestError, match="the engine sleeps"):
+            vectors(llm)
 
 
 def test_engines_without_adapters_and_adapters_that_do_not_fit_are_refused(adapted: Adapted) -> None:
@@ -243,6 +260,11 @@ def test_clients_in_python_load_what_they_name(server: Server, adapted: Adapted)
                 last = output
             assert list(last.outputs[0].token_ids) == adapted.tokens["both"][0]
             assert "both" in one.adapters
+            vectors = {}
+            for adapter in (None, request):
+                async for made in one.encode(PROMPTS[0], pooling_task="embed", lora_request=adapter):
+                    vectors[adapter] = made.outputs.embedding
+            assert vectors[None] != vectors[request]
             await one.unload_adapter("both")
             with pytest.raises(RequestError, match="there is no adapter 'both'"):
                 await one.unload_adapter("both")

@@ -178,6 +178,7 @@ class AsyncClient:
         request_id: str | None = None,
         *,
         pooling_task: PoolingTask | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Do one of the tasks of the model's pooler with `prompt`: the one that is named here or in the params, or the
         first that it has. There is one output. Closing the iterator aborts the request. Raises as generate() does."""
@@ -186,6 +187,8 @@ class AsyncClient:
         params = pooling_params or PoolingParams()
         task = pooling_task or params.task or factory.first_task
         (stream,) = factory.make([prompt], params, task, [request_id or os.urandom(12).hex()])
+        if lora_request is not None:
+            stream.adapter = await self._load(lora_request)
         async with aclosing(self._follow(stream)) as outputs:
             async for output in outputs:
                 yield output

@@ -243,21 +243,25 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Make a vector of each prompt: `outputs.embedding` of each result, in the order of the prompts.
 
         Raises as generate() does, and RequestError if the model makes no vectors.
         """
-        return self.encode(prompts, pooling_params, use_tqdm, pooling_task="embed")
+        return self.encode(prompts, pooling_params, use_tqdm, pooling_task="embed", lora_request=lora_request)
 
     def classify(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Classify each prompt: `outputs.probs` has a number for each of the model's labels. Raises as embed() does."""
-        return self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify")
+        return self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify", lora_request=lora_request)
 
     def encode(
         self,
@@ -266,6 +270,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         pooling_task: PoolingTask | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Do one of the tasks of the model's pooler with each prompt; the first that it has if none is named.
 
@@ -276,7 +281,7 @@ class LLM:
         task = pooling_task or params.task or self._pooling.first_task
         several = _as_list(prompts)
         ids = [next(self._request_ids) for _ in several]
-        return self._pool(self._pooling.make(several, params, task, ids), use_tqdm)
+        return self._pool(self._pooling.make(several, params, task, ids), use_tqdm, lora_request)
 
     def score(
         self,
@@ -284,6 +289,8 @@ class LLM:
         data_2: str | Sequence[str],
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput]:
         """Score pairs of texts: `outputs.score`. Of `data_1` there is one text for all of `data_2`, or as many.
 
@@ -294,9 +301,9 @@ class LLM:
         params = pooling_params or PoolingParams()
         if "score" in self._pooling.tasks:
             ids = [next(self._request_ids) for _ in pairs]
-            return self._pool(self._pooling.make_pairs(pairs, params, ids), use_tqdm)
+            return self._pool(self._pooling.make_pairs(pairs, params, ids), use_tqdm, lora_request)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        vectors = dict(zip(texts, self.embed(texts, params, use_tqdm), strict=True))
+        vectors = dict(zip(texts, self.embed(texts, params, use_tqdm, lora_request=lora_request), strict=True))
         scored = []
         for first, second in pairs:
             both = vectors[first], vectors[second]
@@ -318,14 +325,24 @@ class LLM:
         use_tqdm: bool,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        if self._is_asleep:  # nobody would wake it while this waits
-            raise RequestError("the engine sleeps: call wake_up() first")
+        self._check_awake()
         streams = self._make_streams(prompts, sampling_params)
         self._set_adapters(streams, lora_request)
         self._follow(streams, use_tqdm)
         return [stream.output() for stream in streams]
 
-    def _pool(self, streams: list[PoolingStream], use_tqdm: bool) -> list[PoolingRequestOutput]:
+    def _check_awake(self) -> None:
+        if self._is_asleep:  # nobody would wake it while this waits
+            raise RequestError("the engine sleeps: call wake_up() first")
+
+    def _pool(
+        self,
+        streams: list[PoolingStream],
+        use_tqdm: bool,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+    ) -> list[PoolingRequestOutput]:
+        self._check_awake()
+        self._set_adapters(streams, lora_request)
         self._follow(streams, use_tqdm)
         return [stream.output() for stream in streams]
 
@@ -358,7 +375,9 @@ class LLM:
         return streams
 
     def _set_adapters(
-        self, streams: Sequence[RequestStream], given: LoRARequest | Sequence[LoRARequest | None] | None
+        self,
+        streams: Sequence[RequestStream | PoolingStream],
+        given: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> None:
         """Give each stream its adapter, once that is loaded."""
         if isinstance(given, Sequence) and len(given) != len(streams):
