@@ -32,12 +32,12 @@ __device__ __forceinline__ Tile tile_of(const int* starts, int num_slots, int nu
 // hidden = x A^T, of a row in its place of `order`. Grid: tiles, ranks of all matrices by WARPS; each warp has one.
 template <class T, int WIDTH>
 __global__ void __launch_bounds__(lora::THREADS)
-    lora_shrink(const T* __restrict__ x,        // [num_rows, inputs], rows strided
-                const T* __restrict__ down,     // [num_slots, matrices * rank, inputs]
-                float* __restrict__ hidden,     // [num_rows, matrices * rank]
-                const int* __restrict__ order,  // [num_rows]
-                const int* __restrict__ starts, // [num_slots + 1]
-                const int* __restrict__ ranks,  // [num_slots], up to `rank`; 0: the slot is empty
+    lora_shrink(const T* __restrict__ x,         // [num_rows, inputs], rows strided
+                const T* __restrict__ down,      // [num_slots, matrices * rank, inputs]
+                float* __restrict__ hidden,      // [num_rows, matrices * rank]
+                const int* __restrict__ order,   // [num_rows]
+                const int* __restrict__ starts,  // [num_slots + 1]
+                const int* __restrict__ ranks,   // [num_slots], up to `rank`; 0: the slot is empty
                 int64 x_stride, int num_slots, int inputs, int rank, int width) {
   using namespace lora;
   const Tile tile = tile_of(starts, num_slots, blockIdx.x);

@@ -47,8 +47,8 @@ VLLM_LITE_INLINE void store_sums(const Vec (&x)[kLoraRanks], float* to) {
   const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
   const __m512 four = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
-  const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(four),
-                                   _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(four), 1)));
+  const __m256 two =
+      _mm256_add_ps(_mm512_castps512_ps256(four), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(four), 1)));
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
 }
 #else
