@@ -52,6 +52,9 @@ def test_several_keys(tmp_path: Path) -> None:
     assert load("--api-key", "5k").keys().user == ("5k",)
     assert load("--api-key", "one", "--api-key-file", str(file)).keys().user == ("one", "three", "four")
     assert load(env={"VLLM_LITE_API_KEY": "one,two"}).keys().user == ("one", "two")
+    assert load(env={"VLLM_API_KEY": "five"}).keys().user == ("five",)
+    assert load(env={"VLLM_API_KEY": "five", "VLLM_LITE_API_KEY": "one"}).keys().user == ("one",)
+    assert load("--api-key-file", str(file), env={"VLLM_API_KEY": "five"}).keys().user == ("three", "four")
     assert load().keys().user == ()
 
 
