@@ -12,7 +12,6 @@ prefix    share of prompt tokens found in the cache, of 16 chats of 6 turns: Dyn
 cost      first token and time between tokens beside the plain server, in turn
 """
 
-import argparse
 import json
 import os
 import random
@@ -33,6 +32,7 @@ from typing import Any
 import httpx
 import psutil
 from dynamo_deployment import ENGINE_FLAGS, LOOPBACK, deployment, wait_for
+from named_checks import check, run
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from prefix_routing import ANSWER, cache_blocks, converse
@@ -114,12 +114,6 @@ def plain_server(*flags: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(20)
-
-
-def check(condition: bool, what: str) -> None:
-    print(f"{'holds' if condition else 'FAILS'}: {what}", flush=True)
-    if not condition:
-        raise SystemExit(1)
 
 
 def prompt(number: int, length: int = 40) -> list[int]:
@@ -322,15 +316,5 @@ CHECKS: dict[str, Callable[[], None]] = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help=f"some of {','.join(CHECKS)}")
-    wanted = parser.parse_args().only
-    for name in wanted.split(",") if wanted else CHECKS:
-        print(f"---- {name}", flush=True)
-        CHECKS[name]()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, CHECKS))

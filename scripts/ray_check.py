@@ -6,7 +6,6 @@ packed     TP 2 on one node gives the tokens of one worker
 executor   TP 2 over two nodes gives the tokens of one worker; a node is killed under load: streams go on, on the third
 """
 
-import argparse
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # so that Ray takes the loopback interface for the node's
 
 import psutil
+from named_checks import check, run
 from ray.cluster_utils import Cluster
 
 from vllm_lite import LLM
@@ -51,12 +51,6 @@ def params(max_tokens: int = MAX_TOKENS) -> list[SamplingParams]:
 
 def tokens(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params(), use_tqdm=False)]
-
-
-def check(condition: bool, what: str) -> None:
-    print(f"{'holds' if condition else 'FAILS'}: {what}", flush=True)
-    if not condition:
-        raise SystemExit(1)
 
 
 def check_executor() -> None:
@@ -112,15 +106,5 @@ def check_packed() -> None:
 CHECKS: dict[str, Callable[[], None]] = {"executor": check_executor, "packed": check_packed}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help=f"some of {','.join(CHECKS)}")
-    wanted = parser.parse_args().only
-    for name in wanted.split(",") if wanted else CHECKS:
-        print(f"---- {name}", flush=True)
-        CHECKS[name]()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, CHECKS))

@@ -8,7 +8,6 @@ routing   16 chats of 6 turns over two replicas: how much of their prompts is fo
 overhead  first token and time between tokens against the plain server, one after the other
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -25,10 +24,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ray_check import check, cluster  # isort: skip - it sets what ray reads when it is imported
+from ray_check import cluster  # isort: skip - it sets what ray reads when it is imported
 
 import psutil
 import ray
+from named_checks import check, run
 
 from vllm_lite.ray.app import FASTER
 from vllm_lite.ray.config import RayServeConfig
@@ -333,13 +333,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help=f"some of {','.join(CHECKS)}")
-    wanted = parser.parse_args(words).only
-    for name in wanted.split(",") if wanted else CHECKS:
-        print(f"---- {name}", flush=True)
-        CHECKS[name]()
-    return 0
+    return run(__doc__, CHECKS, words)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def test_stored_floats_are_of_the_dtype(tmp_path: Path) -> None:
 
 
 def test_ranks_share_experts_by_their_own_size(tmp_path: Path) -> None:
-    """Of 3 columns in 2 ranks; other experts are of another rank."""
+    """A plan counts what each of two ranks holds of experts, whose width is not that of a dense MLP."""
     variant = next(one for one in VARIANTS if one.name == "qwen2-moe")
     file = write_gguf(tmp_path / "m.gguf", variant.make(tmp_path / "dense"), lambda _: "F16")
     spec = load_spec(file)

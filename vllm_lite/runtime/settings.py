@@ -31,6 +31,8 @@ ALIASES = {
     "override_pooler_config": "pooler_config",
 }
 """Other names of settings, which other engines give them."""
+VLLM_VARIABLES = {"VLLM_API_KEY": "api_key"}
+"""vLLM's, where the project's own is not set: a server that was closed with it must not be open here."""
 VALUE_ALIASES = {"dtype": {"half": "float16", "float": "float32"}}
 """Other names of their values."""
 _KINDS = {
@@ -239,7 +241,8 @@ def _read_each(name: str, value: Any, read: Callable[[str], Any]) -> Any:
 
 def _read_env(env: Mapping[str, str], fields: Sequence[str]) -> dict[str, Any]:
     names = (*fields, *ALIASES)
-    return {name: env[ENV_PREFIX + name.upper()] for name in names if ENV_PREFIX + name.upper() in env}
+    others = {name: env[variable] for variable, name in VLLM_VARIABLES.items() if name in fields and variable in env}
+    return others | {name: env[ENV_PREFIX + name.upper()] for name in names if ENV_PREFIX + name.upper() in env}
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """ServeConfig: the settings of `vllm-lite serve`, which are an engine's and the HTTP server's own."""
 
-import os
-from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -147,20 +145,6 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         values = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
         values["served_model_name"] = self.names[0] if self.names else None
         return EngineConfig(**values)
-
-    @classmethod
-    def load(
-        cls,
-        flags: Mapping[str, Any] | None = None,
-        env: Mapping[str, str] | None = None,
-        file: str | Path | None = None,
-    ) -> Self:
-        """As EngineConfig's. `VLLM_API_KEY` is taken where no other setting has a key, so that a server that was closed
-        with vLLM is not open with this one."""
-        config, key = super().load(flags, env, file), (os.environ if env is None else env).get("VLLM_API_KEY")
-        if not key or config.api_key or config.api_key_file is not None:
-            return config
-        return msgspec.structs.replace(config, api_key=(key,))
 
     @property
     def is_local(self) -> bool:

@@ -104,21 +104,32 @@ VLLM_LITE_INLINE void load_step(const char* x, const char* weights) {
 
 // ---- groups of rows times a part of a block
 
+// sums += x times the weights of one step.
+template <bool kTwo, class Product>
+VLLM_LITE_INLINE void add_step(const Group& group, const Weights& weights, int64_t step) {
+  group.prefetch(weights, step);
+  load_step<kTwo>(group.x + step * kTileRowBytes, weights.at(step));
+  Product::add_first();
+  if constexpr (kTwo) Product::add_second();
+}
+
 // sums += x times weights, both bfloat16.
 struct Bf16Product {
+  VLLM_LITE_INLINE void add_first() {
+    TILE_DOT_BF16(0, 4, 6);
+    TILE_DOT_BF16(1, 4, 7);
+  }
+  VLLM_LITE_INLINE void add_second() {
+    TILE_DOT_BF16(2, 5, 6);
+    TILE_DOT_BF16(3, 5, 7);
+  }
+
   template <bool kTwo>
   void add(const Group& group, const Weights& weights) const {
     TILES_FENCE();
     load_sums<kTwo>(group.sums, group.stride);
     for (int64_t step = 0; step < weights.num_steps; ++step) {
-      group.prefetch(weights, step);
-      load_step<kTwo>(group.x + step * kTileRowBytes, weights.at(step));
-      TILE_DOT_BF16(0, 4, 6);
-      TILE_DOT_BF16(1, 4, 7);
-      if constexpr (kTwo) {
-        TILE_DOT_BF16(2, 5, 6);
-        TILE_DOT_BF16(3, 5, 7);
-      }
+      add_step<kTwo, Bf16Product>(group, weights, step);
     }
     store_sums<kTwo>(group.sums, group.stride);
     TILES_FENCE();
@@ -129,6 +140,15 @@ struct Bf16Product {
 struct Int8Product {
   const QuantizedRows& rows;
 
+  VLLM_LITE_INLINE void add_first() {
+    TILE_DOT_INT8(0, 4, 6);
+    TILE_DOT_INT8(1, 4, 7);
+  }
+  VLLM_LITE_INLINE void add_second() {
+    TILE_DOT_INT8(2, 5, 6);
+    TILE_DOT_INT8(3, 5, 7);
+  }
+
   template <bool kTwo>
   void add(const Group& group, const Weights& weights) const {
     alignas(64) int32_t totals[kGroup * kBlock];
@@ -136,14 +156,7 @@ struct Int8Product {
       const int64_t left = weights.num_steps - begin, end = begin + (left < kQuantSteps ? left : kQuantSteps);
       zero_sums();
       for (int64_t step = begin; step < end; ++step) {
-        group.prefetch(weights, step);
-        load_step<kTwo>(group.x + step * kTileRowBytes, weights.at(step));
-        TILE_DOT_INT8(0, 4, 6);
-        TILE_DOT_INT8(1, 4, 7);
-        if constexpr (kTwo) {
-          TILE_DOT_INT8(2, 5, 6);
-          TILE_DOT_INT8(3, 5, 7);
-        }
+        add_step<kTwo, Int8Product>(group, weights, step);
       }
       store_sums<kTwo>(totals, kBlock);
       TILES_FENCE();
@@ -229,17 +242,19 @@ void run(const Product& product, const LinearCall& call, const LinearTask& task,
   write<BFloat16>(call, task, sums, task.num_blocks * kBlock);
 }
 
-template <class T>
-void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
+// Rows lie as they are, not in panels: [rows][inputs, filled up to groups of four].
+void quantize_as_they_lie(const LinearCall& call, const QuantizeTask& task) {
   const QuantizedRows& rows = *call.quantized;
   const RowLayout& layout = rows.layout;
+  const int64_t size = call.x_type == kFloat32 ? 4 : 2;
   for (int64_t row = task.first_row; row < task.first_row + task.num_rows; ++row) {
-    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
+    const char* x = static_cast<const char*>(call.x) + row * call.x_stride * size;
     for (int64_t number = task.first_scale; number < task.first_scale + task.num_scales; ++number) {
       const int64_t first = number * kQuantGroup, left = call.weight->num_inputs - first;
       const int64_t count = left < kQuantGroup ? left : kQuantGroup, rest = layout.width - first;
       int8_t* to = rows.values + row * layout.width + first;
-      VLLM_LITE_VECTORS::quantize(x + first, call.x_type, count, to, rows.scales + row * layout.num_scales + number);
+      float* scale = rows.scales + row * layout.num_scales + number;
+      VLLM_LITE_VECTORS::quantize(x + first * size, call.x_type, count, to, scale);
       std::memset(to + count, 0, static_cast<size_t>((rest < kQuantGroup ? rest : kQuantGroup) - count));
       int32_t sum = 0;
       for (int64_t i = 0; i < count; ++i) sum += to[i];
@@ -264,12 +279,8 @@ void linear(const LinearCall& call, const LinearTask& task) {
   VLLM_LITE_VECTORS::linear(call, task);
 }
 
-// Rows lie as they are, not in panels: [rows][inputs, filled up to groups of four].
 void quantize_rows(const LinearCall& call, const QuantizeTask& task) {
-  if (is_grouped(call.weight->type)) return VLLM_LITE_VECTORS::quantize_rows(call, task);
-  if (call.x_type == kFloat32) return quantize_panel<float>(call, task);
-  if (call.x_type == kFloat16) return quantize_panel<Float16>(call, task);
-  quantize_panel<BFloat16>(call, task);
+  is_grouped(call.weight->type) ? VLLM_LITE_VECTORS::quantize_rows(call, task) : quantize_as_they_lie(call, task);
 }
 
 int64_t multiply_registers(int32_t type, int64_t rounds, float* x) {
