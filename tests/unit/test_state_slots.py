@@ -71,6 +71,16 @@ def test_many_marks_do_not_push_out_what_others_have_saved() -> None:
     assert rig.kv.states.pool.num_cached == 2 + LAST_MARKS  # the first mark, the last ones, and that of the answer
 
 
+def test_chats_that_take_turns_keep_as_many_states_as_there_is_room_for() -> None:
+    rig, found = Rig(300, num_state_slots=9, max_num_batched_tokens=64), 0
+    prompts = [[number, *PROMPT[:10]] for number in range(8)]
+    for turn in range(3):
+        for number, prompt in enumerate(prompts):
+            found += cached(run(rig, f"{turn}.{number}", prompt)) > 0
+            prompt += [*rig.output(f"{turn}.{number}"), 7]
+    assert found >= 8, "those of every second chat"
+
+
 def test_one_slot_is_enough() -> None:
     rig = rig_with(2)
     run(rig, "first", PROMPT)

@@ -8,12 +8,16 @@ to find, when the step has been sent; what it reads is held until then.
 While a sequence decodes, its state is saved at each end of a block, and that slot is taken back at the next one: of all
 these states the last is left when the sequence ends, and the next message of a chat begins there. No step drafts
 across such an end, or there would be no state there; and a state takes up drafts only when they have proved right.
+
+Which saved state makes room for another is for StateHistories to say.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.state_histories import History, StateHistories
 from vllm_lite.engine.sequence import Sequence as Seq
 from vllm_lite.engine.sequence import Status
 from vllm_lite.protocol.step import States
@@ -42,6 +46,7 @@ class StatePlace:
     """Where a sequence's state is.
 
     live      the slot in which it goes on; held
+    history   that of the states it leaves
     source    the cached state that it begins with, or that it shares with forks; held until the workers know of it
     saves     (position, slot) of states that steps to come leave, in order; held
     saved_at  the last position at which the state was, or will be, saved
@@ -49,6 +54,7 @@ class StatePlace:
     """
 
     live: int
+    history: History
     source: int = NO_SLOT
     saves: list[tuple[int, int]] = field(default_factory=list)
     saved_at: int = 0
@@ -62,21 +68,32 @@ class StatePlace:
         return [self.live, *own, *([self.source] if self.source else ()), *(slot for _, slot in self.saves)]
 
 
+class Left(NamedTuple):
+    """A state that a step leaves, for others to find."""
+
+    slot: int
+    key: bytes
+    history: History
+    snapshot: Snapshot | None = None
+    """Its snapshot, if a sequence may still take the slot back."""
+
+
 class StateSlots:
-    """Decides slots; the workers' kernels read and write them."""
+    """Decides slots; the workers' kernels read and write them. A slot that nobody holds is blank or has a state that
+    can be found."""
 
     def __init__(self, num_slots: int, block_size: int, enable_caching: bool = True) -> None:
         """`num_slots` with number 0, which is none."""
         self.pool = BlockPool(num_slots, enable_caching)
+        self.histories = StateHistories(num_slots)
         self._block_size = block_size
-        self._blank: list[int] = []  # slots with nothing in them, held here: to be taken before cached ones
+        self._blank = self.pool.get_new_blocks(self.pool.num_free)[::-1]  # with nothing in them, held here
         self._read: list[int] = []  # sources of the step in the making
-        self._unpublished: list[tuple[int, bytes, Snapshot | None]] = []
+        self._unpublished: list[Left] = []
         self._promised: dict[bytes, Seq] = {}
         """States that steps to come will leave, and of which sequence."""
         self.num_saved = self.num_evicted = 0
         """States that could be found, and those of them that were pushed out, since the start."""
-        self.pool.on_evict = self._evicted
 
     @property
     def num_free(self) -> int:
@@ -91,14 +108,18 @@ class StateSlots:
 
     def begin_step(self) -> None:
         """The step before has been sent: what it left may be read, and what it read may be written."""
-        self.pool.free(self._read)
+        self._let_go(self._read)
         self._read = []
-        for slot, key, snapshot in self._unpublished:
+        for slot, key, history, snapshot in self._unpublished:
+            if snapshot is not None:
+                snapshot.key = key
+            if key in self.histories.kept:  # another sequence has left the same
+                self._blank.append(slot)
+                continue
+            self.histories.add(key, history)
             self.pool.cache_block(slot, key)
             self.pool.free((slot,))
             self.num_saved += 1
-            if snapshot is not None:
-                snapshot.key = key
         self._unpublished = []
 
     # ---- finding
@@ -117,7 +138,7 @@ class StateSlots:
         this one, and at most `num_blocks`: it would be computed a second time."""
         if not (self._promised or self._unpublished):
             return False
-        sent = {key for _, key, _ in self._unpublished}
+        sent = {left.key for left in self._unpublished}
         for count in range(num_blocks, found, -1):
             key = sequence.block_hashes[count - 1] + KEY
             maker = self._promised.get(key)
@@ -137,16 +158,17 @@ class StateSlots:
         to `reach`, where the prefixes of others part from it. Call it after `has_room`."""
         if source:
             self.pool.touch((source,))
+        history = self._history(sequence, num_computed // self._block_size if source else 0)
         live = self._take()
         if live is None:  # it is the only slot
-            self.pool.forget((source,))
+            self._forget(source)
             live = source
             self.pool.touch((source,))
-        sequence.state = state = StatePlace(live, source, saved_at=num_computed)
+        sequence.state = state = StatePlace(live, history, source, saved_at=num_computed)
         if not self.pool.enable_caching:
             return
-        for position in self._worth_saving(sequence, num_computed, reach):
-            slot = self._take()
+        for number, position in enumerate(self._worth_saving(sequence, num_computed, reach)):
+            slot = self._take(only_superseded=number > 0)
             if slot is None:
                 break
             state.saves.append((position, slot))
@@ -155,6 +177,15 @@ class StateSlots:
         state.saves.sort()
         if state.saves:
             state.saved_at = state.saves[-1][0]
+
+    def _history(self, sequence: Seq, num_found: int) -> History:
+        """The history with which the sequence goes on, having found the state behind so many blocks. If it was
+        preempted, its prompt is not a new one."""
+        found = sequence.block_hashes[num_found - 1] + KEY if num_found else None
+        if sequence.status is Status.PREEMPTED:
+            return self.histories.again(found)
+        longer = (block_hash + KEY for block_hash in reversed(sequence.block_hashes[num_found:]))
+        return self.histories.begin(found, longer)
 
     def _worth_saving(self, sequence: Seq, num_computed: int, reach: int) -> list[int]:
         """Positions behind `num_computed`, the most useful first: the end of what is known, the last marks, where
@@ -197,7 +228,7 @@ class StateSlots:
         if own is None:
             raise RuntimeError(f"there is no slot for a fork of {parent}")
         self.pool.touch((state.source,))
-        child.state = StatePlace(own, state.source, saved_at=parent.num_computed)
+        child.state = StatePlace(own, state.history, state.source, saved_at=parent.num_computed)
 
     def next_places(self, sequence: Seq) -> list[States]:
         """What the workers must know of a running sequence before it goes on. At the end of a block its state is saved,
@@ -227,7 +258,7 @@ class StateSlots:
         if block.block_hash != snapshot.key or block.ref_count:
             return self._take()
         self.pool.touch((snapshot.slot,))
-        self.pool.forget((snapshot.slot,))
+        self._forget(snapshot.slot)
         return snapshot.slot
 
     def publish(self, sequence: Seq, num_tokens: int) -> None:
@@ -239,10 +270,11 @@ class StateSlots:
         while state.saves and state.saves[0][0] <= num_tokens:
             position, slot = state.saves.pop(0)
             self._break_promise(sequence, position)
-            self._unpublished.append((slot, self._key(sequence, position), None))
+            self._unpublished.append(Left(slot, self._key(sequence, position), state.history))
         snapshot = state.snapshot
         if snapshot is not None and snapshot.key is None and snapshot.position <= num_tokens:
-            self._unpublished.append((snapshot.slot, self._key(sequence, snapshot.position), snapshot))
+            key = self._key(sequence, snapshot.position)
+            self._unpublished.append(Left(snapshot.slot, key, state.history, snapshot))
             snapshot.key = b""
 
     def release(self, sequence: Seq) -> None:
@@ -253,7 +285,8 @@ class StateSlots:
         snapshot = state.snapshot
         if snapshot is not None and snapshot.key is None:
             if snapshot.position <= sequence.num_hashed_blocks * self._block_size:
-                self._unpublished.append((snapshot.slot, self._key(sequence, snapshot.position), None))
+                key = self._key(sequence, snapshot.position)
+                self._unpublished.append(Left(snapshot.slot, key, state.history))
             else:
                 self._blank.append(snapshot.slot)
         for position, _ in state.saves:
@@ -261,11 +294,11 @@ class StateSlots:
         position, num_hashed = sequence.num_computed, sequence.num_hashed_blocks * self._block_size
         is_whole = position % self._block_size == 0 and not state.source and not state.is_ahead
         if state.saved_at < position <= num_hashed and is_whole:
-            self._unpublished.append((state.live, self._key(sequence, position), None))
+            self._unpublished.append(Left(state.live, self._key(sequence, position), state.history))
         else:
             self._blank.append(state.live)
         if state.source:
-            self.pool.free((state.source,))
+            self._let_go((state.source,))
         self._blank += (slot for _, slot in state.saves)
 
     def _break_promise(self, sequence: Seq, position: int) -> None:
@@ -280,38 +313,75 @@ class StateSlots:
         """Let no state behind these prefixes be found any more."""
         lost = {key + KEY for key in keys}
         self._unpublished, others = [], self._unpublished
-        for slot, key, snapshot in others:
-            if key in lost:
-                self._blank.append(slot)
+        for left in others:
+            if left.key in lost:
+                self._blank.append(left.slot)
             else:
-                self._unpublished.append((slot, key, snapshot))
-        self.pool.forget_contents(lost)
+                self._unpublished.append(left)
+        for slot in [self.pool.get_cached_block(key) for key in lost & self.histories.kept.keys()]:
+            if slot is not None:
+                self.pool.touch((slot,))
+                self._forget(slot)
+                self._let_go((slot,))
 
     def reset_cache(self) -> int:
         """Let no state be found any more. Returns how many could be."""
-        self._blank += [slot for slot, _, _ in self._unpublished]
+        self._blank += [left.slot for left in self._unpublished]
         self._unpublished, self._promised = [], {}
-        return self.pool.reset_cache()
+        self.histories.clear()
+        num_forgotten = self.pool.reset_cache()
+        self._blank += self.pool.get_new_blocks(self.pool.num_free)
+        return num_forgotten
 
     # ---- inside
 
-    def _take(self) -> int | None:
-        """A slot with one reference; None if there is none."""
+    def _take(self, *, only_superseded: bool = False) -> int | None:
+        """A slot with one reference; None if there is none. Blank ones go first; states that are the latest of their
+        chats are spared with `only_superseded`."""
         if self._blank:
             return self._blank.pop()
-        return self.pool.get_new_blocks(1)[0] if self.pool.num_free else None
+        key = self.histories.worst(self._may_go, only_superseded=only_superseded)
+        slot = None if key is None else self.pool.get_cached_block(key)
+        if slot is None:
+            return None
+        self.pool.touch((slot,))
+        self._forget(slot, is_remembered=True)
+        self.num_evicted += 1
+        return slot
+
+    def _may_go(self, key: bytes) -> bool:
+        slot = self.pool.get_cached_block(key)
+        return slot is not None and self.pool.is_free(slot)
+
+    def _forget(self, slot: int, *, is_remembered: bool = False) -> None:
+        """Let the state in a slot that is held be found no more."""
+        key = self.pool.blocks[slot].block_hash
+        if key is not None:
+            self.pool.forget((slot,))
+            self.histories.remove(key, is_remembered=is_remembered)
+
+    def _let_go(self, slots: Iterable[int]) -> None:
+        """Drop a reference of each slot; those of states that cannot be found any more become blank."""
+        for slot in slots:
+            block = self.pool.blocks[slot]
+            if block.ref_count == 1 and block.block_hash is None:
+                self._blank.append(slot)
+            else:
+                self.pool.free((slot,))
 
     def _key(self, sequence: Seq, position: int) -> bytes:
         return sequence.block_hashes[position // self._block_size - 1] + KEY
 
-    def _evicted(self, evicted: list[tuple[int, bytes]]) -> None:
-        self.num_evicted += len(evicted)
-
     def check_integrity(self, sequences: Iterable[Seq]) -> None:
         """Raise RuntimeError if a slot's references are not those of its holders, or two sequences write to one."""
         held = [sequence.state.held() for sequence in sequences if sequence.state is not None]
-        held += [self._blank, self._read, [slot for slot, _, _ in self._unpublished]]
+        held += [self._blank, self._read, [left.slot for left in self._unpublished]]
         self.pool.check_integrity(held)
+        found = {block.block_hash for block in self.pool.blocks if block.block_hash is not None}
+        if found != self.histories.kept.keys() or len(found) != self.pool.num_cached:
+            raise RuntimeError("the states that can be found are not those with a history, each once")
+        if self.pool.num_free != sum(map(self._may_go, found)):
+            raise RuntimeError("a slot that nobody holds is neither blank nor has a state that can be found")
         written = [sequence.state.live for sequence in sequences if sequence.state is not None]
         if len(set(written)) < len(written) or any(self.pool.blocks[slot].block_hash for slot in written):
             raise RuntimeError(f"slots {written} are written by several sequences, or are cached")

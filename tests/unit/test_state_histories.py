@@ -1,0 +1,94 @@
+"""Which saved state makes room: what chats find again that take turns, and of states that several chats share."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from vllm_lite.engine.blocks.state_histories import History, StateHistories
+
+
+class Chats:
+    """Chats whose turns each leave a state, of which `room` are kept at a time."""
+
+    def __init__(self, room: int) -> None:
+        self.histories = StateHistories(room)
+        self.room = room
+        self.turns: dict[int, int] = {}
+
+    def turn(self, chat: int) -> bool:
+        """Whether the chat's next turn finds the state that the one before has left."""
+        turn = self.turns.get(chat, 0)
+        self.turns[chat] = turn + 1
+        key = _key(chat, turn)
+        found = key if key in self.histories.kept else None
+        history = self.histories.begin(found, () if found else [key])
+        self.leave(_key(chat, turn + 1), history)
+        return found is not None
+
+    def leave(self, key: bytes, history: History) -> None:
+        while len(self.histories.kept) >= self.room:
+            worst = self.histories.worst(lambda _: True)
+            assert worst is not None
+            self.histories.remove(worst, is_remembered=True)
+        self.histories.add(key, history)
+
+    def found(self, turns: Iterable[int]) -> float:
+        """The part of these turns that find their states."""
+        hits = [self.turn(chat) for chat in turns]
+        return sum(hits) / len(hits)
+
+
+def _key(chat: int, turn: int) -> bytes:
+    return b"%d.%d" % (chat, turn)
+
+
+@pytest.mark.parametrize(("room", "least"), [(32, 1.0), (24, 0.7), (16, 0.45), (8, 0.2)])
+def test_chats_that_take_turns_lose_no_more_than_there_is_no_room_for(room: int, least: float) -> None:
+    chats = Chats(room)
+    chats.found([*range(32)] * 3)
+    assert chats.found([*range(32)] * 4) >= least
+
+
+def test_a_chat_whose_turns_come_quickly_is_kept_and_one_that_has_ended_goes() -> None:
+    chats = Chats(4)
+    for other in range(10, 60):
+        assert chats.turn(0) == (other > 10)
+        chats.turn(other)
+    ended = [key for key in chats.histories.kept if key.startswith(b"10.")]
+    assert not ended
+
+
+def test_what_a_longer_state_has_superseded_goes_first() -> None:
+    histories = StateHistories(10)
+    history, other = histories.begin(None, ()), histories.begin(None, ())
+    histories.add(b"other", other)
+    for key in (b"a", b"ab", b"abc"):
+        histories.add(key, history)
+    assert histories.worst(lambda _: True) == b"a"
+    assert histories.worst(lambda key: key != b"a") == b"ab"
+    assert histories.worst(lambda key: key in (b"abc", b"other"), only_superseded=True) is None
+
+
+def test_a_state_with_which_a_second_chat_begins_is_not_superseded() -> None:
+    histories = StateHistories(10)
+    first = histories.begin(None, ())
+    histories.add(b"system", first)
+    histories.add(b"system, first", first)
+    second = histories.begin(b"system", ())
+    histories.add(b"system, second", second)
+    assert histories.worst(lambda _: True, only_superseded=True) is None
+    third = histories.begin(b"system", ())
+    assert second is not first
+    assert third not in (first, second)
+
+
+def test_what_another_chat_leaves_again_is_known_to_be_shared() -> None:
+    histories = StateHistories(10)
+    for chat in (b"first", b"second"):
+        history = histories.begin(None, ())
+        histories.add(b"system", history)
+        histories.add(b"system, " + chat, history)
+        is_superseded = histories.worst(lambda _: True, only_superseded=True) == b"system"
+        assert is_superseded == (chat == b"first")
+        if is_superseded:
+            histories.remove(b"system", is_remembered=True)

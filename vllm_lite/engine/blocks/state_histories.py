@@ -1,0 +1,130 @@
+"""Which saved state makes room for another: the oldest that a longer one of the same chat has superseded; if there is
+none, the one whose next use is expected to be furthest away.
+
+The least recently used would be the worst choice where chats follow one another in a circle: with one chat more than
+there is room for, each would lose its state just before its next prompt. A state is used about once, by the chat's next
+prompt, which leaves a longer one; so a history is that of a chat, and its next prompt is expected as long after the
+last one as that was after the one before. One that is overdue is expected to take as long again as it is late. The
+history of a state that had to go is remembered for a while: a chat that comes back without its state shows that it was
+worth keeping.
+
+A state with which a second chat begins, such as that behind a system prompt, has a history of its own.
+"""
+
+from collections.abc import Callable, Iterable
+
+REMEMBERED = 16
+"""So many histories of states that had to go are remembered, for each state that can be kept."""
+SMOOTHING = 1 / 16
+"""The weight of the latest gap in the typical one."""
+
+
+class History:
+    """When states of one chat were used, counted in prompts that came in.
+
+    last       the last time
+    gap        how long that was behind the time before; None: it was the first
+    key        the latest state of the chat; its earlier ones are superseded
+    is_shared  it is that of one state, with which several chats begin
+    """
+
+    __slots__ = ("gap", "is_shared", "key", "last")
+
+    def __init__(self, now: int, key: bytes | None = None, *, is_shared: bool = False) -> None:
+        self.last = now
+        self.gap: int | None = None
+        self.key = key
+        self.is_shared = is_shared
+
+    def use(self, now: int) -> int:
+        self.last, self.gap = now, now - self.last
+        return self.gap
+
+
+class StateHistories:
+    """Knows the histories of the states that can be found, and of some that had to go; not where they are."""
+
+    def __init__(self, num_states: int) -> None:
+        """For at most so many states at a time."""
+        self.kept: dict[bytes, History] = {}
+        self._now = 0
+        self._gone: dict[bytes, History] = {}
+        self._max_gone = REMEMBERED * num_states
+        self._typical_gap = 0.0
+
+    def begin(self, found: bytes | None, longer: Iterable[bytes]) -> History:
+        """A prompt comes in that begins with the state `found`; `longer` are the keys behind more of it, the longest
+        first. Returns the history with which the states go on that it leaves."""
+        self._now += 1
+        history = self._returned(longer)
+        known = self.kept.get(found) if found is not None and history is None else None
+        if known is not None and known.is_shared:
+            self._used(known)
+        elif known is not None and known.key == found:
+            history = known
+        elif known is not None and found is not None:  # a second chat begins there
+            self.kept[found] = History(self._now, found, is_shared=True)
+        if history is None:
+            return History(self._now)
+        self._used(history)
+        return history
+
+    def again(self, found: bytes | None) -> History:
+        """As `begin`, for a prompt that came in before."""
+        known = None if found is None else self.kept.get(found)
+        return History(self._now) if known is None or known.is_shared else known
+
+    def _returned(self, longer: Iterable[bytes]) -> History | None:
+        """The history of a chat that comes back after its latest state had to go."""
+        if not self._gone:
+            return None
+        for key in longer:
+            history = self._gone.get(key)
+            if history is not None and history.key == key and not history.is_shared:
+                return history
+        return None
+
+    def _used(self, history: History) -> None:
+        gap = history.use(self._now)
+        self._typical_gap += (gap - self._typical_gap) * (SMOOTHING if self._typical_gap else 1)
+
+    def add(self, key: bytes, history: History) -> None:
+        """A state can be found from now on, which a sequence with this history has left."""
+        before = self._gone.pop(key, history)
+        if before is history:
+            history.key = key
+        else:  # another chat had left it
+            history = History(before.last, key, is_shared=True)
+            self._used(history)
+        self.kept[key] = history
+
+    def remove(self, key: bytes, *, is_remembered: bool = False) -> None:
+        """A state cannot be found any more."""
+        history = self.kept.pop(key)
+        if is_remembered:
+            self._gone.pop(key, None)
+            self._gone[key] = history
+            if len(self._gone) > self._max_gone:
+                del self._gone[next(iter(self._gone))]
+
+    def clear(self) -> None:
+        """No state can be found any more, nor is any history remembered."""
+        self.kept, self._gone = {}, {}
+
+    def worst(self, may_go: Callable[[bytes], bool], *, only_superseded: bool = False) -> bytes | None:
+        """The state to make room, of those that may go; None if there is none."""
+        worst, longest = None, -1.0
+        for key, history in self.kept.items():
+            is_superseded = history.key != key
+            if only_superseded and not is_superseded:
+                continue
+            if is_superseded and may_go(key):
+                return key
+            wait = self._expected_wait(history)
+            if wait > longest and may_go(key):
+                worst, longest = key, wait
+        return worst
+
+    def _expected_wait(self, history: History) -> float:
+        gap = self._typical_gap if history.gap is None else history.gap
+        return abs(history.last + gap - self._now)
