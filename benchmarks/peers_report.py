@@ -12,13 +12,14 @@ Run = dict[str, Any]  # one repeat, as runners/driver.py measured it
 REFERENCE = "hf-bf16"
 DTYPES = ("bf16", "int8", "int4")
 """The engine whose tokens the others' are compared with."""
+ONE_STREAM = ("W1", "W6", "W7")
 HARDLY_DISTURBED = 2
 """Where no repeat of a cell was clean, so many of the least disturbed ones are taken."""
 
 
 def speed_metric(workload: str) -> str:
-    """W1 is one stream, where the prompt's time is told apart; "start" is the start-up pass."""
-    return {"W1": "decode_tok_s", "start": "since_start_s"}.get(workload, "out_tok_s")
+    """W1, W6 and W7 are one stream, where the prompt's time stands by itself; "start" is the start-up pass."""
+    return {"start": "since_start_s"}.get(workload, "decode_tok_s" if workload in ONE_STREAM else "out_tok_s")
 
 
 def median(runs: list[Run], metric: str) -> tuple[float, int]:
@@ -83,7 +84,7 @@ class Figures:
             "commit": ", ".join(sorted(self._commits)) or commit(),
             "repeats": self._repeats,
             "engines": self.engines,
-            "rows": rows(everything, higher_is_better=True),
+            "rows": [row | {"spread": spread(self.runs, row)} for row in rows(everything, higher_is_better=True)],
             "ttft": rows(everything, higher_is_better=False),
             "all": everything,
             "memory": _nested({key: round(count / 2**20) for key, count in self._memory.items()}),
@@ -132,6 +133,17 @@ def rows(everything: dict[str, Any], *, higher_is_better: bool) -> list[dict[str
     return found
 
 
+def spread(runs: dict[tuple[str, str, str], list[Run]], row: dict[str, Any]) -> list[float]:
+    """The least and the greatest ratio of ours to that peer in repeats with the same prompts; [] without any."""
+    model, workload, metric = row["model"], row["workload"], row["metric"]
+    theirs, ours = (
+        {run["rep"]: run[metric] for run in runs[model, workload, engine] if metric in run}
+        for engine in (row["peer"], f"ours-{row['dtype']}")
+    )
+    ratios = [round(ours[rep] / theirs[rep], 3) for rep in ours.keys() & theirs.keys()]
+    return [min(ratios), max(ratios)] if ratios else []
+
+
 def equality(runs: dict[tuple[str, str, str], list[Run]]) -> dict[str, Any]:
     """Model -> workload -> engine: how many requests got the reference's tokens, and where the others first differ.
 
@@ -170,12 +182,13 @@ def markdown(summary: dict[str, Any]) -> str:
     for model in summary["all"]:
         parts += [f"### {model}", _engine_table(model, summary)]
     if summary["rows"]:
-        header = ["model", "type", "workload", "ours tok/s", "best peer", "tok/s", "ratio", "ttft ratio"]
+        header = ["model", "type", "workload", "ours tok/s", "best peer", "tok/s", "ratio", "spread", "ttft ratio"]
         ttft = {(row["model"], row["dtype"], row["workload"]): row["ratio"] for row in summary["ttft"]}
         cells = []
         for row in summary["rows"]:
             place = (row["model"], row["dtype"], row["workload"])
-            cells.append([*place, row["ours"], row["peer"], row["best_peer"], row["ratio"], ttft[place]])
+            paired = " to ".join(f"{ratio:g}" for ratio in row["spread"])
+            cells.append([*place, row["ours"], row["peer"], row["best_peer"], row["ratio"], paired, ttft[place]])
         parts += ["### Ours against the best peer (ratio above 1: ours is ahead)", _table(header, cells)]
     if summary["busy"]:
         header = ["model", "workload", "engine", "quiet tok/s", "busy tok/s", "share", ""]

@@ -20,7 +20,7 @@ CONFIG = {
     "model_type": "llama",
     "vocab_size": VOCAB_SIZE,
     "hidden_act": "silu",
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 32_768,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
@@ -58,7 +58,7 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"unk_token": SPECIAL[0], "bos_token": SPECIAL[1], "eos_token": SPECIAL[2]}
     write_json(folder / "special_tokens_map.json", special)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096, **special}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 32_768, **special}
     write_json(folder / "tokenizer_config.json", settings)
 
 

@@ -34,6 +34,9 @@ WORKLOADS: dict[str, tuple[Callable[[], list[list[int]]], int, int, int]] = {
     "W2": (lambda: [tokens(length) for length in LENGTHS], 64, 8, 4),
     "W3": (lambda: with_prefix(tokens(512)), 32, 4, 4),
     "W4": (lambda: [tokens(2048) for _ in range(4)], 64, 1, 4),
+    "W5": (lambda: [tokens(64) for _ in range(256)], 32, 8, 4),
+    "W6": (lambda: [tokens(8192)], 64, 1, 4),
+    "W7": (lambda: [tokens(16_384)], 64, 1, 4),
 }
 
 

@@ -14,7 +14,7 @@ class OpenVino:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = 4  # GiB
         scheduler.max_num_batched_tokens = 2048
-        scheduler.max_num_seqs = 64
+        scheduler.max_num_seqs = 256
         scheduler.enable_prefix_caching = True
         scheduler.dynamic_split_fuse = True
         hints = {"INFERENCE_NUM_THREADS": args.threads, "PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1"}

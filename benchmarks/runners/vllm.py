@@ -27,7 +27,7 @@ class Vllm:
 
         self._vllm = vllm
         dtype = {"bf16": "bfloat16"}[args.dtype]
-        limits: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 64, "enable_prefix_caching": True}
+        limits: dict[str, Any] = {"max_model_len": 20_480, "max_num_seqs": 256, "enable_prefix_caching": True}
         self._engine = vllm.LLM(args.model, dtype=dtype, seed=0, disable_log_stats=True, **limits).llm_engine
         self._next_id = 0
         self.info = {"name": "vLLM CPU", "version": vllm.__version__}

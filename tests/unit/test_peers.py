@@ -118,6 +118,15 @@ def test_rows_compare_with_the_best_peer_of_the_same_type():
     assert (ttft["metric"], ttft["peer"], ttft["ratio"]) == ("ttft_s", "a-bf16", 0.5), "slower to the first token"
 
 
+def test_spread_pairs_repeats_with_the_same_prompts():
+    ours = [run_of(12, rep=0), run_of(9, rep=1), run_of(99, rep=2)]
+    theirs = [run_of(10, rep=1), run_of(10, rep=0)]
+    runs = {("m", "W1", "ours-bf16"): ours, ("m", "W1", "a-bf16"): theirs}
+    row = {"model": "m", "workload": "W1", "dtype": "bf16", "metric": "out_tok_s", "peer": "a-bf16"}
+    assert report.spread(runs, row) == [0.9, 1.2]
+    assert report.spread({**runs, ("m", "W1", "a-bf16"): []}, row) == []
+
+
 def test_equality_is_counted_over_the_same_repeats():
     reference = [run_of(1, rep=0, tokens=[[1, 2, 3], [4, 5, 6]])]
     ours = [run_of(1, rep=0, tokens=[[1, 2, 3], [4, 9, 6]]), run_of(1, rep=1, tokens=[[0, 0, 0], [0, 0, 0]])]
@@ -142,6 +151,7 @@ def test_engines_take_turns_and_the_figures_are_written(bench):
         "peer": "other-bf16",
         "best_peer": 50,
         "ratio": 2.0,
+        "spread": [2.0, 2.0],
     }
     assert summary["all"]["tiny"]["W1"]["other-bf16"] | {"ttft_s": 0} == {
         "decode_tok_s": 50,
