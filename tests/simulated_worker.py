@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
+from vllm_lite.protocol.control import AdapterRead
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.step import (
@@ -108,19 +109,19 @@ class SimulatedWorker:
         self.max_adapters = 10**9
         self.unreadable: set[str] = set()
         """Paths of adapters that cannot be read."""
-        self._read: list[tuple[int, str | None]] = []
+        self._read: list[AdapterRead] = []
 
     def read_adapter(self, number: int, name: str, path: str) -> None:
         assert number not in self.adapters
         error = f"adapter {name!r} cannot be read" if path in self.unreadable else None
         if error is None:
             self.adapters.add(number)
-        self._read.append((number, error))
+        self._read.append(AdapterRead(0, 0, number, error, is_missing=path == "/missing"))
 
     def drop_adapter(self, number: int) -> None:
         self.adapters.discard(number)
 
-    def adapters_read(self) -> list[tuple[int, str | None]]:
+    def adapters_read(self) -> list[AdapterRead]:
         read, self._read = self._read, []
         return read
 

@@ -31,6 +31,7 @@ from tests.http_server import Server, client, serving
 from tests.pooled import add_modules, logits, vectors, write_pooled
 
 WITHIN = 1e-5
+PREFIX = "find this: "
 TEXTS = ["The quick brown fox", "a small engine reads a page, and writes a page", "x", "Why did you let it go?"]
 
 
@@ -49,6 +50,7 @@ def with_processor(path: Path, *, pairs: bool) -> Path:
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_pooled(tmp_path_factory.mktemp("embedder") / "m", "Qwen3ForCausalLM")
+    (path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": PREFIX}}))
     return add_modules(with_processor(path, pairs=False), "last")
 
 
@@ -142,6 +144,52 @@ def test_other_forms_of_vectors(http: httpx.Client, embedder: Path) -> None:
     assert http.get("/v1/models").json()["data"][0]["vllm_lite"]["tasks"] == ["generate", "embed", "token_embed"]
     error = post(http, "/classify", {"input": "x"}, 400)["error"]["message"]
     assert error == "the model 'vectors' does not support the task 'classify': it can be asked to embed or token_embed"
+
+
+def test_vectors_in_coheres_form(http: httpx.Client, embedder: Path) -> None:
+    """Of texts as they are, with a prompt of the model's folder before them, cut at either end, and of bits."""
+    prompts = ids_of(embedder, TEXTS)
+    want = vectors(embedder, prompts, "last").numpy()
+    found = post(http, "/v2/embed", {"texts": TEXTS, "input_type": "query", "embedding_types": ["float", "ubinary"]})
+    assert (found["response_type"], found["texts"]) == ("embeddings_by_type", TEXTS)
+    led = vectors(embedder, ids_of(embedder, [PREFIX + text for text in TEXTS]), "last").numpy()
+    assert np.abs(np.array(found["embeddings"]["float"]) - led).max() < WITHIN
+    assert found["embeddings"]["ubinary"] == np.packbits(led >= 0, axis=-1).tolist()
+    plain = post(http, "/v2/embed", {"texts": TEXTS})
+    assert np.abs(np.array(plain["embeddings"]["float"]) - want).max() < WITHIN
+    assert plain["meta"]["billed_units"] == {"input_tokens": sum(map(len, prompts)), "image_tokens": 0}
+    (end,) = ids_of(embedder, [""])
+    longest = max(prompts, key=len)
+    text = TEXTS[prompts.index(longest)]
+    for side, kept in (("END", longest[:3]), ("START", longest[:-1][-3:])):
+        cut = post(http, "/v2/embed", {"texts": [text], "truncate": side, "max_tokens": 4})["embeddings"]["float"]
+        assert np.abs(np.array(cut) - vectors(embedder, [kept + end], "last").numpy()).max() < WITHIN
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"texts": [text], "truncate": "NONE", "max_tokens": 4}, "over max_tokens of 4; truncate it at START or END"),
+        (
+            {"texts": ["x"], "input_type": "clustering"},
+            "Unsupported input_type 'clustering': the prompts that this model has are: query",
+        ),
+        ({"texts": []}, "Expected `array` of length >= 1"),
+        ({}, "give either texts or inputs"),
+        ({"images": ["data:"]}, "images are not supported"),
+        ({"texts": ["x"], "output_dimension": 12, "embedding_types": ["binary"]}, "a multiple of 8 numbers"),
+        ({"texts": ["x"], "embedding_types": ["int8"]}, "Invalid enum value 'int8'"),
+    ]
+    for wrong, message in bad:
+        assert message in post(http, "/v2/embed", wrong, 400)["error"]["message"]
+
+
+def test_vectors_come_as_bytes_of_any_type(http: httpx.Client) -> None:
+    body = {"input": TEXTS[0], "encoding_format": "base64", "embed_dtype": "float16", "endianness": "big"}
+    coded = base64.b64decode(post(http, "/v1/embeddings", body)["data"][0]["embedding"])
+    answer = http.post("/v1/embeddings", json={**body, "encoding_format": "bytes"})
+    assert answer.content == coded
+    assert json.loads(answer.headers["metadata"])["data"][0]["shape"] == [len(coded) // 2]
+    exact = post(http, "/v1/embeddings", {"input": TEXTS[0]})["data"][0]["embedding"]
+    assert np.abs(np.frombuffer(coded, ">f2") - exact).max() < 1e-3
+    error = post(http, "/v1/embeddings", {**body, "embed_dtype": "int8"}, 400)["error"]
+    assert error["param"] == "embed_dtype"
 
 
 def test_pairs_are_ranked_as_transformers_ranks_them(scores: httpx.Client, reranker: Path) -> None:

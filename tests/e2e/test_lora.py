@@ -155,7 +155,9 @@ def test_adapters_are_models_that_come_and_go(http: httpx.Client, adapted: Adapt
     load(http, "poems", adapted.adapters["both"], load_inplace=True)
     assert tokens_of(http, "poems", PROMPTS[0]) == adapted.tokens["both"][0]
     assert "Both 'lora_name' and 'lora_path' must be provided." in load(http, "", poems, 400)
-    assert "adapter_config.json: no such file" in load(http, "nothing", Path("/nowhere"), 400)
+    assert "adapter_config.json: no such file" in load(http, "nothing", Path("/nowhere"), 404)
+    assert "not the name of a file" in load(http, "nothing", Path("/no\0where"), 404)
+    assert "cannot be read" in load(http, "nothing", Path("/" + "x/" * 2040), 404)
     assert "the model itself is called 'base'" in load(http, "base", poems, 400)
     metrics = http.get("/metrics").text
     assert 'vllm:lora_requests_info{engine="0",max_lora="3",' in metrics

@@ -39,6 +39,7 @@ class Engine:
         self.loader._clock = lambda: float(next(ticks))
         self.loader.on_listed = self.listed
         self.answers: dict[int, str | None] = {}
+        self.missing: list[str] = []
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, Produced] = {}
         self.numbers = itertools.count(1)
@@ -64,6 +65,8 @@ class Engine:
     def answered(self, answer: AdapterAnswer) -> None:
         assert answer.question not in self.answers
         self.answers[answer.question] = answer.error
+        if answer.is_missing:
+            self.missing.append(answer.name)
 
     def add(self, name: str, prompt: list[int], adapter: str = "", **params: Any) -> None:
         params = {"max_tokens": 5, **params}
@@ -200,17 +203,20 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_end() -> None:
     assert not engine.worker.adapters
     assert not engine.core.adapters.by_number
     assert engine.answers[engine.unload("a")] == "there is no adapter 'a'"
+    assert engine.missing == ["a"]
 
 
 def test_an_adapter_that_cannot_be_read_is_refused_with_its_requests() -> None:
     engine = Engine()
-    engine.worker.unreadable.add("/bad")
+    engine.worker.unreadable |= {"/bad", "/missing"}
+    engine.load("missing")
     question = engine.load("bad")
     engine.add("r", [1], "bad")
     engine.add("s", [1])
     engine.drain()
     assert engine.answers[question] == engine.ends["r"].error == "adapter 'bad' cannot be read"
     assert engine.ends["s"].reason == "length"
+    assert engine.missing == ["missing"]
     assert engine.loader.infos == ()
     engine.load("good")
     engine.drain()

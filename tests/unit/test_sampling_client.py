@@ -172,6 +172,17 @@ def test_the_last_tokens_of_a_prompt_are_kept() -> None:
     assert kept(text, truncate_prompt_tokens=4) == TOKENIZER.encode(text)[-4:]
 
 
+def test_the_first_tokens_of_a_prompt_are_kept_if_it_is_cut_at_the_right() -> None:
+    tokens = list(range(3, 23))
+    for count in (1, 7, 20, 1000):
+        assert kept(tokens, truncate_prompt_tokens=count, truncation_side="right") == tokens[:count]
+    assert len(kept([5] * 100, truncate_prompt_tokens=-1, max_tokens=10, truncation_side="right")) == 54
+    text = "the cat sat"
+    assert kept(text, truncate_prompt_tokens=4, truncation_side="right") == TOKENIZER.encode(text)[:4]
+    with pytest.raises(TypeError, match="truncation_side must be left or right, got 'up'"):
+        SamplingParams(truncation_side="up")  # type: ignore[arg-type]
+
+
 def test_as_many_as_fit() -> None:
     tokens = [5] * 100  # of a context of 64
     assert len(kept(tokens, truncate_prompt_tokens=-1, max_tokens=10)) == 54

@@ -33,6 +33,15 @@ def test_without_a_tokenizer_a_token_is_its_number() -> None:
     assert Spelling(None).of(7) == ("token_id:7", b"token_id:7")
 
 
+def test_tokens_may_be_told_by_their_ids_and_keep_their_bytes() -> None:
+    spelling = Spelling(Tokenizer(byte_level()))
+    assert spelling.by_id.of(70) == ("token_id:70", spelling.of(70)[1])
+    entries = [candidates(3, 1)]
+    assert _decoded(logprobs.of_chat(entries, 1, spelling.by_id))["content"][0]["token"] == "token_id:3"
+    told = logprobs.of_completion([3], entries, Offsets(0), spelling.by_id)
+    assert (told["tokens"], list(told["top_logprobs"][0])) == (["token_id:3"], ["token_id:3", "token_id:1"])
+
+
 def test_offsets_count_characters() -> None:
     offsets = Offsets(5)
     pieces = [b"a", "é".encode()[:1], "é".encode()[1:], b"bc", b""]

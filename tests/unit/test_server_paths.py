@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from vllm_lite.server.config import Keys
+from vllm_lite.errors import ConfigError
+from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.http.auth import AuthMiddleware
 from vllm_lite.server.http.paths import PathMiddleware, plain
+from vllm_lite.server.openai import openapi
 
 SHORT = frozenset({"/models", "/chat/completions"})
 
@@ -20,7 +22,7 @@ def test_slashes(written: str, meant: str) -> None:
     assert plain(written) == meant
 
 
-def seen(path: str, keys: Keys = Keys()) -> list[Any]:  # noqa: B008
+def seen(path: str, keys: Keys = Keys(), root: str = "") -> list[Any]:  # noqa: B008
     """The paths that come to the routes behind the keys; nothing if the door is closed."""
     paths: list[Any] = []
 
@@ -32,7 +34,7 @@ def seen(path: str, keys: Keys = Keys()) -> list[Any]:  # noqa: B008
 
     scope = {"type": "http", "path": path, "method": "GET", "headers": []}
     auth = AuthMiddleware(app, keys, is_local=True)
-    asyncio.run(PathMiddleware(auth, SHORT)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(PathMiddleware(auth, SHORT, root)(scope, None, send))  # type: ignore[arg-type]
     assert scope["path"] == path, "another's scope was changed"
     return paths
 
@@ -60,3 +62,36 @@ def test_no_path_goes_round_the_keys(path: str) -> None:
 
 def test_open_paths_stay_open() -> None:
     assert seen("//health/", Keys(("key",))) == ["/health"]
+
+
+@pytest.mark.parametrize("start", ["", "/llm", "/llm/", "//llm//"])
+@pytest.mark.parametrize("path", ["/v1/models", "/models", "/health"])
+def test_a_root_path_is_taken_and_left_out(start: str, path: str) -> None:
+    meant = "/v1/models" if path == "/models" else path
+    assert seen(start + path, root="/llm") == [meant]
+
+
+@pytest.mark.parametrize("path", ["/llmv1/models", "/LLM/v1/models", "/v1/llm/models", "/llm/llm/health"])
+def test_only_a_whole_root_path_is_taken(path: str) -> None:
+    assert seen(path, root="/llm") == [path.removeprefix("/llm") if path.startswith("/llm/") else path]
+
+
+def test_the_root_itself_gets_a_slash() -> None:
+    assert seen("/a/llm", root="/a/llm") == [], "links of the page would be those of /a"
+    assert seen("/a/llm/", root="/a/llm") == ["/"]
+
+
+@pytest.mark.parametrize("path", ["/llm/v1/models", "/llm//models", "/llm/health/x"])
+def test_no_root_path_goes_round_the_keys(path: str) -> None:
+    assert seen(path, Keys(("key",)), root="/llm") == []
+
+
+@pytest.mark.parametrize("path", ["llm", "/llm?x", "//llm", "/a b", "http://host/llm"])
+def test_what_is_no_root_path_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="root_path must be like /llm"):
+        ServeConfig.load({"root_path": path})
+
+
+def test_documents_name_the_root_path() -> None:
+    assert openapi.document("/llm")["servers"] == [{"url": "/llm"}]
+    assert "servers" not in openapi.document()

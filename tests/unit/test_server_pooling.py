@@ -3,12 +3,14 @@
 import asyncio
 import base64
 import json
+import struct
 from array import array
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.responses import Response, StreamingResponse
 
@@ -20,6 +22,7 @@ from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.pooling import answers
 from vllm_lite.server.pooling.bodies import MAX_NUMBER_BYTES
 from vllm_lite.server.pooling.call import PoolingCall, Window
+from vllm_lite.server.pooling.encodings import Encoding
 from vllm_lite.server.pooling.runs import PoolingRuns
 
 Item = Callable[[int, PoolingStream], Iterable[bytes]]
@@ -55,13 +58,47 @@ def answered(call: PoolingCall, item: Item, name: str = "data") -> tuple[Any, li
 @pytest.mark.parametrize("as_base64", [False, True])
 def test_vectors(num_texts: int, as_base64: bool) -> None:
     call = call_of("embed", num_texts, 2, 5)
-    found, _ = answered(call, partial(answers.embedding, as_base64=as_base64))
+    found, _ = answered(call, partial(answers.embedding, encoding=Encoding() if as_base64 else None))
     assert (found["model"], found["usage"]["prompt_tokens"], list(found)[-1]) == ("m[]", 2 * num_texts, "data")
     for index, (each, stream) in enumerate(zip(found["data"], call.streams, strict=True)):
         vector = base64.b64encode(stream.data).decode() if as_base64 else stream.numbers()
         assert each == {"object": "embedding", "index": index, "embedding": vector}
     plain, _ = answered(call, answers.vector, "embeddings")
     assert plain["embeddings"] == [stream.numbers() for stream in call.streams]
+
+
+def test_vectors_as_bytes_say_where_each_begins() -> None:
+    call = call_of("embed", 2, 2, 3)
+    response = answers.binary_answer(call, {"Warning": "w"}, Encoding("float16", "big"), model="m")
+    data = b"".join(sent(response))
+    metadata = json.loads(response.headers["metadata"])
+    assert (response.headers["warning"], response.media_type) == ("w", "application/octet-stream")
+    assert (metadata["model"], metadata["usage"]["prompt_tokens"]) == ("m", 4)
+    for index, (place, stream) in enumerate(zip(metadata["data"], call.streams, strict=True)):
+        assert place == {
+            "index": index,
+            "embed_dtype": "float16",
+            "endianness": "big",
+            "start": 6 * index,
+            "end": 6 * index + 6,
+            "shape": [3],
+        }
+        assert list(struct.unpack(">3e", data[place["start"] : place["end"]])) == stream.numbers()
+    tokens = answers.binary_answer(call_of("token_embed", 1, 4, 3), {}, Encoding(), model="m")
+    assert json.loads(tokens.headers["metadata"])["data"][0]["shape"] == [4, 3]
+    assert "metadata" not in answers.binary_answer(call, {}, Encoding(), model=None).headers
+
+
+def test_vectors_of_bits_are_as_numpy_packs_them() -> None:
+    call = call_of("embed", 2, 1, 16)
+    for stream in call.streams:
+        stream.data = array("f", [number - 2 for number in stream.numbers()]).tobytes()
+    found = json.loads(b"".join(answers.typed(call, ["float", "binary", "ubinary", "base64"])))
+    vectors = np.array([stream.numbers() for stream in call.streams])
+    assert found["float"] == vectors.tolist()
+    assert found["ubinary"] == np.packbits(vectors >= 0, axis=-1).tolist()
+    assert found["binary"] == (np.packbits(vectors >= 0, axis=-1).astype(int) - 128).tolist()
+    assert [base64.b64decode(each) for each in found["base64"]] == [stream.data for stream in call.streams]
 
 
 def test_labels() -> None:
@@ -73,7 +110,7 @@ def test_labels() -> None:
 def test_a_vector_for_each_of_many_tokens_is_made_in_small_pieces(as_base64: bool) -> None:
     """4 MiB of numbers at once would be 32 of Python's, and 0.2 s of the loop."""
     call = call_of("token_embed", 1, 4096, 256)
-    found, pieces = answered(call, partial(answers.pooled, as_base64=as_base64))
+    found, pieces = answered(call, partial(answers.pooled, encoding=Encoding() if as_base64 else None))
     data = found["data"][0]["data"]
     if as_base64:
         assert base64.b64decode(data) == call.streams[0].data
@@ -93,7 +130,7 @@ def test_one_request_gets_so_many_numbers(
     assert MAX_NUMBER_BYTES == 4 * 16 * (1 << 20)
     factory: Any = SimpleNamespace(limits=SimpleNamespace(pooler=SimpleNamespace(size=size)))
     generation: Any = SimpleNamespace()
-    runs = PoolingRuns(generation, factory, Window(8, 64))
+    runs = PoolingRuns(generation, factory, Window(8, 64), {})
     call = PoolingCall("call", "m", 99, Window(8, 64))
     for count in range(1, most + 2):
         prompt = Prompt(None, [1] * num_tokens)
@@ -107,4 +144,4 @@ def test_one_request_gets_so_many_numbers(
 def test_numbers_for_labels_are_few() -> None:
     factory: Any = SimpleNamespace(limits=SimpleNamespace(pooler=SimpleNamespace(size=1 << 30)))
     generation: Any = SimpleNamespace()
-    PoolingRuns(generation, factory, Window(8, 64))._check_size(call_of("classify", 40, 2, 2))
+    PoolingRuns(generation, factory, Window(8, 64), {})._check_size(call_of("classify", 40, 2, 2))

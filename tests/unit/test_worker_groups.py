@@ -21,7 +21,7 @@ from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import Abort, Dying, Generate, GetStats, Recovered, Recovering, RestartCause, Stats, Welcome
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.control import KVGroupInfo, Ready
+from vllm_lite.protocol.control import AdapterRead, KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime.wakeup import Wakeup
@@ -103,7 +103,7 @@ class FakeGroup:
     def drop_adapter(self, number: int) -> None:
         self.worker.drop_adapter(number)
 
-    def adapters_read(self) -> list[tuple[int, str | None]]:
+    def adapters_read(self) -> list[AdapterRead]:
         return self.worker.adapters_read()
 
     def failure(self) -> Failure | None:

@@ -5,6 +5,7 @@ tensors say which layers these are, so that the forms of `target_modules` need n
 """
 
 import math
+import os
 import re
 import time
 from pathlib import Path
@@ -76,6 +77,11 @@ class LoraCheckpoint(NamedTuple):
     @property
     def max_rank(self) -> int:
         return max(module.rank for module in self.modules.values())
+
+
+def is_lora(folder: str | Path) -> bool:
+    """Whether there is an adapter in `folder`, be it one that can be served or not."""
+    return os.path.exists(os.path.join(folder, CONFIG_FILE))  # also for what cannot be a path
 
 
 def read_lora(folder: str | Path) -> LoraCheckpoint:

@@ -195,6 +195,18 @@ def read_modules(folder: Path) -> SentenceModules | None:
     return SentenceModules(kind, normalize, tuple(dense), longest)
 
 
+def task_prompts(folder: Path) -> dict[str, str]:
+    """What stands before a text, by what the text is to be used for, as the folder of a model of vectors says it; {}
+    for one that does not."""
+    for name, key in (("config.json", "task_instructions"), ("config_sentence_transformers.json", "prompts")):
+        try:
+            prompts = msgspec.json.decode((folder / name).read_bytes())[key]
+            return msgspec.convert(prompts, dict[str, str])
+        except (OSError, KeyError, TypeError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+    return {}
+
+
 def _inside(path: str) -> str:
     """The folder of a module, which has to lie in that of the model. Raises ModelError."""
     if path.startswith("/") or ".." in Path(path).parts:

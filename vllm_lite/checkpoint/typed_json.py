@@ -21,11 +21,15 @@ MAX_MESSAGE = 2000
 def read_json(source: Path, parse: Callable[[Any], T]) -> T:
     """What `parse` makes of the file `source`. Raises ModelError, with the file's name before what `parse` raises."""
     try:
-        return parse(msgspec.json.decode(source.read_bytes()))
+        data = source.read_bytes()
+    except ValueError as error:
+        raise ModelError(f"{str(source)!r} is not the name of a file ({error})") from None
     except FileNotFoundError:
         raise ModelError(f"{source}: no such file; a Hugging Face checkpoint folder has one") from None
     except OSError as error:
         raise ModelError(f"{source}: cannot be read ({error.strerror})") from error
+    try:
+        return parse(msgspec.json.decode(data))
     except ModelError as error:
         raise ModelError(f"{source}: {_bounded(str(error))}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

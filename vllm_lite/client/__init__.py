@@ -19,6 +19,7 @@ any_session.py   what the server uses of a session, whatever stands behind it
 session.py       one connection to an engine, or to the next one, and the thread that owns it
 asking.py        what a session asks an engine beside its requests
 answers.py       who waits for the answers
+known_adapters.py  which LoRA adapters requests may name
 connection.py    the handshake, and the search for the engine that takes the place of one that died
 open_stream.py   what a session knows of a request: enough to start it again
 data_parallel.py  one session with several engines

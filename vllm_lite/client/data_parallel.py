@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from functools import partial
+from operator import is_not
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,6 +57,8 @@ class DataParallelSession(AnySession):
         """Requests that describe() has shown, of any client, and the engine of each."""
         self._lock = threading.RLock()  # a session that is lost may find out inside of a call
         self._closing = False
+        self._adapters: tuple[list[dict[str, AdapterInfo]], dict[str, AdapterInfo]] = [], {}
+        """The engines' lists when they were last asked for, and what is in all of them."""
         self._blocks = CachedBlocks(sources, topic, self._router, self._lock) if sources else None
         for member in members:
             member.on_change = self._on_change
@@ -70,7 +73,11 @@ class DataParallelSession(AnySession):
     def adapters(self) -> dict[str, AdapterInfo]:
         """The LoRA adapters that requests may name, whichever engine gets them."""
         reachable = [member.adapters for member in self.members if member.has_engine] or [self.members[0].adapters]
-        return {name: info for name, info in reachable[0].items() if all(name in each for each in reachable)}
+        seen, common = self._adapters
+        if len(seen) != len(reachable) or any(map(is_not, seen, reachable)):
+            common = {name: info for name, info in reachable[0].items() if all(name in each for each in reachable)}
+            self._adapters = reachable, common
+        return common
 
     @property
     def num_engines(self) -> int:

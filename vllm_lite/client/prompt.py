@@ -77,19 +77,20 @@ def read_prompt(
     """Tokenize and check one prompt. At least one generated token has to fit behind it.
 
     `max_tokens` is an upper limit; where fewer fit, the engine stops there. If `params` truncate the prompt, its last
-    tokens are kept, together with the special tokens that a tokenizer adds at the ends of a text. Raises RequestError,
-    and what `check` raises, which is called now and then while a long text is tokenized.
+    or first tokens are kept, together with the special tokens that a tokenizer adds at the ends of a text. Raises
+    RequestError, and what `check` raises, which is called now and then while a long text is tokenized.
     """
     plain, text = unwrap(given)
     most, kept = limits.max_model_len, _num_kept(params, limits)
+    side = params.truncation_side or "left"
     if isinstance(plain, str):
         check_text(plain, tokenizer, most, params, check)
-        prompt = Prompt(plain, encode(plain, tokenizer, num_kept=kept))
+        prompt = Prompt(plain, encode(plain, tokenizer, num_kept=kept, side=side))
     else:
         if kept is None and len(plain) >= most:
             raise ContextLengthError(most, len(plain), params.max_tokens)
         checked = checked_ids(plain, limits.vocab_size)
-        prompt = Prompt(text, checked if kept is None else checked[-kept:])
+        prompt = Prompt(text, checked if kept is None else checked[-kept:] if side == "left" else checked[:kept])
     if not prompt.token_ids:
         raise RequestError("the prompt is empty; it needs at least one token")
     if len(prompt.token_ids) >= most:
@@ -97,8 +98,9 @@ def read_prompt(
     marks = given.get("marks") if isinstance(given, Mapping) else None
     if marks is None:
         return replace(prompt, marks=message_ends(prompt.token_ids, limits))
-    num_cut = len(plain) - len(prompt.token_ids)
-    kept_marks = (mark - num_cut for mark in checked_marks(marks, len(plain)) if mark > num_cut)
+    num_cut = len(plain) - len(prompt.token_ids) if side == "left" else 0
+    num_kept = len(prompt.token_ids)
+    kept_marks = (mark - num_cut for mark in checked_marks(marks, len(plain)) if 0 < mark - num_cut <= num_kept)
     return replace(prompt, marks=tuple(kept_marks) if limits.wants_marks else ())
 
 
@@ -222,13 +224,18 @@ def unwrap(given: Any) -> tuple[str | Sequence[int], str | None]:
 
 
 def encode(
-    text: str, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True, num_kept: int | None = None
+    text: str,
+    tokenizer: Tokenizer | None,
+    *,
+    add_special_tokens: bool = True,
+    num_kept: int | None = None,
+    side: str = "left",
 ) -> list[int]:
     """Tokenize a user's text. Raises RequestError."""
     if tokenizer is None:
         raise RequestError("a text prompt needs a tokenizer; this model has none, so give token ids")
     _num_bytes(text)
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens, num_kept=num_kept)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens, num_kept=num_kept, side=side)
 
 
 def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:

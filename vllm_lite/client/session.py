@@ -21,11 +21,12 @@ from vllm_lite.client.answers import Answers, copy_of, fail_all
 from vllm_lite.client.any_session import AnySession, Member
 from vllm_lite.client.asking import ANSWERS
 from vllm_lite.client.connection import REASON_S, Alive, Place, Search, shake_hands
+from vllm_lite.client.known_adapters import KnownAdapters
 from vllm_lite.client.open_stream import OpenStream, Sink, by_sink
 from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol import api
-from vllm_lite.protocol.adapters import AdapterInfo, AdapterList, LoadAdapter
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList
 from vllm_lite.protocol.api import Finished, ForkRequest, FromClient, Generate, ToClient, Tokens, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import log
@@ -87,7 +88,7 @@ class Session(AnySession):
         """Streams that were dropped here, oldest first: the samples whose Finished is still to come from the engine. An
         id may be used again before that."""
         self._answers = Answers()
-        self._adapters = {info.name: info for info in welcome.adapters}
+        self._adapters = KnownAdapters(welcome.adapters)
         self._dead: EngineError | None = None
         self._thread = threading.Thread(target=self._run, name="engine session", daemon=True)
         self._thread.start()
@@ -125,7 +126,7 @@ class Session(AnySession):
 
     @property
     def adapters(self) -> dict[str, AdapterInfo]:
-        return self._adapters
+        return self._adapters.by_name
 
     @property
     def dead(self) -> EngineError | None:
@@ -308,12 +309,14 @@ class Session(AnySession):
         elif isinstance(message, api.OutputBatch):
             self._dispatch(message.outputs)
         elif isinstance(message, ANSWERS):
+            if isinstance(message, AdapterAnswer):
+                self._adapters.on_answer(message)
             with self._lock:
                 future = self._answers.awaited(message)
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(message)
         elif isinstance(message, AdapterList):
-            self._adapters = {info.name: info for info in message.adapters}
+            self._adapters.on_list(message.adapters)
         elif isinstance(message, api.Dying):
             self._die(EngineDeadError(message.reason)) if message.is_final else self._lose(message.reason)
         elif isinstance(message, api.Recovering | api.Recovered):
@@ -368,15 +371,9 @@ class Session(AnySession):
                     return
         self._connection, self._welcome = found
         self._last_heard_s = time.monotonic()
-        self._load_again()
-        self._send_again()
-
-    def _load_again(self) -> None:
-        """Have the new engine load the adapters that the one before had beside those of its configuration."""
-        known = {info.name for info in self.welcome.adapters}
         with self._lock:
-            missing = [info for info in self.adapters.values() if info.name not in known]
-            self._outgoing += [LoadAdapter(0, info.name, info.path, parent=info.parent) for info in missing]
+            self._outgoing += self._adapters.load_again(self.welcome.adapters)
+        self._send_again()
 
     def _end_here(self) -> None:
         """End what ends although there is no engine to say so."""

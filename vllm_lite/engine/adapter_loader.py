@@ -93,7 +93,8 @@ class AdapterLoader:
         """Take an adapter's name away. What runs with it goes on, and then its memory is free."""
         adapter = self._adapters.get(message.name)
         if adapter is None:
-            send(AdapterAnswer(message.question, message.name, f"there is no adapter {message.name!r}"))
+            text = f"there is no adapter {message.name!r}"
+            send(AdapterAnswer(message.question, message.name, text, is_missing=True))
             return
         self._adapters.delist(adapter)
         self._answer_all(adapter, f"adapter {adapter.name!r} was unloaded before it was there")
@@ -127,17 +128,17 @@ class AdapterLoader:
         """Take what the workers say of adapters. Requests that end by it join `produced`."""
         if executor is not self._executor:  # others do not know of what was being loaded
             self._executor, self._loading = executor, set()
-        for number, error in executor.adapters_read():
-            adapter = self._adapters.by_number.get(number)
+        for read in executor.adapters_read():
+            adapter = self._adapters.by_number.get(read.number)
             if adapter is None:
                 continue
             self._loading.discard(adapter)
-            if error is None:
+            if read.error is None:
                 self._set_loaded(adapter)
                 if adapter in self._asked:
                     self._on_first_loaded(adapter)
             else:
-                self._fail(adapter, error, produced)
+                self._fail(adapter, read.error, produced, is_missing=read.is_missing)
 
     def send(self, executor: Executor) -> None:
         """Have the workers load what is wanted, as far as there is room, and drop what nobody will ask for."""
@@ -183,18 +184,18 @@ class AdapterLoader:
         logger.info("adapter %r is loaded from %s", adapter.name, adapter.path)
         self._answer_all(adapter, None)
 
-    def _answer_all(self, adapter: Adapter, error: str | None) -> None:
+    def _answer_all(self, adapter: Adapter, error: str | None, *, is_missing: bool = False) -> None:
         """Tell those who asked for a new adapter that it is there, once that is on the list, or why it is not."""
         asked = self._asked.pop(adapter, ())
         if error is None:
             self.on_listed()
         for question, send in asked:
-            send(AdapterAnswer(question, adapter.name, error))
+            send(AdapterAnswer(question, adapter.name, error, is_missing))
 
-    def _fail(self, adapter: Adapter, error: str, produced: list[Produced]) -> None:
+    def _fail(self, adapter: Adapter, error: str, produced: list[Produced], *, is_missing: bool) -> None:
         self._adapters.wanted.pop(adapter, None)
         logger.warning("%s", error)
         produced += self._end_requests(adapter, error)
         if adapter in self._asked:
             self._adapters.delist(adapter)
-            self._answer_all(adapter, error)
+            self._answer_all(adapter, error, is_missing=is_missing)

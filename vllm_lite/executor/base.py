@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from vllm_lite.errors import EngineDeadError, VllmLiteError
 from vllm_lite.protocol.api import RestartCause
-from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.control import AdapterRead, Ready
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.transport.interface import Watched
 
@@ -72,8 +72,8 @@ class Executor(Watched, Protocol):
     def drop_adapter(self, number: int) -> None:
         """Have them forget it; no step that is submitted later has it."""
 
-    def adapters_read(self) -> list[tuple[int, str | None]]:
-        """The numbers of adapters that are read by all of them, or why one cannot be; each once."""
+    def adapters_read(self) -> list[AdapterRead]:
+        """What they say of adapters: of each once, that all have read it or why one cannot."""
 
     def expert_tokens(self) -> list[list[int]]:
         """For each layer how many tokens each of its experts has got from this group; empty if nobody counts them."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 from vllm_lite import transport
 from vllm_lite.errors import EngineError
 from vllm_lite.executor.base import Executor, Failure, WorkersLostError
-from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.control import AdapterRead, Ready
 from vllm_lite.transport import Wakeup
 
 T = TypeVar("T")
@@ -42,12 +42,12 @@ def read_adapter(
     executor.read_adapter(*adapter)
     until_s = time.monotonic() + timeout_s
 
-    def answer() -> list[tuple[int, str | None]] | None:
+    def answer() -> list[AdapterRead] | None:
         if time.monotonic() > until_s:
             raise EngineError(f"adapter {adapter[1]!r} was not read after {timeout_s:.0f} s")
         return executor.adapters_read() or None
 
-    return _wait_for(answer, executor, stop)[0][1]
+    return _wait_for(answer, executor, stop)[0].error
 
 
 def find_out(executor: Executor) -> Failure:

@@ -124,8 +124,8 @@ class MultiprocExecutor:
         self._expert_tokens: list[list[int]] = []
         self._model: str | None = None
         """The folder that begin_load names."""
-        self._adapter_answers: dict[int, dict[int, str | None]] = {}
-        self._adapters_read: list[tuple[int, str | None]] = []
+        self._adapter_answers: dict[int, dict[int, AdapterRead]] = {}
+        self._adapters_read: list[AdapterRead] = []
         self._deadline: Deadline | None = None
         """When the part of the start that is under way has to be done; None before the workers may load."""
         self._failure: Failure | None = None
@@ -232,7 +232,7 @@ class MultiprocExecutor:
     def drop_adapter(self, number: int) -> None:
         self._broadcast(DropAdapter(number))
 
-    def adapters_read(self) -> list[tuple[int, str | None]]:
+    def adapters_read(self) -> list[AdapterRead]:
         self._receive()
         self._check()
         read, self._adapters_read = self._adapters_read, []
@@ -241,14 +241,14 @@ class MultiprocExecutor:
     def _on_adapter(self, message: AdapterRead) -> None:
         """With the last rank's answer that of all is known. A rank that has it forgets what another cannot have."""
         answers = self._adapter_answers.setdefault(message.number, {})
-        answers[message.rank] = message.error
+        answers[message.rank] = message
         if len(answers) < len(self._workers):
             return
         del self._adapter_answers[message.number]
-        error = next((each for each in answers.values() if each is not None), None)
-        if error is not None:
+        answer = next((each for each in answers.values() if each.error is not None), message)
+        if answer.error is not None:
             self.drop_adapter(message.number)
-        self._adapters_read.append((message.number, error))
+        self._adapters_read.append(answer)
 
     def expert_tokens(self) -> list[list[int]]:
         return self._expert_tokens

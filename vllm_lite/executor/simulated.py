@@ -12,7 +12,7 @@ from typing import NamedTuple
 from vllm_lite.executor.base import Failure
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.control import AdapterRead, Ready
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, ModelOutput, NewRequest, Resume, SchedulerOutput
 from vllm_lite.transport.interface import Pollable
@@ -79,7 +79,7 @@ class SimulatedExecutor:
         self._free_at_s = 0.0
         self._sequences: dict[int, _SimulatedSequence] = {}
         self._results: deque[tuple[float, ModelOutput]] = deque()
-        self._adapters: list[tuple[int, str | None]] = []
+        self._adapters: list[AdapterRead] = []
 
     def spawn(self) -> None:
         pass
@@ -122,12 +122,12 @@ class SimulatedExecutor:
         return ()
 
     def read_adapter(self, number: int, name: str, path: str) -> None:  # noqa: ARG002 (nothing is read)
-        self._adapters.append((number, None))
+        self._adapters.append(AdapterRead(0, 0, number))
 
     def drop_adapter(self, number: int) -> None:
         pass
 
-    def adapters_read(self) -> list[tuple[int, str | None]]:
+    def adapters_read(self) -> list[AdapterRead]:
         read, self._adapters = self._adapters, []
         return read
 

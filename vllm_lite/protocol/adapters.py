@@ -44,8 +44,10 @@ class AdapterList(Message, tag="adapter_list"):
 
 
 class AdapterAnswer(Message, tag="adapter_answer"):
-    """The adapter is loaded, or unloaded; or `error` says in one sentence why not. Answers come in any order."""
+    """The adapter is loaded, or unloaded; or `error` says in one sentence why not. `is_missing`: there is none of that
+    name, or at that path. Answers come in any order."""
 
     question: int
     name: str
     error: str | None = None
+    is_missing: bool = False

@@ -96,12 +96,14 @@ class DropAdapter(Message, tag=40):
 
 
 class AdapterRead(Message, tag=41):
-    """The adapter is there, or `error` says in one sentence why it cannot be; then the worker goes on without it."""
+    """The adapter is there, or `error` says in one sentence why it cannot be; then the worker goes on without it.
+    `is_missing`: there is no adapter at that path at all."""
 
     rank: int
     generation: int
     number: int
     error: str | None = None
+    is_missing: bool = False
 
 
 class WorkerHeartbeat(Message, tag=34):

@@ -10,7 +10,7 @@ from enum import Enum
 from functools import partial
 from itertools import chain
 from types import NoneType
-from typing import Annotated, Any, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -64,7 +64,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `seed` fixes the draw of every position whatever else the engine is doing; without one the client draws it.
     `max_tokens=None` means: up to the context length. `bad_words` are texts, which the client turns into
-    `bad_words_token_ids`. `truncate_prompt_tokens` keeps the last tokens of a prompt, -1 as many as fit.
+    `bad_words_token_ids`. `truncate_prompt_tokens` keeps the last tokens of a prompt, -1 as many as fit; the first ones
+    with a `truncation_side` of "right".
 
     `structured_outputs` holds the output to a form; where the model thinks first, from the end of its thinking on. The
     client turns it into a `grammar` in the format of llguidance, and what it knows of the model's thinking into
@@ -106,6 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(max_length=2 * MAX_BAD_WORDS),
     ] = ()
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -314,6 +316,8 @@ def _check_of(hint: Any) -> _Check:
     if kind is str:
         return partial(_checked_name, meta.max_length)
     origin, of = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return partial(_checked_choice, of)
     if origin is Sequence and of[0] in (int, str):
         return partial(_checked_tuple, of[0], meta.max_length)
     if origin is Sequence:
@@ -345,6 +349,11 @@ def _checked_number(kind: type, low: float, high: float, above: bool, name: str,
         raise ValueError(f"{name} must be between {low} and {high}, got {value!r}")
     if above and value == low:
         raise ValueError(f"{name} must be greater than {low:g} and at most {high:g}, got {value!r}")
+    return value
+
+
+def _checked_choice(choices: tuple[str, ...], name: str, value: Any) -> Any:
+    _expect(value in choices, name, " or ".join(choices), value)
     return value
 
 

@@ -19,6 +19,7 @@ from vllm_lite.server.http.auth import OPEN_PATHS, AuthMiddleware
 from vllm_lite.server.http.dialects import Dialects
 from vllm_lite.server.http.paths import PathMiddleware
 from vllm_lite.server.live_requests import LiveRequests, as_json
+from vllm_lite.server.load_report import load_report
 from vllm_lite.server.messages import errors as messages_errors
 from vllm_lite.server.metrics import PATH as METRICS_PATH
 from vllm_lite.server.metrics import Metrics
@@ -42,8 +43,10 @@ DOCS_PATHS = frozenset(pages.PAGES) | {"/openapi.json", "/version"}
 class ApiRoutes:
     """Answers all routes but those of LiveRequests and Metrics: one method for each."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, root: str = "") -> None:
+        """`root`: the path under which a proxy shows the server."""
         self._generation = generation
+        self._root = root
         self._model = generation.model
         self._prompts = generation.prompts
         self._live = generation.live
@@ -54,15 +57,20 @@ class ApiRoutes:
 
     async def completions(self, request: Request) -> Response:
         asked = await self._generation.read(request, CompletionBody)
-        return self._respond(await self._generation.completion(asked), asked)
+        return await self._reporting(await self._generation.completion(asked), asked)
 
     async def chat(self, request: Request) -> Response:
         asked = await self._generation.read(request, ChatBody)
-        return self._respond(await self._generation.chat(asked), asked)
+        return await self._reporting(await self._generation.chat(asked), asked)
 
     async def generate(self, request: Request) -> Response:
         asked = await self._generation.read(request, GenerateBody)
         return self._respond(await self._generation.tokens(asked), asked)
+
+    async def _reporting(self, made: Made, asked: Asked[Any]) -> Response:
+        """As _respond(), with a load report if one is asked for."""
+        report = await load_report(asked.request, self._calls)
+        return self._respond(made._replace(headers={**made.headers, **report}), asked)
 
     def _respond(self, made: Made, asked: Asked[Any]) -> Response:
         return self._live.respond(made.call, stream=asked.body.stream, headers=made.headers)
@@ -117,7 +125,7 @@ class ApiRoutes:
         return as_json({"version": __version__})
 
     async def openapi(self, _: Request) -> Response:
-        return as_json(openapi.document())
+        return as_json(openapi.document(self._root))
 
 
 # ---- the application
@@ -155,7 +163,7 @@ def build(
     open_paths |= DOCS_PATHS if config.public_docs else frozenset()
     auth = Middleware(AuthMiddleware, keys=keys, is_local=config.is_local, open_paths=open_paths, dialects=DIALECTS)
     short = frozenset(route.path.removeprefix(V1) for route in routes if route.path.startswith(f"{V1}/"))
-    paths = Middleware(PathMiddleware, short=short - {route.path for route in routes})
+    paths = Middleware(PathMiddleware, short=short - {route.path for route in routes}, root=config.root)
     middleware = [paths, Middleware(metrics.counting), auth]
     if origins := config.origins(keys):
         cors = Middleware(

@@ -1,5 +1,6 @@
 """ServeConfig: the settings of `vllm-lite serve`, which are an engine's and the HTTP server's own."""
 
+import re
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -31,6 +32,10 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="0 takes any that is free")] = 8000
     uds: Annotated[str | None, Meta(description="Unix socket to listen on, instead of host and port")] = None
+    root_path: Annotated[
+        str | None,
+        Meta(description="path under which a proxy shows the server, e.g. /llm; it answers there and without it"),
+    ] = None
     api_server_count: Annotated[
         int, Meta(ge=1, le=64, description="processes that serve HTTP here; each has its share of the queue limits")
     ] = 1
@@ -123,6 +128,10 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     override_generation_config: Annotated[
         GenerationOverrides | None, Meta(description='JSON, e.g. {"temperature":0.5}: defaults above those of the file')
     ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        Meta(description="logprobs have token_id:N in the place of a token's text, unless a request says otherwise"),
+    ] = False
     enable_log_requests: Annotated[bool, Meta(description="log every request, with its prompt")] = False
 
     def __post_init__(self) -> None:
@@ -132,6 +141,8 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"lora_modules and served_model_name share the name {both[0]!r}")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile go together; give both")
+        if self.root_path and not re.fullmatch(r"(/[\w.~%-]+)*/?", self.root_path):
+            raise ValueError(f"root_path must be like /llm or /a/b, got {self.root_path!r}")
         if self.single_process and self.api_server_count > 1:
             raise ValueError(f"single_process has one API server; api_server_count is {self.api_server_count}")
 
@@ -139,6 +150,11 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     def names(self) -> tuple[str, ...]:
         """The names under which clients may ask for the model; answers carry the first. () if not set."""
         return tuple((self.served_model_name or "").replace(",", " ").split())
+
+    @property
+    def root(self) -> str:
+        """The root path without a slash at its end; "" if there is none."""
+        return (self.root_path or "").rstrip("/")
 
     def engine(self) -> EngineConfig:
         """Return the engine's part of the settings."""

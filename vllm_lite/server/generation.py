@@ -236,6 +236,9 @@ class Generation:
     ) -> Made:
         """`echo` stands before each prompt's answers; None for the prompt's own text."""
         style = AnswerStyle.of(asked.body, asked.model)
+        names_ids = getattr(asked.body, "return_tokens_as_token_ids", None)
+        if self._config.return_tokens_as_token_ids if names_ids is None else names_ids:
+            style = msgspec.structs.replace(style, names_ids=True)
         call_id = call_id or await self.live.new_id(style.kind, asked.body.request_id)
         streams = await self._streams(call_id, style.kind, prompts, params, asked.request)
         adapter = self.model.adapter_of(asked.model)

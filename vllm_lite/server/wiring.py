@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp
 
+from vllm_lite.checkpoint.pooling import task_prompts
 from vllm_lite.client.any_session import AnySession
 from vllm_lite.client.generation_config import generation_defaults
 from vllm_lite.client.pooling import PoolingFactory
@@ -72,6 +73,7 @@ class ModelFiles:
         self.template_text = None if template is None else template.source
         self.template = None if template is None else Path(template.name).name
         self.renderer = None if template is None else Renderer(template)
+        self.task_prompts = task_prompts(Path(resolved.model))
         self.defaults = generation_defaults(resolved.model, config.generation_config, config.override_generation_config)
 
     def card(self) -> dict[str, str | None]:
@@ -133,7 +135,7 @@ class Application:
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, config.default_chat_template_kwargs)
         generation = Generation(config, model, factory, prompts, live, files.formats)
         window = Window(resolved.max_num_seqs, resolved.max_num_batched_tokens)
-        pooling = PoolingRuns(generation, PoolingFactory(engine, files.tokenizer), window)
+        pooling = PoolingRuns(generation, PoolingFactory(engine, files.tokenizer), window, files.task_prompts)
         metrics = Metrics(self.calls, resolved, names[0], str(self.calls.scoreboard.number))
         information = Information(config, files.tokenizer, files.template_text)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
@@ -145,7 +147,7 @@ class Application:
         more += [*MessagesRoutes(generation).routes(), *OllamaRoutes(generation, ollama, pooling).routes()]
         more += ResponsesRoutes(generation, self._runs, self._store).routes()
         more += PoolingRoutes(pooling).routes()
-        return build(ApiRoutes(generation), live, more, config, keys, metrics)
+        return build(ApiRoutes(generation, config.root), live, more, config, keys, metrics)
 
 
 def _limits(config: ServeConfig, resolved: ResolvedConfig, num_servers: int) -> QueueLimits:

@@ -11,6 +11,7 @@ from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.delta_net import STATE_BYTES
 from vllm_lite.checkpoint.kv_scales import KVScales, has_kv_scales, read_kv_scales
+from vllm_lite.checkpoint.lora import is_lora
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import (
@@ -273,13 +274,13 @@ class Worker:
     @torch.inference_mode()
     def load_adapter(self, message: ReadAdapter) -> AdapterRead:
         """Load an adapter between two steps, or say why it cannot be loaded."""
-        error = None
+        error, is_missing = None, False
         try:
             self._cache().load(message.number, message.name, message.path)
         except ModelError as caught:
-            error = str(caught)
+            error, is_missing = str(caught), not is_lora(message.path)
         self.progress.advance()
-        return AdapterRead(self.rank, self.generation, message.number, error)
+        return AdapterRead(self.rank, self.generation, message.number, error, is_missing)
 
     @torch.inference_mode()
     def drop_adapter(self, number: int) -> None:

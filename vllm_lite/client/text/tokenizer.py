@@ -74,20 +74,25 @@ class Tokenizer:
             ) from error
         return cls(data, str(file))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None, side: str = "left"
+    ) -> list[int]:
         """Tokenize `text`. `add_special_tokens` adds those of the file's post-processor.
 
-        At most the last `num_kept` tokens are kept, special tokens at both ends included if there is room.
+        At most `num_kept` tokens are kept, special tokens at both ends included if there is room: the last ones, or
+        the first ones if `side`, at which it is cut, is "right".
         """
         encoding = self._encode(text, add_special_tokens)
         if num_kept is not None and len(encoding.ids) > num_kept:
             num_special = self._library.num_special_tokens_to_add(False) if add_special_tokens else 0
             if 0 < num_special < num_kept:
                 encoding = self._encode(text, False)
-                encoding.truncate(num_kept - num_special, direction="left")
+                encoding.truncate(num_kept - num_special, direction=side)
                 encoding = self._library.post_process(encoding)
         ids: list[int] = encoding.ids
-        return ids if num_kept is None else ids[-num_kept:]
+        if num_kept is None:
+            return ids
+        return ids[-num_kept:] if side == "left" else ids[:num_kept]
 
     def encode_batch(
         self, texts: Sequence[str], *, num_kept: int | None = None, side: str = "right"

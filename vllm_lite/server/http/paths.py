@@ -1,7 +1,8 @@
-"""Paths as clients write them: with a slash at the end, with two in a row, without /v1."""
+"""Paths as clients write them: with a slash at the end or two in a row, without /v1, below the root path of a proxy."""
 
 import re
 
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 _SLASHES = re.compile("/{2,}")
@@ -10,16 +11,24 @@ _SLASHES = re.compile("/{2,}")
 class PathMiddleware:
     """ASGI middleware, before all that looks at a path: brings it into the form of the routes.
 
-    `short` are routes below /v1 that are taken without it as well, such as /chat/completions.
+    `short` are routes below /v1 that are taken without it as well, such as /chat/completions. `root` is the path under
+    which a proxy shows the server: routes are found below it, for proxies that keep it, and without it. The root
+    itself gets a slash, as the links of pages are relative.
     """
 
-    def __init__(self, app: ASGIApp, short: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, short: frozenset[str], root: str = "") -> None:
         self._app = app
         self._short = short
+        self._root = root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path = plain(scope["path"])
+            if self._root and f"{path}/".startswith(f"{self._root}/"):
+                if scope["path"] == self._root and scope["method"] == "GET":
+                    await RedirectResponse(f"{self._root.rpartition('/')[2]}/")(scope, receive, send)
+                    return
+                path = path[len(self._root) :] or "/"
             path = f"/v1{path}" if path in self._short else path
             if path != scope["path"]:
                 scope = {**scope, "path": path}

@@ -53,6 +53,7 @@ class SamplingFields(_PassedOn, frozen=True, kw_only=True):
     """The fields of SamplingParams, which are passed on to it; None: not given. They are made of its declaration.
 
     Those written out are read or bounded by the server itself, or wider here: `max_tokens` may be 0, `seed` negative.
+    A decoder would not name the wrong key of `logit_bias`.
     """
 
     n: int | None = None
@@ -61,7 +62,7 @@ class SamplingFields(_PassedOn, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     user: Name | None = None
     cache_salt: Name | None = None
-    logit_bias: Annotated[dict[int, float], Meta(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Any], Meta(max_length=MAX_BIASES)] | None = None
     prompt_logprobs: int | None = None
 
 
@@ -98,6 +99,7 @@ class Body(ForkBody, frozen=True, kw_only=True):
 
     model: str | None = None
     add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -283,7 +285,7 @@ NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _ALWAYS_REFUSED = """
 audio chat_template custom_logit_processor documents ebnf features functions grammar json_schema logits_processors
 logprob_token_ids lora_path prediction prompt_embeds regex repetition_detection return_hidden_states return_prompt_text
-return_tokens_as_token_ids structural_tag watermarking web_search_options
+structural_tag watermarking web_search_options
 """
 _OFF_AT_0 = """
 dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff mirostat mirostat_mode no_repeat_ngram_size smoothing_factor
@@ -295,7 +297,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
     "tfs": (1,),
-    "truncation_side": ("left",),
     "typical_p": (1,),
     "verbosity": ("medium",),
 }
@@ -416,12 +417,22 @@ def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, 
     for name in ("logprobs", "prompt_logprobs"):
         if changes.get(name, given.get(name)) == -1:
             raise too_many_logprobs(name)
+    if body.logit_bias:
+        given["logit_bias"] = {key: _number(bias) for key, bias in body.logit_bias.items()}
     if isinstance(body.seed, int) and body.seed < 0:  # OpenAI's seeds are signed
         given["seed"] = body.seed % 2**64
     try:
         return SamplingParams(**{**defaults, **given, **changes})
     except (ValueError, TypeError) as error:
         raise ApiError(400, str(error), field_of(str(error))) from error
+
+
+def _number(value: Any) -> Any:
+    """`value` as a number, if it is the text of one."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def too_many_logprobs(name: str) -> ApiError:

@@ -32,6 +32,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     token_ids       whether answers show token ids; `prompt_ids` and `prompt_logprobs`: whether they show the prompt's
     usage           whether a stream ends with the usage; `usage_always`: every chunk has it
     resumable       whether a stream's events have ids, behind which it can be gone on with on another connection
+    names_ids       whether logprobs have `token_id:N` in the place of a token's text
     spells          whether an answer of token ids has their text beside them, and logprobs have texts in place of ids
     parsing         how calls and reasoning are separated from content; None where all is content
     """
@@ -46,6 +47,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     usage: bool = False
     usage_always: bool = False
     resumable: bool = False
+    names_ids: bool = False
     spells: bool = False
     parsing: Parsing | None = None
 
@@ -84,7 +86,7 @@ class AnswerWriter:
     def __init__(self, call: "Call", spelling: Spelling) -> None:
         self._call = call
         self._style = style = call.style
-        self._spelling = spelling
+        self._spelling = spelling.by_id if style.names_ids else spelling
         self._params = call.streams[0].params
         self._num_shown = 0
         """Output tokens that have been written."""

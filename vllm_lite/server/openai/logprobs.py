@@ -18,9 +18,11 @@ Candidates = dict[int, Logprob]
 
 
 class Spelling:
-    """The bytes and the text of single tokens. One that is only a part of a character is spelled "bytes:\\xc3"."""
+    """The bytes and the text of single tokens. One that is only a part of a character is spelled "bytes:\\xc3".
+    `by_id` spells them all as "token_id:17"."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.by_id = SpellingById(self)
         self._vocabulary: Vocabulary | None = None if tokenizer is None else vocabulary(tokenizer)
         self._known: dict[int, tuple[str, bytes]] = {}
 
@@ -43,7 +45,25 @@ class Spelling:
         if isinstance(words, PieceVocabulary):
             byte = words.byte_ids.get(token_id)
             return words.later_text([token_id]).encode() if byte is None else bytes([byte])
-        return f"token_id:{token_id}".encode()
+        return _named(token_id).encode()
+
+
+class SpellingById:
+    """The same bytes, and ids in the place of texts, which may be two tokens'."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+
+    def of(self, token_id: int) -> tuple[str, bytes]:
+        """As Spelling.of()."""
+        return _named(token_id), self._spelling.of(token_id)[1]
+
+
+AnySpelling = Spelling | SpellingById
+
+
+def _named(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 class Offsets:
@@ -60,12 +80,12 @@ class Offsets:
         return place
 
 
-def of_chat(entries: Sequence[Candidates], top: int, spelling: Spelling) -> dict[str, Any]:
+def of_chat(entries: Sequence[Candidates], top: int, spelling: AnySpelling) -> dict[str, Any]:
     """`choices[].logprobs` of a chat, with the `top` likeliest candidates of each token."""
     return {"content": [_chat_token(candidates, top, spelling) for candidates in entries], "refusal": None}
 
 
-def _chat_token(candidates: Candidates, top: int, spelling: Spelling) -> msgspec.Raw:
+def _chat_token(candidates: Candidates, top: int, spelling: AnySpelling) -> msgspec.Raw:
     """Encode one token at once, so that the objects it is made of exist for one token at a time."""
     token_id = next(iter(candidates))
     return _encoded(
@@ -94,14 +114,14 @@ def likeliest(candidates: Candidates, top: int) -> list[tuple[int, Logprob]]:
     return sorted((item for item in candidates.items() if item[1].rank <= top), key=lambda item: item[1].rank)
 
 
-def candidate(token_id: int, found: Logprob, spelling: Spelling) -> dict[str, Any]:
+def candidate(token_id: int, found: Logprob, spelling: AnySpelling) -> dict[str, Any]:
     """Return one candidate with its text and bytes."""
     text, data = spelling.of(token_id)
     return {"token": text, "logprob": _finite(found.logprob), "bytes": list(data)}
 
 
 def of_completion(
-    token_ids: Sequence[int], entries: Sequence[Candidates | None], offsets: Offsets, spelling: Spelling
+    token_ids: Sequence[int], entries: Sequence[Candidates | None], offsets: Offsets, spelling: AnySpelling
 ) -> dict[str, list[Any]]:
     """`choices[].logprobs` of a completion, or of the prompt before it, whose first token has none; `offsets` go on
     from one chunk to the next."""

@@ -18,7 +18,14 @@ from vllm_lite.server.ollama.bodies import (
     OllamaPromptBody,
 )
 from vllm_lite.server.openai import bodies
-from vllm_lite.server.pooling.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from vllm_lite.server.pooling.bodies import (
+    ClassifyBody,
+    CohereEmbedBody,
+    EmbeddingBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 from vllm_lite.server.responses.bodies import ResponseBody
 
 _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # method, path, summary, body
@@ -48,6 +55,7 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("get", "/props", "the model, as llama.cpp's server", None),
     ("get", "/slots", "which rows of the batch are at work, as llama.cpp's server", None),
     ("post", "/v1/embeddings", "a vector for each text", EmbeddingBody),
+    ("post", "/v2/embed", "a vector for each text, as Cohere's API", CohereEmbedBody),
     ("post", "/pooling", "what the model makes of each text: vectors, scores", PoolingBody),
     ("post", "/classify", "a number for each label of each text", ClassifyBody),
     ("post", "/score", "how well texts go together, in pairs", ScoreBody),
@@ -125,6 +133,7 @@ _EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
     OllamaModelBody: {},
     ResponseBody: {"input": "Tell me a story.", "max_output_tokens": 64},
     EmbeddingBody: {"input": ["Roses are red.", "Violets are blue."]},
+    CohereEmbedBody: {"texts": ["Roses are red.", "Violets are blue."], "embedding_types": ["float"]},
     PoolingBody: {"input": "Roses are red."},
     ClassifyBody: {"input": "Roses are red."},
     ScoreBody: {"text_1": "What is red?", "text_2": ["Roses are.", "The sky is not."]},
@@ -142,8 +151,8 @@ _EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
 }
 
 
-def document() -> dict[str, Any]:
-    """Make the OpenAPI document."""
+def document(root: str = "") -> dict[str, Any]:
+    """Make the OpenAPI document. `root` is the path under which a proxy shows the server."""
     kinds = [kind for *_, kind in _ROUTES if kind is not None]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     _add_bounds(schemas)
@@ -162,7 +171,8 @@ def document() -> dict[str, Any]:
         paths.setdefault(path, {})[method] = _route(path, summary, kind)
     components = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     info = {"title": "vllm_lite", "version": __version__}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+    servers = {"servers": [{"url": root}]} if root else {}
+    return {"openapi": "3.1.0", "info": info, **servers, "paths": paths, "components": components}
 
 
 def _add_bounds(schemas: dict[str, Any]) -> None:

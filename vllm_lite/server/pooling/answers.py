@@ -3,7 +3,7 @@ list at once, or those of a long text's tokens, would hold the event loop and ta
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from vllm_lite.client.pooling import PoolingStream
 from vllm_lite.server.pooling.call import PoolingCall
+from vllm_lite.server.pooling.encodings import FLOAT_BYTES, Encoding
 
 _encode = msgspec.json.encode
 PIECE_BYTES = 64 * 1024
@@ -28,7 +29,14 @@ def answer(
     call: PoolingCall, headers: dict[str, str], fields: dict[str, Any], item: Item, name: str = "data"
 ) -> Response:
     """The answer of a call that has ended: `fields` and, behind them, a list `name` with `item` of each text."""
-    pieces = _object(fields, name, _list(item(index, stream) for index, stream in enumerate(call.streams)))
+    return sent(call, headers, fields, name, _list(item(index, stream) for index, stream in enumerate(call.streams)))
+
+
+def sent(
+    call: PoolingCall, headers: dict[str, str], fields: dict[str, Any], name: str, value: Iterable[bytes]
+) -> Response:
+    """The answer of a call that has ended: `fields` and, behind them, `name` with a value in pieces."""
+    pieces = _object(fields, name, value)
     num_bytes = sum(len(stream.data) for stream in call.streams)
     if len(call.streams) <= SMALL and num_bytes <= SMALL_BYTES:
         return Response(b"".join(pieces), headers=headers, media_type="application/json")
@@ -83,28 +91,71 @@ def fields(call: PoolingCall, model: str) -> dict[str, Any]:
     return {"id": call.id, "object": "list", "created": call.created, "model": model, "usage": usage}
 
 
-def embedding(index: int, stream: PoolingStream, *, as_base64: bool) -> Iterable[bytes]:
-    """The vector of one text."""
-    return _object({"object": "embedding", "index": index}, "embedding", _vector(stream, as_base64=as_base64))
+def binary_answer(call: PoolingCall, headers: dict[str, str], encoding: Encoding, *, model: str | None) -> Response:
+    """All numbers as bytes, text after text; with the name of the model a header says which are whose, as vLLM's."""
+    if model is not None:
+        start, places = 0, []
+        for index, stream in enumerate(call.streams):
+            count = len(stream.data) // FLOAT_BYTES
+            rows = [len(stream.prompt.token_ids)] if stream.pooling.task == "token_embed" else []
+            end = start + count * encoding.num_bytes
+            place = {"index": index, "embed_dtype": encoding.dtype, "endianness": encoding.endianness}
+            shape = [*rows, count // (rows[0] if rows else 1)]
+            places.append({**place, "start": start, "end": end, "shape": shape})
+            start = end
+        found = fields(call, model)
+        metadata = {name: found[name] for name in ("id", "created", "model", "usage")}
+        headers = {**headers, "metadata": _encode({**metadata, "data": places}).decode()}
+    pieces = (encoding.of(stream.data) for stream in call.streams)
+    return StreamingResponse(_sent(pieces), headers=headers, media_type="application/octet-stream")
 
 
-def pooled(index: int, stream: PoolingStream, *, as_base64: bool) -> Iterable[bytes]:
-    """The numbers of one text, in rows where each token has some."""
+def embedding(index: int, stream: PoolingStream, *, encoding: Encoding | None) -> Iterable[bytes]:
+    """The vector of one text, as a list of numbers or, with an encoding, in base64."""
+    return _object({"object": "embedding", "index": index}, "embedding", _vector(stream, encoding))
+
+
+def pooled(index: int, stream: PoolingStream, *, encoding: Encoding | None) -> Iterable[bytes]:
+    """The numbers of one text, in rows where each token has some and they are not in base64."""
     found: Iterable[bytes]
-    if stream.pooling.task == "token_embed" and not as_base64:
+    if stream.pooling.task == "token_embed" and encoding is None:
         found = _list([_encode(row)] for row in stream.rows())
     else:
-        found = _vector(stream, as_base64=as_base64)
+        found = _vector(stream, encoding)
     return _object({"object": "pooling", "index": index}, "data", found)
 
 
 def vector(_: int, stream: PoolingStream) -> Iterable[bytes]:
     """The vector of one text and nothing else."""
-    return _vector(stream, as_base64=False)
+    return _vector(stream, None)
 
 
-def _vector(stream: PoolingStream, *, as_base64: bool) -> Iterable[bytes]:
-    return _base64(stream.data) if as_base64 else [_encode(stream.numbers())]
+def _vector(stream: PoolingStream, encoding: Encoding | None) -> Iterable[bytes]:
+    return [_encode(stream.numbers())] if encoding is None else _base64(encoding.of(stream.data))
+
+
+def typed(call: PoolingCall, kinds: Sequence[str]) -> Iterator[bytes]:
+    """The vectors as Cohere's API has them: for each kind a list of all. Those of bits need vectors of whole bytes."""
+    yield b"{"
+    for place, kind in enumerate(kinds):
+        make = _TYPED[kind]
+        yield (b"," if place else b"") + _encode(kind) + b":"
+        yield from _list(make(stream) for stream in call.streams)
+    yield b"}"
+
+
+def _bits(stream: PoolingStream, shift: int) -> Iterable[bytes]:
+    """One bit for each number, set unless it is negative, eight to a byte; `shift` is subtracted from each byte."""
+    bits = "".join("0" if number < 0 else "1" for number in stream.numbers())
+    return [_encode([int(bits[start : start + 8], 2) - shift for start in range(0, len(bits), 8)])]
+
+
+_TYPED: dict[str, Callable[[PoolingStream], Iterable[bytes]]] = {
+    "float": lambda stream: _vector(stream, None),
+    "base64": lambda stream: _vector(stream, Encoding(endianness="little")),
+    "binary": lambda stream: _bits(stream, 128),
+    "ubinary": lambda stream: _bits(stream, 0),
+}
 
 
 def classification(index: int, stream: PoolingStream, labels: tuple[str, ...]) -> Iterable[bytes]:

@@ -6,11 +6,14 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
-from vllm_lite.server.openai.bodies import Messages, Name, RequestId, Variables
+from vllm_lite.server.openai.bodies import Messages, Name, Part, RequestId, Variables
 from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.pooling.encodings import EmbedDtype, Encoding, Endianness
 
 MAX_TEXTS = 16_384
 """Texts of one request."""
+MAX_PARTS = 1024
+"""Parts of one of Cohere's inputs."""
 MAX_NUMBER_BYTES = 64 * 1024 * 1024
 """Float32 numbers that one request gets, of all its texts: they wait here for the last one."""
 
@@ -72,8 +75,15 @@ class InputFields(PoolingFields, frozen=True, kw_only=True):
 class EmbeddingBody(InputFields, frozen=True, kw_only=True):
     """POST /v1/embeddings."""
 
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    embed_dtype: EmbedDtype | None = None
+    endianness: Endianness | None = None
     dimensions: int | None = None
+
+    @property
+    def encoding(self) -> Encoding:
+        """How base64 and bytes have numbers."""
+        return Encoding(self.embed_dtype or "float32", self.endianness or "native")
 
 
 class PoolingBody(EmbeddingBody, frozen=True, kw_only=True):
@@ -84,6 +94,38 @@ class PoolingBody(EmbeddingBody, frozen=True, kw_only=True):
 
 class ClassifyBody(InputFields, frozen=True, kw_only=True):
     """POST /classify."""
+
+
+class CohereInput(msgspec.Struct, frozen=True):
+    """One of the `inputs` of Cohere's API, which is a message of a user."""
+
+    content: Annotated[list[Part], Meta(min_length=1, max_length=MAX_PARTS)]
+
+
+class CohereEmbedBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v2/embed, with the fields of Cohere's API as vLLM takes them. `input_type` names one of the prompts that
+    the model's folder has for what a text is to be used for."""
+
+    model: str | None = None
+    input_type: str | None = None
+    texts: Texts | None = None
+    inputs: Annotated[list[CohereInput], Meta(min_length=1, max_length=MAX_TEXTS)] | None = None
+    images: list[Any] | None = None
+    output_dimension: int | None = None
+    embedding_types: list[Literal["float", "binary", "ubinary", "base64"]] | None = None
+    truncate: Literal["NONE", "START", "END"] = "END"
+    max_tokens: int | None = None
+    priority: int | None = None
+    request_id: RequestId | None = None
+
+    def params(self) -> PoolingParams:
+        """Make the pooling params. Raises ApiError."""
+        kept = None if self.truncate == "NONE" else self.max_tokens or -1
+        side: Literal["left", "right"] = "left" if self.truncate == "START" else "right"
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ApiError(400, f"max_tokens must be at least 1, got {self.max_tokens}", "max_tokens")
+        fields = PoolingFields(truncate_prompt_tokens=kept, truncation_side=side, priority=self.priority)
+        return fields.params(dimensions=self.output_dimension)
 
 
 Side = str | Texts

@@ -1,7 +1,7 @@
 """The routes of vectors and scores."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import sqrt
 from operator import mul
@@ -18,7 +18,14 @@ from vllm_lite.server.generation import Asked
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.pooling import answers
-from vllm_lite.server.pooling.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from vllm_lite.server.pooling.bodies import (
+    ClassifyBody,
+    CohereEmbedBody,
+    EmbeddingBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 from vllm_lite.server.pooling.call import PoolingCall
 from vllm_lite.server.pooling.runs import PoolingRuns
 
@@ -37,6 +44,7 @@ class PoolingRoutes:
     def routes(self) -> list[Route]:
         posts = [
             ("/v1/embeddings", self.embeddings),
+            ("/v2/embed", self.cohere),
             ("/pooling", self.pooling),
             ("/classify", self.classify),
             ("/score", self.score),
@@ -54,8 +62,34 @@ class PoolingRoutes:
         params = body.params(dimensions=body.dimensions)
         prompts = await self._runs.prompts_of(body, request)
         call = await self._runs.pooled(asked, "embd", prompts, params, "embed")
-        item = partial(answers.embedding, as_base64=body.encoding_format == "base64")
-        return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
+        return self._vectors(asked, call, answers.embedding)
+
+    async def cohere(self, request: Request) -> Response:
+        """Vectors in the form that Cohere's clients read."""
+        asked = await self._generation.read(request, CohereEmbedBody)
+        body = asked.body
+        kinds = list(dict.fromkeys(body.embedding_types or ["float"]))
+        size = body.output_dimension or self._runs.factory.limits.pooler.size
+        if size % 8 and not {"binary", "ubinary"}.isdisjoint(kinds):
+            text = f"binary and ubinary need vectors of a multiple of 8 numbers, and these have {size}"
+            raise ApiError(400, text, "embedding_types")
+        call = await self._runs.pooled(
+            asked, "embd", await self._runs.cohere_prompts(body, request), body.params(), "embed"
+        )
+        if body.truncate == "NONE" and body.max_tokens is not None:
+            longest = max(len(stream.prompt.token_ids) for stream in call.streams)
+            if longest > body.max_tokens:
+                text = f"a text has {longest} tokens, over max_tokens of {body.max_tokens}; truncate it at START or END"
+                raise ApiError(400, text, "max_tokens")
+        units = {"input_tokens": call.num_prompt_tokens, "image_tokens": 0}
+        found = {
+            "id": call.id,
+            "texts": body.texts,
+            "meta": {"api_version": {"version": "2"}, "billed_units": units},
+            "response_type": "embeddings_by_type",
+        }
+        shown = {name: value for name, value in found.items() if value is not None}
+        return answers.sent(call, asked.headers, shown, "embeddings", answers.typed(call, kinds))
 
     async def pooling(self, request: Request) -> Response:
         asked = await self._generation.read(request, PoolingBody)
@@ -64,7 +98,15 @@ class PoolingRoutes:
         params = body.params(dimensions=body.dimensions)
         prompts = await self._runs.prompts_of(body, request)
         call = await self._runs.pooled(asked, "pool", prompts, params, task)
-        item = partial(answers.pooled, as_base64=body.encoding_format == "base64")
+        return self._vectors(asked, call, answers.pooled)
+
+    def _vectors(self, asked: Asked[Any], call: PoolingCall, write: Callable[..., Iterable[bytes]]) -> Response:
+        """The answer in the encoding that the body asks for; `write` writes the numbers of one text."""
+        way, encoding = asked.body.encoding_format, asked.body.encoding
+        if way in ("bytes", "bytes_only"):
+            model = asked.model if way == "bytes" else None
+            return answers.binary_answer(call, asked.headers, encoding, model=model)
+        item = partial(write, encoding=encoding if way == "base64" else None)
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
 
     async def classify(self, request: Request) -> Response:

@@ -16,15 +16,17 @@ from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
 from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.auth import owner_of
 from vllm_lite.server.http.disconnect import disconnected, until_disconnected
-from vllm_lite.server.openai.bodies import ChatBody
+from vllm_lite.server.openai.bodies import ChatBody, ChatMessage, Part
 from vllm_lite.server.openai.errors import ApiError, failed, refused
-from vllm_lite.server.pooling.bodies import MAX_NUMBER_BYTES, MAX_TEXTS, InputFields
+from vllm_lite.server.pooling.bodies import MAX_NUMBER_BYTES, MAX_TEXTS, CohereEmbedBody, InputFields
 from vllm_lite.server.pooling.call import PoolingCall, Window
 
 BATCH = 64
 """Texts that are tokenized together."""
 INLINE_CHARS = 4096
 """Texts of so many characters are tokenized at once, without a thread."""
+
+COHERE_INPUT_TYPES = frozenset({"search_document", "search_query", "classification", "clustering"})
 
 Make = Callable[[int, int, Sequence[str]], list[PoolingStream]]
 """Makes the streams of the texts from one number to another, with these ids."""
@@ -33,7 +35,11 @@ Make = Callable[[int, int, Sequence[str]], list[PoolingStream]]
 class PoolingRuns:
     """Runs the pooling calls of this server. Every method raises ApiError."""
 
-    def __init__(self, generation: Generation, factory: PoolingFactory, window: Window) -> None:
+    def __init__(
+        self, generation: Generation, factory: PoolingFactory, window: Window, task_prompts: dict[str, str]
+    ) -> None:
+        """`task_prompts`: what the model wants before a text, by what the text is to be used for."""
+        self._task_prompts = task_prompts
         self.generation = generation
         self.factory = factory
         self._window = window
@@ -52,6 +58,36 @@ class PoolingRuns:
         if body.add_special_tokens is False:
             return [await self._plain(prompt, request) for prompt in prompts]
         return prompts
+
+    async def cohere_prompts(self, body: CohereEmbedBody, request: Request) -> list[PromptLike]:
+        """What a body of Cohere's API has, with the prompt of its `input_type`: before each text, as
+        sentence-transformers has it, and before the message of an input as a message of the system."""
+        if body.images:
+            raise ApiError(400, "images are not supported: models are served as text models here", "images")
+        if (body.texts is None) == (body.inputs is None):
+            raise ApiError(400, "give either texts or inputs", "texts")
+        prompt = self._task_prompt(body.input_type)
+        if body.texts is not None:
+            return [prompt + text for text in body.texts]
+        system = [ChatMessage("system", prompt)] if prompt else []
+        inputs: list[str | list[str | Part]] = [[*each.content] for each in body.inputs or ()]
+        chats = [
+            ChatBody(messages=[*system, ChatMessage("user", content)], add_generation_prompt=False)
+            for content in inputs
+        ]
+        return [await self.generation.prompts.of_chat(chat, None, request) for chat in chats]
+
+    def _task_prompt(self, input_type: str | None) -> str:
+        """The prompt of this name, "" for none. Cohere's clients always send a name: where the model has no prompts,
+        theirs change nothing. Raises ApiError for a name that is not known."""
+        if input_type is None or (not self._task_prompts and input_type in COHERE_INPUT_TYPES):
+            return ""
+        prompt = self._task_prompts.get(input_type)
+        if prompt is None:
+            known = ", ".join(sorted(self._task_prompts)) or "none"
+            text = f"Unsupported input_type {input_type[:64]!r}: the prompts that this model has are: {known}"
+            raise ApiError(400, text, "input_type")
+        return prompt
 
     async def pooled(
         self, asked: Asked[Any], kind: str, prompts: Sequence[PromptLike], params: PoolingParams, task: PoolingTask

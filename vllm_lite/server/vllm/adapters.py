@@ -42,9 +42,11 @@ class AdapterRoutes:
                 "'load_inplace' to True.",
                 "lora_name",
             )
+        if (await self._live.calls.stats()).sleep_level is not None:  # it would wait until somebody wakes the engine
+            raise ApiError(503, "the engine sleeps; wake it up first (/wake_up), nothing was loaded")
         answer = await self._ask(lambda session: session.load_adapter(name, path, in_place=body.load_inplace))
         if answer.error is not None:
-            raise ApiError(400, answer.error, "lora_path")
+            raise ApiError(404 if answer.is_missing else 400, answer.error, "lora_path")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.", headers=headers)
 
     async def unload(self, request: Request) -> Response:
@@ -55,7 +57,8 @@ class AdapterRoutes:
             raise InvalidUserInput(400, "'lora_name' needs to be provided to unload a LoRA adapter.")
         answer = await self._ask(lambda session: session.unload_adapter(name))
         if answer.error is not None:
-            raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
+            text = f"The lora adapter '{name}' cannot be found." if answer.is_missing else answer.error
+            raise ApiError(404 if answer.is_missing else 400, text, "lora_name")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.", headers=headers)
 
     async def _ask(self, question: Callable[[AnySession], Future[AdapterAnswer]]) -> AdapterAnswer:

@@ -17,6 +17,9 @@ from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.bodies import UpdateWeightsBody
 from vllm_lite.server.openai.errors import ApiError
 
+MAX_WAITING = 64
+"""Operations of one API server that are not done yet; the engine carries out one after the other."""
+
 
 class Operations:
     """Answers each of them by one method. What an engine does, all API servers in front of it see."""
@@ -25,6 +28,7 @@ class Operations:
         self._calls = calls
         self._reader = reader
         self._config = config
+        self._num_waiting = 0
 
     def routes(self) -> list[Route]:
         gets = [
@@ -97,6 +101,12 @@ class Operations:
 
     async def _done(self, message: Operation, param: str | None = None) -> None:
         """Raises ApiError if it was not done; `param` names the field that says what cannot be."""
-        done = await self._calls.operate(message)
+        if self._num_waiting >= MAX_WAITING:
+            raise ApiError(429, f"{self._num_waiting} such requests wait for each other already; try again later")
+        self._num_waiting += 1
+        try:
+            done = await self._calls.operate(message)
+        finally:
+            self._num_waiting -= 1
         if done.error is not None:
             raise ApiError(400, done.error, param) if done.bad_input else ApiError(503, done.error)

@@ -1,0 +1,33 @@
+"""KnownAdapters: the LoRA adapters that requests may name, as the engine lists them, whichever engine serves."""
+
+from collections.abc import Iterable
+
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter
+
+
+class KnownAdapters:
+    """Belongs to one session, whose thread changes it; `by_name` is a new dict after every change."""
+
+    def __init__(self, listed: Iterable[AdapterInfo]) -> None:
+        self.by_name: dict[str, AdapterInfo] = {}
+        self._reloading: dict[str, AdapterInfo] = {}
+        """Those that another engine is to load again: requests that name them wait there for that."""
+        self.on_list(listed)
+
+    def on_list(self, listed: Iterable[AdapterInfo]) -> None:
+        """The engine has these; others may be on their way."""
+        has = {info.name: info for info in listed}
+        self.by_name = has | {name: info for name, info in self._reloading.items() if name not in has}
+
+    def load_again(self, listed: Iterable[AdapterInfo]) -> list[LoadAdapter]:
+        """What to ask of a new engine, which has those of its configuration and not yet the others."""
+        has = {info.name for info in listed}
+        self._reloading = {name: info for name, info in self.by_name.items() if name not in has}
+        return [LoadAdapter(0, info.name, info.path, parent=info.parent) for info in self._reloading.values()]
+
+    def on_answer(self, answer: AdapterAnswer) -> None:
+        """Take the answer to one of those messages. One that cannot be loaded any more is known no more."""
+        if answer.question:
+            return
+        if self._reloading.pop(answer.name, None) is not None and answer.error is not None:
+            self.by_name = {name: info for name, info in self.by_name.items() if name != answer.name}
