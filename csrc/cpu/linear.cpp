@@ -133,24 +133,26 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
     call.quantized = &quantized;
     fill_quantized(call, parts);
   }
-  const int64_t num_blocks = ceil_div(weight->num_outputs, kBlock);
   // Wide tasks read x once for many blocks, which takes a fifth of a narrow one's time where there are many rows;
-  // several for each thread, so that all finish at about the same time.
+  // several for each thread, so that all finish at about the same time. Columns count blocks, or the pairs of them that
+  // many rows meet.
+  const int64_t num_blocks = ceil_div(weight->num_outputs, kBlock), unit = num_rows < kManyRows ? 1 : 2;
+  const int64_t num_units = ceil_div(num_blocks, unit);
   const int64_t each = num_rows > kFewRows ? 4 : 8;
   const int64_t wanted = vllm_lite::num_threads() == 1 ? 1 : each * vllm_lite::num_threads();
-  const int64_t least = ceil_div(kMinTask, kBlock * weight->num_inputs * ceil_div(num_rows, parts.count));
-  int64_t width = num_blocks * parts.count / wanted;
+  const int64_t least = ceil_div(kMinTask, unit * kBlock * weight->num_inputs * ceil_div(num_rows, parts.count));
+  int64_t width = num_units * parts.count / wanted;
   width = width < least ? least : width;
-  width = width < 1 ? 1 : width > kMaxBlocks ? kMaxBlocks : width;
+  width = width < 1 ? 1 : width > kMaxBlocks / unit ? kMaxBlocks / unit : width;
   // As many for one thread as for the other.
-  int64_t column_parts = ceil_div(ceil_div(num_blocks, width), vllm_lite::num_threads()) * vllm_lite::num_threads();
-  column_parts = column_parts < num_blocks ? column_parts : num_blocks;
+  int64_t column_parts = ceil_div(ceil_div(num_units, width), vllm_lite::num_threads()) * vllm_lite::num_threads();
+  column_parts = column_parts < num_units ? column_parts : num_units;
   // Rows change fastest: the weights of one part of the columns are in the cache for all of them.
   vllm_lite::parallel_for(column_parts * parts.count, [&](int64_t number) {
     const int64_t part = number / parts.count, rows = number % parts.count;
     const int64_t first_row = parts.first(rows), end_row = parts.first(rows + 1);
-    const int64_t first = part * num_blocks / column_parts, end = (part + 1) * num_blocks / column_parts;
-    linear(call, {first_row, end_row - first_row, first, end - first});
+    const int64_t first = part * num_units / column_parts * unit, next = (part + 1) * num_units / column_parts * unit;
+    linear(call, {first_row, end_row - first_row, first, (next < num_blocks ? next : num_blocks) - first});
   });
 }
 VLLM_LITE_RECORDABLE(vllm_lite_linear)

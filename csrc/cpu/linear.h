@@ -29,6 +29,7 @@
 constexpr int64_t kBlock = 32;        // outputs
 constexpr int64_t kMaxRows = 96;      // of one task
 constexpr int64_t kMaxBlocks = 8;     // of one task
+constexpr int64_t kManyRows = 13;     // which meet two blocks at a time
 constexpr int64_t kQuantGroup = 128;  // inputs of a row that share a scale
 constexpr int32_t kInt8Weight = 100;  // beside the DTypes; a weight is its integer times its output's scale
 constexpr int32_t kGrouped4 = 101;    // codes of 4 bits, and
@@ -171,6 +172,8 @@ VLLM_LITE_DECLARE_TILES(void linear(const LinearCall& call, const LinearTask& ta
 // The same on call.quantized, for weights that are bytes; only where multiplies_bytes().
 VLLM_LITE_DECLARE(void linear_int8(const LinearCall& call, const LinearTask& task))
 VLLM_LITE_DECLARE(void linear_grouped(const LinearCall& call, const LinearTask& task))
+// The same for many rows of bfloat16 and weights of bfloat16. False, and nothing is done, where it has no way.
+VLLM_LITE_DECLARE(bool linear_dense(const LinearCall& call, const LinearTask& task))
 // The same on rows of bfloat16, for grouped weights that are floats. False, and nothing is done, where it has no way.
 VLLM_LITE_DECLARE(bool linear_table(const LinearCall& call, const LinearTask& task))
 VLLM_LITE_DECLARE(bool multiplies_bytes())

@@ -17,7 +17,10 @@ from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
 # outputs, inputs, rows: whole blocks and parts of them, odd numbers of inputs, several tiles, groups and tasks
-SHAPES = [(1, 1, 1), (32, 2, 3), (40, 48, 12), (33, 257, 13), (300, 512, 4), (70, 1025, 97), (600, 130, 200)]
+SHAPES = [
+    *((1, 1, 1), (32, 2, 3), (40, 48, 12), (33, 257, 13), (300, 512, 4), (70, 1025, 97), (600, 130, 200)),
+    (100, 2050, 31),
+]
 WEIGHTS = [*FLOATS, torch.int8]
 
 

@@ -312,6 +312,7 @@ void linear(const LinearCall& call, const LinearTask& task) {
     return is_grouped(call.weight->type) ? linear_grouped(call, task) : linear_int8(call, task);
   }
   if (is_grouped(call.weight->type) && linear_table(call, task)) return;
+  if (linear_dense(call, task)) return;
 #if defined(__AVX512BF16__)
   if (call.x_type == kBFloat16 && call.weight->type == kBFloat16) return run<BFloat16, BFloat16, BFloat16>(call, task);
 #endif

@@ -19,6 +19,12 @@ VLLM_LITE_INLINE void prefetch(Ahead ahead, int64_t pair) {
   for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead.from + pair * ahead.step + i);
 }
 
+// The same into L2, for more than L1 holds.
+template <int64_t kBytes>
+VLLM_LITE_INLINE void prefetch_l2(Ahead ahead, int64_t pair) {
+  for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead.from + pair * ahead.step + i, 0, 2);
+}
+
 template <class Out>
 void write(const LinearCall& call, const LinearTask& task, const float* sums, int64_t sums_stride) {
   const PackedWeight& weight = *call.weight;

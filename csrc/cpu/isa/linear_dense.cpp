@@ -1,0 +1,157 @@
+// Many rows of bfloat16 times dense weights of bfloat16: 6 rows and two blocks at a time, whose 24 sums stay in
+// registers for up to kDepth inputs. Rows are read where they lie: 6 of them and the two blocks' weights find a place
+// in L1 at any distance of rows, and what is used again comes from L2.
+#include "linear_task.h"
+#include "row_vectors.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+#if defined(__AVX512BF16__)
+constexpr int kRows = 6;
+constexpr int64_t kDepth = 1024;  // inputs: two blocks' weights and the next two's, beside a task's rows, fit in L2
+constexpr int64_t kPairElements = 2 * kBlock;
+
+// One or two blocks' weights of some inputs.
+struct Weights {
+  const BFloat16* blocks[2];
+  int64_t num_pairs;
+  const char* next;  // what is needed next is asked for meanwhile
+
+  Ahead ahead(int64_t group, int64_t num_groups) const {
+    const int64_t bytes = num_pairs * 4 * kPairElements;
+    return {next + group * bytes / num_groups, bytes / num_groups / num_pairs};
+  }
+};
+
+// Where the sums of a group of rows begin and end. Those of inputs before and behind are in memory, [rows][stride].
+struct Sums {
+  float* memory;
+  int64_t stride;
+  bool are_begun, are_done;
+  const LinearCall* call;
+  int64_t row, output;  // of the call's
+
+  template <int V>
+  inline __attribute__((always_inline)) void begin(int r, Vec (&total)[V]) const {
+    for (int v = 0; v < V; ++v) total[v] = are_begun ? load(memory + r * stride + v * kWidth) : Vec{};
+  }
+
+  template <int V>
+  inline __attribute__((always_inline)) void end(int r, const Vec (&total)[V]) const {
+    if (!are_done) {
+      for (int v = 0; v < V; ++v) store(memory + r * stride + v * kWidth, total[v]);
+      return;
+    }
+    const int64_t place = (row + r) * call->out_stride + output;
+    call->out_type == kFloat32 ? put(static_cast<float*>(call->out) + place, total)
+                               : put(static_cast<BFloat16*>(call->out) + place, total);
+  }
+
+ private:
+  template <class Out, int V>
+  inline __attribute__((always_inline)) void put(Out* to, const Vec (&total)[V]) const {
+    const float* bias = call->weight->bias;
+    const int64_t left = call->weight->num_outputs - output;
+    for (int v = 0; v < V; ++v) {
+      const int64_t at = v * kWidth, count = left - at < kWidth ? left - at : kWidth;
+      if (count <= 0) break;
+      store_at(to, at, bias == nullptr ? total[v] : total[v] + load_at(bias + output, at, count), count);
+    }
+  }
+};
+
+// The sums of R rows and V / 2 blocks go on with x [R][x_stride].
+template <int R, int V>
+void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead ahead, const Sums& sums) {
+  Vec total[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sums.begin(r, total[r]);
+  for (int64_t pair = 0; pair < weights.num_pairs; ++pair) {
+    prefetch_l2<128>(ahead, pair);
+    __m512bh words[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      words[v] = (__m512bh)_mm512_loadu_si512(weights.blocks[v / 2] + pair * kPairElements + v % 2 * 2 * kWidth);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      int32_t both;
+      std::memcpy(&both, x + r * x_stride + 2 * pair, 4);
+      const __m512bh value = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        total[r][v] = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(total[r][v]), words[v], value));
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sums.end(r, total[r]);
+}
+
+// For `rows` rows, 1 <= rows <= R.
+template <int R, int V>
+void multiply_group(int64_t rows, const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead ahead,
+                    const Sums& sums) {
+  if constexpr (R > 1) {
+    if (rows < R) return multiply_group<R - 1, V>(rows, x, x_stride, weights, ahead, sums);
+  }
+  multiply<R, V>(x, x_stride, weights, ahead, sums);
+}
+
+// All rows of a task times some inputs of V / 2 blocks; groups differ by one row at most.
+template <int V>
+void multiply_rows(const LinearTask& task, const BFloat16* x, const Weights& weights, Sums sums) {
+  const int64_t num_groups = (task.num_rows + kRows - 1) / kRows, x_stride = sums.call->x_stride;
+  for (int64_t group = 0, row = 0; group < num_groups; ++group) {
+    const int64_t end = (group + 1) * task.num_rows / num_groups;
+    Sums own = sums;
+    own.memory += row * sums.stride;
+    own.row += row;
+    multiply_group<kRows, V>(end - row, x + row * x_stride, x_stride, weights, weights.ahead(group, num_groups), own);
+    row = end;
+  }
+}
+
+void run(const LinearCall& call, const LinearTask& task) {
+  alignas(64) float memory[kMaxRows * kMaxBlocks * kBlock];
+  const PackedWeight& weight = *call.weight;
+  const int64_t num_inputs = weight.num_inputs, block_elements = num_inputs * kBlock;
+  const BFloat16* blocks = static_cast<const BFloat16*>(weight.data) + task.first_block * block_elements;
+  const BFloat16* rows = static_cast<const BFloat16*>(call.x) + task.first_row * call.x_stride;
+  for (int64_t input = 0; input < num_inputs; input += kDepth) {
+    const int64_t left = num_inputs - input, count = left < kDepth ? left : kDepth;
+    for (int64_t block = 0; block < task.num_blocks; block += 2) {
+      const BFloat16* first = blocks + block * block_elements + input * kBlock;
+      const bool is_last = block + 2 >= task.num_blocks, goes_on = count < left;
+      const BFloat16* next = !is_last  ? first + 2 * block_elements
+                             : goes_on ? blocks + (input + kDepth) * kBlock
+                                       : first;
+      const Weights weights = {{first, first + block_elements}, count / 2, reinterpret_cast<const char*>(next)};
+      const Sums sums = {memory + block * kBlock, task.num_blocks * kBlock,           input > 0, !goes_on, &call,
+                         task.first_row,          (task.first_block + block) * kBlock};
+      if (block + 1 < task.num_blocks) {
+        multiply_rows<4>(task, rows + input, weights, sums);
+      } else {
+        multiply_rows<2>(task, rows + input, weights, sums);
+      }
+    }
+  }
+}
+#endif
+
+}  // namespace
+
+bool linear_dense([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const LinearTask& task) {
+#if defined(__AVX512BF16__)
+  const PackedWeight& weight = *call.weight;
+  const bool are_pairs = weight.num_inputs % 2 == 0;  // behind a row's last pair lies what is not the row's
+  if (call.x_type != kBFloat16 || weight.type != kBFloat16 || task.num_rows < kManyRows || !are_pairs) return false;
+  run(call, task);
+  return true;
+#else
+  return false;
+#endif
+}
+
+}  // namespace VLLM_LITE_ISA
