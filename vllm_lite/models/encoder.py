@@ -48,8 +48,9 @@ class TokenTypes:
 
     table: torch.Tensor  # [num_types, hidden_size], by `load`
 
-    def __init__(self, parts: Parts, num_types: int) -> None:
+    def __init__(self, parts: Parts, num_types: int, max_num_tokens: int) -> None:
         self.shape = num_types, parts.spec.hidden_size
+        self.zeros = torch.zeros(max_num_tokens, dtype=torch.int64, device=parts.device)
         self.dtype, self.device = parts.dtype, parts.device
         self.ops = ops_for(parts.device)
 
@@ -65,9 +66,8 @@ class TokenTypes:
     def add_to(self, x: torch.Tensor, types: torch.Tensor | None) -> None:
         """x: [num_tokens, hidden_size], types: int64 [num_tokens], None = all are 0."""
         if types is None or len(self.table) == 1:
-            x.add_(self.table[0])
-        else:
-            self.ops.add_rows(x, self.table, types)
+            types = self.zeros[: len(x)]
+        self.ops.add_rows(x, self.table, types)
 
 
 class Encoder:
@@ -91,7 +91,7 @@ class Encoder:
                     f"model has learned, got {max_model_len}"
                 )
             self.positions = LearnedPositions(parts, own.position_offset, own.num_positions)
-        self.types = TokenTypes(parts, own.num_types) if own.num_types else None
+        self.types = TokenTypes(parts, own.num_types, max_num_tokens) if own.num_types else None
         self.embedding_norm = parts.norm()
         self.layers = [self.layer(parts, index) for index in range(spec.num_layers)]
         self.norm = parts.norm() if self.names.norm else None
