@@ -44,3 +44,7 @@ class CachedContents:
             if slot.block_hash in self._prefixes:
                 found_state = worker.states[slot.block_id]
                 assert found_state == self._prefixes[slot.block_hash], f"{slot} holds the state of {found_state}"
+        for key in self._kv.states.histories.demoted.keys() & self._prefixes.keys():
+            place = None if self._kv.states.host is None else self._kv.states.host.find(key)
+            assert place is not None
+            assert worker.states[place] == self._prefixes[key], f"place {place} holds {worker.states[place]}"

@@ -33,6 +33,7 @@ class Rig:
         num_host_blocks: int = 0,
         max_swap_blocks: int = 10**9,
         num_state_slots: int = 0,
+        num_host_states: int = 0,
         depth: int = 1,
         policy: object | None = None,
         **options: int | bool | str,
@@ -48,7 +49,7 @@ class Rig:
             max_swap_blocks_per_step=max_swap_blocks,
         )
         if num_state_slots:
-            self.kv.states = StateSlots(num_state_slots, block_size, caching)
+            self.kv.states = StateSlots(num_state_slots, block_size, caching, num_host_states=num_host_states)
         self.scheduler = Scheduler(self.kv, Options(**options), policy)  # type: ignore[arg-type]
         self.scheduler.on_decision = lambda code, _sequence, numbers: self.decisions.append((code, numbers))
         slots = int(options["max_num_seqs"])
@@ -108,8 +109,9 @@ class Rig:
     def step(self) -> list[Produced]:
         in_flight = self.scheduler.in_flight
         while len(in_flight) < self.depth and (output := self.scheduler.schedule()) is not None:
-            moved = sum(op != BlockOp.COPY for op, _, _ in output.block_ops)
-            assert moved <= self.max_swap_blocks, "the bound of a step's stall"
+            ops = [op for op, _, _ in output.block_ops]
+            assert ops.count(BlockOp.SWAP_IN) + ops.count(BlockOp.SWAP_OUT) <= self.max_swap_blocks, "a step's stall"
+            assert ops.count(BlockOp.STATE_IN) + ops.count(BlockOp.STATE_OUT) <= 1
             self.worker.submit(output)
             assert self.worker.num_scheduled[-1] == self.scheduler.num_scheduled_tokens
             assert self.scheduler.num_scheduled_tokens <= self.scheduler.options.max_num_batched_tokens
@@ -144,7 +146,9 @@ class Rig:
                 assert self.kv.pool.num_used == 0
                 assert self.kv.host is None or self.kv.host.pool.num_used == 0
                 assert not self.scheduler.waiting
-                assert self.kv.states is None or self.kv.states.num_held == 0
+                states = self.kv.states
+                assert states is None or states.num_held == 0
+                assert states is None or states.host is None or states.host.num_pinned == 0
                 return
             self.step()
         raise AssertionError("requests are left that make no progress")

@@ -11,6 +11,7 @@ from vllm_lite.protocol.control import AdapterRead
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.step import (
+    BlockOp,
     Continue,
     Draft,
     Finish,
@@ -148,6 +149,9 @@ class SimulatedWorker:
         for op, src, dst in output.block_ops:
             assert src != dst
             assert 0 not in (src, dst)
+            if op in (BlockOp.STATE_OUT, BlockOp.STATE_IN):
+                self._states()[dst] = self._states()[src]
+                continue
             self.kv[dst] = self.kv[src].copy()
             self.ops.append((op, src, dst))
         scheduled = [step for entry in output.entries if (step := self._apply(entry)) is not None]

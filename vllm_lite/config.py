@@ -151,7 +151,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_watermark: Annotated[float, about("share of the pool kept free when a request is admitted", ge=0, lt=1)] = 0.01
     swap_space: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        about("GiB of host memory for KV blocks that left the device, for each worker (default: 4, on a CPU 0)"),
+        about("GiB of each worker in host memory for KV and states that left the device (default: 4, on a CPU 0)"),
     ] = None
     state_cache_space: Annotated[
         Annotated[float, Meta(gt=0)] | None, about("GiB of each worker for recurrent states (default: at most 2)")

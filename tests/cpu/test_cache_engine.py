@@ -4,12 +4,14 @@ import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import emulator
+from vllm_lite.checkpoint.delta_net import DeltaNetSpec
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerGroup, LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.errors import ConfigError, ProtocolError
@@ -22,6 +24,7 @@ from vllm_lite.worker.memory.cache_engine import CacheEngine
 N, M = 7, 5
 """Device blocks [0, 7), host blocks [7, 12)."""
 COPY, SWAP_OUT, SWAP_IN = BlockOp.COPY, BlockOp.SWAP_OUT, BlockOp.SWAP_IN
+STATE_OUT, STATE_IN = BlockOp.STATE_OUT, BlockOp.STATE_IN
 
 
 HEADS = AttentionSpec(4, 2, 4, scale=0.5)
@@ -280,6 +283,26 @@ def test_a_pool_of_more_than_2_to_the_31_elements(mover):
 def run_lists(program):
     engine = make_engine()
     return stages(engine._check(i, *entry) for i, entry in enumerate(program))
+
+
+def test_states_move_by_value_beside_blocks_and_in_order():
+    delta_net = DeltaNetSpec(1, 2, 4, 4, conv_size=3)
+    spec = make_spec()
+    layers = (*spec.layers, LayerSpec(HEADS, None, recurrent=delta_net))
+    engine = CacheEngine(msgspec.structs.replace(spec, layers=layers), 2, N, M, torch.float32, torch.device("cpu"))
+    engine.make_states(4, num_host_states=2)
+    engine.states.copy_(torch.randn(engine.states.shape))
+    engine.pool.copy_(torch.randn(engine.pool.shape))
+    states, pool = engine.states.clone(), engine.pool.clone()
+    engine.execute([(STATE_OUT, 3, 5), (SWAP_OUT, 3, 8), (STATE_OUT, 1, 4), (STATE_IN, 5, 1), (STATE_IN, 4, 2)])
+    assert torch.equal(engine.states, states[[0, 3, 1, 3]])
+    assert torch.equal(engine.pool, pool)
+    assert torch.equal(engine.host_pool[1], pool[3])
+    assert torch.equal(engine.layer_views()[3], engine.states)
+    for entry in [(STATE_OUT, 1, 3), (STATE_IN, 4, 0), (STATE_IN, 6, 1)]:
+        with pytest.raises(ProtocolError, match=r"STATE_(OUT|IN)"):
+            engine.execute([(STATE_OUT, 2, 5), entry])
+    assert torch.equal(engine.host_states, states[[1, 3]]), "nothing has moved"
 
 
 def test_consecutive_ids_move_in_one_copy():

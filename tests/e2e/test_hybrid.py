@@ -25,14 +25,17 @@ END = 2
 class Chats:
     """A checkpoint in an engine and in transformers."""
 
-    def __init__(self, variant: Variant, path: Path, **settings: object) -> None:
+    def __init__(
+        self, variant: Variant, path: Path, *, slots: int = SLOTS, host_states: int = 0, **settings: object
+    ) -> None:
         self.path = variant.make(path / variant.name)
         spec = load_spec(self.path)
         self.reference = transformers_model(self.path, spec.architecture, "float32")
         self.reference.generation_config.eos_token_id = None
-        space = SLOTS * spec.state_bytes() / GIB
+        space = slots * spec.state_bytes() / GIB
         usual = {"max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 6, "block_size": 16}
-        self.llm = LLM(str(self.path), state_cache_space=space, **(usual | settings))  # type: ignore[arg-type]
+        swap = 2.001 * host_states * spec.state_bytes() / GIB
+        self.llm = LLM(str(self.path), state_cache_space=space, swap_space=swap, **(usual | settings))  # type: ignore[arg-type]
         self.params = GREEDY
 
     def expected(self, prompt: list[int]) -> list[int]:
@@ -102,7 +105,7 @@ def test_beams_are_those_of_transformers(chats: Chats) -> None:
 
 
 def test_preempted_and_pushed_out_sequences_are_computed_again(tmp_path: Path) -> None:
-    chats = Chats(VARIANTS[0], tmp_path, num_gpu_blocks_override=24, tensor_parallel_size=2)
+    chats = Chats(VARIANTS[0], tmp_path, slots=6, num_gpu_blocks_override=24, tensor_parallel_size=2)
     try:
         prompts = [words(40 + seed, 60) for seed in range(8)]
         chats.check(prompts)
@@ -110,6 +113,22 @@ def test_preempted_and_pushed_out_sequences_are_computed_again(tmp_path: Path) -
         stats = chats.stats()
         assert stats.preemptions
         assert stats.evicted_states
+    finally:
+        chats.llm.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_come_back_from_host_memory(tmp_path: Path, ranks: int) -> None:
+    room = {"slots": 7, "host_states": 20, "num_gpu_blocks_override": 28, "preemption_mode": "swap"}
+    chats = Chats(VARIANTS[0], tmp_path, tensor_parallel_size=ranks, **room)  # type: ignore[arg-type]
+    try:
+        prompts = [words(60 + seed, 60) for seed in range(8)]
+        chats.check(prompts)
+        longer = [[*prompt, *chats.expected(prompt), *words(9, 5)] for prompt in prompts]
+        assert all(chats.check([prompt]) != [0] for prompt in longer)
+        stats = chats.stats()
+        assert stats.swaps
+        assert stats.promoted_states
     finally:
         chats.llm.close()
 

@@ -19,6 +19,7 @@ configurations = st.fixed_dictionaries(
         "max_swap_blocks": st.sampled_from([1, 2, 5, 10**9]),
         "preemption": st.sampled_from(["recompute", "swap", "swap"]),
         "num_state_slots": st.sampled_from([0, 0, 2, 3, 5, 9, 40]),
+        "num_host_states": st.sampled_from([0, 1, 3, 20]),
         "depth": st.sampled_from([1, 2, 4]),
         "num_drafts": st.sampled_from([0, 0, 3]),
         "num_forced": st.sampled_from([0, 2, 5]),

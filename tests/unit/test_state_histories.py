@@ -27,9 +27,9 @@ class Chats:
 
     def leave(self, key: bytes, history: History) -> None:
         while len(self.histories.kept) >= self.room:
-            worst = self.histories.worst(lambda _: True)
+            worst = self.histories.worst(self.histories.kept, lambda _: True)
             assert worst is not None
-            self.histories.remove(worst, is_remembered=True)
+            self.histories.remove(self.histories.kept, worst, is_remembered=True)
         self.histories.add(key, history)
 
     def found(self, turns: Iterable[int]) -> float:
@@ -64,9 +64,9 @@ def test_what_a_longer_state_has_superseded_goes_first() -> None:
     histories.add(b"other", other)
     for key in (b"a", b"ab", b"abc"):
         histories.add(key, history)
-    assert histories.worst(lambda _: True) == b"a"
-    assert histories.worst(lambda key: key != b"a") == b"ab"
-    assert histories.worst(lambda key: key in (b"abc", b"other"), only_superseded=True) is None
+    assert histories.worst(histories.kept, lambda _: True) == b"a"
+    assert histories.worst(histories.kept, lambda key: key != b"a") == b"ab"
+    assert histories.worst(histories.kept, lambda key: key in (b"abc", b"other"), only_superseded=True) is None
 
 
 def test_a_state_with_which_a_second_chat_begins_is_not_superseded() -> None:
@@ -76,7 +76,7 @@ def test_a_state_with_which_a_second_chat_begins_is_not_superseded() -> None:
     histories.add(b"system, first", first)
     second = histories.begin(b"system", ())
     histories.add(b"system, second", second)
-    assert histories.worst(lambda _: True, only_superseded=True) is None
+    assert histories.worst(histories.kept, lambda _: True, only_superseded=True) is None
     third = histories.begin(b"system", ())
     assert second is not first
     assert third not in (first, second)
@@ -88,7 +88,7 @@ def test_what_another_chat_leaves_again_is_known_to_be_shared() -> None:
         history = histories.begin(None, ())
         histories.add(b"system", history)
         histories.add(b"system, " + chat, history)
-        is_superseded = histories.worst(lambda _: True, only_superseded=True) == b"system"
+        is_superseded = histories.worst(histories.kept, lambda _: True, only_superseded=True) == b"system"
         assert is_superseded == (chat == b"first")
         if is_superseded:
-            histories.remove(b"system", is_remembered=True)
+            histories.remove(histories.kept, b"system", is_remembered=True)

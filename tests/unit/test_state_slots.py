@@ -3,7 +3,7 @@
 import pytest
 
 from tests.scheduler_rig import Rig, expected
-from vllm_lite.engine.blocks.state_slots import LAST_MARKS
+from vllm_lite.engine.blocks.state_slots import LAST_MARKS, NO_SLOT
 from vllm_lite.engine.request import Request
 
 PROMPT = list(range(1, 31))
@@ -81,6 +81,20 @@ def test_chats_that_take_turns_keep_as_many_states_as_there_is_room_for() -> Non
     assert found >= 8, "those of every second chat"
 
 
+def test_states_that_had_to_go_are_found_on_the_host() -> None:
+    rig, found = Rig(300, num_state_slots=6, num_host_states=8, max_num_batched_tokens=64), 0
+    prompts = [[number, *PROMPT[:10]] for number in range(8)]
+    for turn in range(3):
+        for number, prompt in enumerate(prompts):
+            found += cached(run(rig, f"{turn}.{number}", prompt)) > 0
+            prompt += [*rig.output(f"{turn}.{number}"), 7]
+    assert found == 16, "all of them"
+    assert "state_loaded" in {code for code, _ in rig.decisions}
+    host = rig.kv.states and rig.kv.states.host
+    assert host
+    assert host.num_demoted >= host.num_promoted > 0
+
+
 def test_one_slot_is_enough() -> None:
     rig = rig_with(2)
     run(rig, "first", PROMPT)
@@ -92,13 +106,22 @@ def test_one_slot_is_enough() -> None:
     assert "waits_for_state" in {code for code, _ in rig.decisions}
 
 
-def test_a_sequence_that_is_swapped_out_keeps_its_state() -> None:
-    rig = Rig(12, num_state_slots=9, num_host_blocks=40, preemption="swap")
+@pytest.mark.parametrize("num_host_states", [0, 9])
+def test_the_state_of_a_sequence_that_is_swapped_out_goes_to_the_host_if_there_is_room(num_host_states: int) -> None:
+    rig = Rig(12, num_state_slots=9, num_host_blocks=40, num_host_states=num_host_states, preemption="swap")
     prompts = [[number] * 12 for number in (1, 2, 3)]
     for number, prompt in enumerate(prompts):
         rig.add(f"r{number}", prompt, 20)
+    num_pinned, slots = 0, set[int]()
+    while rig.scheduler.requests:
+        rig.step()
+        slots |= {each.state.live for each in rig.scheduler.waiting if each.state is not None}
+        if rig.kv.states is not None and rig.kv.states.host is not None:
+            num_pinned = max(num_pinned, rig.kv.states.host.num_pinned)
     rig.drain()
     assert rig.scheduler.counters.swaps
+    assert (num_pinned > 0) == (num_host_states > 0)
+    assert num_host_states == 0 or slots == {NO_SLOT}, "its slot is given back"
     assert all(rig.output(f"r{number}") == expected(prompt, 20) for number, prompt in enumerate(prompts))
 
 

@@ -16,6 +16,9 @@ DEFAULT_STATE_GIB = 2.0
 STATES_PER_SEQUENCE = 16
 """At most so many state slots for each sequence that may run."""
 
+STATES_SHARE = 0.5
+"""The part of the swap space that is for the states of recurrent layers, where there are such layers."""
+
 LARGEST = 512
 """Above this many rows the device is busy for longer than the launches take."""
 GRAPH_BYTES = 8 << 20
@@ -45,9 +48,15 @@ def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | Non
     return None
 
 
-def num_host_blocks(swap_space_gib: float, block_bytes: int) -> int:
-    """Whole KV blocks that fit into the swap space."""
-    return 0 if not block_bytes else int(swap_space_gib * GIB // block_bytes)
+def num_host_blocks(swap_space_gib: float, block_bytes: int, state_bytes: int = 0) -> int:
+    """Whole KV blocks that fit into the swap space, beside the states of a model that has some."""
+    share = 1 - STATES_SHARE if state_bytes else 1
+    return 0 if not block_bytes else int(share * swap_space_gib * GIB // block_bytes)
+
+
+def num_host_states(swap_space_gib: float, state_bytes: int) -> int:
+    """States of recurrent layers that fit into their share of the swap space."""
+    return 0 if not state_bytes else int(STATES_SHARE * swap_space_gib * GIB // state_bytes)
 
 
 def num_state_slots(config: ResolvedConfig, state_bytes: int) -> int:

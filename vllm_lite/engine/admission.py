@@ -73,7 +73,7 @@ class Admitter:
         it."""
         kv, running = self._kv, self._queues.running
         is_in = self._admit(sequence, plan, in_parts=in_parts)
-        while is_first and not (is_in or running or kv.swapping.is_moving) and kv.reclaim(keep=sequence):
+        while is_first and not (is_in or running or kv.is_moving) and kv.reclaim(keep=sequence):
             is_in = self._admit(sequence, plan, in_parts=True)
         return is_in
 
@@ -117,6 +117,8 @@ class Admitter:
         if hit is not None and hit.reach > hit.num_tokens + kv.block_size:
             kv.counters.state_missing_tokens += hit.reach - hit.num_tokens
             plan.decide("state_missing", sequence, kv=hit.reach, state=hit.num_tokens)
+        if hit is not None and kv.loads_state(hit):
+            plan.decide("state_loaded", sequence, state=hit.num_tokens)
         plan.decide(
             "swapped_in" if is_swapped else "admitted",
             sequence,

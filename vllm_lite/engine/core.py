@@ -274,7 +274,8 @@ def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
         max_swap_blocks_per_step=header.max_swap_blocks_per_step,
     )
     if header.num_state_slots:
-        kv.states = StateSlots(header.num_state_slots, header.block_size, caching)
+        room = {"num_host_states": header.num_host_states, "max_moves": header.max_moved_states}
+        kv.states = StateSlots(header.num_state_slots, header.block_size, caching, **room)
     scheduler = Scheduler(kv, Options(**header.options), policy.load(header.policy))
     scheduler.rates = Rates(0.0, header.swap_blocks_per_s)
     return scheduler
@@ -313,4 +314,6 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, lives: Lives, no
         launch=lives.launch,
         life=lives.life,
         num_state_slots=ready.num_state_slots,
+        num_host_states=ready.num_host_states,
+        max_moved_states=max(1, config.max_swap_blocks_per_step * ready.block_bytes // max(1, ready.state_bytes)),
     )

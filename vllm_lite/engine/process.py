@@ -135,7 +135,7 @@ class EngineProcess:
         ready = groups.start(self._stop)
         log.moment("engine", "waits for the model")
         check_pool(ready.num_blocks, ready.block_bytes, self._config.tensor_parallel_size)
-        host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes)
+        host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes, ready.state_bytes)
         blocks_per_s = groups.allocate(ready.num_blocks, host_blocks, self._stop)
         log.moment("engine", "waits for the KV cache")
         return ready, Sizes(ready.num_blocks, host_blocks, blocks_per_s)

@@ -171,7 +171,7 @@ class Scheduler:
         self.meter.time_results(now_s, idle=not self.in_flight)
         if not self.quarantine.lets_schedule(self.on_decision):
             return None
-        queues, swapping, max_tokens = self.queues, self.kv.swapping, self.options.max_num_batched_tokens
+        queues, max_tokens = self.queues, self.options.max_num_batched_tokens
         self.kv.begin_step()
         view = View(now_s, len(queues.running), len(queues.waiting), self.kv.pool.num_free, max_tokens)
         self.step_budget = budget = self._choose_budget(view)
@@ -181,22 +181,20 @@ class Scheduler:
         self._schedule_prompts(plan)
         if plan.draftable:
             self._add_drafts(plan)
-        while (
-            plan.budget == budget and not (self.in_flight or swapping.is_moving) and queues.running and queues.waiting
-        ):
+        while plan.budget == budget and not (self.in_flight or self.kv.is_moving) and queues.running and queues.waiting:
             # Beams that wait for another beam of their request hold the blocks it needs to come in.
             victim = queues.running.pop()
             self._preempt(victim, next(iter(queues.waiting)), plan)
             plan.room, plan.shortest = plan.budget, None
             self._admitter.schedule_waiting(plan)
-        if plan.budget == budget and not swapping.is_moving:
+        if plan.budget == budget and not self.kv.is_moving:
             queues.entries += plan.entries
             return None
         queues.step += 1
         self.num_scheduled_tokens = num_tokens = budget - plan.budget
         self.counters.steps += 1
         entries = queues.take_entries() + plan.entries
-        output = SchedulerOutput(self.generation, queues.step, swapping.take_ops(), entries)
+        output = SchedulerOutput(self.generation, queues.step, self.kv.take_ops(), entries)
         only_decodes = num_tokens <= len(queues.running)
         self.in_flight.add(output, plan.sampling, num_tokens, only_decodes=only_decodes, drafted=plan.drafted)
         return output

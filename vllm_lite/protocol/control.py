@@ -47,7 +47,8 @@ class KVGroupInfo(Message):
 
 class Ready(Message, tag=31):
     """The shard is loaded; `num_blocks` KV blocks of `block_bytes` would fit (null block included). A model with
-    recurrent layers has `num_state_slots` of `state_bytes` beside them, slot 0 included, which is never used."""
+    recurrent layers has `num_state_slots` of `state_bytes` beside them, slot 0 included, which is never used, and room
+    for `num_host_states` in host memory, whose ids follow those of the slots."""
 
     rank: int
     generation: int
@@ -60,6 +61,7 @@ class Ready(Message, tag=31):
     pooler: PoolerInfo = PoolerInfo()
     num_state_slots: int = 0
     state_bytes: int = 0
+    num_host_states: int = 0
 
 
 class Start(Message, tag=32):

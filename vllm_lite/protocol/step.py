@@ -26,6 +26,9 @@ class BlockOp(IntEnum):
     COPY = 1
     SWAP_OUT = 2
     SWAP_IN = 3
+    STATE_OUT = 4
+    """Between slots of recurrent states: ids of their own, those on the host behind those of the device."""
+    STATE_IN = 5
 
 
 class NewRequest(Message, tag=1):

@@ -25,6 +25,7 @@ from vllm_lite.checkpoint.sizing import (
     bucket_sizes,
     configured_num_blocks,
     num_host_blocks,
+    num_host_states,
     num_state_slots,
     reserved_bytes,
 )
@@ -118,8 +119,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What each further token of a sequence takes that is longer than its sliding windows."""
     num_blocks: int
     num_host_blocks: int
+    num_host_states: int
     num_state_slots: int
-    """Those of recurrent layers; 0 = there are none."""
     state_bytes: int
     kv_cache_bytes: int
     kv_tokens: int
@@ -203,32 +204,30 @@ class _Sizes:
             machine=machine,
             kv=spec,
         )
-        self.length = self.config.max_model_len
-        self.chunk = self.config.max_num_batched_tokens
+        self.length, self.chunk = self.config.max_model_len, self.config.max_num_batched_tokens
         self.groups = make_groups([group.window for group in spec.kv_groups], config.block_size)
         num_ranks = tp if device == "cpu" else 1  # on the device that is planned for
         kv_dtype = self.config.kv_cache_dtype
         element_bytes, scale_bytes = KV_DTYPE_BYTES[kv_dtype], KV_SCALE_BYTES.get(kv_dtype, 0)
         self.rank_block_bytes = spec.kv_block_bytes(config.block_size, element_bytes, tp, scale_bytes)
         self.block_bytes = self.rank_block_bytes * num_ranks
-        self.rank_weights = [
-            weights_bytes(checkpoint, DTYPE_BYTES[dtype], config.quantization, shard, device)
-            for shard in first.all_ranks
-        ]
+        size, form = DTYPE_BYTES[dtype], config.quantization
+        self.rank_weights = [weights_bytes(checkpoint, size, form, shard, device) for shard in first.all_ranks]
         self.weights = sum(self.rank_weights[:num_ranks])
-        self.activations = num_ranks * self._buffers(DTYPE_BYTES[dtype]) + self._logits()
+        self.activations = num_ranks * self._buffers(size) + self._logits()
         self.graphs = self._graphs()
         self.outside = OUTSIDE_BYTES[device] + (num_ranks - 1) * FURTHER_WORKER_BYTES
         self.usable = int(memory_bytes * (config.gpu_memory_utilization if device == "cuda" else 1))
-        self.num_host_blocks = num_host_blocks(self.config.swap_space, self.rank_block_bytes)
-        rank_state_bytes = spec.state_bytes(tp)
-        self.num_state_slots = num_state_slots(self.config, rank_state_bytes)
-        self.state_bytes = rank_state_bytes * num_ranks
+        state_bytes, swap_space = spec.state_bytes(tp), self.config.swap_space  # of a rank
+        self.num_host_blocks = num_host_blocks(swap_space, self.rank_block_bytes, state_bytes)
+        self.num_host_states = num_host_states(swap_space, state_bytes)
+        self.num_state_slots = num_state_slots(self.config, state_bytes)
+        self.state_bytes = state_bytes * num_ranks
         self.adapters = num_ranks * adapter_bytes(spec, config, DTYPE_BYTES[dtype], device)
         self.fixed = self.weights + self.adapters + self.activations + self.graphs + self.outside
         self.fixed += self.num_state_slots * self.state_bytes
         if device == "cpu":  # there swap space is the same memory
-            self.fixed += self.num_host_blocks * self.block_bytes
+            self.fixed += self.num_host_blocks * self.block_bytes + self.num_host_states * self.state_bytes
 
     def _logits(self) -> int:
         """Logits and what sampling makes of them. Ranks on a CPU have them in common."""
@@ -345,6 +344,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
         kv_bytes_per_token_beyond_windows=per_token * sum(group.window is None for group in sizes.groups),
         num_blocks=num_blocks,
         num_host_blocks=sizes.num_host_blocks,
+        num_host_states=sizes.num_host_states,
         num_state_slots=sizes.num_state_slots,
         state_bytes=sizes.state_bytes,
         kv_cache_bytes=num_blocks * sizes.block_bytes,

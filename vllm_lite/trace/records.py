@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAGIC = b"vltrace\x07"
+MAGIC = b"vltrace\x08"
 """First bytes of the file; the last of them is the version of this module."""
 HASH_BYTES = 8
 """Bytes of a digest that are recorded: enough to distinguish any two."""
@@ -36,6 +36,7 @@ class Code(IntEnum):
     WAITS_FOR_ADAPTER = 13
     WAITS_FOR_STATE = 14
     STATE_MISSING = 15
+    STATE_LOADED = 16
 
 
 FIELDS: dict[Code, tuple[str, ...]] = {
@@ -54,6 +55,7 @@ FIELDS: dict[Code, tuple[str, ...]] = {
     Code.WAITS_FOR_ADAPTER: (),
     Code.WAITS_FOR_STATE: ("need", "free", "watermark"),
     Code.STATE_MISSING: ("kv", "state"),
+    Code.STATE_LOADED: ("state",),
 }
 WAITS = {code for code in Code if code.name.startswith("WAITS_FOR_")}
 WAYS = ("recompute", "swap")
@@ -93,6 +95,8 @@ class Header(_Record, frozen=True, tag=0):
     launch: str
     life: int
     num_state_slots: int = 0
+    num_host_states: int = 0
+    max_moved_states: int = 1
 
 
 class Params(_Record, frozen=True):

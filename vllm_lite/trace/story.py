@@ -97,6 +97,7 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.TRIED: _tried,
     Code.CONVICTED: lambda n, _: f"was found to kill its workers, in {n['deaths']} deaths in a row, and ended",
     Code.WAITS_FOR_ADAPTER: lambda _n, _: "waited, because its adapter was not in memory, or a step had others enough",
+    Code.STATE_LOADED: lambda n, _: f"loaded the recurrent state at {n['state']} from host memory",
     Code.WAITS_FOR_STATE: lambda _n, _: "waited for a recurrent state that another request computes, or for a slot",
     Code.STATE_MISSING: lambda n, _: (
         f"found the KV of {_tokens(n['kv'])} in the cache, but no state behind them: the one at {n['state']} was the "

@@ -17,6 +17,7 @@ from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import (
     bucket_sizes,
     configured_num_blocks,
+    num_host_states,
     num_state_slots,
     pool_flag,
     reserved_bytes,
@@ -136,6 +137,7 @@ class Worker:
             pooler=_pooler_info(self.spec),
             num_state_slots=self.num_state_slots,
             state_bytes=self.state_bytes,
+            num_host_states=num_host_states(self.config.swap_space, self.state_bytes),
         )
 
     def _load_model(self, ahead: FilePacker | None) -> int:
@@ -252,7 +254,7 @@ class Worker:
         try:
             engine = CacheEngine(self.own_spec, self.config.block_size, *sizes, self.kv_dtype, device)
             if self.num_state_slots:
-                engine.make_states(self.num_state_slots)
+                engine.make_states(self.num_state_slots, num_host_states(self.config.swap_space, self.state_bytes))
             return engine
         except (OSError, MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError, on every device
             pool, swap = (self.block_bytes * count / GIB for count in sizes)

@@ -34,7 +34,7 @@ class PrefixHit(NamedTuple):
     tables: list[list[int]]
     num_tokens: int
     state: int = NO_SLOT
-    """The slot with the state behind them, of a model with recurrent layers."""
+    """The slot with the state behind them, of a model with recurrent layers, or its place on the host."""
     reach: int = 0
     """How many tokens have their KV cached: more than `num_tokens` where no state is kept behind them."""
     is_coming: bool = False
@@ -92,6 +92,16 @@ class KVCacheManager:
         self.swapping.begin_step()
         if self.states is not None:
             self.states.begin_step()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the step being made moves or copies anything."""
+        return self.swapping.is_moving or bool(self.states and self.states.host and self.states.host.ops)
+
+    def take_ops(self) -> list[tuple[int, int, int]]:
+        """Return the block program of the step that has been made; the next one starts empty."""
+        ops = self.swapping.take_ops()
+        return ops if self.states is None or self.states.host is None else ops + self.states.host.take_ops()
 
     def max_tokens(self, limit: int, chunk: int) -> int:
         """The longest sequence, at most `limit`, that can always come in again, however often it is preempted."""
@@ -162,9 +172,17 @@ class KVCacheManager:
             in_use = sum(0 < block_id < self.pool.num_blocks and not self.pool.is_free(block_id) for block_id in table)
             required += max(0, group.num_blocks(sequence.num_tokens, chunk) - in_use)
         result = admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
-        if self.states is not None and result.verdict is Verdict.OK and (hit.is_coming or not self.states.has_room):
+        if (
+            self.states is not None
+            and result.verdict is Verdict.OK
+            and (hit.is_coming or not self.states.has_room_for(hit.state))
+        ):
             return result._replace(verdict=Verdict.LATER, lacks_state=True)
         return result
+
+    def loads_state(self, hit: PrefixHit) -> bool:
+        """Whether the state behind a hit lies on the host."""
+        return self.states is not None and self.states.is_on_host(hit.state)
 
     def remember(self, sequence: Sequence, hit: PrefixHit, admission: Admission) -> None:
         """Keep the lookup of a sequence that goes on waiting."""
@@ -356,9 +374,10 @@ class KVCacheManager:
     # ---- swapping
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Begin to move the sequence's KV to the host; a state stays in its slot. Blocks that the step may not move any
-        more stay on the device until they are reclaimed. False: nothing is changed, because the host has no room, its
-        state is ahead of its KV, or the step has moved enough already, or too much for a fork that has not parted."""
+        """Begin to move the sequence's KV to the host. Blocks that the step may not move any more, and its state if the
+        host has no room for it, stay on the device until they are reclaimed. False: nothing is changed, because the
+        host has no room, its state is ahead of its KV, or the step has moved enough already, or too much for a fork
+        that has not parted."""
         if sequence.state is not None and sequence.state.is_ahead:
             return False
         num_computed, end = sequence.num_computed, -(-sequence.num_computed // self.block_size)
@@ -374,16 +393,19 @@ class KVCacheManager:
         sequence.num_cached = max(num_computed, min(sequence.num_cached, end * self.block_size))
         sequence.num_hashed_blocks = min(sequence.num_hashed_blocks, end)
         sequence.num_slots = 0
+        if self.states is not None:
+            self.states.swap_out(sequence)
         return True
 
     def reclaim(self, keep: Sequence | None = None) -> bool:
         """Take device blocks of a parked sequence other than `keep`. They go to the host; if that is not possible now,
         the sequence gives up all its KV and is computed again. False: there is no such sequence."""
         parked = (each for each in self.swapping.parked if each is not keep)
-        sequence = next((each for each in parked if num_held(each) or each.state is not None), None)
+        sequence = next((each for each in parked if num_held(each) or (each.state and each.state.live)), None)
         if sequence is None:
             return False
-        if not self.swapping.push_out(sequence):
+        has_moved = self.states is not None and self.states.swap_out(sequence)
+        if not self.swapping.push_out(sequence) and not has_moved:
             self.release(sequence)
             if sequence.status is Status.SWAPPED:
                 sequence.status = Status.PREEMPTED
@@ -392,7 +414,10 @@ class KVCacheManager:
     def swap_in_admission(self, sequence: Sequence, chunk: int) -> Admission:
         """Whether a parked sequence may be admitted."""
         required = self.num_blocks(sequence.num_tokens, chunk) - num_held(sequence)
-        return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
+        result = admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
+        if self.states is not None and result.verdict is Verdict.OK and not self.states.may_swap_in(sequence):
+            return result._replace(verdict=Verdict.LATER, lacks_state=True)
+        return result
 
     def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:
         """Load the KV of a parked sequence, as much as the step may move, and make room for `num_tokens`. Call it after
@@ -404,6 +429,8 @@ class KVCacheManager:
             return False
         self._extend(sequence, num_tokens, places)
         self.swapping.leave(sequence)
+        if self.states is not None:
+            self.states.swap_in(sequence)
         return True
 
     # ---- forgetting
@@ -422,6 +449,8 @@ class KVCacheManager:
         no block. What the step in the making would have moved is dropped. Their hashes stay true of their tokens."""
         self._forget_cached()
         self.swapping.drop_ops()
+        if self.states is not None and self.states.host is not None:
+            self.states.host.take_ops()
         for sequence in sequences:
             self.release(sequence)
 

@@ -46,7 +46,8 @@ class StateHistories:
 
     def __init__(self, num_states: int) -> None:
         """For at most so many states at a time."""
-        self.kept: dict[bytes, History] = {}
+        self.kept: dict[bytes, History] = {}  # on the device
+        self.demoted: dict[bytes, History] = {}  # on the host
         self._now = 0
         self._gone: dict[bytes, History] = {}
         self._max_gone = REMEMBERED * num_states
@@ -57,13 +58,13 @@ class StateHistories:
         first. Returns the history with which the states go on that it leaves."""
         self._now += 1
         history = self._returned(longer)
-        known = self.kept.get(found) if found is not None and history is None else None
+        known = self._known(found) if history is None else None
         if known is not None and known.is_shared:
             self._used(known)
         elif known is not None and known.key == found:
             history = known
         elif known is not None and found is not None:  # a second chat begins there
-            self.kept[found] = History(self._now, found, is_shared=True)
+            (self.kept if found in self.kept else self.demoted)[found] = History(self._now, found, is_shared=True)
         if history is None:
             return History(self._now)
         self._used(history)
@@ -71,8 +72,11 @@ class StateHistories:
 
     def again(self, found: bytes | None) -> History:
         """As `begin`, for a prompt that came in before."""
-        known = None if found is None else self.kept.get(found)
+        known = self._known(found)
         return History(self._now) if known is None or known.is_shared else known
+
+    def _known(self, key: bytes | None) -> History | None:
+        return None if key is None else self.kept.get(key) or self.demoted.get(key)
 
     def _returned(self, longer: Iterable[bytes]) -> History | None:
         """The history of a chat that comes back after its latest state had to go."""
@@ -98,9 +102,9 @@ class StateHistories:
             self._used(history)
         self.kept[key] = history
 
-    def remove(self, key: bytes, *, is_remembered: bool = False) -> None:
-        """A state cannot be found any more."""
-        history = self.kept.pop(key)
+    def remove(self, states: dict[bytes, History], key: bytes, *, is_remembered: bool = False) -> None:
+        """A state of `kept` or of `demoted` is not there any more."""
+        history = states.pop(key)
         if is_remembered:
             self._gone.pop(key, None)
             self._gone[key] = history
@@ -109,12 +113,15 @@ class StateHistories:
 
     def clear(self) -> None:
         """No state can be found any more, nor is any history remembered."""
-        self.kept, self._gone = {}, {}
+        for states in (self.kept, self.demoted, self._gone):
+            states.clear()
 
-    def worst(self, may_go: Callable[[bytes], bool], *, only_superseded: bool = False) -> bytes | None:
-        """The state to make room, of those that may go; None if there is none."""
+    def worst(
+        self, states: dict[bytes, History], may_go: Callable[[bytes], bool], *, only_superseded: bool = False
+    ) -> bytes | None:
+        """The one of `kept` or of `demoted` that has to make room, of those that may go; None if there is none."""
         worst, longest = None, -1.0
-        for key, history in self.kept.items():
+        for key, history in states.items():
             is_superseded = history.key != key
             if only_superseded and not is_superseded:
                 continue
@@ -124,6 +131,11 @@ class StateHistories:
             if wait > longest and may_go(key):
                 worst, longest = key, wait
         return worst
+
+    def is_better(self, history: History, worst: bytes) -> bool:
+        """Whether the latest state of a chat is worth more than the `worst` of `demoted`."""
+        other = self.demoted[worst]
+        return other.key != worst or self._expected_wait(history) < self._expected_wait(other)
 
     def _expected_wait(self, history: History) -> float:
         gap = self._typical_gap if history.gap is None else history.gap

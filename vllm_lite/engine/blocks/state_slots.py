@@ -9,13 +9,15 @@ While a sequence decodes, its state is saved at each end of a block, and that sl
 these states the last is left when the sequence ends, and the next message of a chat begins there. No step drafts
 across such an end, or there would be no state there; and a state takes up drafts only when they have proved right.
 
-Which saved state makes room for another is for StateHistories to say.
+Which saved state makes room for another is for StateHistories to say. It may go to the host, and so does the state of a
+sequence that is swapped out; a sequence that begins with one there has it copied into the slot in which it goes on.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from vllm_lite.engine.blocks.host_states import HostStates
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.state_histories import History, StateHistories
 from vllm_lite.engine.sequence import Sequence as Seq
@@ -45,7 +47,8 @@ class Snapshot:
 class StatePlace:
     """Where a sequence's state is.
 
-    live      the slot in which it goes on; held
+    live      the slot in which it goes on; held; none while its state is on the host
+    host      its place there, while it is swapped out
     history   that of the states it leaves
     source    the cached state that it begins with, or that it shares with forks; held until the workers know of it
     saves     (position, slot) of states that steps to come leave, in order; held
@@ -59,13 +62,14 @@ class StatePlace:
     saves: list[tuple[int, int]] = field(default_factory=list)
     saved_at: int = 0
     is_ahead: bool = False
+    host: int | None = None
     snapshot: Snapshot | None = None
 
     def held(self) -> list[int]:
         """The slots to which it has a reference."""
         snapshot = self.snapshot
         own = [snapshot.slot] if snapshot is not None and snapshot.key is None else []
-        return [self.live, *own, *([self.source] if self.source else ()), *(slot for _, slot in self.saves)]
+        return [slot for slot in (self.live, *own, self.source, *(slot for _, slot in self.saves)) if slot]
 
 
 class Left(NamedTuple):
@@ -82,10 +86,19 @@ class StateSlots:
     """Decides slots; the workers' kernels read and write them. A slot that nobody holds is blank or has a state that
     can be found."""
 
-    def __init__(self, num_slots: int, block_size: int, enable_caching: bool = True) -> None:
-        """`num_slots` with number 0, which is none."""
+    def __init__(
+        self,
+        num_slots: int,
+        block_size: int,
+        enable_caching: bool = True,
+        *,
+        num_host_states: int = 0,
+        max_moves: int = 1,
+    ) -> None:
+        """`num_slots` with number 0, which is none; at most `max_moves` states move to or from the host in a step."""
         self.pool = BlockPool(num_slots, enable_caching)
-        self.histories = StateHistories(num_slots)
+        self.histories = StateHistories(num_slots + num_host_states)
+        self.host = HostStates(num_host_states, num_slots, max_moves, self.histories) if num_host_states else None
         self._block_size = block_size
         self._blank = self.pool.get_new_blocks(self.pool.num_free)[::-1]  # with nothing in them, held here
         self._read: list[int] = []  # sources of the step in the making
@@ -108,6 +121,8 @@ class StateSlots:
 
     def begin_step(self) -> None:
         """The step before has been sent: what it left may be read, and what it read may be written."""
+        if self.host is not None:
+            self.host.begin_step()
         self._let_go(self._read)
         self._read = []
         for slot, key, history, snapshot in self._unpublished:
@@ -116,6 +131,8 @@ class StateSlots:
             if key in self.histories.kept:  # another sequence has left the same
                 self._blank.append(slot)
                 continue
+            if self.host is not None:
+                self.host.forget((key,))
             self.histories.add(key, history)
             self.pool.cache_block(slot, key)
             self.pool.free((slot,))
@@ -126,12 +143,20 @@ class StateSlots:
 
     def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
         """The largest number of blocks, at most `num_blocks`, behind which there is a state; 0 is always one."""
-        find = self.pool.get_cached_block
+        find = self._find
         return next((count for count in range(num_blocks, 0, -1) if find(hashes[count - 1] + KEY) is not None), 0)
 
     def find(self, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """The slot with the state behind so many blocks, which `longest` has found."""
-        return (self.pool.get_cached_block(hashes[num_blocks - 1] + KEY) if num_blocks else None) or NO_SLOT
+        """The slot with the state behind so many blocks, which `longest` has found, or its place on the host."""
+        return (self._find(hashes[num_blocks - 1] + KEY) if num_blocks else None) or NO_SLOT
+
+    def _find(self, key: bytes) -> int | None:
+        slot = self.pool.get_cached_block(key)
+        return self.host.find(key) if slot is None and self.host is not None else slot
+
+    def is_on_host(self, place: int) -> bool:
+        """Whether `find` has found it there."""
+        return place >= self.pool.num_blocks
 
     def is_coming(self, sequence: Seq, found: int, num_blocks: int) -> bool:
         """Whether another sequence that runs is about to leave a state behind more than the first `found` blocks of
@@ -146,25 +171,35 @@ class StateSlots:
                 return True
         return False
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a sequence can have a slot; if need be it takes over the one it begins with."""
-        return self.num_free > 0
+    def has_room_for(self, source: int) -> bool:
+        """Whether a sequence can have a slot and begin with `source`, which `find` has found; if need be it takes over
+        that one. A state on the host has to be loaded by this step."""
+        return self.num_free > 0 and (not self.is_on_host(source) or (self.host is not None and self.host.may_move))
 
     # ---- a sequence's state
 
     def begin(self, sequence: Seq, source: int, num_computed: int, reach: int) -> None:
         """Give a sequence that is admitted a slot, to begin with the state `source` at `num_computed`; KV is cached up
-        to `reach`, where the prefixes of others part from it. Call it after `has_room`."""
-        if source:
-            self.pool.touch((source,))
+        to `reach`, where the prefixes of others part from it. Call it after `has_room_for`."""
         history = self._history(sequence, num_computed // self._block_size if source else 0)
+        key = self._key(sequence, num_computed) if self.is_on_host(source) else None
+        if key is not None and self.host is not None:
+            self.host.reserve(key)
+        elif source:
+            self.pool.touch((source,))
         live = self._take()
+        if key is not None and self.host is not None and live is not None:
+            self.host.load(key, live)
+            source = NO_SLOT
         if live is None:  # it is the only slot
             self._forget(source)
             live = source
             self.pool.touch((source,))
         sequence.state = state = StatePlace(live, history, source, saved_at=num_computed)
+        self._plan_saves(sequence, state, num_computed, reach)
+
+    def _plan_saves(self, sequence: Seq, state: StatePlace, num_computed: int, reach: int) -> None:
+        """Take slots for the states that are worth saving, as far as there are any."""
         if not self.pool.enable_caching:
             return
         for number, position in enumerate(self._worth_saving(sequence, num_computed, reach)):
@@ -282,6 +317,8 @@ class StateSlots:
         state, sequence.state = sequence.state, None
         if state is None:
             return
+        if state.host is not None and self.host is not None:
+            self.host.unpin(state.host)
         snapshot = state.snapshot
         if snapshot is not None and snapshot.key is None:
             if snapshot.position <= sequence.num_hashed_blocks * self._block_size:
@@ -293,6 +330,8 @@ class StateSlots:
             self._break_promise(sequence, position)
         position, num_hashed = sequence.num_computed, sequence.num_hashed_blocks * self._block_size
         is_whole = position % self._block_size == 0 and not state.source and not state.is_ahead
+        if state.live == NO_SLOT:
+            return
         if state.saved_at < position <= num_hashed and is_whole:
             self._unpublished.append(Left(state.live, self._key(sequence, position), state.history))
         else:
@@ -300,6 +339,38 @@ class StateSlots:
         if state.source:
             self._let_go((state.source,))
         self._blank += (slot for _, slot in state.saves)
+
+    def swap_out(self, sequence: Seq) -> bool:
+        """Move the state of a sequence that is swapped out to the host, and take its slots. False: it stays in its
+        slot."""
+        state = sequence.state
+        if self.host is None or state is None or state.live == NO_SLOT:
+            return False
+        place = self.host.pin(state.source or state.live)
+        if place is None:
+            return False
+        self.release(sequence)
+        sequence.state = StatePlace(NO_SLOT, state.history, saved_at=state.saved_at, host=place)
+        return True
+
+    def may_swap_in(self, sequence: Seq) -> bool:
+        """Whether the step can have the sequence go on in a slot."""
+        if sequence.state is None or sequence.state.host is None or self.host is None:
+            return True
+        return self.num_free > 0 and self.host.may_move
+
+    def swap_in(self, sequence: Seq) -> None:
+        """Have the sequence go on in a slot of the device. Call it after `may_swap_in`."""
+        state = sequence.state
+        if state is None or state.host is None or self.host is None:
+            return
+        self.host.reserve()
+        slot = self._take()
+        if slot is None:
+            raise RuntimeError(f"there is no slot for {sequence}")
+        self.host.unpin(state.host, slot)
+        state.live, state.host = slot, None
+        self._plan_saves(sequence, state, max(sequence.num_computed, state.saved_at), 0)
 
     def _break_promise(self, sequence: Seq, position: int) -> None:
         if len(sequence.block_hashes) * self._block_size >= position:
@@ -318,6 +389,8 @@ class StateSlots:
                 self._blank.append(left.slot)
             else:
                 self._unpublished.append(left)
+        if self.host is not None:
+            self.host.forget(lost)
         for slot in [self.pool.get_cached_block(key) for key in lost & self.histories.kept.keys()]:
             if slot is not None:
                 self.pool.touch((slot,))
@@ -328,6 +401,8 @@ class StateSlots:
         """Let no state be found any more. Returns how many could be."""
         self._blank += [left.slot for left in self._unpublished]
         self._unpublished, self._promised = [], {}
+        if self.host is not None:
+            self.host.clear()
         self.histories.clear()
         num_forgotten = self.pool.reset_cache()
         self._blank += self.pool.get_new_blocks(self.pool.num_free)
@@ -340,12 +415,15 @@ class StateSlots:
         chats are spared with `only_superseded`."""
         if self._blank:
             return self._blank.pop()
-        key = self.histories.worst(self._may_go, only_superseded=only_superseded)
+        kept = self.histories.kept
+        key = self.histories.worst(kept, self._may_go, only_superseded=only_superseded)
         slot = None if key is None else self.pool.get_cached_block(key)
-        if slot is None:
+        if key is None or slot is None:
             return None
+        if self.host is not None:
+            self.host.demote(key, kept[key], slot)
         self.pool.touch((slot,))
-        self._forget(slot, is_remembered=True)
+        self._forget(slot, is_remembered=key not in self.histories.demoted)
         self.num_evicted += 1
         return slot
 
@@ -358,7 +436,7 @@ class StateSlots:
         key = self.pool.blocks[slot].block_hash
         if key is not None:
             self.pool.forget((slot,))
-            self.histories.remove(key, is_remembered=is_remembered)
+            self.histories.remove(self.histories.kept, key, is_remembered=is_remembered)
 
     def _let_go(self, slots: Iterable[int]) -> None:
         """Drop a reference of each slot; those of states that cannot be found any more become blank."""
@@ -382,6 +460,9 @@ class StateSlots:
             raise RuntimeError("the states that can be found are not those with a history, each once")
         if self.pool.num_free != sum(map(self._may_go, found)):
             raise RuntimeError("a slot that nobody holds is neither blank nor has a state that can be found")
-        written = [sequence.state.live for sequence in sequences if sequence.state is not None]
+        written = [each.state.live for each in sequences if each.state is not None and each.state.live]
         if len(set(written)) < len(written) or any(self.pool.blocks[slot].block_hash for slot in written):
             raise RuntimeError(f"slots {written} are written by several sequences, or are cached")
+        if self.host is not None:
+            places = [each.state.host for each in sequences if each.state is not None]
+            self.host.check_integrity(place for place in places if place is not None)

@@ -204,4 +204,8 @@ class Meter:
             counters.num_state_slots, counters.num_used_state_slots = states.pool.num_usable, states.num_held
             counters.num_cached_states = states.pool.num_cached
             counters.saved_states, counters.evicted_states = states.num_saved, states.num_evicted
+            if (kept := states.host) is not None:
+                counters.num_host_states, counters.num_used_host_states = kept.num_states, kept.num_pinned
+                counters.num_cached_states += kept.num_cached
+                counters.demoted_states, counters.promoted_states = kept.num_demoted, kept.num_promoted
         return counters

@@ -75,7 +75,11 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
         states = f"{plan.num_state_slots:,} slots of {_size(plan.state_bytes)}"
         rows.append(("recurrent states", _size(plan.num_state_slots * plan.state_bytes), states))
     if plan.num_host_blocks:
-        rows.append(("swap space", _size(plan.num_host_blocks * plan.block_bytes), f"{plan.num_host_blocks:,} blocks"))
+        swap, holds = plan.num_host_blocks * plan.block_bytes, f"{plan.num_host_blocks:,} blocks"
+        if plan.num_host_states:
+            swap += plan.num_host_states * plan.state_bytes
+            holds += f", {plan.num_host_states:,} states"
+        rows.append(("swap space", _size(swap), holds))
     return rows + [_rank_row(rank) for rank in plan.ranks]
 
 

@@ -36,6 +36,9 @@ from vllm_lite.worker.memory.touch_ahead import TouchAhead
 NULL_BLOCK = 0
 """Stands in block tables where there is no block; no token is ever written to it."""
 
+STATE_OPS = {BlockOp.STATE_OUT: BlockOp.SWAP_OUT, BlockOp.STATE_IN: BlockOp.SWAP_IN}
+"""What a mover calls the ops that move states between their tiers."""
+
 MEASURED_BYTES = 4 << 20
 """What one round of `measure_swap` moves each way, or one block if that is more."""
 MEASURING_S = 0.01
@@ -93,11 +96,19 @@ class CacheEngine:
         layers = enumerate(self.spec.layers if views else ())
         return [views[layer if own.kv_layer is None else own.kv_layer] for layer, own in layers]
 
-    def make_states(self, num_slots: int) -> None:
-        """Make the slots of recurrent states, with all layers of one side by side: float32 [num_slots, ...]."""
-        shape, device = (num_slots, self.spec.state_elements), self.pool.device
-        is_host = device.type == "cpu" and self.spec.state_elements > 0
+    def make_states(self, num_slots: int, num_host_states: int = 0) -> None:
+        """Make the slots of recurrent states, with all layers of one side by side: float32 [num_slots, ...]; and places
+        for states on the host."""
+        size, device = self.spec.state_elements, self.pool.device
+        is_host = device.type == "cpu" and size > 0
+        shape = (num_slots, size)
         self.states = _host_zeros(shape, torch.float32) if is_host else torch.zeros(shape, device=device)
+        self.host_states = _host_zeros((num_host_states if size else 0, size), torch.float32)
+        if device.type != "cpu":
+            self._locked(self.host_states)
+        own, host = range(num_slots), range(num_slots, num_slots + len(self.host_states))
+        self._tiers |= {BlockOp.STATE_OUT: (own, host), BlockOp.STATE_IN: (host, own)}
+        self._state_mover = make_mover(Pools(self.states, self.host_states)) if size else None
 
     def execute(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
         """Run a program of (op, src, dst) as if one op at a time, in order.
@@ -107,8 +118,13 @@ class CacheEngine:
         an id lies outside its tier or is the null block's as a destination; then nothing has moved.
         """
         program = [self._check(index, *entry) for index, entry in enumerate(block_ops)]
-        for stage in stages(program):
+        for stage in stages(run for run in program if run.op not in STATE_OPS):
             self.mover.move(stage)
+        if self._state_mover is None:
+            return
+        # Blocks and states are different memory, so no op of the one waits for any of the other.
+        for stage in stages(run._replace(op=STATE_OPS[run.op]) for run in program if run.op in STATE_OPS):
+            self._state_mover.move(stage)
 
     def measure_swap(self) -> float:
         """Measure how many blocks can be moved between the tiers in a second, either way; 0 without a host tier.
