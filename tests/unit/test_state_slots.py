@@ -143,12 +143,20 @@ def test_drafts_in_flight_at_a_preemption_are_not_counted_twice(block_size: int)
     assert rig.scheduler.counters.cached_tokens
 
 
-def test_a_fork_begins_with_the_state_that_was_saved_last() -> None:
-    rig = rig_with(20)
-    rig.add("samples", PROMPT, 6, n=3)
-    rig.drain()
-    assert [rig.output("samples", index) for index in range(3)] == [expected(PROMPT, 6, sample=i) for i in range(3)]
-    assert rig.worker.num_written < 3 * 36 - 2 * 20, "the prompt was computed once"
+@pytest.mark.parametrize("length", [1, 2, 28, 29, 30])
+@pytest.mark.parametrize("num_slots", [3, 20])
+def test_samples_fork_from_the_state_before_the_last_token(length: int, num_slots: int) -> None:
+    rigs = [Rig(60, num_state_slots=slots, max_num_batched_tokens=64) for slots in (0, num_slots)]
+    for rig in rigs:
+        for name in ("samples", "found again"):
+            rig.add(name, PROMPT[:length], 6, n=3)
+            rig.drain()
+            outputs = [rig.output(name, index) for index in range(3)]
+            assert outputs == [expected(PROMPT[:length], 6, sample=i) for i in range(3)]
+    plain, hybrid = (rig.worker.num_written for rig in rigs)
+    if num_slots == 20 and length > 1:
+        computed_again = length - (length - 1) // 4 * 4  # of the second request, as it is for one sample
+        assert hybrid <= plain + computed_again, "nothing is computed again for a sample"
 
 
 @pytest.mark.parametrize("num_slots", [4, 9, 40])

@@ -100,7 +100,7 @@ class Admitter:
             if hit is not None:
                 kv.remember(sequence, hit, admission)
             return False
-        count = min(sequence.num_tokens - computed, plan.room)
+        count = min(sequence.without_last(sequence.num_tokens - computed), plan.room)
         if hit is None:
             is_in = kv.swap_in(sequence, computed + count, in_parts=in_parts)
         else:

@@ -47,9 +47,9 @@ class Branching:
 
     # ---- samples of one prompt
 
-    def fork_samples(self, first: Sequence, entries: list[Entry]) -> list[Sequence]:
-        """Fork the other samples of a request from its first, whose prompt the step of `entries` completes. Returns
-        them; some may have to wait for a row of the batch."""
+    def fork_samples(self, first: Sequence, entries: list[Entry], num_scheduled: int) -> list[Sequence]:
+        """Fork the other samples of a request from its first, whose prompt the step of `entries` completes with
+        `num_scheduled` tokens. Returns them; some may have to wait for a row of the batch."""
         request = first.request
         children = []
         unforked, request.unforked = request.unforked, []
@@ -57,7 +57,7 @@ class Branching:
             child = Sequence(request, index, first.tokens[: request.num_prompt])
             request.sequences.append(child)
             children.append(child)
-            self._fork(first, child, entries)
+            self._fork(first, child, entries, num_scheduled)
         return children
 
     def end_samples(self, request: Request, samples: abc.Sequence[int], reason: FinishReason) -> list[tuple[int, int]]:
@@ -94,16 +94,21 @@ class Branching:
         if sequence.status is Status.RUNNING:
             child.admitted_s = child.queued_s
 
-    def _fork(self, parent: Sequence, child: Sequence, entries: list[Entry]) -> None:
-        """Let `child` run on the blocks of `parent`. Without a row of the batch, or with a parent that is not on the
-        device, it waits like a new sequence and finds what is cached."""
+    def _fork(self, parent: Sequence, child: Sequence, entries: list[Entry], num_scheduled: int = 0) -> None:
+        """Let `child` run on the blocks of `parent`, of which the step in the making has `num_scheduled` tokens. If it has
+        no row of the batch, or the parent is not on the device, it waits like a new sequence and finds what is
+        cached."""
         queues, kv = self._queues, self._kv
-        if not queues.has_row_for(child) or parent.status is not Status.RUNNING or not kv.can_fork(parent, child):
+        if (
+            not queues.has_row_for(child)
+            or parent.status is not Status.RUNNING
+            or not kv.can_fork(parent, child, num_scheduled)
+        ):
             kv.register_fork(parent, child)
             queues.wait(child)
             return
         queues.introduce(child)
-        kv.fork(parent, child)
+        entries += kv.fork(parent, child, num_scheduled)
         queues.run(child)
         positions = child.num_tokens, child.num_computed, child.num_cached
         entries.append(Fork(parent.handle, child.handle, child.sampling(), *positions))

@@ -249,7 +249,7 @@ class Scheduler:
             sequence.num_pending = pending + 1
             sampling.append(sequence)
             if sequence.request.unforked:
-                self.branching.fork_samples(sequence, entries)
+                self.branching.fork_samples(sequence, entries, 1)
             if self.policy.charged is not None:
                 self.policy.charge(sequence, 1)
         plan.budget = budget

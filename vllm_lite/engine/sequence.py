@@ -72,6 +72,8 @@ class Sequence:
     """The number of later arrivals that were admitted while it waited."""
     lookup: "Lookup | None" = None
     """The last prefix lookup and admission verdict, while it waits."""
+    forks_state: bool = False
+    """Whether samples are to fork from its state before its last token, which is therefore computed by itself."""
     is_settled: bool = field(init=False)
     """Whether its grammar is known to be compiled, or it has none. Until then one step of it is in flight at most: that
     step may give it no token."""
@@ -96,8 +98,13 @@ class Sequence:
         return self.num_tokens - self.num_prompt
 
     def num_missing(self) -> int:
-        """The number of tokens that are known here and not computed yet."""
-        return self.num_tokens - self.num_computed
+        """The number of tokens that are known here and not computed yet, without one that is to be computed by
+        itself."""
+        return self.without_last(self.num_tokens - self.num_computed)
+
+    def without_last(self, count: int) -> int:
+        """Of the last `count` tokens those that one step may compute together."""
+        return count - 1 if self.forks_state and count > 1 and self.request.unforked else count
 
     def finish_reason(self, token: int) -> FinishReason | None:
         """Whether `token`, the last one appended, ends the sequence. A stop token wins over the length. Stop strings

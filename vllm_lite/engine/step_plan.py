@@ -64,7 +64,7 @@ class StepPlan:
             sequence.num_pending = 1
             self.sampling.append(sequence)
             if sequence.request.unforked:
-                self.forked += self._branching.fork_samples(sequence, self.entries)
+                self.forked += self._branching.fork_samples(sequence, self.entries, num_tokens)
         self._policy.charge(sequence, num_tokens)
 
     def decide(self, code: str, sequence: Sequence, **numbers: int | str) -> None:

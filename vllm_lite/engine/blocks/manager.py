@@ -116,13 +116,14 @@ class KVCacheManager:
     def register(self, sequence: Sequence, extra_keys: abc.Sequence[str] = ()) -> None:
         """Give a new sequence its empty tables and the root of its hash chain."""
         sequence.tables = [BlockTable(self.pool) for _ in self.groups]
+        sequence.forks_state = self.states is not None
         if self.pool.enable_caching:
             sequence.hash_root = self.hasher.root(extra_keys)
         if not self.groups:
             sequence.num_slots = sequence.max_len
 
     def register_fork(self, parent: Sequence, child: Sequence) -> None:
-        """Register `child`, which cannot share the blocks of `parent` now: it finds those that are cached."""
+        """Register `child`, which cannot share the blocks of `parent` now and finds those that are cached."""
         self.register(child)
         child.hash_root = parent.hash_root
 
@@ -322,13 +323,13 @@ class KVCacheManager:
 
     # ---- sharing and leaving
 
-    def can_fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Whether the parent still holds all that computing the child's last token reads. A state has no past: where it
-        is ahead the child finds the one that was saved last."""
+    def can_fork(self, parent: Sequence, child: Sequence, num_scheduled: int = 0) -> bool:
+        """Whether the parent still holds all that computing the child's last token reads; the step in the making
+        computes `num_scheduled` tokens of the parent. A state has no past: where it is ahead the child finds the one
+        that was saved last."""
         position = child.num_tokens - 1
-        has_state = self.states is None or self.states.can_fork(parent, position)
         return (
-            has_state
+            (self.states is None or self.states.can_fork(parent, position, num_scheduled))
             and parent.num_computed >= position
             and all(
                 table.num_trimmed <= group.first_needed(position)
@@ -336,10 +337,10 @@ class KVCacheManager:
             )
         )
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def fork(self, parent: Sequence, child: Sequence, num_scheduled: int = 0) -> abc.Sequence[States]:
         """`child` shares the blocks of its tokens, which are the parent's first ones. Its last token is computed again,
         for its logits; whichever of the two writes to a shared block first gets a copy, drafts that may have been wrong
-        included."""
+        included. Returns where the parent's state goes on, if the step in the making moves it."""
         num_blocks = -(-child.num_tokens // self.block_size)
         child.tables = [table.fork(num_blocks) for table in parent.tables]
         for group, table in zip(self.groups, child.tables, strict=True):
@@ -351,8 +352,7 @@ class KVCacheManager:
         child.num_cached = min(parent.num_surely_computed, child.num_tokens)
         child.num_slots = child.num_computed  # so that both come to grow() before they write
         parent.num_slots = min(parent.num_slots, max(parent.num_surely_computed, parent.num_cached))
-        if self.states is not None:
-            self.states.fork(parent, child)
+        return () if self.states is None else self.states.fork(parent, child, num_scheduled)
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Give all blocks back. Cached ones can be found until they are reused, or at once no more with `forget`."""

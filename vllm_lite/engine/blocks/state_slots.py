@@ -102,6 +102,7 @@ class StateSlots:
         self._block_size = block_size
         self._blank = self.pool.get_new_blocks(self.pool.num_free)[::-1]  # with nothing in them, held here
         self._read: list[int] = []  # sources of the step in the making
+        self._begins: dict[Seq, int] = {}  # where sequences are read that go on elsewhere in the step in the making
         self._unpublished: list[Left] = []
         self._promised: dict[bytes, Seq] = {}
         """States that steps to come will leave, and of which sequence."""
@@ -125,6 +126,7 @@ class StateSlots:
             self.host.begin_step()
         self._let_go(self._read)
         self._read = []
+        self._begins = {}
         for slot, key, history, snapshot in self._unpublished:
             if snapshot is not None:
                 snapshot.key = key
@@ -239,24 +241,38 @@ class StateSlots:
         source = state.source
         if source:
             self._read.append(source)
+            self._begins[sequence] = source
             state.source = NO_SLOT
         elif sequence.num_computed:
             source = state.live  # it was swapped out
         return States(sequence.handle, source, state.live, list(state.saves))
 
-    def can_fork(self, parent: Seq, position: int) -> bool:
-        """Whether the state of a running sequence is at `position`, and there are slots for `fork`."""
+    def can_fork(self, parent: Seq, position: int, num_scheduled: int) -> bool:
+        """Whether the state of a running sequence is at `position`, and there are slots for `fork`; the step in the
+        making computes `num_scheduled` tokens of it."""
         state = parent.state
         if state is None or state.saves or state.is_ahead or parent.num_drafted:
             return False
-        return parent.num_computed == position and self.num_free >= 2
+        return parent.num_computed - num_scheduled == position > 0 and self.num_free >= 2
 
-    def fork(self, parent: Seq, child: Seq) -> None:
+    def fork(self, parent: Seq, child: Seq, num_scheduled: int) -> list[States]:
         """Let `child` begin with the state where `parent` is. Both read it where it lies, and each goes on in a slot of
-        its own. Call it after `can_fork`; the workers hear of it when the two are scheduled."""
+        its own. Call it after `can_fork`; the workers hear of it when the two are scheduled. Returns what they are to
+        hear of the parent, if it is already."""
         state, own = parent.state, self._take()
         if state is None or own is None:
             raise RuntimeError(f"{parent} has no state to fork, or there is no slot")
+        entries: list[States] = []
+        if num_scheduled:
+            if parent not in self._begins:
+                state.source, state.live, own = state.live, own, self._take()
+                entries.append(self.entry(parent))
+            if own is None:
+                raise RuntimeError(f"there is no slot for a fork of {parent}")
+            source = self._begins[parent]
+            self.pool.touch((source,))
+            child.state = StatePlace(own, state.history, source, saved_at=child.num_computed)
+            return entries
         if state.source == NO_SLOT:
             source, state.live = state.live, own
             state.source, own = source, self._take()
@@ -264,6 +280,7 @@ class StateSlots:
             raise RuntimeError(f"there is no slot for a fork of {parent}")
         self.pool.touch((state.source,))
         child.state = StatePlace(own, state.history, state.source, saved_at=parent.num_computed)
+        return entries
 
     def next_places(self, sequence: Seq) -> list[States]:
         """What the workers must know of a running sequence before it goes on. At the end of a block its state is saved,
@@ -280,6 +297,7 @@ class StateSlots:
             return []
         source, state.live = state.live, slot
         state.snapshot, state.saved_at = Snapshot(position, source), position
+        self._begins[sequence] = source
         self.publish(sequence, sequence.num_hashed_blocks * self._block_size)
         return [States(sequence.handle, source, slot, [])]
 
