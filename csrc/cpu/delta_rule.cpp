@@ -6,11 +6,13 @@
 #include "thread_pool.h"
 
 VLLM_LITE_API void vllm_lite_short_conv(int32_t dtype, int64_t num_seqs, int64_t channels, int64_t conv_size,
-                                        const void* x, int64_t x_stride, const float* weight, float* states,
-                                        int64_t slot_stride, const int32_t* firsts, const int32_t* rows,
-                                        const int32_t* sources, const int32_t* targets, float* out) {
-  const ShortConv op = {
-      dtype, channels, conv_size, x, x_stride, weight, states, slot_stride, {firsts, rows, sources, targets}, out};
+                                        const void* x, const void* gate, const void* out_gate, int64_t x_stride,
+                                        const float* weight, const float* bias, float* states, int64_t slot_stride,
+                                        const int32_t* firsts, const int32_t* rows, const int32_t* sources,
+                                        const int32_t* targets, void* out, int64_t out_stride) {
+  const ShortConv op = {dtype,    channels,  conv_size, x,      gate,        out_gate,
+                        x_stride, weight,    bias,      states, slot_stride, {firsts, rows, sources, targets},
+                        out,      out_stride};
   const auto kernel = VLLM_LITE_DISPATCH(short_conv);
   const int64_t parts = (channels + kConvChannels - 1) / kConvChannels;
   vllm_lite::parallel_for(num_seqs * parts, [&](int64_t task) { kernel(op, task, task + 1); });

@@ -16,19 +16,21 @@ struct Segments {
   const int32_t *sources, *targets;
 };
 
-// x: [num_rows, channels] of `dtype`; weight: [conv_size, channels]; states: [num_slots][conv_size - 1, channels], the
-// latest input last; out: [num_rows, channels], packed. Task i does channels [i % parts * kConvChannels, ...) of
-// sequence i / parts.
+// x, gate, out_gate: columns of rows of `dtype` that are `x_stride` apart; weight: [conv_size, channels]; bias:
+// [channels], or nullptr; states: [num_slots][conv_size - 1, channels], the latest input last. out: [num_rows,
+// channels], rows `out_stride` apart: SiLU of the convolution of x, float32; with gates, out_gate times the convolution
+// of gate times x, of `dtype`. Task i does channels [i % parts * kConvChannels, ...) of sequence i / parts.
 struct ShortConv {
   int32_t dtype;
   int64_t channels, conv_size;
-  const void* x;
+  const void *x, *gate, *out_gate;  // the gates: nullptr, or both
   int64_t x_stride;
-  const float* weight;
+  const float *weight, *bias;
   float* states;
   int64_t slot_stride;
   Segments segments;
-  float* out;
+  void* out;
+  int64_t out_stride;
 };
 
 constexpr int64_t kConvChannels = 512;

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from vllm_lite.checkpoint.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.short_conv import ShortConvSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.delta_rule import NativeDeltaNet
+from vllm_lite.kernels.cpu.short_conv import NativeShortConv
 from vllm_lite.kernels.delta_rule import CHUNK, DeltaNetOp, DeltaNetWeights, RuleInputs, Segments, chunk_rule, step_rule
+from vllm_lite.kernels.short_conv import ShortConvOp
 
 NUM_SLOTS = 12
 SPECS = [DeltaNetSpec(2, 4, 128, 128, 4), DeltaNetSpec(1, 3, 24, 20, 3), DeltaNetSpec(2, 2, 7, 37, 2)]
@@ -102,3 +105,23 @@ def test_the_segments_above_are_what_they_say() -> None:
     for segments in (ALONE, CUT, MIXED):
         assert all(first <= last for first, last in pairwise(segments.rows.tolist()))
         assert segments.firsts[-1] == len(segments.sources) == len(segments.targets) == len(segments.rows) - 1
+
+
+@native
+@pytest.mark.usefixtures("each_isa")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("segments", [ALONE, CUT, MIXED], ids=["alone", "cut", "mixed"])
+def test_short_convolutions_with_gates(segments: Segments, dtype: torch.dtype) -> None:
+    spec, random = ShortConvSpec(600, 3), torch.Generator().manual_seed(2)
+    projected = torch.randn(70, spec.projected_size + 3, generator=random).to(dtype)[:, : spec.projected_size]
+    weight = torch.randn(spec.conv_size, spec.channels, generator=random)
+    begun = torch.randn(NUM_SLOTS, spec.state_elements, generator=random)
+    results = []
+    for op in (NativeShortConv(spec), ShortConvOp(spec)):
+        states, out = begun.clone(), torch.zeros(70, spec.channels, dtype=dtype)
+        op.forward(projected, weight, states, segments, torch.zeros(70, 0), out)
+        results.append((out, states))
+    (out, states), (wanted, wanted_states) = results
+    atol = 1e-5 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(out.float(), wanted.float(), atol=atol, rtol=1e-2)
+    torch.testing.assert_close(states, wanted_states, atol=1e-5, rtol=1e-5)

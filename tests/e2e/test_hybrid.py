@@ -119,8 +119,10 @@ def test_preempted_and_pushed_out_sequences_are_computed_again(tmp_path: Path) -
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_states_come_back_from_host_memory(tmp_path: Path, ranks: int) -> None:
-    room = {"slots": 7, "host_states": 20, "num_gpu_blocks_override": 28, "preemption_mode": "swap"}
-    chats = Chats(VARIANTS[0], tmp_path, tensor_parallel_size=ranks, **room)  # type: ignore[arg-type]
+    variant = VARIANTS[0] if ranks == 1 else VARIANTS[-1]
+    room = {"slots": 7, "num_gpu_blocks_override": 28, "preemption_mode": "swap"}
+    room["host_states"] = 20 if ranks == 1 else 400  # as many bytes of blocks fit beside them
+    chats = Chats(variant, tmp_path, tensor_parallel_size=ranks, **room)  # type: ignore[arg-type]
     try:
         prompts = [words(60 + seed, 60) for seed in range(8)]
         chats.check(prompts)
@@ -133,11 +135,15 @@ def test_states_come_back_from_host_memory(tmp_path: Path, ranks: int) -> None:
         chats.llm.close()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_drafts_change_no_token_and_states_are_saved_as_without(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "variant"),
+    [(1, VARIANTS[0]), (2, VARIANTS[0]), (1, VARIANTS[-1])],
+    ids=["one rank", "two ranks", "of convolutions"],
+)
+def test_drafts_change_no_token_and_states_are_saved_as_without(tmp_path: Path, ranks: int, variant: Variant) -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
     blocks = {} if ranks == 1 else {"num_gpu_blocks_override": 24}  # preempted as well
-    chats = Chats(VARIANTS[0], tmp_path, speculative_config=speculation, tensor_parallel_size=ranks, **blocks)
+    chats = Chats(variant, tmp_path, speculative_config=speculation, tensor_parallel_size=ranks, **blocks)
     # Of three tokens every third draft is right by chance.
     chats.params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, allowed_token_ids=[5, 6, 7])
     try:

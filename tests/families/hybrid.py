@@ -43,7 +43,17 @@ def qwen(name: str, kind: str, controls: dict[str, Control], settings: dict[str,
     return Variant(name, f"{kind}TextConfig", f"{kind}ForCausalLM", RECURRENT | settings, controls)
 
 
+LFM2 = {
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "block_multiple_of": 8,
+    "conv_L_cache": 3,
+}
+
 VARIANTS = [
     qwen("qwen3.5", "Qwen3_5", CONTROLS, {}),
     qwen("qwen3.5-moe", "Qwen3_5Moe", {}, EXPERTS | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
+    Variant("lfm2", "Lfm2Config", "Lfm2ForCausalLM", LFM2),
 ]

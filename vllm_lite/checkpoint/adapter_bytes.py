@@ -27,7 +27,7 @@ def adapted_elements(spec: ModelSpec, world: int = 1) -> int:
 def _attention(layer: LayerSpec, spec: ModelSpec) -> int:
     heads, hidden, latent, recurrent = layer.attention, spec.hidden_size, layer.latent, layer.recurrent
     if recurrent is not None:
-        return 5 * hidden + recurrent.projected_size + recurrent.value_width
+        return (recurrent.num_projections + 1) * hidden + recurrent.projected_size + recurrent.value_width
     if latent is not None:
         query = heads.num_heads * latent.query_size
         queries = hidden + (2 * latent.query_rank if latent.query_rank else 0) + query

@@ -55,6 +55,7 @@ FAMILIES = {
     "GraniteMoeForCausalLM": "granite",
     "GraniteMoeSharedForCausalLM": "granite",
     "InternLM3ForCausalLM": "llama",
+    "Lfm2ForCausalLM": "lfm2",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral",
     "MinistralForCausalLM": "mistral",

@@ -11,7 +11,7 @@ STATE_BYTES = 4
 """States are float32, whatever the model is computed in: what is rounded in one step is in all later ones."""
 
 
-class DeltaNetSpec(msgspec.Struct, frozen=True):
+class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net"):
     """A layer that keeps one state of a whole sequence: for each value head a matrix [key_size, value_size], to which
     each token adds a correction, and the last inputs of a short convolution."""
 
@@ -22,6 +22,9 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
     value_size: int
     conv_size: int
     """How many tokens the convolution sees, the present one included."""
+
+    num_projections = 4
+    """How many projections of a token a checkpoint has."""
 
     @property
     def key_width(self) -> int:
@@ -41,6 +44,16 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
     def projected_size(self) -> int:
         """What the first projections give of a token: Q, K and V, the gate z, and b and a of each value head."""
         return self.conv_channels + self.value_width + 2 * self.num_value_heads
+
+    @property
+    def scratch_size(self) -> int:
+        """Elements of a token, of float32, between the projections."""
+        return self.conv_channels
+
+    @property
+    def shared(self) -> str:
+        """What ranks share."""
+        return f"{self.num_key_heads} key heads of recurrent layers"
 
     @property
     def conv_shape(self) -> tuple[int, int]:
@@ -73,6 +86,16 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
         """The layer with the heads that a rank holds."""
         keys, values = self.heads(shard)
         return msgspec.structs.replace(self, num_key_heads=keys.size, num_value_heads=values.size)
+
+    def rank_shape(self, layer: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this rank's part of a tensor, `shape` being that of the whole. All hold the norm, which is over
+        each head."""
+        if layer == "norm":
+            return shape
+        if layer == "out_proj":
+            return shape[0], self.value_width
+        rows = {"in_proj_qkv": self.conv_channels, "conv1d": self.conv_channels, "in_proj_z": self.value_width}
+        return rows.get(layer, self.num_value_heads), *shape[1:]
 
     def parameters(self, hidden_size: int) -> int:
         matrices = hidden_size * (self.projected_size + self.value_width)

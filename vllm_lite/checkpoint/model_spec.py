@@ -19,6 +19,7 @@ from vllm_lite.checkpoint.pooling import PoolingSpec
 from vllm_lite.checkpoint.quantization.spec import AnyQuantization
 from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.shard import HeadSplit, Shard
+from vllm_lite.checkpoint.short_conv import ShortConvSpec
 from vllm_lite.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -128,7 +129,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """Elements between the matrices of its MLP; None = as many as the model says."""
     output_gate: bool = False
     """Whether what a token gets from V is multiplied by a sigmoid of its own, element by element."""
-    recurrent: DeltaNetSpec | None = None
+    recurrent: DeltaNetSpec | ShortConvSpec | None = None
     """What the layer has instead of attention: it keeps a state and no KV, and `attention` is that of other layers."""
 
     def per_rank(self, shard: Shard) -> "LayerSpec":
@@ -306,8 +307,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
         kinds = dict.fromkeys((own.attention.num_heads, own.attention.num_kv_heads) for own in self.layers)
         heads = " and ".join(f"{num_heads} heads with {num_kv_heads} KV heads" for num_heads, num_kv_heads in kinds)
-        recurrent = {own.recurrent.num_key_heads for own in self.layers if own.recurrent is not None}
-        heads += "".join(f", {count} key heads of recurrent layers" for count in recurrent)
+        heads += "".join({f", {own.recurrent.shared}" for own in self.layers if own.recurrent is not None})
         fit = listed(expert_parallel=shard.expert_parallel)
         if self.experts is not None:
             sizes = self.experts.intermediate_size, self.experts.shared_intermediate_size

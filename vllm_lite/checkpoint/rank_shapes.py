@@ -11,8 +11,9 @@ from vllm_lite.checkpoint.shard import Shard, Split
 
 _FUSED = ("qkv_proj", "c_attn", "query_key_value")
 """Q, K and V in one tensor."""
-_UP, _DOWN = ("c_fc", "fc1", "dense_h_to_4h"), ("c_proj", "fc2", "dense_4h_to_h")
-"""MLPs without a gate. GPT-2's attention has a c_proj, too, whose heads are shared out evenly like an MLP's inputs."""
+_UP, _DOWN = ("c_fc", "fc1", "dense_h_to_4h", "w1", "w3"), ("c_proj", "fc2", "dense_4h_to_h", "w2")
+"""MLPs without a gate, or of other names. GPT-2's attention has a c_proj, too, whose heads are shared out evenly like
+an MLP's inputs."""
 _TRANSPOSED = {"GPT2LMHeadModel": ("c_attn", "c_fc", "c_proj")}
 """What is stored as [inputs, outputs]."""
 _BY_ROWS = (
@@ -35,7 +36,7 @@ _BY_ROWS = (
 """Ranks share out their outputs, the first axis of weight and bias."""
 _HEAD_BY_HEAD = ("k_b_proj", "v_b_proj")
 """A matrix for each head, whose number follows."""
-RECURRENT = ".linear_attn."
+RECURRENT = (".linear_attn.", ".conv.")
 """What the names of a recurrent layer's tensors have in them."""
 _QK_NORMS = ("q_norm", "k_norm")
 _BY_COLUMNS = ("o_proj", "out_proj", "dense", "down_proj", *_DOWN)
@@ -56,8 +57,10 @@ def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard)
 
 def _known_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
     *path, layer, kind = ("", *name.split("."))
-    if RECURRENT in name:
-        return _of_recurrent(kind if layer == "linear_attn" else layer, path, shape, spec, shard)
+    if is_of_recurrent(name):
+        recurrent = _layer_of(path, spec).recurrent
+        named = kind if layer == "linear_attn" else layer
+        return shape if recurrent is None else recurrent.per_rank(shard).rank_shape(named, shape)
     if is_of_experts(name, shape) and (own := _layer_of(path, spec).experts) is not None:
         return _of_experts(name.split("."), shape, own, shard)
     if layer.isdecimal() and path[-1] in _HEAD_BY_HEAD:
@@ -76,9 +79,13 @@ def _known_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shar
     return shape
 
 
+def is_of_recurrent(name: str) -> bool:
+    return any(part in name for part in RECURRENT)
+
+
 def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor is a matrix of one expert or those of all of them; the shared one is none of these."""
-    return ".layers." in name and (len(shape) == 3 or ".experts." in name) and RECURRENT not in name
+    return ".layers." in name and (len(shape) == 3 or ".experts." in name) and not is_of_recurrent(name)
 
 
 def is_of_router(name: str, spec: ModelSpec) -> bool:
@@ -105,20 +112,6 @@ def _of_experts(path: list[str], shape: tuple[int, ...], own: ExpertsSpec, shard
     if layer in ("gate_proj", "up_proj"):
         return inner, *shape[1:]
     return (shape[0], inner) if layer == "down_proj" else shape
-
-
-def _of_recurrent(
-    layer: str, path: list[str], shape: tuple[int, ...], spec: ModelSpec, shard: Shard
-) -> tuple[int, ...]:
-    """Ranks share the heads of all but the norm, which is over each head."""
-    own = _layer_of(path, spec).recurrent
-    if own is None or layer == "norm":
-        return shape
-    part = own.per_rank(shard)
-    if layer == "out_proj":
-        return shape[0], part.value_width
-    rows = {"in_proj_qkv": part.conv_channels, "conv1d": part.conv_channels, "in_proj_z": part.value_width}
-    return rows.get(layer, part.num_value_heads), *shape[1:]
 
 
 def _layer_of(path: list[str], spec: ModelSpec) -> LayerSpec:

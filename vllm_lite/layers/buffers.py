@@ -25,7 +25,7 @@ class HeadRows:
     attended_heads: torch.Tensor  # [n, num_heads, head_size or value_size], the same memory
     latent: "LatentRows | None" = None
     gate: torch.Tensor | None = None  # [n, num_heads * head_size], in qkv: what the output is gated by
-    mixed: torch.Tensor | None = None  # float32 [n, conv_channels], of recurrent layers
+    mixed: torch.Tensor | None = None  # float32 [n, scratch_size], of recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Buffers:
         sizes = [max(of_kind) for of_kind in zip(*(kind.attention_buffers for kind in self.kinds), strict=True)]
         self.qkv, self.attended, self.latent = (buffer(size).flatten() for size in sizes)
         recurrent = [kind.recurrent for kind in self.kinds if kind.recurrent is not None]
-        channels = max((own.conv_channels for own in recurrent), default=0)
+        channels = max((own.scratch_size for own in recurrent), default=0)
         self.mixed = torch.zeros(max_num_tokens * channels, dtype=torch.float32, device=parts.device)
         self.gate_up = buffer(2 * intermediate_size if spec.gated_mlp else 0)
         self.activated = buffer(intermediate_size)
@@ -158,7 +158,7 @@ class Buffers:
         attended = self.attended[: n * attended_size].view(n, attended_size)
         if kind.recurrent is not None:
             none = Heads(attended[:, None, :0], attended[:, None, :0], attended[:, None, :0])
-            channels = kind.recurrent.conv_channels
+            channels = kind.recurrent.scratch_size
             mixed = self.mixed[: n * channels].view(n, channels)
             return HeadRows(qkv, none, attended, attended[:, None], mixed=mixed)
         rotation = None if rope is None else rotations[self._ropes.index((rope, kind.rotated_size))]

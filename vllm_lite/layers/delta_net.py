@@ -5,13 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_lite.attention.backend import AttentionBackend
-from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.kv_scales import KVScales
+from vllm_lite.checkpoint.delta_net import DeltaNetSpec
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.delta_rule import DeltaNetWeights, Segments, delta_net_op
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.kernels.delta_rule import DeltaNetWeights, delta_net_op
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.recurrent import RecurrentBlock
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
 
 
@@ -29,20 +27,17 @@ class DeltaNetNames(NamedTuple):
     output: str = "out_proj"
 
 
-class DeltaNetBlock:
+class DeltaNetBlock(RecurrentBlock):
     """Ranks share the heads: each has some key heads and the value heads that these serve."""
 
     names = DeltaNetNames()
-    weights: DeltaNetWeights  # by `load`
-    tentative: torch.Tensor  # [num_tentative, projected_size], by the last step that had any
 
     def __init__(self, parts: Parts, layer: int) -> None:
-        spec, whole, own = parts.spec, parts.spec.layers[layer].recurrent, parts.layers[layer]
-        if whole is None or own.recurrent is None:
-            raise ValueError(f"layer {layer} is not recurrent")
-        self.whole, self.device, self.eps = whole, parts.device, spec.norm.eps
-        self.kind = parts.kinds.index(own)
-        self.kv_scales: KVScales | None = None
+        super().__init__(parts, layer)
+        whole, own = parts.spec.layers[layer].recurrent, parts.layers[layer].recurrent
+        if not isinstance(whole, DeltaNetSpec) or not isinstance(own, DeltaNetSpec):
+            raise TypeError(f"layer {layer} is no Gated DeltaNet")
+        self.whole, self.eps = whole, parts.spec.norm.eps
         key_heads, self.heads = whole.heads(parts.shard)
         keys, values = key_heads.times(whole.key_size), self.heads.times(whole.value_size)
         self.mixed = (
@@ -50,39 +45,10 @@ class DeltaNetBlock:
             Split(whole.conv_channels, whole.key_width + keys.start, keys.size),
             Split(whole.conv_channels, 2 * whole.key_width + values.start, values.size),
         )
-        hidden = Split.whole(spec.hidden_size)
+        hidden = Split.whole(parts.spec.hidden_size)
         self.projections = parts.linear(hidden, *self.mixed, values, self.heads, self.heads, bias=False)
         self.output = parts.row_parallel(values, hidden, bias=False)
-        self.op = delta_net_op(own.recurrent, parts.device, parts.dtype)
-
-    def attend(
-        self,
-        x: torch.Tensor,  # [num_tokens, hidden_size]
-        rows: Rows,
-        kv: torch.Tensor,  # the layer's states: float32 [num_slots, state_elements]
-        batch: StepBatch,
-        backend: AttentionBackend,  # noqa: ARG002 (the protocol's)
-    ) -> None:
-        """Bring the states of the step's sequences up to their tokens, and read them for `project`."""
-        own = rows.by_kind[self.kind]
-        if batch.states is None or own.mixed is None:
-            raise ValueError("a step of a recurrent model says nothing of its states")
-        self.projections.forward(x, out=own.qkv)
-        if batch.tentative is not None:
-            self.tentative = own.qkv[batch.tentative]
-        self.op.forward(own.qkv, self.weights, kv, batch.states, own.mixed, own.attended)
-
-    def take_up(self, tokens: torch.Tensor, rows: Rows, kv: torch.Tensor, segments: Segments) -> None:
-        """Bring states up to some of the tokens that the last step left tentative; what these read is known already.
-        tokens: int64 [n], their places; rows: n of them."""
-        own = rows.by_kind[self.kind]
-        if own.mixed is None:
-            raise ValueError("the buffers are not those of a recurrent layer")
-        self.op.forward(self.tentative[tokens], self.weights, kv, segments, own.mixed, own.attended)
-
-    def project(self, rows: Rows) -> None:
-        """Project what was read into rows.hidden."""
-        self.output.forward(rows.by_kind[self.kind].attended, out=rows.hidden)
+        self.op = delta_net_op(own, parts.device, parts.dtype)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of it under `prefix`, like "model.layers.0.linear_attn."."""

@@ -103,7 +103,7 @@ class Decoder:
         return rows.hidden
 
     def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[torch.Tensor]) -> None:
-        """As qwen3_5.Qwen3_5's. Here no layer keeps a state."""
+        """As hybrid.Hybrid's. Here no layer keeps a state."""
 
     def last_norm(self, rows: Rows) -> None:
         """Norm what the last layer has left in rows.residual and rows.hidden into rows.hidden."""

@@ -50,6 +50,7 @@ MODELS = {
     "GraniteMoeForCausalLM": "vllm_lite.models.granite:Granite",
     "GraniteMoeSharedForCausalLM": "vllm_lite.models.granite:Granite",
     "InternLM3ForCausalLM": "vllm_lite.models.llama:Llama",
+    "Lfm2ForCausalLM": "vllm_lite.models.lfm2:Lfm2",
     "LlamaForCausalLM": "vllm_lite.models.llama:Llama",
     "Ministral3ForCausalLM": "vllm_lite.models.llama:Llama",
     "MinistralForCausalLM": "vllm_lite.models.llama:Llama",
@@ -124,7 +125,7 @@ class Model(Protocol):
     def gather_logits(self, out: torch.Tensor) -> None: ...
 
     def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[torch.Tensor]) -> None:
-        """As qwen3_5.Qwen3_5's, for models with recurrent layers."""
+        """As hybrid.Hybrid's, for models with recurrent layers."""
         ...
 
     def weight_groups(self) -> Iterator[WeightGroup]: ...

@@ -242,7 +242,7 @@ class _Sizes:
         row: int = 2 * spec.hidden_size + sum(
             map(max, zip(*(own.attention_buffers for own in largest.layers), strict=True))
         )
-        channels = max((own.recurrent.conv_channels for own in largest.layers if own.recurrent is not None), default=0)
+        channels = max((own.recurrent.scratch_size for own in largest.layers if own.recurrent is not None), default=0)
         row += channels * 4 // dtype_bytes
         row += 2 * turned + 3 * (spec.intermediate_size // tp) + self._expert_row(dtype_bytes)
         tables = 2 * self.length * turned

@@ -27,12 +27,17 @@ VLLM_LITE_INLINE Vec silu(Vec x) {
 template <class T>
 struct ConvInputs {
   const T* rows;       // [num_rows], `stride` apart
+  const T* gates;      // likewise, what these are multiplied by; nullptr: nothing
   const float* state;  // [kept], `channels` apart; nullptr: zeros
   int64_t stride, channels, kept;
 
   // Input `n`, which the state has while it is less than `kept`.
   VLLM_LITE_INLINE Vec at(const ConvInputs& self, int64_t n, int64_t i, int64_t count) {
-    if (n >= self.kept) return load_at(self.rows + (n - self.kept) * self.stride, i, count);
+    if (n >= self.kept) {
+      const int64_t row = (n - self.kept) * self.stride;
+      const Vec x = load_at(self.rows + row, i, count);
+      return self.gates == nullptr ? x : x * load_at(self.gates + row, i, count);
+    }
     return self.state == nullptr ? Vec{} : load_at(self.state + n * self.channels, i, count);
   }
 };
@@ -43,17 +48,23 @@ void conv_segment(const ShortConv& op, int64_t begin, int64_t size, int64_t segm
   const int64_t num_rows = op.segments.rows[segment + 1] - row;
   const int32_t source = op.segments.sources[segment], target = op.segments.targets[segment];
   const float* state = source == 0 ? nullptr : op.states + source * op.slot_stride + begin;
-  const ConvInputs<T> inputs = {static_cast<const T*>(op.x) + row * op.x_stride + begin, state, op.x_stride,
-                                op.channels, kept};
+  const int64_t offset = row * op.x_stride + begin;
+  const T* gates = op.gate == nullptr ? nullptr : static_cast<const T*>(op.gate) + offset;
+  const T* out_gates = op.out_gate == nullptr ? nullptr : static_cast<const T*>(op.out_gate) + offset;
+  const ConvInputs<T> inputs = {static_cast<const T*>(op.x) + offset, gates, state, op.x_stride, op.channels, kept};
   const float* weight = op.weight + begin;
   for (int64_t n = 0; n < num_rows; ++n) {
-    float* out = op.out + (row + n) * op.channels + begin;
+    const int64_t at = (row + n) * op.out_stride + begin;
     each_vector(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-      Vec sum = {};
+      Vec sum = op.bias == nullptr ? Vec{} : load_at(op.bias + begin, i, count);
       for (int64_t tap = 0; tap <= kept; ++tap) {
         sum = multiply_add(inputs.at(inputs, n + tap, i, count), load_at(weight + tap * op.channels, i, count), sum);
       }
-      store_at(out, i, silu(sum), count);
+      if (out_gates == nullptr) {
+        store_at(static_cast<float*>(op.out) + at, i, silu(sum), count);
+      } else {
+        store_at(static_cast<T*>(op.out) + at, i, sum * load_at(out_gates + n * op.x_stride, i, count), count);
+      }
     });
   }
   if (target == 0) return;

@@ -117,8 +117,8 @@ class StateSlots:
     @property
     def num_held(self) -> int:
         """Slots that sequences hold."""
-        waiting = len(self._read) + len(self._unpublished)
-        return self.pool.num_used - len(self._blank) - waiting
+        waiting = {*self._read, *(left.slot for left in self._unpublished)}
+        return self.pool.num_used - len(self._blank) - len(waiting)
 
     def begin_step(self) -> None:
         """The step before has been sent: what it left may be read, and what it read may be written."""

@@ -9,11 +9,14 @@ from vllm_lite.kernels.delta_rule import DeltaNetOp, DeltaNetWeights, Segments, 
 
 MAX_HEAD_SIZE = 256
 """The same number as in csrc/cpu/delta_rule.h."""
-_SEGMENTS = (pointer, pointer, pointer, pointer)
-_SHORT_CONV = (int32, int64, int64, int64, pointer, int64, pointer, pointer, int64, *_SEGMENTS, pointer)
+SEGMENTS = (pointer, pointer, pointer, pointer)
+SHORT_CONV = (
+    int32, int64, int64, int64, pointer, pointer, pointer, int64, pointer, pointer, pointer, int64, *SEGMENTS,
+    pointer, int64,
+)  # fmt: skip
 _DELTA_RULE = (
     int32, int64, int64, int64, int64, int64, float32, pointer, pointer, pointer, pointer, int64,
-    pointer, pointer, pointer, pointer, int64, *_SEGMENTS, pointer, int64,
+    pointer, pointer, pointer, pointer, int64, *SEGMENTS, pointer, int64,
 )  # fmt: skip
 
 
@@ -22,7 +25,7 @@ class NativeDeltaNet(DeltaNetOp):
 
     def __init__(self, spec: DeltaNetSpec) -> None:
         super().__init__(spec)
-        self._conv = function("vllm_lite_short_conv", _SHORT_CONV)
+        self._conv = function("vllm_lite_short_conv", SHORT_CONV)
         self._rule = function("vllm_lite_delta_rule", _DELTA_RULE)
 
     @staticmethod
@@ -45,8 +48,8 @@ class NativeDeltaNet(DeltaNetOp):
         num_seqs, stride = len(segments.firsts) - 1, projected.stride(0)
         where = [each.data_ptr() for each in segments]
         self._conv(
-            code, num_seqs, spec.conv_channels, spec.conv_size, parts.mixed.data_ptr(), stride, weights.conv.data_ptr(),
-            kept.data_ptr(), states.stride(0), *where, mixed.data_ptr(),
+            code, num_seqs, spec.conv_channels, spec.conv_size, parts.mixed.data_ptr(), 0, 0, stride,
+            weights.conv.data_ptr(), 0, kept.data_ptr(), states.stride(0), *where, mixed.data_ptr(), mixed.stride(0),
         )  # fmt: skip
         self._rule(
             code, num_seqs, spec.num_key_heads, spec.num_value_heads, spec.key_size, spec.value_size, weights.eps,

@@ -1,0 +1,37 @@
+"""LFM2: gated short convolutions, and full attention every few layers."""
+
+from typing import ClassVar
+
+from vllm_lite.layers.attention_block import Attention, AttentionBlock, AttentionNames
+from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
+from vllm_lite.layers.mlp import GatedMLP, GatedNames
+from vllm_lite.layers.short_conv import ShortConvBlock
+from vllm_lite.models.decoder import DecoderNames
+from vllm_lite.models.hybrid import Hybrid
+
+
+class Lfm2Attention(AttentionBlock):
+    names = AttentionNames(output="out_proj", query_norm="q_layernorm", key_norm="k_layernorm")
+
+
+class Lfm2MLP(GatedMLP):
+    names: ClassVar = GatedNames("w1", "w3", "w2")
+
+
+class AttentionLayer(DecoderLayer):
+    names: ClassVar = LayerNames(attention_norm="operator_norm", mlp_norm="ffn_norm", mlp="feed_forward")
+    attention_block: ClassVar[type[Attention]] = Lfm2Attention
+    mlp_block: ClassVar = Lfm2MLP
+
+
+class ConvLayer(AttentionLayer):
+    names: ClassVar = AttentionLayer.names._replace(attention="conv")
+    attention_block: ClassVar = ShortConvBlock
+
+
+class Lfm2(Hybrid):
+    """Its last norm is called after the embedding, with which the head is tied."""
+
+    names: ClassVar = DecoderNames(norm="model.embedding_norm")
+    layer: ClassVar = AttentionLayer
+    recurrent_layer: ClassVar = ConvLayer
