@@ -127,7 +127,7 @@ def test_preempted_sequences_keep_their_tokens_and_parameters() -> None:
     assert inputs.input_ids.tolist() == [11, 12, 9]
     assert inputs.block_tables[0].tolist() == [[8]], "the old blocks are forgotten"
     params = batch.sample_inputs(inputs).params[0]
-    assert params.tolist() == pytest.approx((0.7, 5, 0.9, 0.1, 2**63 + 5, 3, 2, 0))
+    assert params.tolist() == pytest.approx((0.7, 5, 0.9, 0.1, 2**63 + 5, 3, 2, False, 0))
 
 
 def test_a_fork_is_the_first_part_of_its_parent() -> None:

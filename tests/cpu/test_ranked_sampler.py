@@ -74,11 +74,13 @@ class Step:
     params: np.ndarray[Any, Any]
     positions: np.ndarray[Any, Any]
     rules: dict[str, Any]
+    named: dict[int, tuple[int, ...]] | None = None
 
     def inputs(self) -> SampleInputs:
         """As each rank makes them for itself: rules keep what they have brought to the device."""
         edits = LogitEdits(**{name: make() for name, make in self.rules.items()}) if self.rules else None
-        return SampleInputs(self.params, self.positions, edits, plain=edits is None and is_plain(self.params))
+        plain = edits is None and is_plain(self.params)
+        return SampleInputs(self.params, self.positions, edits, plain=plain, named=self.named)
 
     def expected(self) -> Sampled:
         return Sampler(self.logits.shape[1], CPU).sample(self.logits.clone(), self.inputs())
@@ -138,8 +140,11 @@ def random_step(rng: np.random.Generator, vocab_size: int, num_rows: int, kind: 
         params["sample"] = rng.integers(0, 3, num_rows)
     if kind in ("logprobs", "both"):
         params["logprobs"] = rng.choice([NO_LOGPROBS, 0, 3], num_rows)
+        params["is_named"] = (params["logprobs"] == 3) & (rng.random(num_rows) < 0.5) & (vocab_size > 3)
+    ids: tuple[int, ...] = (int(vocab_size) - 1, 0, 2)
+    named: dict[int, tuple[int, ...]] = dict.fromkeys(np.flatnonzero(params["is_named"]).tolist(), ids)
     rules = random_rules(rng, vocab_size, num_rows) if kind in ("rules", "both") else {}
-    return Step(logits, params, rng.integers(1, 1000, num_rows), rules)
+    return Step(logits, params, rng.integers(1, 1000, num_rows), rules, named or None)
 
 
 def random_rules(rng: np.random.Generator, vocab_size: int, num_rows: int) -> dict[str, Any]:

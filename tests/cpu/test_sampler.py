@@ -1,6 +1,7 @@
 """The sampler against exact distributions, its hash against plain integers, and a draw against everything around it."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -437,6 +438,25 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert first is not None
     assert last is not None
     assert (first.rank, last.rank) == (1, 2), "a ban changes the token, not the report of what the model thought"
+
+
+def test_logprobs_of_tokens_that_are_named() -> None:
+    """In their order, beside rows that want the likeliest, and in steps of which nothing else is known."""
+    logits = random_logits(4, 300)
+    inputs = make_inputs(4, logprobs=[2, NO_LOGPROBS, 3, 1], is_named=[False, False, True, True])
+    inputs = replace(inputs, named={2: (7, 299, 0), 3: (5,)})
+    result = Sampler(300, CPU).sample(logits.clone(), inputs)
+    assert result.logprobs is not None
+    expected = logits.log_softmax(1)
+    for row, ids in ((2, (7, 299, 0)), (3, (5,))):
+        report = result.logprobs[row]
+        assert report is not None
+        assert [token for token, _ in report.top] == list(ids)
+        assert [value for _, value in report.top] == pytest.approx(expected[row, list(ids)].tolist(), abs=1e-6)
+        assert report.logprob == pytest.approx(float(expected[row, result.tokens[row]]), abs=1e-6)
+    first = result.logprobs[0]
+    assert first is not None
+    assert [token for token, _ in first.top] == expected[0].topk(2).indices.tolist()
 
 
 def test_no_logprobs_unless_asked() -> None:

@@ -1,5 +1,6 @@
 """The routes that vLLM has beside OpenAI's, on a real server."""
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -138,3 +139,29 @@ def test_tokenizer_info(http: httpx.Client) -> None:
     info = http.get("/tokenizer_info").json()
     assert info["tokenizer_class"]
     assert "messages" in info["chat_template"]
+
+
+def test_what_flags_of_vllm_make_of_answers() -> None:
+    """Below a proxy's path and without it; tokens by their ids; usage in every chunk; the load, if it is asked for."""
+    flags = ("--root-path", "/llm", "--return-tokens-as-token-ids", "--enable-force-include-usage")
+    with serving(*flags, "--log-level", "error") as server, client(server) as http:
+        body = {"prompt": "Once upon a", "max_tokens": 4, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+        headers = {"endpoint-load-metrics-format": "JSON"}
+        answers = [http.post(path, json=body, headers=headers) for path in ("/v1/completions", "/llm/v1/completions")]
+        one, other = (answer.json()["choices"][0] for answer in answers)
+        assert one == other
+        assert [name.partition(":")[0] for name in one["logprobs"]["tokens"]] == ["token_id"] * 4
+        assert '"num_requests_waiting":' in answers[0].headers["endpoint-load-metrics"]
+        named = http.post("/v1/completions", json={**body, "logprob_token_ids": [5, 6], "logprobs": 0}).json()
+        drawn = one["logprobs"]["tokens"]
+        for token, found in zip(drawn, named["choices"][0]["logprobs"]["top_logprobs"], strict=True):
+            assert list(found) == list(dict.fromkeys([token, "token_id:5", "token_id:6"]))
+        plain = http.post("/v1/completions", json={**body, "return_tokens_as_token_ids": False}).json()
+        assert "".join(plain["choices"][0]["logprobs"]["tokens"]) == one["text"]
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "stream": True}
+        lines = [line[6:] for line in http.post("/llm/v1/chat/completions", json=chat).text.splitlines() if line]
+        assert lines.pop() == "[DONE]"
+        assert all(json.loads(line)["usage"]["prompt_tokens"] > 0 for line in lines)
+        assert json.loads(lines[-1])["choices"] == []
+        assert http.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
+        assert http.get("/llm").headers["location"] == "llm/"

@@ -50,6 +50,27 @@ def test_top_logprobs_of_greedy_tokens(references, family):
     assert worst < MAX_DIFFERENCE
 
 
+def test_tokens_that_are_named_have_theirs_in_every_step(llama):
+    """In steps of decoding only, too, and beside requests that want the likeliest."""
+    ids = (7, 3, 300)
+    cases = llama.cases[:6]
+    plain = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=NUM_TOP)
+    named = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprob_token_ids=ids)
+    prompts = [case.prompt for case in cases]
+    with start(llama.path, **SETTINGS) as llm:
+        outputs = llm.generate(prompts, [named, plain] * 3, use_tqdm=False)
+    for prompt, output in zip(prompts[::2], outputs[::2], strict=True):
+        (completion,) = output.outputs
+        assert completion.logprobs is not None
+        expected = llama.logits(prompt, completion.token_ids).log_softmax(-1)
+        for token, candidates, row in zip(completion.token_ids, completion.logprobs, expected, strict=True):
+            assert list(candidates) == [token, *(other for other in ids if other != token)]
+            assert all(abs(found.logprob - float(row[other])) < MAX_DIFFERENCE for other, found in candidates.items())
+            assert {found.rank for other, found in candidates.items() if other != token} <= {0}
+    for output in outputs[1::2]:
+        assert {len(candidates) for candidates in output.outputs[0].logprobs or ()} <= {NUM_TOP, NUM_TOP + 1}
+
+
 def test_logprobs_of_random_tokens_are_those_of_the_raw_logits(llama):
     """Temperature and filters decide what is drawn, not what is reported; a rare token is reported beside the best."""
     prompts = [case.prompt for case in llama.cases[:12]]

@@ -40,7 +40,7 @@ def test_unknown_fields_are_ignored_and_named() -> None:
     ("name", "value"),
     [
         *(("tools", [{}]), ("chat_template", "x"), ("functions", [{"a": 1}]), ("regex", "[ab]")),
-        *(("logprob_token_ids", [5]), ("return_hidden_states", True)),
+        ("return_hidden_states", True),
         *(("tool_choice", "required"), ("function_call", "auto"), ("typical_p", 0.5)),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_body_has_only_so_many_fields() -> None:
         ({"max_tokens": "five"}, "max_tokens"),
         ({"max_tokens": 5.5}, "max_tokens"),
         ({"stop": [1]}, "stop"),
-        ({"stream_options": {"include_usage": 2}}, "stream_options"),
+        ({"stream_options": {"include_usage": 2}, "stream": True}, "stream_options"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": [{}]}, "prompt"),
         ({"request_id": "mine\n"}, "request_id"),
@@ -107,6 +107,13 @@ def test_a_wrong_type_names_its_field(fields: dict[str, Any], param: str) -> Non
     with pytest.raises(ApiError) as caught:
         completion(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_long_value_is_not_told_in_whole() -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(truncation_side="a" * 1_000_000)
+    assert len(caught.value.message) < 400
+    assert (caught.value.message[:20], caught.value.param) == ("Invalid enum value '", "truncation_side")
 
 
 NUMBERS = [
@@ -156,6 +163,22 @@ def test_values_inside_a_value_are_taken_so_too() -> None:
     assert body.stream is True
     assert body.stream_options is not None
     assert body.stream_options.include_usage is True
+
+
+def test_named_tokens_need_logprobs_and_output() -> None:
+    for fields, has_logprobs in (
+        ({"logprob_token_ids": [5]}, False),
+        ({"logprob_token_ids": [5], "max_tokens": 0}, True),
+    ):
+        body, _ = completion(**fields)
+        with pytest.raises(ApiError, match="logprob_token_ids needs") as caught:
+            bodies.check_named(body, has_logprobs=has_logprobs)
+        assert caught.value.param == "logprob_token_ids"
+    body, _ = completion(logprob_token_ids=[5, 6, 5])
+    bodies.check_named(body, has_logprobs=True)
+    params = bodies.sampling(body, {}, {"logprobs": None})
+    assert (params.logprobs, params.logprob_token_ids) == (2, (5, 6))
+    assert params.for_worker(0, 3, (), None, unscored=False).logprob_token_ids == (5, 6)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
+import msgspec
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,8 +12,8 @@ from starlette.responses import Response
 from tests.deadlines import scaled
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http import body as reading
-from vllm_lite.server.http.body import MAX_HELD, MAX_VALUES, SMALL_BYTES, BodyReader
-from vllm_lite.server.openai.bodies import CompletionBody
+from vllm_lite.server.http.body import MAX_HELD, MAX_VALUES, SMALL_BYTES, BodyReader, decode
+from vllm_lite.server.openai.bodies import ChatBody, CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 
 DEADLINE_S = scaled(30.0)
@@ -169,3 +170,15 @@ def test_a_big_body_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) 
         assert threads == [True, False]
 
     run(main)
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_options_of_a_stream_need_one(kind: type[CompletionBody | ChatBody]) -> None:
+    more: dict[str, Any]
+    given = {"prompt": "x"} if kind is CompletionBody else {"messages": [{"role": "user", "content": "x"}]}
+    for more in ({"stream_options": {"include_usage": True}}, {"stream_options": {}, "stream": False}):
+        with pytest.raises(ApiError, match="stream_options are for a stream") as caught:
+            decode(msgspec.json.encode({**given, **more}), kind)
+        assert (caught.value.status, caught.value.param) == (400, "stream_options")
+    for more in ({"stream_options": None}, {"stream_options": {"include_usage": True}, "stream": True}):
+        decode(msgspec.json.encode({**given, **more}), kind)

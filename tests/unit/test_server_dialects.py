@@ -18,7 +18,7 @@ from vllm_lite.server.ollama import errors as ollama_errors
 from vllm_lite.server.ollama.answers import OllamaWriter
 from vllm_lite.server.ollama.bodies import OllamaGenerateBody
 from vllm_lite.server.ollama.chats import completion_of
-from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.openai.errors import ApiError, shown
 from vllm_lite.server.openai.logprobs import Spelling
 
 FIELDS: list[dict[str, Any]] = [
@@ -243,3 +243,9 @@ def test_a_path_says_in_which_form_errors_are(path: str, form: str) -> None:
         "openai": {"error": {"message": "full", "type": "RateLimitError", "param": None, "code": 429}},
     }
     assert body == expected[form]
+
+
+def test_what_a_stranger_wrote_is_told_on_one_short_line() -> None:
+    assert shown("/v1/é") == "/v1/é"
+    assert shown("/\r\nX: y\x00") == r"/\r\nX: y\x00"
+    assert shown("a" * 5000) == "a" * 200 + "..."

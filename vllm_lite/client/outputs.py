@@ -9,7 +9,7 @@ from vllm_lite.protocol.api import FinishReason
 
 @dataclass(slots=True)
 class Logprob:
-    """One candidate for one position: its raw log-softmax, its rank (1 = most likely), its text."""
+    """One candidate for one position: its raw log-softmax, its rank (1 = most likely, 0 = not known), its text."""
 
     logprob: float
     rank: int

@@ -246,5 +246,6 @@ def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
         if type(token_id) is not int:
             raise RequestError(f"token ids must be integers, got {token_id!r} at position {place}")
         if not 0 <= token_id < vocab_size:
-            raise RequestError(f"token ids must be between 0 and {vocab_size - 1}, got {token_id} at position {place}")
+            within = f"token ids must be between 0 and {vocab_size - 1}"
+            raise RequestError(f"{within}, got {token_id} at position {place}, which is out of vocabulary")
     return list(token_ids)

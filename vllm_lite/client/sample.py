@@ -16,9 +16,16 @@ class Sample:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer | None, tokenizer: Tokenizer | None, *, logprobs: bool, include_stop: bool
+        self,
+        detokenizer: Detokenizer | None,
+        tokenizer: Tokenizer | None,
+        *,
+        logprobs: bool,
+        include_stop: bool,
+        is_named: bool = False,
     ) -> None:
-        """`tokenizer` spells the candidates of `logprobs`; with `include_stop` the text of a stop token is shown."""
+        """`tokenizer` spells the candidates of `logprobs`, which are the likeliest tokens unless they `is_named` by the
+        request; with `include_stop` the text of a stop token is shown."""
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.cumulative_logprob: float | None = 0.0 if logprobs else None
@@ -27,6 +34,7 @@ class Sample:
         self.text = ""
         self._detokenizer = detokenizer
         self._tokenizer = tokenizer
+        self._is_named = is_named
         self._include_stop = include_stop
 
     def apply(self, event: Tokens | Finished) -> None:
@@ -115,7 +123,8 @@ class Sample:
         self.token_ids += token_ids[:taken]
         if self.logprobs is not None and logprobs is not None:
             entries = logprobs[:taken]
-            self.logprobs += [candidates(self._tokenizer, *item) for item in zip(token_ids, entries, strict=False)]
+            new = zip(token_ids, entries, strict=False)
+            self.logprobs += [candidates(self._tokenizer, *item, is_ranked=not self._is_named) for item in new]
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(entry.logprob for entry in entries)
 
 
@@ -188,11 +197,14 @@ class PromptScores:
         self._received += new[: len(self._token_ids) - 1 - len(self._received)]
 
 
-def candidates(tokenizer: Tokenizer | None, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-    """The candidates for one position: first the token that stands there, then the others, most likely first."""
+def candidates(
+    tokenizer: Tokenizer | None, token_id: int, entry: TokenLogprobs, *, is_ranked: bool = True
+) -> dict[int, Logprob]:
+    """The candidates for one position: first the token that stands there, then the others, most likely first. Those
+    that are not `is_ranked` may be any tokens, and have the rank 0."""
     found = {token_id: Logprob(entry.logprob, entry.rank)}
     for rank, (other, logprob) in enumerate(entry.top, 1):
-        found.setdefault(other, Logprob(logprob, rank))
+        found.setdefault(other, Logprob(logprob, rank if is_ranked else 0))
     if tokenizer is not None:
         for candidate, shown in found.items():
             shown.decoded_token = tokenizer.spelled(candidate)

@@ -304,7 +304,8 @@ class StreamFactory:
                 min_tokens=max(params.min_tokens, num_inherited),
             )
         logprobs, include_stop = wire_params(params).logprobs is not None, params.include_stop_str_in_output
-        return Sample(detokenizer, self.tokenizer, logprobs=logprobs, include_stop=include_stop)
+        named = bool(params.logprob_token_ids)
+        return Sample(detokenizer, self.tokenizer, logprobs=logprobs, include_stop=include_stop, is_named=named)
 
 
 def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:

@@ -32,6 +32,7 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_SEED = 2**64 - 1
 """The upper bound of an integer whose annotation has none: msgspec takes no bound that exceeds 63 bits."""
 MAX_SHOWN_CHARS = 200
+MAX_SHOWN_KEYS = 5
 MAX_NAME_CHARS = 256
 MAX_WORD_CHARS = 1024
 """The length of one stop string, or of one of `bad_words`: each token's text is searched for a stop string, and bad
@@ -60,7 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     subtracted as often as a token was generated, `presence_penalty` once if it was. Then the logits are divided by
     `temperature`, and filtered: top_k, top_p (renormalised within the top k), min_p (relative to the most likely
     token). temperature below 1e-5 is greedy; top_k of 0 or -1 and top_p of 1 are off. `logprobs` and `prompt_logprobs`
-    are those of the model's own logits, before all this.
+    are those of the model's own logits, before all this. With `logprob_token_ids` the former are those of these tokens,
+    beside the one that was drawn, instead of the likeliest ones'; `logprobs` is their number then.
 
     `seed` fixes the draw of every position whatever else the engine is doing; without one the client draws it.
     `max_tokens=None` means: up to the context length. `bad_words` are texts, which the client turns into
@@ -95,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_token_ids: Annotated[Sequence[int], Meta(max_length=MAX_LOGPROBS)] = ()
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
@@ -154,6 +157,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must name at least one token, or be None to allow all")
             self._set("allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
+        if self.logprob_token_ids:
+            self._set("logprob_token_ids", tuple(dict.fromkeys(self.logprob_token_ids)))
+            self._check_named()
         if self.structured_outputs is not None and self.grammar is not None:
             raise ValueError("structured_outputs and grammar are two forms of one output; give one of them")
         self._check_relations()
@@ -169,6 +175,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             self._check_beams()
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, because they are looked for in the text")
+
+    def _check_named(self) -> None:
+        if self.use_beam_search:
+            raise ValueError("logprob_token_ids have no meaning with use_beam_search")
+        count = len(self.logprob_token_ids)
+        if self.logprobs not in (None, count):
+            raise ValueError(f"logprobs must be the number of logprob_token_ids ({count}), got {self.logprobs}")
+        self._set("logprobs", count)
 
     def _check_beams(self) -> None:
         if self.best_of not in (None, self.n):
@@ -197,6 +211,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         given: dict[str, Iterable[int]] = {
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": self.logit_bias or (),
+            "logprob_token_ids": self.logprob_token_ids,
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_words_token_ids": chain.from_iterable(self.bad_words_token_ids),
             "thinking": (*self.thinking.begin, *self.thinking.end) if self.thinking is not None else (),
@@ -224,6 +239,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             seed=self.seed or 0,
             sample=sample,
             logprobs=num_candidates if is_beam else self.logprobs,
+            logprob_token_ids=tuple(self.logprob_token_ids),
             min_tokens_until=num_prompt + self.min_tokens if banned else 0,
             stop_ids=tuple(sorted(banned)),
             rules=self.logit_rules(),
@@ -290,6 +306,8 @@ class Sampling(Message):
     prompt_logprobs: int | None = None
     """How many of the most likely tokens to report at each position of the prompt, None = nothing. Only for a
     NewRequest that computes its whole prompt."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Report these instead of the most likely tokens; there are `logprobs` of them."""
 
     @property
     def is_ruled(self) -> bool:
@@ -415,13 +433,12 @@ def _checked_sequences(most: int, check: _Check, name: str, value: Any) -> tuple
 def _checked_bias(most: int, check: _Check, name: str, value: Any) -> dict[int, float]:
     """A copy; ids may be spelled as strings, as in JSON."""
     _expect(isinstance(value, dict), name, "a dict of token ids and numbers", value, most)
-    checked = {}
-    for key, bias in value.items():
-        token_id = int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
-        if type(token_id) is not int:
-            raise TypeError(f"{name} must have token ids as keys, got {key!r}")
-        checked[token_id] = float(check(f"{name} of token {token_id}", bias))
-    return checked
+    ids = {key: int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key for key in value}
+    if wrong := [key for key, token_id in ids.items() if type(token_id) is not int]:
+        more = f" and {len(wrong) - MAX_SHOWN_KEYS} others" if len(wrong) > MAX_SHOWN_KEYS else ""
+        shown = ", ".join(_shown(key) for key in wrong[:MAX_SHOWN_KEYS])
+        raise TypeError(f"{name} must have token ids as keys, got {shown}{more}")
+    return {ids[key]: float(check(f"{name} of token {ids[key]}", bias)) for key, bias in value.items()}
 
 
 def _checked_extra_args(most: int, name: str, value: Any) -> Any:

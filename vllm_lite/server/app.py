@@ -26,7 +26,7 @@ from vllm_lite.server.metrics import Metrics
 from vllm_lite.server.ollama import errors as ollama_errors
 from vllm_lite.server.openai import openapi
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
-from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.openai.errors import ApiError, shown
 from vllm_lite.server.openai.prompts import SLICE_TOKENS
 from vllm_lite.server.pages import pages
 
@@ -185,7 +185,7 @@ async def _on_api_error(request: Request, error: ApiError) -> Response:
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
-    text = f"{request.method} {request.scope['path']}: {error.detail}"
+    text = f"{request.method} {shown(request.scope['path'])}: {error.detail}"
     return DIALECTS.response(request.scope, ApiError(error.status_code, text, headers=dict(error.headers or {})))
 
 

@@ -132,6 +132,9 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         bool,
         Meta(description="logprobs have token_id:N in the place of a token's text, unless a request says otherwise"),
     ] = False
+    enable_force_include_usage: Annotated[
+        bool, Meta(description="every chunk of a stream has the usage, whatever its stream_options say")
+    ] = False
     enable_log_requests: Annotated[bool, Meta(description="log every request, with its prompt")] = False
 
     def __post_init__(self) -> None:

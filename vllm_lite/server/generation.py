@@ -15,7 +15,7 @@ from vllm_lite.client.prompt import PromptLike, check_room
 from vllm_lite.client.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.adapters import AdapterInfo
-from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.params import MAX_NAME_CHARS, SamplingParams
 from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.config import ServeConfig
@@ -84,7 +84,9 @@ class ServedModel:
         """Return the name to answer with. Raises ApiError for a model that is not served."""
         if wanted is not None and wanted not in (*self.names, self.path) and wanted not in self.adapters:
             shown = ", ".join(self.all_names[:MAX_SHOWN])
-            raise ApiError(404, f"the model {wanted!r} does not exist; this server has {shown}", "model")
+            raise ApiError(
+                404, f"the model {wanted[:MAX_NAME_CHARS]!r} does not exist; this server has {shown}", "model"
+            )
         return wanted or self.names[0]
 
     def card(self, name: str) -> dict[str, Any]:
@@ -239,6 +241,8 @@ class Generation:
         names_ids = getattr(asked.body, "return_tokens_as_token_ids", None)
         if self._config.return_tokens_as_token_ids if names_ids is None else names_ids:
             style = msgspec.structs.replace(style, names_ids=True)
+        if self._config.enable_force_include_usage:
+            style = msgspec.structs.replace(style, usage=True, usage_always=True)
         call_id = call_id or await self.live.new_id(style.kind, asked.body.request_id)
         streams = await self._streams(call_id, style.kind, prompts, params, asked.request)
         adapter = self.model.adapter_of(asked.model)
@@ -317,7 +321,8 @@ def _parsing(formats: Formats, body: ChatBody, tools: ToolsWanted | None) -> Par
 
 def _completion_changes(body: CompletionBody) -> dict[str, Any]:
     """Return the sampling params that a completion has under other names. Raises ApiError."""
-    changes: dict[str, Any] = {"logprobs": body.logprobs}
+    bodies.check_named(body, has_logprobs=body.logprobs is not None)
+    changes: dict[str, Any] = {"logprobs": None if body.logprob_token_ids else body.logprobs}
     if body.only_scores:  # the engine always draws a token: the answer leaves it out
         changes |= {"max_tokens": 1, "min_tokens": 0}
     if body.echo and body.logprobs is not None:
@@ -329,11 +334,13 @@ def _completion_changes(body: CompletionBody) -> dict[str, Any]:
 
 def _chat_changes(body: ChatFields) -> dict[str, Any]:
     """Return the sampling params that a chat has under other names. Raises ApiError."""
+    bodies.check_named(body, has_logprobs=bool(body.logprobs))
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     if body.top_logprobs == -1:
         raise bodies.too_many_logprobs("top_logprobs")
-    changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    has_top = body.logprobs and not body.logprob_token_ids
+    changes: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if has_top else None}
     if body.max_completion_tokens is not None:
         changes["max_tokens"] = body.max_completion_tokens
     return changes

@@ -28,7 +28,7 @@ from vllm_lite.server.http.body import BodyReader, decoded
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import ForkBody
 from vllm_lite.server.openai.chunks import AnswerStyle
-from vllm_lite.server.openai.errors import ApiError, in_use, refused
+from vllm_lite.server.openai.errors import ApiError, in_use, refused, shown
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.logprobs import Spelling
 from vllm_lite.server.openai.parsed import Writers
@@ -272,7 +272,7 @@ def id_in(request: Request) -> str:
 
 
 def _not_running(call_id: str) -> ApiError:
-    return ApiError(404, f"no request {call_id!r} is running")
+    return ApiError(404, f"no request '{shown(call_id)}' is running")
 
 
 def _prompt(member: RequestState | EndedRequest) -> dict[str, Any]:

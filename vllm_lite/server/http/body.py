@@ -126,6 +126,8 @@ def decode(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:
     wanted = body.sampling_params if isinstance(body, GenerateBody) else body
     if isinstance(wanted, SamplingFields) and wanted.prompt_logprobs is not None and getattr(body, "stream", None):
         raise ApiError(400, "prompt_logprobs are not told in a stream", "prompt_logprobs")
+    if isinstance(body, bodies.Body) and body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options are for a stream: give stream=true with them", "stream_options")
     if getattr(body, "resumable", None) and not getattr(body, "stream", None):
         raise ApiError(400, "only a stream is resumable: give stream=true with it, or leave it out", "resumable")
     return body, bodies.warning(ignored)

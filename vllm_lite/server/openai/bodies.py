@@ -22,6 +22,8 @@ MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 256
 MAX_CHOICES = 1024
 """Choices of one request, those of all its prompts together."""
+SHOWN_CHARS = 160
+"""So much is shown of both ends of a long error."""
 _UNSAFE = re.compile(r"[^\w.-]")
 
 
@@ -64,6 +66,7 @@ class SamplingFields(_PassedOn, frozen=True, kw_only=True):
     cache_salt: Name | None = None
     logit_bias: Annotated[dict[str, Any], Meta(max_length=MAX_BIASES)] | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
 
 
 class FormFields(SamplingFields, frozen=True, kw_only=True):
@@ -284,7 +287,7 @@ FORM = frozenset(FormFields.__struct_fields__) - frozenset(SAMPLING)
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _ALWAYS_REFUSED = """
 audio chat_template custom_logit_processor documents ebnf features functions grammar json_schema logits_processors
-logprob_token_ids lora_path prediction prompt_embeds regex repetition_detection return_hidden_states return_prompt_text
+lora_path prediction prompt_embeds regex repetition_detection return_hidden_states return_prompt_text
 structural_tag watermarking web_search_options
 """
 _OFF_AT_0 = """
@@ -405,6 +408,8 @@ def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
         return msgspec.json.decode(data, type=kind, strict=False)
     except msgspec.ValidationError as error:
         message = str(error)
+        if len(message) > 2 * SHOWN_CHARS:  # it shows a stranger's value, of any length; where it stands is at the end
+            message = f"{message[:SHOWN_CHARS]} [...] {message[-SHOWN_CHARS:]}"
         place = re.search(r"`\$\.?((\w+)[^`]*)`", message)
         raise ApiError(400, message.replace("`$.", "`"), place.group(2) if place else None) from error
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -433,6 +438,16 @@ def _number(value: Any) -> Any:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
+
+
+def check_named(body: SamplingFields, *, has_logprobs: bool) -> None:
+    """Raises ApiError for `logprob_token_ids` without logprobs, or without a token that could have some."""
+    if not body.logprob_token_ids:
+        return
+    if not has_logprobs:
+        raise ApiError(400, "logprob_token_ids needs logprobs", "logprob_token_ids")
+    if body.max_tokens == 0:
+        raise ApiError(400, "logprob_token_ids needs output tokens, and max_tokens is 0", "logprob_token_ids")
 
 
 def too_many_logprobs(name: str) -> ApiError:

@@ -12,7 +12,7 @@ from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.server.openai import logprobs
 from vllm_lite.server.openai.bodies import ChatFields, CompletionBody, ForkBody, GenerateBody, StreamOptions
 from vllm_lite.server.openai.errors import ApiError
-from vllm_lite.server.openai.logprobs import Offsets, Spelling
+from vllm_lite.server.openai.logprobs import ALL, Offsets, Spelling
 from vllm_lite.server.openai.parsing import Parsing
 
 if TYPE_CHECKING:
@@ -195,7 +195,8 @@ class AnswerWriter:
         """Return the logprobs in the format of chats, which all kinds but completions use."""
         if self._params.logprobs is None or delta.logprobs is None:
             return None
-        return logprobs.of_chat(delta.logprobs, self._params.logprobs, self._spelling)
+        top = ALL if self._params.logprob_token_ids else self._params.logprobs
+        return logprobs.of_chat(delta.logprobs, top, self._spelling)
 
 
 class ChatWriter(AnswerWriter):

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from vllm_lite.errors import ContextLengthError, EngineError, VllmLiteError
 
 _ADDRESS = re.compile(r"\b(ipc|inproc|tcp)://[^\s:]+")
+MAX_SHOWN_CHARS = 200
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -62,6 +63,12 @@ class InvalidUserInput(ApiError):
     """What vLLM's routes for adapters call a mistake in a body."""
 
     kind = "InvalidUserInput"
+
+
+def shown(text: str) -> str:
+    """`text` of a stranger, as an error shows it: not too long, and on one line."""
+    text = text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def in_use(call_id: str) -> ApiError:

@@ -13,6 +13,9 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
+ALL = 2**31
+"""More candidates than there are tokens."""
+
 Candidates = dict[int, Logprob]
 """For one token: by id, the token itself first."""
 

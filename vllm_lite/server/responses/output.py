@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_lite.client.outputs import CompletionOutput
-from vllm_lite.server.openai.logprobs import Candidates, Spelling, candidate, likeliest
+from vllm_lite.server.openai.logprobs import AnySpelling, Candidates, candidate, likeliest
 from vllm_lite.server.openai.parsing import MessageParser, PlainMessage
 from vllm_lite.server.responses.event_log import EventLog
 from vllm_lite.server.responses.items import Item, encrypted, item_id
@@ -23,7 +23,7 @@ class Output:
         self,
         response: dict[str, Any],
         parser: MessageParser | PlainMessage,
-        spelling: Spelling,
+        spelling: AnySpelling,
         *,
         log: EventLog | None,
         top_logprobs: int | None,

@@ -67,10 +67,11 @@ class ResponsesRoutes:
         call, headers = await asking.made(self._generation, asked, messages, response_id)
         params = call.streams[0].params
         log = EventLog() if body.stream or body.background else None
+        spelling = self._live.writers.spelling
         output = Output(
             asking.response_object(body, response_id, asked.model, call.created, params),
             self._live.writers.message(call, call.choices[0]),
-            self._live.writers.spelling,
+            spelling.by_id if call.style.names_ids else spelling,
             log=log,
             top_logprobs=params.logprobs if body.includes(LOGPROBS) else None,
             is_encrypted=body.includes(ENCRYPTED),

@@ -93,7 +93,6 @@ REFUSED: tuple[Flags, ...] = (
     Flags("--worker-extension-cls --scheduler-cls --model-loader-extra-config", NO_PLUGIN),
     Flags("--headless --enable-prompt-embeds --skip-tokenizer-init --tokens-only", "clients send text or tokens", ()),
     Flags("--enable-ssl-refresh", "restart the server behind its --shutdown-timeout for a new certificate", SWITCHES),
-    Flags("--enable-force-include-usage", "ask with stream_options", SWITCHES),
     Flags("--enable-log-outputs --enable-log-deltas", "answers are not logged", SWITCHES),
     Flags("--trust-request-chat-template", "templates come with the model, or with --chat-template", SWITCHES),
     Flags("--disable-sliding-window", "a window is part of its model; shorten --max-model-len to it", SWITCHES),

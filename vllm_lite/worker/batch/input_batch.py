@@ -42,7 +42,7 @@ from vllm_lite.worker.sampling.drafter import DraftBatch
 from vllm_lite.worker.sampling.logit_rules import RuleBook, read_rules
 from vllm_lite.worker.sampling.logprobs import PromptScoring, score_step
 from vllm_lite.worker.sampling.masks import MaskSourceOf, SequenceMask
-from vllm_lite.worker.sampling.sampler import ROW_PARAMS, SampleInputs, row_params
+from vllm_lite.worker.sampling.sampler import ROW_PARAMS, SampleInputs, named_tokens, row_params
 
 
 class InputBatch:
@@ -424,12 +424,12 @@ class InputBatch:
         if inputs.samples is not None:
             return inputs.samples
         rows = inputs.rows[inputs.sampling]
-        if inputs.drafted:
-            rows = rows.repeat(inputs.num_samples)
+        rows = rows.repeat(inputs.num_samples) if inputs.drafted else rows
         params, positions = self.params[rows], self.num_tokens[rows]
         if inputs.drafted:
             positions += inputs.num_drafts_before
-        samples = SampleInputs(params, positions, self.rules.edits(params["rules"], positions, rows, self.token_ids))
+        edits = self.rules.edits(params["rules"], positions, rows, self.token_ids)
+        samples = SampleInputs(params, positions, edits, named=named_tokens(params, rows, self._resident))
         if not inputs.is_steady:
             self._steady.learn(inputs, samples)
         return samples

@@ -35,7 +35,9 @@ class SteadyDecode:
         rows.rows[:count] = inputs.rows
         kept = None
         if not samples.params["rules"].any():
-            kept = SampleInputs(samples.params, rows.lengths[:count], plain=is_plain(samples.params))
+            kept = SampleInputs(
+                samples.params, rows.lengths[:count], plain=is_plain(samples.params), named=samples.named
+            )
         self._scheduled, self._width = dict.fromkeys(inputs.handles, 1), -1
         self._inputs = replace(
             inputs,

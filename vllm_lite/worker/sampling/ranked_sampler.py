@@ -109,7 +109,9 @@ class RankedSampler:
         tokens, failed = found["token"].astype(np.int64), failures(found["best"])
         if not reports:
             return Sampled(tokens, failed, None)
-        records = sampler.find_logprobs(raw, tokens[share.own], own, sampler.most_top(params))
+        rows = range(share.own.start, share.own.stop)
+        named = {sample - rows.start: ids for sample, ids in (inputs.named or {}).items() if sample in rows}
+        records = sampler.find_logprobs(raw, tokens[share.own], own, sampler.most_top(params), named)
         records = share.exchange(self._communicator, records)
         is_first = self._communicator.shard.rank == 0
         return Sampled(tokens, failed, listed(records, params, failed) if is_first else None)

@@ -47,8 +47,9 @@ numbers: mass has a relative error of 1.2e-6 at most, and an absolute one of 2^-
 another token than exact arithmetic only where the exact sum misses top_p * total by less than 1e-6 of total or so.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -77,6 +78,7 @@ ROW_PARAMS = np.dtype(
         ("seed", np.uint64),
         ("sample", np.uint32),
         ("logprobs", np.int16),  # how many of the most likely tokens to report, NO_LOGPROBS = no logprobs at all
+        ("is_named", np.bool_),  # these are not the most likely tokens, but some that the request names
         ("rules", np.int32),  # entry in the RuleBook, 0 = no rules
     ]
 )
@@ -90,6 +92,12 @@ CACHED_ENTRIES = 2**17
 """Entries of noise made at a time; with its scratch memory that is 1.5 MiB."""
 
 
+class HasSampling(Protocol):
+    """A sequence, as far as this file knows it."""
+
+    sampling: Sampling
+
+
 @dataclass(frozen=True, slots=True)
 class SampleInputs:
     """Holds what the sampler needs to know of the samples, in the order of the rows of logits."""
@@ -99,6 +107,8 @@ class SampleInputs:
     edits: LogitEdits | None = None
     plain: bool = False
     """`is_plain(params)`, known beforehand, and there are no edits."""
+    named: dict[int, tuple[int, ...]] | None = None
+    """Samples whose requests name the tokens that are reported, with these tokens; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +149,7 @@ class Sampler:
         failed = failures(picked.best)
         if raw is None:
             return Sampled(picked.tokens, failed, None)
-        found = self.find_logprobs(raw, picked.tokens, params, self.most_top(params))
+        found = self.find_logprobs(raw, picked.tokens, params, self.most_top(params), inputs.named)
         return Sampled(picked.tokens, failed, listed(found, params, failed))
 
     def raw_logprobs(
@@ -161,12 +171,17 @@ class Sampler:
         tokens: NDArray[np.int64],  # [num_samples], what was sampled
         params: NDArray[np.void],  # ROW_PARAMS [num_samples]
         num_top: int,
+        named: dict[int, tuple[int, ...]] | None = None,  # as in SampleInputs
     ) -> NDArray[np.void]:  # record_of(num_top) [num_samples]
         """Find what is to be reported of each row; zeros of a row that wants nothing."""
         records = np.zeros(len(params), record_of(num_top))
         if raw is not None:
             wanted = wants_logprobs(params)
             records[wanted] = find(raw, self._index(tokens[wanted]), num_top)
+            for sample, ids in (named or {}).items():
+                values = raw[int(wanted.searchsorted(sample)), list(ids)]
+                records["ids"][sample, : len(ids)] = ids
+                records["values"][sample, : len(ids)] = values.numpy(force=True)
         return records
 
     def pick_best(
@@ -260,8 +275,21 @@ def row_params(sampling: Sampling, rules: int) -> tuple[Any, ...]:
         sampling.seed,
         sampling.sample,
         NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs,
+        bool(sampling.logprob_token_ids),
         rules,
     )
+
+
+def named_tokens(
+    params: NDArray[np.void],  # ROW_PARAMS [num_samples]
+    rows: NDArray[np.int64],  # [num_samples]
+    sequences: Sequence["HasSampling"],  # by row
+) -> dict[int, tuple[int, ...]] | None:
+    """The tokens that are to be reported of samples whose requests name them; None if none does."""
+    if not params["is_named"].any():
+        return None
+    named = np.flatnonzero(params["is_named"]).tolist()
+    return {sample: sequences[rows[sample]].sampling.logprob_token_ids for sample in named}
 
 
 def is_plain(params: NDArray[np.void]) -> bool:  # ROW_PARAMS [num_samples]
