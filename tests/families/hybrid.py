@@ -52,8 +52,36 @@ LFM2 = {
     "conv_L_cache": 3,
 }
 
+GRANITE = {
+    "initializer_range": 0.1,
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "shared_intermediate_size": 36,
+    "num_local_experts": 0,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 25,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+
+
+SOME_EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+
+
+def granite(name: str, **settings: Any) -> Variant:
+    controls = {"residual scale": drop(residual_scale=1.0)}
+    return Variant(name, "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE | settings, controls)
+
+
 VARIANTS = [
     qwen("qwen3.5", "Qwen3_5", CONTROLS, {}),
     qwen("qwen3.5-moe", "Qwen3_5Moe", {}, EXPERTS | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
+    granite("granite-hybrid"),
+    granite("granite-hybrid-moe", intermediate_size=22, position_embedding_type="rope", **SOME_EXPERTS),
     Variant("lfm2", "Lfm2Config", "Lfm2ForCausalLM", LFM2),
 ]

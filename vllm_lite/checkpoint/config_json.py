@@ -52,6 +52,7 @@ FAMILIES = {
     "GlmForCausalLM": "glm",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeHybridForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granite",
     "GraniteMoeSharedForCausalLM": "granite",
     "InternLM3ForCausalLM": "llama",

@@ -15,6 +15,7 @@ from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.checkpoint.delta_net import STATE_BYTES, DeltaNetSpec
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.latent import LatentSpec
+from vllm_lite.checkpoint.mamba import MambaSpec
 from vllm_lite.checkpoint.pooling import PoolingSpec
 from vllm_lite.checkpoint.quantization.spec import AnyQuantization
 from vllm_lite.checkpoint.rope import Rope
@@ -129,7 +130,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """Elements between the matrices of its MLP; None = as many as the model says."""
     output_gate: bool = False
     """Whether what a token gets from V is multiplied by a sigmoid of its own, element by element."""
-    recurrent: DeltaNetSpec | ShortConvSpec | None = None
+    recurrent: DeltaNetSpec | MambaSpec | ShortConvSpec | None = None
     """What the layer has instead of attention: it keeps a state and no KV, and `attention` is that of other layers."""
 
     def per_rank(self, shard: Shard) -> "LayerSpec":

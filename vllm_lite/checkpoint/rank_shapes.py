@@ -36,7 +36,7 @@ _BY_ROWS = (
 """Ranks share out their outputs, the first axis of weight and bias."""
 _HEAD_BY_HEAD = ("k_b_proj", "v_b_proj")
 """A matrix for each head, whose number follows."""
-RECURRENT = (".linear_attn.", ".conv.")
+RECURRENT = (".linear_attn.", ".conv.", ".mamba.")
 """What the names of a recurrent layer's tensors have in them."""
 _QK_NORMS = ("q_norm", "k_norm")
 _BY_COLUMNS = ("o_proj", "out_proj", "dense", "down_proj", *_DOWN)
@@ -59,7 +59,7 @@ def _known_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shar
     *path, layer, kind = ("", *name.split("."))
     if is_of_recurrent(name):
         recurrent = _layer_of(path, spec).recurrent
-        named = kind if layer == "linear_attn" else layer
+        named = kind if layer in ("linear_attn", "mamba") else layer
         return shape if recurrent is None else recurrent.per_rank(shard).rank_shape(named, shape)
     if is_of_experts(name, shape) and (own := _layer_of(path, spec).experts) is not None:
         return _of_experts(name.split("."), shape, own, shard)

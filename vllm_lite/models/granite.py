@@ -1,13 +1,15 @@
-"""Granite 3: Llama whose blocks give `residual_scale` times what they compute."""
+"""Granite 3 and 4: Llama whose blocks give `residual_scale` times what they compute; in 4 most keep a state."""
 
 from typing import ClassVar
 
 from vllm_lite.layers.buffers import Rows
-from vllm_lite.layers.decoder_layer import DecoderLayer
+from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.experts import SparseMLP, SparseNames
-from vllm_lite.layers.mlp import FusedGatedMLP
+from vllm_lite.layers.mamba import MambaBlock
+from vllm_lite.layers.mlp import FusedGatedMLP, GatedNames
 from vllm_lite.layers.parts import Parts
 from vllm_lite.models.decoder import Decoder
+from vllm_lite.models.hybrid import Hybrid
 
 
 class GraniteExperts(SparseMLP):
@@ -34,3 +36,27 @@ class Granite(Decoder):
     """The other factors are in the ModelSpec: of token vectors, scores and logits."""
 
     layer = GraniteLayer
+
+
+class HybridMLP(FusedGatedMLP):
+    """It is called a shared expert, also where there are no others."""
+
+    names: ClassVar = GatedNames(
+        "shared_experts.gate_up_proj", "shared_experts.gate_up_proj", "shared_experts.down_proj"
+    )
+
+
+class HybridLayer(GraniteLayer):
+    mlp_block: ClassVar = HybridMLP
+
+
+class MambaLayer(HybridLayer):
+    names: ClassVar = LayerNames(attention="mamba")
+    attention_block: ClassVar = MambaBlock
+
+
+class GraniteHybrid(Hybrid):
+    """Granite 4: Mamba-2 layers, and attention every few layers."""
+
+    layer: ClassVar = HybridLayer
+    recurrent_layer: ClassVar = MambaLayer

@@ -47,6 +47,7 @@ MODELS = {
     "GlmForCausalLM": "vllm_lite.models.glm:Glm",
     "GptOssForCausalLM": "vllm_lite.models.gpt_oss:GptOss",
     "GraniteForCausalLM": "vllm_lite.models.granite:Granite",
+    "GraniteMoeHybridForCausalLM": "vllm_lite.models.granite:GraniteHybrid",
     "GraniteMoeForCausalLM": "vllm_lite.models.granite:Granite",
     "GraniteMoeSharedForCausalLM": "vllm_lite.models.granite:Granite",
     "InternLM3ForCausalLM": "vllm_lite.models.llama:Llama",

@@ -18,11 +18,6 @@ constexpr int kVectors = 2;
 constexpr int64_t kColumns = kVectors * kWidth;
 constexpr int kChains = 4;
 
-VLLM_LITE_INLINE Vec silu(Vec x) {
-  const Vec negative = 0.0f - x;
-  return x / (1.0f + exp(negative > 87.0f ? splat(87.0f) : negative));
-}
-
 // The convolution's inputs of kWidth channels, or `count`: those of a segment's rows, and of the state before them.
 template <class T>
 struct ConvInputs {

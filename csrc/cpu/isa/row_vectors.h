@@ -76,6 +76,12 @@ VLLM_LITE_INLINE void add_row(T* row, const T* x, int64_t size) {
   });
 }
 
+// x / (1 + exp(-x))
+VLLM_LITE_INLINE Vec silu(Vec x) {
+  const Vec negative = 0.0f - x;
+  return x / (1.0f + exp(negative > 87.0f ? splat(87.0f) : negative));
+}
+
 }  // namespace
 }  // namespace VLLM_LITE_ISA
 

@@ -1,16 +1,33 @@
-"""Granite 3: Llama with four factors, on token vectors, scores, what blocks give, and logits; with experts or not."""
+"""Granite 3: Llama with four factors, on token vectors, scores, what blocks give, and logits; with experts or not.
 
-from typing import Annotated
+Granite 4 has Mamba-2 layers besides, and attention every few layers, mostly without rotary embedding.
+"""
+
+import math
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from vllm_lite.checkpoint.experts import ExpertsSpec
-from vllm_lite.checkpoint.families.common import Family, attention_of, layers_of, rope_of
+from vllm_lite.checkpoint.families.common import (
+    FULL,
+    Family,
+    attention_of,
+    layer_types_of,
+    layers_of,
+    rope_of,
+)
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_like
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
-from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.typed_json import Positive
+from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
+from vllm_lite.checkpoint.typed_json import Positive, Size
+from vllm_lite.errors import ModelError
+
+ATTENTION = ("attention", FULL)
+RECURRENT = ("mamba", "linear_attention")
+"""What `layer_types` calls the two kinds."""
 
 
 class GraniteConfig(LlamaConfig, kw_only=True):
@@ -28,14 +45,37 @@ class GraniteMoeConfig(GraniteConfig, kw_only=True):
     shared_intermediate_size: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
 
 
+Limit = float | dict[str, str]
+"""A number, or as transformers writes one that JSON has not: {"__float__": "Infinity"}."""
+
+
+class GraniteHybridConfig(GraniteMoeConfig, kw_only=True):
+    num_local_experts: Annotated[int, Meta(ge=0, le=2**16)] = 8
+    shared_intermediate_size: Size = 1024
+    position_embedding_type: Literal["rope", "nope"] | None = None
+    mamba_n_heads: Size = 128
+    mamba_d_head: Size | Literal["auto"] = "auto"
+    mamba_d_state: Size = 256
+    mamba_d_conv: Annotated[int, Meta(ge=2, le=16)] = 4
+    mamba_expand: Size = 2
+    mamba_n_groups: Size = 1
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[Limit, Limit] | None = None
+
+
 def _granite(architecture: str, raw: GraniteConfig, experts: ExpertsSpec | None = None) -> ModelSpec:
     attention = msgspec.structs.replace(attention_of(raw), scale=raw.attention_multiplier)
     windows = full_attention(raw)
     layers = layers_of(attention, windows, [rope_of(raw, attention.head_size)] * len(windows))
+    return _scaled(architecture, raw, layers if experts is None else with_experts(layers, experts))
+
+
+def _scaled(architecture: str, raw: GraniteConfig, layers: tuple[LayerSpec, ...]) -> ModelSpec:
     return llama_like(
         architecture,
         raw,
-        layers if experts is None else with_experts(layers, experts),
+        layers,
         embedding_scale=raw.embedding_multiplier,
         residual_scale=raw.residual_multiplier,
         logits_scale=1 / raw.logits_scaling,
@@ -49,7 +89,46 @@ def _granite_moe(architecture: str, raw: GraniteMoeConfig) -> ModelSpec:
     return _granite(architecture, raw, ExpertsSpec(routing, raw.intermediate_size, shared, stored="fused"))
 
 
+def _mamba(raw: GraniteHybridConfig) -> MambaSpec:
+    usual = {"mamba_n_groups": 1, "mamba_conv_bias": True, "mamba_proj_bias": False}
+    for name, value in usual.items():
+        if getattr(raw, name) != value:
+            raise ModelError(f"{name} {getattr(raw, name)} is not supported; it must be {value}")
+    inner = raw.mamba_expand * raw.hidden_size
+    head_size = inner // raw.mamba_n_heads if raw.mamba_d_head == "auto" else raw.mamba_d_head
+    if raw.mamba_n_heads * head_size != inner:
+        raise ModelError(f"{raw.mamba_n_heads} mamba_n_heads of {head_size} are not mamba_expand * hidden_size {inner}")
+    least, most = map(_limit, raw.time_step_limit or (0.0, math.inf))
+    if not 0 <= least <= most:
+        raise ModelError(f"time_step_limit {least} to {most} leaves no time step")
+    return MambaSpec(raw.mamba_n_heads, head_size, raw.mamba_d_state, raw.mamba_d_conv, (least, most))
+
+
+def _limit(value: Limit) -> float:
+    if value in ({"__float__": "Infinity"}, {"__float__": "inf"}):
+        return math.inf
+    if isinstance(value, dict):
+        raise ModelError(f"time_step_limit has {value}, which is no number")
+    return float(value)
+
+
+def _hybrid(architecture: str, raw: GraniteHybridConfig) -> ModelSpec:
+    attention = msgspec.structs.replace(attention_of(raw), scale=raw.attention_multiplier)
+    rope = rope_of(raw, attention.head_size) if raw.position_embedding_type == "rope" else None
+    full, mamba = LayerSpec(attention, rope), LayerSpec(attention, None, recurrent=_mamba(raw))
+    types = layer_types_of(raw, lambda _: RECURRENT[0], (*ATTENTION, *RECURRENT))
+    if not set(types) & set(ATTENTION):
+        raise ModelError(f"layer_types has no {ATTENTION[0]}; at least one layer must keep KV")
+    layers = tuple(full if kind in ATTENTION else mamba for kind in types)
+    if raw.num_local_experts:
+        routing = routing_of(raw.num_local_experts, raw.num_experts_per_tok, renormalize=True)
+        experts = ExpertsSpec(routing, raw.intermediate_size, raw.shared_intermediate_size, stored="fused")
+        return _scaled(architecture, raw, with_experts(layers, experts))
+    return _scaled(architecture, msgspec.structs.replace(raw, intermediate_size=raw.shared_intermediate_size), layers)
+
+
 FAMILIES = {
+    "GraniteMoeHybridForCausalLM": Family(GraniteHybridConfig, _hybrid, {"layers_block_type": "layer_types"}),
     "GraniteForCausalLM": Family(GraniteConfig, _granite),
     "GraniteMoeForCausalLM": Family(GraniteMoeConfig, _granite_moe),
     "GraniteMoeSharedForCausalLM": Family(GraniteMoeConfig, _granite_moe),

@@ -1,0 +1,84 @@
+"""Mamba-2 layers in numbers: heads, sizes, and what they keep of a sequence instead of KV. No torch."""
+
+import math
+
+import msgspec
+
+from vllm_lite.checkpoint.shard import Shard, Split
+from vllm_lite.errors import ConfigError
+
+
+class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
+    """A layer that keeps for each head a matrix [state_size, head_size], to which each token adds b x^T, and the last
+    inputs of a short convolution. All heads share b and c."""
+
+    num_heads: int
+    head_size: int
+    state_size: int
+    conv_size: int
+    """How many tokens the convolution sees, the present one included."""
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    """The least and the most that a token's time step is."""
+
+    num_projections = 1
+
+    @property
+    def value_width(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def conv_channels(self) -> int:
+        """Elements of a token's x, b and c, which pass the convolution."""
+        return self.value_width + 2 * self.state_size
+
+    @property
+    def scratch_size(self) -> int:
+        """Elements of a token, of float32, between the projections."""
+        return self.conv_channels
+
+    @property
+    def projected_size(self) -> int:
+        """What the first projection gives of a token: the gate z, then x, b and c, and the time step of each head."""
+        return self.value_width + self.conv_channels + self.num_heads
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        return self.conv_size - 1, self.conv_channels
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.state_size, self.head_size
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of one layer's state of one sequence."""
+        return math.prod(self.conv_shape) + math.prod(self.matrix_shape)
+
+    @property
+    def shared(self) -> str:
+        """What ranks share."""
+        return f"{self.num_heads} heads of recurrent layers"
+
+    def fits(self, world: int) -> bool:
+        return self.num_heads % world == 0
+
+    def held(self, shard: Shard) -> Split:
+        """The heads that a rank holds. Raises ConfigError if ranks cannot share them."""
+        if not self.fits(shard.world):
+            raise ConfigError(f"tensor_parallel_size {shard.world} does not divide the {self.shared}")
+        return Split.even(self.num_heads, shard)
+
+    def per_rank(self, shard: Shard) -> "MambaSpec":
+        """The layer with the heads that a rank holds."""
+        return msgspec.structs.replace(self, num_heads=self.held(shard).size)
+
+    def rank_shape(self, layer: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this rank's part of a tensor, `shape` being that of the whole."""
+        if layer == "out_proj":
+            return shape[0], self.value_width
+        rows = {"in_proj": self.projected_size, "conv1d": self.conv_channels, "norm": self.value_width}
+        return rows.get(layer, self.num_heads), *shape[1:]
+
+    def parameters(self, hidden_size: int) -> int:
+        matrices = hidden_size * (self.projected_size + self.value_width)
+        return matrices + self.conv_channels * (self.conv_size + 1) + 3 * self.num_heads + self.value_width

@@ -1,0 +1,89 @@
+"""A Mamba-2 layer: what stands in a decoder layer where others have attention. It keeps a state and no KV."""
+
+from collections.abc import Iterator
+
+import torch
+
+from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.kernels.mamba import MambaWeights, mamba_op
+from vllm_lite.kernels.ops import WideNormWeights, ops_for
+from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.recurrent import RecurrentBlock
+from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
+
+
+class MambaBlock(RecurrentBlock):
+    """Ranks share the heads; each has all of b and c, which all heads have in common. The norm is over all heads of a
+    token, so that ranks add up what they have of its mean square."""
+
+    norm: WideNormWeights  # by `load`
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__(parts, layer)
+        whole, own = parts.spec.layers[layer].recurrent, parts.layers[layer].recurrent
+        if not isinstance(whole, MambaSpec) or not isinstance(own, MambaSpec):
+            raise TypeError(f"layer {layer} is no Mamba-2")
+        self.whole, self.eps, self.heads = whole, parts.spec.norm.eps, whole.held(parts.shard)
+        self.ops, self.communicator = ops_for(parts.device), parts.communicator
+        values, hidden = self.heads.times(whole.head_size), Split.whole(parts.spec.hidden_size)
+        self.values = values
+        total, steps = whole.projected_size, whole.value_width + whole.conv_channels
+        projected = (
+            Split(total, values.start, values.size),
+            *(Split(total, whole.value_width + part.start, part.size) for part in self._mixed()),
+            Split(total, steps + self.heads.start, self.heads.size),
+        )
+        self.projections = parts.linear(hidden, *projected, bias=False)
+        self.output = parts.row_parallel(values, hidden, bias=False)
+        self.op = mamba_op(own, parts.device, parts.dtype)
+
+    def _mixed(self) -> tuple[Split, Split]:
+        """The parts of x, b and c that this rank holds."""
+        spec, values = self.whole, self.values
+        shared = Split(spec.conv_channels, spec.value_width, 2 * spec.state_size)
+        return Split(spec.conv_channels, values.start, values.size), shared
+
+    def project(self, rows: Rows) -> None:
+        """Norm what was read and project it into rows.hidden."""
+        read = rows.by_kind[self.kind].attended
+        if self.heads.size == self.heads.total:
+            self.ops.wide_norm(read, self.norm, read)
+        else:
+            squares = read.float().square().sum(-1, keepdim=True)
+            self.communicator.all_reduce(squares)
+            scale = (squares / self.whole.value_width + self.eps).rsqrt_()
+            read.copy_(read * scale * self.norm.weight)
+        self.output.forward(read, out=rows.hidden)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """What a checkpoint has of it under `prefix`, like "model.layers.0.mamba."."""
+        spec, heads, mixed = self.whole, self.heads, self._mixed()
+        yield self.projections.group(*(f"{prefix}in_proj",) * 4)
+        shape = (spec.conv_channels, 1, spec.conv_size)
+        conv = tuple(
+            WeightSlot(f"{prefix}conv1d.weight", shape, (part.start, 0, 0), (part.size, 1, spec.conv_size))
+            for part in mixed
+        )
+        bias = tuple(WeightSlot(f"{prefix}conv1d.bias", shape[:1], (part.start,), (part.size,)) for part in mixed)
+        vectors = [
+            (WeightSlot(f"{prefix}{name}", (part.total,), (part.start,), (part.size,)),)
+            for name, part in (("A_log", heads), ("dt_bias", heads), ("D", heads), ("norm.weight", self.values))
+        ]
+        stacks = (WeightStack(slots, torch.float32, self.device) for slots in (conv, bias, *vectors))
+        yield WeightGroup(tuple(stacks), self.load)
+        yield self.output.group(f"{prefix}out_proj")
+
+    def load(
+        self,
+        conv: torch.Tensor,  # float32 [conv_channels, 1, conv_size]
+        conv_bias: torch.Tensor,
+        decay: torch.Tensor,
+        dt_bias: torch.Tensor,
+        skip: torch.Tensor,
+        norm: torch.Tensor,
+    ) -> None:
+        """Keep what lies beside the projections."""
+        self.weights = MambaWeights(conv[:, 0].T.contiguous(), conv_bias, decay.exp(), dt_bias, skip)
+        self.norm = WideNormWeights(norm, None, self.eps, centered=False)
