@@ -38,6 +38,8 @@ class StepBatch:
     """Where recurrent layers find and leave the states of the sequences; None: there are no such layers."""
     tentative: torch.Tensor | None = None
     """int64 [num_tentative], rows that no state takes up before it is known whether they are right; None: none."""
+    tail: "StepBatch | None" = None
+    """The `wanted` rows as a batch, for layers that write no KV; None: such layers take all rows, or there are none."""
     host: "HostLens | None" = None
     """The lengths once more, for planning; None in the batch of a graph, which runs with other lengths each time."""
     plan: Any = None

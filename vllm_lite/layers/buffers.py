@@ -120,14 +120,14 @@ class Buffers:
         for table, rotation in zip(self._tables, rows.rotations, strict=True):
             table.select(positions, rotation)
 
-    def gather(self, rows: Rows, wanted: torch.Tensor, kind: int) -> Rows:  # wanted: int64 [k], k <= n
-        """The residual stream, attention's result and what the last layer has for itself of some rows, moved together;
-        all else of them is lost."""
+    def gather(self, rows: Rows, wanted: torch.Tensor, kind: int, layer: int) -> Rows:  # wanted: int64 [k], k <= n
+        """The residual stream, attention's result and what layers from `layer` on have for themselves of some rows,
+        moved together; all else of them is lost."""
         residual, attended = rows.residual[wanted], rows.by_kind[kind].attended[wanted]
-        gated = None if rows.per_layer is None else rows.per_layer.gated[:, -1][wanted]
+        gated = None if rows.per_layer is None else rows.per_layer.gated[wanted, layer:]
         few = self.rows(len(wanted))
         if few.per_layer is not None and gated is not None:
-            few.per_layer.gated[:, -1].copy_(gated)
+            few.per_layer.gated[:, layer:].copy_(gated)
         few.residual.copy_(residual)
         few.by_kind[kind].attended.copy_(attended)
         if self._adapters is not None:

@@ -67,6 +67,9 @@ class Decoder:
         self._widths = tuple(part.size for part in held)
         self.embedding = parts.embedding(own)
         self.layers = [self.make_layer(parts, index) for index in range(spec.num_layers)]
+        writers = [index for index, own in enumerate(spec.layers) if own.kv_layer is None]
+        self.last_writer = max(writers, default=0)
+        """The last layer that writes to the cache. What follows its attention is needed of the wanted tokens only."""
         self.norm = parts.norm()
         self.lm_head = LMHead(self.embedding, tied=spec.tie_word_embeddings, quantization=parts.head_quantization)
         self.pooler = None if spec.pooling is None else Pooler(parts)
@@ -85,18 +88,24 @@ class Decoder:
         progress: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """The wanted tokens' hidden states after the final norm: [num_wanted, hidden_size], overwritten by the next
-        call. The last layer's attention is needed of all tokens, for the cache; what follows it of the wanted only.
-        `progress` is called once a layer.
+        call. Attention is needed of all tokens up to the last layer that writes to the cache, and what follows of the
+        wanted only. `progress` is called once a layer.
         """
-        rows, wanted, last = self.buffers.rows(batch.num_tokens), batch.wanted, self.layers[-1]
+        rows, wanted = self.buffers.rows(batch.num_tokens), batch.wanted
+        narrows = batch.tail is not None or (wanted is not None and len(wanted) == 0)
+        last = self.last_writer if narrows else len(self.layers) - 1
         self.embed(batch, rows)
         self.buffers.select_rotations(rows, batch.positions)
-        for layer, kv in zip(self.layers, kv_caches, strict=True):
+        for index, (layer, kv) in enumerate(zip(self.layers, kv_caches, strict=True)):
             layer.attend(rows, kv, batch, backend)
-            if wanted is not None and layer is last:
+            if wanted is not None and index == last:
                 if len(wanted) == 0:
                     return rows.hidden[:0]
-                rows = self.buffers.gather(rows, wanted, layer.attention.kind)
+                rows = self.buffers.gather(rows, wanted, layer.attention.kind, index)
+                if batch.tail is not None:
+                    batch = batch.tail
+                    backend.prepare(batch)
+                    self.buffers.select_rotations(rows, batch.positions)
             layer.combine(rows)
             progress()
         self.last_norm(rows)

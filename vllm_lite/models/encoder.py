@@ -114,7 +114,7 @@ class Encoder:
         for layer in self.layers:
             layer.attend(rows, self._no_cache, batch, backend)
             if wanted is not None and layer is last:
-                rows = self.buffers.gather(rows, wanted, layer.attention.kind)
+                rows = self.buffers.gather(rows, wanted, layer.attention.kind, len(self.layers) - 1)
             layer.combine(rows)
             progress()
         if self.norm is None:

@@ -41,6 +41,7 @@ class EagerForward:
         self.backend = backend
         self.device = device
         self.progress = progress
+        self._shares_kv = any(layer.kv_layer is not None for layer in model.spec.layers)
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Logits are made of those rows only whose next token is wanted."""
@@ -62,10 +63,32 @@ class EagerForward:
             wanted=None if (wanted := inputs.wanted) is None else self._to_device(wanted),
             states=None if inputs.states is None else Segments(*map(self._to_device, inputs.states)),
             tentative=None if (tokens := inputs.tentative) is None else self._to_device(tokens),
+            tail=self._tail(inputs),
             host=HostLens(inputs.num_scheduled, inputs.seq_lens),
         )
         self.backend.prepare(batch)
         return self.model.forward(batch, self.kv_caches, self.backend, self.progress)
+
+    def _tail(self, inputs: StepInputs) -> StepBatch | None:
+        """The rows that are sampled, the last of their sequences, if only some layers need the others."""
+        wanted, own = inputs.wanted, inputs.sampling
+        if not self._shares_kv or wanted is None or len(own) == 0 or len(wanted) != inputs.num_samples.sum():
+            return None
+        starts, seq_lens = np.zeros(len(own) + 1, np.int32), inputs.seq_lens[own]
+        inputs.num_samples.cumsum(out=starts[1:])
+        return StepBatch(
+            num_tokens=len(wanted),
+            num_seqs=len(own),
+            max_query_len=int(inputs.num_samples.max()),
+            max_seq_len=int(seq_lens.max()),
+            token_ids=self._to_device(inputs.input_ids[wanted]),
+            positions=self._to_device(inputs.positions[wanted]),
+            query_start_loc=self._to_device(starts),
+            seq_lens=self._to_device(seq_lens),
+            block_tables=tuple(self._to_device(table[own]) for table in inputs.block_tables),
+            slot_mapping=tuple(self._to_device(slots[wanted]) for slots in inputs.slot_mapping),
+            host=HostLens(inputs.num_samples, seq_lens),
+        )
 
     def take_up(self, tokens: NDArray[np.int64], states: StepStates) -> None:
         """Have recurrent states take up those of the tokens, by their places, that the last step left tentative."""
