@@ -41,7 +41,7 @@ MAX_LISTED = 10
 Progress = Callable[[int, int], None]
 """Called as progress(bytes done, bytes in total) after each tensor."""
 Read = Callable[[WeightSlot], torch.Tensor]
-"""The box of a slot, on the CPU and in any dtype, which lasts until the next is read."""
+"""The box of a slot, in any dtype, which lasts until the next is read. On the CPU, but for random weights of a GPU."""
 
 
 def load_weights(
@@ -64,7 +64,8 @@ def load_weights(
     with ExitStack() as stack:
         if load_format == "dummy":
             _check_dense(model.spec)
-            read: Read = partial(_random, seed)
+            devices = [part.device for group in groups for part in group.stacks]
+            read: Read = partial(_random, seed, device=next((d for d in devices if d.type != "cpu"), None))
         elif load_format in ("auto", "safetensors"):
             read = _Files(groups, model.ignores, Path(path), stack).read
         else:
@@ -126,7 +127,7 @@ def _load(part: WeightStack, read: Read, staging: "_Staging") -> torch.Tensor:
     """The tensor of a stack: lent as it lies in a file or in `staging`, or in memory of its own."""
     if part.lent and len(part.slots) == 1:
         tensor = read(part.slots[0])
-        if tensor.dtype == part.dtype and tensor.is_contiguous():
+        if tensor.dtype == part.dtype and tensor.is_contiguous() and tensor.is_cpu:
             return tensor
         return staging.empty(part.shape, part.dtype).copy_(tensor)
     stacked = staging.empty(part.shape, part.dtype) if part.lent else part.empty()
@@ -235,8 +236,9 @@ def _check_dense(spec: ModelSpec) -> None:
     )
 
 
-def _random(seed: int, slot: WeightSlot) -> torch.Tensor:
-    """Matrices from N(0, 1 / fan_in), norms 1, biases 0. Each tensor depends on `seed` and its name only.
+def _random(seed: int, slot: WeightSlot, device: torch.device | None = None) -> torch.Tensor:
+    """Matrices from N(0, 1 / fan_in), norms 1, biases 0. Each tensor depends on `seed`, its name and the kind of
+    `device` that draws it (None: the CPU, where eight thousand million of them take minutes).
 
     The whole tensor is drawn in float32 and then cut, so that ranks and dtypes see the same model.
     """
@@ -245,5 +247,6 @@ def _random(seed: int, slot: WeightSlot) -> torch.Tensor:
     torch_import.complete()  # a Generator cannot be made without
     name = slot.name if slot.stacked is None else f"{slot.name}.{slot.stacked[0]}"
     alone = slot._replace(stacked=None)  # of a stack only the one that is wanted is drawn
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
-    return alone.cut(torch.randn(alone.stored_shape, generator=generator).mul_(slot.shape[1] ** -0.5))
+    generator = torch.Generator(device or "cpu").manual_seed(zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
+    drawn = torch.randn(alone.stored_shape, generator=generator, device=device)
+    return alone.cut(drawn.mul_(slot.shape[1] ** -0.5))
