@@ -1,7 +1,7 @@
 """Part of `gpu_check`: how fast the kernels are, and next to what.
 
-What reads memory is held against the copy bandwidth measured here, prefill against torch's attention on contiguous K
-and V. Times are medians of graph replays (a decode's launches go through several sets of blocks, so that no cache of
+What reads memory is held against the copy bandwidth measured here; prefill has a part of its own, gpu_check_prefill.py.
+Times are medians of graph replays (a decode's launches go through several sets of blocks, so that no cache of
 the device holds them), except where something cannot be captured.
 """
 
@@ -18,10 +18,8 @@ from gpu_check_graphs import lists_for
 from gpu_check_linear import measure as measure_linear
 from gpu_check_parts import emit
 from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_lite.kernels.cuda import cache_ops, fused, masks, prefill_attention, sampler, varlen
+from vllm_lite.kernels.cuda import cache_ops, fused, masks, prefill_attention, sampler
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
 from vllm_lite.kernels.cuda.attention_work import RowLists, prefill_tiles, rows_of
@@ -30,7 +28,6 @@ from vllm_lite.kernels.masks import MaskedRows
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
 from vllm_lite.kernels.sampling import DRAW
 
-TORCH = "torch sdpa, contiguous"
 E4M3 = torch.float8_e4m3fn
 
 
@@ -62,7 +59,6 @@ class Bench:
             self.layers,
             self.few_rows,
             self.long_graphs,
-            self.prefill,
             self.decode_variants,
             self.fused,
             self.sampler,
@@ -157,52 +153,6 @@ class Bench:
     def shape(self, batch: int, context: int, group: int, **fields: object) -> Shape:
         sizes = {"num_kv_heads": 1, "head_size": 64} if self.small else {}
         return Shape(batch, context, group, **(sizes | fields))  # type: ignore[arg-type]
-
-    def prefill(self) -> None:
-        """New tokens of some sequences behind what they have in the cache already, by our kernel and by torch's."""
-        points = ((1, 4096, 4096), (1, 8192, 8192), (4, 2048, 4096), (1, 512, 8192), (1, 512, 32768), (16, 512, 512))
-        for batch, query_len, context in points if not self.small else ((2, 20, 36),):
-            self.prefill_point(batch, query_len, self.shape(batch, context, 4))
-
-    def prefill_point(self, batch: int, query_len: int, shape: Shape) -> None:
-        problem = paged(shape, self.device, 0)
-        tokens = batch * query_len
-        query = torch.randn(tokens, shape.num_heads, shape.head_size, dtype=torch.bfloat16, device=self.device)
-        out = torch.empty_like(query)
-        starts = torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=self.device)
-        scale = shape.head_size**-0.5
-        pairs = batch * (query_len * shape.context - query_len * (query_len - 1) / 2)
-        flops = 4 * shape.num_heads * shape.head_size * pairs
-        where = (problem.kv, problem.tables[0])
-        label = f"{batch} x {query_len} new of {shape.context} gqa {shape.group}"
-
-        blocks = problem.tables[0].long()
-        keys, values = (problem.kv[:, i][blocks].transpose(2, 3).flatten(1, 2)[:, : shape.context] for i in (0, 1))
-        q, k, v = (x.transpose(1, 2) for x in (query.view(batch, query_len, *query.shape[1:]), keys, values))
-        mask = causal_lower_right(query_len, shape.context)
-        plan = varlen.make_plan(starts, problem.seq_lens, tokens)
-        lens = np.array([query_len] * batch), np.array([shape.context] * batch)
-        tiles = torch.from_numpy(prefill_tiles(*lens, shape.group, lens[0] > 0)).to(self.device)
-        ours = (self.launcher, out, query, *where)
-        ways: dict[str, Launch] = {
-            TORCH: lambda _: scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True),
-            "prefill_attention, paged": lambda _: prefill_attention.prefill_attention(
-                self.launcher, out, query, PagedKV(*where, starts, problem.seq_lens), tiles, Scoring(scale)
-            ),
-            "gather + torch varlen": lambda _: varlen.varlen_prefill(*ours, problem.seq_lens, plan, scale=scale),
-        }
-        against: dict[str, float] = {}
-        for name, way in ways.items():
-            try:
-                seconds = self.timer.eager_seconds(way)
-            except Exception as error:
-                emit(failed=f"{name}, {label}: {type(error).__name__}: {error}")
-                continue
-            rate = flops / seconds / 1e12
-            if name == TORCH:
-                against = {"limit": rate}
-            share = {"share": rate / against["limit"]} if against else {}
-            self.row(name, label, seconds, tflop_s=rate, **against, **share)
 
     def few_rows(self) -> None:
         """Drafts and short chunks behind a long context: by the decode kernel, each row by itself, and by prefill's."""

@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("name", help="module in tests/kernels")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--max-cases", type=int, default=0)
+    parser.add_argument("--only", default="", help="numbers of cases, separated by commas")
     parser.add_argument("--emulate", action="store_true")
     arguments = parser.parse_args()
     try:
@@ -57,10 +58,11 @@ def main() -> None:
         emit(skipped=f"its cases need {error.name}, which is not installed", finished=True)
         return
     cases = cases[: arguments.max_cases or None]
+    only = {int(number) for number in arguments.only.split(",") if number}
     launcher, device = open_launcher(arguments.emulate)
     said_s = time.monotonic()
     for index, (name, case) in enumerate(cases):
-        if index < arguments.first:
+        if index < arguments.first or (only and index not in only):
             continue
         emit(begin=index, case=name)
         if time.monotonic() - said_s > SAY_EVERY_S:

@@ -67,7 +67,8 @@ def run_part(part: Part, deadline_s: float) -> Iterator[Event]:
         errors.seek(0)
         lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
         if part.problems:  # it was stopped, and says where it was
-            where = next((i for i, line in enumerate(lines) if "(most recent call first)" in line), len(lines))
+            heads = [i for i, line in enumerate(lines) if "(most recent call first)" in line]
+            where = heads[-1] if heads else len(lines)  # the main thread stands last
             part.problems[-1] = " | ".join([part.problems[-1], *lines[where + 1 :][:LAST_LINES]])
         else:
             last = " | ".join(lines[-LAST_LINES:])
@@ -123,6 +124,8 @@ class CaseResults:
     name: str
     passed: int = 0
     failures: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Where those stand in the file that failed."""
     problems: list[str] = field(default_factory=list)
     skipped: str = ""
 
@@ -144,6 +147,7 @@ def run_cases(name: str, options: list[str], deadline_s: float) -> CaseResults:
                 running = None
             elif "failed" in event:
                 results.failures[event["case"]] = event["failed"]
+                results.numbers[event["case"]] = running[0] if running else 0
                 print(f"{name}: {event['case']} FAILED: {event['failed'][:300]}", flush=True)
                 running = None if event["usable"] else running
         if part.finished:
@@ -152,6 +156,7 @@ def run_cases(name: str, options: list[str], deadline_s: float) -> CaseResults:
             results.problems += part.problems
             return results
         results.failures.setdefault(running[1], part.problems[0] if part.problems else "it ended the process")
+        results.numbers.setdefault(running[1], running[0])
         first = running[0] + 1
     results.problems.append(f"given up after {MAX_RESTARTS} cases that ended the process")
     return results

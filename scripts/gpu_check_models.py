@@ -1,0 +1,147 @@
+"""Models of `gpu_check` with random weights: their configurations, and workers that run them alone."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_lite.attention.cuda import CudaBackend
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.config import EngineConfig
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels import ops as ops_module
+from vllm_lite.kernels.cuda.fused import CudaOps
+from vllm_lite.layers import gpu_matmul, onednn
+from vllm_lite.protocol.control import Start
+from vllm_lite.protocol.step import Entry, ModelOutput, SchedulerOutput
+from vllm_lite.worker import model_runner
+from vllm_lite.worker import worker as worker_module
+from vllm_lite.worker.device import Device
+from vllm_lite.worker.memory.profile import MemoryProfile, profile_memory
+from vllm_lite.worker.process import Progress
+from vllm_lite.worker.worker import Worker
+
+_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+_TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "8b": _8B,
+    "1b": _8B | _1B | {"tie_word_embeddings": True},
+    "tiny": _8B | _TINY | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+}
+GENERATION = 1
+
+
+def write_model(name: str, folder: str) -> None:
+    """Write the config.json of a model: a checkpoint for load_format "dummy"."""
+    Path(folder, "config.json").write_text(json.dumps(MODELS[name]))
+
+
+class HostMemory:
+    """Stands for a device's memory where the script is tried without one: what is there, and tensors as if of 1 MiB."""
+
+    def total_bytes(self) -> int:
+        return 64 << 20
+
+    def free_bytes(self) -> int:
+        return 48 << 20
+
+    def allocated_bytes(self) -> int:
+        return 1 << 20
+
+    peak_bytes = allocated_bytes
+
+    def reset_peak(self) -> None:
+        pass
+
+    def trim(self) -> None:
+        pass
+
+
+def emulated_device() -> Device:
+    """A CPU whose kernels are those of a GPU, as far as this process asks for some: with the emulator, and with a fake
+    of CUDA's capture."""
+    from tests.cuda_capture import CapturingLauncher, CudaLikeCapture
+    from tests.kernels.emulator import EmulatorLauncher
+
+    launcher = CapturingLauncher(EmulatorLauncher())
+    replaced: dict[str, tuple[Any, Any]] = {
+        "select_backend": (worker_module, lambda shape, _: CudaBackend(shape, launcher)),
+        "TorchOps": (ops_module, lambda: CudaOps(launcher)),
+        "available": (cpu, lambda: False),
+        "pack": (onednn, lambda _: None),
+        "launcher_for": (gpu_matmul, lambda dtype, _: launcher if dtype in gpu_matmul.DTYPES else None),
+    }
+    for name, (module, value) in replaced.items():
+        setattr(module, name, value)
+    return Device(torch.device("cpu"), HostMemory(), CudaLikeCapture())
+
+
+class RandomWorker:
+    """A worker with a model of `MODELS` and all the memory that its profile promises, ready to run steps."""
+
+    def __init__(self, name: str, device: Device | None, **settings: Any) -> None:
+        """`device`: that of a test; None: the GPU."""
+        self.profile: MemoryProfile | None = None
+        self.graph_bytes = 0
+        self._keep_measurements()
+        self._folder = tempfile.TemporaryDirectory()
+        write_model(name, self._folder.name)
+        wanted = {"model": self._folder.name, "device": "cuda" if device is None else "cpu", "load_format": "dummy"}
+        config = EngineConfig.check(wanted | {"dtype": "bfloat16"} | settings)
+        longest = load_spec(self._folder.name).max_position_embeddings
+        self.config = config.resolve(max_position_embeddings=longest, dtype="bfloat16", model_path=self._folder.name)
+        self.worker = Worker(self.config, 0, Progress(), device)
+        self.ready = self.worker.load()
+        if device is not None:  # a CPU's memory is not measured by itself
+            self.worker.determine_num_available_blocks(0, 1 << 20)
+        self.worker.start(Start(GENERATION, self.ready.num_blocks, 0))
+        self._number = 0
+
+    def run(self, entries: Sequence[Entry]) -> ModelOutput:
+        """One step; it returns when its tokens are there."""
+        self._number += 1
+        return self.worker.execute(SchedulerOutput(GENERATION, self._number, [], list(entries)))
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def _keep_measurements(self) -> None:
+        """Have what the worker measures by the way, and keeps for its log, kept here as well."""
+        capture_graphs = model_runner.ModelRunner.capture_graphs
+
+        def measured(*args: Any) -> MemoryProfile:
+            self.profile = profile_memory(*args)
+            return self.profile
+
+        def captured(runner: model_runner.ModelRunner, *args: Any) -> None:
+            memory = self.worker.device.memory
+            before = memory.free_bytes() if memory else 0
+            capture_graphs(runner, *args)
+            self.graph_bytes = before - (memory.free_bytes() if memory else 0)
+
+        for owner, name, function in (
+            (worker_module, "profile_memory", measured),
+            (model_runner.ModelRunner, "capture_graphs", captured),
+        ):
+            setattr(owner, name, function)

@@ -1,0 +1,123 @@
+"""What `gpu_check` needs before it can run from a bare checkout: wheels from a folder, and the native library.
+
+Neither is installed. Wheels are unpacked into a folder that every part finds in PYTHONPATH; the library is built beside
+the checkout's own, by CMake or by what CMakeLists.txt would call, and put into its place when it is whole.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = Path("vllm_lite", "_native", "libvllm_lite_cpu.so")
+WHEEL_FOLDERS = (".whl", "wheels", "../wheels")
+ASK = "from vllm_lite.kernels import cpu; print(cpu.available())"
+
+
+def wheel_folder(given: str | None) -> Path | None:
+    """Where the wheels are: as given, or in a folder beside or in the checkout; None if nowhere."""
+    folders = [Path(given)] if given else [ROOT / name for name in WHEEL_FOLDERS]
+    return next((folder for folder in folders if any(folder.glob("*.whl"))), None)
+
+
+def unpack_wheels(folder: Path, into: Path) -> tuple[list[str], list[str]]:
+    """Unpack those of `folder` that this Python can load. Returns their names, and the names of the others.
+
+    A wheel is an archive of what belongs into site-packages, so pip is not needed, which some images lack.
+    """
+    taken, left = [], []
+    for wheel in sorted(folder.glob("*.whl")):
+        if fits(wheel.name):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(into)
+            taken.append(wheel.name)
+        else:
+            left.append(wheel.name)
+    return taken, left
+
+
+def fits(name: str) -> bool:
+    """Whether this Python on this machine can load the wheel of this name: NAME-VERSION[-BUILD]-PYTHON-ABI-PLATFORM."""
+    parts = name.removesuffix(".whl").split("-")
+    if len(parts) < 5:
+        return False
+    python, abi, platform = (part.split(".") for part in parts[-3:])
+    major, minor = sys.version_info[:2]
+    own = f"cp{major}{minor}"
+    versions = [int(found[1]) for tag in python if (found := re.fullmatch(rf"cp{major}(\d+)", tag))]
+    loads = own in python or f"py{major}" in python or ("abi3" in abi and any(v <= minor for v in versions))
+    machine = sysconfig.get_platform().replace("-", "_").replace(".", "_").removeprefix("linux_")
+    return loads and any(tag == "any" or (tag.endswith(machine) and "linux" in tag) for tag in platform)
+
+
+class NativeBuild:
+    """The native library, which is built while something else runs: without it a step's inputs are made ten times more
+    slowly, and the GPU waits."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.root = root
+        self._pool = ThreadPoolExecutor(1)
+        self._result: Future[str] | None = None
+
+    def start(self, seconds: float) -> str:
+        """Start the build, unless a library is there. Returns what is done, as a sentence."""
+        if self._answers():
+            return "the native library is there"
+        if shutil.which("cmake") is None:
+            return "no native library: there is no cmake to build it with"
+        self._result = self._pool.submit(self._build, seconds)
+        return "the native library is being built"
+
+    def wait(self) -> str:
+        """Wait for the build, which has its time limit. Returns why it failed, or nothing."""
+        return "" if self._result is None else self._result.result()
+
+    def _answers(self) -> bool:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(self.root), os.environ.get("PYTHONPATH", "")])}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", ASK],
+                cwd=self.root,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        return done.stdout.strip().endswith("True")
+
+    def _build(self, seconds: float) -> str:
+        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+        with tempfile.TemporaryDirectory() as folder:
+            make = ["cmake", "-S", str(self.root), "-B", folder, "-DCMAKE_BUILD_TYPE=Release", *generator]
+            build = ["cmake", "--build", folder, "-j", str(os.cpu_count() or 2)]
+            for command in (make, build):
+                try:
+                    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+                except subprocess.TimeoutExpired:
+                    return f"the native library was not built in {seconds:.0f} s"
+                except OSError as error:
+                    return f"{command[0]}: {error}"
+                if done.returncode:
+                    return f"{' '.join(command[:2])}: {' | '.join((done.stdout + done.stderr).splitlines()[-3:])}"
+            return self._put(Path(folder, LIBRARY.name))
+
+    def _put(self, built: Path) -> str:
+        place = self.root / LIBRARY
+        try:
+            place.parent.mkdir(exist_ok=True)
+            new = place.with_suffix(".new")
+            shutil.copy2(built, new)
+            new.replace(place)
+        except OSError as error:
+            return f"the native library cannot be put into its place: {error}"
+        return ""
