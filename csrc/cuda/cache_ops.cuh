@@ -70,6 +70,49 @@ __global__ void rope_and_cache(T* query, T* key, const T* value, const T* cos, c
     store_row<T, Cache, N>(value + token * value_stride, to + kv_stride, num_kv_heads, head_size, head_stride, v_scale);
 }
 
+// rms_norm() of every head of query and key, then rope_and_cache(), bit for bit, in one pass. A warp takes a head,
+// whose N elements a lane are at most 32 times N. The weights: [head_size]. Grid: num_tokens.
+template <class T, class Cache, int N>
+__global__ void norm_rope_and_cache(T* query, T* key, const T* value, const T* query_weight, const T* key_weight,
+                                    const T* cos, const T* sin, Cache* cache, const int64* slots, int num_heads,
+                                    int num_kv_heads, int head_size, int block_size, int64 query_stride,
+                                    int64 key_stride, int64 value_stride, int64 cos_stride, int64 sin_stride,
+                                    int64 block_stride, int64 kv_stride, int64 head_stride, int64 token_stride,
+                                    float k_scale, float v_scale, float eps) {
+  const int64 token = blockIdx.x, slot = slots[token];
+  Cache* to = slot < 0 ? nullptr : cache + slot / block_size * block_stride + slot % block_size * token_stride;
+  const int lane = threadIdx.x % 32, i = lane * N, half = head_size / 2;
+  for (int head = threadIdx.x / 32; head < num_heads + num_kv_heads; head += blockDim.x / 32) {
+    const int kv_head = head - num_heads;
+    T* row =
+        kv_head < 0 ? query + token * query_stride + head * head_size : key + token * key_stride + kv_head * head_size;
+    const T* weight = kv_head < 0 ? query_weight : key_weight;
+    float low[N], high[N], sum = 0.f;
+    if (i < head_size) {
+      load_floats(row + i, low);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum = fmaf(low[j], low[j], sum);
+    }
+    const float scale = rsqrtf(warp_sum(sum) / head_size + eps);  // all have read when this returns
+    if (i < half) {
+      load_normed<T, N>(row + i, weight + i, scale, low);
+      load_normed<T, N>(row + half + i, weight + half + i, scale, high);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        low[j] = to_float(from_float<T>(low[j]));
+        high[j] = to_float(from_float<T>(high[j]));
+      }
+      turn_values<T, N>(row, cos + token * cos_stride, sin + token * sin_stride, half, i, low, high);
+      if (kv_head >= 0 && to) {
+        store_cached<T>(to + kv_head * head_stride + i, low, k_scale);
+        store_cached<T>(to + kv_head * head_stride + half + i, high, k_scale);
+      }
+    }
+  }
+  if (to)
+    store_row<T, Cache, N>(value + token * value_stride, to + kv_stride, num_kv_heads, head_size, head_stride, v_scale);
+}
+
 // The same for the layout of paged_attention_v1 and v2: K split in vectors of x = 16 / sizeof(Cache) elements,
 // [num_blocks, num_kv_heads, head_size / x, block_size, x], V transposed, [num_blocks, num_kv_heads, head_size,
 // block_size]. Blocks and heads may have gaps, the same in both. One token's V goes to head_size places of one element

@@ -24,17 +24,24 @@ __device__ __forceinline__ void store_floats(T* to, const float (&values)[N]) {
 
 // ---- RMSNorm
 
+// x = row * scale * weight, not rounded yet; the first product is rounded to T.
+template <class T, int N>
+__device__ __forceinline__ void load_normed(const T* row, const T* weight, float scale, float (&x)[N]) {
+  float w[N];
+  load_floats(row, x);
+  load_floats(weight, w);
+#pragma unroll
+  for (int j = 0; j < N; ++j) x[j] = to_float(from_float<T>(x[j] * scale)) * w[j];
+}
+
 // out = row / sqrt(sum / size + eps) * weight for this thread's elements; `sum` is that of the row's squares. The
 // quotient is rounded to T before it is multiplied. `out` may be `row`.
 template <class T, int N>
 __device__ __forceinline__ void normalize(const T* row, const T* weight, T* out, int size, float sum, float eps) {
   const float scale = rsqrtf(sum / size + eps);
   for (int i = threadIdx.x * N; i < size; i += blockDim.x * N) {
-    float x[N], w[N];
-    load_floats(row + i, x);
-    load_floats(weight + i, w);
-#pragma unroll
-    for (int j = 0; j < N; ++j) x[j] = to_float(from_float<T>(x[j] * scale)) * w[j];
+    float x[N];
+    load_normed<T, N>(row + i, weight + i, scale, x);
     store_floats(out + i, x);
   }
 }
@@ -84,25 +91,34 @@ __global__ void add_rms_norm(T* residual, const T* x, const T* weight, T* out, i
 
 // ---- rotary embedding
 
-// Turns elements [i, i + N) and [half + i, half + i + N) of one head against each other, rounds once, and gives them as
-// `low` and `high` too. The fused multiply-add is written out, so that every kernel that turns gives the same bits.
+// Turns `low` and `high`, elements [i, i + N) and [half + i, half + i + N) of one head, against each other, rounds
+// once, and stores them there. The fused multiply-add is written out, so that every kernel that turns gives the same
+// bits.
 template <class T, int N>
-__device__ __forceinline__ void turn(T* head, const T* cos, const T* sin, int half, int i, float (&low)[N],
-                                     float (&high)[N]) {
-  float first[N], second[N], cos_low[N], cos_high[N], sin_low[N], sin_high[N];
-  load_floats(head + i, first);
-  load_floats(head + half + i, second);
+__device__ __forceinline__ void turn_values(T* head, const T* cos, const T* sin, int half, int i, float (&low)[N],
+                                            float (&high)[N]) {
+  float cos_low[N], cos_high[N], sin_low[N], sin_high[N];
   load_floats(cos + i, cos_low);
   load_floats(cos + half + i, cos_high);
   load_floats(sin + i, sin_low);  // already negated
   load_floats(sin + half + i, sin_high);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    low[j] = to_float(from_float<T>(fmaf(second[j], sin_low[j], first[j] * cos_low[j])));
-    high[j] = to_float(from_float<T>(fmaf(first[j], sin_high[j], second[j] * cos_high[j])));
+    const float first = low[j], second = high[j];
+    low[j] = to_float(from_float<T>(fmaf(second, sin_low[j], first * cos_low[j])));
+    high[j] = to_float(from_float<T>(fmaf(first, sin_high[j], second * cos_high[j])));
   }
   store_floats(head + i, low);
   store_floats(head + half + i, high);
+}
+
+// The same for what lies there.
+template <class T, int N>
+__device__ __forceinline__ void turn(T* head, const T* cos, const T* sin, int half, int i, float (&low)[N],
+                                     float (&high)[N]) {
+  load_floats(head + i, low);
+  load_floats(head + half + i, high);
+  turn_values<T, N>(head, cos, sin, half, i, low, high);
 }
 
 // heads: [num_tokens, num_heads, head_size], turned in place; cos, sin: [num_tokens, head_size]. Grid: num_tokens.

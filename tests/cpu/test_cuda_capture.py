@@ -11,6 +11,7 @@ from tests import plays
 from tests.checkpoints import make_checkpoint
 from tests.cpu.test_gpu_matmul import linears
 from tests.cuda_capture import CaptureError, CapturingLauncher, CudaLikeCapture
+from tests.driver import Driver, make_prompt, new_request
 from tests.kernels import emulator
 from tests.plays import graphs_of
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape
@@ -98,6 +99,33 @@ def test_a_replay_has_the_bits_of_an_eager_step(
     assert all(graph.count and graph.num_launches > 4 for graph in capture.graphs)
     if quantization is not None:
         assert {type(each) for each in linears(graphed.worker.model)} == {PackedLinear}
+
+
+def test_the_norms_of_heads_go_with_their_rotation(
+    tmp_path: Path, launcher: CapturingLauncher, serve_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One launch in place of three, in every layer with its own weights, and the same bits."""
+    serve_by("cuda")
+    model = make_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16", num_hidden_layers=2)
+    tokens: list[tuple[dict[int, list[int]], torch.Tensor]] = []
+    names: list[str] = []
+    kernel = CapturingLauncher.kernel
+
+    def noted(own: CapturingLauncher, source: str, name: str) -> Callable[..., None]:
+        names.append(name)
+        return kernel(own, source, name)
+
+    monkeypatch.setattr(CapturingLauncher, "kernel", noted)
+    for fuses in (True, False):
+        monkeypatch.setattr(CudaBackend, "fuses_norms", fuses)
+        names.clear()
+        driver = Driver(model, enforce_eager=True, on=Device(CPU), dtype="bfloat16")
+        driver.run(new_request(0, make_prompt(20), [1, 2, 3]))
+        driver.decode(0, count=3)
+        tokens.append((driver.got, driver.pool.clone()))
+        assert any(name.startswith("norm_rope_and_cache<") for name in names) == fuses
+    assert tokens[0][0] == tokens[1][0]
+    assert torch.equal(tokens[0][1], tokens[1][1])
 
 
 @pytest.mark.parametrize("name", ["paged", "reference"])

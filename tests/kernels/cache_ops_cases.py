@@ -11,6 +11,7 @@ from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda.cache_ops import CacheSlots
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.ops import HeadNormWeights
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -129,6 +130,29 @@ def rope_and_cache(dtype: torch.dtype, cache: torch.dtype, head_size: int, num_k
     return run
 
 
+def norm_rope_and_cache(dtype: torch.dtype, cache: torch.dtype, head_size: int, num_kv_heads: int = 2) -> Case:
+    """Bit for bit rms_norm() of each head, then rope_and_cache(). Padding is normed and turned too."""
+
+    def run(launcher: Launcher, device: torch.device) -> None:
+        heads = draw_heads(dtype, num_kv_heads, head_size, device)
+        weights = (draw((head_size,), dtype, device, 2.0), draw((head_size,), dtype, device, 1.5))
+        norms = HeadNormWeights(*weights, 1e-5)
+        rotation = draw_rotation(len(SLOTS), head_size, dtype, device)
+        kv = random_cache(cache, num_kv_heads, head_size, device)
+        scales = (0.25, 2.0) if cache.itemsize == 1 else (1.0, 1.0)
+        expected, slots = copy_of(kv), torch.tensor(SLOTS, device=device)
+        query, key, value = (part.clone() for part in heads)
+        for part, weight in zip((query, key), weights, strict=True):
+            CudaOps(launcher).rms_norm(part, weight, norms.eps, part)
+        cache_ops.rope_and_cache(launcher, query, key, value, rotation, CacheSlots(expected, slots, *scales))
+        cache_ops.norm_rope_and_cache(launcher, heads, norms, rotation, CacheSlots(kv, slots, *scales))
+        for part, other in zip(heads, (query, key, value), strict=True):
+            assert torch.equal(part, other)
+        assert torch.equal(whole(kv), whole(expected))
+
+    return run
+
+
 def split_layout(dtype: torch.dtype, cache: torch.dtype, head_size: int) -> Case:
     def run(launcher: Launcher, device: torch.device) -> None:
         _, key, value = draw_heads(dtype, 2, head_size, device)
@@ -204,6 +228,11 @@ CASES: list[tuple[str, Case]] = [
     *((f"rope_{name}", rope_and_cache(*pair, head_size=80)) for name, pair in PAIRS.items()),
     *((f"rope_odd_{name}", rope_and_cache(*pair, head_size=6)) for name, pair in PAIRS.items()),
     ("rope_many_heads", rope_and_cache(BF16, BF16, 128, num_kv_heads=17)),
+    *((f"norm_rope_{name}", norm_rope_and_cache(*pair, head_size=80)) for name, pair in PAIRS.items()),
+    ("norm_rope_many_heads", norm_rope_and_cache(BF16, BF16, 128, num_kv_heads=17)),
+    ("norm_rope_widest", norm_rope_and_cache(BF16, E4M3, 256)),
+    ("norm_rope_too_wide", norm_rope_and_cache(F32, F32, 256)),
+    ("norm_rope_odd", norm_rope_and_cache(F16, F16, 6)),
     *((f"split_{name}", split_layout(*pair, head_size=64)) for name, pair in PAIRS.items()),
     ("far_slots", far_slots),
     ("copy", copy_blocks(BF16, (3, 2, 2, 16, 64))),

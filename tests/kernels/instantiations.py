@@ -46,6 +46,7 @@ def _small_operations() -> list[Instantiation]:
     ]
     for scalar, wide in (("float", 4), ("__half", 8), ("__nv_bfloat16", 8)):
         caches = (scalar, "fp8_e4m3", "fp8_e5m2")
+        found += [("cache_ops.cuh", f"norm_rope_and_cache<{scalar}, {cache}, {wide}>") for cache in caches]
         for width in (wide, 1):
             found += [("fused.cuh", f"{kernel}<{scalar}, {width}>") for kernel in fused]
             for cache in caches:

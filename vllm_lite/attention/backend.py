@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
-from vllm_lite.kernels.ops import Rotation
+from vllm_lite.kernels.ops import HeadNormWeights, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,8 @@ class Heads:
     value: torch.Tensor  # [num_tokens, num_kv_heads, head_size]; where V is a part of K, that part of `key`
     rotation: Rotation | None = None
     """The rotary embedding that Q and K still lack, to be applied before K is stored; None = none."""
+    norms: HeadNormWeights | None = None
+    """What Q and K lack before that; only backends that `fuses_norms` see any."""
 
 
 class AttentionBackend(Protocol):
@@ -109,6 +111,9 @@ class AttentionBackend(Protocol):
     graph_safe: bool
     """Whether graphs of its device may replay it for other steps than the one it was captured with: what changes from
     step to step is read from memory by what was recorded, and never by Python."""
+
+    fuses_norms: bool
+    """Whether `write_kv` takes heads that lack their norms."""
 
     def __init__(self, shape: AttentionShape) -> None: ...
 

@@ -46,6 +46,7 @@ class CpuBackend:
     """Attention for CPUs: float32, bfloat16 and float16, their caches in the same types, float8 or int8."""
 
     graph_safe = True
+    fuses_norms = False
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape

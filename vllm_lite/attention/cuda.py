@@ -42,6 +42,7 @@ class CudaBackend:
     """
 
     graph_safe = True
+    fuses_norms = True
 
     def __init__(self, shape: AttentionShape, launcher: Launcher | None = None) -> None:
         self.shape = shape
@@ -72,17 +73,20 @@ class CudaBackend:
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
     ) -> None:
-        rows, rotation = (heads.query, heads.key, heads.value), heads.rotation
+        rows, rotation, norms = (heads.query, heads.key, heads.value), heads.rotation, heads.norms
 
         def write(launcher: Launcher) -> None:
             slots = cache_ops.CacheSlots(kv, batch.slot_mapping[group], *(scales or self.shape.scales))
             if rotation is None:
                 cache_ops.reshape_and_cache(launcher, *rows[1:], slots)
-            else:
+            elif norms is None:
                 cache_ops.rope_and_cache(launcher, *rows, rotation, slots)
+            else:
+                cache_ops.norm_rope_and_cache(launcher, rows, norms, rotation, slots)
 
-        alike = ("write_kv", group, scales, None if rotation is None else rotation.cos.data_ptr())
-        self._launch(batch.plan, alike, rows, [kv], write)
+        alike = ("write_kv", group, scales, None if rotation is None else rotation.cos.data_ptr(), norms is None)
+        changing = [kv] if norms is None else [kv, norms.query, norms.key]
+        self._launch(batch.plan, alike, rows, changing, write)
 
     def attend(  # noqa: PLR0913 - what only some layers have comes last
         self,

@@ -39,6 +39,7 @@ class EncoderBackend:
     `write_kv` was given."""
 
     graph_safe = False
+    fuses_norms = False
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape

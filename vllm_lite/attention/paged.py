@@ -45,6 +45,7 @@ class PagedBackend:
     """Attention for GPUs from sm_80 on: ALiBi, windows, soft caps, sinks, block-sparse patterns and float8 caches."""
 
     graph_safe = False  # `prepare` allocates anew for each step
+    fuses_norms = False
 
     def __init__(self, shape: AttentionShape, launcher: Launcher | None = None) -> None:
         self.shape = shape

@@ -62,6 +62,7 @@ class ReferenceBackend:
     """Attention for any shape and device that torch has. `prepare` reads lengths and tables into Python lists."""
 
     graph_safe = False
+    fuses_norms = False
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape

@@ -25,6 +25,14 @@ class Rotation(NamedTuple):
     sin: torch.Tensor
 
 
+class HeadNormWeights(NamedTuple):
+    """RMSNorms over each head of Q and of K, as `Ops.rms_norm` computes them."""
+
+    query: torch.Tensor  # [head_size]
+    key: torch.Tensor  # [head_size]
+    eps: float
+
+
 class WideNormWeights(NamedTuple):
     """A norm that is computed in float32 to its end."""
 

@@ -1,6 +1,7 @@
 """One layer's attention: the projections of its heads, and what they attend to in the paged cache."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,10 +10,10 @@ from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.ops import HeadNormWeights, ops_for
 from vllm_lite.layers.buffers import HeadRows, Rows
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.qk_norm import QKNorm, make_qk_norm
+from vllm_lite.layers.qk_norm import HeadNorms, QKNorm, make_qk_norm
 from vllm_lite.layers.qkv_layout import Layout, QKVSplits, gated_query, qkv_splits
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 
@@ -104,13 +105,23 @@ class AttentionBlock:
     ) -> None:
         """Attend with `x`, for `project` to go on from, and write K and V to the cache."""
         own = rows.by_kind[self.kind]
-        self.make_heads(x, own)
-        if self.grows and rows.query_growth is not None:
-            self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
-        self.rotate_and_keep(own, kv, batch, backend)
+        if (norms := self.later_norms(own, backend)) is None:
+            self.make_heads(x, own)
+            if self.grows and rows.query_growth is not None:
+                self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
+            self.rotate_and_keep(own, kv, batch, backend)
+        else:
+            self.qkv.forward(x, out=own.qkv)
+            backend.write_kv(replace(own.heads, norms=norms), kv, batch, self.group, self.kv_scales)
         backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks, scales=self.kv_scales)
         if own.gate is not None:
             self.ops.sigmoid_gate(own.attended, own.gate)
+
+    def later_norms(self, own: HeadRows, backend: AttentionBackend) -> HeadNormWeights | None:
+        """The norms of Q and K, where nothing lies between them and the rotation, and the backend does both at once."""
+        if not backend.fuses_norms or self.grows or own.heads.rotation is None:
+            return None
+        return self.qk_norm.weights() if isinstance(self.qk_norm, HeadNorms) else None
 
     def make_heads(self, x: torch.Tensor, own: HeadRows) -> None:
         """Compute Q, K and V as they are before they are rotated."""

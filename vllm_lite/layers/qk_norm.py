@@ -6,8 +6,9 @@ from typing import Protocol
 import torch
 
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.ops import Ops, WideNormWeights, ops_for
+from vllm_lite.kernels.ops import HeadNormWeights, Ops, WideNormWeights, ops_for
 from vllm_lite.layers.buffers import HeadRows
+from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.qkv_layout import QKVSplits
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
@@ -38,6 +39,12 @@ class HeadNorms:
     def forward(self, own: HeadRows) -> None:
         self.query.forward(own.heads.query, out=own.heads.query)
         self.key.forward(own.heads.key, out=own.heads.key)
+
+    def weights(self) -> HeadNormWeights | None:
+        """What a kernel needs that norms heads by the way; None for norms that no such kernel has."""
+        if not isinstance(self.query, RMSNorm) or not isinstance(self.key, RMSNorm):
+            return None
+        return HeadNormWeights(self.query.weight, self.key.weight, self.query.eps)
 
     def weight_groups(self, query: str, key: str) -> Iterator[WeightGroup]:
         yield self.query.group(query, self.order)

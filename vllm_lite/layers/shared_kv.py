@@ -23,6 +23,7 @@ class SharedKVBlock(AttentionBlock):
         self.has_kv, self.values_are_keys = own.kv_layer is None, own.values_are_keys
         projected = splits[: 1 if not self.has_kv else 2 if self.values_are_keys else 3]
         self.qkv = parts.linear(Split.whole(spec.hidden_size), *projected, bias=spec.qkv_bias)
+        self.qk_norm = None  # its norms are those below
         self.width = sum(split.size for split in projected)
         self.num_projections = len(projected)
         self.query_norm = parts.norm(self.head_size)

@@ -8,14 +8,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_lite.kernels.cuda.fused import require_rotation, require_rows, threads_for, vector_width
+from vllm_lite.kernels.cuda.fused import CudaOps, require_rotation, require_rows, threads_for, vector_width
 from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
-from vllm_lite.kernels.ops import Rotation
+from vllm_lite.kernels.ops import HeadNormWeights, Rotation
 
 SOURCE = "cache_ops.cuh"
 COPY_THREADS = 256
 COPY_UNITS = 4
 """Accesses of each thread of copy_blocks."""
+WARP_THREADS = 512
+"""A block of so many, whose warps take a head each."""
 MAX_GRID_Y = 65535
 
 
@@ -52,6 +54,40 @@ def rope_and_cache(
 
     The bits are those of `rotate` and `reshape_and_cache`. Raises ValueError when shapes or types do not fit.
     """
+    _check_turned(query, key, value, rotation, to)
+    _write(launcher, "rope_and_cache", (query, key, value), rotation, to)
+
+
+def norm_rope_and_cache(
+    launcher: Launcher,
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # query, key and value as `rope_and_cache` takes them
+    norms: HeadNormWeights,
+    rotation: Rotation,
+    to: CacheSlots,
+) -> None:
+    """`Ops.rms_norm` of each head of query and key, then `rope_and_cache`; the bits are those of both. It is one launch
+    where a warp can hold a head, 16 bytes a lane.
+
+    Raises ValueError when shapes or types do not fit.
+    """
+    query, key, _ = heads
+    head_size = key.shape[2]
+    width = vector_width(head_size // 2, *heads, *rotation, to.kv, norms.query, norms.key)
+    if width == 1 or head_size > 32 * width:
+        ops = CudaOps(launcher)
+        ops.rms_norm(query, norms.query, norms.eps, query)
+        ops.rms_norm(key, norms.key, norms.eps, key)
+        rope_and_cache(launcher, *heads, rotation, to)
+        return
+    for what, weight in (("the weight for query", norms.query), ("the weight for key", norms.key)):
+        require_rows(what, weight, key.dtype, (head_size,))
+    _check_turned(query, key, heads[2], rotation, to)
+    _write(launcher, "norm_rope_and_cache", heads, rotation, to, norms)
+
+
+def _check_turned(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation, to: CacheSlots
+) -> None:
     _require_cache(to, key, value)
     _require_heads("query", query, query)
     require(
@@ -60,7 +96,6 @@ def rope_and_cache(
         f"and {key.dtype} {list(key.shape)}",
     )
     require_rotation(rotation, len(key), key.shape[2], key.dtype)
-    _write(launcher, "rope_and_cache", (query, key, value), rotation, to)
 
 
 def _write(
@@ -69,6 +104,7 @@ def _write(
     heads: tuple[torch.Tensor, ...],  # of what is turned and stored; the last is V
     rotation: tuple[torch.Tensor, ...],  # cos and sin, or nothing
     to: CacheSlots,
+    norms: HeadNormWeights | None = None,
 ) -> None:
     kv, key = to.kv, heads[-2]
     num_tokens, _, head_size = key.shape
@@ -79,13 +115,16 @@ def _write(
     name = f"{kernel}<{cuda_type(key.dtype, 'key')}, {cuda_type(kv.dtype, 'the cache')}, {width}>"
     num_heads = [rows.shape[1] for rows in heads[:-1]]
     strides = [rows.stride(0) for rows in (*heads, *rotation)] + list(kv.stride()[:4])
+    weights, eps = ((), ()) if norms is None else ((norms.query, norms.key), (norms.eps,))
     args: tuple[Arg, ...] = (
-        *(*heads, *rotation, kv, to.slots),
+        *(*heads, *weights, *rotation, kv, to.slots),
         *map(np.int32, (*num_heads, head_size, kv.shape[3])),
         *map(np.int64, strides),
-        *map(np.float32, (to.k_scale, to.v_scale)),
+        *map(np.float32, (to.k_scale, to.v_scale, *eps)),
     )
     threads = threads_for(sum(num_heads) * (length // width), 256)
+    if norms is not None:
+        threads = threads_for(32 * sum(num_heads), WARP_THREADS)
     launcher.kernel(SOURCE, name)((num_tokens, 1, 1), (threads, 1, 1), args)
 
 
