@@ -53,7 +53,7 @@ class EagerForward:
             num_seqs=len(inputs.rows),
             max_query_len=int(inputs.num_scheduled.max()),
             max_seq_len=int(inputs.seq_lens.max()),
-            token_ids=self._to_device(inputs.input_ids),
+            token_ids=self._to_device(inputs.input_ids) if (ids := inputs.device_ids) is None else ids,
             positions=self._to_device(inputs.positions),
             query_start_loc=self._to_device(inputs.query_start_loc),
             seq_lens=self._to_device(inputs.seq_lens),

@@ -169,6 +169,7 @@ class DecodeInputs:
                 self._host_states[:, :size] = 0  # padding reads and writes no state
                 if inputs is not None and inputs.states is not None:
                     self._host_states[:, : inputs.num_tokens] = inputs.states[2:]
+            self._take_device_ids(inputs, size)
             return
         staging = torch.empty(size * self._row_bytes, dtype=torch.uint8, pin_memory=True)
         rows, seq_lens = _split(staging, self.num_groups, size)
@@ -176,6 +177,11 @@ class DecodeInputs:
         for table, used in zip(self._tables, inputs.block_tables if inputs else (), strict=False):
             table[: used.shape[0], : used.shape[1]].copy_(staged(used, self.device), non_blocking=True)
         self._memory[: len(staging)].copy_(staging, non_blocking=True)
+        self._take_device_ids(inputs, size)
+
+    def _take_device_ids(self, inputs: StepInputs | None, size: int) -> None:
+        if inputs is not None and inputs.device_ids is not None:
+            self.views(size)[0][0, : inputs.num_tokens].copy_(inputs.device_ids)
 
     def _host_rows(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The views of a bucket on a CPU, kept until another one is asked for."""

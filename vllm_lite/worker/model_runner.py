@@ -106,8 +106,7 @@ class ModelRunner:
         inputs = self.batch.build()
         if inputs.num_tokens == 0:
             return ModelOutput(step.generation, step.step, b"")
-        if inputs.num_tokens > self.limits.max_num_tokens:
-            raise ProtocolError(f"a step of {inputs.num_tokens} tokens, expected at most {self.limits.max_num_tokens}")
+        self.check_size(inputs)
         if self.adapters is not None:
             self.adapters.begin_step(inputs)
         if inputs.only_pools:
@@ -132,6 +131,11 @@ class ModelRunner:
         self.batch.commit(inputs, sampled.tokens, kept)
         output = _answer(step, inputs, sampled, kept, prompts)
         return output if inputs.pooling is None else _answer_pooled(output, inputs, pooled, unfit)
+
+    def check_size(self, inputs: StepInputs) -> None:
+        """Raises ProtocolError for a step that the buffers are not made for."""
+        if inputs.num_tokens > self.limits.max_num_tokens:
+            raise ProtocolError(f"a step of {inputs.num_tokens} tokens, expected at most {self.limits.max_num_tokens}")
 
     def _settle(
         self, unsettled: dict[Handle, SequenceMask], inputs: StepInputs, *, patient: bool = False

@@ -147,7 +147,12 @@ class WorkerLoop:
             gc.freeze()  # what lives now lives for ever: a collection in the middle of a step would take 0.1 s over it
             self.send(started)
             log.moment("worker", "KV cache, first step")
-            while (message := self.receive()) is not None:
+            left: ToWorker | None = None
+            while (message := left or self.receive()) is not None and not isinstance(message, Shutdown):
+                left = None
+                if isinstance(message, SchedulerOutput) and worker.can_run_ahead(message):
+                    left = self.run_ahead(worker, message)
+                    continue
                 if isinstance(message, ReadAdapter):
                     self.send(worker.load_adapter(message))
                     continue
@@ -157,6 +162,35 @@ class WorkerLoop:
                 answer = _execute(worker, message)
                 if rank == 0:
                     self.send(answer)
+
+    def run_ahead(self, worker: "Worker", step: SchedulerOutput) -> ToWorker | None:
+        """Launch the step, and those behind it that come while the device is busy; answer each when it has its tokens.
+
+        Returns the first message that is no such step, when all before it are answered; None if the device ran dry.
+        """
+        overlap, message = worker.overlap, None
+        if overlap is None:
+            raise RuntimeError("this worker launches no steps ahead")
+        overlap.launch(step)
+        while overlap and message is None:
+            if (payload := self._before(overlap.is_done)) is not None:
+                message = engine_to_worker.decode(payload)
+                if isinstance(message, SchedulerOutput) and worker.can_run_ahead(message):
+                    overlap.launch(message)
+                    message = None
+            self.send(overlap.take())
+        while overlap:
+            self.send(overlap.take())
+        return message
+
+    def _before(self, is_done: Callable[[], bool]) -> bytes | None:
+        """The engine's next message, if it comes before something `is_done`. A step takes the device milliseconds; a
+        process that slept would wake up late for either."""
+        while not is_done():
+            if (payload := self.connection.recv()) is not None:
+                return payload
+            time.sleep(0)
+        return None
 
     def receive(self, timeout_s: float = float("inf")) -> ToWorker | None:
         """The engine's next message; None after Shutdown, or if `stop` is set. Raises EngineError after `timeout_s`."""
@@ -193,7 +227,7 @@ def _execute(worker: "Worker", message: ToWorker) -> ModelOutput | StepOutputs:
     if isinstance(message, SchedulerOutput):
         return worker.execute(message)
     if isinstance(message, Steps):
-        return StepOutputs([worker.execute(step) for step in message.steps])
+        return StepOutputs(worker.run(message.steps))
     raise ProtocolError(f"expected a SchedulerOutput, got {type(message).__name__}")
 
 

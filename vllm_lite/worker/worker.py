@@ -1,6 +1,7 @@
 """A worker without its process: it loads its shard, reports what fits, and runs the steps that the engine decided."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK, CacheEngine
 from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
+from vllm_lite.worker.overlap import Overlap, run_ahead
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import GrammarDrafter, NgramDrafter
 from vllm_lite.worker.sampling.ranked_sampler import sampler_of
@@ -78,6 +80,7 @@ class Worker:
         self.state_bytes = self.own_spec.state_elements * STATE_BYTES
         self.num_state_slots = num_state_slots(config, self.state_bytes)
         self.graph_sizes: tuple[int, ...] = ()
+        self.overlap: Overlap | None = None  # by `start`
 
     def max_logits_bytes(self) -> int:
         """The most that a step's logits take, over the whole vocabulary."""
@@ -246,6 +249,7 @@ class Worker:
         if self.expert_load is not None:
             self.progress.expert_tokens = self.expert_load.tokens
         self.generation = start.generation
+        self.overlap = Overlap.of(self.runner)
         return Started(self.rank, start.generation, swap_blocks_per_s)
 
     def _allocate(self, start: Start) -> CacheEngine:
@@ -272,6 +276,16 @@ class Worker:
         output = self.runner.execute(step)
         self.progress.advance()
         return output
+
+    def can_run_ahead(self, step: SchedulerOutput) -> bool:
+        """Whether `overlap` can launch the step before the host has the tokens of those before it."""
+        return self.overlap is not None and step.generation == self.generation and self.overlap.can_launch(step)
+
+    def run(self, steps: Sequence[SchedulerOutput]) -> list[ModelOutput]:
+        """Run steps that came together."""
+        if self.overlap is None or any(step.generation != self.generation for step in steps):
+            return [self.execute(step) for step in steps]
+        return run_ahead(self.overlap, steps, self.execute)
 
     @torch.inference_mode()
     def load_adapter(self, message: ReadAdapter) -> AdapterRead:

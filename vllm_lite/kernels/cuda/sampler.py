@@ -31,6 +31,33 @@ def pick(
     return Picked(records["token"], records["best"], records["limit"])
 
 
+class PickedLater:
+    """What `pick_on_device` leaves on the device, and a copy of it on its way to the host."""
+
+    def __init__(self, records: torch.Tensor) -> None:  # uint8 [num_rows, 16]
+        self.tokens = records.view(torch.int64)[:, 0]
+        """int64 [num_rows], on the device."""
+        self._event: torch.cuda.Event | None = None
+        if not records.is_cuda:
+            self._host = records.clone()
+            return
+        self._host = torch.empty(records.shape, dtype=records.dtype, pin_memory=True)
+        self._host.copy_(records, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> Picked:
+        """The results, when the device has them."""
+        if self._event is not None:
+            self._event.synchronize()
+        records = self._host.numpy().view(PICKED).reshape(-1)
+        return Picked(records["token"], records["best"], records["limit"])
+
+
 def pick_on_device(
     launcher: Launcher,
     logits: torch.Tensor,  # float32 [num_rows, vocab], each row contiguous

@@ -6,7 +6,7 @@ Rows are contiguous in [0, num_rows): when a sequence leaves, the last row moves
 tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,9 @@ from vllm_lite.protocol.step import (
     SetToken,
     States,
 )
+from vllm_lite.worker.batch.integrity import row_problems
 from vllm_lite.worker.batch.row_states import RowStates
-from vllm_lite.worker.batch.sequence import NO_ROW, SequenceState, is_table
+from vllm_lite.worker.batch.sequence import NO_ROW, SequenceState
 from vllm_lite.worker.batch.steady import SteadyDecode
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK
@@ -94,6 +95,11 @@ class InputBatch:
     @property
     def num_rows(self) -> int:
         return len(self._resident)
+
+    @property
+    def resident(self) -> Sequence[SequenceState]:
+        """The sequences that have rows, by row."""
+        return self._resident
 
     def tokens_of(self, handle: Handle, what: str = "tokens_of") -> Int32s:
         """Return the tokens of a sequence, resident or preempted: [num_tokens]. Raises ProtocolError, which names
@@ -480,21 +486,5 @@ class InputBatch:
         if sorted(filter(None, entries)) != sorted(self.rules.entries):
             raise RuntimeError(f"rules in use: {self.rules.entries}, {entries}")
         for row, sequence in enumerate(self._resident):
-            for problem in self._row_problems(row, sequence):
+            for problem in row_problems(self, row, sequence):
                 raise RuntimeError(f"handle {sequence.handle} in row {row}: {problem}")
-
-    def _row_problems(self, row: int, sequence: SequenceState) -> Iterator[str]:
-        if sequence.row != row or sequence.preempted_tokens is not None:
-            yield f"the sequence is elsewhere: {sequence}"
-        num_tokens, num_computed = int(self.num_tokens[row]), int(self.num_computed[row])
-        if not 0 <= num_computed <= num_tokens <= self.max_model_len + 1:
-            yield f"{num_computed} of {num_tokens} tokens computed, context {self.max_model_len}"
-        tokens = self.token_ids[row, :num_tokens]
-        if num_tokens and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            yield f"tokens outside the vocabulary: {tokens}"
-        for group, table in enumerate(self.block_tables):
-            window, blocks = self.windows[group], table[row, : self.table_lens[row, group]]
-            # The engine frees blocks that a window has left behind without a message, and may allocate them again.
-            first = 0 if window is None else max(0, num_computed - window + 1) // self.block_size
-            if len(blocks) * self.block_size < num_computed or not is_table(blocks[first:], self.num_blocks):
-                yield f"blocks of group {group} lack some of {num_computed} tokens, repeat or are no blocks: {blocks}"

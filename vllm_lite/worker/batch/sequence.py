@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import AdapterNumber, Handle
 from vllm_lite.worker.batch.step_inputs import Int32s
-from vllm_lite.worker.memory.cache_engine import NULL_BLOCK
 from vllm_lite.worker.pooling import PromptPooling
 from vllm_lite.worker.sampling.logit_rules import SequenceRules
 from vllm_lite.worker.sampling.logprobs import PromptScoring
@@ -32,9 +31,3 @@ class SequenceState:
     """How far its prompt is pooled; None: it is sampled."""
     row: int = NO_ROW
     preempted_tokens: Int32s | None = None  # [num_tokens], while it is preempted
-
-
-def is_table(ids: Int32s, num_blocks: int) -> bool:
-    """Whether a sequence may hold these blocks: each is one of the pool's, and none but the null block twice."""
-    real = ids[ids != NULL_BLOCK]
-    return len(set(real.tolist())) == len(real) and bool(((real > 0) & (real < num_blocks)).all())

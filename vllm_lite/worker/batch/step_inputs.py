@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vllm_lite.attention.step_batch import PAD_SLOT
@@ -59,6 +60,8 @@ class StepInputs:
     """None: the model has no recurrent layers."""
     samples: SampleInputs | None = None
     """The sampler's inputs, if they were known beforehand."""
+    device_ids: torch.Tensor | None = None
+    """int64 [num_tokens] on the device: what counts in place of `input_ids`, some of which the host does not know."""
 
     @property
     def num_tokens(self) -> int:

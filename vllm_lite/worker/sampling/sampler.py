@@ -209,6 +209,22 @@ class Sampler:
             return cuda_sampler.pick(self._launcher, logits, draws)
         return self.pick_plainly(logits, draws)
 
+    @property
+    def leaves_tokens(self) -> bool:
+        """Whether there is `launch`."""
+        return self._launcher is not None
+
+    def launch(
+        self,
+        logits: torch.Tensor,  # float32 [num_samples, vocab]
+        inputs: SampleInputs,  # without edits, and nobody wants logprobs
+    ) -> cuda_sampler.PickedLater:
+        """Begin to sample, and leave the tokens on the device until they are asked for."""
+        if self._launcher is None or inputs.edits is not None:
+            raise RuntimeError("this sampler cannot leave its tokens on the device, or rules change the logits")
+        draws = draw_records(inputs.params, inputs.positions, self.vocab_size)
+        return cuda_sampler.PickedLater(cuda_sampler.pick_on_device(self._launcher, logits, draws))
+
     def pick_plainly(
         self,
         logits: torch.Tensor,  # float32 [num_rows, vocab]
