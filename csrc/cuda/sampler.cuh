@@ -2,7 +2,8 @@
 // hash, the noise and the filters. Hash and filters are equal to it bit for bit, the noise to a few units in the last
 // place.
 //
-// One block of 1024 threads per row; nothing depends on other rows. A filter's limit is found in histograms: first one
+// One block of 1024 threads per row, or several where there are few rows (see `best_part`); nothing depends on other
+// rows, nor on how many blocks share one. A filter's limit is found in histograms: first one
 // of 2048 equal steps of distance (in which real logits spread well, so that few atomic additions meet), then, within
 // the step found, on the bits of the distance, until one value is left. Counts and masses are integers, so that the
 // order of the atomic additions cannot change a bit.
@@ -44,6 +45,24 @@ struct Histogram {
     const uint32 low = uint32(mass), before = atomicAdd(&mass_low[bin], low);
     const uint32 high = uint32(mass >> 32) + (uint32(before + low) < low);
     if (high) atomicAdd(&mass_high[bin], high);
+  }
+  // Adds the bins of another one; all threads must take part, and behind a barrier.
+  __device__ __forceinline__ void add_all(const Histogram& other) {
+    for (int i = threadIdx.x; i < BINS; i += kThreads) {
+      if (other.count[i] == 0) continue;
+      const uint32 low = other.mass_low[i], before = low ? atomicAdd(&mass_low[i], low) : 0;
+      const uint32 high = other.mass_high[i] + (uint32(before + low) < low);
+      atomicAdd(&count[i], other.count[i]);
+      if (high) atomicAdd(&mass_high[i], high);
+    }
+  }
+  // Takes over what other blocks have added up, past the cache that is a multiprocessor's own.
+  __device__ __forceinline__ void copy(const volatile Histogram& from) {
+    for (int i = threadIdx.x; i < BINS; i += kThreads) {
+      count[i] = from.count[i];
+      mass_low[i] = from.mass_low[i];
+      mass_high[i] = from.mass_high[i];
+    }
   }
   __device__ __forceinline__ uint64 mass(int bin) const { return uint64(mass_high[bin]) << 32 | mass_low[bin]; }
 };
@@ -154,14 +173,19 @@ __device__ __forceinline__ Best block_best(Best best, SamplerShared* shared) {
   return best;
 }
 
-// Calls visit(logit, token) for this thread's tokens, in ascending order.
+// Calls visit(logit, token) for this thread's tokens of [begin, end), in ascending order.
 template <int N, class Visit>
-__device__ __forceinline__ void for_tokens(const float* logits, int vocab, Visit visit) {
-  for (int i = threadIdx.x * N; i < vocab; i += kThreads * N) {
+__device__ __forceinline__ void for_range(const float* logits, int begin, int end, Visit visit) {
+  for (int i = begin + threadIdx.x * N; i < end; i += kThreads * N) {
     const auto values = load_as<Vec<float, N>>(logits + i);
 #pragma unroll
     for (int j = 0; j < N; ++j) visit(values.at[j], i + j);
   }
+}
+
+template <int N, class Visit>
+__device__ __forceinline__ void for_tokens(const float* logits, int vocab, Visit visit) {
+  for_range<N>(logits, 0, vocab, visit);
 }
 
 // ---- the search for a limit
@@ -232,18 +256,26 @@ __device__ __forceinline__ Limit find_limit(const Row& row, bool by_mass, uint64
   return limit;
 }
 
-// The largest distance that top_k and top_p keep.
+__device__ __forceinline__ bool is_filtered(const Row& row, const Draw& draw) {
+  return draw.top_k < row.vocab || row.with_mass;
+}
+
+// Fills shared->coarse with the tokens of [begin, end).
 template <int N>
-__device__ __forceinline__ float filter(const Row& row, const Draw& draw, SamplerShared* shared) {
-  const bool by_count = draw.top_k < row.vocab;
-  if (!by_count && !row.with_mass) return INFINITY;
+__device__ __forceinline__ void count_coarsely(const Row& row, int begin, int end, SamplerShared* shared) {
   shared->coarse.clear();
   __syncthreads();
-  for_tokens<N>(row.logits, row.vocab, [&](float logit, int) {
+  for_range<N>(row.logits, begin, end, [&](float logit, int) {
     const float distance = distance_of(logit, row.best, row.temperature), step = distance * kCoarseSteps;
     shared->coarse.add(step < kCoarse - 1 ? int(step) : kCoarse - 1, row.with_mass ? mass_of(distance) : 0);
   });
   __syncthreads();
+}
+
+// The largest distance that top_k and top_p keep; there is one of them, and shared->coarse has all tokens.
+template <int N>
+__device__ __forceinline__ float filter(const Row& row, const Draw& draw, SamplerShared* shared) {
+  const bool by_count = draw.top_k < row.vocab;
   float within = INFINITY;
   uint64 total = 0;
   if (by_count) {
@@ -259,6 +291,40 @@ __device__ __forceinline__ float filter(const Row& row, const Draw& draw, Sample
   return fminf(within, __uint_as_float(find_limit<N>(row, true, wanted > 1 ? wanted : 1, shared).bits));
 }
 
+// The largest logit among [begin, end), and whether one of them is NaN.
+template <int N>
+__device__ __forceinline__ Best find_best(const float* logits, int begin, int end, float* failed,
+                                          SamplerShared* shared) {
+  Best best = {-INFINITY, 0};
+  *failed = 0.f;
+  for_range<N>(logits, begin, end, [&](float logit, int token) {
+    if (logit > best.score) best = {logit, token};
+    if (logit != logit) *failed = 1.f;
+  });
+  best = block_best(best, shared);
+  *failed = block_max(*failed, shared->scores);
+  return best;
+}
+
+// The token among [begin, end) with the largest score; one that is further than `limit` has none.
+template <int N>
+__device__ __forceinline__ Best find_drawn(const Row& row, const Draw& draw, float limit, int begin, int end,
+                                           SamplerShared* shared) {
+  const uint32 state = row_state(draw.seed, draw.sample, draw.position);
+  Best best = {-INFINITY, 0};
+  for_range<N>(row.logits, begin, end, [&](float logit, int token) {
+    const float distance = distance_of(logit, row.best, row.temperature);
+    if (distance > limit) return;
+    const float score = gumbel_noise(finish(mix(state, uint32(token)))) - distance;
+    if (score > best.score) best = {score, token};
+  });
+  return block_best(best, shared);
+}
+
+__device__ __forceinline__ float best_or_nan(float best, float failed) {
+  return failed == 0.f ? best : __uint_as_float(0x7fc00000);
+}
+
 // logits: float32 [num_rows, vocab], rows `stride` elements apart. Grid: num_rows. Block: 1024. Shared memory:
 // sizeof(SamplerShared).
 template <int N>
@@ -266,30 +332,141 @@ __global__ void __launch_bounds__(kThreads, 1)
     pick(const float* logits, int64 stride, int vocab, const Draw* draws, Picked* picked) {
   DYNAMIC_SHARED(SamplerShared, shared);
   const Draw draw = draws[blockIdx.x];
-  Row row = {logits + blockIdx.x * stride, vocab, -INFINITY, draw.temperature, draw.top_p < 1.f};
-  Best best = {-INFINITY, 0};
-  float failed = 0.f;
-  for_tokens<N>(row.logits, vocab, [&](float logit, int token) {
-    if (logit > best.score) best = {logit, token};
-    if (logit != logit) failed = 1.f;
-  });
-  best = block_best(best, shared);
-  failed = block_max(failed, shared->scores);
-  row.best = failed == 0.f ? best.score : __uint_as_float(0x7fc00000);
-  float limit = INFINITY;
+  const float* own = logits + blockIdx.x * stride;
+  float failed, limit = INFINITY;
+  Best best = find_best<N>(own, 0, vocab, &failed, shared);
+  const Row row = {own, vocab, best_or_nan(best.score, failed), draw.temperature, draw.top_p < 1.f};
   if (fabsf(row.best) < INFINITY && draw.temperature > 0.f) {  // the same for all threads of the block
-    limit = fminf(filter<N>(row, draw, shared), draw.max_distance);
-    const uint32 state = row_state(draw.seed, draw.sample, draw.position);
-    best = {-INFINITY, 0};
-    for_tokens<N>(row.logits, vocab, [&](float logit, int token) {
-      const float distance = distance_of(logit, row.best, row.temperature);
-      if (distance > limit) return;
-      const float score = gumbel_noise(finish(mix(state, uint32(token)))) - distance;
-      if (score > best.score) best = {score, token};
-    });
-    best = block_best(best, shared);
+    if (is_filtered(row, draw)) {
+      count_coarsely<N>(row, 0, vocab, shared);
+      limit = filter<N>(row, draw, shared);
+    }
+    limit = fminf(limit, draw.max_distance);
+    best = find_drawn<N>(row, draw, limit, 0, vocab, shared);
   }
   if (threadIdx.x == 0) picked[blockIdx.x] = {best.token, row.best, limit};
+}
+
+// ---- the same in parts: three launches, in each of which several blocks share a row
+//
+// Few rows leave most of a GPU idle, and one multiprocessor takes longer for a large vocabulary than the model's last
+// layer. `best_part` finds the largest logits, and ends greedy rows; `coarse_part`, where some row is filtered, fills
+// the histogram, and its last block finds the limit; `draw_part` draws. What parts find is put together by the block of
+// a row that comes last. All of it is maxima and integer sums: the bits are those of `pick`.
+
+constexpr int kMaxParts = 16;
+
+struct PartBest {
+  float score;
+  int token;
+  float failed;
+  int unused;
+};
+
+struct RowParts {  // of one row, zero before the first launch
+  uint32 arrived[3];
+  float limit;
+  PartBest best[kMaxParts], drawn[kMaxParts];
+  Histogram<kCoarse> coarse;
+};
+static_assert(sizeof(RowParts) == 25104, "ROW_BYTES in vllm_lite/kernels/cuda/sampler.py");
+
+struct Part {
+  int begin, end;  // its tokens
+};
+
+template <int N>
+__device__ __forceinline__ Part part_of(int vocab) {
+  const int size = round_up(ceil_div(vocab, int(gridDim.y)), N);
+  const int begin = min(vocab, int(blockIdx.y) * size);
+  return {begin, min(vocab, begin + size)};
+}
+
+// Whether this block is the last of its row that comes here; what the others wrote before can be read then. All threads
+// must take part.
+__device__ __forceinline__ bool comes_last(uint32* arrived, SamplerShared* shared) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) shared->bin = atomicAdd(arrived, 1u) == gridDim.y - 1;
+  __syncthreads();
+  const bool last = shared->bin != 0;
+  __syncthreads();
+  __threadfence();
+  return last;
+}
+
+// The best of all parts, read past the cache that is a multiprocessor's own.
+__device__ __forceinline__ Best best_of_parts(const volatile PartBest* parts, float* failed) {
+  Best best = {-INFINITY, 0};
+  *failed = 0.f;
+  for (unsigned p = 0; p < gridDim.y; ++p) {
+    best = better(best, Best{parts[p].score, parts[p].token});
+    *failed = fmaxf(*failed, parts[p].failed);
+  }
+  return best;
+}
+
+__device__ __forceinline__ Row row_of_parts(const float* logits, int64 stride, int vocab, const Draw& draw,
+                                            const RowParts* parts) {
+  float failed;
+  const Best best = best_of_parts(parts->best, &failed);
+  const float* own = logits + blockIdx.x * stride;
+  return {own, vocab, best_or_nan(best.score, failed), draw.temperature, draw.top_p < 1.f};
+}
+
+// Grid of all three: (num_rows, parts), parts up to kMaxParts. Block and shared memory as `pick`.
+template <int N>
+__global__ void __launch_bounds__(kThreads, 1)
+    best_part(const float* logits, int64 stride, int vocab, const Draw* draws, RowParts* rows, Picked* picked) {
+  DYNAMIC_SHARED(SamplerShared, shared);
+  RowParts* own = rows + blockIdx.x;
+  const Part part = part_of<N>(vocab);
+  float failed;
+  Best best = find_best<N>(logits + blockIdx.x * stride, part.begin, part.end, &failed, shared);
+  if (threadIdx.x == 0) own->best[blockIdx.y] = {best.score, best.token, failed, 0};
+  if (!comes_last(&own->arrived[0], shared) || threadIdx.x != 0) return;
+  best = best_of_parts(own->best, &failed);
+  picked[blockIdx.x] = {best.token, best_or_nan(best.score, failed), INFINITY};  // a random row's comes later
+}
+
+template <int N>
+__global__ void __launch_bounds__(kThreads, 1)
+    coarse_part(const float* logits, int64 stride, int vocab, const Draw* draws, RowParts* rows) {
+  DYNAMIC_SHARED(SamplerShared, shared);
+  RowParts* own = rows + blockIdx.x;
+  const Draw draw = draws[blockIdx.x];
+  const Row row = row_of_parts(logits, stride, vocab, draw, own);
+  if (fabsf(row.best) < INFINITY && draw.temperature > 0.f && is_filtered(row, draw)) {  // the same for all blocks
+    const Part part = part_of<N>(vocab);
+    count_coarsely<N>(row, part.begin, part.end, shared);
+    own->coarse.add_all(shared->coarse);
+    if (comes_last(&own->arrived[1], shared)) {
+      shared->coarse.copy(own->coarse);
+      __syncthreads();
+      const float limit = filter<N>(row, draw, shared);
+      if (threadIdx.x == 0) own->limit = limit;
+    }
+  }
+}
+
+template <int N>
+__global__ void __launch_bounds__(kThreads, 1)
+    draw_part(const float* logits, int64 stride, int vocab, const Draw* draws, RowParts* rows, Picked* picked) {
+  DYNAMIC_SHARED(SamplerShared, shared);
+  RowParts* own = rows + blockIdx.x;
+  const Draw draw = draws[blockIdx.x];
+  const Row row = row_of_parts(logits, stride, vocab, draw, own);
+  if (fabsf(row.best) < INFINITY && draw.temperature > 0.f) {
+    const float limit = fminf(is_filtered(row, draw) ? own->limit : INFINITY, draw.max_distance);
+    const Part part = part_of<N>(vocab);
+    Best best = find_drawn<N>(row, draw, limit, part.begin, part.end, shared);
+    if (threadIdx.x == 0) own->drawn[blockIdx.y] = {best.score, best.token, 0.f, 0};
+    if (comes_last(&own->arrived[2], shared) && threadIdx.x == 0) {
+      float failed;
+      best = best_of_parts(own->drawn, &failed);
+      picked[blockIdx.x] = {best.token, row.best, limit};
+    }
+  }
 }
 
 // For tests: hash and noise of the tokens of one row; mass of some distances.

@@ -41,7 +41,10 @@ def _small_operations() -> list[Instantiation]:
     found += [("lora.cuh", f"lora_expand<{scalar}, {out}>") for scalar, out in (("__half", "float"), _PAIR)]
     found += [
         (f"{file}.cuh", f"{kernel}<{n}>")
-        for file, kernel in (("sampler", "pick"), ("masks", "rule_out"))
+        for file, kernel in (
+            *(("sampler", kernel) for kernel in ("pick", "best_part", "coarse_part", "draw_part")),
+            ("masks", "rule_out"),
+        )
         for n in (4, 1)
     ]
     for scalar, wide in (("float", 4), ("__half", 8), ("__nv_bfloat16", 8)):

@@ -215,6 +215,42 @@ def not_finite(launcher: Launcher, device: torch.device) -> None:
         assert_picked(kept, logits[good], draws[good])
 
 
+def in_parts(vocab: int, parts: int) -> Case:
+    """Blocks that share a row give the bits of one block: every filter, ties, rows that are not finite, greedy rows."""
+
+    def run(launcher: Launcher, device: torch.device) -> None:
+        hard = adversarial_rows(vocab)
+        broken = normal(4, vocab, 2.0)
+        broken[0, vocab - 1], broken[1, 0], broken[2], broken[3, vocab // 2] = torch.nan, torch.nan, -INF, INF
+        logits = torch.cat((normal(20, vocab, 3.0), hard, broken)).to(device)
+        draws = make_draws(len(logits), vocab, 0.9)
+        for row, (k, p, d) in enumerate(FILTERS[:: len(FILTERS) // 34 + 1] * 3):
+            if row < len(draws):
+                draws[row]["top_k"] = min(vocab, k or vocab)
+                draws[row]["top_p"], draws[row]["max_distance"] = p, d
+        draws["temperature"][::7] = 0
+        for kept in (np.ones(len(draws), bool), draws["temperature"] == 0, draws["top_k"] == vocab):
+            some, rows = draws[kept].copy(), logits[torch.from_numpy(np.flatnonzero(kept)).to(device)]
+            if kept.all():
+                some["top_p"][1] = 0.9
+            else:
+                some["top_p"] = 1.0  # then no histogram is needed, and none is made
+            found = [sampler.pick_on_device(launcher, rows, some, parts=count) for count in (1, parts)]
+            assert torch.equal(*found)
+
+    return run
+
+
+def shared_rows(launcher: Launcher, device: torch.device) -> None:
+    """One row of a real vocabulary is shared by blocks without being asked to."""
+    vocab = 128256
+    assert sampler.parts_for(1, vocab) == sampler.MAX_PARTS
+    assert (sampler.parts_for(64, vocab), sampler.parts_for(1, 4000)) == (1, 1)
+    draws = make_draws(1, vocab, 0.8)
+    draws["top_k"], draws["top_p"] = 50, 0.95
+    run_pick(launcher, device, normal(1, vocab, 4.0), draws)
+
+
 def small_vocabularies(launcher: Launcher, device: torch.device) -> None:
     for vocab in (1, 2, 5, 1023, 1025):
         draws = make_draws(4, vocab)
@@ -261,6 +297,10 @@ CASES: list[tuple[str, Case]] = [
     ("adversarial_hot", adversarial(3.0)),
     ("just_not_enough", just_not_enough),
     ("not_finite", not_finite),
+    ("in_parts", in_parts(1000, 3)),
+    ("in_parts_odd_vocabulary", in_parts(1003, 7)),
+    ("in_parts_of_little", in_parts(30, 6)),
+    ("shared_rows", shared_rows),
     ("small_vocabularies", small_vocabularies),
     ("batch_does_not_count", batch_does_not_count),
     ("distribution", distribution),

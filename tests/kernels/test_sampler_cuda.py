@@ -15,7 +15,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    launcher.preload(sampler.SOURCE, ["pick<4>", "pick<1>", "noise_row", "mass_row"])
+    parts = [f"{kernel}_part<{n}>" for kernel in ("best", "coarse", "draw") for n in (4, 1)]
+    launcher.preload(sampler.SOURCE, ["pick<4>", "pick<1>", "noise_row", "mass_row", *parts])
     return launcher
 
 
@@ -29,10 +30,10 @@ def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorL
     logits, draws = cases.normal(6, 1000, 3.0), cases.make_draws(6, 1000)
     draws["top_k"], draws["top_p"] = (1000, 40, 1000) * 2, (1.0, 0.9, 0.7) * 2
     logits[5] = 0
-    for one, other in zip(
-        sampler.pick(emulated, logits, draws), sampler.pick(EmulatorLauncher(order_seed), logits, draws), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    for parts in (1, 3):
+        launchers = emulated, EmulatorLauncher(order_seed)
+        one, other = (sampler.pick_on_device(each, logits, draws, parts) for each in launchers)
+        assert torch.equal(one, other)
 
 
 def test_the_sampler_of_a_gpu_worker_uses_it(monkeypatch: pytest.MonkeyPatch, emulated: EmulatorLauncher) -> None:

@@ -7,12 +7,19 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.kernels.cuda.fused import vector_width
-from vllm_lite.kernels.cuda.launcher import Launcher, require
+from vllm_lite.kernels.cuda.launcher import Arg, Launcher, require
 from vllm_lite.kernels.sampling import DRAW, Picked
 
 SOURCE = "sampler.cuh"
 THREADS = 1024
 SHARED_BYTES = 37632
+MAX_PARTS, ROW_BYTES = 16, 25104
+"""As kMaxParts and RowParts in the source."""
+BLOCKS = 64
+"""Blocks that few rows are shared by: about half of a large GPU's multiprocessors, and no more than a few microseconds
+of putting together what they found."""
+MIN_PART = 4096
+"""Tokens of a part: less is not worth its block."""
 
 PICKED = np.dtype([("token", np.int64), ("best", np.float32), ("limit", np.float32)])
 """What the kernel writes for each row; the same record as `Picked` in csrc/cuda/sampler.cuh."""
@@ -58,10 +65,16 @@ class PickedLater:
         return Picked(records["token"], records["best"], records["limit"])
 
 
+def parts_for(num_rows: int, vocab: int) -> int:
+    """How many blocks share each row."""
+    return max(1, min(MAX_PARTS, BLOCKS // num_rows, vocab // MIN_PART))
+
+
 def pick_on_device(
     launcher: Launcher,
     logits: torch.Tensor,  # float32 [num_rows, vocab], each row contiguous
     draws: NDArray[np.void],  # DRAW [num_rows]
+    parts: int | None = None,  # blocks a row, up to MAX_PARTS; None: as many as are worth it. No bit depends on it
 ) -> torch.Tensor:  # uint8 [num_rows, 16], PICKED records on the device
     """Pick as `pick` does, without waiting for the device."""
     require(
@@ -79,7 +92,25 @@ def pick_on_device(
         if logits.is_cuda:  # from other memory than pinned the copy would wait for all that was launched before
             records = records.pin_memory()
         on_device = records.to(logits.device, non_blocking=True)
-        kernel = launcher.kernel(SOURCE, f"pick<{vector_width(vocab, logits)}>")
-        args = (logits, np.int64(logits.stride(0)), np.int32(vocab), on_device, picked)
-        kernel((num_rows, 1, 1), (THREADS, 1, 1), args, SHARED_BYTES)
+        parts = parts_for(num_rows, vocab) if parts is None else parts
+        width = vector_width(vocab, logits)
+        args: tuple[Arg, ...] = (logits, np.int64(logits.stride(0)), np.int32(vocab), on_device)
+        rows: tuple[Arg, ...] = ()
+        if parts > 1:
+            rows = (torch.zeros(num_rows, ROW_BYTES, dtype=torch.uint8, device=logits.device),)
+        for kernel in _kernels(draws, vocab, parts):
+            given = (*args, *rows) if kernel == "coarse_part" else (*args, *rows, picked)
+            launch = launcher.kernel(SOURCE, f"{kernel}<{width}>")
+            launch((num_rows, parts, 1), (THREADS, 1, 1), given, SHARED_BYTES)
     return picked
+
+
+def _kernels(draws: NDArray[np.void], vocab: int, parts: int) -> tuple[str, ...]:
+    """What to launch: one kernel with a block a row, or those that do their part of it."""
+    if parts == 1:
+        return ("pick",)
+    random = draws["temperature"] > 0
+    if not random.any():
+        return ("best_part",)
+    filtered = random & ((draws["top_k"] < vocab) | (draws["top_p"] < 1))
+    return ("best_part", "coarse_part", "draw_part") if filtered.any() else ("best_part", "draw_part")
