@@ -8,6 +8,7 @@ launch keeps no tensor: if nobody else does, the replay says so, where a device 
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -166,6 +167,7 @@ class CudaLikeCapture:
 
     def __init__(self) -> None:
         self.graphs: list[CudaLikeGraph] = []
+        self.piecewise: list[list[CudaLikeGraph]] = []
 
     def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph:
         global _recorder
@@ -180,6 +182,33 @@ class CudaLikeCapture:
             _recorder = None
         self.graphs.append(CudaLikeGraph(recorder))
         return self.graphs[-1]
+
+    def pieces(self, run: Callable[[Callable[[], None]], None]) -> Sequence[Graph]:
+        """A graph from each cut to the next. What is launched while one is cut is in none."""
+        global _recorder
+        run(lambda: None)
+        recorders: list[_Recorder] = []
+        with ExitStack() as stack:
+
+            def begin() -> None:
+                global _recorder
+                recorders.append(recorder := _Recorder())
+                _recorder = recorder
+                for mode in (recorded_by(recorder.add_native), _NoHostReads(), _Operations(recorder)):
+                    stack.enter_context(mode)
+
+            def cut() -> None:
+                stack.close()
+                begin()
+
+            begin()
+            try:
+                run(cut)
+            finally:
+                _recorder = None
+        made = [CudaLikeGraph(recorder) for recorder in recorders]
+        self.piecewise.append(made)
+        return made
 
     def used_bytes(self) -> int:
         return 0

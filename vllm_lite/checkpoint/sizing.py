@@ -136,11 +136,17 @@ def bucket_sizes(
     return sizes
 
 
-def reserved_bytes(sizes: Sequence[int], vocab_size: int, table_width: int, num_groups: int) -> int:
-    """Bytes to leave free for graphs of these sizes: logits, as the model makes them and as they are kept, tables, and
-    the graphs themselves. The attention backend's scratch memory is counted elsewhere: graphs share it.
+def piece_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Ascending numbers of tokens that steps in pieces are captured for: up to 512 in steps of 64, then of 128."""
+    return tuple(size for size in (*range(64, 513, 64), *range(640, 1025, 128)) if size <= max_num_tokens)
+
+
+def reserved_bytes(sizes: Sequence[int], vocab_size: int, table_width: int, num_groups: int, in_pieces: int = 0) -> int:
+    """Bytes to leave free for graphs of these sizes, and of steps in pieces with up to `in_pieces` tokens: logits, as
+    the model makes them and as they are kept, tables, and the graphs themselves. The attention backend's scratch memory
+    is counted elsewhere: graphs share it.
     """
     if not sizes:
         return 0
     per_row = 2 * 4 * vocab_size + num_groups * (4 * table_width + 8) + 20
-    return int(max(sizes) * per_row + len(sizes) * GRAPH_BYTES)
+    return int(max(sizes) * per_row + (len(sizes) + len(piece_sizes(in_pieces))) * GRAPH_BYTES)

@@ -266,9 +266,9 @@ class _Sizes:
         config = self.config
         if self.device == "cpu" or config.enforce_eager or not self.groups:  # an encoder decodes nothing
             return 0
-        most = min(self.num_seqs, self.chunk)
+        most, shape = min(self.num_seqs, self.chunk), (-(-self.length // config.block_size), len(self.groups))
         sizes = bucket_sizes(most, config.cudagraph_capture_sizes, config.max_cudagraph_capture_size)
-        return reserved_bytes(sizes, self.spec.vocab_size, -(-self.length // config.block_size), len(self.groups))
+        return reserved_bytes(sizes, self.spec.vocab_size, *shape, 0 if config.enable_lora else self.chunk)
 
     def num_blocks(self) -> int:
         """The blocks that the engine will have. Raises ConfigError for a size that cannot hold a token."""

@@ -22,8 +22,8 @@ They write nothing, their attention is zero and nobody reads their logits.
 Outside: those copies; on CUDA `backend.prepare`, which runs once, before the capture, on the bucket's own StepBatch
 (there max_seq_len is max_model_len, and a backend must keep in `batch.plan`, and read from device memory, all that
 the captured kernels need; on a CPU it is the program's first part), and `backend.refresh` before each replay;
-sampling; and every step that is not pure decoding or has more sequences than the largest bucket. Such steps run
-eagerly, and so does every step over a backend that is not `graph_safe`.
+sampling; and every step that is not pure decoding or has more sequences than the largest bucket. Such steps run in
+pieces on CUDA (pieces.py), or eagerly, and eagerly every step over a backend that is not `graph_safe`.
 """
 
 import gc
@@ -43,7 +43,7 @@ from vllm_lite.kernels.cpu.program import NotRecordable, Program
 from vllm_lite.kernels.delta_rule import Segments
 from vllm_lite.runtime import log
 from vllm_lite.worker.batch.step_inputs import StepInputs
-from vllm_lite.worker.forward import EagerForward
+from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.process import no_garbage_collection
 
 logger = log.get(__name__)
@@ -93,6 +93,29 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         return graph
+
+    def pieces(self, run: Callable[[Callable[[], None]], None]) -> Sequence[Graph]:
+        """As PieceCapture.pieces."""
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            run(lambda: None)
+            torch.cuda.synchronize(self._device)
+            begin()
+            try:
+                run(cut)
+            finally:
+                graphs[-1].capture_end()
+        return graphs
 
     def used_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
@@ -227,6 +250,8 @@ class DecodeGraphs:
         """`sizes` ascend, as `bucket_sizes` gives them."""
         spec = eager.model.spec
         self.eager = eager
+        self.other: Forward = eager
+        """Runs the steps that no graph serves."""
         self.capture = capture
         self.sizes = tuple(sizes)
         self.max_model_len = max_model_len
@@ -275,7 +300,7 @@ class DecodeGraphs:
         """As Forward.logits."""
         num_seqs = len(inputs.rows)
         if inputs.num_tokens > num_seqs or num_seqs > self._largest:
-            return self.eager.logits(inputs)
+            return self.other.logits(inputs)
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
         bucket = self._buckets.get(size) or self._capture(size)
         if bucket is None:

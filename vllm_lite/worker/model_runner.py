@@ -25,6 +25,7 @@ from vllm_lite.worker.expert_load import ExpertLoad
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.memory.cache_engine import CacheEngine
+from vllm_lite.worker.pieces import PieceCapture, PiecewiseForward
 from vllm_lite.worker.pooling import Failed, Pooled, pool
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling import readiness
@@ -183,14 +184,18 @@ class ModelRunner:
         if self.drafter is not None and (batch := self.batch.draft_batch()) is not None:
             self.batch.add_drafts(self.drafter.propose(batch))
 
-    def capture_graphs(self, capture: Capture, sizes: Sequence[int]) -> None:
-        """From now on decode steps of at most `sizes[-1]` sequences are replayed. The KV cache is in its place."""
+    def capture_graphs(self, capture: Capture, sizes: Sequence[int], pieces: Sequence[int] = ()) -> None:
+        """From now on decode steps of at most `sizes[-1]` sequences are replayed, and other steps of at most
+        `pieces[-1]` tokens in pieces. The KV cache is in its place."""
         limits = self.limits
         graphs = DecodeGraphs(
             self.eager, capture, sizes, max_model_len=limits.max_model_len, block_size=limits.block_size
         )
         if not capture.on_demand:
             graphs.capture_all(self.progress.advance)
+        if pieces and isinstance(capture, PieceCapture):
+            graphs.other = piecewise = PiecewiseForward(self.eager, capture, pieces)
+            piecewise.capture_all(self.progress.advance)
         self.forward = graphs
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ from vllm_lite.checkpoint.sizing import (
     configured_num_blocks,
     num_host_states,
     num_state_slots,
+    piece_sizes,
     pool_flag,
     reserved_bytes,
 )
@@ -46,6 +47,7 @@ from vllm_lite.worker.memory.cache_engine import NULL_BLOCK, CacheEngine
 from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.overlap import Overlap, run_ahead
+from vllm_lite.worker.pieces import PieceCapture
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import GrammarDrafter, NgramDrafter
 from vllm_lite.worker.sampling.ranked_sampler import sampler_of
@@ -217,7 +219,8 @@ class Worker:
         shown = min(longest, -(-limits.max_num_tokens // limits.max_num_seqs))
         scratch_bytes = max(workspace(*step, longest) - workspace(*step, shown), 0)
         width = -(-longest // limits.block_size)
-        return scratch_bytes, reserved_bytes(self.graph_sizes, self.spec.vocab_size, width, limits.num_groups)
+        shape = (self.spec.vocab_size, width, limits.num_groups)
+        return scratch_bytes, reserved_bytes(self.graph_sizes, *shape, max(self._piece_sizes(), default=0))
 
     @torch.inference_mode()
     def _run_largest_step(self) -> None:
@@ -243,7 +246,7 @@ class Worker:
         self.runner.batch.mask_source_of = self.grammars.source_of
         self.runner.warm_up()
         if self.device.capture is not None and self.graph_sizes:
-            self.runner.capture_graphs(self.device.capture, self.graph_sizes)
+            self.runner.capture_graphs(self.device.capture, self.graph_sizes, self._piece_sizes())
         self.runner.adapters = self.adapters
         self.runner.expert_load = self.expert_load  # warming up does not count
         if self.expert_load is not None:
@@ -323,6 +326,14 @@ class Worker:
             max_seq_len=self.limits.max_model_len,
             kv_dtype=None if self.kv_dtype == self.dtype else self.kv_dtype,
         )
+
+    def _piece_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens of steps in pieces: where decode steps have graphs that are captured at the start, and no
+        adapters, whose rows the host sorts anew in each step."""
+        capture = self.device.capture
+        if not self.graph_sizes or not isinstance(capture, PieceCapture) or self.config.enable_lora:
+            return ()
+        return piece_sizes(self.limits.max_num_tokens)
 
     def _graph_sizes(self) -> tuple[int, ...]:
         config, limits, capture = self.config, self.limits, self.device.capture

@@ -1,0 +1,136 @@
+"""Steps in pieces under a capture of CUDA's kind: the bits of eager steps, with fewer launches."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import plays
+from tests.checkpoints import make_checkpoint
+from tests.cuda_capture import CapturingLauncher, CudaLikeCapture
+from tests.driver import Driver, make_prompt, new_request
+from tests.kernels import emulator
+from tests.plays import graphs_of
+from vllm_lite.attention.cuda import CudaBackend
+from vllm_lite.checkpoint.sizing import piece_sizes
+from vllm_lite.kernels import ops as ops_module
+from vllm_lite.kernels.cuda.fused import CudaOps
+from vllm_lite.layers import gpu_matmul
+from vllm_lite.layers.matmul import DenseMatmul
+from vllm_lite.protocol.step import Continue
+from vllm_lite.worker import worker as worker_module
+from vllm_lite.worker.device import Device
+from vllm_lite.worker.pieces import PiecewiseForward
+
+pytestmark = [
+    pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator"),
+    pytest.mark.usefixtures("as_on_a_gpu"),
+]
+CPU = torch.device("cpu")
+NUM_LAYERS = 2
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> CapturingLauncher:
+    """What a GPU has; and dense products rounded once, at the end, whose bits do not depend on other rows."""
+    launcher = CapturingLauncher(emulator.EmulatorLauncher())
+
+    def forward(self: DenseMatmul, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch.nn.functional.linear(x.double(), self.weight.double()))
+
+    monkeypatch.setattr(DenseMatmul, "forward", forward)
+    monkeypatch.setattr(ops_module, "TorchOps", lambda: CudaOps(launcher))
+    monkeypatch.setattr(gpu_matmul, "launcher_for", lambda dtype, _: launcher if dtype in gpu_matmul.DTYPES else None)
+    monkeypatch.setattr(worker_module, "select_backend", lambda shape, _: CudaBackend(shape, launcher))
+    monkeypatch.setattr(worker_module, "piece_sizes", lambda most: tuple(n for n in (8, 32) if n <= most))
+    return launcher
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pieces") / "model"
+    return make_checkpoint(folder, "qwen3", num_hidden_layers=NUM_LAYERS, dtype="bfloat16")
+
+
+def pieces_of(driver: Driver) -> PiecewiseForward:
+    pieces = graphs_of(driver).other
+    assert isinstance(pieces, PiecewiseForward)
+    return pieces
+
+
+def test_a_step_in_pieces_has_the_bits_of_an_eager_step(model: Path, launcher: CapturingLauncher) -> None:
+    """Chunks of several prompts beside decodes, padded; steps too large for the pieces stay eager."""
+    capture = CudaLikeCapture()
+    settings: dict[str, Any] = {"dtype": "bfloat16", "cudagraph_capture_sizes": [2]}
+    _, graphed = plays.run_both(model, 3, 30, Device(CPU, capture=capture), **settings)
+    assert pieces_of(graphed).num_replays > 8
+    assert [len(pieces) for pieces in capture.piecewise] == [NUM_LAYERS + 1] * 2
+    assert all(graph.num_launches for pieces in capture.piecewise for graph in pieces)
+
+
+def test_a_mixed_step_launches_less(
+    model: Path, launcher: CapturingLauncher, monkeypatch: pytest.MonkeyPatch, record_property: Callable[..., None]
+) -> None:
+    """What the host launches of a chunk beside a decode: in pieces a graph, and attention's kernels, a layer."""
+    counts = []
+    for eager in (True, False):
+        capture = CudaLikeCapture()
+        driver = Driver(model, on=Device(CPU, capture=None if eager else capture), dtype="bfloat16")
+        driver.run(new_request(0, make_prompt(20), [1, 2]))
+        launched = count_launches(monkeypatch)
+        before = sum(graph.count for pieces in capture.piecewise for graph in pieces)
+        driver.run(Continue(0, 1, []), new_request(1, make_prompt(9), [3]))
+        replays = sum(graph.count for pieces in capture.piecewise for graph in pieces) - before
+        counts.append(len(launched) + replays)
+    whole, pieces = counts
+    attention = 2 * NUM_LAYERS  # decode and prefill
+    assert pieces == attention + NUM_LAYERS + 1
+    # Two norms, an activation and the write to the cache; torch's four products of a layer come on top.
+    assert whole == attention + 4 * NUM_LAYERS + 1
+    record_property("launches", counts)
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels of the launcher that are launched from now on, and not replayed."""
+    launched: list[str] = []
+    kernel = CapturingLauncher.kernel
+
+    def noted(own: CapturingLauncher, source: str, name: str) -> Callable[..., None]:
+        made = kernel(own, source, name)
+
+        def launch(*args: Any, **kwargs: Any) -> None:
+            launched.append(name)
+            made(*args, **kwargs)
+
+        return launch
+
+    monkeypatch.setattr(CapturingLauncher, "kernel", noted)
+    return launched
+
+
+def test_padding_is_not_kept(model: Path, launcher: CapturingLauncher) -> None:
+    """A small step behind a large one: rows of the large one are where padding is now."""
+    driver = Driver(model, on=Device(CPU, capture=CudaLikeCapture()), dtype="bfloat16", enforce_eager=False)
+    driver.run(new_request(0, make_prompt(30), [1, 2]))
+    before = driver.pool.clone()
+    driver.run(new_request(1, make_prompt(9), [3]))
+    assert pieces_of(driver).num_replays == 2
+    changed = (driver.pool != before).flatten(1).any(1)
+    assert torch.nonzero(changed).flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(32, ()), (64, (64,)), (600, (*range(64, 513, 64),)), (8192, (*range(64, 513, 64), 640))]
+)
+def test_the_sizes(most: int, sizes: tuple[int, ...]) -> None:
+    assert piece_sizes(most)[: len(sizes)] == sizes
+    assert piece_sizes(most)[-1:] == (() if not sizes else (1024,) if most > 1024 else sizes[-1:])
+
+
+def test_with_adapters_there_are_no_pieces(model: Path, launcher: CapturingLauncher) -> None:
+    capture = CudaLikeCapture()
+    driver = Driver(model, on=Device(CPU, capture=capture), dtype="bfloat16", enable_lora=True)
+    assert capture.piecewise == []
+    assert graphs_of(driver).other is driver.worker.runner.eager

@@ -1,0 +1,208 @@
+"""Piecewise graphs, for steps that compute chunks of prompts beside decodes on a GPU.
+
+Attention is all that depends on how a step's tokens are shared out between its sequences. The rest depends on their
+number, so it is recorded in pieces, from one layer's attention to the next one's, for a few numbers of tokens; a step
+is padded to one of them, replays the pieces, and launches attention between them. A layer then costs the host one
+replay and one or two launches instead of ten.
+
+Only small steps have pieces (sizing.piece_sizes): with more tokens a GPU computes longer than the host launches.
+Padding is tokens whose slot is PAD_SLOT: nothing of them is kept, and attention's result is zero for them.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_lite.attention.backend import AttentionBackend, AttentionShape, Heads
+from vllm_lite.attention.cuda_plan import Plan
+from vllm_lite.attention.step_batch import PAD_SLOT, HostLens, StepBatch, staged, to_device
+from vllm_lite.checkpoint.kv_scales import KVScales
+from vllm_lite.worker.batch.step_inputs import StepInputs
+from vllm_lite.worker.forward import EagerForward
+
+
+class Replayable(Protocol):
+    def replay(self) -> None: ...
+
+
+@runtime_checkable
+class PieceCapture(Protocol):
+    """Records what a call does to the device, in as many graphs as it asks for."""
+
+    def pieces(self, run: Callable[[Callable[[], None]], None]) -> Sequence[Replayable]:
+        """Call `run`, twice, with a function that ends a graph and begins the next; return the second call's graphs.
+        Between two of them nothing is recorded, and nothing may be launched."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """One call of `AttentionBackend.attend`, but for its batch. The tensors stay where the pieces leave them."""
+
+    query: torch.Tensor
+    kv: torch.Tensor
+    group: int
+    out: torch.Tensor
+    sinks: torch.Tensor | None
+    scales: KVScales | None
+
+    def launch(self, backend: AttentionBackend, batch: StepBatch) -> None:
+        backend.attend(self.query, self.kv, batch, self.group, self.out, self.sinks, scales=self.scales)
+
+
+class CuttingBackend:
+    """Writes K and V as the real backend does; what was to be attended to is handed on and not done."""
+
+    graph_safe = True
+
+    def __init__(self, backend: AttentionBackend, cut: Callable[[Attend], None]) -> None:
+        self.fuses_norms = backend.fuses_norms
+        self._backend = backend
+        self._cut = cut
+
+    @classmethod
+    def supports(cls, shape: AttentionShape) -> str | None:  # noqa: ARG003
+        return "it only says what another one is to do"
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
+        return 0
+
+    def prepare(self, batch: StepBatch) -> None:
+        batch.plan = Plan()
+
+    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+        pass
+
+    def write_kv(
+        self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
+    ) -> None:
+        self._backend.write_kv(heads, kv, batch, group, scales)
+
+    def attend(  # noqa: PLR0913 - what only some layers have comes last
+        self,
+        query: torch.Tensor,
+        kv: torch.Tensor,
+        batch: StepBatch,  # noqa: ARG002
+        group: int,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        *,
+        scales: KVScales | None = None,
+    ) -> None:
+        self._cut(Attend(query, kv, group, out, sinks, scales))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What was recorded for one number of tokens: between two graphs stands a call of attention."""
+
+    batch: StepBatch
+    graphs: Sequence[Replayable]
+    calls: Sequence[Attend]
+    hidden: torch.Tensor  # [num_tokens, hidden_size], where the last graph leaves it
+
+
+class PiecewiseForward:
+    """A Forward that replays pieces where it has some for a step, and is `eager` otherwise."""
+
+    def __init__(self, eager: EagerForward, capture: PieceCapture, sizes: Sequence[int]) -> None:
+        """`sizes` ascend, as `piece_sizes` gives them."""
+        self.eager = eager
+        self.sizes = tuple(sizes)
+        self.num_replays = 0
+        num_groups = len(eager.model.spec.kv_groups)
+        self._memory = torch.zeros(2 + num_groups, max(sizes, default=0), dtype=torch.int64, device=eager.device)
+        """Token ids, positions and the slots of each group; graphs read its first columns."""
+        self._memory[2:] = PAD_SLOT
+        self._capture = capture
+        self._pieces: dict[int, _Pieces] = {}
+
+    @torch.inference_mode()
+    def capture_all(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Capture the pieces of every size. `progress` is called after each."""
+        for size in reversed(self.sizes):
+            self._pieces[size] = self._record(size)
+            progress()
+
+    def _record(self, size: int) -> _Pieces:
+        eager, rows = self.eager, self._memory[:, :size]
+        nothing = torch.zeros(1, dtype=torch.int32, device=eager.device)
+        batch = StepBatch(
+            num_tokens=size,
+            num_seqs=0,
+            max_query_len=size,
+            max_seq_len=0,
+            token_ids=rows[0],
+            positions=rows[1],
+            query_start_loc=nothing,
+            seq_lens=nothing[:0],
+            block_tables=tuple(nothing.view(1, 1)[:0] for _ in rows[2:]),
+            slot_mapping=tuple(rows[2:]),
+        )
+        calls: list[Attend] = []
+        hidden: list[torch.Tensor] = []
+
+        def run(cut: Callable[[], None]) -> None:
+            calls.clear()
+            hidden.clear()
+
+            def attend(call: Attend) -> None:
+                calls.append(call)
+                cut()
+
+            backend = CuttingBackend(eager.backend, attend)
+            backend.prepare(batch)
+            hidden.append(eager.model.forward(batch, eager.kv_caches, backend, eager.progress))
+
+        graphs = self._capture.pieces(run)
+        return _Pieces(batch, graphs, calls, hidden[0])
+
+    def logits(self, inputs: StepInputs) -> torch.Tensor:
+        """As Forward.logits."""
+        at = bisect_left(self.sizes, inputs.num_tokens)
+        if at == len(self.sizes) or inputs.states is not None or inputs.token_types is not None:
+            return self.eager.logits(inputs)
+        pieces = self._pieces[self.sizes[at]]
+        self._load(inputs, self.sizes[at])
+        batch = self._attended(inputs, pieces.batch)
+        self.eager.backend.prepare(batch)
+        for graph, call in zip(pieces.graphs, pieces.calls, strict=False):
+            graph.replay()
+            call.launch(self.eager.backend, batch)
+        pieces.graphs[-1].replay()
+        self.num_replays += 1
+        hidden, wanted = pieces.hidden[: inputs.num_tokens], inputs.wanted
+        return self.eager.model.logits(hidden if wanted is None else hidden[to_device(wanted, self.eager.device)])
+
+    def _load(self, inputs: StepInputs, size: int) -> None:
+        """Bring a step's tokens to where the graphs read them, padded to `size`: by one copy for each row."""
+        rows = np.zeros((len(self._memory), size), np.int64)
+        count = inputs.num_tokens
+        rows[0, :count], rows[1, :count], rows[2:, count:] = inputs.input_ids, inputs.positions, PAD_SLOT
+        for group, slots in enumerate(inputs.slot_mapping, start=2):
+            rows[group, :count] = slots
+        self._memory[:, :size].copy_(staged(rows, self.eager.device), non_blocking=True)
+        if inputs.device_ids is not None:
+            self._memory[0, :count].copy_(inputs.device_ids)
+
+    def _attended(self, inputs: StepInputs, padded: StepBatch) -> StepBatch:
+        """What attention reads of a step, whose rows behind its tokens are padding."""
+        device = self.eager.device
+        return StepBatch(
+            num_tokens=padded.num_tokens,
+            num_seqs=len(inputs.rows),
+            max_query_len=int(inputs.num_scheduled.max()),
+            max_seq_len=int(inputs.seq_lens.max()),
+            token_ids=padded.token_ids,
+            positions=padded.positions,
+            query_start_loc=to_device(inputs.query_start_loc, device),
+            seq_lens=to_device(inputs.seq_lens, device),
+            block_tables=tuple(to_device(table, device) for table in inputs.block_tables),
+            slot_mapping=padded.slot_mapping,
+            host=HostLens(inputs.num_scheduled, inputs.seq_lens),
+        )
