@@ -1,7 +1,8 @@
 """What steps cost the host of a GPU, and what they launch: tables for docs/kernels.md. Needs no GPU.
 
-    python scripts/cuda_costs.py              # launches, blocks, bytes copied, microseconds of the host
-    python scripts/cuda_costs.py --registers  # registers, spills and shared memory of the attention kernels, by NVRTC
+    python scripts/cuda_costs.py              # launches, blocks, bytes copied, microseconds of the host for a layer
+    python scripts/cuda_costs.py --steps      # launches and microseconds of whole steps of a worker
+    python scripts/cuda_costs.py --registers  # registers, spills and shared memory of kernels, by NVRTC
 
 Kernels go to a launcher that counts and does nothing, so the time is what Python takes for one layer of 32 heads of 128
 over 8, bfloat16, beside torch's own products: the best of many.
@@ -20,9 +21,21 @@ from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.attention.step_batch import HostLens, StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels import ops as ops_module
+from vllm_lite.kernels.cuda import cache_ops, fused, sampler
+from vllm_lite.kernels.cuda import decode_attention as decode
+from vllm_lite.kernels.cuda import prefill_attention as prefill
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.launcher import Arg, Kernel, packed
 from vllm_lite.kernels.ops import Rotation
+from vllm_lite.layers import onednn
+from vllm_lite.layers.matmul import DenseMatmul
+from vllm_lite.protocol.step import Entry, Finish
+from vllm_lite.worker import worker as worker_module
+from vllm_lite.worker.device import Device
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 SPEC = AttentionSpec(32, 8, 128, scale=128**-0.5)
@@ -45,6 +58,7 @@ class NullLauncher:
 
     def __init__(self) -> None:
         self.blocks: dict[str, int] = {}
+        self.launches = 0
         self._kernels: dict[str, Kernel] = {}
 
     def kernel(self, source: str, name: str) -> Kernel:  # noqa: ARG002
@@ -58,6 +72,7 @@ class NullLauncher:
                 shared_bytes: int = 0,  # noqa: ARG001
             ) -> None:
                 packed(name, args)
+                self.launches += 1
                 self.blocks[short] = self.blocks.get(short, 0) + grid[0] * grid[1] * grid[2]
 
             self._kernels[name] = launch
@@ -130,28 +145,136 @@ def cost_of(name: str) -> str:
     return f"| {name} | {blocks} | {num_bytes} | {prepare_us:.0f} | " + " | ".join(f"{us:.0f}" for us in cells) + " |"
 
 
-def registers() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.kernels import nvrtc
-    from vllm_lite.kernels.cuda import decode_attention as decode
-    from vllm_lite.kernels.cuda import prefill_attention as prefill
-
-    kernels = [
+def kernels() -> list[tuple[str, str]]:
+    """Source and name of what most depends on, with the types that are used most."""
+    bf16, e4m3 = "__nv_bfloat16", torch.float8_e4m3fn
+    small = ("rms_norm", "add_rms_norm", "silu_and_mul")
+    return [
         *((decode.SOURCE, decode.kernel_name(BF16, BF16, size, 4, 16)) for size in (64, 128, 256)),
+        (decode.SOURCE, decode.kernel_name(BF16, e4m3, 128, 4, 16)),
+        (decode.MERGE_SOURCE, f"merge_splits<{bf16}, 128>"),
         *((prefill.SOURCE, prefill.kernel_name(BF16, BF16, *shape)) for shape in ((64, 64), (128, 64), (128, 32))),
+        (prefill.SOURCE, prefill.kernel_name(BF16, e4m3, 128, 64)),
+        *((fused.SOURCE, f"{name}<{bf16}, 8>") for name in small),
+        *((cache_ops.SOURCE, f"{name}_and_cache<{bf16}, {bf16}, 8>") for name in ("rope", "norm_rope")),
+        *((sampler.SOURCE, f"{name}<4>") for name in ("pick", "best_part", "coarse_part", "draw_part")),
+        ("experts.cuh", f"expert_tiles<{bf16}, {bf16}, experts::SILU, 1, true>"),
+        ("experts.cuh", f"expert_tiles<{bf16}, {bf16}, experts::SILU, 4, true>"),
+        ("packed_linear.cuh", f"packed_linear<{bf16}, {bf16}, __half, packed::INT4, packed::NOTHING, 2, 1, 2>"),
+        ("packed_linear.cuh", f"packed_linear<{bf16}, {bf16}, __half, packed::INT4, packed::NOTHING, 2, 4, 4>"),
+        ("packed_linear.cuh", f"packed_linear<{bf16}, float, float, packed::INT8, packed::NOTHING, 1, 1, 2>"),
     ]
-    print(f"| registers (bytes spilled) | {' | '.join(ARCHES)} |\n|---|{'---|' * len(ARCHES)}")
-    for source, name in kernels:
+
+
+def registers() -> None:
+    """Also dynamic shared memory, where the host asks for some; static memory is ptxas's."""
+    from tests.kernels import nvrtc
+
+    dynamic = {"pick": sampler.SHARED_BYTES}
+    for size, keys in ((64, 64), (128, 64), (128, 32)):
+        dynamic[f"prefill_attention<bf16, bf16, {size}, {keys}>"] = prefill.shared_bytes(size, keys)
+    print(f"| registers (bytes spilled; static shared memory) | {' | '.join(ARCHES)} | dynamic |")
+    print(f"|---|{'---|' * len(ARCHES)}---|")
+    for source, name in kernels():
         reports = [nvrtc.compile_report(source, name, arch) for arch in ARCHES]
-        cells = [f"{report.registers} ({report.spill_bytes})" for report in reports]
-        print(f"| `{name.replace('__nv_bfloat16', 'bf16')}` | {' | '.join(cells)} |", flush=True)
+        cells = [f"{report.registers} ({report.spill_bytes}; {report.shared})" for report in reports]
+        short = name.replace("__nv_bfloat16", "bf16")
+        own = dynamic.get(short, sampler.SHARED_BYTES if source == sampler.SOURCE else "")
+        print(f"| `{short}` | {' | '.join(cells)} | {own} |", flush=True)
+
+
+# ---- whole steps
+
+
+class NullGraph:
+    """What was captured; to replay it is one launch."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        NullGraph.replays += 1
+
+
+class NullCapture:
+    """Records nothing, so that a replay takes what Python takes."""
+
+    on_demand = False
+
+    def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> NullGraph:
+        prepare()
+        run()
+        return NullGraph()
+
+    def pieces(self, run: Callable[[Callable[[], None]], None]) -> list[NullGraph]:
+        graphs = [NullGraph()]
+        run(lambda: graphs.append(NullGraph()))
+        return graphs
+
+    def used_bytes(self) -> int:
+        return 0
+
+
+def steps() -> None:
+    """A worker with 32 layers. Torch's products are left out: four calls a layer where it runs eagerly."""
+    from gpu_check_models import MODELS, HostMemory, RandomWorker
+    from gpu_check_step import Steps
+
+    launcher = NullLauncher()
+    for name, (module, value) in {
+        "select_backend": (worker_module, lambda shape, _: CudaBackend(shape, launcher)),
+        "TorchOps": (ops_module, lambda: CudaOps(launcher)),
+        "available": (cpu, lambda: False),
+        "pack": (onednn, lambda _: None),
+        "forward": (DenseMatmul, lambda *_: None),
+    }.items():
+        setattr(module, name, value)
+    MODELS["tiny"] |= {"num_hidden_layers": 32, "max_position_embeddings": 2048}
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "cudagraph_capture_sizes": (8, 64)}
+    worker = RandomWorker(
+        "tiny",
+        Device(CPU, HostMemory(), NullCapture()),
+        **settings,
+        num_gpu_blocks_override=4096,
+        enable_prefix_caching=False,
+    )
+    made = Steps("tiny", worker)
+    runner = worker.worker.runner
+    forwards = {"graphs": runner.forward, "eager": runner.eager}
+    print("| step of 32 layers | way | launches of ours | replays | us of the host |\n|---|---|---|---|---|")
+    for decodes, chunk in ((8, 0), (64, 0), (7, 48), (63, 192)):
+        with made.decoding(decodes, 512) as going:
+            handle = 0
+
+            def entries(going: list[Entry] = going, chunk: int = chunk) -> list[Entry]:
+                nonlocal handle
+                ended: list[Entry] = [Finish(handle)] if handle else []
+                if not chunk:
+                    return going
+                first = made.request(0, chunk, 3000)
+                handle = first.handle
+                return [*ended, *going, first]
+
+            for way, forward in forwards.items():
+                runner.forward = forward
+                worker.run(entries())
+                launcher.launches, NullGraph.replays = 0, 0
+                worker.run(entries())
+                counts = f"{launcher.launches} | {NullGraph.replays}"
+                us = best_us(lambda: worker.run(entries()), 15)
+                what = f"{decodes} decodes" + (f", a chunk of {chunk}" if chunk else "")
+                print(f"| {what} | {way} | {counts} | {us:.0f} |", flush=True)
+            if handle:
+                worker.run([Finish(handle)])
+    worker.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--registers", action="store_true")
-    if parser.parse_args().registers:
-        registers()
+    parser.add_argument("--steps", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.registers or arguments.steps:
+        (registers if arguments.registers else steps)()
         return
     print(
         "| step | blocks of a layer | bytes of lists, a step | us: lists | first layer | others | norms, activation |"
