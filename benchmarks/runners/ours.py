@@ -14,7 +14,8 @@ class Ours:
         is_file = args.dtype.startswith("q")
         quantization = None if is_file or args.dtype == "bf16" else args.dtype
         settings = {"device": "cpu", "dtype": "bfloat16", "cpu_threads": args.threads, "quantization": quantization}
-        self._llm = LLM(f"{args.model}-{args.dtype}.gguf" if is_file else args.model, **settings)
+        model = f"{args.model}-{args.dtype}.gguf" if is_file else args.model
+        self._llm = LLM(model, max_num_seqs=256, **settings)  # as many as the others may have
         self.info = {"name": "vllm_lite", "version": __version__, "python": sys.version.split()[0]}
 
     def run(self, requests: list[Request]) -> Outcome:
