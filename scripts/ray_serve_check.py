@@ -4,6 +4,7 @@
 
 kill      kill -9 of a replica under load, then of a raylet alone: no stream is lost, all texts are the same
 scale     1 -> 2 -> 1 replicas under load, by Serve's autoscaling: no error
+cache     the same, where few requests fill the KV cache
 routing   16 chats of 6 turns over two replicas: how much of their prompts is found in caches, by router
 overhead  first token and time between tokens against the plain server, one after the other
 """
@@ -205,10 +206,17 @@ async def _raylet_dies(client: HttpClient, nodes: Sequence[Any], expected: list[
 def check_scale() -> None:
     autoscaling = {"max_replicas": 2, "target_ongoing_requests": 4, "upscale_delay_s": 1, "downscale_delay_s": 3}
     with serving(replicas=1, num_gpu_blocks_override=1024, max_num_seqs=16, **autoscaling) as (url, _):
-        print(asyncio.run(_scale(HttpClient(url, {}))), flush=True)
+        print(asyncio.run(_scale(HttpClient(url, {}), 12, 200)), flush=True)
 
 
-async def _scale(client: HttpClient) -> str:
+def check_cache() -> None:
+    autoscaling: dict[str, Any] = {"max_replicas": 2, "target_ongoing_requests": 100, "target_kv_cache_usage": 0.5}
+    autoscaling |= {"upscale_delay_s": 1, "downscale_delay_s": 3}
+    with serving(replicas=1, num_gpu_blocks_override=128, max_num_seqs=16, **autoscaling) as (url, _):
+        print(asyncio.run(_scale(HttpClient(url, {}), 4, LENGTH)), flush=True)
+
+
+async def _scale(client: HttpClient, num_loops: int, length: int) -> str:
     """Load that makes two replicas of one, and then load that makes one of two; without a pause between them."""
     await until(client, 1)
     answers: dict[int, set[str]] = {}
@@ -219,12 +227,12 @@ async def _scale(client: HttpClient) -> str:
         while goal == 2 or (goal == 1 and number == 0):
             counts["requests"] += 1
             try:
-                answers.setdefault(number, set()).add((await Stream(number, 200).run(client)).text)
+                answers.setdefault(number, set()).add((await Stream(number, length).run(client)).text)
             except HttpError as error:
                 counts["errors"] += 1
                 print("error:", error, flush=True)
 
-    loops = [asyncio.ensure_future(again_and_again(number)) for number in range(12)]
+    loops = [asyncio.ensure_future(again_and_again(number)) for number in range(num_loops)]
     up_s = await until(client, 2)
     await asyncio.sleep(3)
     goal = 1
@@ -327,6 +335,7 @@ def _bench(url: str, at_once: int, requests: int, length: int) -> str:
 CHECKS: dict[str, Callable[[], None]] = {
     "kill": check_kill,
     "scale": check_scale,
+    "cache": check_cache,
     "routing": check_routing,
     "overhead": check_overhead,
 }

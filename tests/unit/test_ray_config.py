@@ -14,6 +14,7 @@ from vllm_lite.tools.cli import main
         ({"replicas": "0"}, "replicas: must be at least 1"),
         ({"replicas": "3", "max_replicas": "2"}, "max_replicas must be at least replicas .3., got 2"),
         ({"target_ongoing_requests": "0"}, "target_ongoing_requests: must be above 0"),
+        ({"target_kv_cache_usage": "1.5"}, "target_kv_cache_usage: must be at most 1"),
         ({"routing": "random"}, "routing must be prefix or least-loaded, or module:Class, got 'random'"),
         ({"data_parallel_size": "2"}, "data_parallel_size is 2; give replicas instead"),
         ({"uds": "/tmp/socket"}, "uds is for one engine on this machine; leave it out"),

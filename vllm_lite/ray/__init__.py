@@ -12,6 +12,7 @@ messages.py  what the two kinds of replica tell each other
 router.py    PrefixRequestRouter: Serve's interface to the policy
 places.py    that policy: -dp's PrefixRouter, with what replicas report
 reported_blocks.py  what they report: the blocks of an engine's prefix cache, from its KV events
+scaling.py   how many engines there should be, by requests and by use of the KV cache
 orphan.py    ends a replica whose node Ray has lost
 deploy.py    puts the application on a cluster, for `vllm-lite ray-serve`
 """

@@ -9,13 +9,14 @@ import msgspec
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from vllm_lite.config import DEVICE_DEFAULTS
 from vllm_lite.ray.config import ROUTERS, RayServeConfig
 from vllm_lite.ray.engine import EngineReplica
 from vllm_lite.ray.http import HttpReplica
+from vllm_lite.ray.scaling import LoadPolicy
 from vllm_lite.server.config import Keys
 
 HTTP_ONGOING = 10_000
@@ -89,6 +90,9 @@ def _engine_options(config: RayServeConfig) -> dict[str, Any]:
         target_ongoing_requests=target,
         upscale_delay_s=config.upscale_delay_s,
         downscale_delay_s=config.downscale_delay_s,
+        policy=AutoscalingPolicy(
+            policy_function=LoadPolicy, policy_kwargs={"target_kv_cache_usage": config.target_kv_cache_usage}
+        ),
     )
     return options
 

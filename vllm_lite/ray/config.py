@@ -28,6 +28,9 @@ class RayServeConfig(ServeConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="requests for each engine that this aims at (default: half of --max-num-seqs)"),
     ] = None
+    target_kv_cache_usage: Annotated[
+        float, Meta(gt=0, le=1, description="share of an engine's KV blocks that this aims at, if that asks for more")
+    ] = 0.8
     upscale_delay_s: Annotated[float, Meta(ge=0, description="how long there are more before an engine is added")] = (
         10.0
     )

@@ -25,6 +25,7 @@ from vllm_lite.protocol.operations import OperationDone
 from vllm_lite.ray.messages import Answer, Introduction, encode
 from vllm_lite.ray.orphan import end_without_raylet
 from vllm_lite.ray.reported_blocks import ReportedBlocks, can_follow, private_endpoint
+from vllm_lite.ray.scaling import KV_CACHE_USAGE
 from vllm_lite.runtime import log
 from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.transport.subscriber import Subscriber
@@ -35,13 +36,17 @@ LIFE_S = 5.0
 """The longest silence of a stream whose replica lives."""
 CHUNK_S, MAX_PAUSE_S = 0.0001, 0.03
 """The pause between two messages of a stream, for each stream there is, and at most: a message costs 0.1 ms."""
+
+
+def kv_cache_usage(stats: Stats) -> float:
+    """The share of the KV blocks that live sequences hold."""
+    return stats.num_used_blocks / max(1, stats.num_blocks)
+
+
 GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "vllm_lite_requests_running": ("Requests in the batch.", lambda stats: stats.num_running),
     "vllm_lite_requests_waiting": ("Requests that wait for a place in it.", lambda stats: stats.num_waiting),
-    "vllm_lite_kv_cache_usage": (
-        "Share of the KV blocks that live sequences hold.",
-        lambda stats: stats.num_used_blocks / max(1, stats.num_blocks),
-    ),
+    "vllm_lite_kv_cache_usage": ("Share of the KV blocks that live sequences hold.", kv_cache_usage),
     "vllm_lite_prompt_tokens": ("Prompt tokens so far.", lambda stats: stats.prompt_tokens),
     "vllm_lite_cached_tokens": ("Those of them found in the prefix cache.", lambda stats: stats.cached_tokens),
     "vllm_lite_generated_tokens": ("Tokens generated so far.", lambda stats: stats.generated_tokens),
@@ -86,6 +91,12 @@ class EngineReplica:
     def record_routing_stats(self) -> dict[str, Any]:
         """What the routers may know of this replica's cache."""
         return self._cached.summary().to_stats()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaler may know beside the number of requests; nothing of an engine that is being replaced."""
+        if self._session.dead is not None or self._session.recovering is not None:
+            return {}
+        return {KV_CACHE_USAGE: kv_cache_usage(await self._stats())}
 
     async def __del__(self) -> None:
         """Serve calls it once the replica's requests have ended, or have had their time."""
