@@ -163,5 +163,10 @@ def test_what_flags_of_vllm_make_of_answers() -> None:
         assert lines.pop() == "[DONE]"
         assert all(json.loads(line)["usage"]["prompt_tokens"] > 0 for line in lines)
         assert json.loads(lines[-1])["choices"] == []
+        long = {**body, "max_tokens": 400, "stream": True, "request_id": "trunk"}
+        with http.stream("POST", "/v1/completions", json=long) as trunk:
+            next(trunk.iter_lines())
+            fork = http.post("/v1/requests/cmpl-trunk/fork", json={"max_tokens": 300, "stream": True}).text
+        assert all(json.loads(line[6:])["usage"]["prompt_tokens"] > 0 for line in fork.split("\n\n")[:-2])
         assert http.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
         assert http.get("/llm").headers["location"] == "llm/"

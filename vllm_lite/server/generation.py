@@ -211,6 +211,11 @@ class Generation:
         params = await self._grammars.held(_budgeted(params, given), forms.form_of(given), None, request)
         return await self._made(asked, with_marks([body.token_ids], body.marks), params)
 
+    @property
+    def knows_thinking(self) -> bool:
+        """Whether the model's format of thinking is known."""
+        return self._formats is not None and self._formats.reasoning is not None
+
     def _thinking(self, params: SamplingParams, prompt: Sequence[int], *, is_forced: bool) -> SamplingParams:
         """Let what holds the output begin behind its thinking."""
         if self._formats is None or (params.grammar is None and params.thinking_token_budget is None):
@@ -242,7 +247,7 @@ class Generation:
         if self._config.return_tokens_as_token_ids if names_ids is None else names_ids:
             style = msgspec.structs.replace(style, names_ids=True)
         if self._config.enable_force_include_usage:
-            style = msgspec.structs.replace(style, usage=True, usage_always=True)
+            style = style.with_usage()
         call_id = call_id or await self.live.new_id(style.kind, asked.body.request_id)
         streams = await self._streams(call_id, style.kind, prompts, params, asked.request)
         adapter = self.model.adapter_of(asked.model)

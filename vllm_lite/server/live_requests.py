@@ -65,12 +65,15 @@ class LiveRequests:
         factory: StreamFactory,
         reader: BodyReader,
         formats: Formats | None = None,
+        *,
+        forces_usage: bool = False,
     ) -> None:
-        """`formats` say how the model writes calls and reasoning."""
+        """`formats` say how the model writes calls and reasoning; `forces_usage`: chunks of forks have it unasked."""
         self.calls = calls
         self.resumable = resumable
         self.reader = reader
         self._factory = factory
+        self._forces_usage = forces_usage
         self._scoreboard = calls.scoreboard
         self.writers = Writers(Spelling(factory.tokenizer), formats)
 
@@ -225,7 +228,8 @@ class LiveRequests:
             streams = [self._factory.fork(parent, params, each, number) for number, each in enumerate(ids)]
         except RequestError as error:
             raise refused(error, bodies.field_of(str(error))) from error
-        return Call(call_id, streams, style.forked(body), are_forks=True)
+        style = style.forked(body)
+        return Call(call_id, streams, style.with_usage() if self._forces_usage else style, are_forks=True)
 
     async def _owner(self, call_id: str) -> str:
         """Who has started a call of another server; "" for one that does not run."""

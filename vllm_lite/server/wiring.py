@@ -131,7 +131,8 @@ class Application:
         model.session = link.session
         factory = StreamFactory(engine, files.tokenizer, most_tokens=files.defaults.max_tokens)
         reader = BodyReader(config, engine.max_model_len)
-        live = LiveRequests(self.calls, self._resumable, factory, reader, files.formats)
+        forces_usage = config.enable_force_include_usage
+        live = LiveRequests(self.calls, self._resumable, factory, reader, files.formats, forces_usage=forces_usage)
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, config.default_chat_template_kwargs)
         generation = Generation(config, model, factory, prompts, live, files.formats)
         window = Window(resolved.max_num_seqs, resolved.max_num_batched_tokens)

@@ -75,6 +75,10 @@ class AnswerStyle(msgspec.Struct, frozen=True):
         usage, always = bool(options.include_usage), bool(options.continuous_usage_stats)
         return msgspec.structs.replace(self, usage=usage, usage_always=usage and always, resumable=bool(body.resumable))
 
+    def with_usage(self) -> Self:
+        """Return the style with the usage in every chunk, as --enable-force-include-usage has it."""
+        return msgspec.structs.replace(self, usage=True, usage_always=True)
+
 
 class AnswerWriter:
     """Writes one call's answer, streamed or whole. There is a subclass for each kind, which adds its own fields."""
