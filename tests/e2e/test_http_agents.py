@@ -55,6 +55,18 @@ def chat(server: Server) -> Iterator[ChatOpenAI]:
         yield ChatOpenAI(**settings)
 
 
+# ---- Anthropic's API
+
+
+def test_a_budget_of_thinking_is_kept_to_by_a_model_that_does_not_think(server: Server) -> None:
+    """Agents send one to whatever model they are given."""
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = {"max_tokens": 8, "messages": [QUESTION], "thinking": thinking}
+    answer = httpx.post(f"{server.url}/v1/messages", json=body, timeout=scaled(60))
+    assert answer.status_code == 200, answer.text
+    assert [block["type"] for block in answer.json()["content"]] == ["text"]
+
+
 # ---- OpenAI's client
 
 

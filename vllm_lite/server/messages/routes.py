@@ -2,6 +2,7 @@
 
 import os
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -31,6 +32,8 @@ class MessagesRoutes:
     async def create(self, request: Request) -> Response:
         asked = await self._generation.read(request, MessagesBody)
         chat = chat_of(asked.body, self._model.max_model_len)
+        if not self._generation.knows_thinking:  # clients send a budget to every model; one without keeps to any
+            chat = msgspec.structs.replace(chat, thinking_token_budget=None)
         call_id = f"msg_{os.urandom(12).hex()}"
         call, headers = await self._generation.chat(Asked(request, chat, asked.headers, asked.model), call_id)
         request_id = request.scope[REQUEST_ID]
