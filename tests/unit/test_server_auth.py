@@ -92,3 +92,32 @@ def test_a_closed_door_says_which_flag_opens_it(keys: Keys, key: str | None) -> 
     assert code == 403
     assert "--admin-api-key" in text
     assert "PermissionDeniedError" in text
+
+
+BAD = (
+    f"Bearer {USER}, Bearer x",
+    USER,
+    f"Basic {USER}",
+    f"Bearer\t{USER}",
+    "Bearer",
+    "Bearer \xff",
+    "Bearer " + "a" * 60_000,
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models?api_key=" + USER, "/reset_prefix_cache"])
+@pytest.mark.parametrize("value", BAD, ids=range(len(BAD)))
+def test_what_is_no_key_is_answered_by_one_sentence(path: str, value: str) -> None:
+    code, text = status(BOTH, None, path, more=[(b"authorization", value.encode("latin-1"))])
+    assert code == 401
+    assert "a valid API key is needed, as `Authorization: Bearer KEY`" in text
+
+
+@pytest.mark.parametrize("name", [b"authorization", b"x-api-key"])
+def test_two_keys_in_one_place_are_none(name: bytes) -> None:
+    """In either order: what a proxy checked may be the other one."""
+    start = b"Bearer " if name == b"authorization" else b""
+    two = [(name, start + USER.encode()), (name, start + b"wrong")]
+    for given in (two, two[::-1]):
+        assert status(BOTH, None, "/v1/completions", more=given)[0] == 401
+    assert status(BOTH, None, "/v1/completions", more=two[:1] * 2)[0] == 200

@@ -7,7 +7,7 @@ at all, those on this machine may, but no web page.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from hmac import compare_digest
 
@@ -24,8 +24,8 @@ _NO_ADMIN = "vllm_lite.no_admin"
 """In a scope: why its sender is no admin, None if it is."""
 _KEY = "vllm_lite.key"
 """In a scope: the digest of the key that it came with, b"" if that is none of ours."""
-_KEY_HEADERS = (b"x-api-key", b"api-key")
-"""Where clients of other dialects put their key, as it is."""
+_KEY_HEADERS = {b"authorization": b"", b"x-api-key": b"Bearer ", b"api-key": b"Bearer "}
+"""Where a key is looked for, and what stands before it where clients of other dialects put it as it is."""
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _FLAGS = "--admin-api-key or --admin-api-key-file"
 
@@ -62,7 +62,7 @@ class AuthMiddleware:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        authorization = _authorization(headers)
+        authorization = _authorization(scope["headers"])
         is_user, is_admin = _is_among(self._users, authorization), _is_among(self._admins, authorization)
         if self._users and scope["path"] not in self._open_paths and not (is_user or is_admin):
             error = _unknown("a valid API key is needed")
@@ -85,11 +85,14 @@ class AuthMiddleware:
         return ApiError(403, f"this is closed to a network without keys; start the server with {_FLAGS}")
 
 
-def _authorization(headers: Mapping[bytes, bytes]) -> bytes:
-    """The header of that name, or another that has a key, in its form; b"" if no key is given."""
-    if authorization := headers.get(b"authorization", b""):
-        return authorization
-    return next((b"Bearer " + headers[name] for name in _KEY_HEADERS if headers.get(name)), b"")
+def _authorization(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The header of that name, or another that has a key, in its form; b"" if no key is given, or two in headers of one
+    name: a proxy in front of the server may have looked at the other one."""
+    for wanted, scheme in _KEY_HEADERS.items():
+        given = {value for name, value in headers if name == wanted and value}
+        if given:
+            return scheme + given.pop() if len(given) == 1 else b""
+    return b""
 
 
 def require_admin(request: Request) -> None:
