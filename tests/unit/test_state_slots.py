@@ -184,3 +184,31 @@ def test_after_a_reset_nothing_is_found_and_after_a_death_neither() -> None:
     rig.restart_workers()
     rig.drain()
     assert rig.output("hurt") == expected(PROMPT, 6)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 10))
+def test_the_states_of_dead_workers_are_not_found(num_steps: int) -> None:
+    """Wherever they die: what ran then leaves nothing for the next ones."""
+    rig = rig_with(20)
+    rig.add("hurt", PROMPT, 10)
+    for _ in range(num_steps):
+        rig.step()
+    rig.restart_workers()
+    rig.drain()
+    assert rig.output("hurt") == expected(PROMPT, 10)
+    tokens = PROMPT + rig.output("hurt")
+    found = [cached(run(rig, f"edited behind {length}", [*tokens[:length], 7])) for length in range(31, 41)]
+    assert found[-1] >= 36
+
+
+@pytest.mark.parametrize("num_steps", range(1, 10))
+def test_a_request_that_is_not_to_be_trusted_leaves_no_state(num_steps: int) -> None:
+    rig = rig_with(20)
+    request = rig.add("corrupted", PROMPT, 10, n=2, marks=(9,))
+    for _ in range(num_steps):
+        rig.step()
+    rig.scheduler.queues.end(request, "error", forget=True)
+    assert rig.kv.states is not None
+    rig.kv.states.begin_step()
+    rig.scheduler.check_integrity()
+    assert rig.kv.states.pool.num_cached == 0

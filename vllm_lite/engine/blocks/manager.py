@@ -356,6 +356,8 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Give all blocks back. Cached ones can be found until they are reused, or at once no more with `forget`."""
+        if self.states is not None:
+            self.states.release(sequence)
         if forget:  # also equal blocks of other sequences, and those left on a tier that the sequence has moved from
             hashes = sequence.block_hashes[: sequence.num_hashed_blocks]
             keys = [block_hash + group.key for group in self.groups for block_hash in hashes]
@@ -366,8 +368,6 @@ class KVCacheManager:
         for table in sequence.tables:
             table.free()
         self.swapping.leave(sequence)
-        if self.states is not None:
-            self.states.release(sequence)
         sequence.num_computed = sequence.num_cached = sequence.num_hashed_blocks = 0
         sequence.num_slots = 0 if self.groups else sequence.max_len
 
@@ -447,12 +447,12 @@ class KVCacheManager:
     def lose_contents(self, sequences: Iterable[Sequence]) -> None:
         """The KV of both tiers is lost: nothing of it is found any more, and `sequences`, all the unfinished ones, hold
         no block. What the step in the making would have moved is dropped. Their hashes stay true of their tokens."""
+        for sequence in sequences:  # first of all: it leaves what others could find
+            self.release(sequence)
         self._forget_cached()
         self.swapping.drop_ops()
         if self.states is not None and self.states.host is not None:
             self.states.host.take_ops()
-        for sequence in sequences:
-            self.release(sequence)
 
     def _forget_cached(self) -> tuple[int, int]:
         """Empty the index of both tiers, and that of states. Returns how many blocks could be found on each."""
