@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_lite.client.prompt import encode
 from vllm_lite.client.text.chat_template import ChatTemplate, Message, Tool, with_read_arguments
-from vllm_lite.client.text.message_parts import joined
+from vllm_lite.client.text.message_parts import joined, reasoning_fields
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError
 
@@ -116,5 +116,5 @@ def _plain(message: Message, place: int) -> Message:
     if not isinstance(content, list):
         raise RequestError(f"messages[{place}].content must be a text or a list of parts, got {type(content).__name__}")
     found = joined(content, f"messages[{place}].content")
-    thought = {"reasoning_content": found.reasoning, "reasoning": found.reasoning} if found.reasoning else {}
+    thought = reasoning_fields(found.reasoning, calls_behind_text=bool(message.get("tool_calls") and found.text))
     return {**thought, **message, "content": found.text}

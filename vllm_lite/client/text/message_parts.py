@@ -1,7 +1,7 @@
 """The parts of a message's content, as the dialects' clients send them back, as the one text that templates expect.
 
 Besides text there is what an earlier answer was made of: a refusal, which is text of its own, and what was thought
-before it, which templates know as `reasoning_content`.
+before it, which has a field of its own.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,6 +15,13 @@ THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
 """Parts with a thought: as Anthropic and Mistral name it, and others. That field may also be a list of texts."""
 UNREADABLE = ("redacted_thinking",)
 """Parts that only the server that wrote them could read."""
+
+
+def reasoning_fields(thought: str, *, calls_behind_text: bool = False) -> dict[str, str]:
+    """What was thought before an answer, under the names that templates know it by. That of gpt-oss calls it `thinking`
+    and refuses it where the answer has both a text and calls."""
+    names = ["reasoning_content", "reasoning", *([] if calls_behind_text else ["thinking"])]
+    return dict.fromkeys(names, thought) if thought else {}
 
 
 class Content(NamedTuple):

@@ -11,7 +11,7 @@ from vllm_lite.client.prompt import PromptLike, TokensPrompt, check_text, encode
 from vllm_lite.client.text.chat_template import with_read_arguments
 from vllm_lite.client.text.detokenizer import Detokenizer, Vocabulary, vocabulary
 from vllm_lite.client.text.infill import Infill
-from vllm_lite.client.text.message_parts import Content, joined
+from vllm_lite.client.text.message_parts import Content, joined, reasoning_fields
 from vllm_lite.client.text.template_process import Render
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError, VllmLiteError
@@ -218,20 +218,17 @@ def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             known = ", ".join(ROLES)
             raise ApiError(400, f"messages[{place}].role must be one of {known}, got {message.role!r}", "messages")
         content = content_of(message, place)
-        plain.append({"role": message.role, "content": content.text, **_more(message, content.reasoning)})
+        plain.append({"role": message.role, "content": content.text, **_more(message, content)})
     return plain
 
 
-def _more(message: ChatMessage, thought: str) -> dict[str, Any]:
-    """Return what a message has beside its role and text, under the names that templates use. `thought` is what its
-    content says of its reasoning."""
+def _more(message: ChatMessage, content: Content) -> dict[str, Any]:
+    """Return what a message has beside its role and text, under the names that templates use."""
     more: dict[str, Any] = {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
     if message.tool_calls:
         more["tool_calls"] = with_read_arguments(msgspec.to_builtins(message.tool_calls))
-    reasoning = message.reasoning_content or message.reasoning or thought
-    if reasoning:
-        more |= {"reasoning_content": reasoning, "reasoning": reasoning}
-    return more
+    reasoning = message.reasoning_content or message.reasoning or content.reasoning
+    return more | reasoning_fields(reasoning, calls_behind_text=bool(message.tool_calls and content.text))
 
 
 def content_of(message: ChatMessage, place: int = -1) -> Content:
