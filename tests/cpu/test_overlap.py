@@ -99,6 +99,17 @@ def test_random_steps(seed: int, driver_of: Callable[..., Driver]) -> None:
     assert most == 2
 
 
+def test_a_handle_that_passes_to_a_new_sequence(driver_of: Callable[..., Driver]) -> None:
+    """The engine gives the handle of a sequence that has ended to the next one, in the same step: its prompt is not
+    touched by the token that the old one still gets."""
+    both: list[Entry] = [Continue(0, 1, []), Continue(1, 1, [])]
+    steps = [asks(*both), asks(Finish(1), Continue(0, 1, []), new_request(1, make_prompt(7), [6])), asks(*both)]
+    waiting, ahead = (started(driver_of(ahead=ahead)) for ahead in (False, True))
+    assert [each.tokens for each in ahead.run(steps)] == [waiting.execute(step).tokens for step in steps]
+    assert torch.equal(ahead.runner.cache_engine.pool, waiting.runner.cache_engine.pool)
+    assert ahead.runner.batch.tokens_of(1).tolist() == waiting.runner.batch.tokens_of(1).tolist()
+
+
 # ---- which steps go ahead
 
 

@@ -83,6 +83,9 @@ class Overlap:
         """Launch the step. Raises ProtocolError, as ModelRunner.execute does, for one that does not fit."""
         runner, batch = self._runner, self._runner.batch
         batch.apply(step.entries)
+        for entry in step.entries:
+            if isinstance(entry, Finish):  # the same step may give its handle to a new sequence
+                self._places.pop(entry.handle, None)
         runner.cache_engine.use(batch.highest_block)
         inputs = batch.build()
         runner.check_size(inputs)
