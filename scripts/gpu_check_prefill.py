@@ -1,7 +1,8 @@
 """Part of `gpu_check`: our prefill over pages next to what torch has: FlashAttention and cuDNN on contiguous K and V.
 
-What torch does best with a prompt that has nothing in the cache yet is what `vllm_lite/attention/prefill_table.py` may
-name; the rules of gpu_check say from which length on.
+All prompts go through our kernel. Where torch is better with one that has nothing in the cache yet, it may go through
+torch, for which `CudaBackend.attend` has to be handed the step's own K and V; the rules of gpu_check say when, and from
+which length on.
 """
 
 import argparse

@@ -60,7 +60,10 @@ def _gap_us(kernel: str, shape: str) -> Measure:
 
 LARGE, SMALL = "batch 64 ctx 8192 gqa 4", "batch 1 ctx 32768 gqa 4"
 DECODE, PREFILL = "decode_attention", "prefill_attention, paged"
-TABLE = "name it in vllm_lite/attention/prefill_table.py"
+TO_TORCH = (
+    "hand K and V from AttentionBlock.attend to CudaBackend.attend, which gives sequences without a prefix to "
+    "kernels/cuda/varlen.py (planned by Planner.for_step: make_plan waits for the device)"
+)
 RULES = (
     Rule(
         "decode over 32 layers in a block takes more than 1.05 of that over one layer",
@@ -123,20 +126,20 @@ RULES = (
         "our prefill of 4096 fresh tokens against torch's best",
         lambda rows: rows.get("share", PREFILL, r"^1 x 4096 new of 4096"),
         0.95,
-        f"Fresh prompts go through torch: {TABLE}; below 0.8 also 32 rows a warp in prefill_attention.cuh.",
+        f"Fresh prompts through torch: {TO_TORCH}. Below 0.8 also 32 rows a warp in prefill_attention.cuh.",
         below=True,
     ),
     Rule(
         "torch's varlen attention on contiguous K and V over our prefill, 16 x 512",
         lambda rows: rows.ratio("torch varlen, contiguous", PREFILL, r"^16 x 512 new of 512"),
         0.95,
-        f"Above: the table begins behind 512 tokens. Below: it may begin at 512; {TABLE}.",
+        "Torch is no faster with prompts of 512: only longer ones may go through it. Not above: those of 512 may, too.",
     ),
     Rule(
         "gathering pages for torch over our prefill, 2048 new of 16384",
         lambda rows: rows.ratio("gather + torch varlen", PREFILL, r"^1 x 2048 new of 16384"),
         0.9,
-        "Our kernel stays for chunks with a prefix; at 0.9 or less varlen.py may serve them.",
+        "Our kernel stays for chunks with a prefix. Not above: varlen.varlen_prefill may serve them, too.",
     ),
     Rule(
         "the sampler with top-k and top-p, 1 row, us",

@@ -7,6 +7,7 @@ launch keeps no tensor: if nobody else does, the replay says so, where a device 
 """
 
 import ctypes
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -186,6 +187,8 @@ class CudaLikeCapture:
     def pieces(self, run: Callable[[Callable[[], None]], None]) -> Sequence[Graph]:
         """A graph from each cut to the next. What is launched while one is cut is in none."""
         global _recorder
+        if gc.isenabled():
+            raise CaptureError("a garbage collection could free device memory while something is captured")
         run(lambda: None)
         recorders: list[_Recorder] = []
         with ExitStack() as stack:

@@ -29,7 +29,8 @@ pieces on CUDA (pieces.py), or eagerly, and eagerly every step over a backend th
 import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,6 +72,19 @@ class Capture(Protocol):
     def used_bytes(self) -> int:
         """Bytes in use on the device, for the log."""
         ...
+
+
+@contextmanager
+def capturing(capture: Capture, what: str) -> Iterator[None]:
+    """Say that, and at what cost, `what` is captured. No garbage is collected meanwhile: that could free device memory,
+    which a capture does not survive."""
+    used_bytes, start_s = capture.used_bytes(), time.monotonic()
+    logger.info("capturing %s", what)
+    gc.collect()
+    with no_garbage_collection():
+        yield
+    taken_s, taken_bytes = time.monotonic() - start_s, capture.used_bytes() - used_bytes
+    logger.info("captured %s in %.1f s; they take %.2f GiB", what, taken_s, taken_bytes / GIB)
 
 
 class CudaCapture:
@@ -265,20 +279,11 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[], None] = lambda: None) -> None:
         """Capture a graph for every size. `progress` is called after each."""
-        used_bytes, start_s = self.capture.used_bytes(), time.monotonic()
-        logger.info("capturing CUDA graphs for %d batch sizes up to %d", len(self.sizes), self.sizes[-1])
-        gc.collect()
-        with no_garbage_collection():  # one in a capture could free device memory, which the capture does not survive
+        with capturing(self.capture, f"CUDA graphs for {len(self.sizes)} batch sizes up to {self.sizes[-1]}"):
             for size in reversed(self.sizes):
                 self._inputs.load(None, size)
                 self._capture(size)
                 progress()
-        logger.info(
-            "captured %d CUDA graphs in %.1f s; they take %.2f GiB",
-            len(self.sizes),
-            time.monotonic() - start_s,
-            (self.capture.used_bytes() - used_bytes) / GIB,
-        )
 
     def _capture(self, size: int) -> _Bucket | None:
         eager = self.eager

@@ -24,17 +24,14 @@ from vllm_lite.attention.step_batch import PAD_SLOT, HostLens, StepBatch, staged
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.forward import EagerForward
-
-
-class Replayable(Protocol):
-    def replay(self) -> None: ...
+from vllm_lite.worker.graphs import Capture, Graph, capturing
 
 
 @runtime_checkable
-class PieceCapture(Protocol):
+class PieceCapture(Capture, Protocol):
     """Records what a call does to the device, in as many graphs as it asks for."""
 
-    def pieces(self, run: Callable[[Callable[[], None]], None]) -> Sequence[Replayable]:
+    def pieces(self, run: Callable[[Callable[[], None]], None]) -> Sequence[Graph]:
         """Call `run`, twice, with a function that ends a graph and begins the next; return the second call's graphs.
         Between two of them nothing is recorded, and nothing may be launched."""
         ...
@@ -102,7 +99,7 @@ class _Pieces:
     """What was recorded for one number of tokens: between two graphs stands a call of attention."""
 
     batch: StepBatch
-    graphs: Sequence[Replayable]
+    graphs: Sequence[Graph]
     calls: Sequence[Attend]
     hidden: torch.Tensor  # [num_tokens, hidden_size], where the last graph leaves it
 
@@ -125,9 +122,11 @@ class PiecewiseForward:
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[], None] = lambda: None) -> None:
         """Capture the pieces of every size. `progress` is called after each."""
-        for size in reversed(self.sizes):
-            self._pieces[size] = self._record(size)
-            progress()
+        what = f"CUDA graphs in pieces for {len(self.sizes)} numbers of tokens up to {self.sizes[-1]}"
+        with capturing(self._capture, what):
+            for size in reversed(self.sizes):
+                self._pieces[size] = self._record(size)
+                progress()
 
     def _record(self, size: int) -> _Pieces:
         eager, rows = self.eager, self._memory[:, :size]
