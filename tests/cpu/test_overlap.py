@@ -14,6 +14,7 @@ from tests.driver import GENERATION, GREEDY, Driver, make_prompt, new_request
 from tests.kernels import emulator
 from tests.plays import Play
 from vllm_lite.attention.cuda import CudaBackend
+from vllm_lite.kernels.cuda import sampler as cuda_sampler
 from vllm_lite.protocol.codec import ToWorker, engine_to_worker, unpack_tokens
 from vllm_lite.protocol.control import Shutdown
 from vllm_lite.protocol.params import LogitRules, Sampling
@@ -173,6 +174,26 @@ def test_a_row_that_is_not_finite_is_reported(driver_of: Callable[..., Driver]) 
     (output,) = worker.run([asks(Continue(0, 1, []), Continue(1, 1, []))])
     assert output.failed is not None
     assert [handle for handle, _ in output.failed] == [1]
+
+
+def test_warming_up_compiles_what_few_and_many_samples_need(
+    driver_of: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the memory is not profiled, nothing else would before the first large step."""
+    runner = driver_of(ahead=True).worker.runner
+    kernel, names = CapturingLauncher.kernel, set[str]()
+
+    def noted(own: CapturingLauncher, source: str, name: str) -> Callable[..., None]:
+        names.add(name.partition("<")[0])
+        return kernel(own, source, name)
+
+    monkeypatch.setattr(CapturingLauncher, "kernel", noted)
+    monkeypatch.setattr(cuda_sampler, "MIN_PART", 16)
+    monkeypatch.setattr(cuda_sampler, "BLOCKS", 4)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    runner.device = torch.device("cuda")
+    runner.warm_up()
+    assert names >= {"pick", "best_part", "coarse_part", "draw_part"}
 
 
 # ---- the loop

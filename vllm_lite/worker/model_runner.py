@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.errors import ProtocolError
+from vllm_lite.kernels.cuda import sampler as cuda_sampler
 from vllm_lite.models.registry import Model
 from vllm_lite.protocol.api import PromptLogprobs
 from vllm_lite.protocol.params import SamplingParams
@@ -203,7 +204,7 @@ class ModelRunner:
         """Run what the first requests would otherwise wait for: what torch and the kernels set up on their first call.
 
         Nothing is written. On a CPU the step is the largest that is quick; on a GPU it is the largest of all, and one
-        of pure decoding, for which kernels may have to be compiled.
+        of pure decoding, for which kernels may have to be compiled: few samples are drawn by other ones than many.
         """
         limits = self.limits
         if self.device.type == "cpu":
@@ -215,8 +216,9 @@ class ModelRunner:
             warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=1)
             return
         logger.info("warming up; what kernels are not in the cache are compiled now")
-        for num_tokens in (limits.max_num_tokens, min(limits.max_num_seqs, limits.max_num_tokens)):
-            warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=1)
+        decodes = min(limits.max_num_seqs, limits.max_num_tokens)
+        for num_tokens, num_sampling in ((limits.max_num_tokens, 1), (decodes, min(decodes, cuda_sampler.BLOCKS))):
+            warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=num_sampling)
         torch.cuda.synchronize(self.device)
 
 
