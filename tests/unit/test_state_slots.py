@@ -3,7 +3,8 @@
 import pytest
 
 from tests.scheduler_rig import Rig, expected
-from vllm_lite.engine.blocks.state_slots import LAST_MARKS, NO_SLOT
+from vllm_lite.engine.blocks.state_slots import LAST_MARKS, NO_SLOT, StateSlots
+from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Request
 
 PROMPT = list(range(1, 31))
@@ -212,3 +213,25 @@ def test_a_request_that_is_not_to_be_trusted_leaves_no_state(num_steps: int) -> 
     rig.kv.states.begin_step()
     rig.scheduler.check_integrity()
     assert rig.kv.states.pool.num_cached == 0
+
+
+def test_a_prompt_that_was_swapped_out_leaves_its_states_all_the_same() -> None:
+    rig = Rig(10, num_state_slots=9, num_host_blocks=40, num_host_states=9, preemption="swap", max_num_batched_tokens=2)
+    rig.add("long", [1] * 8, 24)
+    prompt = [2] * 21
+    rig.add("swapped", prompt, 1)
+    rig.drain()
+    assert rig.scheduler.counters.swaps
+    assert cached(run(rig, "again", [*prompt, 3])) == 20
+
+
+@pytest.mark.parametrize(("blocks_each", "how"), [(0, "swap"), (1000, "recompute")])
+def test_what_a_state_takes_to_move_counts_when_a_sequence_is_preempted(blocks_each: int, how: str) -> None:
+    rig = Rig(10, num_state_slots=9, num_host_blocks=40, preemption="auto", max_num_batched_tokens=2)
+    rig.kv.states = StateSlots(9, rig.kv.block_size, num_host_states=9, blocks_each=blocks_each)
+    rig.scheduler.rates = Rates(prefill_tokens_per_s=100.0, swap_blocks_per_s=1000.0)
+    for number, max_tokens in ((1, 24), (2, 12)):
+        rig.add(f"r{number}", [number] * 8, max_tokens)
+    while rig.scheduler.counters.preemptions == 0:
+        rig.step()
+    assert [numbers["by"] for code, numbers in rig.decisions if code == "preempted"] == [how]

@@ -274,7 +274,9 @@ def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
         max_swap_blocks_per_step=header.max_swap_blocks_per_step,
     )
     if header.num_state_slots:
-        room = {"num_host_states": header.num_host_states, "max_moves": header.max_moved_states}
+        most = header.max_moved_states  # as many as there are bytes in the blocks that a step may move
+        room = {"num_host_states": header.num_host_states, "max_moves": most}
+        room["blocks_each"] = header.max_swap_blocks_per_step // most
         kv.states = StateSlots(header.num_state_slots, header.block_size, caching, **room)
     scheduler = Scheduler(kv, Options(**header.options), policy.load(header.policy))
     scheduler.rates = Rates(0.0, header.swap_blocks_per_s)

@@ -383,8 +383,9 @@ class Scheduler:
         """Whether to move the victim's blocks to the host instead of computing them again."""
         if self.options.preemption != "auto":
             return self.options.preemption == "swap"
-        num_tokens = victim.num_computed
-        return self.rates.prefer_swap(num_tokens, self.kv.num_blocks(num_tokens, 1))
+        num_tokens, states = victim.num_computed, self.kv.states
+        num_blocks = self.kv.num_blocks(num_tokens, 1) + (states.blocks_moved if states is not None else 0)
+        return self.rates.prefer_swap(num_tokens, num_blocks)
 
     # ---- update
 

@@ -94,11 +94,15 @@ class StateSlots:
         *,
         num_host_states: int = 0,
         max_moves: int = 1,
+        blocks_each: int = 0,
     ) -> None:
-        """`num_slots` with number 0, which is none; at most `max_moves` states move to or from the host in a step."""
+        """`num_slots` with number 0, which is none; at most `max_moves` states move to or from the host in a step, each
+        as long as `blocks_each` KV blocks."""
         self.pool = BlockPool(num_slots, enable_caching)
         self.histories = StateHistories(num_slots + num_host_states)
         self.host = HostStates(num_host_states, num_slots, max_moves, self.histories) if num_host_states else None
+        self.blocks_moved = blocks_each if num_host_states else 0
+        """How many KV blocks take as long to move as the state of a sequence that is swapped out."""
         self._block_size = block_size
         self._blank = self.pool.get_new_blocks(self.pool.num_free)[::-1]  # with nothing in them, held here
         self._read: list[int] = []  # sources of the step in the making
@@ -368,7 +372,8 @@ class StateSlots:
         if place is None:
             return False
         self.release(sequence)
-        sequence.state = StatePlace(NO_SLOT, state.history, saved_at=state.saved_at, host=place)
+        saved_at = min(state.saved_at, sequence.num_computed)  # what was to be saved behind it has no slot any more
+        sequence.state = StatePlace(NO_SLOT, state.history, saved_at=saved_at, host=place)
         return True
 
     def may_swap_in(self, sequence: Seq) -> bool:
@@ -388,7 +393,7 @@ class StateSlots:
             raise RuntimeError(f"there is no slot for {sequence}")
         self.host.unpin(state.host, slot)
         state.live, state.host = slot, None
-        self._plan_saves(sequence, state, max(sequence.num_computed, state.saved_at), 0)
+        self._plan_saves(sequence, state, sequence.num_computed, 0)
 
     def _break_promise(self, sequence: Seq, position: int) -> None:
         if len(sequence.block_hashes) * self._block_size >= position:
