@@ -33,9 +33,9 @@ configurations = st.fixed_dictionaries(
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32), configuration=configurations)
 def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, object]) -> None:
-    """Random arrivals, aborts, samples and shared prefixes on tiny pools: every slot read is the reader's own history,
-    every block that can be found holds what its hash says, every sample gets exactly its tokens and one end, and at
-    last every block is free."""
+    """Random arrivals, aborts, samples, shared prefixes, resets and deaths on tiny pools: every slot read is the
+    reader's own history, every block that can be found holds what its hash says, every sample gets exactly its tokens
+    and one end, and at last every block is free."""
     rng = random.Random(seed)
     rig = Rig(**configuration)  # type: ignore[arg-type]
     cached = CachedContents(rig.kv)
@@ -59,8 +59,13 @@ def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, 
                 wanted[f"r{index}", sample] = expected(prompt, max_tokens, stop, sample)
         if rng.random() < 0.1 and rig.scheduler.requests:
             name = rng.choice(list(rig.scheduler.requests))
-            rig.abort(name)
+            rig.scheduler.queues.end(rig.scheduler.requests[name], "abort", forget=rng.random() < 0.3)
             aborted.add(name)
+        if rng.random() < 0.04:
+            rig.scheduler.reset_prefix_cache()
+        if rng.random() < 0.04:
+            rig.restart_workers()
+            rig.worker.is_compiling = lambda: rng.random() < 0.5
         for _ in range(rng.randint(0, 3)):
             rig.step()
             cached.check(rig.worker)
