@@ -199,16 +199,20 @@ def test_tokens_in_and_text_beside_those_that_come_out(http: httpx.Client) -> No
     whole = http.post("/inference/v1/generate", json=body).json()
     choice = whole["choices"][0]
     text = http.post("/detokenize", json={"tokens": choice["token_ids"]}).json()["prompt"]
-    assert whole["prompt_token_ids"] == ids
+    assert (whole["prompt_token_ids"], whole["output_mode"]) == (ids, "text")
     assert choice["text"] == text == "".join(entry["token"] for entry in choice["logprobs"]["content"])
     events = http.post("/inference/v1/generate", json={**body, "stream": True}).text.split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    assert {chunk["output_mode"] for chunk in chunks} == {"text"}
     ids_alone = http.post("/inference/v1/generate", json={**body, "output_mode": "tokens"}).json()["choices"][0]
     assert "text" not in ids_alone
     assert [len(entry["top_logprobs"]) for entry in ids_alone["logprobs"]["content"]] == [1] * 5
     error = error_of(http.post("/inference/v1/generate", json={**body, "output_mode": "derender"}), 400)
     assert error["param"] == "output_mode"
+    for more in (body, {"token_ids": ids, "sampling_params": {"stop": ["a"]}}):
+        silent = {**more, "sampling_params": {**more["sampling_params"], "detokenize": False}}
+        assert error_of(http.post("/inference/v1/generate", json=silent), 400)["param"] == "detokenize"
 
 
 def test_tokens_out_are_as_many_as_the_context_holds(http: httpx.Client) -> None:

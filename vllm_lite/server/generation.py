@@ -203,6 +203,9 @@ class Generation:
     async def tokens(self, asked: Asked[GenerateBody]) -> Made:
         request, body, given = asked.request, asked.body, asked.body.sampling_params
         has_text = bool(given.stop) or body.output_mode == "text"
+        if has_text and given.detokenize is False:
+            text = "stop strings and output_mode text need detokenize, which is false; leave it out"
+            raise ApiError(400, text, "detokenize")
         if body.output_mode == "text" and self.prompts.tokenizer is None:
             raise ApiError(400, "output_mode text needs a tokenizer, which this server has not", "output_mode")
         changes: dict[str, Any] = {"logprobs": given.logprobs, "detokenize": has_text}

@@ -212,6 +212,7 @@ class GenerateParams(FormFields, frozen=True, kw_only=True):
     """Sampling of POST /inference/v1/generate."""
 
     logprobs: int | None = None
+    detokenize: bool | None = None
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):

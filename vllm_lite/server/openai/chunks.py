@@ -287,7 +287,8 @@ class TokensWriter(AnswerWriter):
     whole_object = "generation"
 
     def _identity(self, kind: str) -> dict[str, Any]:
-        return {"request_id": self._call.id, **super()._identity(kind)}
+        mode = "text" if self._style.spells else "tokens"
+        return {"request_id": self._call.id, **super()._identity(kind), "output_mode": mode}
 
     def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
         if self._style.spells:
