@@ -70,7 +70,7 @@ def test_names_may_have_underscores(word: str, meant: str) -> None:
         ("--data-parallel-rank 1", r"^--data-parallel-rank of vLLM is not supported: the engines of -dp"),
         ("--hf-config-path x", r"^--hf-config-path of vLLM is not supported: give a folder"),
         ("--trust-remote-code --middleware a.b", r"^--middleware of vLLM is not supported"),
-        ("--return-tokens-as-token-ids", r"ask with return_token_ids"),
+        ("--return-sampling-mask", r"answers tell no masks"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(words: str, says: str) -> None:
@@ -79,7 +79,7 @@ def test_what_cannot_be_is_refused_with_the_reason(words: str, says: str) -> Non
 
 
 def test_a_switch_that_is_switched_off_asks_for_nothing() -> None:
-    assert vllm_flags.notice(given("--no-return-tokens-as-token-ids")).startswith("without effect here: --no-return")
+    assert vllm_flags.notice(given("--no-return-sampling-mask")).startswith("without effect here: --no-return")
 
 
 def test_every_flag_has_an_answer() -> None:

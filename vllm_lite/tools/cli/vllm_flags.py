@@ -82,6 +82,11 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--logprobs-mode", "logprobs are those before temperature and masks", ("raw_logprobs",)),
     Flags("--attention-config --kernel-config --moe-backend --mamba-block-size --mamba-cache-dtype", KERNELS),
     Flags("--mamba-ssm-cache-dtype --mamba-cache-mode --gdn-prefill-backend", KERNELS),
+    Flags("--linear-backend --kda-decode-backend --kda-prefill-backend --mamba-backend --mamba-ssu-algorithm", KERNELS),
+    Flags("--enable-flashinfer-autotune --enable-flash-late-interaction --use-fp64-gumbel", KERNELS, SWITCHES),
+    Flags("--mm-encoder-attn-backend --mm-encoder-attn-dtype --mm-processor-device --mm-hasher-algorithm", IMAGES),
+    Flags("--mm-ipc-gpu-memory-gb --mm-shm-cache-max-object-size-mb --mm-tensor-ipc --video-pruning-method", IMAGES),
+    Flags("--mm-encoder-only --mm-device-do-normalize", IMAGES, SWITCHES),
     Flags("--renderer-num-workers --api-server-workers", "see --api-server-count"),
 )
 """Flags that would change nothing here. Another value than these is refused, for the same reason."""
@@ -106,6 +111,13 @@ REFUSED: tuple[Flags, ...] = (
     Flags("--override-attention-dtype --additional-config --profiler-config --eplb-config", "there is no such thing"),
     Flags("--long-prefill-token-threshold", "see --max-num-batched-tokens"),
     Flags("--structured-outputs-config", ONE_BACKEND),
+    Flags("--return-sampling-mask --enable-return-routed-experts", "answers tell no masks and no experts", SWITCHES),
+    Flags("--reasoning-config", "see --reasoning-parser"),
+    Flags("--quantization-config", "see --quantization"),
+    Flags("--spec-method --spec-model --spec-tokens", "see --speculative-config"),
+    Flags("--weight-transfer-config", "see POST /update_weights"),
+    Flags("--grpc", "there is HTTP alone, and the messages of docs/protocol.md", SWITCHES),
+    Flags("--pooler-config.task", "each request names its task"),
     Flags("--enable-per-request-metrics", "see /metrics, and GET /v1/requests/{id}", SWITCHES),
 )
 
