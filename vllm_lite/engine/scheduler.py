@@ -189,7 +189,9 @@ class Scheduler:
             self._admitter.schedule_waiting(plan)
         if plan.budget == budget and not self.kv.is_moving:
             queues.entries += plan.entries
-            return None
+            states = self.kv.states  # a slot that was given up here can be had from the next step on
+            is_new = states is not None and states.is_freeing and not self.in_flight
+            return self.schedule(now_s) if is_new else None
         queues.step += 1
         self.num_scheduled_tokens = num_tokens = budget - plan.budget
         self.counters.steps += 1

@@ -124,6 +124,11 @@ class StateSlots:
         waiting = {*self._read, *(left.slot for left in self._unpublished)}
         return self.pool.num_used - len(self._blank) - len(waiting)
 
+    @property
+    def is_freeing(self) -> bool:
+        """Whether the next step can have slots that this one cannot."""
+        return bool(self._unpublished)
+
     def begin_step(self) -> None:
         """The step before has been sent: what it left may be read, and what it read may be written."""
         if self.host is not None:
