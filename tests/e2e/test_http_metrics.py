@@ -150,6 +150,7 @@ def test_every_name_is_there_with_its_labels(server: Server) -> None:
     (config,) = seen.samples["vllm:cache_config_info"]
     wanted = {"block_size": str(BLOCK_SIZE), "num_gpu_blocks": str(NUM_BLOCKS), "enable_prefix_caching": "True"}
     assert {**wanted, "cache_dtype": "bfloat16", "gpu_memory_utilization": "0.9"}.items() <= config.labels.items()
+    assert config.labels["kv_cache_size_tokens"] == str((NUM_BLOCKS - 1) * BLOCK_SIZE)
     assert config.value == 1
     reasons = {sample.labels["finished_reason"] for sample in seen.samples["vllm:request_success_total"]}
     assert reasons == {"stop", "length", "abort", "error"}
