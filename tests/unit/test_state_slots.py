@@ -237,11 +237,12 @@ def test_what_a_state_takes_to_move_counts_when_a_sequence_is_preempted(blocks_e
     assert [numbers["by"] for code, numbers in rig.decisions if code == "preempted"] == [how]
 
 
+@pytest.mark.parametrize("num_slots", [2, 3])
 @pytest.mark.parametrize("length", [1, 4, 8, 12])
-def test_beams_that_took_all_slots_go_on(length: int) -> None:
+def test_beams_that_took_all_slots_go_on(length: int, num_slots: int) -> None:
     """The slot of the one that gives way is free a step later, and nothing else would wake the engine up."""
-    rig = rig_with(2)
-    rig.add("beams", PROMPT[:length], 9, n=4, use_beam_search=True)
+    rig = rig_with(num_slots)
+    rig.add("beams", PROMPT[:length], 9, n=2, use_beam_search=True)
     rig.add("other", [2, 7, 1, 8], 5)
     rig.drain()
     assert rig.output("other") == expected([2, 7, 1, 8], 5)

@@ -121,8 +121,8 @@ class StateSlots:
     @property
     def num_held(self) -> int:
         """Slots that sequences hold."""
-        waiting = {*self._read, *(left.slot for left in self._unpublished)}
-        return self.pool.num_used - len(self._blank) - len(waiting)
+        others = {*self._blank, *self._read, *(left.slot for left in self._unpublished)}  # some are two of these
+        return self.pool.num_used - len(others)
 
     @property
     def is_freeing(self) -> bool:
