@@ -3,7 +3,7 @@
 Its tokens are a function of the whole history that its fake KV cache holds, which it checks position by position.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,12 +43,18 @@ class LightWorker:
         self.steps = SimulatedWorker(*sizes, num_host_blocks=start.num_host_blocks)
         return Started(self.rank, self.generation, 1e6)
 
+    def can_run_ahead(self, _: SchedulerOutput) -> bool:
+        return False
+
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         if step.generation != self.generation:
             raise AssertionError(f"a step of generation {step.generation} came to {self.generation}")
         output = self.steps.execute(step)
         self.progress.advance()
         return output
+
+    def run(self, steps: Sequence[SchedulerOutput]) -> list[ModelOutput]:
+        return [self.execute(step) for step in steps]
 
 
 def install() -> Callable[[], type[LightWorker]]:

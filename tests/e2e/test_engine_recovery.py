@@ -153,7 +153,8 @@ def test_streams_go_on_when_their_engine_is(engine: Engine, run_root: Path) -> N
 
 def test_a_killed_launcher_leaves_nothing_even_after_a_recovery(engine: Engine, run_root: Path) -> None:
     os.kill(engine.engine_pid, signal.SIGKILL)
-    another(engine.process.pid, engine.engine_pid)
+    found = another(engine.process.pid, engine.engine_pid)
+    seconds_until(lambda: len(family(found)) > 1, START_S, "a worker, so that the engine has its settings")
     pids = family(engine.process.pid)
     engine.process.kill()
     engine.process.wait(START_S)

@@ -199,11 +199,10 @@ def test_other_weights_are_served_without_a_restart_also_by_the_next_engine(
     assert Stream(server).all() == other
     kept = Stream(server)
     kept.reach(30)
+    loaded = family(server, "worker.process")
     with ThreadPoolExecutor() as threads:
         back = {"model": str(folders["first"]), "mode": "keep"}
         updated = threads.submit(http.post, "/update_weights", json=back)
-        kept.reach(len(kept.tokens) + 10)
-        loaded = family(server, "worker.process")
         until(lambda: any(each not in loaded for each in family(server, "worker.process")), "other workers")
         family(server, "worker.process")[-1].send_signal(signal.SIGKILL)
         done(updated.result(DEADLINE_S))

@@ -93,6 +93,7 @@ LOAD["pair"] = (prompt(4, 21), SamplingParams(n=2, seed=5, max_tokens=NUM_TOKENS
 LOAD["long"] = (prompt(6, 5), SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True))
 SCORED = {"scored": (prompt(5, 70), SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=12))}
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+BRANCH = SamplingParams(temperature=0.0, max_tokens=200)  # more than its parent has when a busy client comes to fork it
 
 
 class Killed:
@@ -122,7 +123,7 @@ class Killed:
 
             async def fork() -> Any:
                 async for _ in (parent := client.generate(prompt(9, 12), ENDLESS, "parent")):
-                    (branch,) = await client.fork("parent", 1, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
+                    (branch,) = await client.fork("parent", 1, BRANCH)
                     output = await read(branch)
                     break
                 await parent.aclose()

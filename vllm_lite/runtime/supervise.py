@@ -35,6 +35,8 @@ WORKER_NAME, STANDBY_NAME = "vl-worker ", "vl-standby "
 until the worker is to load the model."""
 _MAX_SETTINGS_BYTES = 1024 * 1024
 _LENGTH_BYTES = 4
+REMOVALS = 10
+"""How often a folder is removed in which files come up meanwhile."""
 
 logger = log.get(__name__)
 
@@ -278,8 +280,12 @@ def open_standard_files() -> None:
 
 
 def remove_dir(path: str) -> None:
-    """Remove a run directory and the sockets in it. Another process may do the same at the same time."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a run directory and the sockets in it. Another process may do the same at the same time, or make a socket
+    there: an engine that still starts has a thread that does this when its parent dies."""
+    for _ in range(REMOVALS):
+        shutil.rmtree(path, ignore_errors=True)
+        if not os.path.lexists(path):
+            return
 
 
 def _environment() -> dict[str, str]:
