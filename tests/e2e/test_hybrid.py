@@ -120,7 +120,8 @@ def test_preempted_and_pushed_out_sequences_are_computed_again(tmp_path: Path) -
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_states_come_back_from_host_memory(tmp_path: Path, ranks: int) -> None:
     variant = VARIANTS[0] if ranks == 1 else VARIANTS[-1]
-    room = {"slots": 7, "num_gpu_blocks_override": 28, "preemption_mode": "swap"}
+    slots = 7 if ranks == 1 else 4  # of a whole model; each of two ranks has room for twice as many of its halves
+    room = {"slots": slots, "num_gpu_blocks_override": 28, "preemption_mode": "swap"}
     room["host_states"] = 20 if ranks == 1 else 400  # as many bytes of blocks fit beside them
     chats = Chats(variant, tmp_path, tensor_parallel_size=ranks, **room)  # type: ignore[arg-type]
     try:
