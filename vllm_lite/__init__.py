@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
     from vllm_lite.protocol.pooling import PoolingParams
 
-__version__ = "0.12.0"
+__version__ = "0.13.0"
 
 _HOME = {
     "LLM": "vllm_lite.client.llm",
