@@ -52,13 +52,14 @@ def commands(peers: Path, model: Path) -> dict[str, tuple[list[str], dict[str, s
     common = ["--port", str(PORT), "--host", "127.0.0.1"]
     limits = ["--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS)]
     llama = ["-np", str(SLOTS), "--kv-unified", "-c", str(SLOTS * 1024), "-t", "2", "-tb", "2", "-b", "2048"]
+    vllm = str(peers / "venvs/vllm/bin/python")
     found = {
         "ours": (
             [sys.executable, "-m", "vllm_lite", "serve", str(model), *limits, *common, "--log-level", "error"],
             {},
         ),
         "vllm": (
-            [str(peers / "venvs/vllm/bin/vllm"), "serve", str(model), *limits, *common],
+            [vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *limits, *common],
             {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "LD_PRELOAD": preload},
         ),
         "llama": ([str(peers / "llama-build/bin/llama-server"), "-m", f"{model}-bf16.gguf", *llama, *common], {}),
