@@ -138,7 +138,7 @@ def test_a_stream_goes_on_behind_pause_sleep_and_killed_processes(
     assert "paused" in http.get("/health").json()["error"]["message"]
     assert http.get("/health/live").status_code == 200
     assert done(http.get("/get_world_size")) == {"world_size": 2}
-    assert len(stream.tokens) <= kept + 1, "the end of what was in flight"
+    assert len(stream.tokens) <= kept + 8, "what was in flight, or not read yet"
     done(http.post("/resume"))
     stream.reach(kept + 20)
     assert done(http.post("/sleep", params={"level": 2, "mode": "keep"})) == {"status": "sleeping", "level": 2}
