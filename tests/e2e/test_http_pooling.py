@@ -147,7 +147,7 @@ def test_other_forms_of_vectors(http: httpx.Client, embedder: Path) -> None:
 
 
 def test_vectors_in_coheres_form(http: httpx.Client, embedder: Path) -> None:
-    """Of texts as they are, with a prompt of the model's folder before them, cut at either end, and of bits."""
+    """Vectors are those of texts as they are, behind a prompt of the model's folder, cut at either end, and as bits."""
     prompts = ids_of(embedder, TEXTS)
     want = vectors(embedder, prompts, "last").numpy()
     found = post(http, "/v2/embed", {"texts": TEXTS, "input_type": "query", "embedding_types": ["float", "ubinary"]})

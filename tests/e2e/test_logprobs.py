@@ -15,7 +15,7 @@ SETTINGS = {"max_num_batched_tokens": 64, "block_size": 8, "num_gpu_blocks_overr
 
 
 def worst_difference(completion: CompletionOutput, logits: torch.Tensor) -> float:
-    """Of a continuation's logprobs to those of `logits`, with every rank and sum checked on the way."""
+    """The largest distance of a continuation's logprobs from those of `logits`; checks ranks and sums, too."""
     assert completion.logprobs is not None
     worst = total = 0.0
     expected = logits.log_softmax(-1)

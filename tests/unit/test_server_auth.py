@@ -16,7 +16,7 @@ USER, ADMIN = "user-key", "admin-key"
 def status(
     keys: Keys, key: str | None, path: str = "/reset_prefix_cache", *, is_local: bool = True, more: Any = ()
 ) -> tuple[int, str]:
-    """Of a request to `path`, an admin's route or not; and the error's body."""
+    """The status of a request to `path`, an admin's route or not, and the body of its error."""
     sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
