@@ -63,6 +63,8 @@ class Recorded:
         num_blocks: int = 20,
         windows: tuple[int | None, ...] = (None,),
         num_host_blocks: int = 0,
+        num_state_slots: int = 0,
+        num_host_states: int = 0,
         life: int = 1,
         launch: str = "",
         **settings: Any,
@@ -72,12 +74,21 @@ class Recorded:
         config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
         groups = tuple(KVGroupInfo("full" if window is None else "sliding", 1, window) for window in windows)
         ready = Ready(0, 1, num_blocks, 64, groups, 1000, VOCAB, EOS)
+        if num_state_slots:
+            states = {"num_state_slots": num_state_slots, "num_host_states": num_host_states, "state_bytes": 64}
+            ready = msgspec.structs.replace(ready, **states)
         self._sizes = (num_blocks, config.block_size, config.max_num_seqs, VOCAB, windows, num_host_blocks)
-        self.worker = SimulatedWorker(*self._sizes)
+        self._has_states = num_state_slots > 0
+        self.worker = self._new_worker()
         self.clock = VirtualClock(1000.0)
         sizes = Sizes(num_blocks, num_host_blocks, 50.0)
         self.core = EngineCore(config, ready, self.worker, sizes, Lives(3, life, launch), self.clock)  # type: ignore[arg-type]
         self.ended: dict[str, str] = {}
+
+    def _new_worker(self) -> SimulatedWorker:
+        worker = SimulatedWorker(*self._sizes)
+        worker.states = {} if self._has_states else None
+        return worker
 
     @property
     def scheduler(self) -> Scheduler:
@@ -114,7 +125,7 @@ class Recorded:
         self.scheduler.check_integrity()
 
     def replace_workers(self) -> None:
-        self.worker = SimulatedWorker(*self._sizes)
+        self.worker = self._new_worker()
         self.core.resume(self.worker, self.scheduler.generation + 1, 60.0)  # type: ignore[arg-type]
 
     def random_death(self, rng: random.Random, rate: float) -> None:

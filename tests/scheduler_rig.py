@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from tests.simulated_worker import SimulatedWorker, next_token
+from tests.simulated_worker import SimulatedWorker, candidates, next_token
+from vllm_lite.engine.beam import Beam, BeamSearch
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
@@ -34,6 +35,7 @@ class Rig:
         max_swap_blocks: int = 10**9,
         num_state_slots: int = 0,
         num_host_states: int = 0,
+        max_moved_states: int = 1,
         depth: int = 1,
         policy: object | None = None,
         **options: int | bool | str,
@@ -49,13 +51,14 @@ class Rig:
             max_swap_blocks_per_step=max_swap_blocks,
         )
         if num_state_slots:
-            self.kv.states = StateSlots(num_state_slots, block_size, caching, num_host_states=num_host_states)
+            room = {"num_host_states": num_host_states, "max_moves": max_moved_states}
+            self.kv.states = StateSlots(num_state_slots, block_size, caching, **room)
         self.scheduler = Scheduler(self.kv, Options(**options), policy)  # type: ignore[arg-type]
         self.scheduler.on_decision = lambda code, _sequence, numbers: self.decisions.append((code, numbers))
         slots = int(options["max_num_seqs"])
         self._sizes = (num_blocks, block_size, slots, VOCAB, windows, num_host_blocks)
         self.worker = self._new_worker()
-        self.max_swap_blocks = max_swap_blocks
+        self.max_swap_blocks, self.max_moved_states = max_swap_blocks, max_moved_states
         self.depth = depth
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
@@ -111,7 +114,7 @@ class Rig:
         while len(in_flight) < self.depth and (output := self.scheduler.schedule()) is not None:
             ops = [op for op, _, _ in output.block_ops]
             assert ops.count(BlockOp.SWAP_IN) + ops.count(BlockOp.SWAP_OUT) <= self.max_swap_blocks, "a step's stall"
-            assert ops.count(BlockOp.STATE_IN) + ops.count(BlockOp.STATE_OUT) <= 1
+            assert ops.count(BlockOp.STATE_IN) + ops.count(BlockOp.STATE_OUT) <= self.max_moved_states
             self.worker.submit(output)
             assert self.worker.num_scheduled[-1] == self.scheduler.num_scheduled_tokens
             assert self.scheduler.num_scheduled_tokens <= self.scheduler.options.max_num_batched_tokens
@@ -163,3 +166,15 @@ def expected(
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
+
+
+def expected_beams(prompt: list[int], width: int, max_tokens: int, stop: frozenset[int]) -> list[list[int]]:
+    """The whole beam search over plain lists, with every token a candidate."""
+    search = BeamSearch(SamplingParams(n=width, use_beam_search=True), len(prompt), len(prompt) + max_tokens, stop)
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    while True:
+        ranked = [Beam(out, score, candidates([*prompt, *out], VOCAB, VOCAB)) for out, score in beams]
+        chosen = search.advance(ranked)
+        if chosen is None:
+            return [hypothesis.token_ids for hypothesis in search.hypotheses]
+        beams = [([*beams[parent][0], token], score) for parent, token, score in chosen]

@@ -4,6 +4,7 @@ the seed where the temperature is above 1, so that forks can part from their par
 
 from collections import abc, deque
 from hashlib import blake2b
+from typing import NamedTuple
 
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
@@ -29,6 +30,13 @@ from vllm_lite.protocol.step import (
 
 Slot = tuple[int, int, tuple[int, ...]]
 """What one position of a block holds: the group, the adapter, and the whole prefix it was computed from."""
+
+
+class StateOf(NamedTuple):
+    """What a slot of recurrent states holds: the adapter, and all tokens that the state has taken up."""
+
+    adapter: int
+    tokens: tuple[int, ...]
 
 
 def next_token(tokens: abc.Sequence[int], vocab_size: int, sample: int = 0, seed: int = 0) -> int:
@@ -92,8 +100,8 @@ class SimulatedWorker:
         self.vocab_size = vocab_size
         self.windows = windows
         self.num_blocks = num_blocks
-        self.states: dict[int, tuple[int, ...]] | None = None
-        """What each slot holds, of a model with recurrent layers: the prefix that its state has taken up."""
+        self.states: dict[int, StateOf] | None = None
+        """What each slot holds, of a model with recurrent layers; one in which nothing was ever left is not there."""
         self.kv: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks + num_host_blocks)]
         self.sequences: dict[Handle, History] = {}
         self.resident: set[Handle] = set()
@@ -150,6 +158,7 @@ class SimulatedWorker:
             assert src != dst
             assert 0 not in (src, dst)
             if op in (BlockOp.STATE_OUT, BlockOp.STATE_IN):
+                assert src in self._states(), f"op {op} moves slot {src}, in which no state was ever left"
                 self._states()[dst] = self._states()[src]
                 continue
             self.kv[dst] = self.kv[src].copy()
@@ -177,7 +186,7 @@ class SimulatedWorker:
                 counts.append(len(sampled))
                 logprobs += [self._logprobs(self.sequences[handle], len(sampled))] * len(sampled) if sampled else []
         for history in tentative:  # what has proved right is taken up
-            self._states()[history.live] = tuple(history.tokens[: history.num_computed])
+            self._states()[history.live] = StateOf(history.adapter, tuple(history.tokens[: history.num_computed]))
             history.source = history.live
         reply = ModelOutput(
             output.generation,
@@ -250,7 +259,7 @@ class SimulatedWorker:
                 self.sequences[entry.child] = child
                 self.resident.add(entry.child)
 
-    def _states(self) -> dict[int, tuple[int, ...]]:
+    def _states(self) -> dict[int, StateOf]:
         return {} if self.states is None else self.states
 
     def _advance_states(
@@ -266,8 +275,9 @@ class SimulatedWorker:
         for handle, count, _ in scheduled:
             history = self.sequences[handle]
             start, end = history.num_computed, history.num_computed + count
-            taken_up = before.get(history.source, ()) if history.source else ()
-            assert taken_up == tuple(history.tokens[:start]), f"{handle} begins at {start} with {taken_up}"
+            taken_up = before[history.source] if history.source else StateOf(history.adapter, ())
+            wanted = StateOf(history.adapter, tuple(history.tokens[:start]))
+            assert taken_up == wanted, f"{handle} begins at {start} with {taken_up}, not {wanted}"
             read.setdefault(history.source, handle)
             due = [save for save in history.saves if save[0] <= end]
             history.saves = history.saves[len(due) :]
@@ -279,7 +289,7 @@ class SimulatedWorker:
             for position, slot in [*due, (end, history.live)]:
                 assert slot, "slot 0 is never written"
                 assert written.setdefault(slot, handle) == handle
-                self.states[slot] = tuple(history.tokens[:position])
+                self.states[slot] = StateOf(history.adapter, tuple(history.tokens[:position]))
                 history.source = slot
         for slot, handle in read.items():
             assert written.get(slot, handle) == handle, f"{handle} reads slot {slot} while another writes it"

@@ -81,7 +81,7 @@ class Watched(Recorded):
     def loop(self, fail: bool = False) -> bool:
         has_result = super().loop(fail)
         if self.scheduler.has_workers and not self.scheduler.in_flight.num_unsent:
-            self.cached.check(self.worker)
+            self.cached.check(self.worker, self.scheduler.queues.unfinished())
         return has_result
 
     def begin(self, request: Request, prompt: list[int], output: list[int]) -> None:

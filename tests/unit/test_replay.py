@@ -22,6 +22,8 @@ configurations = st.fixed_dictionaries(
         "windows": st.sampled_from([(None,), (None,), (5,), (8,), (None, 6), (None, 3, 9)]),
         "num_host_blocks": st.sampled_from([0, 3, 12, 60]),
         "max_swap_blocks_per_step": st.sampled_from([1, 3, 10**9]),
+        "num_state_slots": st.sampled_from([0, 0, 3, 9]),
+        "num_host_states": st.sampled_from([0, 4]),
         "preemption_mode": st.sampled_from(["auto", "recompute", "swap"]),
         "async_scheduling": st.booleans(),
         "speculative_config": st.sampled_from([None, None, {"num_speculative_tokens": 3}]),

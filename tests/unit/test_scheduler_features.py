@@ -2,9 +2,7 @@
 
 import pytest
 
-from tests.scheduler_rig import VOCAB, Rig, expected
-from tests.simulated_worker import candidates
-from vllm_lite.engine.beam import Beam, BeamSearch
+from tests.scheduler_rig import VOCAB, Rig, expected, expected_beams
 from vllm_lite.engine.policy import Fair, Priority
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
@@ -52,18 +50,6 @@ def test_a_fork_of_a_live_request_goes_on_from_its_tokens() -> None:
     assert rig.output("a") == rig.output("b") == expected([1, 2, 3, 4, 5], 9)
 
 
-def naive_beam_search(prompt: list[int], width: int, max_tokens: int, stop: frozenset[int]) -> list[list[int]]:
-    """The whole search over plain lists, with every token a candidate."""
-    search = BeamSearch(SamplingParams(n=width, use_beam_search=True), len(prompt), len(prompt) + max_tokens, stop)
-    beams: list[tuple[list[int], float]] = [([], 0.0)]
-    while True:
-        ranked = [Beam(out, score, candidates([*prompt, *out], VOCAB, VOCAB)) for out, score in beams]
-        chosen = search.advance(ranked)
-        if chosen is None:
-            return [hypothesis.token_ids for hypothesis in search.hypotheses]
-        beams = [([*beams[parent][0], token], score) for parent, token, score in chosen]
-
-
 @pytest.mark.parametrize("num_blocks", [12, 40])
 @pytest.mark.parametrize("num_host_blocks", [0, 30])
 @pytest.mark.parametrize("width", [2, 4])
@@ -75,7 +61,7 @@ def test_beam_search_over_shared_blocks_equals_beam_search_over_lists(
     rig.add("other", [2, 7, 1, 8], max_tokens=12)
     rig.add("a", prompt, max_tokens=10, stop=stop, n=width, use_beam_search=True)
     rig.drain()
-    wanted = naive_beam_search(prompt, width, 10, stop)
+    wanted = expected_beams(prompt, width, 10, stop)
     assert [rig.output("a", index) for index in range(width)] == wanted
     assert rig.output("other") == expected([2, 7, 1, 8], 12)
 

@@ -1,13 +1,20 @@
 """Any configuration, any arrivals: the same tokens, one end each, and every block free at last."""
 
+import contextlib
 import random
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cached_contents import CachedContents
-from tests.scheduler_rig import VOCAB, Rig, expected
+from tests.scheduler_rig import VOCAB, Rig, expected, expected_beams
 from vllm_lite.engine.policy import Deadline, Fair, Priority
+from vllm_lite.engine.request import Request
+from vllm_lite.errors import RequestError
+from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
 
 configurations = st.fixed_dictionaries(
     {
@@ -20,6 +27,7 @@ configurations = st.fixed_dictionaries(
         "preemption": st.sampled_from(["recompute", "swap", "swap"]),
         "num_state_slots": st.sampled_from([0, 0, 2, 3, 5, 9, 40]),
         "num_host_states": st.sampled_from([0, 1, 3, 20]),
+        "max_moved_states": st.sampled_from([1, 2, 5]),
         "depth": st.sampled_from([1, 2, 4]),
         "num_drafts": st.sampled_from([0, 0, 3]),
         "num_forced": st.sampled_from([0, 2, 5]),
@@ -30,48 +38,107 @@ configurations = st.fixed_dictionaries(
 )
 
 
+class Random:
+    """Arrivals, forks, aborts, resets and deaths on a rig, and what each sample should get of them."""
+
+    def __init__(self, seed: int, configuration: dict[str, object]) -> None:
+        self.rng = random.Random(seed)
+        self.rig = Rig(**configuration)  # type: ignore[arg-type]
+        self.cached = CachedContents(self.rig.kv)
+        self.wanted: dict[tuple[str, int], list[int]] = {}
+        self.aborted: set[str] = set()
+        self._new_worker()
+
+    def _new_worker(self) -> None:
+        self.rig.worker.is_compiling = lambda: self.rng.random() < 0.5
+
+    def arrive(self, name: str) -> None:
+        rng, rig = self.rng, self.rig
+        longest = min(rig.scheduler.max_len - 1, 60)
+        if longest < 1:
+            return
+        prompt = [rng.choice([1, 2])] * rng.randint(1, longest)
+        prompt[rng.randrange(len(prompt)) :] = [rng.randrange(VOCAB)] * rng.randint(0, 3)
+        prompt = (prompt or [1])[:longest]
+        max_tokens = rng.randint(1, min(20, rig.scheduler.max_len - len(prompt)))
+        stop = frozenset(rng.sample(range(VOCAB), 3))
+        samples, is_beam = rng.choice([1, 1, 1, 2, 4]), rng.random() < 0.2
+        place: dict[str, Any] = {"priority": rng.randint(0, 3), "user": rng.choice("xyz")}
+        marks = tuple(sorted(rng.sample(range(len(prompt) + 1), min(3, len(prompt)))))
+        if is_beam:
+            with contextlib.suppress(RequestError):  # more beams than there is room for
+                rig.add(name, prompt, max_tokens, stop, None, marks, n=samples, use_beam_search=True, **place)
+                beams = expected_beams(prompt, samples, max_tokens, stop)
+                self.wanted |= {(name, index): tokens for index, tokens in enumerate(beams)}
+            return
+        rig.add(name, prompt, max_tokens, stop, None, marks, n=samples, grammar=rng.choice([None, "any"]), **place)
+        self.wanted |= {(name, sample): expected(prompt, max_tokens, stop, sample) for sample in range(samples)}
+
+    def fork(self, name: str) -> None:
+        """One of a live request with one sample, from where it is or a little before; it may take its place."""
+        rng, rig = self.rng, self.rig
+        parent = rng.choice(list(rig.scheduler.requests.values()))
+        if parent.beam is not None or parent.num_samples > 1 or not parent.sequences:
+            return
+        sequence = parent.sequences[0]
+        have = max(0, sequence.num_output - rng.choice([0, 0, 1, 5]))
+        tokens = sequence.tokens[: parent.num_prompt + have].tolist()
+        prompt, output = tokens[: parent.num_prompt], tokens[parent.num_prompt :]
+        seed, more = rng.randint(1, 9), rng.randint(1, 9)
+        params = SamplingParams(temperature=2.0, seed=seed)  # its tokens part from its parent's
+        child = Request(
+            Generate(name, pack_tokens(prompt), params, have, pack_tokens(output)),
+            b"client",
+            min(len(tokens) + more, rig.scheduler.max_len),
+            frozenset(),
+        )
+        if child.num_tokens >= child.max_len:
+            return
+        rig.scheduler.branching.fork_request(parent, child)
+        rig.outputs[name, 0] = list(output)
+        self.wanted[name, 0] = output + expected(tokens, child.max_len - len(tokens), seed=seed)
+        if rng.random() < 0.3:
+            self.abort(parent)
+
+    def abort(self, request: Request) -> None:
+        self.rig.scheduler.queues.end(request, "abort", forget=self.rng.random() < 0.3)
+        self.aborted.add(request.request_id)
+
+    def go(self, num_rounds: int) -> None:
+        rng, rig = self.rng, self.rig
+        for index in range(num_rounds):
+            if rng.random() < 0.7:
+                self.arrive(f"r{index}")
+            if rng.random() < 0.15 and rig.scheduler.requests:
+                self.fork(f"f{index}")
+            if rng.random() < 0.1 and rig.scheduler.requests:
+                self.abort(rng.choice(list(rig.scheduler.requests.values())))
+            if rng.random() < 0.04:
+                rig.scheduler.reset_prefix_cache()
+            if rng.random() < 0.04:
+                rig.restart_workers()
+                self._new_worker()
+            self._check()
+            for _ in range(rng.randint(0, 3)):
+                rig.step()
+                self._check()
+
+    def _check(self) -> None:
+        self.cached.check(self.rig.worker, self.rig.scheduler.queues.unfinished())
+
+
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32), configuration=configurations)
 def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, object]) -> None:
-    """Random arrivals, aborts, samples, shared prefixes, resets and deaths on tiny pools: every slot read is the
-    reader's own history, every block that can be found holds what its hash says, every sample gets exactly its tokens
-    and one end, and at last every block is free."""
-    rng = random.Random(seed)
-    rig = Rig(**configuration)  # type: ignore[arg-type]
-    cached = CachedContents(rig.kv)
-    rig.worker.is_compiling = lambda: rng.random() < 0.5
-    wanted: dict[tuple[str, int], list[int]] = {}
-    aborted = set()
-    longest = min(rig.scheduler.max_len - 1, 60)
-    for index in range(25):
-        if longest >= 1 and rng.random() < 0.7:
-            prompt = [rng.choice([1, 2])] * rng.randint(1, longest)
-            prompt[rng.randrange(len(prompt)) :] = [rng.randrange(VOCAB)] * rng.randint(0, 3)
-            prompt = (prompt or [1])[:longest]
-            max_tokens = rng.randint(1, min(20, rig.scheduler.max_len - len(prompt)))
-            stop = frozenset(rng.sample(range(VOCAB), 3))
-            samples = rng.choice([1, 1, 1, 2, 4])
-            place = {"priority": rng.randint(0, 3), "user": rng.choice("xyz")}
-            marks = tuple(sorted(rng.sample(range(len(prompt) + 1), min(3, len(prompt)))))
-            grammar = rng.choice([None, "any"])
-            rig.add(f"r{index}", prompt, max_tokens, stop, None, marks, n=samples, grammar=grammar, **place)
-            for sample in range(samples):
-                wanted[f"r{index}", sample] = expected(prompt, max_tokens, stop, sample)
-        if rng.random() < 0.1 and rig.scheduler.requests:
-            name = rng.choice(list(rig.scheduler.requests))
-            rig.scheduler.queues.end(rig.scheduler.requests[name], "abort", forget=rng.random() < 0.3)
-            aborted.add(name)
-        if rng.random() < 0.04:
-            rig.scheduler.reset_prefix_cache()
-        if rng.random() < 0.04:
-            rig.restart_workers()
-            rig.worker.is_compiling = lambda: rng.random() < 0.5
-        for _ in range(rng.randint(0, 3)):
-            rig.step()
-            cached.check(rig.worker)
+    """Random arrivals, aborts, samples, beams, forks, shared prefixes, resets and deaths on tiny pools: every slot read
+    is the reader's own history, every block and every state that can be found holds what its hash says, every sample
+    gets exactly its tokens and one end, and at last every block is free."""
+    work = Random(seed, configuration)
+    work.go(25)
+    rig = work.rig
     rig.drain()
-    for key, tokens in wanted.items():
-        if key[0] in aborted:
+    for key, tokens in work.wanted.items():
+        if key[0] in work.aborted:
             assert tokens[: len(rig.outputs.get(key, []))] == rig.outputs.get(key, [])
         else:
             assert rig.outputs[key] == tokens

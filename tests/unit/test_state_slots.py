@@ -3,6 +3,8 @@
 import pytest
 
 from tests.scheduler_rig import Rig, expected
+from vllm_lite.engine.blocks.host_states import HostStates
+from vllm_lite.engine.blocks.state_histories import History, StateHistories
 from vllm_lite.engine.blocks.state_slots import LAST_MARKS, NO_SLOT, StateSlots
 from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Request
@@ -246,3 +248,15 @@ def test_beams_that_took_all_slots_go_on(length: int, num_slots: int) -> None:
     rig.add("other", [2, 7, 1, 8], 5)
     rig.drain()
     assert rig.output("other") == expected([2, 7, 1, 8], 5)
+
+
+def test_a_state_that_is_moved_between_two_steps_counts_for_the_next() -> None:
+    """Beams and forks take slots while no step is in the making."""
+    host = HostStates(2, 10, 1, StateHistories(12))
+    host.begin_step()
+    host.demote(b"key", History(0, b"key"), 3)
+    host.begin_step()
+    assert not host.may_move
+    assert len(host.take_ops()) == 1
+    host.begin_step()
+    assert host.may_move

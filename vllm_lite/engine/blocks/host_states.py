@@ -42,7 +42,9 @@ class HostStates:
         return self._left > 0
 
     def begin_step(self) -> None:
-        self._left = self._max_moves
+        """The step may move as many as any, less those that were moved since the last one was made: a fork, or beams
+        that part, may have taken a slot from a saved state."""
+        self._left = self._max_moves - len(self.ops)
 
     def take_ops(self) -> list[tuple[int, int, int]]:
         ops, self.ops = self.ops, []

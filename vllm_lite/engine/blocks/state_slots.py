@@ -410,7 +410,7 @@ class StateSlots:
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Let no state behind these prefixes be found any more."""
-        lost = {key + KEY for key in keys}
+        lost = dict.fromkeys(key + KEY for key in keys)  # in order: a replay, with other hashes, forgets as this does
         self._unpublished, others = [], self._unpublished
         for left in others:
             if left.key in lost:
@@ -419,7 +419,7 @@ class StateSlots:
                 self._unpublished.append(left)
         if self.host is not None:
             self.host.forget(lost)
-        for slot in [self.pool.get_cached_block(key) for key in lost & self.histories.kept.keys()]:
+        for slot in [self.pool.get_cached_block(key) for key in lost if key in self.histories.kept]:
             if slot is not None:
                 self.pool.touch((slot,))
                 self._forget(slot)

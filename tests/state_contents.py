@@ -1,0 +1,83 @@
+"""Does every slot and host place hold the state that the scheduler believes is there? A simulated worker knows."""
+
+from collections import abc
+
+from tests.simulated_worker import SimulatedWorker, StateOf
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.state_slots import KEY, StateSlots
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.runtime.prefix_hash import PrefixHasher
+
+
+class RecordingHasher(PrefixHasher):
+    """Has another one hash, and knows of every digest the tokens that it stands for."""
+
+    def __init__(self, other: PrefixHasher) -> None:
+        self.block_size = other.block_size
+        self.tokens_of: dict[bytes, tuple[int, ...]] = {}
+        self._other = other
+
+    def root(self, extra_keys: abc.Sequence[str] = ()) -> bytes:
+        return self._other.root(extra_keys)
+
+    def extend(self, hashes: list[bytes], root: bytes, tokens: memoryview, num_tokens: int) -> None:
+        first, ids = len(hashes), tokens.cast("I").tolist()
+        self._other.extend(hashes, root, tokens, num_tokens)
+        for index in range(first, len(hashes)):
+            self.tokens_of[hashes[index]] = tuple(ids[: (index + 1) * self.block_size])
+
+
+class StateContents:
+    """Compares, slot by slot, what can be found and where sequences go on with what a worker left there: a wrong state
+    is seen when it becomes wrong, and not when somebody happens to read it."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._hasher = kv.hasher = RecordingHasher(kv.hasher)
+        self.num_compared = 0
+
+    def check(self, worker: SimulatedWorker, sequences: abc.Iterable[Sequence]) -> None:
+        """To be called when the worker has run every step that was scheduled; `sequences` are all the unfinished ones.
+
+        What is decided between two steps, as for beams, leaves its ops to the next one. That runs them before it
+        computes anything, so what counts is what is there behind them.
+        """
+        states = self._kv.states
+        if states is None or worker.states is None:
+            return
+        held = dict(worker.states)
+        for op, src, dst in states.host.ops if states.host is not None else ():
+            assert src in held, f"op {op} is to move slot {src}, in which no state was ever left"
+            held[dst] = held[src]
+        for slot, key in _found(states):
+            wanted, there = self._hasher.tokens_of[key.removesuffix(KEY)], held.get(slot)
+            assert there is not None, f"slot {slot} can be found, and nothing was ever left there"
+            assert there.tokens == wanted, f"slot {slot} holds the state of {there.tokens}, not {wanted}"
+            self.num_compared += 1
+        for sequence in sequences:
+            self._check_own(held, sequence)
+
+    def _check_own(self, held: dict[int, StateOf], sequence: Sequence) -> None:
+        """Where a sequence goes on that runs or is swapped out. What drafts in flight make of it only the worker
+        knows."""
+        state, adapter = sequence.state, sequence.request.adapter
+        if state is None or state.is_ahead or sequence.num_drafted or not sequence.num_computed:
+            return
+        place = state.source or state.live if state.host is None else state.host
+        there = held.get(place)
+        assert there is not None, f"{sequence} goes on in slot {place}, and nothing was ever left there"
+        assert there.adapter == (0 if adapter is None else adapter.number), f"{sequence} has the state of another"
+        assert len(there.tokens) == sequence.num_computed, f"{sequence} goes on behind {len(there.tokens)} tokens"
+        known = min(sequence.num_computed, sequence.num_tokens)  # later ones are in flight
+        assert there.tokens[:known] == tuple(sequence.tokens[:known]), f"{sequence} goes on with {there.tokens}"
+        self.num_compared += 1
+
+
+def _found(states: StateSlots) -> abc.Iterable[tuple[int, bytes]]:
+    """The slots and host places of states that others can find, now or from the next step on, with their keys."""
+    yield from ((block.block_id, block.block_hash) for block in states.pool.blocks if block.block_hash is not None)
+    yield from ((left.slot, left.key) for left in states._unpublished)
+    for key in states.histories.demoted:
+        place = None if states.host is None else states.host.find(key)
+        assert place is not None, "a state has a history on the host, and no place there"
+        yield place, key
