@@ -164,8 +164,9 @@ def test_every_page_is_in_the_index() -> None:
             assert f"{page.name})" in index, f"docs/README.md does not name {page.name}"
 
 
-def test_the_changelog_begins_with_this_version() -> None:
-    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+def test_the_changelogs_newest_release_is_this_version() -> None:
+    sections = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    newest = next(section for section in sections if section.split()[0] != "Unreleased")
     assert newest.split()[0] == __version__
     assert f"Protocol version {PROTOCOL_VERSION}" in newest
 
