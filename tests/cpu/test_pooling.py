@@ -274,6 +274,13 @@ def test_settings_of_the_pooler(tmp_path: Path, caplog: pytest.LogCaptureFixture
         EngineConfig.check({"pooler_config": {"pooling_type": "MAX"}})
     resolve(EngineConfig.check({"model": str(path), "device": "cpu", "pooler_config": {"pooling_type": "MEAN"}}))
     assert "pooler_config does nothing: this model makes no vectors" in caplog.text
+    asked["pooler_config"] = {"task": "token_embed"}
+    pooling = load_spec(path, options=EngineConfig.check(asked).pooling).pooling
+    assert pooling is not None
+    assert pooling.tasks == ("token_embed",)
+    asked["pooler_config"] = {"task": "classify"}
+    with pytest.raises(ModelError, match="task is classify, and this model can be asked to embed or token_embed"):
+        load_spec(path, options=EngineConfig.check(asked).pooling)
     bert = add_modules(write_pooled(tmp_path / "bert", "BertModel"), "mean", longest=100)
     config = resolve(EngineConfig.check({"model": str(bert), "device": "cpu"}))
     assert (config.max_model_len, config.enable_chunked_prefill, config.enable_prefix_caching) == (100, False, False)

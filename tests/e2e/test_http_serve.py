@@ -129,6 +129,9 @@ def test_bad_tls_files_end_the_start(tmp_path: Path) -> None:
     status, _, err = run("serve", "--port", "0", *flags)
     assert status == 2
     assert "TLS" in err.splitlines()[-1]
+    status, _, err = run("serve", "--port", "0", *flags, "--ssl-ciphers", "NONE-SUCH")
+    assert status == 2
+    assert "ssl_ciphers 'NONE-SUCH'" in err.splitlines()[-1]
 
 
 def test_help_and_print_config(tmp_path: Path) -> None:
@@ -240,9 +243,18 @@ def test_https(tmp_path: Path) -> None:
     made = ["openssl", "req", "-x509", *curve, "-nodes", "-days", "2"]
     name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
     subprocess.run([*made, *name], check=True, capture_output=True, timeout=scaled(60))
-    with serving("--ssl-keyfile", key, "--ssl-certfile", certificate) as server:
+    cipher = "ECDHE-ECDSA-AES256-GCM-SHA384"
+    flags = ["--ssl-keyfile", key, "--ssl-certfile", certificate, "--ssl-ciphers", cipher, "--disable-fastapi-docs"]
+    with serving(*flags) as server:
         assert server.url.startswith("https://")
         trust = ssl.create_default_context(cafile=certificate)
+        for path, status in {"/docs": 404, "/redoc": 404, "/openapi.json": 404, "/": 200}.items():
+            assert httpx.get(server.url + path, verify=trust, timeout=scaled(30)).status_code == status, path
+        trust.maximum_version = ssl.TLSVersion.TLSv1_2
+        trust.set_ciphers("ECDHE-ECDSA-AES128-GCM-SHA256")
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url, verify=trust, timeout=scaled(30))
+        trust.set_ciphers(cipher)
         asked = {"prompt": "Once", "max_tokens": 3, "stream": True}
         answer = httpx.post(server.url + "/v1/completions", json=asked, verify=trust, timeout=scaled(30))
         assert answer.text.endswith("data: [DONE]\n\n")

@@ -16,7 +16,7 @@ from vllm_lite.server.openai import bodies, forms
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.formats import Formats
-from vllm_lite.server.openai.grammars import Grammars
+from vllm_lite.server.openai.grammars import Grammars, StrictLevel
 from vllm_lite.structured.compile import compile_grammar
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -43,14 +43,14 @@ def error_of(**fields: Any) -> ApiError:
     return caught.value
 
 
-def held(formats: Formats | None = FORMATS, **fields: Any) -> str | None:
+def held(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **fields: Any) -> str | None:
     """The grammar that holds the answer of such a chat."""
 
     async def main() -> SamplingParams:
         body = chat(**fields)
         request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
         form, tools = forms.form_of(body), forms.tools_of(body)
-        return await Grammars(formats).held(SamplingParams(), form, tools, request)
+        return await Grammars(formats, level).held(SamplingParams(), form, tools, request)
 
     return asyncio.run(main()).grammar
 
@@ -262,6 +262,10 @@ def test_tools_that_are_nested_too_deeply_are_refused() -> None:
 def test_only_what_is_demanded_or_strict_is_held() -> None:
     assert held(tools=[TOOL]) is None
     assert held(tools=[TOOL, STRICT]) is not None
+    function, parameter = held(level="function", tools=[TOOL]), held(level="parameter", tools=[TOOL])
+    assert function is not None
+    assert parameter == held(tools=[{"type": "function", "function": {**TOOL["function"], "strict": True}}])
+    assert function != parameter
     required = held(tools=[TOOL], tool_choice="required")
     assert required is not None
     named = held(tools=[TOOL, STRICT], tool_choice={"function": {"name": "f"}})

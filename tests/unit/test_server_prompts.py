@@ -27,7 +27,7 @@ from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai import prompts as server_prompts
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, TokenizeBody
 from vllm_lite.server.openai.errors import ApiError
-from vllm_lite.server.openai.prompts import ROLES, Prompts, with_marks
+from vllm_lite.server.openai.prompts import ROLES, Prompts, TemplateVariables, with_marks
 from vllm_lite.server.openai.rendering import Renderer, TextTooLongError
 
 LIMITS = Welcome(1, 1, "x", 8192, 2048, (1, 4), 100, 16)
@@ -92,9 +92,17 @@ def test_the_template_is_told_how_much_to_reason() -> None:
     assert rendered("user", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "user:x;high"
 
 
+def test_another_effort_stands_for_one_that_the_template_does_not_know() -> None:
+    prompts = Prompts(None, cast(Renderer, Here()), LIMITS.max_model_len, TemplateVariables({}, {"xhigh": "max"}))
+    assert rendered("user", prompts=prompts, reasoning_effort="xhigh") == "user:x;max"
+    assert rendered("user", prompts=prompts, reasoning_effort="low") == "user:x;low"
+
+
 def test_variables_of_the_server_give_way() -> None:
     """What a chat says itself wins, by either of its fields."""
-    prompts = Prompts(None, cast(Renderer, Here()), LIMITS.max_model_len, {"reasoning_effort": "server"})
+    prompts = Prompts(
+        None, cast(Renderer, Here()), LIMITS.max_model_len, TemplateVariables({"reasoning_effort": "server"})
+    )
     assert rendered("user", prompts=prompts) == "user:x;server"
     assert rendered("user", prompts=prompts, reasoning_effort="low") == "user:x;low"
     assert rendered("user", prompts=prompts, chat_template_kwargs={"reasoning_effort": "high"}) == "user:x;high"

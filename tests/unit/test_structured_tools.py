@@ -186,6 +186,14 @@ def test_auto_holds_strict_tools_only() -> None:
     assert walker.takes(grammar, "a <tool_call> that is text")
 
 
+def test_names_may_be_held_where_no_arguments_are() -> None:
+    grammar, walker = tool_grammar(JSON_SHAPE, [Tool("loose", CITY)], "auto", is_held=True), Walker()
+    assert grammar is not None
+    begin = 'Ah. <tool_call>\n{"name": "'
+    assert walker.takes(grammar, begin + 'loose", "arguments": {"x": [1]}}\n</tool_call> and so')
+    assert not walker.takes(grammar, begin + 'other", "arguments": {}}\n</tool_call>')
+
+
 def test_a_common_text_begins_no_call() -> None:
     grammar, walker = plain("python", [Tool("now", strict=True)], "auto"), Walker()
     assert walker.takes(grammar, "a [list] of [now, then] and [now()] now")

@@ -1,6 +1,7 @@
 """A command line that was written for `vllm serve`: what changes nothing is taken and said, the rest is refused."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,15 +9,22 @@ import pytest
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.settings import add_flags
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.tools.cli import vllm_flags, with_dashes
+from vllm_lite.tools.cli import Parser, serve, vllm_flags, with_dashes
+
+FLAGS_OF_VLLM = Path(__file__).parents[1] / "fixtures" / "vllm_serve_flags.txt"
+"""All flags of `vllm serve` of vLLM 0.33, with spaces between them."""
 
 
-def given(*words: str) -> Any:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+def parsed(*words: str) -> Any:
+    parser = Parser(allow_abbrev=False)
     parser.add_argument("folder", nargs="?")
     add_flags(parser, ServeConfig)  # a name that is a setting as well would be an error here
     vllm_flags.add_flags(parser)
-    arguments = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def given(*words: str) -> Any:
+    arguments = parsed(*words)
     assert arguments.folder in (None, "MODEL"), "a value was taken for the model"
     return arguments.of_vllm or ()
 
@@ -93,6 +101,45 @@ def test_every_flag_has_an_answer() -> None:
                         vllm_flags.notice(given(name, *value))
                 else:
                     assert name in vllm_flags.notice(given(name, *value))
+
+
+def test_no_flag_of_vllm_is_unknown() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_flags(parser)
+    known = parser._option_string_actions
+    assert [flag for flag in FLAGS_OF_VLLM.read_text().split() if flag not in known] == []
+
+
+def test_a_refused_flag_may_have_several_values() -> None:
+    with pytest.raises(ConfigError, match=r"^--cpu-offload-params of vLLM is not supported: weights stay"):
+        vllm_flags.notice(given("--cpu-offload-params", "gate", "up"))
+
+
+@pytest.mark.parametrize(
+    ("words", "setting", "value"),
+    [
+        (
+            ("--speculative-config.method", "ngram", "--speculative-config.num-speculative-tokens=4"),
+            "speculative_config",
+            '{"method": "ngram", "num_speculative_tokens": 4}',
+        ),
+        (
+            ("-sc.method", "ngram", "-sc", '{"prompt_lookup_max": 2, "method": "x"}'),
+            "speculative_config",
+            '{"prompt_lookup_max": 2, "method": "ngram"}',
+        ),
+        (("--hf-overrides.a.b", "null", "--hf-overrides.a.c", "[1"), "hf_overrides", '{"a": {"b": null, "c": "[1"}}'),
+        (("--pooler-config.task",), "pooler_config", '{"task": ""}'),
+    ],
+)
+def test_keys_of_a_json_setting_may_be_flags(words: tuple[str, ...], setting: str, value: str) -> None:
+    assert getattr(parsed("MODEL", *words), setting) == value
+
+
+def test_keys_of_a_config_of_vllm_are_answered_as_the_config() -> None:
+    assert "-cc (nothing is compiled" in vllm_flags.notice(given("MODEL", "-cc.mode=none", "-cc.x.y", "1"))
+    with pytest.raises(ConfigError, match=r"^--kv-transfer-config of vLLM is not"):
+        vllm_flags.notice(given("--kv-transfer-config.kv_role", "kv_both", "MODEL"))
 
 
 def test_help_does_not_show_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -256,8 +256,16 @@ def embedder(
 
 
 def adjusted(spec: PoolingSpec, options: PoolingOptions) -> PoolingSpec:
-    """The pooler with what the user has set otherwise."""
+    """The pooler with what the user has set otherwise. Raises ModelError for a task that it has not."""
     asked: PoolerConfig = options.pooler_config
+    if asked.task is not None:
+        if asked.task not in spec.tasks:
+            raise ModelError(
+                f"pooler_config.task is {asked.task}, and this model can be asked to {' or '.join(spec.tasks)}"
+            )
+        also = ("score",) if asked.task == "classify" else ()
+        tasks = tuple(task for task in spec.tasks if task in (asked.task, *also))
+        spec = msgspec.structs.replace(spec, tasks=tasks)
     kind = asked.seq_pooling_type or asked.pooling_type
     if kind is not None:
         spec = msgspec.structs.replace(spec, kind=_MODES[kind.lower()])

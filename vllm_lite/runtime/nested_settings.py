@@ -104,8 +104,12 @@ POOLING_TYPES = ("LAST", "MEAN", "CLS")
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model pools, where that is to be otherwise than its files say. Names are vLLM's; the later ones win."""
+    """How a model pools, where that is to be otherwise than its files say. Names are vLLM's; the later ones win.
 
+    `task` is the only one that it then can be asked for; a classifier of pairs still scores.
+    """
+
+    task: Literal["embed", "token_embed", "classify"] | None = None
     pooling_type: str | None = None
     seq_pooling_type: str | None = None
     normalize: bool | None = None

@@ -24,11 +24,15 @@ SHORT_FLAGS = {
     "data_parallel_size": "-dp",
     "quantization": "-q",
     "api_server_count": "-asc",
+    "enable_expert_parallel": "-ep",
+    "speculative_config": "-sc",
 }
 ALIASES = {
     "kv_offloading_size": "swap_space",
     "cuda_graph_sizes": "cudagraph_capture_sizes",
     "override_pooler_config": "pooler_config",
+    "device_memory_utilization": "gpu_memory_utilization",
+    "watermark": "kv_watermark",
 }
 """Other names of settings, which other engines give them."""
 VLLM_VARIABLES = {"VLLM_API_KEY": "api_key"}

@@ -37,6 +37,7 @@ DIALECTS = Dialects(
         **dict.fromkeys(ollama_errors.PATHS, ollama_errors.response),
     }
 )
+API_DOCS_PATHS = frozenset({"/docs", "/redoc", "/openapi.json"})
 DOCS_PATHS = frozenset(pages.PAGES) | {"/openapi.json", "/version"}
 
 
@@ -157,6 +158,8 @@ def build(
     routes += [Route(path, live.reader.holding(method), methods=["POST"]) for path, method in posts]
     routes.append(Route("/ping", api.health, methods=["POST"]))
     routes += [*live.routes(), *pages.routes(), *more]
+    if config.disable_fastapi_docs:
+        routes = [route for route in routes if route.path not in API_DOCS_PATHS]
     metrics.know(routes)
     open_paths = OPEN_PATHS
     open_paths |= {METRICS_PATH} if config.public_metrics else frozenset()

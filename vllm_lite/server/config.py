@@ -3,7 +3,7 @@
 import re
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -52,8 +52,12 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ssl_certfile: Annotated[str | None, Meta(description="certificate, for https")] = None
     ssl_ca_certs: Annotated[str | None, Meta(description="certificates that clients' must be signed by")] = None
     ssl_cert_reqs: Annotated[int, Meta(ge=0, le=2, description="clients' certificates: 0 no, 1 optional, 2 must")] = 0
+    ssl_ciphers: Annotated[
+        str | None, Meta(description="ciphers of TLS 1.2 and below, in OpenSSL's form (default: OpenSSL's choice)")
+    ] = None
     public_metrics: Annotated[bool, Meta(description="/metrics needs no key")] = False
     public_docs: Annotated[bool, Meta(description="/, /docs, /redoc, /openapi.json and /version need no key")] = False
+    disable_fastapi_docs: Annotated[bool, Meta(description="there are no /docs, /redoc and /openapi.json")] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="/tokenizer_info shows the tokenizer's settings and the chat template")
     ] = False
@@ -108,6 +112,10 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
             description='JSON, e.g. {"enable_thinking":false}: variables of the template that a chat may set otherwise'
         ),
     ] = None
+    reasoning_effort_map: Annotated[
+        dict[str, str] | None,
+        Meta(description='JSON, e.g. {"medium":"low"}: what the template is told in the place of a reasoning effort'),
+    ] = None
     tool_call_parser: Annotated[
         str | None,
         Meta(description="format in which the model writes tool calls, by vLLM's name (default: found out), or none"),
@@ -118,6 +126,13 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     enable_auto_tool_choice: Annotated[
         bool, Meta(description="taken for vLLM's sake: it is always on where a format of calls is known")
     ] = False
+    tool_strict_level: Annotated[
+        Literal["auto", "function", "parameter"],
+        Meta(
+            description="what holds calls of tools that may be made: auto the tool's own `strict`, function its name "
+            "and form, parameter its schema as well"
+        ),
+    ] = "auto"
     generation_config: Annotated[
         str,
         Meta(

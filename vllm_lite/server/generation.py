@@ -139,7 +139,7 @@ class Generation:
         self._config = config
         self._factory = factory
         self._formats = formats
-        self._grammars = Grammars(formats)
+        self._grammars = Grammars(formats, config.tool_strict_level)
         self._has_warned = False
 
     async def read(self, request: Request, kind: type[B]) -> Asked[B]:

@@ -29,22 +29,24 @@ def tool_grammar(
     choice: Choice,
     *,
     parallel: bool = True,
+    is_held: bool = False,
     added_tokens: Mapping[str, int] | None = None,
 ) -> str | None:
     """Make the grammar, as it travels, of an output that calls `tools`.
 
     With `choice` "required" the output is one or more calls and nothing else; "named" is the same for the only tool of
     `tools`, and exactly one call. With "auto" it is text in which calls may stand; None if no tool is strict, so that
-    nothing has to be held. Arguments of a strict tool follow its schema, and so do those of others unless `choice` is
-    "auto": but for them keywords that cannot be held are ignored. Objects that name properties have no others, unless
-    their schema says so. Without `parallel` there is at most one call.
+    nothing has to be held, unless names and form of calls are to be (`is_held`). Arguments of a strict tool follow its
+    schema, and so do those of others unless `choice` is "auto": but for them keywords that cannot be held are ignored.
+    Objects that name properties have no others, unless their schema says so. Without `parallel` there is at most one
+    call.
     `added_tokens` are texts and ids of the vocabulary that literals may contain.
 
     Raises RequestError for a name or a schema that cannot be held.
     """
     if not tools or (choice == "named" and len(tools) != 1):
         raise RequestError(f"a call needs at least one tool, and a named call exactly one; got {len(tools)}")
-    if choice == "auto" and not any(tool.strict for tool in tools):
+    if choice == "auto" and not is_held and not any(tool.strict for tool in tools):
         return None
     for tool in tools:
         if not _NAME.fullmatch(tool.name):

@@ -4,6 +4,7 @@ That takes less than a millisecond for most and a second for the largest, mostly
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 from starlette.requests import Request
 
@@ -18,13 +19,16 @@ from vllm_lite.server.openai.forms import ToolsWanted, WantedForm
 COMPILER = "vllm_lite.structured.compile"
 """Imported when it is needed, or before: it takes 20 ms and more."""
 NUM_THREADS = 2
+StrictLevel = Literal["auto", "function", "parameter"]
 
 
 class Grammars:
-    """Makes the grammars of requests. `formats` are the model's, None for one without a tokenizer."""
+    """Makes the grammars of requests. `formats` are the model's, None for one without a tokenizer. `strict_level`: what
+    holds calls that may be made, beside their tools' own `strict`, as --tool-strict-level has it."""
 
-    def __init__(self, formats: Formats | None) -> None:
+    def __init__(self, formats: Formats | None, strict_level: StrictLevel = "auto") -> None:
         self._formats = formats
+        self._strict_level = strict_level
         self._threads = Threads(NUM_THREADS, "grammar")
 
     async def held(
@@ -35,7 +39,7 @@ class Grammars:
         Calls that are demanded leave no room for any other form. Where they may be made, an output is calls, or has
         the form.
         """
-        is_held = tools is not None and (tools.is_forced or any(tool.function.strict for tool in tools.allowed))
+        is_held = tools is not None and (tools.is_forced or self._holds(tools))
         if form is None and not is_held:
             return params
         if self._formats is None:
@@ -51,6 +55,10 @@ class Grammars:
         else:
             grammar = calls
         return params if grammar is None else changed(params, grammar=grammar)
+
+    def _holds(self, tools: ToolsWanted) -> bool:
+        """Whether calls that may be made are held to anything."""
+        return self._strict_level != "auto" or any(tool.function.strict for tool in tools.allowed)
 
     async def _made(self, make: Callable[[], str | None], field: str, request: Request) -> str | None:
         def work(check: Callable[[], None]) -> str | None:
@@ -69,10 +77,18 @@ class Grammars:
         if self._formats is None:
             return None
         functions = [tool.function for tool in tools.allowed]
-        wanted = [Tool(each.name, each.parameters, bool(each.strict)) for each in functions]
+        level = self._strict_level
+        wanted = [Tool(each.name, each.parameters, bool(each.strict) or level == "parameter") for each in functions]
         added = self._formats.tokenizer.added_tokens
         choice = "required" if or_else and tools.mode == "auto" else tools.mode
-        return tool_grammar(self._formats.shape(), wanted, choice, parallel=tools.parallel, added_tokens=added)
+        return tool_grammar(
+            self._formats.shape(),
+            wanted,
+            choice,
+            parallel=tools.parallel,
+            is_held=level == "function",
+            added_tokens=added,
+        )
 
 
 def _of_form(form: WantedForm, calls: str | None) -> str:

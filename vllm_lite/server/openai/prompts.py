@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -43,6 +44,17 @@ def with_marks(prompts: list[PromptLike], marks: list[int] | None) -> list[Promp
     return [TokensPrompt(prompt_token_ids=prompts[0], marks=marks)]
 
 
+class TemplateVariables(NamedTuple):
+    """What a template is given by the server: `defaults` are variables that a chat may set otherwise, `efforts` what
+    stands for a reasoning effort."""
+
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    efforts: Mapping[str, str] = MappingProxyType({})
+
+
+_NOTHING_TOLD = TemplateVariables()
+
+
 class Prompts:
     """For one model. Every method raises ApiError. `request` is watched while others are served first: once its client
     has gone, nothing more is done for it."""
@@ -52,11 +64,10 @@ class Prompts:
         tokenizer: Tokenizer | None,
         renderer: Renderer | None,
         max_model_len: int,
-        template_kwargs: Mapping[str, Any] | None = None,
+        told: TemplateVariables = _NOTHING_TOLD,
     ) -> None:
-        """`template_kwargs` are variables of the template that a chat may set otherwise."""
         self.tokenizer = tokenizer
-        self._template_kwargs = dict(template_kwargs or {})
+        self._told = told
         self._renderer = renderer
         self._max_model_len = max_model_len
         self._vocabulary: Vocabulary | None = None
@@ -145,9 +156,9 @@ class Prompts:
         generated = not continued if body.add_generation_prompt is None else body.add_generation_prompt
         given = body.chat_template_kwargs or {}
         check_depth(given, "chat_template_kwargs", "chat_template_kwargs")
-        variables = self._template_kwargs
-        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
-            variables = {**variables, "reasoning_effort": body.reasoning_effort}
+        variables = dict(self._told.defaults)
+        if isinstance(body, ChatBody) and (effort := body.reasoning_effort) is not None:
+            variables["reasoning_effort"] = self._told.efforts.get(effort, effort)
         chat = Render(
             messages=_plain(body.messages or []),
             add_generation_prompt=generated,

@@ -36,6 +36,7 @@ START_TIMEOUT_S = 10.0
 TICKS_TO_LOOK = 5
 ABORT_S = 2.0
 """How long what is aborted at the end may take to answer its clients so."""
+UVICORNS_CIPHERS = "TLSv1"
 CLOSE_S = 1
 FAILED_S = 0.5
 """How long a server whose engine has died still answers what comes, twice."""
@@ -158,6 +159,7 @@ class HttpServer:
             ssl_certfile=config.ssl_certfile,
             ssl_ca_certs=config.ssl_ca_certs,
             ssl_cert_reqs=config.ssl_cert_reqs,
+            ssl_ciphers=config.ssl_ciphers or UVICORNS_CIPHERS,
         )
         return _Uvicorn(settings, self.scoreboard.report_alive)
 

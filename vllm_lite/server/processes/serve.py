@@ -123,6 +123,11 @@ def _check_tls(config: ServeConfig) -> None:
     import ssl  # the engine of a server without TLS need not wait for it
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    if config.ssl_ciphers is not None:
+        try:
+            context.set_ciphers(config.ssl_ciphers)
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(f"ssl_ciphers {config.ssl_ciphers!r} name no cipher that OpenSSL has: {error}") from error
     try:
         if config.ssl_certfile is not None:
             context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)

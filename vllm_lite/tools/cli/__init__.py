@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from vllm_lite import __version__
 from vllm_lite.errors import VllmLiteError
+from vllm_lite.tools.cli import nested_flags
 
 COMMANDS = {
     "serve": "engine, workers and an OpenAI-compatible HTTP server",
@@ -70,6 +71,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": _Formatter, **settings})
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Override it to take single keys of JSON settings."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(nested_flags.joined(words, self._option_string_actions), namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

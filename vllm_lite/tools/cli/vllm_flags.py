@@ -1,7 +1,7 @@
 """Flags of `vllm serve` that are no settings here: what would change nothing is taken and said, the rest refused.
 
-So that a command line written for vLLM starts, or says in one sentence what to do. Names are those of vLLM 0.33's
-documentation, older ones included.
+So that a command line written for vLLM starts, or says in one sentence what to do. Names are all that vLLM 0.33 has,
+and older ones.
 """
 
 import argparse
@@ -22,6 +22,12 @@ OWN_SERVER = "uvicorn's settings are the server's own"
 ONE_BACKEND = "there is one backend, llguidance"
 BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 KERNELS = "kernels are chosen by --attention-backend and by the machine"
+WEIGHTS_STAY = "weights stay on the device"
+WHOLE_CONTEXTS = "contexts are whole"
+NO_STEPS_IN_COMMON = "engines do not wait for each other's steps"
+FOUND_OUT = "what an adapter holds is found out"
+MAPPED = "files are mapped, and only .safetensors"
+HANGS = "see --heartbeat-timeout-s and --max-restarts"
 
 
 class Flags(NamedTuple):
@@ -52,11 +58,26 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--data-parallel-size-local -dpl", ONE_HOST),
     Flags("--nnodes -n", ONE_NODE, ("1",)),
     Flags("--node-rank -r", ONE_NODE, ("0",)),
-    Flags("-dcp --decode-context-parallel-size -pcp --prefill-context-parallel-size", "contexts are whole", ("1",)),
+    Flags("-dcp --decode-context-parallel-size -pcp --prefill-context-parallel-size", WHOLE_CONTEXTS, ("1",)),
+    Flags("--dcp-comm-backend --dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size", WHOLE_CONTEXTS),
+    Flags("--dcp-q-replicate", WHOLE_CONTEXTS, SWITCHES),
     Flags("--data-parallel-backend -dpb --all2all-backend --expert-placement-strategy", ONE_HOST),
     Flags("--disable-custom-all-reduce --max-parallel-loading-workers --ray-workers-use-nsight", ALWAYS, SWITCHES),
     Flags("--prefix-caching-hash-algo", "SHA-256 over msgpack", ("sha256", "sha256_cbor", "builtin")),
-    Flags("--cpu-offload-gb", "weights stay on the device", ("0", "0.0")),
+    Flags("--data-parallel-supervisor-port --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s", ONE_HOST),
+    Flags("--dp-supervisor-probe-failure-threshold", ONE_HOST),
+    Flags(
+        "--dp-sync-interval --ubatch-size --dbo-decode-token-threshold --dbo-prefill-token-threshold",
+        NO_STEPS_IN_COMMON,
+    ),
+    Flags("--disable-nccl-for-dp-synchronization", NO_STEPS_IN_COMMON, SWITCHES),
+    Flags("--cpu-offload-gb", WEIGHTS_STAY, ("0", "0.0")),
+    Flags("--offload-backend", WEIGHTS_STAY, ("auto",)),
+    Flags("--offload-group-size", WEIGHTS_STAY, ("0",)),
+    Flags("--offload-num-in-group --offload-prefetch-step", WEIGHTS_STAY),
+    Flags("--distributed-timeout-seconds --cpu-distributed-timeout-seconds --watchdog-config", HANGS),
+    Flags("--enable-fault-tolerance", HANGS, SWITCHES),
+    Flags("--numa-bind", "workers are bound, see --cpu-bind", SWITCHES),
     Flags("--kv-offloading-backend", "KV blocks go to host memory by the engine's own copies", ("native",)),
     Flags("--limit-mm-per-prompt --mm-processor-kwargs --mm-processor-cache-gb --media-io-kwargs", IMAGES),
     Flags("--mm-processor-cache-type --mm-encoder-tp-mode --video-pruning-rate", IMAGES),
@@ -69,10 +90,8 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--max-num-partial-prefills --max-long-partial-prefills", "prompts share a step's tokens in turn"),
     Flags("--disable-cascade-attn --disable-hybrid-kv-cache-manager", ALWAYS, SWITCHES),
     Flags("--kv-sharing-fast-prefill --calculate-kv-scales", "only what a model needs is done", SWITCHES),
-    Flags(
-        "--safetensors-load-strategy --pt-load-map-location --ignore-patterns",
-        "files are mapped, and only .safetensors",
-    ),
+    Flags("--safetensors-load-strategy --pt-load-map-location --ignore-patterns", MAPPED),
+    Flags("--safetensors-prefetch-num-threads --safetensors-prefetch-block-size", MAPPED),
     Flags("--show-hidden-metrics-for-version", "older names are always there"),
     Flags("--aggregate-engine-logging --fail-on-environ-validation --enable-logging-iteration-details", ALWAYS, ()),
     Flags("--cudagraph-metrics --enable-mfu-metrics --enable-layerwise-nvtx-tracing", "there are none", SWITCHES),
@@ -87,7 +106,39 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--mm-encoder-attn-backend --mm-encoder-attn-dtype --mm-processor-device --mm-hasher-algorithm", IMAGES),
     Flags("--mm-ipc-gpu-memory-gb --mm-shm-cache-max-object-size-mb --mm-tensor-ipc --video-pruning-method", IMAGES),
     Flags("--mm-encoder-only --mm-device-do-normalize", IMAGES, SWITCHES),
+    Flags("--mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin", IMAGES),
+    Flags("--default-mm-loras --ec-manager-config", IMAGES),
+    Flags("--enable-mm-embeds --trust-request-mm-kwargs --enable-tower-connector-lora", IMAGES, SWITCHES),
     Flags("--renderer-num-workers --api-server-workers", "see --api-server-count"),
+    Flags(
+        "-ac --ir-op-priority --sparse-indexer-topk-backend --mamba-cache-philox-rounds --replayssm-buffer-len", KERNELS
+    ),
+    Flags(
+        "--monokernel --use-replayssm --swa-bounded-replay --enable-hc-sp --enable-ep-weight-filter", KERNELS, SWITCHES
+    ),
+    Flags("--enable-batch-sharded-sampling --enable-shm-tensor-arena", KERNELS, SWITCHES),
+    Flags("--jit-monitor-mode", NO_COMPILE),
+    Flags("--jit-monitor-verbose --sleep-mode-offload-cudagraph", NO_COMPILE, SWITCHES),
+    Flags("--sleep-mode-backend", "there is one way to sleep", ("cumem",)),
+    Flags("--enable-cumem-allocator --enable-nccl-comm-suspend", "memory is given back in one way", SWITCHES),
+    Flags("--allow-deprecated-quantization --enable-offline-docs", ALWAYS, SWITCHES),
+    Flags("--scheduler-reserve-full-isl", "prompts are admitted by the blocks they take, see --kv-watermark", SWITCHES),
+    Flags("--performance-mode", "see --max-num-batched-tokens and --max-itl-ms"),
+    Flags("--prefill-schedule-interval", "prompts share every step, see --max-itl-ms", ("1",)),
+    Flags("--prefix-match-unit", "prefixes are found by blocks, see --block-size"),
+    Flags("--prefix-cache-retention-interval", "which states are kept follows from their use"),
+    Flags("--enable-mamba-shared-prefix-checkpoint", "which states are kept follows from their use", SWITCHES),
+    Flags("--fully-sharded-loras --specialize-active-lora", "adapters are computed in one way", SWITCHES),
+    Flags("--enable-mixed-moe-lora-format --enable-moe-shared-loras", FOUND_OUT, SWITCHES),
+    Flags("--max-lora-cls-labels", FOUND_OUT),
+    Flags("--lora-dtype", "adapters have the dtype of the model", ("auto",)),
+    Flags("--disable-access-log-for-endpoints", "there is no access log"),
+    Flags("--sse-keep-alive-interval", "an idle stream gets a comment every 15 s"),
+    Flags("--fingerprint-mode", "answers have no fingerprint", ("none",)),
+    Flags("--per-request-spec-decode-metrics", "see /metrics", ("none",)),
+    Flags("--anthropic-disabled-thinking-effort", "thinking is turned off by the template's variables", ("auto",)),
+    Flags("--cohere-format", "prompts are made by the model's template"),
+    Flags("--cohere-is-reasoning-model", "see --reasoning-parser", SWITCHES),
 )
 """Flags that would change nothing here. Another value than these is refused, for the same reason."""
 
@@ -106,10 +157,34 @@ REFUSED: tuple[Flags, ...] = (
     Flags("--master-addr --master-port --data-parallel-address -dpa --data-parallel-rpc-port -dpp", ONE_NODE),
     Flags("--data-parallel-rank -dpn --data-parallel-start-rank -dpr", ONE_HOST),
     Flags("--data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe", ONE_HOST, SWITCHES),
+    Flags("--data-parallel-multi-port-external-lb -dpm --enable-elastic-ep", ONE_HOST, SWITCHES),
+    Flags("--elastic-ep-max-dp-size", ONE_HOST),
+    Flags("--device-ids", "set CUDA_VISIBLE_DEVICES"),
+    Flags("--numa-bind-nodes --numa-bind-cpus", "see --cpu-bind"),
+    Flags("--fault-tolerance-config", HANGS),
+    Flags("--cpu-offload-params --offload-params", WEIGHTS_STAY),
+    Flags("--kv-cache-dtype-skip-layers", "all layers have the dtype of --kv-cache-dtype"),
+    Flags("--enable-mamba-cache-stochastic-rounding", "states are rounded to the nearest", SWITCHES),
+    Flags("--sleep-preserve-parameter-names", "at level 2 all weights are read again"),
+    Flags("--lora-target-modules", "an adapter changes all modules that it has weights for"),
+    Flags("--max-num-active-seqs", "see --max-num-seqs"),
+    Flags("--max-num-scheduled-tokens", "see --max-num-batched-tokens"),
     Flags("--kv-transfer-config --ec-transfer-config", "prompts and answers are computed by one engine"),
     Flags("--otlp-traces-endpoint --collect-detailed-traces", "see --record, and docs/metrics.md"),
     Flags("--override-attention-dtype --additional-config --profiler-config --eplb-config", "there is no such thing"),
+    Flags("--aux-output-config --engram-config --diffusion-config -dc --watermark-config", "there is no such thing"),
     Flags("--long-prefill-token-threshold", "see --max-num-batched-tokens"),
+    Flags("--long-prefill-token-threshold-adaptive", "see --max-num-batched-tokens", SWITCHES),
+    Flags("--model-class-overrides", 'see --hf-overrides \'{"architectures":["X"]}\''),
+    Flags(
+        "--enable-trace-replay",
+        "tokens of an answer are not given, see logprob_token_ids and prompt_logprobs",
+        SWITCHES,
+    ),
+    Flags("--logging-config", "see --log-level, --log-format and --log-config-file"),
+    Flags("--custom-histogram-buckets", "buckets are vLLM's"),
+    Flags("--fingerprint-value", "answers have no fingerprint"),
+    Flags("--grpc-port", "there is HTTP alone, and the messages of docs/protocol.md"),
     Flags("--structured-outputs-config", ONE_BACKEND),
     Flags("--return-sampling-mask --enable-return-routed-experts", "answers tell no masks and no experts", SWITCHES),
     Flags("--reasoning-config", "see --reasoning-parser"),
@@ -117,7 +192,6 @@ REFUSED: tuple[Flags, ...] = (
     Flags("--spec-method --spec-model --spec-tokens", "see --speculative-config"),
     Flags("--weight-transfer-config", "see POST /update_weights"),
     Flags("--grpc", "there is HTTP alone, and the messages of docs/protocol.md", SWITCHES),
-    Flags("--pooler-config.task", "each request names its task"),
     Flags("--enable-per-request-metrics", "see /metrics, and GET /v1/requests/{id}", SWITCHES),
 )
 
@@ -138,20 +212,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Have `parser` take them, unseen by --help."""
     for table, is_refused in ((WITHOUT_EFFECT, False), (REFUSED, True)):
         for row in table:
-            for name, count in _spellings(row):
+            for name, count in _spellings(row, is_refused=is_refused):
                 more: dict[str, Any] = {"row": row, "is_refused": is_refused, "nargs": count}
                 parser.add_argument(name, dest="of_vllm", action=_Given, help=argparse.SUPPRESS, **more)
 
 
-def _spellings(row: Flags) -> Iterator[tuple[str, int | None]]:
-    """Each flag with its number of values: a switch has none, and a --no- form."""
+def _spellings(row: Flags, *, is_refused: bool) -> Iterator[tuple[str, int | str | None]]:
+    """Each flag with its number of values: a switch has none, and a --no- form; one that is refused may have many."""
     for name in row.names.split():
         if row.values == SWITCHES:
             yield name, 0
             if name.startswith("--"):
                 yield f"--no-{name[2:]}", 0
         else:
-            yield name, None
+            yield name, "+" if is_refused else None
 
 
 def notice(given: Sequence[tuple[str, Flags, Any, bool]]) -> str:

@@ -1,0 +1,67 @@
+"""Flags of one key of a JSON setting, as vLLM has them: --speculative-config.method ngram.
+
+They are put together to the one flag that takes the object, before the command line is read.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+MAX_DEPTH = 8
+
+
+def joined(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """`words` with one object for all keys of a flag, where its first key stands. Flags in `known` stay as they are.
+
+    An object that is given beside keys has them added.
+    """
+    objects: dict[str, dict[str, Any]] = {}
+    kept: list[str] = []
+    for flag, keys, value in _read(words, known):
+        if not keys:
+            kept.append(value)
+            continue
+        if flag not in objects:
+            objects[flag] = {}
+            kept += [flag, ""]
+        _put(objects[flag], keys, _value(value))
+    for flag, found in objects.items():
+        places = [place + 1 for place, word in enumerate(kept[:-1]) if word == flag]
+        whole: dict[str, Any] = {}
+        for place in places:
+            whole |= _object(kept[place])
+        for place in places:
+            kept[place] = json.dumps(whole | found)
+    return kept
+
+
+def _read(words: Sequence[str], known: Collection[str]) -> Iterator[tuple[str, list[str], str]]:
+    """Each word that stays, as ("", [], word), and each key with its value, as (flag, keys, value)."""
+    rest = iter(words)
+    for word in rest:
+        name, has_value, value = word.partition("=")
+        flag, dot, keys = name.partition(".")
+        if not (dot and flag.startswith("-") and flag in known and name not in known):
+            yield "", [], word
+            continue
+        yield flag, keys.replace("-", "_").split(".")[:MAX_DEPTH], value if has_value else next(rest, "")
+
+
+def _put(found: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    for key in keys[:-1]:
+        inner = found.get(key)
+        found[key] = found = inner if isinstance(inner, dict) else {}
+    found[keys[-1]] = value
+
+
+def _value(text: str) -> Any:
+    """JSON where it is, else a text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = _value(text)
+    return value if isinstance(value, dict) else {}
