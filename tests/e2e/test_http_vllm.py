@@ -100,6 +100,42 @@ def test_calls_that_must_be_made_are_not_rendered(http: httpx.Client) -> None:
     assert "tool_choice" in post(http, "/v1/chat/completions/render", body, 400)["error"]["message"]
 
 
+def test_messages_and_responses_are_rendered_as_the_chats_that_they_are(http: httpx.Client) -> None:
+    wanted = post(http, "/v1/chat/completions/render", {"messages": STORY, **FIXED})
+    found = [
+        post(http, "/v1/messages/render", {"messages": STORY, "model": "demo_model", "max_tokens": 12}),
+        post(http, "/v1/responses/render", {"input": STORY[0]["content"], "max_output_tokens": 12}),
+    ]
+    for each in found:
+        assert each["token_ids"] == wanted["token_ids"]
+        assert each["sampling_params"]["max_tokens"] == 12
+        assert post(http, "/inference/v1/generate", each)["usage"]["completion_tokens"] <= 12
+    body = {"input": "Hi", "previous_response_id": "resp_1"}
+    assert post(http, "/v1/responses/render", body, 400)["error"]["param"] == "previous_response_id"
+
+
+def test_what_is_rendered_is_named_by_the_header_before_the_body(http: httpx.Client) -> None:
+    body = {"prompt": "Once upon", "request_id": "body"}
+    named = [http.post("/v1/completions/render", json=body, headers=it) for it in ({"X-Request-Id": "header"}, {})]
+    assert [answer.json()[0]["request_id"] for answer in named] == ["cmpl-header", "cmpl-body"]
+
+
+def test_a_rendered_prompt_says_where_its_tokens_stand(http: httpx.Client) -> None:
+    text = "Once upon a time, \N{SNOWMAN}"
+    (found,) = post(http, "/v1/completions/render", {"prompt": text, "return_token_offsets": True})
+    pieces = post(http, "/tokenize", {"prompt": text, "return_token_strs": True})["token_strs"]
+    assert len(found["token_offsets"]) == len(found["token_ids"])
+    shown = [text[start:end] for start, end in found["token_offsets"]]
+    assert [piece.replace("\u0120", " ") for piece in pieces][1:4] == shown[1:4]
+    assert found["token_offsets"][0] == [0, 0]
+    chats = post(http, "/v1/chat/completions/render", {"messages": STORY, "return_token_offsets": True})
+    assert len(chats["token_offsets"]) == len(chats["token_ids"])
+    assert (
+        post(http, "/v1/completions/render", {"prompt": [5, 6], "return_token_offsets": True})[0]["token_offsets"]
+        is None
+    )
+
+
 def test_invocations(http: httpx.Client) -> None:
     answer = post(http, "/invocations", {"messages": STORY, **FIXED})
     assert answer["choices"][0]["message"] == chat(http, STORY)["choices"][0]["message"]

@@ -250,6 +250,11 @@ class StreamFactory:
         scores = None if params.prompt_logprobs is None else PromptScores(self.tokenizer, checked.token_ids)
         return RequestStream(request_id, checked, with_seed(params), samples, scores)
 
+    def replayed(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> RequestStream:
+        """Make a stream for the events of a request that somebody else has run; no engine is to run it."""
+        samples = [self._sample(params) for _ in range(params.n)]
+        return RequestStream(request_id, Prompt(None, prompt_ids), params, samples)
+
     def fork(
         self, parent: RequestStream, params: SamplingParams | None, request_id: str, number: int = 0
     ) -> RequestStream:

@@ -153,7 +153,8 @@ class Generation:
         self.live.calls.check()
         return Asked(request, body, headers, name)
 
-    async def completion(self, asked: Asked[CompletionBody]) -> Made:
+    async def completion(self, asked: Asked[CompletionBody], call_id: str | None = None) -> Made:
+        """`call_id` as for chats."""
         request, body = asked.request, asked.body
         params = bodies.sampling(body, self.model.defaults, _completion_changes(body))
         params = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
@@ -162,7 +163,7 @@ class Generation:
             params = bodies.changed(params, stop_token_ids=[*params.stop_token_ids, *infill.ends])
         if len(prompts) * params.n > bodies.MAX_CHOICES:
             raise ApiError(400, f"n times the prompts are {len(prompts) * params.n}; at most {bodies.MAX_CHOICES}", "n")
-        return await self._made(asked, prompts, params, echo=None if body.echo else ())
+        return await self._made(asked, prompts, params, echo=None if body.echo else (), call_id=call_id)
 
     async def chat(self, asked: Asked[ChatBody], call_id: str | None = None) -> Made:
         """`call_id` is one that the caller has made, in the form of its dialect, and that no other call has. Forks of
@@ -213,6 +214,19 @@ class Generation:
         params = bodies.sampling(given, {"max_tokens": None, **self.model.defaults}, changes)
         params = await self._grammars.held(_budgeted(params, given), forms.form_of(given), None, request)
         return await self._made(asked, with_marks([body.token_ids], body.marks), params)
+
+    def replayed(self, body: ChatBody | CompletionBody, model: str, call_id: str, prompts: Sequence[list[int]]) -> Call:
+        """A call that no engine runs: it is given the tokens that others have generated for `body`."""
+        changes = _chat_changes(body) if isinstance(body, ChatBody) else _completion_changes(body)
+        params = bodies.sampling(body, {"max_tokens": None}, {**changes, "prompt_logprobs": None})
+        style = AnswerStyle.of(body, model)
+        parsing = None
+        if isinstance(body, ChatBody) and self._formats is not None:
+            parsing = _parsing(self._formats, body, forms.tools_of(body))
+        style = msgspec.structs.replace(
+            style, parsing=parsing, prompt_logprobs=False, only_scores=False, resumable=False
+        )
+        return Call(call_id, [self._factory.replayed(call_id, ids, params) for ids in prompts], style)
 
     @property
     def knows_thinking(self) -> bool:

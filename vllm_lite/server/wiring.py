@@ -46,6 +46,7 @@ from vllm_lite.server.responses.runs import Runs
 from vllm_lite.server.responses.store import store_of
 from vllm_lite.server.resumption import Resumption
 from vllm_lite.server.vllm.adapters import AdapterRoutes
+from vllm_lite.server.vllm.derender import DerenderRoutes
 from vllm_lite.server.vllm.information import Information
 from vllm_lite.server.vllm.operations import Operations
 from vllm_lite.server.vllm.routes import VllmRoutes
@@ -142,7 +143,7 @@ class Application:
         information = Information(config, files.tokenizer, files.template_text)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
         more += Operations(self.calls, live.reader, resolved).routes()
-        more += AdapterRoutes(generation).routes()
+        more += [*AdapterRoutes(generation).routes(), *DerenderRoutes(generation).routes()]
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, resolved.model, prompts, shown)
         more += LlamaCppRoutes(generation, resolved.max_num_seqs, shown).routes()

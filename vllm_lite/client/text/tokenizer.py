@@ -94,6 +94,15 @@ class Tokenizer:
             return ids
         return ids[-num_kept:] if side == "left" else ids[:num_kept]
 
+    def offsets(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Where in `text` each of its `token_ids` stands, as (start, end) in characters; (0, 0) for a special token
+        that the file's post-processor adds. None if `text` is tokenized otherwise."""
+        for add_special_tokens in (False, True):
+            encoding = self._library.encode(text, add_special_tokens=add_special_tokens)
+            if encoding.ids == token_ids:
+                return list(encoding.offsets)
+        return None
+
     def encode_batch(
         self, texts: Sequence[str], *, num_kept: int | None = None, side: str = "right"
     ) -> list[list[int]]:

@@ -15,6 +15,8 @@ from vllm_lite.server.messages.answers import MessageWriter
 from vllm_lite.server.messages.bodies import CountTokensBody, MessagesBody
 from vllm_lite.server.messages.chats import chat_of
 from vllm_lite.server.openai import forms
+from vllm_lite.server.openai.bodies import ChatBody
+from vllm_lite.server.vllm import rendered
 
 
 class MessagesRoutes:
@@ -26,20 +28,37 @@ class MessagesRoutes:
         self._live = generation.live
 
     def routes(self) -> list[Route]:
-        posts = [("/v1/messages", self.create), ("/v1/messages/count_tokens", self.count_tokens)]
+        posts = [
+            ("/v1/messages", self.create),
+            ("/v1/messages/count_tokens", self.count_tokens),
+            ("/v1/messages/render", self.render),
+        ]
         return [Route(path, self._live.reader.holding(method), methods=["POST"]) for path, method in posts]
 
     async def create(self, request: Request) -> Response:
-        asked = await self._generation.read(request, MessagesBody)
-        chat = chat_of(asked.body, self._model.max_model_len)
-        if not self._generation.knows_thinking:  # clients send a budget to every model; one without keeps to any
-            chat = msgspec.structs.replace(chat, thinking_token_budget=None)
+        asked = await self._asked(request)
+        chat = asked.body
         call_id = f"msg_{os.urandom(12).hex()}"
-        call, headers = await self._generation.chat(Asked(request, chat, asked.headers, asked.model), call_id)
+        call, headers = await self._generation.chat(asked, call_id)
         request_id = request.scope[REQUEST_ID]
         writer = MessageWriter(call, self._live.writers.message(call, call.choices[0]), request_id)
         headers = {**headers, "request-id": request_id}
         return CallResponse(call, writer, self._live.calls.run, stream=bool(chat.stream), headers=headers)
+
+    async def render(self, request: Request) -> Response:
+        """As vLLM's other /render: the prompt as a body of /inference/v1/generate."""
+        asked = await self._asked(request)
+        rendered.check(asked.body)
+        made = await self._generation.chat(asked, rendered.call_id("chatcmpl", request, asked.body))
+        return as_json(rendered.requests(made.call, asked.body, asked.model)[0], made.headers)
+
+    async def _asked(self, request: Request) -> Asked[ChatBody]:
+        """Read the messages as the chat that they are."""
+        asked = await self._generation.read(request, MessagesBody)
+        chat = chat_of(asked.body, self._model.max_model_len)
+        if not self._generation.knows_thinking:  # clients send a budget to every model; one without keeps to any
+            chat = msgspec.structs.replace(chat, thinking_token_budget=None)
+        return Asked(request, chat, asked.headers, asked.model)
 
     async def count_tokens(self, request: Request) -> Response:
         asked = await self._generation.read(request, CountTokensBody)

@@ -98,11 +98,12 @@ class ForkBody(FormFields, frozen=True, kw_only=True):
 
 
 class Body(ForkBody, frozen=True, kw_only=True):
-    """What completions and chats share: a fork's fields, and these."""
+    """What completions and chats share: a fork's fields, and these. `return_token_offsets` is for /render."""
 
     model: str | None = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_offsets: bool | None = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -219,6 +220,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /inference/v1/generate: token ids in, token ids out, and their text too if `output_mode` says so."""
 
     token_ids: list[int]
+    token_offsets: Any = None
     marks: list[int] | None = None
     sampling_params: GenerateParams = GenerateParams()
     model: str | None = None

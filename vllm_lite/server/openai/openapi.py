@@ -27,6 +27,7 @@ from vllm_lite.server.pooling.bodies import (
     ScoreBody,
 )
 from vllm_lite.server.responses.bodies import ResponseBody
+from vllm_lite.server.vllm.bodies import DerenderChatBody, DerenderCompletionBody
 
 _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # method, path, summary, body
     ("post", "/v1/chat/completions", "answer messages", bodies.ChatBody),
@@ -43,6 +44,10 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("post", "/inference/v1/generate", "continue token ids with token ids", bodies.GenerateBody),
     ("post", "/v1/chat/completions/render", "a chat as a body of /inference/v1/generate", bodies.ChatBody),
     ("post", "/v1/completions/render", "a completion as such bodies, one for each prompt", bodies.CompletionBody),
+    ("post", "/v1/chat/completions/derender", "what was generated, as a chat's answer", DerenderChatBody),
+    ("post", "/v1/completions/derender", "what was generated, as a completion's answer", DerenderCompletionBody),
+    ("post", "/v1/messages/render", "messages of Anthropic's API as such a body", MessagesBody),
+    ("post", "/v1/responses/render", "a response as such a body", ResponseBody),
     ("post", "/invocations", "a chat or a completion, as its fields say", bodies.ChatBody),
     ("post", "/v1/messages", "answer messages, as Anthropic's API", MessagesBody),
     ("post", "/v1/messages/count_tokens", "how many tokens their prompt has", CountTokensBody),

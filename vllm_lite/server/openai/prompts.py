@@ -184,6 +184,13 @@ class Prompts:
             return work(lambda: None)
         return await self._threads.run(work, request.receive)
 
+    async def offsets(self, text: str, token_ids: list[int], request: Request) -> list[tuple[int, int]] | None:
+        """Where in `text` its tokens stand, in characters; None if these are not its tokens."""
+        words = self.tokenizer
+        if words is None:
+            return None
+        return await self._threads.run(lambda _: words.offsets(text, token_ids), request.receive)
+
     def _encoded(self, text: str, add_special_tokens: bool, params: SamplingParams | None, check: Check) -> list[int]:
         """Tokenize one text. Raises RequestError as well."""
         if self.tokenizer is None:

@@ -29,6 +29,7 @@ from vllm_lite.server.responses.items import Item
 from vllm_lite.server.responses.output import Output
 from vllm_lite.server.responses.runs import Run, Runs
 from vllm_lite.server.responses.store import Record, Store
+from vllm_lite.server.vllm import rendered
 
 MAX_PAGE = 100
 SETTLE_S = 1.0
@@ -50,6 +51,7 @@ class ResponsesRoutes:
         return [
             Route("/v1/responses", create, methods=["POST"]),
             Route("/v1/responses/input_tokens", count, methods=["POST"]),
+            Route("/v1/responses/render", self._live.reader.holding(self.render), methods=["POST"]),
             Route(path, self.retrieve, methods=["GET"]),
             Route(path, self.delete, methods=["DELETE"]),
             Route(path + "/cancel", self.cancel, methods=["POST"]),
@@ -99,6 +101,21 @@ class ResponsesRoutes:
         made = await asking.made(self._generation, asked, messages, response_id)
         tokens = {"object": "response.input_tokens", "input_tokens": made.call.num_prompt_tokens}
         return as_json(tokens, made.headers)
+
+    async def render(self, request: Request) -> Response:
+        """As vLLM's other /render: the prompt as a body of /inference/v1/generate. It knows no earlier response."""
+        asked = await self._generation.read(request, ResponseBody)
+        body = asked.body
+        bodies.check(body)
+        if body.previous_response_id is not None:
+            text = "previous_response_id: what is rendered has all of its input; repeat the earlier items in it"
+            raise ApiError(400, text, "previous_response_id")
+        response_id = _random_id()
+        _, messages = await self._messages(asked, response_id)
+        chat = msgspec.structs.replace(asking.as_chat(body, messages), stream=body.stream)
+        rendered.check(chat)
+        made = await asking.made(self._generation, asked, messages, response_id)
+        return as_json(rendered.requests(made.call, chat, asked.model)[0], made.headers)
 
     async def retrieve(self, request: Request) -> Response:
         """The response as it is, or its stream behind the event `starting_after`."""

@@ -3,9 +3,11 @@
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.calls.call import Call
+from vllm_lite.server.http.dialects import REQUEST_ID
 from vllm_lite.server.openai import forms
 from vllm_lite.server.openai.bodies import Body, ChatBody, GenerateParams
 from vllm_lite.server.openai.errors import ApiError
@@ -22,6 +24,12 @@ def check(body: ChatBody) -> None:
         raise ApiError(400, "tool_choice: calls that must be made cannot be rendered; use auto or none", "tool_choice")
 
 
+def call_id(kind: str, request: Request, body: Body) -> str:
+    """The id of what is rendered: by the X-Request-Id that came, else the body's `request_id`, else of its own."""
+    given = request.scope[REQUEST_ID] if "x-request-id" in request.headers else body.request_id
+    return f"{kind}-{given or request.scope[REQUEST_ID]}"
+
+
 def requests(call: Call, body: Body, model: str) -> list[dict[str, Any]]:
     """Return one body for each prompt of `call`, which is not started."""
     form = forms.form_of(body)
@@ -33,6 +41,7 @@ def requests(call: Call, body: Body, model: str) -> list[dict[str, Any]]:
         {
             "request_id": stream.request_id,
             "token_ids": list(stream.prompt.token_ids),
+            "token_offsets": None,
             "sampling_params": {**_sampling(stream.params), **more},
             **common,
         }

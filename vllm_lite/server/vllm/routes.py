@@ -45,14 +45,24 @@ class VllmRoutes:
 
     async def render_chat(self, request: Request) -> Response:
         asked = await self._generation.read(request, ChatBody)
-        rendered.check(asked.body)
-        made = await self._generation.chat(asked)
-        return as_json(rendered.requests(made.call, asked.body, asked.model)[0], made.headers)
+        body = asked.body
+        rendered.check(body)
+        made = await self._generation.chat(asked, rendered.call_id("chatcmpl", request, body))
+        found = rendered.requests(made.call, body, asked.model)[0]
+        if body.return_token_offsets:
+            text = await self._generation.prompts.render(body, None, request)
+            found["token_offsets"] = await self._generation.prompts.offsets(text, found["token_ids"], request)
+        return as_json(found, made.headers)
 
     async def render_completion(self, request: Request) -> Response:
         asked = await self._generation.read(request, CompletionBody)
-        made = await self._generation.completion(asked)
-        return as_json(rendered.requests(made.call, asked.body, asked.model), made.headers)
+        made = await self._generation.completion(asked, rendered.call_id("cmpl", request, asked.body))
+        found = rendered.requests(made.call, asked.body, asked.model)
+        if asked.body.return_token_offsets:
+            for each, stream in zip(found, made.call.streams, strict=True):
+                if (text := stream.prompt.text) is not None:
+                    each["token_offsets"] = await self._generation.prompts.offsets(text, each["token_ids"], request)
+        return as_json(found, made.headers)
 
     async def invocations(self, request: Request) -> Response:
         """A chat or a completion, as its fields say."""
