@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: choices, likelihoods and answers, measured as by its own transformers backend."""
+"""lm-evaluation-harness: choices, likelihoods, answers and chats, measured as by its own transformers backend."""
 
 import json
 import random
@@ -49,7 +49,7 @@ def evaluate(name: str, tasks: str, model: str, where: str, *more: str) -> dict[
     return {"results": json.loads(found.read_text())["results"], "said": said}
 
 
-Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(12)))
+Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(24)))
 for name, task in TASKS.items():
     Path(f"{name}.yaml").write_text(f"task: {name}\n{task}{DATA}")
 ours = evaluate("served", ",".join(TASKS), "local-completions", f"{SERVED}/completions")
@@ -64,4 +64,7 @@ for name in TASKS:
 if ours["said"]["answered"] != own["said"]["answered"]:
     raise SystemExit("the answers differ")
 chats = evaluate("chats", "answered", "local-chat-completions", f"{SERVED}/chat/completions", "--apply_chat_template")
-check("answered" in chats["results"])
+own_chats = evaluate("own_chats", "answered", "hf", OWN, "--device", "cpu", "--apply_chat_template")
+check(any(any(said) for said in chats["said"]["answered"]))
+if chats["said"]["answered"] != own_chats["said"]["answered"]:
+    raise SystemExit("the answers of chats differ")
