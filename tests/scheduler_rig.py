@@ -22,7 +22,8 @@ VOCAB = 50
 
 
 class Rig:
-    """A scheduler, its pools and a simulated worker, stepped by hand; `depth` steps may be in flight."""
+    """A scheduler, its pools and a simulated worker, stepped by hand; `depth` steps may be in flight, and their results
+    may `come_together`, as those of one message do."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class Rig:
         num_host_states: int = 0,
         max_moved_states: int = 1,
         depth: int = 1,
+        come_together: bool = False,
         policy: object | None = None,
         **options: int | bool | str,
     ) -> None:
@@ -59,7 +61,7 @@ class Rig:
         self._sizes = (num_blocks, block_size, slots, VOCAB, windows, num_host_blocks)
         self.worker = self._new_worker()
         self.max_swap_blocks, self.max_moved_states = max_swap_blocks, max_moved_states
-        self.depth = depth
+        self.depth, self.come_together = depth, come_together
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
         self.scores: dict[str, list[float]] = {}
@@ -119,13 +121,14 @@ class Rig:
             assert self.worker.num_scheduled[-1] == self.scheduler.num_scheduled_tokens
             assert self.scheduler.num_scheduled_tokens <= self.scheduler.options.max_num_batched_tokens
         assert in_flight or not self.scheduler.requests, "nothing would wake the engine up"
-        result = self.worker.poll()
-        if result is None:
-            return []
-        produced = self.scheduler.update(result)
+        produced: list[Produced] = []
+        while (result := self.worker.poll()) is not None:
+            produced += self.scheduler.update(result)
+            self.scheduler.check_integrity()
+            if not self.come_together:
+                break
         for item in produced:
             self.record(item)
-        self.scheduler.check_integrity()
         return produced
 
     def record(self, item: Produced) -> None:

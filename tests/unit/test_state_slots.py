@@ -2,12 +2,17 @@
 
 import pytest
 
+from tests.cached_contents import CachedContents
 from tests.scheduler_rig import Rig, expected
 from vllm_lite.engine.blocks.host_states import HostStates
 from vllm_lite.engine.blocks.state_histories import History, StateHistories
-from vllm_lite.engine.blocks.state_slots import LAST_MARKS, NO_SLOT, StateSlots
+from vllm_lite.engine.blocks.state_place import NO_SLOT
+from vllm_lite.engine.blocks.state_slots import LAST_MARKS, StateSlots
 from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Request
+from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
 
 PROMPT = list(range(1, 31))
 
@@ -260,3 +265,34 @@ def test_a_state_that_is_moved_between_two_steps_counts_for_the_next() -> None:
     assert len(host.take_ops()) == 1
     host.begin_step()
     assert host.may_move
+
+
+def test_a_state_that_has_taken_up_drafts_behind_the_end_is_not_found() -> None:
+    """Drafts of the step before proved wrong, so these cross the end of a block; the first token behind it is a stop
+    token, and so the sequence ends where a block does."""
+    rig = Rig(60, num_state_slots=20, depth=2, come_together=True, num_drafts=3, max_num_batched_tokens=64)
+    cached_contents = CachedContents(rig.kv)
+    rig.add("r", [7, 17, 19, 27], 9, frozenset((19, 23, 27, 31, 43)))
+    while rig.scheduler.requests:
+        rig.step()
+        cached_contents.check(rig.worker, rig.scheduler.queues.unfinished())
+    assert len(rig.output("r")) == 5
+    assert rig.worker.num_accepted > 3
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("num_behind", [0, 1, 3])
+def test_a_fork_of_a_live_request_computes_less_than_a_block_again(num_behind: int, depth: int) -> None:
+    """Wherever it is: the steps ahead have saved the state at a later end of a block already."""
+    for num_output in range(12, 28):
+        rig = Rig(60, 8, num_state_slots=20, depth=depth, max_num_batched_tokens=64)
+        parent = rig.add("parent", PROMPT[:5], 40)
+        while parent.sequences[0].num_output < num_output:
+            rig.step()
+        output = parent.sequences[0].tokens[5:][: num_output - num_behind].tolist()
+        message = Generate("b", pack_tokens(PROMPT[:5]), SamplingParams(), len(output), pack_tokens(output))
+        rig.scheduler.branching.fork_request(parent, Request(message, b"client", 6 + len(output), frozenset()))
+        rig.outputs["b", 0] = output
+        rig.drain()
+        computed = [int(numbers["tokens"]) for code, numbers in rig.decisions if code == "admitted"]
+        assert all(tokens <= rig.kv.block_size for tokens in computed[1:])

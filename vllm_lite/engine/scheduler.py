@@ -189,9 +189,8 @@ class Scheduler:
             self._admitter.schedule_waiting(plan)
         if plan.budget == budget and not self.kv.is_moving:
             queues.entries += plan.entries
-            states = self.kv.states  # a slot that was given up here can be had from the next step on
-            is_new = states is not None and states.is_freeing and not self.in_flight
-            return self.schedule(now_s) if is_new else None
+            has_more = self.kv.states and self.kv.states.is_freeing  # slots that were given up here
+            return self.schedule(now_s) if has_more and not self.in_flight else None
         queues.step += 1
         self.num_scheduled_tokens = num_tokens = budget - plan.budget
         self.counters.steps += 1
@@ -442,6 +441,7 @@ class Scheduler:
             if token in sequence.stop_ids or num_tokens >= sequence.max_len:
                 reason = sequence.finish_reason(token)
                 if reason is not None:
+                    sequence.ends_before(len(tokens) - (num_tokens - num_before))
                     del tokens[num_tokens - num_before :]
                     break
         count = num_tokens - num_before

@@ -12,7 +12,7 @@ from vllm_lite.protocol.step import Continue
 
 if TYPE_CHECKING:
     from vllm_lite.engine.blocks.manager import Lookup
-    from vllm_lite.engine.blocks.state_slots import StatePlace
+    from vllm_lite.engine.blocks.state_place import StatePlace
     from vllm_lite.engine.request import Request
 
 
@@ -137,6 +137,11 @@ class Sequence:
         if self.num_drafted:
             self.num_computed -= count
             self.num_drafted -= count
+
+    def ends_before(self, num_tokens: int) -> None:
+        """It ends, and so many tokens that its last step gave lie behind that. Its state has taken them up."""
+        if num_tokens and self.state is not None:
+            self.state.is_ahead = True
 
     def get_nothing(self) -> None:
         """A step gave it no token, as its grammar is still being compiled: its last position is computed again, and not

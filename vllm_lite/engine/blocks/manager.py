@@ -16,7 +16,8 @@ from typing import NamedTuple
 from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, common_hit, longest_sequence
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
-from vllm_lite.engine.blocks.state_slots import NO_SLOT, StateSlots
+from vllm_lite.engine.blocks.state_place import NO_SLOT
+from vllm_lite.engine.blocks.state_slots import StateSlots
 from vllm_lite.engine.blocks.swapping import Place, Swapping, num_held
 from vllm_lite.engine.blocks.table import BlockTable
 from vllm_lite.engine.blocks.verdict import Admission, Verdict, admission
@@ -100,8 +101,7 @@ class KVCacheManager:
 
     def take_ops(self) -> list[tuple[int, int, int]]:
         """Return the block program of the step that has been made; the next one starts empty."""
-        ops = self.swapping.take_ops()
-        return ops if self.states is None or self.states.host is None else ops + self.states.host.take_ops()
+        return self.swapping.take_ops() + (self.states.host.take_ops() if self.states and self.states.host else [])
 
     def max_tokens(self, limit: int, chunk: int) -> int:
         """The longest sequence, at most `limit`, that can always come in again, however often it is preempted."""

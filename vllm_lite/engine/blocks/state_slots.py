@@ -5,81 +5,32 @@ States never move. A step reads a sequence's state from one slot and leaves it i
 it lies by all that begin there, and to save one is to go on in a new slot. What a step leaves is published, for others
 to find, when the step has been sent; what it reads is held until then.
 
-While a sequence decodes, its state is saved at each end of a block, and that slot is taken back at the next one: of all
-these states the last is left when the sequence ends, and the next message of a chat begins there. No step drafts
-across such an end, or there would be no state there; and a state takes up drafts only when they have proved right.
+While a sequence decodes, its state is saved at each end of a block, and that slot is taken back at the next but one: of
+all these states the last are left when the sequence ends, and the next message of a chat begins there. The one before
+the last is for forks, whose client and whose steps without results lag behind. No step drafts across such an end, as
+far as earlier drafts prove right, or there would be no state there; and a state takes up those alone that are right.
 
 Which saved state makes room for another is for StateHistories to say. It may go to the host, and so does the state of a
 sequence that is swapped out; a sequence that begins with one there has it copied into the slot in which it goes on.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm_lite.engine.blocks.host_states import HostStates
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.state_histories import History, StateHistories
+from vllm_lite.engine.blocks.state_place import NO_SLOT, Left, Snapshot, StatePlace
 from vllm_lite.engine.sequence import Sequence as Seq
 from vllm_lite.engine.sequence import Status
 from vllm_lite.protocol.step import States
 
 KEY = b"state"
 """Behind the hash of a prefix: the key of the state at its end."""
-NO_SLOT = 0
-"""The state before the first token; nothing is ever left there."""
 LAST_MARKS = 2
 """So many of the marks nearest to a prompt's end have their states saved, beside the first: those of long prompts
 would push out other chats' states."""
-
-
-@dataclass(slots=True)
-class Snapshot:
-    """The latest state that was saved while decoding."""
-
-    position: int
-    slot: int
-    key: bytes | None = None
-    """None: its sequence holds the slot; empty: it is about to be published; else it can be found under it."""
-
-
-@dataclass(slots=True)
-class StatePlace:
-    """Where a sequence's state is.
-
-    live      the slot in which it goes on; held; none while its state is on the host
-    host      its place there, while it is swapped out
-    history   that of the states it leaves
-    source    the cached state that it begins with, or that it shares with forks; held until the workers know of it
-    saves     (position, slot) of states that steps to come leave, in order; held
-    saved_at  the last position at which the state was, or will be, saved
-    is_ahead  whether drafts in flight may be taken up that its sequence does not count as computed: it is of no use
-    """
-
-    live: int
-    history: History
-    source: int = NO_SLOT
-    saves: list[tuple[int, int]] = field(default_factory=list)
-    saved_at: int = 0
-    is_ahead: bool = False
-    host: int | None = None
-    snapshot: Snapshot | None = None
-
-    def held(self) -> list[int]:
-        """The slots to which it has a reference."""
-        snapshot = self.snapshot
-        own = [snapshot.slot] if snapshot is not None and snapshot.key is None else []
-        return [slot for slot in (self.live, *own, self.source, *(slot for _, slot in self.saves)) if slot]
-
-
-class Left(NamedTuple):
-    """A state that a step leaves, for others to find."""
-
-    slot: int
-    key: bytes
-    history: History
-    snapshot: Snapshot | None = None
-    """Its snapshot, if a sequence may still take the slot back."""
+SNAPSHOTS = 2
+"""So many states of a sequence that decodes are kept."""
 
 
 class StateSlots:
@@ -301,19 +252,26 @@ class StateSlots:
             return []
         if state is None or state.saves or position <= state.saved_at:
             return []
-        slot = self._taken_back(state.snapshot)
+        slot = self._for_snapshot(state.snapshots)
         if slot is None:
             return []
-        source, state.live = state.live, slot
-        state.snapshot, state.saved_at = Snapshot(position, source), position
+        source, state.live, state.saved_at = state.live, slot, position
+        state.snapshots.append(Snapshot(position, source))
         self._begins[sequence] = source
         self.publish(sequence, sequence.num_hashed_blocks * self._block_size)
         return [States(sequence.handle, source, slot, [])]
 
-    def _taken_back(self, snapshot: Snapshot | None) -> int | None:
-        """The slot of a snapshot that a newer one replaces, if nobody else has it by now; else another one."""
-        if snapshot is None:
-            return self._take()
+    def _for_snapshot(self, snapshots: list[Snapshot]) -> int | None:
+        """A slot in which a sequence goes on that leaves one more snapshot: that of its oldest, if it has as many as it
+        may have or there is none that nobody misses."""
+        if len(snapshots) < SNAPSHOTS:
+            slot = self._take(only_superseded=bool(snapshots))
+            if slot is not None or not snapshots:
+                return slot
+        return self._taken_back(snapshots.pop(0))
+
+    def _taken_back(self, snapshot: Snapshot) -> int | None:
+        """The slot of a snapshot that newer ones replace, if nobody else has it by now; else another one."""
         if snapshot.key is None:
             return snapshot.slot
         block = self.pool.blocks[snapshot.slot]
@@ -333,11 +291,11 @@ class StateSlots:
             position, slot = state.saves.pop(0)
             self._break_promise(sequence, position)
             self._unpublished.append(Left(slot, self._key(sequence, position), state.history))
-        snapshot = state.snapshot
-        if snapshot is not None and snapshot.key is None and snapshot.position <= num_tokens:
-            key = self._key(sequence, snapshot.position)
-            self._unpublished.append(Left(snapshot.slot, key, state.history, snapshot))
-            snapshot.key = b""
+        for snapshot in state.snapshots:
+            if snapshot.key is None and snapshot.position <= num_tokens:
+                key = self._key(sequence, snapshot.position)
+                self._unpublished.append(Left(snapshot.slot, key, state.history, snapshot))
+                snapshot.key = b""
 
     def release(self, sequence: Seq) -> None:
         """Take the slots of a sequence. A snapshot of it can be found from now on, if its tokens are known."""
@@ -346,8 +304,9 @@ class StateSlots:
             return
         if state.host is not None and self.host is not None:
             self.host.unpin(state.host)
-        snapshot = state.snapshot
-        if snapshot is not None and snapshot.key is None:
+        for snapshot in state.snapshots:
+            if snapshot.key is not None:
+                continue
             if snapshot.position <= sequence.num_hashed_blocks * self._block_size:
                 key = self._key(sequence, snapshot.position)
                 self._unpublished.append(Left(snapshot.slot, key, state.history))
