@@ -220,6 +220,36 @@ def test_pairs_are_ranked_as_transformers_ranks_them(scores: httpx.Client, reran
         assert message in post(scores, path, wrong, 400)["error"]["message"]
 
 
+def test_each_side_of_a_pair_may_be_cut(scores: httpx.Client, reranker: Path) -> None:
+    ids = Tokenizer.from_file(str(reranker / "tokenizer.json")).encode(TEXTS[0], add_special_tokens=False)
+    short = TEXTS[0][: ids.offsets[2][1]]
+    whole = {"query": "x", "documents": [TEXTS[0], "y"], "max_tokens_per_doc": 0}
+    cut = post(scores, "/rerank", {**whole, "max_tokens_per_doc": 3})
+    asked = {**whole, "documents": [short, "y"]}
+    by_hand = post(scores, "/rerank", asked)
+    assert cut["usage"] == by_hand["usage"] != post(scores, "/rerank", whole)["usage"]
+    assert [each["relevance_score"] for each in cut["results"]] == [
+        each["relevance_score"] for each in by_hand["results"]
+    ]
+    pair = {"text_1": TEXTS[0], "text_2": "y", "max_tokens_per_query": 3}
+    assert post(scores, "/score", pair)["data"] == post(scores, "/score", {"text_1": short, "text_2": "y"})["data"]
+    for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+        assert post(scores, "/rerank", {**whole, name: -5}, 400)["error"]["param"] == name
+
+
+def test_invocations_are_answered_as_their_fields_say(http: httpx.Client, scores: httpx.Client) -> None:
+    bodies: list[tuple[httpx.Client, str, dict[str, Any], str]] = [
+        (http, "/v1/embeddings", {"input": TEXTS[0]}, "data"),
+        (http, "/pooling", {"input": TEXTS[0], "task": "token_embed"}, "data"),
+        (scores, "/rerank", {"query": "x", "documents": TEXTS}, "results"),
+        (scores, "/score", {"text_1": "x", "text_2": TEXTS}, "data"),
+        (scores, "/classify", {"input": TEXTS}, "data"),
+    ]
+    for there, path, body, name in bodies:
+        assert post(there, "/invocations", body)[name] == post(there, path, body)[name], path
+    assert "give messages for a chat" in post(scores, "/invocations", {"x": 1}, 400)["error"]["message"]
+
+
 def test_a_long_list_waits_for_others_and_outlives_a_worker(server: Server, http: httpx.Client, embedder: Path) -> None:
     """1,500 texts in one body, with short ones and a stream beside them; the worker is killed meanwhile."""
     rng = random.Random(2)

@@ -229,6 +229,11 @@ class Generation:
         return Call(call_id, [self._factory.replayed(call_id, ids, params) for ids in prompts], style)
 
     @property
+    def generates(self) -> bool:
+        """Whether the model generates text."""
+        return self._factory.limits.pooler.generates
+
+    @property
     def knows_thinking(self) -> bool:
         """Whether the model's format of thinking is known."""
         return self._formats is not None and self._formats.reasoning is not None

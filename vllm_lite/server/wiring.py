@@ -141,7 +141,8 @@ class Application:
         pooling = PoolingRuns(generation, PoolingFactory(engine, files.tokenizer), window, files.task_prompts)
         metrics = Metrics(self.calls, resolved, names[0], str(self.calls.scoreboard.number))
         information = Information(config, files.tokenizer, files.template_text)
-        more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information).routes()]
+        vectors = PoolingRoutes(pooling)
+        more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information, vectors.invoked).routes()]
         more += Operations(self.calls, live.reader, resolved).routes()
         more += [*AdapterRoutes(generation).routes(), *DerenderRoutes(generation).routes()]
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
@@ -149,7 +150,7 @@ class Application:
         more += LlamaCppRoutes(generation, resolved.max_num_seqs, shown).routes()
         more += [*MessagesRoutes(generation).routes(), *OllamaRoutes(generation, ollama, pooling).routes()]
         more += ResponsesRoutes(generation, self._runs, self._store).routes()
-        more += PoolingRoutes(pooling).routes()
+        more += vectors.routes()
         return build(ApiRoutes(generation, config.root), live, more, config, keys, metrics)
 
 

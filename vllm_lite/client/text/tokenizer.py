@@ -103,6 +103,14 @@ class Tokenizer:
                 return list(encoding.offsets)
         return None
 
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """As much of `text` as has at most `num_tokens` tokens, special ones not counted."""
+        while len(encoding := self._library.encode(text, add_special_tokens=False)) > num_tokens:
+            offsets = encoding.offsets
+            end = min(offsets[num_tokens - 1][1], offsets[num_tokens][0])
+            text = text[: end if end < len(text) else len(text) - 1]  # a character of several tokens goes as a whole
+        return text
+
     def encode_batch(
         self, texts: Sequence[str], *, num_kept: int | None = None, side: str = "right"
     ) -> list[list[int]]:

@@ -184,6 +184,21 @@ class Prompts:
             return work(lambda: None)
         return await self._threads.run(work, request.receive)
 
+    async def beginnings(self, texts: Sequence[str], num_tokens: int, request: Request) -> list[str]:
+        """The beginning of each text, of at most so many tokens."""
+        words = self.tokenizer
+        if words is None:
+            return list(texts)
+
+        def work(check: Check) -> list[str]:
+            found = []
+            for text in texts:
+                check()
+                found.append(words.beginning(text, num_tokens))
+            return found
+
+        return await self._threads.run(work, request.receive)
+
     async def offsets(self, text: str, token_ids: list[int], request: Request) -> list[tuple[int, int]] | None:
         """Where in `text` its tokens stand, in characters; None if these are not its tokens."""
         words = self.tokenizer

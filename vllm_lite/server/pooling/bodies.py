@@ -131,7 +131,15 @@ class CohereEmbedBody(msgspec.Struct, frozen=True, kw_only=True):
 Side = str | Texts
 
 
-class ScoreBody(PoolingFields, frozen=True, kw_only=True):
+class PairFields(PoolingFields, frozen=True, kw_only=True):
+    """What scores and rankings share: how much of each side is read; 0 is all of it."""
+
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+    instruction: str | None = None
+
+
+class ScoreBody(PairFields, frozen=True, kw_only=True):
     """POST /score: one text with each of several, or texts in pairs, under any of the names that vLLM has had."""
 
     text_1: Side | None = None
@@ -141,7 +149,6 @@ class ScoreBody(PoolingFields, frozen=True, kw_only=True):
     queries: Side | None = None
     documents: Side | None = None
     items: Side | None = None
-    instruction: str | None = None
     encoding_format: Literal["float"] | None = None
 
     def sides(self) -> tuple[str | list[str], str | list[str]]:
@@ -162,16 +169,14 @@ class Document(msgspec.Struct, frozen=True):
     text: str
 
 
-class RerankBody(PoolingFields, frozen=True, kw_only=True):
+class RerankBody(PairFields, frozen=True, kw_only=True):
     """POST /rerank, with the fields of Jina's and of Cohere's API."""
 
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_TEXTS)]
     top_n: int | None = None
     return_documents: bool | None = None
-    max_tokens_per_doc: int | None = None
     max_chunks_per_doc: int | None = None
-    instruction: str | None = None
 
     @property
     def texts(self) -> list[str]:

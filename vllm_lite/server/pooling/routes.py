@@ -1,7 +1,7 @@
 """The routes of vectors and scores."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import sqrt
 from operator import mul
@@ -15,6 +15,7 @@ from vllm_lite.client.llm import pairs_of
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.pooling import PoolingParams
 from vllm_lite.server.generation import Asked
+from vllm_lite.server.http.body import Endpoint
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.pooling import answers
@@ -29,6 +30,7 @@ from vllm_lite.server.pooling.bodies import (
 from vllm_lite.server.pooling.call import PoolingCall
 from vllm_lite.server.pooling.runs import PoolingRuns
 
+Method = Callable[[Asked[Any]], Awaitable[Response]]
 PAIRS_AT_ONCE = 256
 """Similarities that are computed before others have their turn."""
 
@@ -42,31 +44,48 @@ class PoolingRoutes:
         self._labels = runs.factory.limits.pooler.labels
 
     def routes(self) -> list[Route]:
-        posts = [
-            ("/v1/embeddings", self.embeddings),
-            ("/v2/embed", self.cohere),
-            ("/pooling", self.pooling),
-            ("/classify", self.classify),
-            ("/score", self.score),
-            ("/v1/score", self.score),
-            ("/rerank", self.rerank),
-            ("/v1/rerank", self.rerank),
-            ("/v2/rerank", self.rerank),
+        posts: list[tuple[str, type[Any], Method]] = [
+            ("/v1/embeddings", EmbeddingBody, self.embeddings),
+            ("/v2/embed", CohereEmbedBody, self.cohere),
+            ("/pooling", PoolingBody, self.pooling),
+            ("/classify", ClassifyBody, self.classify),
+            *((path, ScoreBody, self.score) for path in ("/score", "/v1/score")),
+            *((path, RerankBody, self.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         ]
         holding = self._generation.live.reader.holding
-        return [Route(path, holding(method), methods=["POST"]) for path, method in posts]
+        return [Route(path, holding(self._reading(kind, method)), methods=["POST"]) for path, kind, method in posts]
 
-    async def embeddings(self, request: Request) -> Response:
-        asked = await self._generation.read(request, EmbeddingBody)
+    async def invoked(self, request: Request, data: bytes, fields: Collection[str]) -> Response | None:
+        """Answer a body of one of these routes, as its `fields` say; None if they say nothing. Raises ApiError."""
+        kind: type[Any] = EmbeddingBody
+        method: Method = self.embeddings
+        if "query" in fields:
+            kind, method = RerankBody, self.rerank
+        elif not {"text_1", "data_1", "queries"}.isdisjoint(fields):
+            kind, method = ScoreBody, self.score
+        elif "task" in fields:
+            kind, method = PoolingBody, self.pooling
+        elif {"input", "messages"}.isdisjoint(fields) or not self._runs.factory.tasks:
+            return None
+        elif self._runs.factory.first_task == "classify":
+            kind, method = ClassifyBody, self.classify
+        return await method(await self._generation.asked(request, data, kind))
+
+    def _reading(self, kind: type[Any], method: Method) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            return await method(await self._generation.read(request, kind))
+
+        return endpoint
+
+    async def embeddings(self, asked: Asked[Any]) -> Response:
         body = asked.body
         params = body.params(dimensions=body.dimensions)
-        prompts = await self._runs.prompts_of(body, request)
+        prompts = await self._runs.prompts_of(body, asked.request)
         call = await self._runs.pooled(asked, "embd", prompts, params, "embed")
         return self._vectors(asked, call, answers.embedding)
 
-    async def cohere(self, request: Request) -> Response:
+    async def cohere(self, asked: Asked[Any]) -> Response:
         """Vectors in the form that Cohere's clients read."""
-        asked = await self._generation.read(request, CohereEmbedBody)
         body = asked.body
         kinds = list(dict.fromkeys(body.embedding_types or ["float"]))
         size = body.output_dimension or self._runs.factory.limits.pooler.size
@@ -74,7 +93,7 @@ class PoolingRoutes:
             text = f"binary and ubinary need vectors of a multiple of 8 numbers, and these have {size}"
             raise ApiError(400, text, "embedding_types")
         call = await self._runs.pooled(
-            asked, "embd", await self._runs.cohere_prompts(body, request), body.params(), "embed"
+            asked, "embd", await self._runs.cohere_prompts(body, asked.request), body.params(), "embed"
         )
         if body.truncate == "NONE" and body.max_tokens is not None:
             longest = max(len(stream.prompt.token_ids) for stream in call.streams)
@@ -91,12 +110,11 @@ class PoolingRoutes:
         shown = {name: value for name, value in found.items() if value is not None}
         return answers.sent(call, asked.headers, shown, "embeddings", answers.typed(call, kinds))
 
-    async def pooling(self, request: Request) -> Response:
-        asked = await self._generation.read(request, PoolingBody)
+    async def pooling(self, asked: Asked[Any]) -> Response:
         body = asked.body
         task = body.task or self._runs.factory.first_task
         params = body.params(dimensions=body.dimensions)
-        prompts = await self._runs.prompts_of(body, request)
+        prompts = await self._runs.prompts_of(body, asked.request)
         call = await self._runs.pooled(asked, "pool", prompts, params, task)
         return self._vectors(asked, call, answers.pooled)
 
@@ -109,32 +127,29 @@ class PoolingRoutes:
         item = partial(write, encoding=encoding if way == "base64" else None)
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
 
-    async def classify(self, request: Request) -> Response:
-        asked = await self._generation.read(request, ClassifyBody)
-        prompts = await self._runs.prompts_of(asked.body, request)
+    async def classify(self, asked: Asked[Any]) -> Response:
+        prompts = await self._runs.prompts_of(asked.body, asked.request)
         call = await self._runs.pooled(asked, "classify", prompts, asked.body.params(), "classify")
         item = partial(answers.classification, labels=self._labels)
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
 
-    async def score(self, request: Request) -> Response:
-        asked = await self._generation.read(request, ScoreBody)
+    async def score(self, asked: Asked[Any]) -> Response:
         body = asked.body
         try:
-            pairs = pairs_of(*body.sides())
+            pairs = await self._cut(pairs_of(*body.sides()), asked)
         except RequestError as error:
             raise refused(error, "text_2") from error
         call, scores = await self._scores(asked, "score", pairs, body.params(), body.instruction)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         return as_json({**answers.fields(call, asked.model), "data": data}, asked.headers)
 
-    async def rerank(self, request: Request) -> Response:
+    async def rerank(self, asked: Asked[Any]) -> Response:
         """The best documents first, in the form that Jina's and Cohere's clients read."""
-        asked = await self._generation.read(request, RerankBody)
         body = asked.body
         if body.top_n is not None and body.top_n < 0:
             raise ApiError(400, f"top_n must be at least 1, or 0 for all, got {body.top_n}", "top_n")
         texts = body.texts
-        pairs = [(body.query, text) for text in texts]
+        pairs = await self._cut([(body.query, text) for text in texts], asked)
         call, scores = await self._scores(asked, "rerank", pairs, body.params(), body.instruction)
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n or None]
         results: list[dict[str, Any]] = []
@@ -147,6 +162,18 @@ class PoolingRoutes:
             {"id": call.id, "model": asked.model, "usage": found["usage"], "results": results, "meta": meta},
             asked.headers,
         )
+
+    async def _cut(self, pairs: Sequence[tuple[str, str]], asked: Asked[Any]) -> Sequence[tuple[str, str]]:
+        """Keep so many tokens of each side as the body says. Raises ApiError."""
+        sides = []
+        for side, name in enumerate(("max_tokens_per_query", "max_tokens_per_doc")):
+            most = getattr(asked.body, name) or 0
+            if most < 0:
+                raise ApiError(400, f"{name} must be a non-negative integer, got {most}", name)
+            texts = dict.fromkeys(pair[side] for pair in pairs)
+            short = await self._generation.prompts.beginnings(list(texts), most, asked.request) if most else list(texts)
+            sides.append(dict(zip(texts, short, strict=True)))
+        return [(sides[0][first], sides[1][second]) for first, second in pairs]
 
     async def _scores(
         self,

@@ -1,5 +1,6 @@
 """The routes: several chats at once, /render, /invocations, /abort_requests."""
 
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import msgspec
@@ -16,13 +17,16 @@ from vllm_lite.server.vllm.information import Information
 
 _KINDS = ("", "gen-", "cmpl-", "chatcmpl-")
 """What the id of a call begins with before the name that its client has given it."""
+Invoked = Callable[[Request, bytes, Collection[str]], Awaitable[Response | None]]
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class VllmRoutes:
     """Answers each of them by one method."""
 
-    def __init__(self, generation: Generation, information: Information) -> None:
+    def __init__(self, generation: Generation, information: Information, pooled: Invoked) -> None:
+        """`pooled` answers invocations that ask for vectors or scores."""
+        self._pooled = pooled
         self._generation = generation
         self._live = generation.live
         self._information = information
@@ -65,17 +69,21 @@ class VllmRoutes:
         return as_json(found, made.headers)
 
     async def invocations(self, request: Request) -> Response:
-        """A chat or a completion, as its fields say."""
+        """A chat, a completion, vectors or scores, as its fields say."""
         data = await self._live.reader.receive(request)
         try:
             fields = _keys.decode(data).keys()
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ApiError(400, f"the body is not a JSON object: {error}") from error
-        if "messages" in fields:
+        if "messages" in fields and self._generation.generates:
             chat = await self._generation.asked(request, data, ChatBody)
             return self._respond(await self._generation.chat(chat), chat)
         if "prompt" not in fields:
-            raise ApiError(400, "give messages for a chat, or a prompt for a completion")
+            answer = await self._pooled(request, data, fields)
+            if answer is None:
+                text = "give messages for a chat, a prompt for a completion, or input, query or text_1 for vectors"
+                raise ApiError(400, f"{text} and scores, if the model has them")
+            return answer
         completion = await self._generation.asked(request, data, CompletionBody)
         return self._respond(await self._generation.completion(completion), completion)
 
