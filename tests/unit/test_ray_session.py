@@ -17,12 +17,13 @@ from vllm_lite.client.stream import Event, Failure
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol import api
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo
 from vllm_lite.protocol.api import Finished, Generate, OutputBatch, Tokens
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
 from vllm_lite.protocol.operations import OperationDone, Sleep
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.ray import session as module
-from vllm_lite.ray.messages import HASH_BYTES, Answer, Introduction, Route
+from vllm_lite.ray.messages import HASH_BYTES, UNKNOWN, Answer, Introduction, Route
 from vllm_lite.ray.session import ReplicaLostError, ServeSession
 
 NUM_TOKENS = 6
@@ -47,6 +48,10 @@ class FakeReplicas:
         self.known: list[Introduction] = [INTRODUCED]
         self.answers: list[Answer] = []
         self.num_cancelled = 0
+        self.num_silent = 0
+        self.num_looks = 0
+        self.is_full = False
+        """Whether requests wait for a place, for ever."""
         self.pauses_after = NUM_TOKENS
         """After so many tokens a stream stands still."""
 
@@ -56,6 +61,8 @@ class FakeReplicas:
         self.requests.append(request)
         self.routes.append(route)
         dies_after = self.scripts.pop(0) if self.scripts else None
+        if self.is_full:
+            await asyncio.Event().wait()
         if dies_after == -1:
             raise ReplicaLostError("there was none")
         yield b""
@@ -79,12 +86,13 @@ class FakeReplicas:
             self.num_cancelled += 1
             raise
 
-    async def ask(self, payload: bytes, timeout_s: float) -> list[Answer]:
+    async def ask(self, payload: bytes, timeout_s: float, *, needs_all: bool) -> list[Answer]:
         if not self.answers:
             raise ReplicaLostError("there is no replica")
         return self.answers
 
     async def introduce(self) -> list[Introduction]:
+        self.num_looks += 1
         if not self.known:
             raise ReplicaLostError("there is no replica")
         return self.known
@@ -268,7 +276,43 @@ def test_an_operation_is_done_by_all_or_is_an_error() -> None:
         with pytest.raises(EngineError, match="a replica did not answer"):
             await asyncio.wrap_future(rig.session.operate(Sleep(1)))
         rig.replicas.answers.append(Answer(1, engine_to_client.encode(OperationDone())))
+        rig.replicas.answers.append(Answer(UNKNOWN, error="a third one hangs"))
+        with pytest.raises(EngineError, match="a third one hangs"):
+            await asyncio.wrap_future(rig.session.operate(Sleep(1)))
+        del rig.replicas.answers[-1]
         assert await asyncio.wrap_future(rig.session.operate(Sleep(1))) == OperationDone()
+
+    play(scene)
+
+
+def test_an_adapter_may_be_named_as_soon_as_it_is_loaded() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.replicas.known = [msgspec.structs.replace(INTRODUCED, adapters=[AdapterInfo("a", "/a")])]
+        rig.replicas.answers = [Answer(0, engine_to_client.encode(AdapterAnswer(1, "a")))]
+        assert rig.session.adapters == {}
+        await asyncio.wrap_future(rig.session.load_adapter("a", "/a"))
+        assert list(rig.session.adapters) == ["a"]
+
+    play(scene)
+
+
+def test_what_a_silent_replica_may_have_is_routed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
+
+    async def scene(rig: Rig) -> None:
+        watch = asyncio.ensure_future(rig.session.watch())
+        rig.session._silence_s = 0.01
+        rig.replicas.is_full = True
+        rig.submit()
+        looks = rig.replicas.num_looks
+        await until(lambda: rig.replicas.num_looks > looks + 50)
+        assert len(rig.replicas.requests) == 1, "none is silent, and it keeps its place in the queue"
+        rig.replicas.is_full, rig.replicas.num_silent = False, 1
+        await rig.until_ended()
+        assert len(rig.replicas.requests) == 2
+        assert rig.tokens == [token(position) for position in range(NUM_TOKENS)]
+        watch.cancel()
 
     play(scene)
 

@@ -8,6 +8,8 @@ http.py      HttpReplica: the HTTP application in a replica of its own, which ho
 session.py   ServeSession: the application's session; a stream whose replica dies goes on in another
 replicas.py  the replicas of the engine, as that session reaches them: through a handle of Serve
 engine.py    EngineReplica: an engine with its own workers, its health, what its cache holds
+catch_up.py  what a replica that starts later takes over of the others: adapters, weights, a sleep or a pause
+broadcast.py  calls all replicas at once, and has what answers in time
 messages.py  what the two kinds of replica tell each other
 router.py    PrefixRequestRouter: Serve's interface to the policy
 places.py    that policy: -dp's PrefixRouter, with what replicas report

@@ -16,13 +16,14 @@ from vllm_lite.config import DEVICE_DEFAULTS
 from vllm_lite.ray.config import ROUTERS, RayServeConfig
 from vllm_lite.ray.engine import EngineReplica
 from vllm_lite.ray.http import HttpReplica
+from vllm_lite.ray.messages import HTTP_DEPLOYMENT
 from vllm_lite.ray.scaling import LoadPolicy
 from vllm_lite.server.config import Keys
 
 HTTP_ONGOING = 10_000
 """Requests that an HTTP replica takes at once. Its own limits refuse before that (--max-num-queued-reqs)."""
-UNHEALTHY_S = 30.0
-"""An answer to the question for its health that takes longer is none."""
+UNHEALTHY_S = 10.0
+"""An answer to the question for its health that takes longer is none. Serve asks three times before it acts."""
 DRAIN_LOOK_S = 0.5
 FASTER = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
@@ -48,6 +49,7 @@ def build_with(config: RayServeConfig) -> Application:
     quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
     engines = serve.deployment(EngineReplica).options(logging_config=quiet, **_engine_options(config))
     http = serve.deployment(serve.ingress()(HttpReplica)).options(
+        name=HTTP_DEPLOYMENT,
         num_replicas=config.api_server_count,
         logging_config=quiet,
         ray_actor_options={"num_cpus": 0, **_ENVIRONMENT},

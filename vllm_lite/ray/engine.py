@@ -22,14 +22,19 @@ from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapte
 from vllm_lite.protocol.api import Dying, Finished, FromClient, Generate, OutputBatch, Stats, Tokens
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.protocol.operations import OperationDone
-from vllm_lite.ray.messages import Answer, Introduction, encode
+from vllm_lite.ray.broadcast import broadcast
+from vllm_lite.ray.catch_up import Memory, State, steps, take
+from vllm_lite.ray.messages import HTTP_DEPLOYMENT, Answer, Introduction, encode
 from vllm_lite.ray.orphan import end_without_raylet
 from vllm_lite.ray.reported_blocks import ReportedBlocks, can_follow, private_endpoint
 from vllm_lite.ray.scaling import KV_CACHE_USAGE
+from vllm_lite.ray.session import ReplicaLostError
 from vllm_lite.runtime import log
 from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.transport.subscriber import Subscriber
 
+LOOK_S = 10.0
+"""The longest that the HTTP replicas take to ask the other replicas."""
 HEALTH_S = 5.0
 """An engine answers within this time, also while a step runs."""
 LIFE_S = 5.0
@@ -74,6 +79,9 @@ class EngineReplica:
         if can_follow(events):
             self._cached.follow(Subscriber(events.endpoint))
         self._watching = asyncio.ensure_future(end_without_raylet())
+        self._memory = Memory(self._number, await self._stats())
+        self._num_checks = 0
+        await self._catch_up()
         self._gauges = {name: Gauge(name, description=text) for name, (text, _) in GAUGES.items()}
 
     # ---- what Serve asks
@@ -83,6 +91,9 @@ class EngineReplica:
         that is being replaced, or whose workers are, is in good hands; it has its own limits."""
         if (dead := self._session.dead) is not None:
             raise dead
+        self._num_checks += 1
+        if self._num_checks == 2:  # the first is before it serves
+            self._catching_up = asyncio.ensure_future(self._catch_up())
         if self._session.recovering is None:
             stats = await self._stats()
             for name, (_, read) in GAUGES.items():
@@ -134,6 +145,10 @@ class EngineReplica:
         config = self._launched.config
         return encode(Introduction(self._number, config, session.welcome, adapters, session.recovering))
 
+    async def state(self) -> bytes:
+        """For a replica that starts; see catch_up.py."""
+        return encode(self._memory.state(await self._stats(), list(self._session.adapters.values())))
+
     async def ask(self, payload: bytes) -> bytes:
         """The engine's answer to a question."""
         try:
@@ -142,6 +157,13 @@ class EngineReplica:
         except EngineError as error:
             return encode(Answer(self._number, error=str(error)))
         return encode(Answer(self._number, engine_to_client.encode(answer)))
+
+    async def _catch_up(self) -> None:
+        """Be as the replicas that have run for longer."""
+        with suppress(ReplicaLostError, EngineError):  # there is no other, or this one has other troubles
+            others = await _states_of_all()
+            own = self._memory.state(await self._stats(), list(self._session.adapters.values()))
+            await take(steps(own, others), self._session)
 
     async def _stats(self) -> Stats:
         try:
@@ -215,6 +237,15 @@ def _events(settings: EngineConfig, number: int) -> KVEventsConfig:
     if wanted is not None and wanted.enabled:
         return wanted.of_engine(number)
     return KVEventsConfig(enable_kv_cache_events=True, endpoint=private_endpoint(), buffer_steps=1)
+
+
+async def _states_of_all() -> list[State]:
+    """The states of the replicas that serve. The HTTP replicas ask them: a process with a handle gets all that replicas
+    report of their caches. Raises ReplicaLostError if there is none yet."""
+    context = serve.get_replica_context()
+    handle = serve.get_deployment_handle(HTTP_DEPLOYMENT, context.app_name)
+    found, _ = await broadcast(handle, "states_of_engines", LOOK_S)
+    return msgspec.msgpack.decode(found[0], type=list[State])
 
 
 def _dying(error: Exception) -> bytes:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm_lite.checkpoint import hub
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineDeadError
-from vllm_lite.ray.messages import introductions
+from vllm_lite.ray.messages import encode, introductions
 from vllm_lite.ray.orphan import end_without_raylet
 from vllm_lite.ray.replicas import ServeReplicas
 from vllm_lite.ray.session import ServeSession
@@ -35,7 +35,8 @@ class HttpReplica:
         first = introductions.decode(await engines.introduce.remote())
         resolved = await asyncio.to_thread(_with_files, settings, first.config)
         self._files = await asyncio.to_thread(ModelFiles, settings, resolved)
-        self._session = ServeSession(ServeReplicas(engines), [first])
+        self._engines = ServeReplicas(engines)
+        self._session = ServeSession(self._engines, [first])
         link = EngineLink(self._session, resolved, lambda: str(self._session.dead))
         scoreboard = Scoreboard(max(settings.api_server_count, number + 1), number)
         self._application = Application(settings, keys, link, self._files, scoreboard)
@@ -51,6 +52,10 @@ class HttpReplica:
         for watch in self._watching:
             if watch.done():
                 raise EngineDeadError(f"the HTTP application fails: {watch!r}")
+
+    async def states_of_engines(self) -> bytes:
+        """For a replica of the engine that starts; see catch_up.py."""
+        return encode(await self._engines.states())
 
     async def __del__(self) -> None:
         """Serve calls it once the replica's requests have ended, or have had their time."""

@@ -12,6 +12,12 @@ HASH_BYTES = 8
 """How much of a block's hash routers compare: two of a million blocks are mixed up once in ten million clusters."""
 
 
+HTTP_DEPLOYMENT = "HttpReplica"
+"""What Serve calls the HTTP replicas."""
+UNKNOWN = -1
+"""The number of a replica that did not answer."""
+
+
 class Introduction(msgspec.Struct, frozen=True):
     """What a replica says of itself. `number` is its rank among the replicas, which its successor takes over."""
 

@@ -33,8 +33,9 @@ from vllm_lite.runtime import log
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 LOOK_S = 1.0
-ANSWER_S, OPERATION_S = 5.0, 3600.0
+ANSWER_S, OPERATION_S = 4.0, 3600.0
 """How long replicas may take for an answer: to a question, and to what waits for requests to end or for weights."""
+NO_ANSWER = "a replica did not answer"
 _GET_STATS = GetStats()
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Before a stream tries again to find a replica: at first, and at most."""
@@ -55,8 +56,12 @@ class Replicas(Protocol):
         """Send a request, an encoded Generate, to one of them. Yields "" when one has taken it, then encoded messages
         of its engine, now and then "" as a sign of life. Raises ReplicaLostError."""
 
-    async def ask(self, payload: bytes, timeout_s: float) -> list[Answer]:
-        """The answers of all to an encoded question. Raises ReplicaLostError if there is none in time."""
+    num_silent: int
+    """How many did not answer when they were last to introduce themselves."""
+
+    async def ask(self, payload: bytes, timeout_s: float, *, needs_all: bool) -> list[Answer]:
+        """The answers of all to an encoded question, an error for each that did not answer. Those that are silent
+        anyhow are not waited for, unless `needs_all`. Raises ReplicaLostError if there is no answer in time."""
 
     async def introduce(self) -> list[Introduction]:
         """What all say of themselves; raises as ask() does."""
@@ -77,6 +82,8 @@ class ServeSession(AnySession):
         self._silence_s, self._recovery_s = config.heartbeat_timeout_s, config.recovery_timeout_s
         self._open: dict[str, OpenStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._untaken: dict[asyncio.Timeout, float] = {}
+        """Requests that no replica has taken yet, and since when."""
         self._names = (f"{os.urandom(8).hex()}-{number}" for number in count())
         """What a request is called in its replica; other servers' requests are called otherwise."""
 
@@ -115,6 +122,7 @@ class ServeSession(AnySession):
             try:
                 self._known = await self._replicas.introduce()
                 self._lost_since_s = None
+                self._look_at_untaken()
             except ReplicaLostError as error:
                 self._lost_since_s = self._lost_since_s or time.monotonic()
                 if time.monotonic() - self._lost_since_s > self._recovery_s:
@@ -144,17 +152,19 @@ class ServeSession(AnySession):
 
     async def _ask(self, message: FromClient, answer: type[A]) -> dict[int, A]:
         """By the number of the replica. Raises EngineError if none answers as expected, or not all do what all must."""
-        timeout_s = OPERATION_S if answer in (AdapterAnswer, OperationDone) else ANSWER_S
-        num_needed = len(self._known) if answer is OperationDone else 1
-        found, error = {}, "a replica did not answer"
-        for each in await self._replicas.ask(client_to_engine.encode(message), timeout_s):
+        is_change = answer in (AdapterAnswer, OperationDone)
+        timeout_s = OPERATION_S if is_change else ANSWER_S
+        found, errors = {}, []
+        for each in await self._replicas.ask(client_to_engine.encode(message), timeout_s, needs_all=is_change):
             content = engine_to_client.decode(each.payload) if each.payload else None
             if isinstance(content, answer):
                 found[each.number] = content
             else:
-                error = each.error or error
-        if len(found) < num_needed:
-            raise EngineError(error)
+                errors.append(each.error or NO_ANSWER)
+        if not found or (answer is OperationDone and (errors or len(found) < len(self._known))):
+            raise EngineError(errors[0] if errors else NO_ANSWER)
+        if answer is AdapterAnswer:  # who gets it may name the adapter, or may not, from now on
+            self._known = await self._replicas.introduce()
         return found
 
     # ---- streams
@@ -226,8 +236,9 @@ class ServeSession(AnySession):
         clock = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(None) as silence, aclosing(self._replicas.generate(payload, route)) as messages:
+                self._untaken[silence] = clock()
                 async for message in messages:
-                    if silence.when() is None:  # it has been taken
+                    if self._untaken.pop(silence, None) is not None:
                         stream.num_moves += 1
                     silence.reschedule(clock() + self._silence_s)
                     if message:
@@ -236,7 +247,18 @@ class ServeSession(AnySession):
                         return
         except TimeoutError as error:
             raise ReplicaLostError(f"the replica has been silent for {self._silence_s:g} s") from error
+        finally:
+            self._untaken.pop(silence, None)
         raise ReplicaLostError("the replica ended a stream that had not ended")
+
+    def _look_at_untaken(self) -> None:
+        """Have requests routed again that a silent replica may have. If none is silent, all are full, and they keep
+        their places in the queue."""
+        now_s = asyncio.get_running_loop().time()
+        for silence, began_s in list(self._untaken.items()):
+            if self._replicas.num_silent and now_s - began_s > self._silence_s:
+                del self._untaken[silence]
+                silence.reschedule(now_s)
 
     def _take(self, request_id: str, stream: OpenStream, message: bytes) -> None:
         """Deliver what a replica has sent. Raises ReplicaLostError if it is the end of its engine."""

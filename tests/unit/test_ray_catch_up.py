@@ -1,0 +1,77 @@
+"""What a replica that starts later takes over of the others."""
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from tests.fakes import STATS
+from vllm_lite.client.asking import Asking
+from vllm_lite.errors import EngineError
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter, UnloadAdapter
+from vllm_lite.protocol.operations import OperationDone, PauseGeneration, Sleep, UpdateWeights
+from vllm_lite.ray.catch_up import Memory, State, Step, steps, take
+
+A, B = AdapterInfo("a", "/a"), AdapterInfo("b", "/b", "parent")
+NEW = State(2, 20.0, [])
+
+
+def test_the_oldest_is_the_example() -> None:
+    old, later = State(0, 10.0, [A]), State(1, 15.0, [B], sleep_level=1)
+    assert steps(NEW, [later, NEW, old]) == [LoadAdapter(0, "a", "/a", in_place=True)]
+    assert steps(old, [later, NEW, old]) == []
+    assert steps(NEW, [NEW]) == steps(NEW, []) == []
+
+
+def test_all_that_a_replica_was_told() -> None:
+    old = State(0, 10.0, [A, B], "/weights", is_paused=True, sleep_level=2)
+    own = State(2, 20.0, [AdapterInfo("a", "/before"), AdapterInfo("of the settings", "/c")])
+    made = steps(own, [old])
+    assert made == [
+        UpdateWeights("/weights", "keep"),
+        LoadAdapter(0, "a", "/a", in_place=True),
+        LoadAdapter(0, "b", "/b", in_place=True, parent="parent"),
+        UnloadAdapter(0, "of the settings"),
+        Sleep(2, "keep"),
+        PauseGeneration("keep"),
+    ]
+    assert steps(State(2, 20.0, [B, A], "/weights", is_paused=True, sleep_level=2), [old]) == []
+
+
+def test_weights_that_it_began_with_are_not_told() -> None:
+    first = msgspec.structs.replace(STATS, model="/node/model")
+    memory = Memory(3, first)
+    assert memory.state(first, [A]).weights == ""
+    state = memory.state(msgspec.structs.replace(first, model="/other", is_paused=True, sleep_level=1), [A])
+    assert (state.number, state.adapters, state.weights, state.is_paused, state.sleep_level) == (
+        3,
+        [A],
+        "/other",
+        True,
+        1,
+    )
+
+
+class Engine(Asking):
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def ask(self, message: Any, answer: type[Any]) -> "Future[Any]":
+        self.asked.append(message)
+        future: Future[Any] = Future()
+        if isinstance(message, LoadAdapter):
+            assert answer is AdapterAnswer
+            future.set_result(AdapterAnswer(1, message.name, error="no such folder"))
+        elif isinstance(message, UpdateWeights):
+            future.set_exception(EngineError("it is being replaced"))
+        else:
+            future.set_result(OperationDone())
+        return future
+
+
+def test_what_fails_does_not_end_the_rest() -> None:
+    engine = Engine()
+    made: list[Step] = [UpdateWeights("/w"), LoadAdapter(0, "a", "/a"), Sleep(1)]
+    asyncio.run(take(list(made), engine))
+    assert engine.asked == made

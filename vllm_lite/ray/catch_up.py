@@ -1,0 +1,90 @@
+"""What a replica that starts later takes over of the others: their adapters, the weights that they got while they ran,
+their sleep or their pause. No ray.
+
+It asks them before it serves, and once again when it does: what comes between reaches only those that serve.
+"""
+
+import asyncio
+import time
+
+import msgspec
+
+from vllm_lite.client.asking import Asking
+from vllm_lite.errors import EngineError
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter, UnloadAdapter
+from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.operations import OperationDone, PauseGeneration, Sleep, UpdateWeights
+from vllm_lite.runtime import log
+
+Step = LoadAdapter | UnloadAdapter | UpdateWeights | Sleep | PauseGeneration
+
+logger = log.get(__name__)
+
+
+class State(msgspec.Struct, frozen=True):
+    """What operations have made of a replica. `started_s` is in seconds of the epoch; `weights` is the folder of other
+    weights than those that it began with, "" if it has these."""
+
+    number: int
+    started_s: float
+    adapters: list[AdapterInfo]
+    weights: str = ""
+    is_paused: bool = False
+    sleep_level: int | None = None
+
+
+states = msgspec.msgpack.Decoder(State)
+
+
+class Memory:
+    """What operations have made of one engine, from what it says of itself."""
+
+    def __init__(self, number: int, first: Stats) -> None:
+        """`first` is what the engine said when it was new."""
+        self._number, self._first_weights = number, first.model
+        self._started_s = time.time()
+
+    def state(self, stats: Stats, adapters: list[AdapterInfo]) -> State:
+        weights = "" if stats.model == self._first_weights else stats.model
+        return State(self._number, self._started_s, adapters, weights, stats.is_paused, stats.sleep_level)
+
+
+def steps(own: State, others: list[State]) -> list[Step]:
+    """What has a replica be as the oldest one that serves; nothing, if it is that one."""
+    older = [other for other in others if other.started_s < own.started_s]
+    if not older:
+        return []
+    example = min(older, key=lambda other: other.started_s)
+    made: list[Step] = []
+    if example.weights and example.weights != own.weights:
+        made.append(UpdateWeights(example.weights, "keep"))
+    has, wanted = ({info.name: info for info in each.adapters} for each in (own, example))
+    made += [LoadAdapter(0, each.name, each.path, True, each.parent) for each in wanted.values() if not _has(has, each)]
+    made += [UnloadAdapter(0, name) for name in has if name not in wanted]
+    if example.sleep_level is not None and own.sleep_level is None:
+        made.append(Sleep(example.sleep_level, "keep"))
+    if example.is_paused and not own.is_paused:
+        made.append(PauseGeneration("keep"))
+    return made
+
+
+def _has(adapters: dict[str, AdapterInfo], wanted: AdapterInfo) -> bool:
+    found = adapters.get(wanted.name)
+    return found is not None and found.path == wanted.path
+
+
+async def take(made: list[Step], engine: Asking) -> None:
+    """Have the engine do all of them. One that fails is in the log: requests for an adapter that not all have are
+    refused, and the rest goes on."""
+    for step in made:
+        is_adapter = isinstance(step, LoadAdapter | UnloadAdapter)
+        try:
+            answer: AdapterAnswer | OperationDone
+            answer = await asyncio.wrap_future(engine.ask(step, AdapterAnswer if is_adapter else OperationDone))
+            error = answer.error
+        except EngineError as failed:
+            error = str(failed)
+        if error is not None:
+            logger.warning("this replica is not as those that serve, it could not %r: %s", step, error)
+        else:
+            logger.info("as the replicas that serve: %r", step)
