@@ -25,6 +25,8 @@ struct Weights {
 };
 
 // Where the sums of a group of rows begin and end. Those of inputs before and behind are in memory, [rows][stride].
+// Sums are addressed by constants alone, so that they stay in registers: stores of them to the stack would stand in
+// line with the outputs', which wait for their cache lines.
 struct Sums {
   float* memory;
   int64_t stride;
@@ -32,31 +34,68 @@ struct Sums {
   const LinearCall* call;
   int64_t row, output;  // of the call's
 
-  template <int V>
-  inline __attribute__((always_inline)) void begin(int r, Vec (&total)[V]) const {
-    for (int v = 0; v < V; ++v) total[v] = are_begun ? load(memory + r * stride + v * kWidth) : Vec{};
+  template <int R, int V>
+  inline __attribute__((always_inline)) void begin(Vec (&total)[R][V]) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) total[r][v] = are_begun ? load(memory + r * stride + v * kWidth) : Vec{};
+    }
   }
 
-  template <int V>
-  inline __attribute__((always_inline)) void end(int r, const Vec (&total)[V]) const {
-    if (!are_done) {
-      for (int v = 0; v < V; ++v) store(memory + r * stride + v * kWidth, total[v]);
-      return;
+  template <int R, int V>
+  inline __attribute__((always_inline)) void end(const Vec (&total)[R][V]) const {
+    if (!are_done) return store_all(memory, stride, total);
+    const int64_t left = call->weight->num_outputs - output;
+    if (left < V * kWidth) {
+      float sums[R * V * kWidth];
+      store_all(sums, V * kWidth, total);
+      return call->out_type == kFloat32 ? put_part<float>(sums, V * kWidth, left, R)
+                                        : put_part<BFloat16>(sums, V * kWidth, left, R);
     }
-    const int64_t place = (row + r) * call->out_stride + output;
-    call->out_type == kFloat32 ? put(static_cast<float*>(call->out) + place, total)
-                               : put(static_cast<BFloat16*>(call->out) + place, total);
+    call->out_type == kFloat32 ? put<float>(total) : put<BFloat16>(total);
   }
 
  private:
-  template <class Out, int V>
-  inline __attribute__((always_inline)) void put(Out* to, const Vec (&total)[V]) const {
+  template <class Out>
+  Out* place() const {
+    return static_cast<Out*>(call->out) + row * call->out_stride + output;
+  }
+
+  template <int R, int V>
+  VLLM_LITE_INLINE void store_all(float* to, int64_t stride, const Vec (&total)[R][V]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) store(to + r * stride + v * kWidth, total[r][v]);
+    }
+  }
+
+  template <class Out, int R, int V>
+  inline __attribute__((always_inline)) void put(const Vec (&total)[R][V]) const {
+    Vec bias[V] = {};
+    if (call->weight->bias != nullptr) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) bias[v] = load(call->weight->bias + output + v * kWidth);
+    }
+    Out* to = place<Out>();
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) store(to + r * call->out_stride + v * kWidth, total[r][v] + bias[v]);
+    }
+  }
+
+  // The first `left` outputs of rows in memory.
+  template <class Out>
+  __attribute__((noinline)) void put_part(const float* sums, int64_t stride, int64_t left, int rows) const {
     const float* bias = call->weight->bias;
-    const int64_t left = call->weight->num_outputs - output;
-    for (int v = 0; v < V; ++v) {
-      const int64_t at = v * kWidth, count = left - at < kWidth ? left - at : kWidth;
-      if (count <= 0) break;
-      store_at(to, at, bias == nullptr ? total[v] : total[v] + load_at(bias + output, at, count), count);
+    for (int r = 0; r < rows; ++r) {
+      Out* to = place<Out>() + r * call->out_stride;
+      each_vector(left, [&](int64_t i, int64_t count) {
+        const Vec sum = load(sums + r * stride + i);
+        store_at(to, i, bias == nullptr ? sum : sum + load_at(bias + output, i, count), count);
+      });
     }
   }
 };
@@ -65,8 +104,7 @@ struct Sums {
 template <int R, int V>
 void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead ahead, const Sums& sums) {
   Vec total[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) sums.begin(r, total[r]);
+  sums.begin(total);
   for (int64_t pair = 0; pair < weights.num_pairs; ++pair) {
     prefetch_l2<128>(ahead, pair);
     __m512bh words[V];
@@ -85,8 +123,7 @@ void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead
       }
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) sums.end(r, total[r]);
+  sums.end(total);
 }
 
 // For `rows` rows, 1 <= rows <= R.
