@@ -1,6 +1,7 @@
 """What the weights of a checkpoint take in memory, by the headers of its files: exactly, and without a model."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from math import prod
 
 import msgspec
@@ -19,13 +20,13 @@ TABLES = ("model.embed_positions.weight", "model.embed_tokens_per_layer.weight")
 """Rows of them are looked up; they are never quantized."""
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
+class Checkpoint(msgspec.Struct, frozen=True, dict=True):
     """The parts of a checkpoint that a plan needs."""
 
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
 
-    @property
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Those of the tensors that a model takes, by their canonical names."""
         tied, unread = self.spec.tie_word_embeddings, self.spec.unread_layers
