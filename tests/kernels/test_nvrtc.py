@@ -1,4 +1,4 @@
-"""Every kernel compiles, keeps its values in registers and leaves room for the next block; some for all architectures."""
+"""All kernels compile, keep their values in registers, leave room for the next block; some for every architecture."""
 
 from pathlib import Path
 
