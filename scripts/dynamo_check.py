@@ -5,10 +5,12 @@
 tokens    greedy and seeded requests give the texts and log-probabilities of the plain server
 kill      a worker is killed under load: every stream ends, with the same text
 events    what the router thinks is cached is what the engine then finds, whatever was evicted, salted, or lost when the
-          engine was killed
+          engine was killed, and with two workers that have beginnings in common
+ranks     a worker with -tp 2 gives the texts of one with one rank; its workers are killed under load
 engine    the engine of a worker is killed: its streams go on, there or elsewhere
 cancel    a client that hangs up frees what its request held
-prefix    share of prompt tokens found in the cache, of 16 chats of 6 turns: Dynamo's KV router, its round robin, -dp 2
+prefix    share of prompt tokens found in the cache, of 16 chats of 6 turns: Dynamo's KV router with its defaults and
+          with more weight on prompts, its round robin, -dp 2
 cost      first token and time between tokens beside the plain server, in turn
 """
 
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
@@ -211,18 +214,7 @@ def check_events() -> None:
     """Prompts have beginnings in common, and the cache holds some of them."""
     rng = random.Random(2)
     with deployment(1, "kv", ("--num-gpu-blocks-override", "96")) as made:
-
-        def blocks(number: int, salt: str | None = None) -> tuple[int, int]:
-            """What the router thought was cached of a prompt, and what was, in blocks."""
-            time.sleep(EVENTS_S)
-            tokens = [*prompt(number % 3, 47), *prompt(number, 200)]
-            extra = {"extra_fields": ["timing"], **({} if salt is None else {"cache_salt": salt})}
-            answer = ask(made.url, {"prompt": tokens, "max_tokens": 2, "nvext": extra})
-            if answer.error:
-                raise RuntimeError(answer.error)
-            cached = answer.usage["prompt_tokens_details"]["cached_tokens"]
-            return round(answer.thought * -(-len(tokens) // 16)), cached // 16
-
+        blocks = partial(_thought_and_found, made.url)
         found = [blocks(rng.randrange(9)) for _ in range(40)]
         hits = sum(cached for _, cached in found)
         check(all(thought == cached for thought, cached in found), f"40 prompts, {hits} blocks found: as was thought")
@@ -233,6 +225,45 @@ def check_events() -> None:
         time.sleep(2 * EVENTS_S + REJOIN_S)
         after = [blocks(20), blocks(20)]
         check(all(thought == cached for thought, cached in after), f"behind the engine's end: {after}")
+    with deployment(2, "kv", ROOMY) as made:
+        blocks = partial(_thought_and_found, made.url)
+        numbers = range(0, 3 * NUM_STREAMS, 3)  # of prompts that begin alike
+        with ThreadPoolExecutor(NUM_STREAMS) as threads:  # so that both workers have some
+            list(threads.map(blocks, numbers))
+        both = [made.stats(worker).num_cached_blocks for worker in made.workers]
+        found = [blocks(number, length=300) for number in numbers]
+        hits = sum(cached for _, cached in found)
+        check(
+            min(both) > 0 and all(thought == cached for thought, cached in found), f"two workers: {hits} blocks found"
+        )
+
+
+def _thought_and_found(url: str, number: int, salt: str | None = None, length: int = 200) -> tuple[int, int]:
+    """What the router thought was cached of a prompt, and what was, in blocks."""
+    time.sleep(EVENTS_S)
+    tokens = [*prompt(number % 3, 47), *prompt(number, length)]
+    extra = {"extra_fields": ["timing"], **({} if salt is None else {"cache_salt": salt})}
+    answer = ask(url, {"prompt": tokens, "max_tokens": 2, "nvext": extra})
+    if answer.error:
+        raise RuntimeError(answer.error)
+    cached = answer.usage["prompt_tokens_details"]["cached_tokens"]
+    return round(answer.thought * -(-len(tokens) // 16)), cached // 16
+
+
+def check_ranks() -> None:
+    wanted = bodies(300)
+    with plain_server(*ROOMY) as plain, deployment(1, "kv", (*ROOMY, "-tp", "2")) as made:
+        expected = all_at_once(plain, wanted, lambda _: None)
+        compare(all_at_once(made.url, wanted, lambda _: None), expected, "two ranks")
+        (worker,) = made.workers
+        ranks = [
+            each
+            for each in psutil.Process(worker.pid).children(recursive=True)
+            if "vllm_lite.worker" in " ".join(each.cmdline())
+        ]
+        check(len(ranks) == 2, f"the worker has {len(ranks)} ranks")
+        found = all_at_once(made.url, wanted, kill_when_busy(ranks[1].pid, after=NUM_STREAMS * 40))
+        compare(found, expected, "kill -9 of a rank")
 
 
 def check_cancel() -> None:
@@ -272,10 +303,10 @@ def hit_rate(url: str, as_ids: dict[str, Any], chats: int = 16, turns: int = 6) 
 def check_prefix() -> None:
     small = ("--num-gpu-blocks-override", str(cache_blocks(16, 6)), "--max-num-seqs", "8")
     rates: dict[str, list[float]] = {}
-    for _ in range(2):
-        for mode in ("kv", "round-robin"):
-            with deployment(2, mode, small) as made:
-                rates.setdefault(f"Dynamo {mode}", []).append(hit_rate(made.url, AS_IDS))
+    for _ in range(3):
+        for mode, *more in (("kv",), ("kv", "--router-prefill-load-scale", "4"), ("round-robin",)):
+            with deployment(2, mode, small, more) as made:
+                rates.setdefault(" ".join(("Dynamo", mode, *more)), []).append(hit_rate(made.url, AS_IDS))
         with plain_server("-dp", "2", *small) as url:
             rates.setdefault("-dp 2", []).append(hit_rate(url, {"return_token_ids": True}))
     for name, found in rates.items():
@@ -309,6 +340,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "tokens": check_tokens,
     "kill": check_kill,
     "events": check_events,
+    "ranks": check_ranks,
     "engine": check_engine,
     "cancel": check_cancel,
     "prefix": check_prefix,

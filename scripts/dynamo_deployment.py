@@ -58,16 +58,18 @@ def wait_for(what: str, is_there: Callable[[], bool], timeout_s: float = START_S
 
 
 @contextmanager
-def deployment(num_workers: int, router_mode: str, flags: Sequence[str] = (), limit: int = 3) -> Iterator[Deployment]:
-    """Start workers of the demo model and a frontend before them; `limit` is how often a request may migrate. They
-    write into files, which are shown if something fails."""
+def deployment(
+    num_workers: int, router_mode: str, flags: Sequence[str] = (), router_flags: Sequence[str] = ()
+) -> Iterator[Deployment]:
+    """Start workers of the demo model, with `flags`, and a frontend before them. They write into files, which are shown
+    if something fails."""
     with TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
         probe.close()
         env = {**os.environ, **_environment(folder)}
         worker = [sys.executable, "-m", "vllm_lite.dynamo", *ENGINE_FLAGS, *flags]
-        router = ["--router-mode", router_mode, "--migration-limit", str(limit)]
+        router = ["--router-mode", router_mode, "--migration-limit", "3", *router_flags]
         frontend = [sys.executable, "-m", "dynamo.frontend", "--http-host", LOOPBACK, "--http-port", str(port), *router]
         started = [_start(command, env, Path(folder, f"log-{n}")) for n, command in enumerate([worker] * num_workers)]
         started.append(_start(frontend, env, Path(folder, "log-frontend")))

@@ -164,8 +164,7 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
             events = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint)
         if events is not None:
             events = msgspec.structs.replace(events, hash_format="int", event_format="map")
-        seed = config.prefix_hash_seed or os.urandom(16).hex()  # one for all lives: routers know blocks by their hashes
-        return msgspec.structs.replace(config, kv_events_config=events, prefix_hash_seed=seed)
+        return msgspec.structs.replace(config, kv_events_config=events)
 
     async def _publish_snapshots(self) -> None:
         while self._publisher is not None:

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGroup, DynamoRuntimeConfig
 from dynamo.common.utils.runtime import parse_endpoint
 
@@ -18,7 +19,11 @@ COMPONENT = "backend"
 
 
 def read(argv: Sequence[str] | None) -> tuple[ServeConfig, DynamoRuntimeConfig]:
-    """Read the command line, and the environment as `serve` does. Raises ConfigError."""
+    """Read the command line, and the environment as `serve` does. Raises ConfigError.
+
+    Workers of one component have the same prefix_hash_seed, the user's or this one: the router's index has one hash for
+    a block, and takes nothing from a worker that goes on behind a common block under another hash.
+    """
     parser = argparse.ArgumentParser("python -m vllm_lite.dynamo", allow_abbrev=False)
     DynamoRuntimeArgGroup().add_arguments(parser)
     add_flags(parser, ServeConfig, only=FIELDS)
@@ -36,4 +41,6 @@ def read(argv: Sequence[str] | None) -> tuple[ServeConfig, DynamoRuntimeConfig]:
         runtime.namespace, runtime.component, runtime.endpoint = parse_endpoint(endpoint)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if config.prefix_hash_seed is None:
+        config = msgspec.structs.replace(config, prefix_hash_seed=f"{runtime.namespace}.{runtime.component}")
     return config, runtime
