@@ -247,6 +247,8 @@ def test_invocations_are_answered_as_their_fields_say(http: httpx.Client, scores
     ]
     for there, path, body, name in bodies:
         assert post(there, "/invocations", body)[name] == post(there, path, body)[name], path
+    named = [post(http, path, {"input": "x", "request_id": "mine"})["id"] for path in ("/pooling", "/v1/embeddings")]
+    assert named == ["pooling-mine", "embd-mine"]
     assert "give messages for a chat" in post(scores, "/invocations", {"x": 1}, 400)["error"]["message"]
 
 

@@ -52,6 +52,28 @@ def test_a_long_text_lets_other_threads_go_on() -> None:
     assert found == [tokenizer._library.encode(text).ids]
 
 
+def test_the_beginning_of_a_text() -> None:
+    """It has the tokens that are asked for, or one less where a character has several."""
+    tokenizer = Tokenizer(made.byte_level())
+    for text in ("the cat sat on na\u00efve \N{CAT} mats", "\N{CAT}" * 9, "the cat " * 40_000):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        for num_tokens in (1, 3, 7, len(ids) - 1, len(ids)):
+            kept = tokenizer.beginning(text, num_tokens)
+            assert text.startswith(kept)
+            assert num_tokens - 4 < len(tokenizer.encode(kept, add_special_tokens=False)) <= num_tokens
+    assert tokenizer.beginning(text, len(ids)) == text
+
+
+def test_where_tokens_stand() -> None:
+    tokenizer = Tokenizer(made.byte_level())
+    text = "the cat sat"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    places = tokenizer.offsets(text, ids)
+    assert places is not None
+    assert "".join(text[start:end] for start, end in places) == text
+    assert tokenizer.offsets(text, ids[:-1]) is None
+
+
 def test_special_tokens() -> None:
     tokenizer = Tokenizer(made.byte_fallback())
     assert tokenizer.special_ids == {0, 1, 2}

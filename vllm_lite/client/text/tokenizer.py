@@ -13,7 +13,11 @@ from vllm_lite.errors import ModelError
 
 LONG_TEXT_CHARS = 16_384
 """The library releases the GIL while it encodes longer texts."""
+SHORT_TEXT_CHARS = 256
+"""The library's encode() keeps the interpreter's lock: a thread that calls it a thousand times with longer texts held
+up the loop of a server for 0.8 s."""
 SLICE_CHARS = 65_536
+CHARS_PER_TOKEN = 8
 CUT_TOKENS = 256
 """A cut through a text changes tokens only near it: a slice has at most so many more than it adds to the whole."""
 _BYTE_NAMES = {f"<0x{value:{case}}>": value for value in range(256) for case in ("02X", "02x")}
@@ -98,18 +102,29 @@ class Tokenizer:
         """Where in `text` each of its `token_ids` stands, as (start, end) in characters; (0, 0) for a special token
         that the file's post-processor adds. None if `text` is tokenized otherwise."""
         for add_special_tokens in (False, True):
-            encoding = self._library.encode(text, add_special_tokens=add_special_tokens)
+            encoding = self._placed(text, add_special_tokens=add_special_tokens)
             if encoding.ids == token_ids:
                 return list(encoding.offsets)
         return None
 
     def beginning(self, text: str, num_tokens: int) -> str:
         """As much of `text` as has at most `num_tokens` tokens, special ones not counted."""
-        while len(encoding := self._library.encode(text, add_special_tokens=False)) > num_tokens:
+        num_chars = num_tokens * CHARS_PER_TOKEN + SLICE_CHARS  # of a long text no more is looked at than has to be
+        while len(text) > num_chars and len(self._placed(text[:num_chars])) <= num_tokens:
+            num_chars *= 2
+        text = text[:num_chars]
+        while len(encoding := self._placed(text)) > num_tokens:
+            encoding.truncate(num_tokens + 1)
             offsets = encoding.offsets
             end = min(offsets[num_tokens - 1][1], offsets[num_tokens][0])
-            text = text[: end if end < len(text) else len(text) - 1]  # a character of several tokens goes as a whole
+            text = text[: min(end, len(text) - 1)]  # a character of several tokens goes as a whole
         return text
+
+    def _placed(self, text: str, *, add_special_tokens: bool = False) -> tokenizers.Encoding:
+        """Tokenize `text` with the places of its tokens. Other threads go on meanwhile, unlike in the library's
+        encode()."""
+        (encoding,) = self._library.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding
 
     def encode_batch(
         self, texts: Sequence[str], *, num_kept: int | None = None, side: str = "right"
@@ -162,7 +177,7 @@ class Tokenizer:
         return False
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        if len(text) <= LONG_TEXT_CHARS:
+        if len(text) <= SHORT_TEXT_CHARS:
             return self._library.encode(text, add_special_tokens=add_special_tokens)
         (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding

@@ -199,12 +199,21 @@ class Prompts:
 
         return await self._threads.run(work, request.receive)
 
-    async def offsets(self, text: str, token_ids: list[int], request: Request) -> list[tuple[int, int]] | None:
-        """Where in `text` its tokens stand, in characters; None if these are not its tokens."""
+    async def offsets(
+        self, texts: Sequence[str | None], token_ids: Sequence[list[int]], request: Request
+    ) -> list[msgspec.Raw | None]:
+        """Where in each text its tokens stand, in characters, as JSON; None if these are not its tokens."""
         words = self.tokenizer
-        if words is None:
-            return None
-        return await self._threads.run(lambda _: words.offsets(text, token_ids), request.receive)
+
+        def work(check: Check) -> list[msgspec.Raw | None]:
+            found: list[msgspec.Raw | None] = []
+            for text, ids in zip(texts, token_ids, strict=True):
+                check()
+                places = None if text is None or words is None else words.offsets(text, ids)
+                found.append(None if places is None else msgspec.Raw(msgspec.json.encode(places)))
+            return found
+
+        return await self._threads.run(work, request.receive)
 
     def _encoded(self, text: str, add_special_tokens: bool, params: SamplingParams | None, check: Check) -> list[int]:
         """Tokenize one text. Raises RequestError as well."""

@@ -115,7 +115,7 @@ class PoolingRoutes:
         task = body.task or self._runs.factory.first_task
         params = body.params(dimensions=body.dimensions)
         prompts = await self._runs.prompts_of(body, asked.request)
-        call = await self._runs.pooled(asked, "pool", prompts, params, task)
+        call = await self._runs.pooled(asked, "pooling", prompts, params, task)
         return self._vectors(asked, call, answers.pooled)
 
     def _vectors(self, asked: Asked[Any], call: PoolingCall, write: Callable[..., Iterable[bytes]]) -> Response:

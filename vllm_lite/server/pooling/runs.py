@@ -123,7 +123,7 @@ class PoolingRuns:
         """`sizes` are the characters of the texts. They are computed with the adapter that is asked for."""
         request, adapter = asked.request, self.generation.model.adapter_of(asked.model)
         live = self.generation.live
-        call_id = await live.new_id(kind, None)
+        call_id = await live.new_id(kind, getattr(asked.body, "request_id", None))
         call = PoolingCall(call_id, self.generation.model.names[0], len(sizes), self._window)
         call.owner = owner_of(request, call_id)
         watch = asyncio.ensure_future(until_disconnected(request.receive))

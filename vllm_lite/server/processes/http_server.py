@@ -207,6 +207,8 @@ def _first_route(engine: Welcome, name: str) -> tuple[str, str]:
         return "/rerank", f'{{"model":"{name}","query":"What is red?","documents":["Roses are.","The sky is not."]}}'
     if "embed" in engine.pooler.tasks:
         return "/v1/embeddings", f'{{"model":"{name}","input":["Roses are red.","Violets are blue."]}}'
+    if "token_embed" in engine.pooler.tasks:
+        return "/pooling", f'{{"model":"{name}","input":["Roses are red."]}}'
     return "/classify", f'{{"model":"{name}","input":["Roses are red."]}}'
 
 

@@ -14,6 +14,7 @@ from vllm_lite.server.openai.errors import ApiError
 
 _ELSEWHERE = {"cache_salt", "priority", "structured_outputs", "response_format"}
 """Fields that stand beside the sampling params, or that are added in one form."""
+_NAMES = sorted(set(GenerateParams.__struct_fields__) & set(SamplingParams.__struct_fields__) - _ELSEWHERE)
 _USUAL = SamplingParams()
 
 
@@ -40,7 +41,7 @@ def requests(call: Call, body: Body, model: str) -> list[dict[str, Any]]:
     return [
         {
             "request_id": stream.request_id,
-            "token_ids": list(stream.prompt.token_ids),
+            "token_ids": stream.prompt.token_ids,
             "token_offsets": None,
             "sampling_params": {**_sampling(stream.params), **more},
             **common,
@@ -51,8 +52,7 @@ def requests(call: Call, body: Body, model: str) -> list[dict[str, Any]]:
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     """Return what is not as usual, and the length, whose default is another one in each API."""
-    names = set(GenerateParams.__struct_fields__) & set(SamplingParams.__struct_fields__) - _ELSEWHERE
-    values = {name: getattr(params, name) for name in sorted(names)}
+    values = {name: getattr(params, name) for name in _NAMES}
     said = {name: value for name, value in values.items() if value != getattr(_USUAL, name)}
     return {**said, "max_tokens": params.max_tokens}
 

@@ -1,6 +1,7 @@
 """The routes: several chats at once, /render, /invocations, /abort_requests."""
 
-from collections.abc import Awaitable, Callable, Collection
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -55,7 +56,7 @@ class VllmRoutes:
         found = rendered.requests(made.call, body, asked.model)[0]
         if body.return_token_offsets:
             text = await self._generation.prompts.render(body, None, request)
-            found["token_offsets"] = await self._generation.prompts.offsets(text, found["token_ids"], request)
+            (found["token_offsets"],) = await self._generation.prompts.offsets([text], [found["token_ids"]], request)
         return as_json(found, made.headers)
 
     async def render_completion(self, request: Request) -> Response:
@@ -63,10 +64,14 @@ class VllmRoutes:
         made = await self._generation.completion(asked, rendered.call_id("cmpl", request, asked.body))
         found = rendered.requests(made.call, asked.body, asked.model)
         if asked.body.return_token_offsets:
-            for each, stream in zip(found, made.call.streams, strict=True):
-                if (text := stream.prompt.text) is not None:
-                    each["token_offsets"] = await self._generation.prompts.offsets(text, each["token_ids"], request)
-        return as_json(found, made.headers)
+            prompts = [stream.prompt for stream in made.call.streams]
+            places = await self._generation.prompts.offsets(
+                [each.text for each in prompts], [each.token_ids for each in prompts], request
+            )
+            for each, place in zip(found, places, strict=True):
+                each["token_offsets"] = place
+        data = await asyncio.to_thread(_listed, found) if len(found) > 1 else _listed(found)
+        return Response(data, headers=made.headers, media_type="application/json")
 
     async def invocations(self, request: Request) -> Response:
         """A chat, a completion, vectors or scores, as its fields say."""
@@ -98,3 +103,8 @@ class VllmRoutes:
 
     def _respond(self, made: Made, asked: Asked[Any]) -> Response:
         return self._live.respond(made.call, stream=asked.body.stream, headers=made.headers)
+
+
+def _listed(found: Sequence[Any]) -> bytes:
+    """A JSON list, encoded item by item: in between other threads have their turn."""
+    return b"[" + b",".join([msgspec.json.encode(each) for each in found]) + b"]"
