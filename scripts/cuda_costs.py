@@ -38,6 +38,7 @@ from vllm_lite.worker.device import Device
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
+RECURRENT = (("short_conv", "4, false"), ("delta_rule", "128, 128"), ("mamba", "128, 64"), ("mamba", "256, 64"))
 SPEC = AttentionSpec(32, 8, 128, scale=128**-0.5)
 HIDDEN, INNER = 4096, 512
 STEPS: dict[str, tuple[list[int], list[int]]] = {
@@ -163,6 +164,7 @@ def kernels() -> list[tuple[str, str]]:
         ("packed_linear.cuh", f"packed_linear<{bf16}, {bf16}, __half, packed::INT4, packed::NOTHING, 2, 1, 2>"),
         ("packed_linear.cuh", f"packed_linear<{bf16}, {bf16}, __half, packed::INT4, packed::NOTHING, 2, 4, 4>"),
         ("packed_linear.cuh", f"packed_linear<{bf16}, float, float, packed::INT8, packed::NOTHING, 1, 1, 2>"),
+        *(("recurrent.cuh", f"{name}<{bf16}, {sizes}>") for name, sizes in RECURRENT),
     ]
 
 

@@ -12,7 +12,7 @@ from tests.checkpoints import VOCAB_SIZE, transformers_model
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.kernels.delta_rule import Segments
+from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.models.registry import Model, Sizes, build, examine
 from vllm_lite.models.weights import load_weights

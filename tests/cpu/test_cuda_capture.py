@@ -12,6 +12,7 @@ from tests.checkpoints import make_checkpoint
 from tests.cpu.test_gpu_matmul import linears
 from tests.cuda_capture import CaptureError, CapturingLauncher, CudaLikeCapture
 from tests.driver import Driver, make_prompt, new_request
+from tests.families.hybrid import VARIANTS as HYBRIDS
 from tests.kernels import emulator
 from tests.plays import graphs_of
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape
@@ -19,11 +20,13 @@ from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.attention.paged import PagedBackend
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.select import BACKENDS
+from vllm_lite.kernels import delta_rule, mamba, short_conv
 from vllm_lite.kernels import ops as ops_module
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.packed_linear import PackedLinear
 from vllm_lite.layers import gpu_matmul
 from vllm_lite.layers.matmul import DenseMatmul
+from vllm_lite.protocol.step import Continue, Finish, States
 from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward
@@ -126,6 +129,44 @@ def test_the_norms_of_heads_go_with_their_rotation(
         assert any(name.startswith("norm_rope_and_cache<") for name in names) == fuses
     assert tokens[0][0] == tokens[1][0]
     assert torch.equal(tokens[0][1], tokens[1][1])
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "granite-hybrid", "lfm2"])
+def test_recurrent_layers_are_in_graphs(
+    name: str,
+    tmp_path: Path,
+    launcher: CapturingLauncher,
+    serve_by: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With kernels of their own, they give the bits of eager steps, tokens and states, and those of plain torch."""
+    serve_by("cuda")
+    path = next(each for each in HYBRIDS if each.name == name).make(tmp_path / "model")
+    arrivals = [
+        entry
+        for handle in range(3)
+        for entry in (
+            new_request(handle, [7 + handle, *range(1, 9)], [2 * handle + 1, 2 * handle + 2]),
+            States(handle, 0, 1 + handle, []),
+        )
+    ]
+    drivers: list[Driver] = []
+    for has_kernels, eager in ((False, True), (True, True), (True, False)):
+        for module in (delta_rule, mamba, short_conv):
+            monkeypatch.setattr(module, "launcher_of", lambda _: launcher if has_kernels else None)  # noqa: B023
+        on = Device(CPU, capture=CudaLikeCapture())
+        drivers.append(driver := Driver(path, enforce_eager=eager, on=on, cudagraph_capture_sizes=[2, 4]))
+        driver.run(*arrivals)
+        driver.decode(0, 1, 2, count=3)
+        driver.run(States(1, 2, 5, []), Continue(0, 1, []), Continue(1, 1, []))
+        driver.run(Finish(0), Continue(1, 1, []))
+    plain, own, graphed = drivers
+    assert graphs_of(graphed).num_replays == 5
+    assert own.got == graphed.got == plain.got
+    states = [driver.worker.runner.cache_engine.states for driver in drivers]
+    assert torch.equal(states[1], states[2])
+    torch.testing.assert_close(states[1], states[0], atol=1e-4, rtol=1e-4)
+    assert states[0][5].any()
 
 
 @pytest.mark.parametrize("name", ["paged", "reference"])

@@ -7,8 +7,8 @@ from tests.cpu.test_delta_rule import ALONE, CUT, MIXED, NUM_SLOTS
 from vllm_lite.checkpoint.mamba import MambaSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.mamba import NativeMamba
-from vllm_lite.kernels.delta_rule import Segments
 from vllm_lite.kernels.mamba import MambaOp, MambaWeights
+from vllm_lite.kernels.recurrent import Segments
 
 SPECS = [MambaSpec(3, 64, 128, 4), MambaSpec(2, 41, 23, 3, (0.1, 0.8)), MambaSpec(1, 5, 6, 2)]
 native = pytest.mark.skipif(not cpu.available(), reason="no native library")

@@ -102,6 +102,15 @@ def _packed_linear() -> list[Instantiation]:
     return [Instantiation("packed_linear.cuh", name, registers) for name, registers in found]
 
 
+def _recurrent() -> list[Instantiation]:
+    """Ceilings: what lets a block of 512 threads, or as many blocks as have so many, be on a multiprocessor."""
+    half, bf16 = "__half", "__nv_bfloat16"
+    found = [(f"short_conv<{kind}>", 64) for kind in (f"{bf16}, 4, false", "float, 4, false", f"{half}, 3, true")]
+    found += [(f"delta_rule<{kind}>", 128) for kind in (f"{bf16}, 128, 128", "float, 128, 128", f"{half}, 24, 20")]
+    found += [(f"mamba<{kind}>", 128) for kind in (f"{bf16}, 128, 64", "float, 128, 64", f"{half}, 256, 64")]
+    return [Instantiation("recurrent.cuh", name, registers) for name, registers in found]
+
+
 def _prefill() -> list[Instantiation]:
     """Ceilings: what lets `Shape::BLOCKS` blocks of 128 threads share the 65 536 registers of a multiprocessor."""
     half, bf16, e4m3 = "__half", "__nv_bfloat16", "fp8_e4m3"
@@ -140,6 +149,7 @@ INSTANTIATIONS: list[Instantiation] = [
     *_paged_attention(),
     *_experts(),
     *_packed_linear(),
+    *_recurrent(),
     *_prefill(),
     *_decode(),
 ]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.kernels.delta_rule import Segments
+from vllm_lite.kernels.recurrent import Segments
 
 PAD_SLOT = -1
 """Slot of a token whose K and V are not written: padding, and a recomputed token whose KV is already in the cache."""

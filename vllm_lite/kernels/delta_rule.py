@@ -1,4 +1,4 @@
-"""Recurrent layers of the gated delta rule in plain torch: the reference of the native kernels, and what a GPU runs.
+"""Recurrent layers of the gated delta rule in plain torch: the reference of the native kernels and of those of a GPU.
 
 For each value head, with q and k of length 1 (q also divided by the root of its size), g = exp(-decay * softplus(a +
 dt_bias)) and beta = sigmoid(b), a token changes the state S [key_size, value_size] and reads it:
@@ -13,27 +13,13 @@ SiLU(z). `step_rule` is that formula, a token at a time; `chunk_rule` solves a c
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import conv1d, silu, softplus
+from torch.nn.functional import silu, softplus
 
 from vllm_lite.checkpoint.delta_net import DeltaNetSpec
+from vllm_lite.kernels.recurrent import CHUNK, SegmentedOp, launcher_of, native_available
 
-CHUNK = 64
 EPS = 1e-6
 """Added to the squared length of q and k."""
-
-
-class Segments(NamedTuple):
-    """Where the states of a step's sequences come from and go to.
-
-    A sequence's rows are cut into segments, one behind the other. Each begins with the state in slot `sources`, 0
-    being the state before the first token, and leaves its own in slot `targets`, 0 being nowhere. One without rows
-    copies a state.
-    """
-
-    firsts: torch.Tensor  # int32 [num_seqs + 1], the segments of each sequence
-    rows: torch.Tensor  # int32 [num_segments + 1], the rows of each segment
-    sources: torch.Tensor  # int32 [num_segments]
-    targets: torch.Tensor  # int32 [num_segments]
 
 
 class DeltaNetWeights(NamedTuple):
@@ -45,6 +31,11 @@ class DeltaNetWeights(NamedTuple):
     norm: torch.Tensor  # [value_size]
     eps: float
 
+    @property
+    def conv_bias(self) -> None:
+        """There is none."""
+        return
+
 
 class Projected(NamedTuple):
     """A token's projections, side by side in one row."""
@@ -55,57 +46,20 @@ class Projected(NamedTuple):
     a: torch.Tensor  # [n, num_value_heads]
 
 
-def split_projected(projected: torch.Tensor, spec: DeltaNetSpec) -> Projected:
-    """The parts of `projected`: [n, projected_size]."""
-    z = spec.conv_channels
-    b = z + spec.value_width
-    a = b + spec.num_value_heads
-    return Projected(projected[:, :z], projected[:, z:b], projected[:, b:a], projected[:, a:])
-
-
-def split_state(states: torch.Tensor, spec: DeltaNetSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer's part of the slots, float32 [num_slots, state_elements], as what the convolution keeps [num_slots,
-    conv_size - 1, conv_channels] and the matrices [num_slots, num_value_heads, key_size, value_size]."""
-    size = spec.conv_shape[0] * spec.conv_shape[1]
-    return states[:, :size].unflatten(1, spec.conv_shape), states[:, size:].unflatten(1, spec.matrix_shape)
-
-
-class DeltaNetOp:
+class DeltaNetOp(SegmentedOp[DeltaNetSpec, Projected, DeltaNetWeights]):
     """Computes on any device, segment after segment."""
 
-    def __init__(self, spec: DeltaNetSpec) -> None:
-        self.spec = spec
+    def split_projected(self, projected: torch.Tensor) -> Projected:
+        """The parts of `projected`: [n, projected_size]."""
+        spec = self.spec
+        z = spec.conv_channels
+        b = z + spec.value_width
+        a = b + spec.num_value_heads
+        return Projected(projected[:, :z], projected[:, z:b], projected[:, b:a], projected[:, a:])
 
-    def forward(
-        self,
-        projected: torch.Tensor,  # [n, projected_size]
-        weights: DeltaNetWeights,
-        states: torch.Tensor,  # float32 [num_slots, state_elements]
-        segments: Segments,
-        mixed: torch.Tensor,  # float32 [n, conv_channels], scratch memory
-        out: torch.Tensor,  # [n, value_width]
-    ) -> None:
-        """Write what each token gets, and change the states."""
-        parts = split_projected(projected, self.spec)
-        kept, matrices = split_state(states, self.spec)
-        rows, sources, targets = (each.tolist() for each in segments[1:])
-        for first, last, source, target in zip(rows, rows[1:], sources, targets, strict=False):
-            if first == last:
-                states[target] = states[source]
-                continue
-            own = Projected(*(part[first:last].float() for part in parts))
-            before = kept[source] if source else torch.zeros_like(kept[0])
-            state = matrices[source] if source else torch.zeros_like(matrices[0])
-            inputs = torch.cat((before, own.mixed))
-            mixed[first:last] = convolve(inputs, weights.conv)
-            attended, state = self._attend(own._replace(mixed=mixed[first:last]), weights, state)
-            out[first:last] = self._gated_norm(attended, own.z, weights).flatten(1)
-            if target:
-                kept[target], matrices[target] = inputs[len(own.mixed) :], state
-
-    def _attend(
+    def scan(
         self, own: Projected, weights: DeltaNetWeights, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, num_value_heads, value_size], and the state behind it
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, value_width], and the state behind it
         spec = self.spec
         query, key, value = own.mixed.split((spec.key_width, spec.key_width, spec.value_width), dim=1)
         shared = spec.num_value_heads // spec.num_key_heads
@@ -120,7 +74,8 @@ class DeltaNetOp:
             log_decay,
             own.b.sigmoid(),
         )
-        return step_rule(inputs, state) if len(value) < CHUNK // 4 else chunk_rule(inputs, state)
+        read, state = step_rule(inputs, state) if len(value) < CHUNK // 4 else chunk_rule(inputs, state)
+        return self._gated_norm(read, own.z, weights).flatten(1), state
 
     def _gated_norm(self, x: torch.Tensor, z: torch.Tensor, weights: DeltaNetWeights) -> torch.Tensor:
         normed = x * (x.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm
@@ -167,23 +122,20 @@ def chunk_rule(inputs: RuleInputs, state: torch.Tensor) -> tuple[torch.Tensor, t
     return torch.cat(outs), state
 
 
-def convolve(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """SiLU of a causal convolution of each channel: [conv_size - 1 + n, channels] -> [n, channels]."""
-    summed = conv1d(inputs.T[None], weight.T[:, None].contiguous(), groups=weight.shape[1])
-    return silu(summed[0].T)
-
-
 def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
 
 
 def delta_net_op(spec: DeltaNetSpec, device: torch.device, dtype: torch.dtype) -> DeltaNetOp:
     """The fastest implementation that a device has."""
-    from vllm_lite.kernels.cpu import available
-
-    if device.type == "cpu" and available():
+    if native_available(device):
         from vllm_lite.kernels.cpu.delta_rule import NativeDeltaNet
 
         if NativeDeltaNet.supports(spec, dtype):
             return NativeDeltaNet(spec)
+    if (launcher := launcher_of(device)) is not None:
+        from vllm_lite.kernels.cuda.recurrent import LaunchedDeltaNet
+
+        if LaunchedDeltaNet.supports(spec, dtype):
+            return LaunchedDeltaNet(spec, launcher)
     return DeltaNetOp(spec)

@@ -1,4 +1,4 @@
-"""Mamba-2 layers in plain torch: the reference of the native kernel, and what a GPU runs.
+"""Mamba-2 layers in plain torch: the reference of the native kernel and of that of a GPU.
 
 For each head, with dt = softplus(dt + dt_bias) within limits, a token changes the state S [state_size, head_size] and
 reads it:
@@ -11,10 +11,10 @@ Before that a short convolution and SiLU go over x, b and c; behind it y is mult
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import conv1d, silu, softplus
+from torch.nn.functional import silu, softplus
 
 from vllm_lite.checkpoint.mamba import MambaSpec
-from vllm_lite.kernels.delta_rule import CHUNK, Segments
+from vllm_lite.kernels.recurrent import CHUNK, SegmentedOp, launcher_of, native_available
 
 
 class MambaWeights(NamedTuple):
@@ -35,89 +35,48 @@ class Projected(NamedTuple):
     dt: torch.Tensor  # [n, num_heads]
 
 
-def split_projected(projected: torch.Tensor, spec: MambaSpec) -> Projected:
-    """The parts of `projected`: [n, projected_size]."""
-    mixed = spec.value_width
-    dt = mixed + spec.conv_channels
-    return Projected(projected[:, :mixed], projected[:, mixed:dt], projected[:, dt : spec.projected_size])
-
-
-def split_state(states: torch.Tensor, spec: MambaSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer's part of the slots, float32 [num_slots, state_elements], as what the convolution keeps [num_slots,
-    conv_size - 1, conv_channels] and the matrices [num_slots, num_heads, state_size, head_size]."""
-    size = spec.conv_shape[0] * spec.conv_shape[1]
-    return states[:, :size].unflatten(1, spec.conv_shape), states[:, size:].unflatten(1, spec.matrix_shape)
-
-
-class MambaOp:
+class MambaOp(SegmentedOp[MambaSpec, Projected, MambaWeights]):
     """Computes on any device, segment after segment."""
 
-    def __init__(self, spec: MambaSpec) -> None:
-        self.spec = spec
+    def split_projected(self, projected: torch.Tensor) -> Projected:
+        """The parts of `projected`: [n, projected_size]."""
+        mixed = self.spec.value_width
+        dt = mixed + self.spec.conv_channels
+        return Projected(projected[:, :mixed], projected[:, mixed:dt], projected[:, dt : self.spec.projected_size])
 
-    def forward(
-        self,
-        projected: torch.Tensor,  # [n, projected_size]
-        weights: MambaWeights,
-        states: torch.Tensor,  # float32 [num_slots, state_elements]
-        segments: Segments,
-        mixed: torch.Tensor,  # float32 [n, conv_channels], scratch memory
-        out: torch.Tensor,  # [n, value_width]
-    ) -> None:
-        """Write what each token gets, before the norm, and change the states."""
-        parts = split_projected(projected, self.spec)
-        kept, matrices = split_state(states, self.spec)
-        rows, sources, targets = (each.tolist() for each in segments[1:])
-        for first, last, source, target in zip(rows, rows[1:], sources, targets, strict=False):
-            if first == last:
-                states[target] = states[source]
-                continue
-            own = Projected(*(part[first:last].float() for part in parts))
-            before = kept[source] if source else torch.zeros_like(kept[0])
-            state = matrices[source] if source else torch.zeros_like(matrices[0])
-            inputs = torch.cat((before, own.mixed))
-            mixed[first:last] = _convolve(inputs, weights)
-            read, state = self._scan(mixed[first:last], own.dt, weights, state)
-            out[first:last] = read.flatten(1) * silu(own.z)
-            if target:
-                kept[target], matrices[target] = inputs[len(own.mixed) :], state
-
-    def _scan(
-        self, mixed: torch.Tensor, dt: torch.Tensor, weights: MambaWeights, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, num_heads, head_size], and the state behind it
+    def scan(
+        self, own: Projected, weights: MambaWeights, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, value_width], and the state behind it
         """CHUNK tokens at a time."""
         spec, outs = self.spec, []
-        x, b, c = mixed.split((spec.value_width, spec.state_size, spec.state_size), dim=1)
+        x, b, c = own.mixed.split((spec.value_width, spec.state_size, spec.state_size), dim=1)
         x = x.unflatten(1, (spec.num_heads, spec.head_size))
-        step = softplus(dt + weights.dt_bias).clamp(*spec.step_limits)  # [n, num_heads]
-        for own, added, written, read, log_decay in zip(
+        step = softplus(own.dt + weights.dt_bias).clamp(*spec.step_limits)  # [n, num_heads]
+        for own_x, added, written, read, log_decay in zip(
             *(part.split(CHUNK) for part in (x, x * step[..., None], b, c, -weights.decay * step)), strict=True
         ):
-            total, n = log_decay.T.cumsum(1), len(own)  # [num_heads, n]
+            total, n = log_decay.T.cumsum(1), len(own_x)  # [num_heads, n]
             later = torch.ones(n, n, device=x.device).triu(1).bool()
             between = (total[:, :, None] - total[:, None]).masked_fill(later, -1e30).exp()  # from token j to i
             values = added.transpose(0, 1)  # [num_heads, n, head_size]
             within = ((read @ written.T) * between) @ values
             before = total.exp()[..., None] * (read @ state)
-            outs.append((within + before).transpose(0, 1) + weights.skip[:, None] * own)
+            outs.append((within + before).transpose(0, 1) + weights.skip[:, None] * own_x)
             left = (total[:, -1:] - total).exp()[..., None]
             state = state * total[:, -1:].exp()[..., None] + written.T @ (values * left)
-        return torch.cat(outs), state
-
-
-def _convolve(inputs: torch.Tensor, weights: MambaWeights) -> torch.Tensor:
-    """SiLU of a causal convolution of each channel: [conv_size - 1 + n, channels] -> [n, channels]."""
-    weight = weights.conv.T[:, None].contiguous()
-    return silu(conv1d(inputs.T[None], weight, weights.conv_bias, groups=len(weight))[0].T)
+        return torch.cat(outs).flatten(1) * silu(own.z), state
 
 
 def mamba_op(spec: MambaSpec, device: torch.device, dtype: torch.dtype) -> MambaOp:
     """The fastest implementation that a device has."""
-    from vllm_lite.kernels.cpu import available
-
-    if device.type == "cpu" and available():
+    if native_available(device):
         from vllm_lite.kernels.cpu.mamba import NativeMamba
 
         if NativeMamba.supports(spec, dtype):
             return NativeMamba(spec)
+    if (launcher := launcher_of(device)) is not None:
+        from vllm_lite.kernels.cuda.recurrent import LaunchedMamba
+
+        if LaunchedMamba.supports(spec, dtype):
+            return LaunchedMamba(spec, launcher)
     return MambaOp(spec)

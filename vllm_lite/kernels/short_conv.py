@@ -1,14 +1,15 @@
-"""Gated short convolutions in plain torch: the reference of the native kernel, and what a GPU runs."""
+"""Gated short convolutions in plain torch: the reference of the kernels."""
 
 import torch
-from torch.nn.functional import conv1d
 
 from vllm_lite.checkpoint.short_conv import ShortConvSpec
-from vllm_lite.kernels.delta_rule import Segments
+from vllm_lite.kernels.recurrent import Convolution, Segments, Taps, convolve, launcher_of, native_available
 
 
 class ShortConvOp:
     """Computes on any device, segment after segment."""
+
+    graph_safe = False
 
     def __init__(self, spec: ShortConvSpec) -> None:
         self.spec = spec
@@ -24,24 +25,48 @@ class ShortConvOp:
     ) -> None:
         """Write what each token gets, and change the states."""
         kept = states.unflatten(1, self.spec.conv_shape)
-        rows, sources, targets = (each.tolist() for each in segments[1:])
-        for first, last, source, target in zip(rows, rows[1:], sources, targets, strict=False):
+        for first, last, source, target in segments.each():
             b, c, x = projected[first:last].float().chunk(3, dim=1)
             inputs = torch.cat((kept[source] if source else torch.zeros_like(kept[0]), b * x))
             if first < last:
-                summed = conv1d(inputs.T[None], weight.T[:, None].contiguous(), groups=weight.shape[1])[0].T
-                out[first:last] = c * summed
+                out[first:last] = c * convolve(inputs, weight)
             if target:
                 kept[target] = inputs[last - first :]
 
 
+class ConvolvedOp(ShortConvOp):
+    """Has a kernel that goes over all sequences of a step."""
+
+    graph_safe = True
+
+    def __init__(self, spec: ShortConvSpec, convolution: Convolution) -> None:
+        super().__init__(spec)
+        self.convolution = convolution
+
+    def forward(
+        self,
+        projected: torch.Tensor,
+        weight: torch.Tensor,
+        states: torch.Tensor,
+        segments: Segments,
+        mixed: torch.Tensor,  # noqa: ARG002 (as ShortConvOp's)
+        out: torch.Tensor,
+    ) -> None:
+        """As ShortConvOp's."""
+        b, c, x = projected.chunk(3, dim=1)
+        self.convolution(x, (b, c), Taps(weight), states.unflatten(1, self.spec.conv_shape), segments, out)
+
+
 def short_conv_op(spec: ShortConvSpec, device: torch.device, dtype: torch.dtype) -> ShortConvOp:
     """The fastest implementation that a device has."""
-    from vllm_lite.kernels.cpu import available
-
-    if device.type == "cpu" and available():
+    if native_available(device):
         from vllm_lite.kernels.cpu.short_conv import NativeShortConv
 
         if NativeShortConv.supports(dtype):
             return NativeShortConv(spec)
+    if (launcher := launcher_of(device)) is not None:
+        from vllm_lite.kernels.cuda.recurrent import LaunchedConvolution
+
+        if LaunchedConvolution.supports(spec.conv_size):
+            return ConvolvedOp(spec, LaunchedConvolution(launcher))
     return ShortConvOp(spec)

@@ -7,13 +7,16 @@ import torch
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
-from vllm_lite.kernels.delta_rule import Segments
+from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.parts import Parts
 
 
 class RecurrentOp(Protocol):
     """What of a layer goes from token to token."""
+
+    graph_safe: bool
+    """Whether a graph can hold it."""
 
     def forward(
         self,

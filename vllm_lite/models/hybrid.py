@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import torch
 
-from vllm_lite.kernels.delta_rule import Segments
+from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.recurrent import RecurrentBlock

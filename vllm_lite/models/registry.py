@@ -14,7 +14,7 @@ from vllm_lite.checkpoint.config_json import ENCODERS
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.kernels.delta_rule import Segments
+from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.layers.lora import Adapters
 from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.parts import Parts

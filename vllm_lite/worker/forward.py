@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import HostLens, StepBatch, to_device
-from vllm_lite.kernels.delta_rule import Segments
+from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.models.registry import Model
 from vllm_lite.worker.batch.step_inputs import StepInputs, StepStates
 

@@ -14,7 +14,7 @@ graph shares with the next step:
 
 - token ids, positions, slots and sequence lengths, which one copy brings to the device,
 - block tables, in their full width, of which a copy fills what the step uses,
-- on a CPU the slots of recurrent states. (Elsewhere models with such layers have no graphs.)
+- the slots of recurrent states. (Models whose recurrent layers have no kernels have no graphs.)
 
 Rows of a bucket behind the step's last sequence are padding: sequence length 0, slot PAD_SLOT, token 0 at position 0.
 They write nothing, their attention is zero and nobody reads their logits.
@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch, staged, to_device
 from vllm_lite.config import GIB
 from vllm_lite.kernels.cpu.program import NotRecordable, Program
-from vllm_lite.kernels.delta_rule import Segments
+from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.runtime import log
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.forward import EagerForward, Forward
@@ -203,9 +203,7 @@ class DecodeInputs:
             for host_table, used in zip(self._host_tables, inputs.block_tables if inputs else (), strict=False):
                 host_table[: used.shape[0], : used.shape[1]] = used
             if self._host_states is not None:
-                self._host_states[:, :size] = 0  # padding reads and writes no state
-                if inputs is not None and inputs.states is not None:
-                    self._host_states[:, : inputs.num_tokens] = inputs.states[2:]
+                self._host_states[:, :size] = _slots(inputs, size)
             self._take_device_ids(inputs, size)
             return
         staging = torch.empty(size * self._row_bytes, dtype=torch.uint8, pin_memory=True)
@@ -214,6 +212,8 @@ class DecodeInputs:
         for table, used in zip(self._tables, inputs.block_tables if inputs else (), strict=False):
             table[: used.shape[0], : used.shape[1]].copy_(staged(used, self.device), non_blocking=True)
         self._memory[: len(staging)].copy_(staging, non_blocking=True)
+        if inputs is None or inputs.states is not None:
+            self._states[:, :size].copy_(staged(_slots(inputs, size), self.device), non_blocking=True)
         self._take_device_ids(inputs, size)
 
     def _take_device_ids(self, inputs: StepInputs | None, size: int) -> None:
@@ -236,6 +236,14 @@ class DecodeInputs:
                 rows[group, :count] = slots
         if count < len(seq_lens):
             rows[:2, count:], rows[2:, count:], seq_lens[count:] = 0, PAD_SLOT, 0
+
+
+def _slots(inputs: StepInputs | None, size: int) -> NDArray[np.int32]:  # [2, size]
+    """From where to where the states of a step of decodes go; padding reads and writes none."""
+    slots = np.zeros((2, size), np.int32)
+    if inputs is not None and inputs.states is not None:
+        slots[:, : inputs.num_tokens] = inputs.states[2:]
+    return slots
 
 
 def _split(memory: torch.Tensor, num_groups: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ from vllm_lite.checkpoint.sizing import (
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ModelError, ProtocolError
 from vllm_lite.kernels.cpu.file_packer import FilePacker
+from vllm_lite.kernels.recurrent_ops import is_graph_safe
 from vllm_lite.layers.lora import AdapterLimits, Adapters
 from vllm_lite.models.registry import Sizes, build, examine
 from vllm_lite.models.weight_source import open_source
@@ -328,10 +329,10 @@ class Worker:
         )
 
     def _piece_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens of steps in pieces: where decode steps have graphs that are captured at the start, and no
-        adapters, whose rows the host sorts anew in each step."""
-        capture = self.device.capture
-        if not self.graph_sizes or not isinstance(capture, PieceCapture) or self.config.enable_lora:
+        """Numbers of tokens of steps in pieces: where decode steps have graphs that are captured at the start, and
+        neither adapters, whose rows the host sorts anew in each step, nor states, whose sequences have many rows."""
+        capture, is_plain = self.device.capture, not (self.config.enable_lora or self.num_state_slots)
+        if not self.graph_sizes or not isinstance(capture, PieceCapture) or not is_plain:
             return ()
         return piece_sizes(self.limits.max_num_tokens)
 
@@ -343,7 +344,8 @@ class Worker:
             if not part.graph_safe:
                 logger.warning("decode steps run without graphs: %s is not graph-safe", type(part).__name__)
                 return ()
-        if self.num_state_slots and not capture.on_demand:
+        kinds = {own.recurrent for own in self.own_spec.layers}
+        if not (capture.on_demand or all(is_graph_safe(kind, self.device.torch, self.dtype) for kind in kinds)):
             logger.warning("decode steps run without graphs: recurrent layers are plain torch on this device")
             return ()
         if self.spec.experts is not None and config.quantization is not None and not capture.on_demand:

@@ -1,0 +1,256 @@
+// Recurrent layers: a short convolution over a sequence's tokens, and one matrix of state for each head, by the gated
+// delta rule or Mamba-2's. vllm_lite/kernels/delta_rule.py and mamba.py say what is computed, and are the plain twins.
+//
+// A sequence's rows are cut into segments. Each begins with the state in slot `source` and leaves its own in slot
+// `target`; source 0 is the state before the first token, and target 0 is nowhere. One without rows copies a state.
+// All segments of a sequence are in one block, and each thread writes just what it reads again, since a segment may
+// begin with what the one before has left. Nobody else reads a slot that is written.
+//
+// Grids depend on the numbers of sequences, heads and channels alone, and segments are read on the device: a CUDA graph
+// can hold the launches. Sums have one order, and a token gets the same bits however its prompt is cut up.
+#pragma once
+#include "common.cuh"
+
+namespace recurrent {
+
+constexpr int CONV_THREADS = 128;
+constexpr int LANES = 4;  // of each column of a matrix
+constexpr int TILE = 16;  // tokens that are prepared together
+
+__device__ __forceinline__ float silu(float x) {
+  return x / (1.f + expf(-x));
+}
+__device__ __forceinline__ float softplus(float x) {
+  return x > 20.f ? x : log1pf(expf(x));
+}
+
+// Threads of a block that has a matrix with so many columns: whole warps.
+constexpr int threads(int columns) {
+  return (columns * LANES + 31) / 32 * 32;
+}
+// So many blocks can share the registers of a multiprocessor, with up to 128 for each thread.
+constexpr int blocks(int columns) {
+  return threads(columns) < 512 ? 512 / threads(columns) : 1;
+}
+// Rows of a matrix, and so elements of what is multiplied with them, with zeros behind: whole runs for each lane.
+constexpr int padded(int size) {
+  return (size + 4 * LANES - 1) / (4 * LANES) * (4 * LANES);
+}
+
+// What a thread has of a head's matrix [SIZE, COLUMNS]: the elements of one column in every LANES-th run of 4 rows.
+template <int SIZE, int COLUMNS>
+struct Column {
+  static constexpr int ROWS = padded(SIZE) / LANES;
+  float at[ROWS];
+  const int column = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+
+  __device__ __forceinline__ bool is_there() const { return threads(COLUMNS) == COLUMNS * LANES || column < COLUMNS; }
+  __device__ __forceinline__ int row(int i) const { return 4 * lane + i / 4 * (4 * LANES) + i % 4; }
+  __device__ __forceinline__ bool has(int i) const { return is_there() && (padded(SIZE) == SIZE || row(i) < SIZE); }
+  __device__ __forceinline__ void load(const float* from) {  // nullptr: zeros
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) at[i] = from != nullptr && has(i) ? from[row(i) * COLUMNS + column] : 0.f;
+  }
+  __device__ __forceinline__ void store(float* to) const {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+      if (has(i)) to[row(i) * COLUMNS + column] = at[i];
+  }
+  // x^T S for this column; every lane gets it. x: shared memory, padded.
+  __device__ __forceinline__ float dot(const float* x) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += 4) {
+      const auto part = load_as<Vec<float, 4>>(x + row(i));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum = fmaf(part.at[e], at[i + e], sum);
+    }
+    return group_sum<LANES>(sum);
+  }
+  // S = decay S + x added, and y^T S behind it.
+  __device__ __forceinline__ float update(const float* x, const float* y, float decay, float added) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += 4) {
+      const auto in = load_as<Vec<float, 4>>(x + row(i)), out = load_as<Vec<float, 4>>(y + row(i));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        at[i + e] = fmaf(in.at[e], added, at[i + e] * decay);
+        sum = fmaf(out.at[e], at[i + e], sum);
+      }
+    }
+    return group_sum<LANES>(sum);
+  }
+};
+
+// A warp brings a vector to shared memory, padded with zeros, times `factor`; with `UNIT` divided by its length first.
+template <int SIZE, bool UNIT>
+__device__ __forceinline__ void bring(const float* from, float* to, float factor) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (UNIT) {
+    float squares = 0.f;
+    for (int i = lane; i < SIZE; i += 32) squares = fmaf(from[i], from[i], squares);
+    factor *= rsqrtf(warp_sum(squares) + 1e-6f);
+  }
+  for (int i = lane; i < padded(SIZE); i += 32) to[i] = i < SIZE ? from[i] * factor : 0.f;
+}
+
+}  // namespace recurrent
+
+// The causal convolution of each channel and SiLU; GATED: of gate times x, times out_gate, without SiLU. Grid:
+// sequences, channels by CONV_THREADS; each thread has one channel.
+template <class T, int SIZE, bool GATED>
+__global__ void __launch_bounds__(recurrent::CONV_THREADS)
+    short_conv(const T* __restrict__ x, const T* __restrict__ gate,
+               const T* __restrict__ out_gate,    // [num_rows, channels], rows strided
+               const float* __restrict__ weight,  // [SIZE, channels]
+               const float* __restrict__ bias,    // [channels], or nullptr
+               float* states,                     // [num_slots][SIZE - 1, channels]
+               const int* firsts, const int* rows, const int* sources, const int* targets,
+               void* out,  // [num_rows, channels], float32 or, GATED, T
+               int64 x_stride, int64 slot_stride, int64 out_stride, int channels) {
+  const int channel = blockIdx.y * recurrent::CONV_THREADS + threadIdx.x;
+  if (channel >= channels) return;
+  float taps[SIZE], window[SIZE];
+#pragma unroll
+  for (int i = 0; i < SIZE; ++i) taps[i] = weight[i * channels + channel];
+  const float base = bias == nullptr ? 0.f : bias[channel];
+  for (int segment = firsts[blockIdx.x]; segment < firsts[blockIdx.x + 1]; ++segment) {
+    const int source = sources[segment], target = targets[segment], end = rows[segment + 1];
+#pragma unroll
+    for (int i = 0; i < SIZE - 1; ++i)
+      window[i] = source == 0 ? 0.f : states[source * slot_stride + i * channels + channel];
+#pragma unroll 4
+    for (int row = rows[segment]; row < end; ++row) {
+      window[SIZE - 1] = to_float(x[row * x_stride + channel]);
+      if constexpr (GATED) window[SIZE - 1] *= to_float(gate[row * x_stride + channel]);
+      float sum = base;
+#pragma unroll
+      for (int i = 0; i < SIZE; ++i) sum = fmaf(window[i], taps[i], sum);
+#pragma unroll
+      for (int i = 0; i < SIZE - 1; ++i) window[i] = window[i + 1];
+      const int64 at = row * out_stride + channel;
+      if constexpr (GATED)
+        static_cast<T*>(out)[at] = from_float<T>(sum * to_float(out_gate[row * x_stride + channel]));
+      else
+        static_cast<float*>(out)[at] = recurrent::silu(sum);
+    }
+    if (target == 0) continue;
+#pragma unroll
+    for (int i = 0; i < SIZE - 1; ++i) states[target * slot_stride + i * channels + channel] = window[i];
+  }
+}
+
+// The gated delta rule, the norm behind it and SiLU(z). Grid: sequences, value heads; LANES threads a column of the
+// head's matrix. Shared: TILE tokens' q, k (padded), outputs, decay and beta.
+template <class T, int KEY, int VALUE>
+__global__ void __launch_bounds__(recurrent::threads(VALUE), recurrent::blocks(VALUE))
+    delta_rule(const float* __restrict__ mixed,                   // [num_rows][q | k | v], contiguous
+               const T* __restrict__ z,                           // [num_rows, heads * VALUE], rows strided
+               const T* __restrict__ b, const T* __restrict__ a,  // [num_rows, heads], likewise
+               const float* __restrict__ decay, const float* __restrict__ dt_bias,  // [heads]
+               const float* __restrict__ norm,                                      // [VALUE]
+               float* states,                                                       // [num_slots][heads, KEY, VALUE]
+               const int* firsts, const int* rows, const int* sources, const int* targets,
+               T* __restrict__ out,  // [num_rows, heads * VALUE], rows strided
+               int64 stride, int64 slot_stride, int64 out_stride, int key_heads, float eps) {
+  using namespace recurrent;
+  DYNAMIC_SHARED(float, shared);
+  constexpr int KEYS = padded(KEY);
+  const int heads = gridDim.y, head = blockIdx.y;
+  float *const q = shared, *const k = q + TILE * KEYS, *const read = k + TILE * KEYS;
+  float *const decays = read + TILE * VALUE, *const betas = decays + TILE;
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int key_head = head / (heads / key_heads), width = key_heads * KEY;
+  const int64 channels = 2 * width + heads * VALUE, matrix = int64(head) * KEY * VALUE;
+  Column<KEY, VALUE> state;
+  for (int segment = firsts[blockIdx.x]; segment < firsts[blockIdx.x + 1]; ++segment) {
+    const int source = sources[segment], target = targets[segment], end = rows[segment + 1];
+    state.load(source == 0 ? nullptr : states + source * slot_stride + matrix);
+    for (int first = rows[segment]; first < end; first += TILE) {
+      const int count = min(TILE, end - first);
+      __syncthreads();  // the tile before has been read
+      for (int t = warp; t < count; t += warps) {
+        const float* const token = mixed + (first + t) * channels + key_head * KEY;
+        bring<KEY, true>(token, q + t * KEYS, rsqrtf(float(KEY)));
+        bring<KEY, true>(token + width, k + t * KEYS, 1.f);
+        const int64 at = (first + t) * stride + head;
+        if (lane == 0) {
+          decays[t] = expf(-decay[head] * softplus(to_float(a[at]) + dt_bias[head]));
+          betas[t] = 1.f / (1.f + expf(-to_float(b[at])));
+        }
+      }
+      __syncthreads();
+      for (int t = 0; t < count; ++t) {
+        const float* const v = mixed + (first + t) * channels + 2 * width + head * VALUE;
+        const float known = state.dot(k + t * KEYS) * decays[t];
+        const float change = state.is_there() ? (v[state.column] - known) * betas[t] : 0.f;
+        const float found = state.update(k + t * KEYS, q + t * KEYS, decays[t], change);
+        if (state.lane == 0 && state.is_there()) read[t * VALUE + state.column] = found;
+      }
+      __syncthreads();
+      for (int t = warp; t < count; t += warps) {
+        float squares = 0.f;
+        for (int i = lane; i < VALUE; i += 32) squares = fmaf(read[t * VALUE + i], read[t * VALUE + i], squares);
+        const float scale = rsqrtf(warp_sum(squares) / VALUE + eps);
+        for (int i = lane; i < VALUE; i += 32) {
+          const float gate = silu(to_float(z[(first + t) * stride + head * VALUE + i]));
+          const float normed = read[t * VALUE + i] * scale * norm[i];
+          out[(first + t) * out_stride + head * VALUE + i] = from_float<T>(normed * gate);
+        }
+      }
+    }
+    if (target != 0) state.store(states + target * slot_stride + matrix);
+  }
+}
+
+// The scan of Mamba-2 and SiLU(z). Grid: sequences, heads; LANES threads a column of the head's matrix. Shared: TILE
+// tokens' b and c (padded), decay and dt.
+template <class T, int STATE, int HEAD>
+__global__ void __launch_bounds__(recurrent::threads(HEAD), recurrent::blocks(HEAD))
+    mamba(const float* __restrict__ mixed,  // [num_rows][x | b | c], contiguous
+          const T* __restrict__ z,          // [num_rows, heads * HEAD], rows strided
+          const T* __restrict__ dt,         // [num_rows, heads], likewise
+          const float* __restrict__ decay, const float* __restrict__ dt_bias,
+          const float* __restrict__ skip,  // [heads]
+          float* states,                   // [num_slots][heads, STATE, HEAD]
+          const int* firsts, const int* rows, const int* sources, const int* targets,
+          T* __restrict__ out,  // [num_rows, heads * HEAD], rows strided
+          int64 stride, int64 slot_stride, int64 out_stride, float dt_min, float dt_max) {
+  using namespace recurrent;
+  DYNAMIC_SHARED(float, shared);
+  constexpr int STATES = padded(STATE);
+  const int heads = gridDim.y, head = blockIdx.y;
+  float *const b = shared, *const c = b + TILE * STATES, *const decays = c + TILE * STATES, *const dts = decays + TILE;
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int64 values = int64(heads) * HEAD, channels = values + 2 * STATE;
+  const int64 matrix = int64(head) * STATE * HEAD;
+  Column<STATE, HEAD> state;
+  for (int segment = firsts[blockIdx.x]; segment < firsts[blockIdx.x + 1]; ++segment) {
+    const int source = sources[segment], target = targets[segment], end = rows[segment + 1];
+    state.load(source == 0 ? nullptr : states + source * slot_stride + matrix);
+    for (int first = rows[segment]; first < end; first += TILE) {
+      const int count = min(TILE, end - first);
+      __syncthreads();  // the tile before has been read
+      for (int t = warp; t < count; t += warps) {
+        const float* const token = mixed + (first + t) * channels + values;
+        bring<STATE, false>(token, b + t * STATES, 1.f);
+        bring<STATE, false>(token + STATE, c + t * STATES, 1.f);
+        if (threadIdx.x % 32 == 0) {
+          const float raw = softplus(to_float(dt[(first + t) * stride + head]) + dt_bias[head]);
+          dts[t] = fminf(fmaxf(raw, dt_min), dt_max);
+          decays[t] = expf(-decay[head] * dts[t]);
+        }
+      }
+      __syncthreads();
+      for (int t = 0; t < count; ++t) {
+        const int64 row = first + t, at = int64(head) * HEAD + state.column;
+        const float x = state.is_there() ? mixed[row * channels + at] : 0.f;
+        const float found = state.update(b + t * STATES, c + t * STATES, decays[t], x * dts[t]);
+        if (state.lane == 0 && state.is_there())
+          out[row * out_stride + at] = from_float<T>(fmaf(x, skip[head], found) * silu(to_float(z[row * stride + at])));
+      }
+    }
+    if (target != 0) state.store(states + target * slot_stride + matrix);
+  }
+}

@@ -1,0 +1,188 @@
+"""What recurrent layers have in common: a step's segments, what a slot keeps, the short convolution; and who computes
+them. In plain torch, one segment after another."""
+
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch.nn.functional import conv1d, silu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm_lite.kernels.cuda.launcher import Launcher
+
+CHUNK = 64
+"""Tokens that are computed together where there is no kernel."""
+
+
+class Segments(NamedTuple):
+    """Where the states of a step's sequences come from and go to.
+
+    A sequence's rows are cut into segments, one behind the other. Each begins with the state in slot `sources`, 0
+    being the state before the first token, and leaves its own in slot `targets`, 0 being nowhere. One without rows
+    copies a state.
+    """
+
+    firsts: torch.Tensor  # int32 [num_seqs + 1], the segments of each sequence
+    rows: torch.Tensor  # int32 [num_segments + 1], the rows of each segment
+    sources: torch.Tensor  # int32 [num_segments]
+    targets: torch.Tensor  # int32 [num_segments]
+
+    def each(self) -> "Iterator[tuple[int, int, int, int]]":
+        """The first row, the row behind the last, the source and the target of each."""
+        rows, sources, targets = (part.tolist() for part in self[1:])
+        return zip(rows, rows[1:], sources, targets, strict=False)
+
+
+class StateShape(Protocol):
+    """The parts of a layer's state of one sequence."""
+
+    @property
+    def conv_shape(self) -> tuple[int, int]: ...
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]: ...
+
+
+class ConvWeights(Protocol):
+    """What every such layer has."""
+
+    @property
+    def conv(self) -> torch.Tensor: ...  # float32 [conv_size, channels]
+
+    @property
+    def conv_bias(self) -> torch.Tensor | None: ...  # float32 [channels]
+
+
+Spec = TypeVar("Spec", bound=StateShape)
+Parts = TypeVar("Parts", bound=NamedTuple)
+Weights = TypeVar("Weights", bound=ConvWeights)
+
+
+def split_state(states: torch.Tensor, spec: StateShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer's part of the slots, float32 [num_slots, state_elements], as what the convolution keeps [num_slots,
+    conv_size - 1, conv_channels] and the matrices [num_slots, num_heads, ...]."""
+    size = spec.conv_shape[0] * spec.conv_shape[1]
+    return states[:, :size].unflatten(1, spec.conv_shape), states[:, size:].unflatten(1, spec.matrix_shape)
+
+
+def convolve(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A causal convolution of each channel: [conv_size - 1 + n, channels] -> [n, channels]."""
+    return conv1d(inputs.T[None], weight.T[:, None].contiguous(), bias, groups=weight.shape[1])[0].T
+
+
+class SegmentedOp(Generic[Spec, Parts, Weights]):
+    """A layer with a matrix of state for each head. A kind of layer says how its projections are split, one part being
+    `mixed`, which passes the convolution, and how it scans them."""
+
+    graph_safe = False
+    """Whether a graph can hold it: where segments begin and end is read on the host."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    def split_projected(self, projected: torch.Tensor) -> Parts:
+        """The parts of `projected`: [n, projected_size]."""
+        raise NotImplementedError
+
+    def scan(self, own: Parts, weights: Weights, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the tokens of a segment get, and the state behind them; `mixed` has passed the convolution."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        projected: torch.Tensor,  # [n, projected_size]
+        weights: Weights,
+        states: torch.Tensor,  # float32 [num_slots, state_elements]
+        segments: Segments,
+        mixed: torch.Tensor,  # float32 [n, conv_channels], scratch memory
+        out: torch.Tensor,  # [n, value_width]
+    ) -> None:
+        """Write what each token gets, and change the states."""
+        parts = self.split_projected(projected)
+        kept, matrices = split_state(states, self.spec)
+        for first, last, source, target in segments.each():
+            if first == last:
+                states[target] = states[source]
+                continue
+            own = parts._replace(**{name: part[first:last].float() for name, part in parts._asdict().items()})
+            before = kept[source] if source else torch.zeros_like(kept[0])
+            state = matrices[source] if source else torch.zeros_like(matrices[0])
+            inputs = torch.cat((before, own._asdict()["mixed"]))
+            mixed[first:last] = silu(convolve(inputs, weights.conv, weights.conv_bias))
+            out[first:last], state = self.scan(own._replace(mixed=mixed[first:last]), weights, state)
+            if target:
+                kept[target], matrices[target] = inputs[last - first :], state
+
+
+class Taps(NamedTuple):
+    """The weights of a convolution, float32."""
+
+    weight: torch.Tensor  # [conv_size, channels]
+    bias: torch.Tensor | None = None  # [channels]
+
+
+class Convolution(Protocol):
+    """The short convolution of all sequences of a step, and SiLU, or `gates`: what x is multiplied by before, and what
+    the result is multiplied by instead of SiLU."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [n, channels], rows strided
+        gates: tuple[torch.Tensor, torch.Tensor] | None,  # as x
+        taps: Taps,
+        kept: torch.Tensor,  # float32 [num_slots, conv_size - 1, channels], slots strided
+        segments: Segments,
+        out: torch.Tensor,  # [n, channels], float32, or with gates in the dtype of x
+    ) -> None: ...
+
+
+class TwoCalls(SegmentedOp[Spec, Parts, Weights]):
+    """Has kernels that go over all sequences of a step: the convolution, and the scan behind it."""
+
+    graph_safe = True
+    convolution: Convolution
+
+    def scan_all(
+        self,
+        parts: Parts,
+        weights: Weights,
+        matrices: torch.Tensor,  # float32 [num_slots, num_heads, ...], slots strided
+        segments: Segments,
+        mixed: torch.Tensor,  # float32 [n, conv_channels], behind the convolution
+        out: torch.Tensor,
+    ) -> None:
+        """The rest of `forward`."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        projected: torch.Tensor,
+        weights: Weights,
+        states: torch.Tensor,
+        segments: Segments,
+        mixed: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """As SegmentedOp's."""
+        parts = self.split_projected(projected)
+        kept, matrices = split_state(states, self.spec)
+        x: torch.Tensor = parts._asdict()["mixed"]
+        self.convolution(x, None, Taps(weights.conv, weights.conv_bias), kept, segments, mixed)
+        self.scan_all(parts, weights, matrices, segments, mixed, out)
+
+
+def native_available(device: torch.device) -> bool:
+    """Whether kernels of the CPU can be called."""
+    from vllm_lite.kernels.cpu import available
+
+    return device.type == "cpu" and available()
+
+
+def launcher_of(device: torch.device) -> "Launcher | None":
+    """What launches kernels on a GPU; None elsewhere, and where none can be compiled."""
+    if device.type != "cuda":
+        return None
+    from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
+
+    return default_launcher()
