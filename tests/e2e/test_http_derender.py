@@ -133,6 +133,21 @@ def test_what_cannot_be_shown(http: httpx.Client, body: dict[str, Any], says: st
     assert says in post(http, "/v1/chat/completions/derender", body, status)["error"]["message"]
 
 
+def test_only_a_token_that_stopped_an_answer_is_hidden(http: httpx.Client) -> None:
+    ids = post(http, "/tokenize", {"prompt": "The answer is four.", "add_special_tokens": False})["tokens"]
+    (end,) = post(http, "/tokenize", {"prompt": "<|eos|>", "add_special_tokens": False})["tokens"]
+    for tokens, reason, stop, shown in (
+        (ids, "stop", None, "The answer is four."),
+        ([*ids, end], "stop", None, "The answer is four."),
+        (ids, "stop", ids[-1], "The answer is four"),
+        (ids, "stop", "x", "The answer is four."),
+        (ids, "length", None, "The answer is four."),
+    ):
+        choice = {"token_ids": tokens, "finish_reason": reason, "stop_reason": stop}
+        (found,) = post(http, "/v1/chat/completions/derender", {"generate_response": {"choices": [choice]}})["choices"]
+        assert (found["message"]["content"], found["finish_reason"], found["stop_reason"]) == (shown, reason, stop)
+
+
 def test_tokens_that_the_vocabulary_has_not_show_nothing(http: httpx.Client) -> None:
     score = {"token_id": 2**32 - 1, "logprob": -1e308, "top_logprobs": [{"token_id": 2**31, "logprob": -2, "rank": 1}]}
     choice = {"token_ids": [2**32 - 1], "logprobs": {"content": [score]}, "finish_reason": "length"}

@@ -234,6 +234,11 @@ class Generation:
         return self._factory.limits.pooler.generates
 
     @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end answers."""
+        return frozenset(self._factory.limits.eos_token_ids)
+
+    @property
     def knows_thinking(self) -> bool:
         """Whether the model's format of thinking is known."""
         return self._formats is not None and self._formats.reasoning is not None

@@ -4,7 +4,7 @@ Nothing is kept between requests. A chunk of a stream comes with all the tokens 
 they show was shown before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vllm_lite.client.stream import RequestStream
 from vllm_lite.protocol.api import Finished, FinishReason, TokenLogprobs, Tokens
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.generation import Asked, Generation
@@ -41,6 +42,7 @@ class DerenderRoutes:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._live = generation.live
+        self._ends = generation.eos_token_ids
         self._threads = Threads(1, "derender")
 
     def routes(self) -> list[Route]:
@@ -98,9 +100,7 @@ class DerenderRoutes:
             for stream, each in zip(call.streams, found, strict=True):
                 for index, choice in enumerate(each.choices):
                     check()
-                    _take(stream.apply, name, index, choice, is_whole=True)
-                    _end(stream.samples[index], choice)
-                stream.finished = True
+                    _end(stream, index, choice, self._ends)
             return msgspec.json.decode(self._live.writers.of(call).whole())
 
         answer = await self._threads.run(work, asked.request.receive)
@@ -146,11 +146,10 @@ class DerenderRoutes:
         _take(stream.apply, call.id, 0, GeneratedChoice(token_ids=ids, logprobs=scores))
         if (shown := place.delta()) is not None:
             writer.skip(place, shown)
-        if choice is not None:
+        if choice is not None and choice.finish_reason is None:
             _take(stream.apply, call.id, 0, choice, start=len(ids))
-            if choice.finish_reason is not None:
-                _end(stream.samples[0], choice)
-                stream.finished = True
+        elif choice is not None:
+            _end(stream, 0, choice, self._ends, start=len(ids))
         delta = None if choice is None else place.delta()
         data = b"" if delta is None else writer.chunk(place, delta)
         if data:
@@ -202,34 +201,34 @@ def _with(of: ChatBody | CompletionBody, n: int, scored: int | None) -> Any:
     return msgspec.structs.replace(of, **{name: value for name, value in common.items() if hasattr(of, name)})
 
 
-def _take(
-    apply: Callable[[Any], None],
-    name: str,
-    index: int,
-    choice: GeneratedChoice,
-    *,
-    start: int = 0,
-    is_whole: bool = False,
-) -> None:
-    """Apply the tokens of `choice`, as an engine sends them. The last one of a stop is hidden, unless a text stopped
-    it."""
-    ids = choice.token_ids or []
-    scores = None if choice.logprobs is None else [_scored(token) for token in choice.logprobs.content or ()]
-    if scores is not None and len(scores) != len(ids):
-        raise ApiError(400, f"there are logprobs of {len(scores)} tokens, and {len(ids)} token_ids", "logprobs")
-    is_over = is_whole or choice.finish_reason is not None
-    reason = _REASONS.get(choice.finish_reason, "stop")
-    if is_over and not isinstance(choice.stop_reason, str):
-        stop = choice.stop_reason
-        apply(Finished(name, start, ids, reason, stop_token=stop, logprobs=scores, index=index))
-    elif ids:
-        apply(Tokens(name, start, ids, logprobs=scores, index=index))
+def _take(apply: Callable[[Any], None], name: str, index: int, choice: GeneratedChoice, *, start: int = 0) -> None:
+    """Apply the tokens of a choice that goes on, as an engine sends them."""
+    if ids := choice.token_ids:
+        apply(Tokens(name, start, ids, logprobs=_scores(choice), index=index))
 
 
-def _end(sample: Any, choice: GeneratedChoice) -> None:
-    """End a sample that a text has stopped, if that text was not among the request's."""
-    if sample.finish_reason is None:
-        sample.finish("stop", choice.stop_reason)
+def _end(stream: RequestStream, index: int, choice: GeneratedChoice, ends: Collection[int], *, start: int = 0) -> None:
+    """Apply the last tokens of a choice, and its end. A token that stopped it is hidden, unless the request wants it
+    shown."""
+    ids, reason = choice.token_ids or [], _REASONS.get(choice.finish_reason, "stop")
+    stop = choice.stop_reason
+    is_hidden = reason == "stop" and bool(ids) and (ids[-1] == stop or (stop is None and ids[-1] in ends))
+    sent: FinishReason = "stop" if is_hidden else "length"
+    stream.apply(Finished(stream.request_id, start, ids, sent, logprobs=_scores(choice), index=index))
+    sample = stream.samples[index]
+    if not isinstance(sample.stop_reason, str):  # one that was met in its text is known
+        sample.finish(reason, stop)
+
+
+def _scores(choice: GeneratedChoice) -> list[TokenLogprobs] | None:
+    """The logprobs of a choice as an engine sends them. Raises ApiError."""
+    if choice.logprobs is None:
+        return None
+    found = [_scored(token) for token in choice.logprobs.content or ()]
+    if len(found) != len(choice.token_ids or ()):
+        text = f"there are logprobs of {len(found)} tokens, and {len(choice.token_ids or ())} token_ids"
+        raise ApiError(400, text, "logprobs")
+    return found
 
 
 def _scored(token: ScoredToken) -> TokenLogprobs:
