@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,3 +153,25 @@ def test_special_ids_of_the_demo_model() -> None:
     ours, theirs = demo()
     assert set(theirs.all_special_ids) <= ours.special_ids
     assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_class": "BertTokenizer"},
+        {"tokenizer_class": "BertTokenizer", "model_input_names": ["input_ids", "attention_mask"]},
+        {"tokenizer_class": "TokenizersBackend"},
+        {"tokenizer_class": "TokenizersBackend", "model_input_names": ["input_ids", "token_type_ids"]},
+    ],
+)
+def test_a_model_is_told_of_the_second_text_as_by_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+    words = {word: place for place, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"))}
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece(words, unk_token="[UNK]"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    library.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = auto_tokenizer(tmp_path)("a b", "c a")
+    ids, types = Tokenizer.load(tmp_path).encode_pair("a b", "c a")
+    assert ids == theirs["input_ids"] == [2, 5, 6, 3, 7, 5, 3]
+    assert types == theirs.get("token_type_ids", [0] * 7)

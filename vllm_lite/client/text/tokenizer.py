@@ -41,12 +41,36 @@ class _File(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
+class _Inputs(msgspec.Struct):
+    """The part of tokenizer_config.json that says what a tokenizer gives a model."""
+
+    model_input_names: list[str] | None = None
+    tokenizer_class: str | None = None
+
+    @property
+    def have_types(self) -> bool:
+        """Whether a model is told which tokens are a pair's second text. A class without a model of its own, as
+        transformers has written it since version 5, says so by name; others go by the file's post-processor."""
+        if self.model_input_names is not None:
+            return "token_type_ids" in self.model_input_names
+        return self.tokenizer_class != "TokenizersBackend"
+
+    @classmethod
+    def beside(cls, file: Path) -> "_Inputs":
+        try:
+            return msgspec.json.decode((file.parent / "tokenizer_config.json").read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return cls()
+
+
 class Tokenizer:
     """A loaded tokenizer.json. Nothing changes after loading, so any thread may call any method."""
 
-    def __init__(self, data: bytes, source: str = TOKENIZER_FILE) -> None:
-        """`data` is the content of a tokenizer.json, `source` its name in errors. Raises ModelError."""
+    def __init__(self, data: bytes, source: str = TOKENIZER_FILE, *, has_types: bool = True) -> None:
+        """`data` is the content of a tokenizer.json, `source` its name in errors; without `has_types` all tokens of a
+        pair are of one type. Raises ModelError."""
         self.source = source
+        self._has_types = has_types
         try:
             self._library = tokenizers.Tokenizer.from_buffer(data)
             self.decoder = msgspec.json.decode(data, type=_File).decoder
@@ -76,7 +100,7 @@ class Tokenizer:
                 f"{file} cannot be read ({error.strerror}); give a folder with a {TOKENIZER_FILE} as tokenizer "
                 "(transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
             ) from error
-        return cls(data, str(file))
+        return cls(data, str(file), has_types=_Inputs.beside(file).have_types)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None, side: str = "left"
@@ -160,7 +184,7 @@ class Tokenizer:
             for text, count in zip(texts, longest_first(list(map(len, texts)), room), strict=True):
                 text.truncate(count)
         encoding = self._library.post_process(*texts)
-        return encoding.ids, encoding.type_ids
+        return encoding.ids, encoding.type_ids if self._has_types else [0] * len(encoding.ids)
 
     def is_longer(self, text: str, num_tokens: int, check: Callable[[], None] = lambda: None) -> bool:
         """Whether `text` surely has more than `num_tokens` tokens, special ones not counted.
