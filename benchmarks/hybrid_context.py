@@ -32,18 +32,23 @@ def main() -> None:
         Path(folder, "config.json").write_text(json.dumps(LARGE if options.large else SMALL))
         llm = LLM(folder, load_format="dummy", max_model_len=max(options.lengths) + 2 * options.tokens, max_num_seqs=4)
         _seconds(llm, ids[:64], options.tokens)
-        before = 0
-        for length in sorted(options.lengths):
+        lengths, before = sorted(options.lengths), 0
+        for length in lengths:
             first_s = _seconds(llm, ids[:length], 1)
-            rates = []
-            for _ in range(options.rounds):
-                one_s = _seconds(llm, ids[:length], 1)
-                rates.append((_seconds(llm, ids[:length], options.tokens) - one_s) / (options.tokens - 1) * 1000)
-            spread = f"({min(rates):.2f} to {max(rates):.2f})"
-            each = f"{statistics.median(rates):6.2f} ms {spread} a decoded token"
-            added = f"{(length - before) / first_s:6.0f} tokens/s of the {length - before:6} that were new"
-            print(f"{length:6} tokens: {each}; {added}", flush=True)
+            print(
+                f"{length:6} tokens: {(length - before) / first_s:6.0f} tokens/s of the {length - before} that were new"
+            )
             before = length
+        rates: dict[int, list[float]] = {length: [] for length in lengths}
+        for _ in range(options.rounds):  # in turns, as memory's speed changes by the minute on a shared host
+            for length in lengths:
+                one_s = _seconds(llm, ids[:length], 1)
+                rates[length].append(
+                    (_seconds(llm, ids[:length], options.tokens) - one_s) / (options.tokens - 1) * 1000
+                )
+        for length, each in rates.items():
+            spread = f"({min(each):.2f} to {max(each):.2f})"
+            print(f"{length:6} tokens: {statistics.median(each):6.2f} ms {spread} a decoded token")
         llm.close()
 
 
