@@ -49,7 +49,7 @@ class _Inputs(msgspec.Struct):
 
     @property
     def have_types(self) -> bool:
-        """Whether a model is told which tokens are a pair's second text. A class without a model of its own, as
+        """Whether a model gets the types of tokens, 1 in a pair's second text. A class without a model of its own, as
         transformers has written it since version 5, says so by name; others go by the file's post-processor."""
         if self.model_input_names is not None:
             return "token_type_ids" in self.model_input_names
