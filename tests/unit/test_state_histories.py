@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from vllm_lite.engine.blocks import state_histories
 from vllm_lite.engine.blocks.state_histories import History, StateHistories
 
 
@@ -92,3 +93,28 @@ def test_what_another_chat_leaves_again_is_known_to_be_shared() -> None:
         assert is_superseded == (chat == b"first")
         if is_superseded:
             histories.remove(histories.kept, b"system", is_remembered=True)
+
+
+@pytest.mark.parametrize(("room", "least"), [(24, 0.7), (16, 0.45)])
+def test_of_many_states_the_oldest_and_the_newest_are_looked_at(
+    room: int, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chats that take turns lose no more by that; where all of those are in use, another one goes."""
+    monkeypatch.setattr(state_histories, "LOOKED_AT", 3)
+    chats = Chats(room)
+    chats.found([*range(32)] * 3)
+    assert chats.found([*range(32)] * 4) >= least
+    kept, looked_at = chats.histories.kept, list[History]()
+    expected_wait = StateHistories._expected_wait
+
+    def counted(self: StateHistories, history: History) -> float:
+        looked_at.append(history)
+        return expected_wait(self, history)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StateHistories, "_expected_wait", counted)
+        assert chats.histories.worst(kept, lambda _: True) in kept
+    assert len(looked_at) <= 6
+    used = {*list(kept)[:3], *list(kept)[-3:]}
+    assert chats.histories.worst(kept, lambda key: key not in used) in kept.keys() - used
+    assert chats.histories.worst(kept, lambda key: key not in used, only_superseded=True) is None

@@ -12,9 +12,13 @@ A state with which a second chat begins, such as that behind a system prompt, ha
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 
 REMEMBERED = 16
 """So many histories of states that had to go are remembered, for each state that can be kept."""
+LOOKED_AT = 256
+"""So many of the oldest states and of the newest are looked at for one that makes room: among chats whose prompts come
+equally often, those whose next use is furthest away are at either end."""
 SMOOTHING = 1 / 16
 """The weight of the latest gap in the typical one."""
 
@@ -119,9 +123,22 @@ class StateHistories:
     def worst(
         self, states: dict[bytes, History], may_go: Callable[[bytes], bool], *, only_superseded: bool = False
     ) -> bytes | None:
-        """The one of `kept` or of `demoted` that has to make room, of those that may go; None if there is none."""
+        """The one of `kept` or of `demoted` that has to make room, of those that may go; None if there is none. Where
+        there are many, with `only_superseded` also if none is found among those that are looked at."""
+        items = states.items()
+        if len(states) <= 2 * LOOKED_AT:
+            return self._worst_of(items, may_go, only_superseded=only_superseded)
+        ends = chain(islice(items, LOOKED_AT), islice(reversed(items), LOOKED_AT))
+        worst = self._worst_of(ends, may_go, only_superseded=only_superseded)
+        if worst is None and not only_superseded:  # those may all be in use
+            worst = self._worst_of(items, may_go, only_superseded=False)
+        return worst
+
+    def _worst_of(
+        self, items: Iterable[tuple[bytes, History]], may_go: Callable[[bytes], bool], *, only_superseded: bool
+    ) -> bytes | None:
         worst, longest = None, -1.0
-        for key, history in states.items():
+        for key, history in items:
             is_superseded = history.key != key
             if only_superseded and not is_superseded:
                 continue
