@@ -102,6 +102,9 @@ def test_a_stream_of_a_completion(http: httpx.Client) -> None:
     state, text, offsets = None, "", []
     with http.stream("POST", "/inference/v1/generate", json={**rendered, "stream": True}) as answer:
         chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    named = {**chunks[0], "prompt_token_ids": [5, 6]}
+    asked = {"stream": True, "generate_chunk": named, "completion_request": {**body, "return_token_ids": True}}
+    assert post(http, "/v1/completions/derender", asked)["chunk"]["prompt_token_ids"] == [5, 6]
     for chunk in chunks:
         asked = {"stream": True, "generate_chunk": chunk, "stream_state": state, "completion_request": body}
         shown = post(http, "/v1/completions/derender", asked)

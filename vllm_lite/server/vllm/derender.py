@@ -135,6 +135,8 @@ class DerenderRoutes:
         if not shown and counts[0] is not None:
             numbers = {"prompt_tokens": counts[0], "completion_tokens": len(state.output_token_ids)}
             answer["usage"] = {**numbers, "total_tokens": sum(numbers.values())}
+        if of.return_token_ids and chunk.prompt_token_ids is not None:
+            answer["prompt_token_ids"] = chunk.prompt_token_ids
         behind = StreamState([*state.output_token_ids, *new], state.role_sent or bool(shown), call.created)
         return as_json({"chunk": answer, "stream_state": msgspec.to_builtins(behind)}, asked.headers)
 
