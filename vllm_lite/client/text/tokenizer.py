@@ -12,7 +12,7 @@ from vllm_lite.client.text.conversion import TOKENIZER_FILE
 from vllm_lite.errors import ModelError
 
 LONG_TEXT_CHARS = 16_384
-"""The library releases the GIL while it encodes longer texts."""
+"""Longer texts are tokenized in a thread, so that others go on."""
 SHORT_TEXT_CHARS = 256
 """The library's encode() keeps the interpreter's lock: a thread that calls it a thousand times with longer texts held
 up the loop of a server for 0.8 s."""
