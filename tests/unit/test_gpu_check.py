@@ -149,8 +149,9 @@ def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None
     env = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    assert {line.split()[0] for line in done.stdout.splitlines()} <= {"sampler_cases", "routing_cases"}, (
-        "the sampler's twin is the worker's, and the rules of a router are a message's struct"
+    with_messages = {"sampler_cases", "routing_cases", "recurrent_cases"}
+    assert {line.split()[0] for line in done.stdout.splitlines()} <= with_messages, (
+        "the sampler's twin is the worker's; rules of a router and sizes of a recurrent layer are a message's structs"
     )
 
 

@@ -62,7 +62,7 @@ def test_one_that_hangs_does_not_cost_the_answers_of_others() -> None:
 
 
 def test_one_that_was_silent_before_is_not_waited_for() -> None:
-    found, errors = ask(answers, hangs, timeout_s=1e6, num_late=1)
+    found, errors = ask(answers, hangs, timeout_s=scaled(1e6), num_late=1)
     assert (found, len(errors)) == ([b"yes"], 1)
 
 

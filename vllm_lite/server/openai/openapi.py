@@ -153,6 +153,8 @@ _EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
     bodies.TokenizeBody: {"prompt": "Once upon a time"},
     bodies.DetokenizeBody: {"tokens": [3, 4, 5]},
     bodies.ForkBody: {"n": 2},
+    DerenderChatBody: {"generate_response": {"choices": [{"token_ids": [3, 4, 5], "finish_reason": "stop"}]}},
+    DerenderCompletionBody: {"generate_responses": [{"choices": [{"token_ids": [3, 4, 5], "finish_reason": "stop"}]}]},
 }
 
 
