@@ -1,6 +1,7 @@
 """What recurrent layers have in common: a step's segments, what a slot keeps, the short convolution; and who computes
 them. In plain torch, one segment after another."""
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -71,7 +72,7 @@ def convolve(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return conv1d(inputs.T[None], weight.T[:, None].contiguous(), bias, groups=weight.shape[1])[0].T
 
 
-class SegmentedOp(Generic[Spec, Parts, Weights]):
+class SegmentedOp(ABC, Generic[Spec, Parts, Weights]):
     """A layer with a matrix of state for each head. A kind of layer says how its projections are split, one part being
     `mixed`, which passes the convolution, and how it scans them."""
 
@@ -81,13 +82,13 @@ class SegmentedOp(Generic[Spec, Parts, Weights]):
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
 
+    @abstractmethod
     def split_projected(self, projected: torch.Tensor) -> Parts:
         """The parts of `projected`: [n, projected_size]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scan(self, own: Parts, weights: Weights, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the tokens of a segment get, and the state behind them; `mixed` has passed the convolution."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -143,6 +144,7 @@ class TwoCalls(SegmentedOp[Spec, Parts, Weights]):
     graph_safe = True
     convolution: Convolution
 
+    @abstractmethod
     def scan_all(
         self,
         parts: Parts,
@@ -153,7 +155,6 @@ class TwoCalls(SegmentedOp[Spec, Parts, Weights]):
         out: torch.Tensor,
     ) -> None:
         """The rest of `forward`."""
-        raise NotImplementedError
 
     def forward(
         self,

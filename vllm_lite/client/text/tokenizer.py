@@ -9,6 +9,7 @@ import tokenizers
 
 from vllm_lite.client.text import conversion
 from vllm_lite.client.text.conversion import TOKENIZER_FILE
+from vllm_lite.client.text.template_source import CONFIG_FILE
 from vllm_lite.errors import ModelError
 
 LONG_TEXT_CHARS = 16_384
@@ -58,7 +59,7 @@ class _Inputs(msgspec.Struct):
     @classmethod
     def beside(cls, file: Path) -> "_Inputs":
         try:
-            return msgspec.json.decode((file.parent / "tokenizer_config.json").read_bytes(), type=cls)
+            return msgspec.json.decode((file.parent / CONFIG_FILE).read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return cls()
 
