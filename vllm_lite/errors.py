@@ -12,6 +12,7 @@ VllmLiteError
  +-- EngineError        the engine could not be started or reached
       +-- EngineDeadError   the engine (or a worker of it) died while requests were running
       +-- RankLostError     in a worker: another rank of its group has ended, or has not come in time
+      +-- DeviceHungError   in a worker: its GPU has not done what was launched in time
 """
 
 
@@ -77,3 +78,7 @@ class EngineDeadError(EngineError):
 
 class RankLostError(EngineError):
     """In a worker: another rank of its group has ended, or has not come in time. Never the root cause."""
+
+
+class DeviceHungError(EngineError):
+    """In a worker: its GPU has not done what was launched in time."""

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,10 @@ from tests.driver import GENERATION, GREEDY, Driver, make_prompt, new_request
 from tests.kernels import emulator
 from tests.plays import Play
 from vllm_lite.attention.cuda import CudaBackend
+from vllm_lite.errors import DeviceHungError
 from vllm_lite.kernels.cuda import sampler as cuda_sampler
+from vllm_lite.kernels.cuda.patience import Wait
+from vllm_lite.kernels.cuda.sampler import PickedLater
 from vllm_lite.protocol.codec import ToWorker, engine_to_worker, unpack_tokens
 from vllm_lite.protocol.control import Shutdown
 from vllm_lite.protocol.params import LogitRules, Sampling
@@ -256,3 +260,61 @@ def test_tokens_come_to_the_host_in_the_end(driver_of: Callable[..., Driver]) ->
     ]
     for handle in (0, 1):
         assert ahead.runner.batch.tokens_of(handle).tolist() == waiting.runner.batch.tokens_of(handle).tolist()
+
+
+# ---- a device that hangs
+
+
+class Hung:
+    """The event of a launch that never ends."""
+
+    def query(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched from now on is never done."""
+    made = PickedLater.__init__
+
+    def hung(self: PickedLater, records: torch.Tensor, patience_s: float = 0.0) -> None:
+        made(self, records, patience_s)
+        self.pending = Wait(Hung(), "a step", patience_s)
+
+    monkeypatch.setattr(PickedLater, "__init__", hung)
+
+
+def test_a_device_that_hangs_is_said_and_not_waited_for(
+    driver_of: Callable[..., Driver], hangs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the loop waits for the next message or the device, and while it waits for the device alone."""
+    worker = driver_of(ahead=True, heartbeat_timeout_s=0.1).worker
+    new = SchedulerOutput(GENERATION, 2, [], [new_request(0, make_prompt(5), [1])])
+    said = r"has not finished a step within 0\.075 s, .*heartbeat-timeout-s"
+    connection = ScriptedConnection([])
+    with pytest.raises(DeviceHungError, match=said):
+        loop_with(connection, monkeypatch).run_ahead(worker, new)
+    assert connection.events == ["launch 2"]
+    assert worker.overlap is not None
+    with pytest.raises(DeviceHungError, match=said):
+        worker.overlap.take()
+
+
+def test_a_device_that_hangs_is_said_by_steps_that_wait(driver_of: Callable[..., Driver], hangs: None) -> None:
+    worker = driver_of(ahead=True, heartbeat_timeout_s=0.1).worker
+    step = SchedulerOutput(GENERATION, 2, [], [new_request(0, make_prompt(5), [1], sampling=RULED)])
+    with pytest.raises(DeviceHungError, match=r"within 0\.075 s"):
+        worker.execute(step)
+
+
+def test_the_end_of_a_wait_that_was_short() -> None:
+    """An event that is done after some looks, and one whose device has an error."""
+    answers = iter([False] * 3 + [True])
+    Wait(cast("Any", SimpleNamespace(query=lambda: next(answers))), "it", 60).wait()
+    assert next(answers, None) is None
+
+    def fails() -> bool:
+        raise RuntimeError("CUDA error")
+
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        Wait(cast("Any", SimpleNamespace(query=fails)), "it", 60).wait()

@@ -8,6 +8,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm_lite.process_settings import WorkerSettings
@@ -32,6 +33,20 @@ def spin() -> None:
 def hold() -> None:
     """In native code that keeps the interpreter's lock: no other thread runs any more."""
     ctypes.PyDLL(None).pause()
+
+
+class NeverDone:
+    """The event of a GPU that hangs."""
+
+    def query(self) -> bool:
+        return False
+
+
+def wait_for_a_hung_gpu(settings: WorkerSettings) -> None:
+    from vllm_lite.kernels.cuda.patience import Wait
+    from vllm_lite.worker.worker import PATIENCE
+
+    Wait(NeverDone(), "a step", PATIENCE * settings.config.heartbeat_timeout_s).wait()
 
 
 WAYS: dict[str, Callable[[], None]] = {
@@ -70,7 +85,8 @@ def fail_at_the_start(fail: Callable[[], None]) -> None:
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
     rank, when, how = os.environ.get(VARIABLE, "-1 step raise").split()
     if settings.rank == int(rank) and settings.generation == 1:
-        (fail_in_a_step if when == "step" else fail_at_the_start)(WAYS[how])
+        ways = WAYS | {"hang": partial(wait_for_a_hung_gpu, settings)}
+        (fail_in_a_step if when == "step" else fail_at_the_start)(ways[how])
     return process.process_main(settings, stop)
 
 

@@ -35,6 +35,7 @@ LOAD = (
         ([60, 61, 62], SamplingParams(n=3, use_beam_search=True, temperature=0.0, max_tokens=40, ignore_eos=True)),
     ]
 )
+FAILURES = [(2, "1 step raise", "failed"), (1, "0 step spin", "stuck"), (1, "0 step hang", "failed")]
 Launch = Callable[..., Launched]
 Tokens = list[list[int]]
 
@@ -112,7 +113,7 @@ def test_streams_go_on_when_a_rank_is_stopped(launch: Launch) -> None:
     assert pid not in family(engine.pid)
 
 
-@pytest.mark.parametrize(("world", "failure", "cause"), [(2, "1 step raise", "failed"), (1, "0 step spin", "stuck")])
+@pytest.mark.parametrize(("world", "failure", "cause"), FAILURES)
 def test_streams_go_on_when_a_rank_fails_in_a_step(launch: Launch, world: int, failure: str, cause: str) -> None:
     stats = fail_and_compare(launch(world, failure))
     assert stats.restarts == {cause: 1}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.errors import ProtocolError
 from vllm_lite.kernels.cuda import sampler as cuda_sampler
+from vllm_lite.kernels.cuda.patience import PATIENCE_S
 from vllm_lite.models.registry import Model
 from vllm_lite.protocol.api import PromptLogprobs
 from vllm_lite.protocol.params import SamplingParams
@@ -54,6 +55,8 @@ class StepLimits:
     max_model_len: int
     block_size: int
     num_groups: int = 1
+    patience_s: float = PATIENCE_S
+    """How long a GPU may take for a step, before it counts as hung."""
 
 
 class ModelRunner:
@@ -87,7 +90,7 @@ class ModelRunner:
             self.batch.pooled.kind = model.spec.pooling.kind
         if model.spec.state_elements:
             self.batch.states = RowStates(limits.max_num_seqs, len(cache_engine.states))
-        self.sampler = sampler_of(model, device)
+        self.sampler = sampler_of(model, device, limits.patience_s)
         self.expert_load: ExpertLoad | None = None
         self.drafter = drafter
         self.adapters: AdapterCache | None = None

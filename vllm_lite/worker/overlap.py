@@ -101,11 +101,12 @@ class Overlap:
         runner.progress.advance()
 
     def is_done(self) -> bool:
-        """Whether `take` would not wait."""
+        """Whether `take` would not wait. Raises DeviceHungError as that does."""
         return self._launched[0].picked.is_done()
 
     def take(self) -> ModelOutput:
-        """The output of the oldest step that was launched. Waits for it."""
+        """The output of the oldest step that was launched. Waits for it, and raises DeviceHungError if that takes
+        longer than any step does."""
         launched = self._launched.popleft()
         picked = launched.picked.wait()
         if not self._launched:

@@ -185,7 +185,7 @@ class WorkerLoop:
 
     def _before(self, is_done: Callable[[], bool]) -> bytes | None:
         """The engine's next message, if it comes before something `is_done`. A step takes the device milliseconds; a
-        process that slept would wake up late for either."""
+        process that slept would wake up late for either. `is_done` raises DeviceHungError in the end."""
         while not is_done():
             if (payload := self.connection.recv()) is not None:
                 return payload

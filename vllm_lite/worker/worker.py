@@ -54,6 +54,9 @@ from vllm_lite.worker.sampling.drafter import GrammarDrafter, NgramDrafter
 from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 
 LOG_EVERY_S = 5.0
+PATIENCE = 0.75
+"""The part of heartbeat_timeout_s that a device has for a step. The engine ends a worker that makes no progress for all
+of it, and the worker is to say first that it was the device."""
 
 logger = log.get(__name__)
 
@@ -401,5 +404,10 @@ def _log_ropes(spec: ModelSpec, max_model_len: int) -> None:
 
 def _limits(config: ResolvedConfig, spec: ModelSpec) -> StepLimits:
     return StepLimits(
-        config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size, len(spec.kv_groups)
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_model_len,
+        config.block_size,
+        len(spec.kv_groups),
+        PATIENCE * config.heartbeat_timeout_s,
     )

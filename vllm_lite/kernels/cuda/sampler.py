@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from vllm_lite.kernels.cuda.fused import vector_width
 from vllm_lite.kernels.cuda.launcher import Arg, Launcher, require
+from vllm_lite.kernels.cuda.patience import PATIENCE_S, Wait
 from vllm_lite.kernels.sampling import DRAW, Picked
 
 SOURCE = "sampler.cuh"
@@ -29,38 +30,41 @@ def pick(
     launcher: Launcher,
     logits: torch.Tensor,  # float32 [num_rows, vocab], each row contiguous
     draws: NDArray[np.void],  # DRAW [num_rows]
+    patience_s: float = PATIENCE_S,
 ) -> Picked:
     """One token per row; the logits stay as they are. The token of a row that is not finite means nothing.
 
-    Waits for the device: the results come as one small copy. Raises ValueError when shapes or types are wrong.
+    Waits for the device: the results come as one small copy. Raises ValueError when shapes or types are wrong, and
+    DeviceHungError if the device takes longer than `patience_s`.
     """
-    records = pick_on_device(launcher, logits, draws).numpy(force=True).view(PICKED).reshape(-1)
-    return Picked(records["token"], records["best"], records["limit"])
+    return PickedLater(pick_on_device(launcher, logits, draws), patience_s).wait()
 
 
 class PickedLater:
     """What `pick_on_device` leaves on the device, and a copy of it on its way to the host."""
 
-    def __init__(self, records: torch.Tensor) -> None:  # uint8 [num_rows, 16]
+    def __init__(self, records: torch.Tensor, patience_s: float = PATIENCE_S) -> None:  # uint8 [num_rows, 16]
         self.tokens = records.view(torch.int64)[:, 0]
         """int64 [num_rows], on the device."""
-        self._event: torch.cuda.Event | None = None
+        self.pending: Wait | None = None
+        """For the copy; None: it is there."""
         if not records.is_cuda:
             self._host = records.clone()
             return
         self._host = torch.empty(records.shape, dtype=records.dtype, pin_memory=True)
         self._host.copy_(records, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        event = torch.cuda.Event()
+        event.record()
+        self.pending = Wait(event, "a step", patience_s)
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._event is None or self._event.query()
+        """Whether `wait` would return at once. Raises DeviceHungError as that does."""
+        return self.pending is None or self.pending.is_over()
 
     def wait(self) -> Picked:
-        """The results, when the device has them."""
-        if self._event is not None:
-            self._event.synchronize()
+        """The results, when the device has them. Raises DeviceHungError if it takes longer than the patience lasts."""
+        if self.pending is not None:
+            self.pending.wait()
         records = self._host.numpy().view(PICKED).reshape(-1)
         return Picked(records["token"], records["best"], records["limit"])
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_lite.kernels.cuda.patience import PATIENCE_S
 from vllm_lite.models.registry import Model
 from vllm_lite.parallel.communicator import Communicator
 from vllm_lite.worker.sampling.logit_rules import LogitEdits
@@ -58,9 +59,10 @@ class TokenSampler(Protocol):
     def sample(self, logits: torch.Tensor, inputs: SampleInputs) -> Sampled: ...
 
 
-def sampler_of(model: Model, device: torch.device) -> TokenSampler:
-    """Make the sampler for this rank's part of the model. The part that is the whole pays nothing for the others."""
-    sampler = Sampler(model.spec.vocab_size, device)
+def sampler_of(model: Model, device: torch.device, patience_s: float = PATIENCE_S) -> TokenSampler:
+    """Make the sampler for this rank's part of the model. The part that is the whole pays nothing for the others.
+    `patience_s`: as Sampler has it."""
+    sampler = Sampler(model.spec.vocab_size, device, patience_s)
     if model.communicator.shard.world == 1:
         return sampler
     return RankedSampler(sampler, model.communicator, model.own_columns, model.gather_logits)

@@ -59,6 +59,7 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import sampler as native
 from vllm_lite.kernels.cuda import sampler as cuda_sampler
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
+from vllm_lite.kernels.cuda.patience import PATIENCE_S
 from vllm_lite.kernels.sampling import DRAW, Picked
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.params import Sampling
@@ -123,9 +124,11 @@ class Sampled:
 class Sampler:
     """Samples rows of logits over one vocabulary. No result depends on the calls before it."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, patience_s: float = PATIENCE_S) -> None:
+        """`patience_s`: how long a GPU may take for what has been launched, before DeviceHungError is raised."""
         self.vocab_size = vocab_size
         self.device = device
+        self.patience_s = patience_s
         self._launcher = default_launcher() if device.type == "cuda" else None
         self._best_of: native.BestOf | None = None
         self._best_logits: torch.Tensor | None = None  # whose columns it reads
@@ -206,7 +209,7 @@ class Sampler:
         if self.device.type == "cpu" and cpu.available():
             return native.pick(logits, draws)
         if self._launcher is not None:
-            return cuda_sampler.pick(self._launcher, logits, draws)
+            return cuda_sampler.pick(self._launcher, logits, draws, self.patience_s)
         return self.pick_plainly(logits, draws)
 
     @property
@@ -223,7 +226,8 @@ class Sampler:
         if self._launcher is None or inputs.edits is not None:
             raise RuntimeError("this sampler cannot leave its tokens on the device, or rules change the logits")
         draws = draw_records(inputs.params, inputs.positions, self.vocab_size)
-        return cuda_sampler.PickedLater(cuda_sampler.pick_on_device(self._launcher, logits, draws))
+        picked = cuda_sampler.pick_on_device(self._launcher, logits, draws)
+        return cuda_sampler.PickedLater(picked, self.patience_s)
 
     def pick_plainly(
         self,
