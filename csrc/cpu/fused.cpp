@@ -34,14 +34,14 @@ VLLM_LITE_API void vllm_lite_add_rms_norm(int32_t dtype, int64_t num_rows, int64
 }
 VLLM_LITE_RECORDABLE(vllm_lite_add_rms_norm)
 
-// x, out: [num_outer, num_inner, size], each with the strides of its two outer axes; weight: [size]; bias: [size] or
-// null.
+// x, out: [num_outer, num_inner, size], each with the strides of its two outer axes; weight: [size], for each inner row
+// or, `weight_inner` apart, of its own; bias: as weight, or null.
 VLLM_LITE_API void vllm_lite_wide_norm(int32_t dtype, int32_t centered, int64_t num_outer, int64_t num_inner,
                                        int64_t size, float eps, const void* x, int64_t x_outer, int64_t x_inner,
-                                       const float* weight, const float* bias, void* out, int64_t out_outer,
-                                       int64_t out_inner) {
+                                       const float* weight, const float* bias, int64_t weight_inner, void* out,
+                                       int64_t out_outer, int64_t out_inner) {
   const WideWeights norm = {centered, eps, weight, bias};
-  const WideNorm op = {dtype, norm, num_inner, size, x, out, x_outer, x_inner, out_outer, out_inner};
+  const WideNorm op = {dtype, norm, weight_inner, num_inner, size, x, out, x_outer, x_inner, out_outer, out_inner};
   over_rows(num_outer, num_inner * size, VLLM_LITE_DISPATCH(wide_norm), op);
 }
 VLLM_LITE_RECORDABLE(vllm_lite_wide_norm)

@@ -32,10 +32,11 @@ struct WideWeights {
   const float *weight, *bias;
 };
 
+// The weights of inner row j begin j * weight_inner behind those of the first.
 struct WideNorm {
   int32_t dtype;
   WideWeights norm;
-  int64_t num_inner, size;
+  int64_t weight_inner, num_inner, size;
   const void* x;
   void* out;
   int64_t x_outer, x_inner, out_outer, out_inner;

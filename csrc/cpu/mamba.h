@@ -5,12 +5,13 @@
 
 constexpr int64_t kMaxStateSize = 256;
 
-// mixed: what the convolution gave, [num_rows][x | b | c]; z, dt: columns of rows that are `projected_stride` apart;
+// mixed: what the convolution gave, [num_rows][x | b of each group | c of each group], the heads of a group lying side
+// by side; z, dt: columns of rows that are `projected_stride` apart;
 // states: [num_slots][num_heads, state_size, head_size]. Task i does head i % num_heads of sequence i / num_heads. No
 // state is larger than kMaxStateSize.
 struct Mamba {
   int32_t dtype;
-  int64_t num_heads, head_size, state_size;
+  int64_t num_heads, num_groups, head_size, state_size;
   float dt_min, dt_max;
   const float* mixed;
   const void *z, *dt;

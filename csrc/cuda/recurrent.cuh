@@ -95,6 +95,40 @@ __device__ __forceinline__ void bring(const float* from, float* to, float factor
   for (int i = lane; i < padded(SIZE); i += 32) to[i] = i < SIZE ? from[i] * factor : 0.f;
 }
 
+// What a scan is called with beside its own.
+struct Steps {
+  float* states;  // [num_slots][heads, SIZE, COLUMNS]
+  int64 slot_stride;
+  const int *firsts, *rows, *sources, *targets;
+};
+
+// Takes the matrix of head blockIdx.y through the segments of sequence blockIdx.x, TILE tokens at a time: a warp
+// prepares each token, prepare(row, t), then all threads pass one after another, pass(state, row, t), and with FINISHES
+// a warp does what is left of each, finish(row, t). t counts in the tile, whose shared memory is the caller's.
+template <int SIZE, int COLUMNS, bool FINISHES, class Prepare, class Pass, class Finish>
+__device__ __forceinline__ void scan(const Steps& steps, const Prepare& prepare, const Pass& pass,
+                                     const Finish& finish) {
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  float* const states = steps.states + int64(blockIdx.y) * SIZE * COLUMNS;
+  Column<SIZE, COLUMNS> state;
+  for (int segment = steps.firsts[blockIdx.x]; segment < steps.firsts[blockIdx.x + 1]; ++segment) {
+    const int source = steps.sources[segment], target = steps.targets[segment], end = steps.rows[segment + 1];
+    state.load(source == 0 ? nullptr : states + source * steps.slot_stride);
+    for (int first = steps.rows[segment]; first < end; first += TILE) {
+      const int count = min(TILE, end - first);
+      __syncthreads();  // the tile before has been read
+      for (int t = warp; t < count; t += warps) prepare(int64(first + t), t);
+      __syncthreads();
+      for (int t = 0; t < count; ++t) pass(state, int64(first + t), t);
+      if constexpr (FINISHES) {
+        __syncthreads();
+        for (int t = warp; t < count; t += warps) finish(int64(first + t), t);
+      }
+    }
+    if (target != 0) state.store(states + target * steps.slot_stride);
+  }
+}
+
 }  // namespace recurrent
 
 // The causal convolution of each channel and SiLU; GATED: of gate times x, times out_gate, without SiLU. Grid:
@@ -157,58 +191,46 @@ __global__ void __launch_bounds__(recurrent::threads(VALUE), recurrent::blocks(V
   using namespace recurrent;
   DYNAMIC_SHARED(float, shared);
   constexpr int KEYS = padded(KEY);
-  const int heads = gridDim.y, head = blockIdx.y;
+  const int heads = gridDim.y, head = blockIdx.y, lane = threadIdx.x % 32;
   float *const q = shared, *const k = q + TILE * KEYS, *const read = k + TILE * KEYS;
   float *const decays = read + TILE * VALUE, *const betas = decays + TILE;
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
   const int key_head = head / (heads / key_heads), width = key_heads * KEY;
-  const int64 channels = 2 * width + heads * VALUE, matrix = int64(head) * KEY * VALUE;
-  Column<KEY, VALUE> state;
-  for (int segment = firsts[blockIdx.x]; segment < firsts[blockIdx.x + 1]; ++segment) {
-    const int source = sources[segment], target = targets[segment], end = rows[segment + 1];
-    state.load(source == 0 ? nullptr : states + source * slot_stride + matrix);
-    for (int first = rows[segment]; first < end; first += TILE) {
-      const int count = min(TILE, end - first);
-      __syncthreads();  // the tile before has been read
-      for (int t = warp; t < count; t += warps) {
-        const float* const token = mixed + (first + t) * channels + key_head * KEY;
-        bring<KEY, true>(token, q + t * KEYS, rsqrtf(float(KEY)));
-        bring<KEY, true>(token + width, k + t * KEYS, 1.f);
-        const int64 at = (first + t) * stride + head;
-        if (lane == 0) {
-          decays[t] = expf(-decay[head] * softplus(to_float(a[at]) + dt_bias[head]));
-          betas[t] = 1.f / (1.f + expf(-to_float(b[at])));
-        }
-      }
-      __syncthreads();
-      for (int t = 0; t < count; ++t) {
-        const float* const v = mixed + (first + t) * channels + 2 * width + head * VALUE;
-        const float known = state.dot(k + t * KEYS) * decays[t];
-        const float change = state.is_there() ? (v[state.column] - known) * betas[t] : 0.f;
-        const float found = state.update(k + t * KEYS, q + t * KEYS, decays[t], change);
-        if (state.lane == 0 && state.is_there()) read[t * VALUE + state.column] = found;
-      }
-      __syncthreads();
-      for (int t = warp; t < count; t += warps) {
-        float squares = 0.f;
-        for (int i = lane; i < VALUE; i += 32) squares = fmaf(read[t * VALUE + i], read[t * VALUE + i], squares);
-        const float scale = rsqrtf(warp_sum(squares) / VALUE + eps);
-        for (int i = lane; i < VALUE; i += 32) {
-          const float gate = silu(to_float(z[(first + t) * stride + head * VALUE + i]));
-          const float normed = read[t * VALUE + i] * scale * norm[i];
-          out[(first + t) * out_stride + head * VALUE + i] = from_float<T>(normed * gate);
-        }
-      }
+  const int64 channels = 2 * width + heads * VALUE;
+  const auto prepare = [&](int64 row, int t) {
+    const float* const token = mixed + row * channels + key_head * KEY;
+    bring<KEY, true>(token, q + t * KEYS, rsqrtf(float(KEY)));
+    bring<KEY, true>(token + width, k + t * KEYS, 1.f);
+    const int64 at = row * stride + head;
+    if (lane == 0) {
+      decays[t] = expf(-decay[head] * softplus(to_float(a[at]) + dt_bias[head]));
+      betas[t] = 1.f / (1.f + expf(-to_float(b[at])));
     }
-    if (target != 0) state.store(states + target * slot_stride + matrix);
-  }
+  };
+  const auto pass = [&](Column<KEY, VALUE>& state, int64 row, int t) {
+    const float* const v = mixed + row * channels + 2 * width + head * VALUE;
+    const float known = state.dot(k + t * KEYS) * decays[t];
+    const float change = state.is_there() ? (v[state.column] - known) * betas[t] : 0.f;
+    const float found = state.update(k + t * KEYS, q + t * KEYS, decays[t], change);
+    if (state.lane == 0 && state.is_there()) read[t * VALUE + state.column] = found;
+  };
+  const auto finish = [&](int64 row, int t) {
+    float squares = 0.f;
+    for (int i = lane; i < VALUE; i += 32) squares = fmaf(read[t * VALUE + i], read[t * VALUE + i], squares);
+    const float scale = rsqrtf(warp_sum(squares) / VALUE + eps);
+    for (int i = lane; i < VALUE; i += 32) {
+      const float gate = silu(to_float(z[row * stride + head * VALUE + i]));
+      const float normed = read[t * VALUE + i] * scale * norm[i];
+      out[row * out_stride + head * VALUE + i] = from_float<T>(normed * gate);
+    }
+  };
+  scan<KEY, VALUE, true>({states, slot_stride, firsts, rows, sources, targets}, prepare, pass, finish);
 }
 
-// The scan of Mamba-2 and SiLU(z). Grid: sequences, heads; LANES threads a column of the head's matrix. Shared: TILE
-// tokens' b and c (padded), decay and dt.
+// The scan of Mamba-2 and SiLU(z). Grid: sequences, heads, of which those of a group lie side by side; LANES threads a
+// column of the head's matrix. Shared: TILE tokens' b and c (padded), decay and dt.
 template <class T, int STATE, int HEAD>
 __global__ void __launch_bounds__(recurrent::threads(HEAD), recurrent::blocks(HEAD))
-    mamba(const float* __restrict__ mixed,  // [num_rows][x | b | c], contiguous
+    mamba(const float* __restrict__ mixed,  // [num_rows][x | b of each group | c of each group], contiguous
           const T* __restrict__ z,          // [num_rows, heads * HEAD], rows strided
           const T* __restrict__ dt,         // [num_rows, heads], likewise
           const float* __restrict__ decay, const float* __restrict__ dt_bias,
@@ -216,41 +238,30 @@ __global__ void __launch_bounds__(recurrent::threads(HEAD), recurrent::blocks(HE
           float* states,                   // [num_slots][heads, STATE, HEAD]
           const int* firsts, const int* rows, const int* sources, const int* targets,
           T* __restrict__ out,  // [num_rows, heads * HEAD], rows strided
-          int64 stride, int64 slot_stride, int64 out_stride, float dt_min, float dt_max) {
+          int64 stride, int64 slot_stride, int64 out_stride, int groups, float dt_min, float dt_max) {
   using namespace recurrent;
   DYNAMIC_SHARED(float, shared);
   constexpr int STATES = padded(STATE);
   const int heads = gridDim.y, head = blockIdx.y;
   float *const b = shared, *const c = b + TILE * STATES, *const decays = c + TILE * STATES, *const dts = decays + TILE;
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int64 values = int64(heads) * HEAD, channels = values + 2 * STATE;
-  const int64 matrix = int64(head) * STATE * HEAD;
-  Column<STATE, HEAD> state;
-  for (int segment = firsts[blockIdx.x]; segment < firsts[blockIdx.x + 1]; ++segment) {
-    const int source = sources[segment], target = targets[segment], end = rows[segment + 1];
-    state.load(source == 0 ? nullptr : states + source * slot_stride + matrix);
-    for (int first = rows[segment]; first < end; first += TILE) {
-      const int count = min(TILE, end - first);
-      __syncthreads();  // the tile before has been read
-      for (int t = warp; t < count; t += warps) {
-        const float* const token = mixed + (first + t) * channels + values;
-        bring<STATE, false>(token, b + t * STATES, 1.f);
-        bring<STATE, false>(token + STATE, c + t * STATES, 1.f);
-        if (threadIdx.x % 32 == 0) {
-          const float raw = softplus(to_float(dt[(first + t) * stride + head]) + dt_bias[head]);
-          dts[t] = fminf(fmaxf(raw, dt_min), dt_max);
-          decays[t] = expf(-decay[head] * dts[t]);
-        }
-      }
-      __syncthreads();
-      for (int t = 0; t < count; ++t) {
-        const int64 row = first + t, at = int64(head) * HEAD + state.column;
-        const float x = state.is_there() ? mixed[row * channels + at] : 0.f;
-        const float found = state.update(b + t * STATES, c + t * STATES, decays[t], x * dts[t]);
-        if (state.lane == 0 && state.is_there())
-          out[row * out_stride + at] = from_float<T>(fmaf(x, skip[head], found) * silu(to_float(z[row * stride + at])));
-      }
+  const int64 values = int64(heads) * HEAD, group = head / (heads / groups);
+  const int64 channels = values + 2 * groups * STATE;
+  const auto prepare = [&](int64 row, int t) {
+    const float* const token = mixed + row * channels + values + group * STATE;
+    bring<STATE, false>(token, b + t * STATES, 1.f);
+    bring<STATE, false>(token + groups * STATE, c + t * STATES, 1.f);
+    if (threadIdx.x % 32 == 0) {
+      const float raw = softplus(to_float(dt[row * stride + head]) + dt_bias[head]);
+      dts[t] = fminf(fmaxf(raw, dt_min), dt_max);
+      decays[t] = expf(-decay[head] * dts[t]);
     }
-    if (target != 0) state.store(states + target * slot_stride + matrix);
-  }
+  };
+  const auto pass = [&](Column<STATE, HEAD>& state, int64 row, int t) {
+    const int64 at = int64(head) * HEAD + state.column;
+    const float x = state.is_there() ? mixed[row * channels + at] : 0.f;
+    const float found = state.update(b + t * STATES, c + t * STATES, decays[t], x * dts[t]);
+    if (state.lane == 0 && state.is_there())
+      out[row * out_stride + at] = from_float<T>(fmaf(x, skip[head], found) * silu(to_float(z[row * stride + at])));
+  };
+  scan<STATE, HEAD, false>({states, slot_stride, firsts, rows, sources, targets}, prepare, pass, [](int64, int) {});
 }

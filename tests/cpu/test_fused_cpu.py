@@ -126,6 +126,19 @@ def test_wide_norm_of_heads_inside_wider_rows(*, centered: bool, dtype: torch.dt
 
 
 @pytest.mark.usefixtures("each_isa")
+def test_wide_norm_of_groups_with_weights_of_their_own(dtype: torch.dtype, ops: CpuOps) -> None:
+    rows, (weight, bias) = values(7, 10 * 24, dtype=dtype), values(2, 4, 30, dtype=torch.float32, seed=1)[..., :24]
+    groups, before, plain = rows.view(7, 10, 24)[:, 2:6], rows.clone(), torch.empty(7, 4, 24, dtype=dtype)
+    norm = WideNormWeights(weight, bias, EPS, centered=False)
+    twin.wide_norm(groups, norm, plain)
+    ops.wide_norm(groups, norm, groups)
+    for index in range(4):
+        own = norm._replace(weight=weight[index], bias=bias[index])
+        for out in (groups, plain):
+            assert_wide(out[:, index], before.view(7, 10, 24)[:, 2 + index], own)
+
+
+@pytest.mark.usefixtures("each_isa")
 @pytest.mark.parametrize("centered", [True, False])
 def test_add_wide_norm(*, centered: bool, dtype: torch.dtype, ops: CpuOps) -> None:
     for size in SIZES:

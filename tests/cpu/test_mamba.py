@@ -10,7 +10,12 @@ from vllm_lite.kernels.cpu.mamba import NativeMamba
 from vllm_lite.kernels.mamba import MambaOp, MambaWeights
 from vllm_lite.kernels.recurrent import Segments
 
-SPECS = [MambaSpec(3, 64, 128, 4), MambaSpec(2, 41, 23, 3, (0.1, 0.8)), MambaSpec(1, 5, 6, 2)]
+SPECS = [
+    MambaSpec(3, 64, 128, 4),
+    MambaSpec(2, 41, 23, 3, (0.1, 0.8)),
+    MambaSpec(1, 5, 6, 2),
+    MambaSpec(6, 21, 23, 3, num_groups=3),
+]
 native = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
 

@@ -137,6 +137,7 @@ SPECS: dict[str, DeltaNetSpec | MambaSpec | ShortConvSpec] = {
     "delta_small": DeltaNetSpec(2, 4, 7, 37, 2),
     "mamba": MambaSpec(2, 41, 23, 3, (0.1, 0.8)),
     "mamba_small": MambaSpec(1, 5, 6, 2),
+    "mamba_groups": MambaSpec(4, 20, 24, 3, num_groups=2),
     "conv": ShortConvSpec(200, 3),
 }
 LARGE: dict[str, DeltaNetSpec | MambaSpec | ShortConvSpec] = {

@@ -14,13 +14,6 @@ CPU = torch.device("cpu")
 SLOTS = torch.arange(3)
 
 
-@pytest.fixture(scope="module")
-def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    for source, names in fused_cases.needed_by(cases.CASES).items():
-        launcher.preload(source, names)
-    return launcher
-
-
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
 def test_case(case: fused_cases.Case, emulated: EmulatorLauncher) -> None:
     case(emulated, CPU)

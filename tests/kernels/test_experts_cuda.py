@@ -8,20 +8,13 @@ import torch
 
 from tests.kernels import experts_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.fused_cases import Case, draw, needed_by
+from tests.kernels.fused_cases import Case, draw
 from vllm_lite.kernels.cuda.expert_order import Stacks
 from vllm_lite.kernels.cuda.experts import StackedExperts
 from vllm_lite.kernels.cuda.torch_products import for_weights
 from vllm_lite.kernels.routing import Chosen
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    for source, names in needed_by(cases.CASES).items():
-        launcher.preload(source, names)
-    return launcher
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
@@ -81,7 +74,7 @@ def test_other_tensors_are_refused(emulated: EmulatorLauncher) -> None:
 
 def test_other_weights_are_refused(emulated: EmulatorLauncher) -> None:
     gate_up, down = cases.weights(cases.Sizes(), torch.bfloat16, CPU)[:2]
-    with pytest.raises(ValueError, match=r"\[5, 80, 40\] and \[5, 80, 40\] are no gated MLPs"):
+    with pytest.raises(ValueError, match=r"\[5, 80, 40\] and \[5, 80, 40\] are no MLPs with a gate"):
         StackedExperts(emulated, Stacks(down, down), 0, "silu")
     with pytest.raises(ValueError, match=r"of one type, got torch\.bfloat16 and torch\.float16"):
         StackedExperts(emulated, Stacks(gate_up, down.half()), 0, "silu")

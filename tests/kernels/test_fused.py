@@ -14,13 +14,6 @@ from vllm_lite.kernels.ops import Rotation, TorchOps, ops_for
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    for source, names in cases.needed_by(cases.CASES).items():
-        launcher.preload(source, names)
-    return launcher
-
-
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
 def test_case(case: cases.Case, emulated: EmulatorLauncher) -> None:
     case(emulated, CPU)

@@ -7,7 +7,7 @@ import torch
 from tests.cuda_capture import CapturingLauncher, CudaLikeCapture
 from tests.kernels import lora_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.fused_cases import Case, draw, needed_by
+from tests.kernels.fused_cases import Case, draw
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cuda import lora
 from vllm_lite.layers.adapter_rows import LaunchedRows
@@ -15,13 +15,6 @@ from vllm_lite.layers.lora import AdapterLimits, LaunchedSlots
 from vllm_lite.layers.weight_form import LinearShape
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-
-
-@pytest.fixture(scope="module")
-def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    for source, names in needed_by(cases.CASES).items():
-        launcher.preload(source, names)
-    return launcher
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])

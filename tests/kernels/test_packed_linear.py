@@ -7,19 +7,12 @@ import torch
 
 from tests.kernels import packed_linear_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.fused_cases import Case, draw, needed_by
+from tests.kernels.fused_cases import Case, draw
 from vllm_lite.kernels.cuda.packed_linear import PackedLinear
 from vllm_lite.kernels.cuda.packed_weight import PackedWeight
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, quantize4
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    for source, names in needed_by(cases.CASES).items():
-        launcher.preload(source, names)
-    return launcher
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])

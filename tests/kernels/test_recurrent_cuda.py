@@ -6,20 +6,13 @@ import torch
 from tests.cuda_capture import CapturingLauncher, CudaLikeCapture
 from tests.kernels import recurrent_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.fused_cases import Case, needed_by
+from tests.kernels.fused_cases import Case
 from vllm_lite.checkpoint.delta_net import DeltaNetSpec
 from vllm_lite.checkpoint.mamba import MambaSpec
 from vllm_lite.kernels.cuda.recurrent import LaunchedConvolution, LaunchedDeltaNet, LaunchedMamba
 from vllm_lite.kernels.recurrent import Taps
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    for source, names in needed_by(cases.CASES).items():
-        launcher.preload(source, names)
-    return launcher
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])

@@ -10,7 +10,7 @@ from vllm_lite.errors import ConfigError
 
 class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
     """A layer that keeps for each head a matrix [state_size, head_size], to which each token adds b x^T, and the last
-    inputs of a short convolution. All heads share b and c."""
+    inputs of a short convolution. The heads of a group share b and c."""
 
     num_heads: int
     head_size: int
@@ -19,6 +19,8 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
     """How many tokens the convolution sees, the present one included."""
     step_limits: tuple[float, float] = (0.0, math.inf)
     """The least and the most that a token's time step is."""
+    num_groups: int = 1
+    """Heads are in so many groups of one size, one behind the other; what a token gets is normed over a group."""
 
     num_projections = 1
 
@@ -29,7 +31,7 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
     @property
     def conv_channels(self) -> int:
         """Elements of a token's x, b and c, which pass the convolution."""
-        return self.value_width + 2 * self.state_size
+        return self.value_width + 2 * self.num_groups * self.state_size
 
     @property
     def scratch_size(self) -> int:
@@ -57,10 +59,12 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
     @property
     def shared(self) -> str:
         """What ranks share."""
-        return f"{self.num_heads} heads of recurrent layers"
+        groups = f" in {self.num_groups} groups" if self.num_groups > 1 else ""
+        return f"{self.num_heads} heads of recurrent layers{groups}"
 
     def fits(self, world: int) -> bool:
-        return self.num_heads % world == 0
+        """Ranks share whole groups, or the heads of the only one."""
+        return (self.num_heads if self.num_groups == 1 else self.num_groups) % world == 0
 
     def held(self, shard: Shard) -> Split:
         """The heads that a rank holds. Raises ConfigError if ranks cannot share them."""
@@ -68,9 +72,14 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
             raise ConfigError(f"tensor_parallel_size {shard.world} does not divide the {self.shared}")
         return Split.even(self.num_heads, shard)
 
+    def held_groups(self, shard: Shard) -> Split:
+        """The groups that those are of."""
+        return Split.whole(1) if self.num_groups == 1 else Split.even(self.num_groups, shard)
+
     def per_rank(self, shard: Shard) -> "MambaSpec":
         """The layer with the heads that a rank holds."""
-        return msgspec.structs.replace(self, num_heads=self.held(shard).size)
+        heads, groups = self.held(shard).size, self.held_groups(shard).size
+        return msgspec.structs.replace(self, num_heads=heads, num_groups=groups)
 
     def rank_shape(self, layer: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this rank's part of a tensor, `shape` being that of the whole."""

@@ -5,6 +5,7 @@ reads it:
 
     S = exp(-decay dt) S + b (dt x)^T        y = S^T c + skip x
 
+The heads of a group have b and c in common.
 Before that a short convolution and SiLU go over x, b and c; behind it y is multiplied by SiLU(z).
 """
 
@@ -49,7 +50,9 @@ class MambaOp(SegmentedOp[MambaSpec, Projected, MambaWeights]):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, value_width], and the state behind it
         """CHUNK tokens at a time."""
         spec, outs = self.spec, []
-        x, b, c = own.mixed.split((spec.value_width, spec.state_size, spec.state_size), dim=1)
+        shared, each = (spec.num_groups, spec.state_size), spec.num_heads // spec.num_groups
+        x, *b_and_c = own.mixed.split((spec.value_width, *[spec.num_groups * spec.state_size] * 2), dim=1)
+        b, c = (part.unflatten(1, shared).repeat_interleave(each, dim=1) for part in b_and_c)
         x = x.unflatten(1, (spec.num_heads, spec.head_size))
         step = softplus(own.dt + weights.dt_bias).clamp(*spec.step_limits)  # [n, num_heads]
         for own_x, added, written, read, log_decay in zip(
@@ -59,11 +62,12 @@ class MambaOp(SegmentedOp[MambaSpec, Projected, MambaWeights]):
             later = torch.ones(n, n, device=x.device).triu(1).bool()
             between = (total[:, :, None] - total[:, None]).masked_fill(later, -1e30).exp()  # from token j to i
             values = added.transpose(0, 1)  # [num_heads, n, head_size]
-            within = ((read @ written.T) * between) @ values
-            before = total.exp()[..., None] * (read @ state)
+            reads, writes = read.transpose(0, 1), written.permute(1, 2, 0)
+            within = ((reads @ writes) * between) @ values
+            before = total.exp()[..., None] * (reads @ state)
             outs.append((within + before).transpose(0, 1) + weights.skip[:, None] * own_x)
             left = (total[:, -1:] - total).exp()[..., None]
-            state = state * total[:, -1:].exp()[..., None] + written.T @ (values * left)
+            state = state * total[:, -1:].exp()[..., None] + writes @ (values * left)
         return torch.cat(outs).flatten(1) * silu(own.z), state
 
 

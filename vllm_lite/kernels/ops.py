@@ -36,8 +36,8 @@ class HeadNormWeights(NamedTuple):
 class WideNormWeights(NamedTuple):
     """A norm that is computed in float32 to its end."""
 
-    weight: torch.Tensor  # float32 [size]
-    bias: torch.Tensor | None  # float32 [size]
+    weight: torch.Tensor  # float32 [size]; not centered also [inner, size], for x: [num_tokens, inner, size]
+    bias: torch.Tensor | None  # float32, as weight
     eps: float
     centered: bool
 
@@ -217,6 +217,7 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "relu": relu,
+    "relu2": lambda x: relu(x).square(),
 }
 
 

@@ -15,8 +15,8 @@ from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 
 
 class MambaBlock(RecurrentBlock):
-    """Ranks share the heads; each has all of b and c, which all heads have in common. The norm is over all heads of a
-    token, so that ranks add up what they have of its mean square."""
+    """Ranks share the groups of heads, each with its b and c, or the heads of the only one, and then each has all of b
+    and c. The norm is over the heads of a group, so that these ranks add up what they have of its mean square."""
 
     norm: WideNormWeights  # by `load`
 
@@ -26,6 +26,7 @@ class MambaBlock(RecurrentBlock):
         if not isinstance(whole, MambaSpec) or not isinstance(own, MambaSpec):
             raise TypeError(f"layer {layer} is no Mamba-2")
         self.whole, self.eps, self.heads = whole, parts.spec.norm.eps, whole.held(parts.shard)
+        self.groups = whole.held_groups(parts.shard)
         self.ops, self.communicator = ops_for(parts.device), parts.communicator
         values, hidden = self.heads.times(whole.head_size), Split.whole(parts.spec.hidden_size)
         self.values = values
@@ -39,16 +40,21 @@ class MambaBlock(RecurrentBlock):
         self.output = parts.row_parallel(values, hidden, bias=False)
         self.op = mamba_op(own, parts.device, parts.dtype)
 
-    def _mixed(self) -> tuple[Split, Split]:
+    def _mixed(self) -> tuple[Split, Split, Split]:
         """The parts of x, b and c that this rank holds."""
-        spec, values = self.whole, self.values
-        shared = Split(spec.conv_channels, spec.value_width, 2 * spec.state_size)
-        return Split(spec.conv_channels, values.start, values.size), shared
+        channels, values, shared = self.whole.conv_channels, self.values, self.groups.times(self.whole.state_size)
+        starts = values.start, values.total + shared.start, values.total + shared.total + shared.start
+        sizes = values.size, shared.size, shared.size
+        first, second, third = (Split(channels, *own) for own in zip(starts, sizes, strict=True))
+        return first, second, third
 
     def project(self, rows: Rows) -> None:
         """Norm what was read and project it into rows.hidden."""
         read = rows.by_kind[self.kind].attended
-        if self.heads.size == self.heads.total:
+        if self.whole.num_groups > 1:
+            by_group = read.unflatten(1, (self.groups.size, -1))
+            self.ops.wide_norm(by_group, self.norm, by_group)
+        elif self.heads.size == self.heads.total:
             self.ops.wide_norm(read, self.norm, read)
         else:
             squares = read.float().square().sum(-1, keepdim=True)
@@ -60,7 +66,7 @@ class MambaBlock(RecurrentBlock):
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of it under `prefix`, like "model.layers.0.mamba."."""
         spec, heads, mixed = self.whole, self.heads, self._mixed()
-        yield self.projections.group(*(f"{prefix}in_proj",) * 4)
+        yield self.projections.group(*(f"{prefix}in_proj",) * 5)
         shape = (spec.conv_channels, 1, spec.conv_size)
         conv = tuple(
             WeightSlot(f"{prefix}conv1d.weight", shape, (part.start, 0, 0), (part.size, 1, spec.conv_size))
@@ -86,4 +92,5 @@ class MambaBlock(RecurrentBlock):
     ) -> None:
         """Keep what lies beside the projections."""
         self.weights = MambaWeights(conv[:, 0].T.contiguous(), conv_bias, decay.exp(), dt_bias, skip)
-        self.norm = WideNormWeights(norm, None, self.eps, centered=False)
+        by_group = norm.unflatten(0, (self.groups.size, -1)) if self.whole.num_groups > 1 else norm
+        self.norm = WideNormWeights(by_group, None, self.eps, centered=False)

@@ -86,7 +86,10 @@ void wide_norm_rows(const WideNorm& op, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
     for (int64_t j = 0; j < op.num_inner; ++j) {
       const T* x = static_cast<const T*>(op.x) + i * op.x_outer + j * op.x_inner;
-      wide_norm_row(op.norm, x, static_cast<T*>(op.out) + i * op.out_outer + j * op.out_inner, op.size);
+      const int64_t skipped = j * op.weight_inner;
+      const float* bias = op.norm.bias == nullptr ? nullptr : op.norm.bias + skipped;
+      const WideWeights norm = {op.norm.centered, op.norm.eps, op.norm.weight + skipped, bias};
+      wide_norm_row(norm, x, static_cast<T*>(op.out) + i * op.out_outer + j * op.out_inner, op.size);
     }
   }
 }

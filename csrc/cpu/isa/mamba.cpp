@@ -28,8 +28,9 @@ VLLM_LITE_INLINE int64_t size_of(const Columns& own, int i) {
 template <class T>
 VLLM_LITE_INLINE void scan_token(const Mamba& op, const Columns& own, int64_t row, float* state) {
   const int64_t values = op.num_heads * op.head_size, begin = own.head * op.head_size + own.column;
-  const float* mixed = op.mixed + row * (values + 2 * op.state_size);
-  const float *x = mixed + begin, *b = mixed + values, *c = b + op.state_size;
+  const int64_t shared = op.num_groups * op.state_size, group = own.head / (op.num_heads / op.num_groups);
+  const float* mixed = op.mixed + row * (values + 2 * shared);
+  const float *x = mixed + begin, *b = mixed + values + group * op.state_size, *c = b + shared;
   const float raw = to_float(static_cast<const T*>(op.dt)[row * op.projected_stride + own.head]) + op.dt_bias[own.head];
   const float softplus = raw > 20 ? raw : std::log1p(std::exp(raw));
   const float dt = softplus < op.dt_min ? op.dt_min : softplus > op.dt_max ? op.dt_max : softplus;

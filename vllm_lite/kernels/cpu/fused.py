@@ -11,7 +11,7 @@ from vllm_lite.kernels.cpu.routing import NativeRouter
 from vllm_lite.kernels.ops import Rotation, TorchOps, WideNormWeights
 from vllm_lite.kernels.routing import Chosen, Routing
 
-KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu_oai": 4}
+KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "swiglu_oai": 4, "relu2": 5}
 """The same numbers as Activation in csrc/cpu/elementwise.h."""
 
 _FLOAT32 = DTYPES[torch.float32]
@@ -19,7 +19,7 @@ _FLOAT32 = DTYPES[torch.float32]
 _RMS_NORM = (int32, int64, int64, int64, float32, pointer, int64, int64, pointer, pointer, int64, int64)
 _ADD_RMS_NORM = (int32, int64, int64, float32, pointer, int64, pointer, int64, pointer, pointer, int64)
 _WIDE_NORM = (
-    int32, int32, int64, int64, int64, float32, pointer, int64, int64, pointer, pointer, pointer, int64, int64
+    int32, int32, int64, int64, int64, float32, pointer, int64, int64, pointer, pointer, int64, pointer, int64, int64
 )  # fmt: skip
 _ADD_WIDE_NORM = (
     int32, int32, int64, int64, float32, pointer, int64, pointer, int64, pointer, pointer, pointer, int64
@@ -86,18 +86,19 @@ class CpuOps(TorchOps):
         return None
 
     def wide_norm(self, x: torch.Tensor, norm: WideNormWeights, out: torch.Tensor) -> None:
-        code, rows, weights = _code(x, out), _norm_rows(x, out), _wide_weights(norm, x.shape[-1])
+        own = x.shape[1:] if norm.weight.dim() == 2 else x.shape[-1:]
+        code, rows, weights = _code(x, out), _norm_rows(x, out), _wide_weights(norm, own)
         if code is None or rows is None or weights is None:
             return super().wide_norm(x, norm, out)
         self._wide_norm(
-            code, norm.centered, rows.outer, rows.inner, rows.size, norm.eps,
-            x.data_ptr(), *rows.x_steps, *weights, out.data_ptr(), *rows.out_steps,
+            code, norm.centered, rows.outer, rows.inner, rows.size, norm.eps, x.data_ptr(), *rows.x_steps,
+            *weights, norm.weight.stride(0) if norm.weight.dim() == 2 else 0, out.data_ptr(), *rows.out_steps,
         )  # fmt: skip
         return None
 
     def add_wide_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: WideNormWeights, out: torch.Tensor) -> None:
         shape = residual.shape
-        code, weights = _code(residual, x, out), _wide_weights(norm, shape[-1])
+        code, weights = _code(residual, x, out), _wide_weights(norm, shape[-1:])
         if code is None or weights is None or len(shape) != 2 or not x.shape == out.shape == shape:
             return super().add_wide_norm(residual, x, norm, out)
         self._add_wide_norm(
@@ -259,11 +260,11 @@ def _norm_rows(x: torch.Tensor, out: torch.Tensor) -> _NormRows | None:
     return None
 
 
-def _wide_weights(norm: WideNormWeights, size: int) -> tuple[int, int | None] | None:
-    """Where weight and bias lie, null for no bias; None if one is not float32 [size]."""
+def _wide_weights(norm: WideNormWeights, shape: torch.Size) -> tuple[int, int | None] | None:
+    """Where weight and bias lie, null for no bias; None if one is not float32 of this shape, or they lie otherwise."""
     weight, bias = norm.weight, norm.bias
     for tensor in (weight,) if bias is None else (weight, bias):
-        if tensor.shape != (size,) or _code(tensor) != _FLOAT32:
+        if tensor.shape != shape or _code(tensor) != _FLOAT32 or tensor.stride() != weight.stride():
             return None
     return weight.data_ptr(), None if bias is None else bias.data_ptr()
 

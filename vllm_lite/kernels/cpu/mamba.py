@@ -12,8 +12,8 @@ from vllm_lite.kernels.recurrent import Segments, TwoCalls
 MAX_STATE_SIZE = 256
 """The same number as in csrc/cpu/mamba.h."""
 _SCAN = (
-    int32, int64, int64, int64, int64, float32, float32, pointer, pointer, pointer, int64, pointer, pointer, pointer,
-    pointer, int64, *SEGMENTS, pointer, int64,
+    int32, int64, int64, int64, int64, int64, float32, float32, pointer, pointer, pointer, int64, pointer, pointer,
+    pointer, pointer, int64, *SEGMENTS, pointer, int64,
 )  # fmt: skip
 
 
@@ -41,8 +41,8 @@ class NativeMamba(TwoCalls[MambaSpec, Projected, MambaWeights], MambaOp):
         """As TwoCalls'."""
         spec = self.spec
         self._scan(
-            DTYPES[parts.z.dtype], len(segments.firsts) - 1, spec.num_heads, spec.head_size, spec.state_size,
-            *spec.step_limits, mixed.data_ptr(), parts.z.data_ptr(), parts.dt.data_ptr(), parts.z.stride(0),
-            weights.decay.data_ptr(), weights.dt_bias.data_ptr(), weights.skip.data_ptr(), matrices.data_ptr(),
-            matrices.stride(0), *addresses(segments), out.data_ptr(), out.stride(0),
+            DTYPES[parts.z.dtype], len(segments.firsts) - 1, spec.num_heads, spec.num_groups, spec.head_size,
+            spec.state_size, *spec.step_limits, mixed.data_ptr(), parts.z.data_ptr(), parts.dt.data_ptr(),
+            parts.z.stride(0), weights.decay.data_ptr(), weights.dt_bias.data_ptr(), weights.skip.data_ptr(),
+            matrices.data_ptr(), matrices.stride(0), *addresses(segments), out.data_ptr(), out.stride(0),
         )  # fmt: skip

@@ -1,16 +1,19 @@
 """Recurrent layers on a GPU: short convolutions, the gated delta rule and Mamba-2. Kernels: csrc/cuda/recurrent.cuh."""
 
+from abc import abstractmethod
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from vllm_lite.checkpoint.delta_net import DeltaNetSpec
 from vllm_lite.checkpoint.mamba import MambaSpec
-from vllm_lite.kernels.cuda.launcher import Launcher, cuda_type, require
+from vllm_lite.kernels.cuda.launcher import Launcher, Scalar, cuda_type, require
 from vllm_lite.kernels.delta_rule import DeltaNetOp, DeltaNetWeights
 from vllm_lite.kernels.delta_rule import Projected as DeltaProjected
 from vllm_lite.kernels.mamba import MambaOp, MambaWeights
 from vllm_lite.kernels.mamba import Projected as MambaProjected
-from vllm_lite.kernels.recurrent import Segments, Taps, TwoCalls
+from vllm_lite.kernels.recurrent import Parts, Segments, Spec, Taps, TwoCalls, Weights
 
 SOURCE = "recurrent.cuh"
 CONV_THREADS, LANES, TILE = 128, 4, 16
@@ -65,53 +68,80 @@ class LaunchedConvolution:
         )
 
 
-class LaunchedDeltaNet(TwoCalls[DeltaNetSpec, DeltaProjected, DeltaNetWeights], DeltaNetOp):
-    """Two launches."""
+class Scan(NamedTuple):
+    """A kernel that takes the matrix of each head through a sequence, and what it alone is called with."""
 
-    def __init__(self, spec: DeltaNetSpec, launcher: Launcher) -> None:
+    name: str
+    sizes: tuple[int, int]
+    """Rows and columns of a matrix."""
+    num_heads: int
+    floats: int
+    """Elements of shared memory for a token."""
+    tensors: tuple[torch.Tensor, ...]
+    scalars: tuple[Scalar, ...]
+
+
+class LaunchedScan(TwoCalls[Spec, Parts, Weights]):
+    """Two launches: of the convolution, and of a scan by a block for each sequence and head."""
+
+    def __init__(self, spec: Spec, launcher: Launcher) -> None:
         super().__init__(spec)
         self.convolution = LaunchedConvolution(launcher)
         self._launcher = launcher
 
-    @staticmethod
-    def supports(spec: DeltaNetSpec, dtype: torch.dtype) -> bool:
-        fits = spec.key_size <= MAX_DELTA_ROWS and spec.value_size <= MAX_COLUMNS
-        return dtype in DTYPES and fits and LaunchedConvolution.supports(spec.conv_size)
+    @abstractmethod
+    def kernel(self, parts: Parts, weights: Weights) -> Scan:
+        """The scan of these."""
 
     def scan_all(
         self,
-        parts: DeltaProjected,
-        weights: DeltaNetWeights,
+        parts: Parts,
+        weights: Weights,
         matrices: torch.Tensor,
         segments: Segments,
         mixed: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         """As TwoCalls'. Raises ValueError for other shapes."""
-        spec, kind = self.spec, cuda_type(parts.z.dtype, "projected")
-        _require_rows("mixed", mixed, torch.float32, len(parts.z), spec.conv_channels, is_dense=True)
-        _require_rows("out", out, parts.z.dtype, len(parts.z), spec.value_width)
-        floats = TILE * (2 * _padded(spec.key_size) + spec.value_size + 2)
-        self._launcher.kernel(SOURCE, f"delta_rule<{kind}, {spec.key_size}, {spec.value_size}>")(
-            (len(segments.firsts) - 1, spec.num_value_heads, 1),
-            (_threads(spec.value_size), 1, 1),
+        z: torch.Tensor = parts._asdict()["z"]
+        scan, kind = self.kernel(parts, weights), cuda_type(z.dtype, "projected")
+        _require_rows("mixed", mixed, torch.float32, len(z), self.spec.conv_shape[1], is_dense=True)
+        _require_rows("out", out, z.dtype, len(z), scan.num_heads * scan.sizes[1])
+        self._launcher.kernel(SOURCE, f"{scan.name}<{kind}, {scan.sizes[0]}, {scan.sizes[1]}>")(
+            (len(segments.firsts) - 1, scan.num_heads, 1),
+            (_threads(scan.sizes[1]), 1, 1),
             (
-                *(mixed, parts.z, parts.b, parts.a, weights.decay, weights.dt_bias, weights.norm, matrices, *segments),
-                out,
-                *map(np.int64, (parts.z.stride(0), matrices.stride(0), out.stride(0))),
-                *(np.int32(spec.num_key_heads), np.float32(weights.eps)),
+                *(mixed, z, *scan.tensors, matrices, *segments, out),
+                *map(np.int64, (z.stride(0), matrices.stride(0), out.stride(0))),
+                *scan.scalars,
             ),
-            4 * floats,
+            4 * TILE * scan.floats,
         )
 
 
-class LaunchedMamba(TwoCalls[MambaSpec, MambaProjected, MambaWeights], MambaOp):
-    """Two launches."""
+class LaunchedDeltaNet(LaunchedScan[DeltaNetSpec, DeltaProjected, DeltaNetWeights], DeltaNetOp):
+    """The gated delta rule."""
 
-    def __init__(self, spec: MambaSpec, launcher: Launcher) -> None:
-        super().__init__(spec)
-        self.convolution = LaunchedConvolution(launcher)
-        self._launcher = launcher
+    @staticmethod
+    def supports(spec: DeltaNetSpec, dtype: torch.dtype) -> bool:
+        fits = spec.key_size <= MAX_DELTA_ROWS and spec.value_size <= MAX_COLUMNS
+        return dtype in DTYPES and fits and LaunchedConvolution.supports(spec.conv_size)
+
+    def kernel(self, parts: DeltaProjected, weights: DeltaNetWeights) -> Scan:
+        """As LaunchedScan's."""
+        spec = self.spec
+        return Scan(
+            "delta_rule",
+            (spec.key_size, spec.value_size),
+            spec.num_value_heads,
+            2 * _padded(spec.key_size) + spec.value_size + 2,
+            (parts.b, parts.a, weights.decay, weights.dt_bias, weights.norm),
+            (np.int32(spec.num_key_heads), np.float32(weights.eps)),
+        )
+
+
+class LaunchedMamba(LaunchedScan[MambaSpec, MambaProjected, MambaWeights], MambaOp):
+    """Mamba-2."""
 
     @staticmethod
     def supports(spec: MambaSpec, dtype: torch.dtype) -> bool:
@@ -119,28 +149,16 @@ class LaunchedMamba(TwoCalls[MambaSpec, MambaProjected, MambaWeights], MambaOp):
         is_small = spec.state_size <= MAX_DELTA_ROWS or spec.head_size <= MAX_COLUMNS // 2
         return dtype in DTYPES and fits and is_small and LaunchedConvolution.supports(spec.conv_size)
 
-    def scan_all(
-        self,
-        parts: MambaProjected,
-        weights: MambaWeights,
-        matrices: torch.Tensor,
-        segments: Segments,
-        mixed: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """As TwoCalls'. Raises ValueError for other shapes."""
-        spec, kind = self.spec, cuda_type(parts.z.dtype, "projected")
-        _require_rows("mixed", mixed, torch.float32, len(parts.z), spec.conv_channels, is_dense=True)
-        _require_rows("out", out, parts.z.dtype, len(parts.z), spec.value_width)
-        self._launcher.kernel(SOURCE, f"mamba<{kind}, {spec.state_size}, {spec.head_size}>")(
-            (len(segments.firsts) - 1, spec.num_heads, 1),
-            (_threads(spec.head_size), 1, 1),
-            (
-                *(mixed, parts.z, parts.dt, weights.decay, weights.dt_bias, weights.skip, matrices, *segments, out),
-                *map(np.int64, (parts.z.stride(0), matrices.stride(0), out.stride(0))),
-                *map(np.float32, spec.step_limits),
-            ),
-            4 * TILE * (2 * _padded(spec.state_size) + 2),
+    def kernel(self, parts: MambaProjected, weights: MambaWeights) -> Scan:
+        """As LaunchedScan's."""
+        spec = self.spec
+        return Scan(
+            "mamba",
+            (spec.state_size, spec.head_size),
+            spec.num_heads,
+            2 * _padded(spec.state_size) + 2,
+            (parts.dt, weights.decay, weights.dt_bias, weights.skip),
+            (np.int32(spec.num_groups), *map(np.float32, spec.step_limits)),
         )
 
 
