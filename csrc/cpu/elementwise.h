@@ -6,7 +6,8 @@
 
 #include "isa.h"
 
-enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kSwigluOai = 4 };  // the last with a gate
+// kSwigluOai: with a gate alone.
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kSwigluOai = 4, kRelu2 = 5 };
 
 struct Activate {
   int32_t dtype, activation;

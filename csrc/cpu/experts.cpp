@@ -20,14 +20,14 @@
 
 // The same record as `_Record` in vllm_lite/kernels/cpu/experts.py.
 struct ExpertWeights {
-  const PackedWeight* const* gate_up;  // of each expert that is held: [2 * inner, hidden], the gate first
+  const PackedWeight* const* gate_up;  // of each expert that is held: [2 * inner, hidden], the gate first, if there is
   const PackedWeight* const* down;     // [hidden, inner]
   int64_t first_expert;                // the number of the first that is held
   int64_t num_experts;                 // that are held
   int64_t hidden;
   int64_t inner;
   int32_t activation;
-  int32_t unused;
+  int32_t gated;
 };
 
 namespace {
@@ -229,8 +229,9 @@ class ExpertCall {
       integers = std::max(Product::integer_bytes(*experts.gate_up[0]), Product::integer_bytes(*experts.down[0]));
     }
     const int64_t pairs = static_cast<int64_t>(pairs_.tokens.size()), rows = pairs < kMaxPairs ? pairs : kMaxPairs;
-    const int64_t bytes[] = {rows * hidden * size, rows * 2 * inner * size,      rows * inner * size,
-                             rows * hidden * 4,    tokens.num_rows * hidden * 4, integers};
+    const int64_t bytes[] = {
+        rows * hidden * size, rows * width(experts) * size, experts.gated ? rows * inner * size : 0,
+        rows * hidden * 4,    tokens.num_rows * hidden * 4, integers};
     int64_t total = 64;
     for (const int64_t part : bytes) total += (part + 63) / 64 * 64;
     char* memory = scratch_.get(total);
@@ -259,14 +260,21 @@ class ExpertCall {
       std::memcpy(gathered_ + i * row_bytes, tokens.x + token * tokens.x_stride * size, static_cast<size_t>(row_bytes));
     });
     const Product::Rows rows = {gathered_, experts.hidden, tokens.dtype};
-    const Product::Rows both = {gate_up_, 2 * experts.inner, tokens.dtype};
-    const Product::Rows activated = {activated_, experts.inner, tokens.dtype};
-    product_.run(experts.gate_up, segments_, rows, both, integers_);
-    const GatedActivation op = {tokens.dtype, experts.activation, experts.inner,   gate_up_,
-                                activated_,   both.stride,        activated.stride};
-    vllm_lite::over_rows(end - first, 2 * experts.inner, VLLM_LITE_DISPATCH(gated_activation), op);
+    const int64_t inner = experts.inner;
+    product_.run(experts.gate_up, segments_, rows, {gate_up_, width(experts), tokens.dtype}, integers_);
+    if (experts.gated) {
+      const GatedActivation op = {tokens.dtype, experts.activation, inner, gate_up_, activated_, 2 * inner, inner};
+      vllm_lite::over_rows(end - first, 2 * inner, VLLM_LITE_DISPATCH(gated_activation), op);
+    } else {
+      const Activate op = {tokens.dtype, experts.activation, inner, gate_up_, inner};
+      vllm_lite::over_rows(end - first, inner, VLLM_LITE_DISPATCH(activate), op);
+    }
+    const Product::Rows activated = {experts.gated ? activated_ : gate_up_, inner, tokens.dtype};
     product_.run(experts.down, segments_, activated, {outputs_, experts.hidden, kFloat32}, integers_);
   }
+
+  // Elements that the first product gives for a pair.
+  static int64_t width(const ExpertWeights& experts) { return (experts.gated ? 2 : 1) * experts.inner; }
 
   // Adds the outputs of pairs [first, end) to the sums of their tokens.
   void add_up(const ExpertWeights& experts, const Tokens& tokens, int64_t first, int64_t end) {

@@ -22,14 +22,20 @@ constexpr int ROW_BYTES = 128;    // of a row of a tile in shared memory, which 
 constexpr int PITCH_BYTES = 144;  // from one row to the next: an odd number of 16 bytes, no conflicts
 constexpr int CHUNKS = ROW_BYTES / 16;
 
-enum Activation { NONE, SILU, GELU_TANH, GELU, RELU, SWIGLU_OAI };
+enum Activation { NONE, SILU, GELU_TANH, GELU, RELU, RELU2, SWIGLU_OAI };
+
+// Whether a kind takes a gate; experts without one have RELU2.
+constexpr bool takes_gate(Activation kind) {
+  return kind != NONE && kind != RELU2;
+}
 
 template <Activation KIND>
 __device__ __forceinline__ float activated(float x) {
   if constexpr (KIND == SILU) return silu(x);
   if constexpr (KIND == GELU_TANH) return gelu_tanh(x);
   if constexpr (KIND == GELU) return .5f * x * (1.f + erff(x * .70710678118654752f));
-  return x > 0.f ? x : x != x ? x : 0.f;  // NaN stays
+  const float positive = x > 0.f ? x : x != x ? x : 0.f;  // NaN stays
+  return KIND == RELU2 ? positive * positive : positive;
 }
 
 // gpt-oss's. NaN stays.
@@ -148,13 +154,14 @@ __global__ void __launch_bounds__(experts::THREADS)
 }
 
 // For each expert the product of its rows with its weight [outputs, depth], in tiles of 16 * MT rows.
-// Without an activation, out[place, :] = row * weight^T, float; outputs = size. With one, outputs = 2 * size, gate
-// before up, to which `biases` are added unless they are null, and out[place, :] = T(activation(T(gate))) * T(up).
+// Without a gate, out[place, :] = row * weight^T, float, or with RELU2 T(relu(T(row * weight^T))^2); outputs = size.
+// With one, outputs = 2 * size, gate before up, to which `biases` are added unless they are null, and out[place, :] =
+// T(activation(T(gate))) * T(up).
 // The row at a place is rows[pairs[place] / top] or, if `pairs` is null, rows[place].
 // T: float, __half or __nv_bfloat16; O: float without an activation, else T. VECTOR: depth and strides are multiples of
 // 16 bytes, and so are the addresses.
-// Grid: (ceil(size / columns), experts, row tiles at once), block: experts::THREADS; columns: COLUMNS, with an
-// activation half of them. Shared memory: 2 * PITCH_BYTES * (16 * MT + COLUMNS).
+// Grid: (ceil(size / columns), experts, row tiles at once), block: experts::THREADS; columns: COLUMNS, with a gate
+// half of them. Shared memory: 2 * PITCH_BYTES * (16 * MT + COLUMNS).
 template <class T, class O, experts::Activation KIND, int MT, bool VECTOR>
 __global__ void __launch_bounds__(experts::THREADS)
     expert_tiles(O* __restrict__ out,             // [num_pairs, size]
@@ -165,7 +172,7 @@ __global__ void __launch_bounds__(experts::THREADS)
                  const int* __restrict__ pairs,   // [num_pairs] or null
                  int64 row_stride, int depth, int size, int top) {
   using namespace experts;
-  constexpr bool GATED = KIND != NONE;
+  constexpr bool GATED = takes_gate(KIND);
   constexpr int ROWS = 16 * MT, WIDTH = GATED ? COLUMNS / 2 : COLUMNS;
   constexpr int PITCH = PITCH_BYTES / sizeof(T), DEPTH = ROW_BYTES / sizeof(T), UNIT = 16 / sizeof(T);
   constexpr int TILE = (ROWS + COLUMNS) * PITCH;  // elements of a pair of tiles: rows, then columns
@@ -195,7 +202,7 @@ __global__ void __launch_bounds__(experts::THREADS)
         fetch<T, VECTOR>(to + m * STEP * PITCH, sources[m] && left ? sources[m] + k : rows, sources[m] ? left : 0);
 #pragma unroll
       for (int i = 0; i < COLUMNS / STEP; ++i) {
-        const int c = i * STEP + row;  // with an activation the second half is the up that belongs to the first
+        const int c = i * STEP + row;  // with a gate the second half is the up that belongs to the first
         const int output = column + c % WIDTH, valid = output < size && left;
         const T* from = valid ? weight + int64(c < WIDTH ? output : size + output) * depth + k : weight;
         fetch<T, VECTOR>(to + (ROWS + i * STEP) * PITCH, from, valid ? left : 0);
@@ -226,8 +233,11 @@ __global__ void __launch_bounds__(experts::THREADS)
           const float gate = sums[m][0][i] + bias(c), up = sums[m][1][i] + bias(size + c);
           to[c] = gated<T, O, KIND>(to_float(from_float<T>(gate)), to_float(from_float<T>(up)));
         } else {
-          if (c < size) to[c] = from_float<O>(sums[m][0][i]);
-          if (c + 32 < size) to[c + 32] = from_float<O>(sums[m][1][i]);
+          const auto finish = [](float sum) {
+            return from_float<O>(KIND == NONE ? sum : activated<KIND>(to_float(from_float<T>(sum))));
+          };
+          if (c < size) to[c] = finish(sums[m][0][i]);
+          if (c + 32 < size) to[c + 32] = finish(sums[m][1][i]);
         }
       }
   }

@@ -131,7 +131,7 @@ def test_the_norms_of_heads_go_with_their_rotation(
     assert torch.equal(tokens[0][1], tokens[1][1])
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "granite-hybrid", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3.5", "granite-hybrid", "lfm2", "nemotron-h"])
 def test_recurrent_layers_are_in_graphs(
     name: str,
     tmp_path: Path,

@@ -20,6 +20,7 @@ PLAIN: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "gelu": gelu,
     "relu": relu,
+    "relu2": lambda x: relu(x).square(),
 }
 
 
@@ -29,7 +30,9 @@ def exact_activation(kind: Activation, x: torch.Tensor) -> torch.Tensor:
     if kind == "gelu":
         return wide * (torch.erfc(wide * -math.sqrt(0.5)) / 2)
     z = wide if kind == "silu" else math.sqrt(8 / math.pi) * (wide + 0.044715 * wide**3)
-    return wide.relu() if kind == "relu" else wide * torch.sigmoid(z)
+    if kind in ("relu", "relu2"):
+        return wide.relu() ** (2 if kind == "relu2" else 1)
+    return wide * torch.sigmoid(z)
 
 
 def units(kind: Activation, x: torch.Tensor) -> float | torch.Tensor:

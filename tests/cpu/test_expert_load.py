@@ -1,16 +1,19 @@
 """Tokens of each expert, as they are counted for the metric: those that the routers chose."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.families.mixtures import qwen3
 from tests.paged import Oracle, Paged
+from vllm_lite.checkpoint.experts import RoutingSpec
 from vllm_lite.client.launch import resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import sum_of
 from vllm_lite.errors import ConfigError
+from vllm_lite.kernels.routing import Routing
 from vllm_lite.layers.experts import Router, SparseMLP
 from vllm_lite.worker.expert_load import ExpertLoad
 from vllm_lite.worker.process import Progress, _Heartbeat
@@ -48,6 +51,15 @@ def test_what_routers_choose_is_counted(oracle: Oracle, monkeypatch: pytest.Monk
     assert load.tokens() == expected
     assert [sum(layer) for layer in expected if layer] == [3 * 101] * 2
     assert len(set(map(tuple, expected))) == 3, "layers differ"
+
+
+def test_what_follows_the_last_attention_has_the_wanted_tokens_only() -> None:
+    layers = {
+        index: SimpleNamespace(router=SimpleNamespace(routing=Routing(RoutingSpec(5, 3), None))) for index in (0, 2, 3)
+    }
+    load = ExpertLoad(layers, (4, 1), 64, torch.device("cpu"))  # type: ignore[arg-type]
+    load.count(50, 2)
+    assert [sum(layer) for layer in load.tokens()] == [150, 0, 6, 6]
 
 
 def test_the_last_layer_has_the_wanted_tokens_only(oracle: Oracle) -> None:

@@ -85,6 +85,21 @@ def test_more_pairs_than_a_window_has(num_tokens: int, quantization: Quantizatio
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_experts_without_a_gate(dtype: torch.dtype, quantization: Quantization | None) -> None:
+    gate_up = [make_matmul(w, None, quantization) for w in random(5, INNER, HIDDEN, dtype=dtype).mul_(HIDDEN**-0.5)]
+    weights, sizes = (
+        (gate_up, make(5, dtype, quantization)[1]),
+        ExpertSizes(Split.whole(5), INNER, "relu2", gated=False),
+    )
+    native, x, chosen = make_expert_matmul(*weights, sizes), random(33, HIDDEN, dtype=dtype), pick(33, 5, 3)
+    assert isinstance(native, NativeExperts)
+    ours, theirs = torch.full_like(x, torch.nan), torch.empty_like(x)
+    native.forward(x, chosen, ours)
+    LoopedExperts(*weights, sizes).forward(x, chosen, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE[dtype] * float(theirs.abs().max()))
+
+
 @pytest.mark.parametrize("experts", [[0, 0, 0], [4, 2, 4]])
 def test_all_tokens_to_one_expert(experts: list[int]) -> None:
     chosen = Chosen(torch.tensor(experts).int()[:, None], random(3, 1))

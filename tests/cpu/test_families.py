@@ -163,7 +163,8 @@ def rounded_logits(oracle: Oracle, checkpoint: Path) -> torch.Tensor:
             elif isinstance(module, transformers.pytorch_utils.Conv1D):
                 module.weight.copy_(rounded(module.weight.t()).t())
             elif name.endswith(".experts"):
-                for matrix in (*module.gate_up_proj, *module.down_proj):
+                first = module.gate_up_proj if module.has_gate else module.up_proj
+                for matrix in (*first, *module.down_proj):
                     outputs_first = matrix.t() if module.is_transposed else matrix
                     outputs_first.copy_(rounded(outputs_first))
     with torch.inference_mode():

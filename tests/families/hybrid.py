@@ -78,10 +78,42 @@ def granite(name: str, **settings: Any) -> Variant:
     return Variant(name, "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE | settings, controls)
 
 
+NEMOTRON = {
+    "initializer_range": 0.1,
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "mlp"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "ssm_state_size": 25,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 20,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "rescale_prenorm_residual": False,
+}
+NEMOTRON_MOE = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention", "moe"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 22,
+    "moe_shared_expert_intermediate_size": 26,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def nemotron(name: str, **settings: Any) -> Variant:
+    controls = {"activation": drop(activation="relu"), "norm": drop(norm=NormSpec(1e-5, "layer"))}
+    return Variant(name, "NemotronHConfig", "NemotronHForCausalLM", NEMOTRON | settings, controls)
+
+
 VARIANTS = [
     qwen("qwen3.5", "Qwen3_5", CONTROLS, {}),
     qwen("qwen3.5-moe", "Qwen3_5Moe", {}, EXPERTS | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
     granite("granite-hybrid"),
     granite("granite-hybrid-moe", intermediate_size=22, position_embedding_type="rope", **SOME_EXPERTS),
+    nemotron("nemotron-h"),
+    nemotron("nemotron-h-moe", **NEMOTRON_MOE),
     Variant("lfm2", "Lfm2Config", "Lfm2ForCausalLM", LFM2),
 ]

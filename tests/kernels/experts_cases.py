@@ -70,8 +70,11 @@ def expected(x: torch.Tensor, chosen: Chosen, stacks: Stacks, first: int, activa
     for token, row in enumerate(x.double().cpu()):
         for expert, factor in zip(experts[token].tolist(), factors[token], strict=True):
             if 0 <= expert < len(down):
-                gate, up = (gate_up[expert] @ row + on_both[expert]).to(x.dtype).double().chunk(2)
-                if activation == "swiglu_oai":
+                first_product = (gate_up[expert] @ row + on_both[expert]).to(x.dtype).double()
+                gate, up = first_product.chunk(2)
+                if activation == "relu2":
+                    active = relu(first_product).square()
+                elif activation == "swiglu_oai":
                     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
                     active = (up + 1) * gate * torch.sigmoid(1.702 * gate)
                 else:
@@ -107,6 +110,8 @@ def activation(kind: Activation) -> Case:
     def run(launcher: Launcher, device: torch.device) -> None:
         sizes, dtype = Sizes(), torch.bfloat16
         stacks, chosen = weights(sizes, dtype, device), pick(3, sizes, device)
+        if kind == "relu2":
+            stacks = stacks._replace(gate_up=stacks.gate_up[:, sizes.inner :].contiguous())
         x = draw((3, sizes.hidden), dtype, device, 2.0)
         out = torch.empty_like(x)
         StackedExperts(launcher, stacks, 0, kind).forward(x, chosen, out)
@@ -270,7 +275,7 @@ CASES: list[tuple[str, Case]] = [
     ("one_expert", computes(Sizes(1, 1, held=1), BF16, 3)),
     ("one_expert_for_all", one_expert_for_all(BF16, 40)),
     ("one_expert_for_all_in_large_tiles", one_expert_for_all(F16, 300)),
-    *((kind, activation(kind)) for kind in ("gelu", "gelu_tanh", "relu")),
+    *((kind, activation(kind)) for kind in ("gelu", "gelu_tanh", "relu", "relu2")),
     ("biases", biases(BF16, 3, 70)),
     ("biases_float", biases(F32, 3)),
     ("roundings_bfloat16", roundings(BF16)),

@@ -69,7 +69,7 @@ def _experts() -> list[Instantiation]:
         kernels += [(f"expert_tiles<{types}, {shape}>", registers) for shape, registers in shapes]
     kernels += [
         (f"expert_tiles<{bf16}, {bf16}, experts::{kind}, 1, true>", 64)
-        for kind in ("GELU", "GELU_TANH", "RELU", "SWIGLU_OAI")
+        for kind in ("GELU", "GELU_TANH", "RELU", "RELU2", "SWIGLU_OAI")
     ]
     kernels += [(f"expert_tiles<float, float, experts::{kind}, 4, true>", 128) for kind in ("GELU", "NONE")]
     return [Instantiation("experts.cuh", name, registers) for name, registers in kernels]

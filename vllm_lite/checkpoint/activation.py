@@ -2,6 +2,7 @@
 
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"]
-"""What gated MLPs do; all but the last also without a gate. "gelu" is the exact one, "swiglu_oai" that of gpt-oss: with
-the gate at most 7 and up between -7 and 7, (up + 1) * gate * sigmoid(1.702 * gate)."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"]
+"""What gated MLPs do; all but the last also without a gate. "gelu" is the exact one, "relu2" the square of relu,
+"swiglu_oai" that of gpt-oss: with the gate at most 7 and up between -7 and 7, (up + 1) * gate * sigmoid(1.702 * gate).
+"""

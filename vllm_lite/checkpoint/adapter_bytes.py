@@ -21,7 +21,8 @@ def adapted_elements(spec: ModelSpec, world: int = 1) -> int:
     or a few more, as projections that are one matrix in the checkpoint have one A."""
     shard = Shard(0, world)
     own = replace(spec, intermediate_size=-(-spec.intermediate_size // world))
-    return sum(_attention(layer.per_rank(shard), own) + _mlp(layer, own, world) for layer in spec.layers)
+    attention = sum(_attention(layer.per_rank(shard), own) for layer in spec.layers if layer.attends)
+    return attention + sum(_mlp(layer, own, world) for layer in spec.layers if layer.has_mlp)
 
 
 def _attention(layer: LayerSpec, spec: ModelSpec) -> int:

@@ -66,6 +66,7 @@ FAMILIES = {
     "Olmo2ForCausalLM": "olmo",
     "Olmo3ForCausalLM": "olmo",
     "OlmoeForCausalLM": "olmo",
+    "NemotronHForCausalLM": "nemotron_h",
     "OPTForCausalLM": "gpt2",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen",

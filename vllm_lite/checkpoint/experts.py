@@ -42,18 +42,25 @@ class RoutingSpec(msgspec.Struct, frozen=True):
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True):
-    """What a layer has instead of an MLP. Each expert is a gated MLP with the model's activation."""
+    """What a layer has instead of an MLP. Each expert is an MLP with the model's activation."""
 
     routing: RoutingSpec
     intermediate_size: int
     """How many elements lie between the matrices of one expert."""
     shared_intermediate_size: int = 0
-    """The same of the gated MLP that every token passes as well, all shared experts as one; 0 = there is none."""
+    """The same of the MLP that every token passes as well, all shared experts as one; 0 = there is none."""
     shared_gate: bool = False
     """Whether what that gives is multiplied by a sigmoid of the token's own."""
     biases: bool = False
     """Whether the router and the matrices of each expert have one; the shared MLP has none."""
     stored: Stored = "separate"
+    gated: bool = True
+    """Whether the MLPs have a gate, the shared one too."""
+
+    @property
+    def matrices(self) -> int:
+        """How many an expert has."""
+        return 2 + self.gated
 
     def held(self, shard: Shard) -> Split:
         """Which experts a rank has something of."""
@@ -77,11 +84,11 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
         num_experts = routing.num_experts if num_experts is None else num_experts
         inner = num_experts * self.intermediate_size + self.shared_intermediate_size
         router = routing.num_experts * (hidden_size + routing.choice_bias + routing.expert_factors + self.biases)
-        biases = self.biases * num_experts * (2 * self.intermediate_size + hidden_size)
-        return 3 * hidden_size * inner + biases + router + self.shared_gate * hidden_size
+        biases = self.biases * num_experts * ((self.matrices - 1) * self.intermediate_size + hidden_size)
+        return self.matrices * hidden_size * inner + biases + router + self.shared_gate * hidden_size
 
     def idle_parameters(self, hidden_size: int, num_tokens: int = 1) -> int:
         """Weights of the experts that none of so many tokens is sent to, where each expert is as likely as another."""
         num_experts, each = self.routing.num_experts, self.routing.experts_per_token
         num_idle = round(num_experts * (1 - each / num_experts) ** num_tokens)
-        return 3 * hidden_size * self.intermediate_size * num_idle
+        return self.matrices * hidden_size * self.intermediate_size * num_idle

@@ -132,6 +132,23 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """Whether what a token gets from V is multiplied by a sigmoid of its own, element by element."""
     recurrent: DeltaNetSpec | MambaSpec | ShortConvSpec | None = None
     """What the layer has instead of attention: it keeps a state and no KV, and `attention` is that of other layers."""
+    only: Literal["attention", "MLP"] | None = None
+    """The one block that it has, attention or what stands for it, or an MLP or experts; None = both. A layer with an
+    MLP alone keeps nothing of a sequence, and `attention` is that of other layers."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention, or what stands for it."""
+        return self.only != "MLP"
+
+    @property
+    def has_mlp(self) -> bool:
+        return self.only != "attention"
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether it writes K and V of its own to the cache."""
+        return self.attends and self.kv_layer is None and self.recurrent is None
 
     def per_rank(self, shard: Shard) -> "LayerSpec":
         """The layer with the heads that a rank holds. Raises ConfigError if so many ranks cannot share them."""
@@ -148,6 +165,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
         """Elements of a token's activations on its way through attention: what the first projections give, what it
         gets from V, and what else there is."""
         own, latent = self.attention, self.latent
+        if not self.attends:
+            return 0, 0, 0
         if self.recurrent is not None:
             return self.recurrent.projected_size, self.recurrent.value_width, 0
         if latent is None:
@@ -357,12 +376,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         mlps = 0
         for own in self.layers:
             size = own.intermediate_size or self.intermediate_size
-            if own.experts is None or self.mlp_beside_experts:
+            if own.has_mlp and (own.experts is None or self.mlp_beside_experts):
                 mlps += num_matrices * self.hidden_size * size
                 mlps += self.mlp_bias * ((num_matrices - 1) * size + self.hidden_size)
             mlps += 0 if own.experts is None else own.experts.parameters(self.hidden_size)
         norm = self.hidden_size * (2 if self.norm.bias else 1)
-        attention = sum(map(self._attention_parameters, self.layers))
+        attention = sum(self._attention_parameters(own) for own in self.layers if own.attends)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         layers = attention + mlps + self.num_layers * self.norms_per_layer * norm
         return embeddings + layers + norm + self.extra_parameters
@@ -398,11 +417,11 @@ def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGr
     all such sizes that one is taken for which padding plus groups are fewest, both in layers: a padded layer costs
     memory in every block, a group costs tables and slots in every step. 14 full and 14 sliding layers make 1 + 1
     groups of 14; 4 full and 22 sliding make 1 + 6 of 4, two of them padding; 3 full and 1 sliding make 3 + 1 of 1.
-    Layers that attend to the K and V of another are in no group.
+    Layers that keep no KV, or attend to that of another, are in no group.
     """
     kinds: dict[AttentionSpec, list[int]] = {}
     for index, layer in enumerate(layers):
-        if layer.kv_layer is None and layer.recurrent is None:
+        if layer.keeps_kv:
             kinds.setdefault(layer.attention, []).append(index)
     held = {kind: kind.per_rank(Shard(0, world)) for kind in kinds}
     widths = {kind: own.cached_size for kind, own in held.items()}  # of a layer in a block, per token

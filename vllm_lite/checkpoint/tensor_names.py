@@ -31,6 +31,8 @@ PREFIXES = (
     ("embed_tokens.", "model.embed_tokens."),
     ("norm.", "model.norm."),
     ("final_norm.", "model.final_norm."),
+    ("backbone.embeddings.", "model.embed_tokens."),
+    ("backbone.norm_f.", "model.norm."),
     ("model.embeddings.", "embeddings."),
     ("bert.", ""),
     ("roberta.", ""),
@@ -83,8 +85,16 @@ OTHER_PARTS = (
 """Parts of larger models that write no text, each also under "model."."""
 
 
+_ONE_BLOCK = re.compile(r"(?:backbone|model)\.layers\.(\d+)\.(norm|mixer)\.((\w*).*)")
+"""A layer whose one block is called the same whatever it is, and its norm."""
+ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MAMBA_PARTS = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
+
+
 def canonical(name: str) -> str:
     """The name that models ask for."""
+    if (".mixer." in name or name.startswith("backbone.")) and (found := _ONE_BLOCK.fullmatch(name)):
+        return f"model.layers.{found[1]}.{_block(found[2], found[4])}.{found[3]}"
     for stored, here in PREFIXES:
         if name.startswith(stored):
             name = here + name[len(stored) :]
@@ -98,6 +108,12 @@ def canonical(name: str) -> str:
     if ".mlp.experts." in name and (found := _EXPERT_MATRIX.fullmatch(name)):
         return f"{found[1]}{EXPERT_MATRICES[found[2]]}{found[3]}"
     return name
+
+
+def _block(kind: str, part: str) -> str:
+    if kind == "norm":
+        return "input_layernorm"
+    return "self_attn" if part in ATTENTION_PARTS else "mamba" if part in MAMBA_PARTS else "mlp"
 
 
 def is_ignored(name: str, *, tied: bool, unread_layers: range = range(0)) -> bool:

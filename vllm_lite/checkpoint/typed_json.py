@@ -1,5 +1,6 @@
 """A checkpoint's JSON files, read into declared types. A ModelError names the file, the key and the value."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -29,11 +30,25 @@ def read_json(source: Path, parse: Callable[[Any], T]) -> T:
     except OSError as error:
         raise ModelError(f"{source}: cannot be read ({error.strerror})") from error
     try:
-        return parse(msgspec.json.decode(data))
+        return parse(_decode(data))
     except ModelError as error:
         raise ModelError(f"{source}: {_bounded(str(error))}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{source}: not valid JSON ({error})") from error
+
+
+def _decode(data: bytes) -> Any:
+    """JSON, and Infinity in it, which Python writes: as transformers 5 writes it, {"__float__": "Infinity"}."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        if b"Infinity" not in data:
+            raise
+        try:
+            return json.loads(data, parse_constant={"Infinity": {"__float__": "Infinity"}}.__getitem__)
+        except (ValueError, KeyError):
+            pass
+        raise
 
 
 def _bounded(message: str) -> str:

@@ -45,7 +45,7 @@ class ExpertRows:
 
     logits: torch.Tensor  # float32 [n, num_experts]
     chosen: Chosen  # [n, experts_per_token]
-    gate_up: torch.Tensor  # [n, 2 * shared_intermediate_size], of the shared expert
+    gate_up: torch.Tensor  # [n, 2 * shared_intermediate_size], of the shared expert; without a gate [n, 0]
     activated: torch.Tensor  # [n, shared_intermediate_size]
     shared: torch.Tensor  # [n, hidden_size], its output, or this rank's part of it
     gates: torch.Tensor  # float32 [n, 1]
@@ -156,9 +156,9 @@ class Buffers:
         first_size, attended_size, _ = kind.attention_buffers
         qkv = self.qkv[: n * first_size].view(n, first_size)
         attended = self.attended[: n * attended_size].view(n, attended_size)
-        if kind.recurrent is not None:
+        if kind.recurrent is not None or not kind.attends:
             none = Heads(attended[:, None, :0], attended[:, None, :0], attended[:, None, :0])
-            channels = kind.recurrent.scratch_size
+            channels = 0 if kind.recurrent is None else kind.recurrent.scratch_size
             mixed = self.mixed[: n * channels].view(n, channels)
             return HeadRows(qkv, none, attended, attended[:, None], mixed=mixed)
         rotation = None if rope is None else rotations[self._ropes.index((rope, kind.rotated_size))]
@@ -208,7 +208,7 @@ def _expert_rows(parts: Parts, n: int) -> ExpertRows | None:
     return ExpertRows(
         logits=buffer(spec.routing.num_experts, torch.float32),
         chosen=Chosen(buffer(top, torch.int32), buffer(top, torch.float32)),
-        gate_up=buffer(2 * shared),
+        gate_up=buffer(2 * shared if spec.gated else 0),
         activated=buffer(shared),
         shared=buffer(hidden if shared or parts.spec.mlp_beside_experts else 0),
         gates=buffer(1, torch.float32),

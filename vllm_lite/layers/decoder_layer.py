@@ -183,3 +183,64 @@ class ParallelLayer:
         if self.names.mlp_norm:
             yield self.mlp_norm.group(f"{prefix}{self.names.mlp_norm}")
         yield from self.mlp.weight_groups(f"{prefix}{self.names.mlp}.")
+
+
+class AttentionLayer:
+    """Attention alone, or what stands for it: x + attend(norm(x))."""
+
+    names: ClassVar = LayerNames()
+    attention_block: ClassVar[type[Attention]] = AttentionBlock
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        self.first = layer == 0
+        self.norm, self.attention = parts.norm(), self.attention_block(parts, layer)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """As DecoderLayer's."""
+        if self.first:
+            self.norm.forward(rows.residual, out=rows.hidden)
+        else:
+            self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        self.attention.attend(rows.hidden, rows, kv, batch, backend)
+
+    def combine(self, rows: Rows) -> None:
+        """As DecoderLayer's."""
+        self.attention.project(rows)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """As DecoderLayer's."""
+        yield self.norm.group(f"{prefix}{self.names.attention_norm}")
+        yield from self.attention.weight_groups(f"{prefix}{self.names.attention}.")
+
+
+class MLPLayer:
+    """An MLP alone, or experts: x + mlp(norm(x))."""
+
+    names: ClassVar = LayerNames(mlp_norm="input_layernorm")
+    mlp_block: ClassVar[type[GatedMLP] | type[MLP]] = GatedMLP
+    sparse_block: ClassVar[type[SparseMLP]] = SparseMLP
+    attention: None = None
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        self.first, own = layer == 0, parts.spec.layers[layer]
+        self.norm = parts.norm()
+        if own.experts is None:
+            self.mlp: GatedMLP | MLP | SparseMLP = self.mlp_block(parts, own.intermediate_size)
+        else:
+            self.mlp = self.sparse_block(parts, own.experts)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """As DecoderLayer's: nothing."""
+
+    def combine(self, rows: Rows) -> None:
+        """As DecoderLayer's."""
+        if self.first:
+            self.norm.forward(rows.residual, out=rows.hidden)
+        else:
+            self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        self.mlp.forward(rows.hidden, rows)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """As DecoderLayer's."""
+        yield self.norm.group(f"{prefix}{self.names.mlp_norm}")
+        yield from self.mlp.weight_groups(f"{prefix}{self.names.mlp}.")

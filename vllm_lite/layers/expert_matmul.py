@@ -21,6 +21,7 @@ class ExpertSizes(NamedTuple):
     inner: int
     """Elements between an expert's matrices."""
     activation: Activation
+    gated: bool = True
 
 
 class ExpertMatmul(Protocol):
@@ -46,10 +47,14 @@ class LoopedExperts:
             tokens, places = (chosen.experts == self.sizes.held.start + index).nonzero(as_tuple=True)
             if len(tokens) == 0:
                 continue
-            both = x.new_empty(len(tokens), 2 * self.sizes.inner)
-            gate_up.forward(x[tokens], both)
             activated = x.new_empty(len(tokens), self.sizes.inner)
-            ops.activate_and_mul(self.sizes.activation, both, activated)
+            if self.sizes.gated:
+                both = x.new_empty(len(tokens), 2 * self.sizes.inner)
+                gate_up.forward(x[tokens], both)
+                ops.activate_and_mul(self.sizes.activation, both, activated)
+            else:
+                gate_up.forward(x[tokens], activated)
+                ops.activate(self.sizes.activation, activated)
             wide = torch.empty(len(tokens), x.shape[1], dtype=torch.float32, device=x.device)
             down.forward(activated, wide)
             total.index_add_(0, tokens, wide * chosen.weights[tokens, places, None])
@@ -61,7 +66,7 @@ class NativeExperts:
 
     def __init__(self, gate_up: Sequence[NativeMatmul], down: Sequence[NativeMatmul], sizes: ExpertSizes) -> None:
         weights = [each.packed for each in gate_up], [each.packed for each in down]
-        self.packed = PackedExperts(*weights, sizes.held.start, sizes.activation)
+        self.packed = PackedExperts(*weights, sizes.held.start, sizes.activation, gated=sizes.gated)
 
     def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
         self.packed.forward(x, chosen, out)

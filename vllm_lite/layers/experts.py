@@ -18,7 +18,7 @@ from vllm_lite.kernels.routing import Routing
 from vllm_lite.layers.buffers import ExpertRows, Rows
 from vllm_lite.layers.expert_matmul import ExpertMatmul, ExpertSizes, make_expert_matmul
 from vllm_lite.layers.linear import Linear
-from vllm_lite.layers.mlp import GatedNames, gate_and_up
+from vllm_lite.layers.mlp import GatedNames, first_names, first_rows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.stacked_weights import StackMemory
 from vllm_lite.layers.weight_form import DENSE, LinearShape, WidenedForm
@@ -83,14 +83,14 @@ class Router:
 
 
 class Experts:
-    """The experts that this rank holds, each a gated MLP."""
+    """The experts that this rank holds, each an MLP."""
 
     def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
         hidden, inner = Split.whole(parts.spec.hidden_size), spec.inner(parts.shard)
         self.held = spec.held(parts.shard)
-        self.names, self.sizes = names, ExpertSizes(self.held, inner.size, parts.spec.activation)
+        self.names, self.sizes = names, ExpertSizes(self.held, inner.size, parts.spec.activation, spec.gated)
         self.fused = spec.stored == "fused"
-        rows = gate_and_up(inner, names.fused if self.fused else names.matrices)
+        rows = first_rows(inner, names.fused if self.fused else names.matrices, gated=spec.gated)
         held = [(index, self.held.total) if self.fused else None for index in range(self.held.start, self.held.end)]
         # On a GPU a loop over packed experts would wait for the device at each of them.
         own = parts.without_adapters()
@@ -102,13 +102,13 @@ class Experts:
             own.linear(inner, hidden, bias=biases, transposed=turned, stacked=stacked, adds_bias=first)
             for stacked in held
         ]
-        none, nothing = Split(inner.total, 0, 0), Split(hidden.total, 0, 0)
-        self.elsewhere = own.linear(hidden, none, none, bias=biases), own.linear(inner, nothing, bias=biases)
+        none, nothing = [Split(inner.total, 0, 0)] * len(rows), Split(hidden.total, 0, 0)
+        self.elsewhere = own.linear(hidden, *none, bias=biases), own.linear(inner, nothing, bias=biases)
         """An expert that another rank holds: its tensors must be in the checkpoint, and nothing of them is read."""
         self.memories: tuple[StackMemory, StackMemory] | None = None
         """Where a GPU has the weights of all experts side by side. A CPU packs each by itself."""
         if parts.form == DENSE and parts.device.type != "cpu":
-            shapes = (2 * inner.size, hidden.size), (hidden.size, inner.size)
+            shapes = (len(rows) * inner.size, hidden.size), (hidden.size, inner.size)
             one, two = (StackMemory((self.held.size, *shape), parts.dtype, parts.device) for shape in shapes)
             self.memories = one, two
 
@@ -127,7 +127,7 @@ class Experts:
         if self.fused:
             fused = self.names.fused
             for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-                both = gate_up.group(f"{prefix}{fused.gate}", f"{prefix}{fused.up}")
+                both = gate_up.group(*(f"{prefix}{name}" for name in first_names(fused, gated=self.sizes.gated)))
                 yield from self._placed(index, both, down.group(f"{prefix}{fused.down}"))
             return
         names, held = self.names.matrices, range(self.held.start, self.held.end)
@@ -135,7 +135,8 @@ class Experts:
             own = prefix + self.names.expert.format(expert)
             index = expert - held.start
             gate_up, down = (self.gate_up[index], self.down[index]) if expert in held else self.elsewhere
-            groups = gate_up.group(f"{own}{names.gate}", f"{own}{names.up}"), down.group(f"{own}{names.down}")
+            first = (f"{own}{name}" for name in first_names(names, gated=self.sizes.gated))
+            groups = gate_up.group(*first), down.group(f"{own}{names.down}")
             yield from self._placed(index, *groups) if expert in held else groups
 
     def _placed(self, index: int, gate_up: WeightGroup, down: WeightGroup) -> tuple[WeightGroup, WeightGroup]:
@@ -146,20 +147,25 @@ class Experts:
 
 
 class SharedExpert:
-    """A gated MLP for all tokens, of which ranks add up parts with those of the experts."""
+    """An MLP for all tokens, of which ranks add up parts with those of the experts."""
 
     def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
         hidden, inner = Split.whole(parts.spec.hidden_size), Split.even(spec.shared_intermediate_size, parts.shard)
         self.ops, self.activation, self.names = ops_for(parts.device), parts.spec.activation, names
-        self.gate_up = parts.linear(hidden, *gate_and_up(inner, names.shared_matrices), bias=False)
+        self.gated, rows = spec.gated, first_rows(inner, names.shared_matrices, gated=spec.gated)
+        self.gate_up = parts.linear(hidden, *rows, bias=False)
         self.down = parts.linear(inner, hidden, bias=False)
         shape = LinearShape(hidden, (Split.whole(1),), parts.dtype, parts.device)
         self.gate = Linear(shape, bias=False, form=DENSE) if spec.shared_gate else None
 
     def forward(self, x: torch.Tensor, rows: ExpertRows) -> None:
         """Compute this rank's part of its output for x: [num_tokens, hidden_size]."""
-        self.gate_up.forward(x, out=rows.gate_up)
-        self.ops.activate_and_mul(self.activation, rows.gate_up, rows.activated)
+        if self.gated:
+            self.gate_up.forward(x, out=rows.gate_up)
+            self.ops.activate_and_mul(self.activation, rows.gate_up, rows.activated)
+        else:
+            self.gate_up.forward(x, out=rows.activated)
+            self.ops.activate(self.activation, rows.activated)
         self.down.forward(rows.activated, out=rows.shared)
         if self.gate is not None:
             self.gate.forward(x, out=rows.gates)
@@ -174,7 +180,7 @@ class SharedExpert:
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of it under `prefix`."""
         names, own = self.names.shared_matrices, f"{prefix}{self.names.shared}"
-        yield self.gate_up.group(f"{own}{names.gate}", f"{own}{names.up}")
+        yield self.gate_up.group(*(f"{own}{name}" for name in first_names(names, gated=self.gated)))
         yield self.down.group(f"{own}{names.down}")
         if self.gate is not None:
             yield self.gate.group(f"{prefix}{self.names.shared_gate}")

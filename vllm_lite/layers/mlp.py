@@ -35,6 +35,16 @@ def gate_and_up(inner: Split, names: GatedNames, *, up_first: bool = False) -> t
     return (second, first) if up_first else (first, second)
 
 
+def first_rows(inner: Split, names: GatedNames, *, gated: bool) -> tuple[Split, ...]:
+    """What a rank holds of the first matrices of an MLP with a gate or without."""
+    return gate_and_up(inner, names) if gated else (inner,)
+
+
+def first_names(names: GatedNames, *, gated: bool) -> tuple[str, ...]:
+    """What these are called."""
+    return (names.gate, names.up) if gated else (names.up,)
+
+
 class GatedMLP:
     """down(activation(gate(x)) * up(x)). Gate and up are one matrix product, split over ranks by columns, and down by
     rows."""

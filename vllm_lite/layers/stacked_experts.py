@@ -6,7 +6,7 @@ import torch
 
 from vllm_lite.kernels.cuda import torch_products
 from vllm_lite.kernels.cuda.expert_order import Stacks
-from vllm_lite.kernels.cuda.experts import DTYPES, StackedExperts
+from vllm_lite.kernels.cuda.experts import DTYPES, UNGATED, StackedExperts
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.layers.expert_matmul import ExpertSizes
 from vllm_lite.layers.matmul import DenseMatmul, Matmul
@@ -16,9 +16,12 @@ from vllm_lite.layers.stacked_weights import stack_weights
 def stacked_experts(
     gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes: ExpertSizes, launcher: Launcher
 ) -> StackedExperts | None:
-    """All experts by the kernels of csrc/cuda; None unless their weights are dense and of a type that these take."""
+    """All experts by the kernels of csrc/cuda; None unless their weights are dense and of a type that these take, and
+    they have a gate or the one activation of those without."""
     dense = [[each for each in part if isinstance(each, DenseMatmul)] for part in (gate_up, down)]
     if any(len({each.bias is None for each in part}) > 1 for part in dense):
+        return None
+    if sizes.gated == (sizes.activation == UNGATED):
         return None
     if not gate_up or any(len(part) < len(gate_up) for part in dense) or dense[0][0].weight.dtype not in DTYPES:
         return None

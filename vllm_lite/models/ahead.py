@@ -117,7 +117,7 @@ def _weights(stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Iter
             parts = _experts(prefix, experts, shard)
         else:
             size = spec.layers[layer].intermediate_size or spec.intermediate_size
-            parts = _mlp(prefix, stored, Split.even(size, shard))
+            parts = _mlp(prefix, stored, Split.even(size, shard), gated=spec.gated_mlp)
         for names, rows, inputs in parts:
             outputs = rows or (hidden,)
             slots = tuple(Slot.of(name, own, inputs or hidden) for name, own in zip(names, outputs, strict=True))
@@ -148,28 +148,30 @@ def _attention(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, layer:
     yield (f"{prefix}o_proj",), None, query
 
 
-def _mlp(prefix: str, stored: Mapping[str, Place], inner: Split) -> Parts:
+def _mlp(prefix: str, stored: Mapping[str, Place], inner: Split, *, gated: bool) -> Parts:
     if f"{prefix}gate_up_proj.weight" in stored:
         total = 2 * inner.total
         both = Split(total, inner.start, inner.size), Split(total, inner.total + inner.start, inner.size)
         yield (f"{prefix}gate_up_proj",) * 2, both, None
         yield (f"{prefix}down_proj",), None, inner
     else:
-        yield from _gated(prefix, inner)
+        yield from _matrices(prefix, inner, gated=gated)
 
 
 def _experts(prefix: str, own: ExpertsSpec, shard: Shard) -> Parts:
     yield (f"{prefix}{_ROUTER}",), (Split.whole(own.routing.num_experts),), None
     held, inner = own.held(shard), own.inner(shard)
     for expert in range(held.start, held.end):
-        yield from _gated(f"{prefix}experts.{expert}.", inner)
+        yield from _matrices(f"{prefix}experts.{expert}.", inner, gated=own.gated)
     if own.shared_intermediate_size:
-        yield from _gated(f"{prefix}{_SHARED}.", Split.even(own.shared_intermediate_size, shard))
+        shared = Split.even(own.shared_intermediate_size, shard)
+        yield from _matrices(f"{prefix}{_SHARED}.", shared, gated=own.gated)
         yield (f"{prefix}{_SHARED_GATE}",), (Split.whole(1),), None
 
 
-def _gated(prefix: str, inner: Split) -> Parts:
-    yield (f"{prefix}gate_proj", f"{prefix}up_proj"), (inner, inner), None
+def _matrices(prefix: str, inner: Split, *, gated: bool) -> Parts:
+    first = ("gate_proj", "up_proj") if gated else ("up_proj",)
+    yield tuple(f"{prefix}{name}" for name in first), (inner,) * len(first), None
     yield (f"{prefix}down_proj",), None, inner
 
 

@@ -31,7 +31,8 @@ from vllm_lite.layers.weight_slot import WeightGroup
 class Layer(Protocol):
     """One of the orders in layers/decoder_layer.py."""
 
-    attention: Attention
+    @property
+    def attention(self) -> Attention | None: ...
 
     def __init__(self, parts: Parts, layer: int) -> None: ...
 
@@ -67,9 +68,12 @@ class Decoder:
         self._widths = tuple(part.size for part in held)
         self.embedding = parts.embedding(own)
         self.layers = [self.make_layer(parts, index) for index in range(spec.num_layers)]
-        writers = [index for index, own in enumerate(spec.layers) if own.kv_layer is None]
+        attending = [index for index, own in enumerate(spec.layers) if own.attends]
+        writers = [index for index in attending if spec.layers[index].kv_layer is None]
         self.last_writer = max(writers, default=0)
         """The last layer that writes to the cache. What follows its attention is needed of the wanted tokens only."""
+        self.last_reader = max(attending, default=0)
+        """The last layer that attends. What follows needs nothing of a step but its rows."""
         self.norm = parts.norm()
         self.lm_head = LMHead(self.embedding, tied=spec.tie_word_embeddings, quantization=parts.head_quantization)
         self.pooler = None if spec.pooling is None else Pooler(parts)
@@ -93,12 +97,12 @@ class Decoder:
         """
         rows, wanted = self.buffers.rows(batch.num_tokens), batch.wanted
         narrows = batch.tail is not None or (wanted is not None and len(wanted) == 0)
-        last = self.last_writer if narrows else len(self.layers) - 1
+        last = self.last_writer if narrows else self.last_reader
         self.embed(batch, rows)
         self.buffers.select_rotations(rows, batch.positions)
         for index, (layer, kv) in enumerate(zip(self.layers, kv_caches, strict=True)):
             layer.attend(rows, kv, batch, backend)
-            if wanted is not None and index == last:
+            if wanted is not None and index == last and layer.attention is not None:
                 if len(wanted) == 0:
                     return rows.hidden[:0]
                 rows = self.buffers.gather(rows, wanted, layer.attention.kind, index)
@@ -162,7 +166,8 @@ class Decoder:
     def take_kv_scales(self, scales: Sequence[KVScales]) -> None:
         """Have each layer scale its float8 cache by its own."""
         for layer, own in zip(self.layers, scales, strict=True):
-            layer.attention.kv_scales = own
+            if layer.attention is not None:
+                layer.attention.kv_scales = own
 
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints have and nobody needs."""

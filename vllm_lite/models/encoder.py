@@ -113,7 +113,7 @@ class Encoder:
         self.buffers.select_rotations(rows, batch.positions)
         for layer in self.layers:
             layer.attend(rows, self._no_cache, batch, backend)
-            if wanted is not None and layer is last:
+            if wanted is not None and layer is last and layer.attention is not None:
                 rows = self.buffers.gather(rows, wanted, layer.attention.kind, len(self.layers) - 1)
             layer.combine(rows)
             progress()

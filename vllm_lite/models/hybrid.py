@@ -5,7 +5,6 @@ from typing import ClassVar
 import torch
 
 from vllm_lite.kernels.recurrent import Segments
-from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.recurrent import RecurrentBlock
 from vllm_lite.models.decoder import Decoder, Layer
@@ -14,7 +13,7 @@ from vllm_lite.models.decoder import Decoder, Layer
 class Hybrid(Decoder):
     """A family says what stands for a layer that keeps a state."""
 
-    recurrent_layer: ClassVar[type[DecoderLayer]]
+    recurrent_layer: ClassVar[type[Layer]]
 
     def make_layer(self, parts: Parts, index: int) -> Layer:
         kind = self.layer if parts.spec.layers[index].recurrent is None else self.recurrent_layer

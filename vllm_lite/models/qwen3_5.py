@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.delta_net import DeltaNetBlock
+from vllm_lite.models.decoder import Layer
 from vllm_lite.models.hybrid import Hybrid
 
 
@@ -15,4 +16,4 @@ class RecurrentLayer(DecoderLayer):
 class Qwen3_5(Hybrid):  # noqa: N801 (the family's name)
     """Layers of two blocks, each behind a norm; where a layer is recurrent the first of them keeps a state."""
 
-    recurrent_layer: ClassVar = RecurrentLayer
+    recurrent_layer: ClassVar[type[Layer]] = RecurrentLayer

@@ -61,6 +61,7 @@ MODELS = {
     "Olmo2ForCausalLM": "vllm_lite.models.olmo:Olmo",
     "Olmo3ForCausalLM": "vllm_lite.models.olmo:Olmo",
     "OlmoeForCausalLM": "vllm_lite.models.llama:Llama",
+    "NemotronHForCausalLM": "vllm_lite.models.nemotron_h:NemotronH",
     "OPTForCausalLM": "vllm_lite.models.gpt2:OPT",
     "Phi3ForCausalLM": "vllm_lite.models.phi3:Phi3",
     "Qwen2ForCausalLM": "vllm_lite.models.llama:Llama",

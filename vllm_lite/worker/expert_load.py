@@ -15,11 +15,13 @@ class ExpertLoad:
     """Counts for one model, from its start on."""
 
     def __init__(
-        self, layers: dict[int, SparseMLP], num_layers: int, max_num_tokens: int, device: torch.device
+        self, layers: dict[int, SparseMLP], sizes: tuple[int, int], max_num_tokens: int, device: torch.device
     ) -> None:
-        """`layers`: those that have experts, by their index. They keep their choices here from now on."""
+        """`layers`: those that have experts, by their index. They keep their choices here from now on. `sizes`: how
+        many layers there are, and the last whose attention takes all tokens of a step."""
         spec = next(iter(layers.values())).router.routing.spec
-        self._layers, self._num_layers, self._num_experts = list(layers), num_layers, spec.num_experts
+        self._layers, (self._num_layers, last), self._num_experts = list(layers), sizes, spec.num_experts
+        self._num_whole = sum(index < last for index in layers)
         # After every step all rows that count are those of this step; no other is looked at.
         shape = len(layers), max_num_tokens, spec.experts_per_token
         self._chosen = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -34,16 +36,15 @@ class ExpertLoad:
         """None if the model has no experts."""
         blocks = [getattr(layer, "mlp", None) for layer in getattr(model, "layers", ())]
         sparse = {index: block for index, block in enumerate(blocks) if isinstance(block, SparseMLP)}
-        return cls(sparse, len(blocks), max_num_tokens, device) if sparse else None
+        sizes = len(blocks), getattr(model, "last_reader", len(blocks) - 1)
+        return cls(sparse, sizes, max_num_tokens, device) if sparse else None
 
     @torch.inference_mode()
     def count(self, num_tokens: int, num_wanted: int) -> None:
-        """Add a step of so many tokens, of which so many passed the experts of the model's last layer. The device has
-        done it, or is waited for."""
-        ends_sparse = self._layers[-1] == self._num_layers - 1
-        whole = len(self._layers) - ends_sparse
-        self._add(slice(0, whole), num_tokens)
-        self._add(slice(whole, None), num_wanted)
+        """Add a step of so many tokens, of which so many passed what follows the last attention. The device has done
+        it, or is waited for."""
+        self._add(slice(0, self._num_whole), num_tokens)
+        self._add(slice(self._num_whole, None), num_wanted)
 
     def _add(self, layers: slice, num_tokens: int) -> None:
         chosen = self._chosen[layers, :num_tokens] + self._first[layers]

@@ -22,6 +22,7 @@ VLLM_LITE_INLINE Vec activated(Vec x) {
   // 0.5 (1 + tanh(z)) = 1 / (1 + e^-2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
   if (kActivation == kGeluTanh) return gate(x, 1.5957691216f * x * (1 + 0.044715f * (x * x)));
   if (kActivation == kRelu) return x < 0.0f ? Vec{} : x;
+  if (kActivation == kRelu2) return x < 0.0f ? Vec{} : x * x;
   const Vec tail = normal_tail(x < 0.0f ? -x : x);
   return x * (x < 0.0f ? tail : 1 - tail);
 }
@@ -75,6 +76,7 @@ void activate_by_kind(const Op& op, int64_t first, int64_t last) {
   if (op.activation == kGeluTanh) activate_rows<T, kGeluTanh>(op, first, last);
   if (op.activation == kGelu) activate_rows<T, kGelu>(op, first, last);
   if (op.activation == kRelu) activate_rows<T, kRelu>(op, first, last);
+  if (op.activation == kRelu2) activate_rows<T, kRelu2>(op, first, last);
   activate_more<T>(op, first, last);
 }
 

@@ -3,7 +3,6 @@
 Granite 4 has Mamba-2 layers besides, and attention every few layers, mostly without rotary embedding.
 """
 
-import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -20,6 +19,7 @@ from vllm_lite.checkpoint.families.common import (
 )
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_like
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
+from vllm_lite.checkpoint.families.state_space import ConvSize, Limits, step_limits
 from vllm_lite.checkpoint.mamba import MambaSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
@@ -45,10 +45,6 @@ class GraniteMoeConfig(GraniteConfig, kw_only=True):
     shared_intermediate_size: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
 
 
-Limit = float | dict[str, str]
-"""A number, or as transformers writes one that JSON has not: {"__float__": "Infinity"}."""
-
-
 class GraniteHybridConfig(GraniteMoeConfig, kw_only=True):
     num_local_experts: Annotated[int, Meta(ge=0, le=2**16)] = 8
     shared_intermediate_size: Size = 1024
@@ -56,12 +52,12 @@ class GraniteHybridConfig(GraniteMoeConfig, kw_only=True):
     mamba_n_heads: Size = 128
     mamba_d_head: Size | Literal["auto"] = "auto"
     mamba_d_state: Size = 256
-    mamba_d_conv: Annotated[int, Meta(ge=2, le=16)] = 4
+    mamba_d_conv: ConvSize = 4
     mamba_expand: Size = 2
     mamba_n_groups: Size = 1
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
-    time_step_limit: tuple[Limit, Limit] | None = None
+    time_step_limit: Limits = None
 
 
 def _granite(architecture: str, raw: GraniteConfig, experts: ExpertsSpec | None = None) -> ModelSpec:
@@ -98,18 +94,8 @@ def _mamba(raw: GraniteHybridConfig) -> MambaSpec:
     head_size = inner // raw.mamba_n_heads if raw.mamba_d_head == "auto" else raw.mamba_d_head
     if raw.mamba_n_heads * head_size != inner:
         raise ModelError(f"{raw.mamba_n_heads} mamba_n_heads of {head_size} are not mamba_expand * hidden_size {inner}")
-    least, most = map(_limit, raw.time_step_limit or (0.0, math.inf))
-    if not 0 <= least <= most:
-        raise ModelError(f"time_step_limit {least} to {most} leaves no time step")
-    return MambaSpec(raw.mamba_n_heads, head_size, raw.mamba_d_state, raw.mamba_d_conv, (least, most))
-
-
-def _limit(value: Limit) -> float:
-    if value in ({"__float__": "Infinity"}, {"__float__": "inf"}):
-        return math.inf
-    if isinstance(value, dict):
-        raise ModelError(f"time_step_limit has {value}, which is no number")
-    return float(value)
+    limits = step_limits(raw.time_step_limit)
+    return MambaSpec(raw.mamba_n_heads, head_size, raw.mamba_d_state, raw.mamba_d_conv, limits)
 
 
 def _hybrid(architecture: str, raw: GraniteHybridConfig) -> ModelSpec:

@@ -26,16 +26,22 @@ class _Record(ctypes.Structure):
         ("hidden", int64),
         ("inner", int64),
         ("activation", int32),
-        ("unused", int32),
+        ("gated", int32),
     )
 
 
 class PackedExperts:
-    """Experts from number `first` on, each a gated MLP of two packed weights: [2 * inner, hidden], the gate first, and
-    [hidden, inner]."""
+    """Experts from number `first` on, each an MLP of two packed weights: [2 * inner, hidden], the gate first, or if not
+    `gated` [inner, hidden], and [hidden, inner]."""
 
     def __init__(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], first: int, activation: Activation
+        self,
+        gate_up: Sequence[PackedWeight],
+        down: Sequence[PackedWeight],
+        first: int,
+        activation: Activation,
+        *,
+        gated: bool = True,
     ) -> None:
         """Raises ValueError unless all experts have the same shapes, and their weights the same kind."""
         shapes = {
@@ -44,16 +50,17 @@ class PackedExperts:
         }
         if len(shapes) != 1:
             raise ValueError(f"experts must have one shape, got {sorted(shapes)}")
-        double, self.hidden, outputs, inner = shapes.pop()
-        if outputs != self.hidden or double != 2 * inner:
-            raise ValueError(f"an expert of [{double}, {self.hidden}] and [{outputs}, {inner}] is no gated MLP")
+        between, self.hidden, outputs, inner = shapes.pop()
+        if outputs != self.hidden or between != (1 + gated) * inner:
+            kind = "gated MLP" if gated else "MLP without a gate"
+            raise ValueError(f"an expert of [{between}, {self.hidden}] and [{outputs}, {inner}] is no {kind}")
         kinds = {weight.kind for weight in gate_up}, {weight.kind for weight in down}
         if max(map(len, kinds)) > 1:
             raise ValueError(f"experts must have weights of one kind, got {sorted(map(sorted, kinds))}")
         self._kept = gate_up, down
         self._addresses = [(pointer * len(part))(*(each.address for each in part)) for part in self._kept]
         self._record = _Record(
-            *map(ctypes.addressof, self._addresses), first, len(gate_up), self.hidden, inner, KINDS[activation], 0
+            *map(ctypes.addressof, self._addresses), first, len(gate_up), self.hidden, inner, KINDS[activation], gated
         )
 
     def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:

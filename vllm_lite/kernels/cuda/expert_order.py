@@ -18,7 +18,7 @@ class Sorted(NamedTuple):
 class Stacks(NamedTuple):
     """The weights of all experts that a rank holds, and their biases where they have some that this rank adds."""
 
-    gate_up: torch.Tensor  # [num_experts, 2 * inner, hidden], the gate first
+    gate_up: torch.Tensor  # [num_experts, 2 * inner, hidden], the gate first; without one [num_experts, inner, hidden]
     down: torch.Tensor  # [num_experts, hidden, inner]
     gate_up_bias: torch.Tensor | None = None  # [num_experts, 2 * inner]
     down_bias: torch.Tensor | None = None  # [num_experts, hidden]

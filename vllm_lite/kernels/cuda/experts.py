@@ -32,8 +32,13 @@ _KINDS: dict[Activation, str] = {
     "gelu_tanh": "GELU_TANH",
     "gelu": "GELU",
     "relu": "RELU",
+    "relu2": "RELU2",
     "swiglu_oai": "SWIGLU_OAI",
 }
+
+
+UNGATED: Activation = "relu2"
+"""The activation of experts without a gate, and of no others."""
 
 
 class TileProducts:
@@ -60,8 +65,9 @@ class TileProducts:
     ) -> None:
         """With an activation `rows` are those of tokens, else those of places."""
         weights, biases = weights_and_biases
+        is_gated = activation not in (None, UNGATED)
         (num_pairs, size), (num_experts, _, depth) = out.shape, weights.shape
-        kind, columns = ("NONE", COLUMNS) if activation is None else (_KINDS[activation], COLUMNS // 2)
+        kind, columns = "NONE" if activation is None else _KINDS[activation], COLUMNS // 2 if is_gated else COLUMNS
         tiles = 4 if num_pairs >= MANY_ROWS * num_experts else 1
         vector = "true" if vector_width(depth, rows, weights) > 1 else "false"
         types = f"{cuda_type(rows.dtype, 'x')}, {cuda_type(out.dtype, 'out')}"
@@ -84,19 +90,22 @@ class TileProducts:
 
 
 class StackedExperts:
-    """Experts from number `first` on, each a gated MLP, with their weights in two tensors."""
+    """Experts from number `first` on, each an MLP, with a gate unless its activation is UNGATED, with their weights in
+    two tensors."""
 
     def __init__(
         self, launcher: Launcher, stacks: Stacks, first: int, activation: Activation, for_many: Products | None = None
     ) -> None:
         """`for_many` multiplies where each expert has FOR_MANY rows or more on average.
 
-        Raises ValueError unless the weights are those of gated MLPs in a type that the kernels take."""
+        Raises ValueError unless the weights are those of such MLPs in a type that the kernels take."""
         gate_up, down = stacks.gate_up, stacks.down
         num_experts, hidden, inner = down.shape
+        self._gated = activation != UNGATED
+        kind = "with" if self._gated else "without"
         require(
-            gate_up.shape == (num_experts, 2 * inner, hidden) and min(down.shape) > 0,
-            f"experts of {list(gate_up.shape)} and {list(down.shape)} are no gated MLPs",
+            gate_up.shape == (num_experts, (1 + self._gated) * inner, hidden) and min(down.shape) > 0,
+            f"experts of {list(gate_up.shape)} and {list(down.shape)} are no MLPs {kind} a gate",
         )
         require(
             gate_up.dtype == down.dtype and down.dtype in DTYPES and gate_up.is_contiguous() and down.is_contiguous(),
@@ -137,7 +146,9 @@ class StackedExperts:
     def _forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
         in_order = self._sort(chosen.experts)
         many = chosen.experts.numel() >= FOR_MANY * len(self._stacks.down)
-        products: Products = self._for_many if many and self._for_many is not None else self._products
+        products: Products = self._products
+        if many and self._gated and self._for_many is not None:
+            products = self._for_many
         wide = products.forward(x, in_order, self._stacks, self._activation)
         (num_tokens, hidden), top = x.shape, chosen.experts.shape[1]
         threads = threads_for(hidden, 256)

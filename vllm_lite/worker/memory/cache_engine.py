@@ -81,7 +81,7 @@ class CacheEngine:
 
     def layer_views(self) -> list[torch.Tensor]:
         """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_size]; of
-        a recurrent layer that of the states: float32 [num_slots, state_elements].
+        a recurrent layer that of the states: float32 [num_slots, state_elements]; of one that keeps nothing, nothing.
 
         A block belongs to one group at a time, so the n-th layers of all groups share the n-th place in a block.
         """
@@ -93,8 +93,8 @@ class CacheEngine:
         recurrent = [index for index, own in enumerate(self.spec.layers) if own.recurrent is not None]
         sizes = [own.recurrent.state_elements for own in self.spec.layers if own.recurrent is not None]
         views |= dict(zip(recurrent, self.states.split(sizes, dim=1), strict=True)) if sizes else {}
-        layers = enumerate(self.spec.layers if views else ())
-        return [views[layer if own.kv_layer is None else own.kv_layer] for layer, own in layers]
+        layers, nothing = enumerate(self.spec.layers if views else ()), self.pool[:0]
+        return [views.get(layer if own.kv_layer is None else own.kv_layer, nothing) for layer, own in layers]
 
     def make_states(self, num_slots: int, num_host_states: int = 0) -> None:
         """Make the slots of recurrent states, with all layers of one side by side: float32 [num_slots, ...]; and places

@@ -1,0 +1,29 @@
+"""Nemotron-H: layers of one block each, Mamba-2, attention, an MLP or experts."""
+
+from typing import ClassVar
+
+from vllm_lite.layers.decoder_layer import AttentionLayer, LayerNames, MLPLayer
+from vllm_lite.layers.mamba import MambaBlock
+from vllm_lite.layers.mlp import MLP
+from vllm_lite.layers.parts import Parts
+from vllm_lite.models.decoder import Layer
+from vllm_lite.models.hybrid import Hybrid
+
+
+class MambaLayer(AttentionLayer):
+    names: ClassVar = LayerNames(attention="mamba")
+    attention_block: ClassVar = MambaBlock
+
+
+class PlainLayer(MLPLayer):
+    mlp_block: ClassVar = MLP
+
+
+class NemotronH(Hybrid):
+    layer: ClassVar[type[Layer]] = AttentionLayer
+    recurrent_layer: ClassVar = MambaLayer
+
+    def make_layer(self, parts: Parts, index: int) -> Layer:
+        if not parts.spec.layers[index].attends:
+            return PlainLayer(parts, index)
+        return super().make_layer(parts, index)
