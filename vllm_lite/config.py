@@ -189,6 +189,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_cudagraph_capture_size: Annotated[
         Count | None, about("largest of them (default: max_num_seqs, at most 512)")
     ] = None
+    cudagraph_piece_sizes: Annotated[
+        Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...], Meta(min_length=1)] | None,
+        about("numbers of tokens that steps with prompts are captured for in pieces, like 64,256; 0 for none"),
+    ] = None
 
     max_num_seqs: Annotated[
         Count | None,

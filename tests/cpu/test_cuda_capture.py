@@ -190,7 +190,7 @@ def test_its_tokens_would_be_wrong(
     """The control: what Python prepared for another step, or read from the device, does not do."""
     serve_by(backend.__name__.removesuffix("Backend").lower())
     monkeypatch.setattr(backend, "graph_safe", True)
-    monkeypatch.setattr(worker_module, "piece_sizes", lambda _: ())  # decode graphs alone
+    monkeypatch.setattr(worker_module, "piece_sizes", lambda *_: ())  # decode graphs alone
     with pytest.raises((AssertionError, CaptureError)):
         plays.run_both(model, 2, 40, Device(CPU, capture=CudaLikeCapture()))
 

@@ -20,6 +20,7 @@ from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.layers import gpu_matmul
 from vllm_lite.layers.matmul import DenseMatmul
 from vllm_lite.protocol.step import Continue
+from vllm_lite.worker import pieces as pieces_module
 from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.pieces import PiecewiseForward
@@ -44,7 +45,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> CapturingLauncher:
     monkeypatch.setattr(ops_module, "TorchOps", lambda: CudaOps(launcher))
     monkeypatch.setattr(gpu_matmul, "launcher_for", lambda dtype, _: launcher if dtype in gpu_matmul.DTYPES else None)
     monkeypatch.setattr(worker_module, "select_backend", lambda shape, _: CudaBackend(shape, launcher))
-    monkeypatch.setattr(worker_module, "piece_sizes", lambda most: tuple(n for n in (8, 32) if n <= most))
+    monkeypatch.setattr(worker_module, "piece_sizes", lambda most, _: tuple(n for n in (8, 32) if n <= most))
     return launcher
 
 
@@ -122,11 +123,50 @@ def test_padding_is_not_kept(model: Path, launcher: CapturingLauncher) -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "sizes"), [(32, ()), (64, (64,)), (600, (*range(64, 513, 64),)), (8192, (*range(64, 513, 64), 640))]
+    ("most", "wanted", "sizes"),
+    [
+        (32, None, ()),
+        (64, None, (64,)),
+        (600, None, (64, 128, 256, 384, 512)),
+        (8192, None, (64, 128, 256, 384, 512, 768, 1024)),
+        (8192, (2048, 100, 2048), (100, 2048)),
+        (1024, (2048, 100), (100,)),
+        (8192, (0,), ()),
+    ],
 )
-def test_the_sizes(most: int, sizes: tuple[int, ...]) -> None:
-    assert piece_sizes(most)[: len(sizes)] == sizes
-    assert piece_sizes(most)[-1:] == (() if not sizes else (1024,) if most > 1024 else sizes[-1:])
+def test_the_sizes(most: int, wanted: tuple[int, ...] | None, sizes: tuple[int, ...]) -> None:
+    assert piece_sizes(most, wanted) == sizes
+
+
+def test_a_step_is_not_padded_by_more_than_it_has(model: Path, launcher: CapturingLauncher) -> None:
+    """But up to 256 tokens, where a GPU waits for the weights anyway."""
+    pieces = PiecewiseForward.__new__(PiecewiseForward)
+    pieces.sizes = (64, 256, 1024, 2000)
+    given = (1, 64, 65, 256, 257, 511, 512, 1024, 1025, 2000, 2001)
+    assert [pieces.size_of(count) for count in given] == [64, 64, 256, 256, None, None, 1024, 1024, 2000, 2000, None]
+
+
+def test_a_start_does_not_wait_long_for_captures(
+    model: Path, launcher: CapturingLauncher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that came first, the largest, serve; small steps go on eagerly if they would be padded too much."""
+    monkeypatch.setattr(pieces_module, "MOST_S", 0.0)
+    capture = CudaLikeCapture()
+    with caplog.at_level("INFO", logger=pieces_module.logger.name):
+        driver = Driver(model, on=Device(CPU, capture=capture), dtype="bfloat16", enforce_eager=False)
+    assert pieces_of(driver).sizes == (32,)
+    assert [len(pieces) for pieces in capture.piecewise] == [NUM_LAYERS + 1]
+    assert "prompts of up to 8 tokens have no graphs" in caplog.text
+    assert "--cudagraph-piece-sizes 32 asks for less" in caplog.text
+    assert f"{NUM_LAYERS + 1} graphs in pieces, " in caplog.text
+
+
+def test_no_pieces_are_wanted(model: Path, launcher: CapturingLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "piece_sizes", piece_sizes)
+    capture = CudaLikeCapture()
+    driver = Driver(model, on=Device(CPU, capture=capture), dtype="bfloat16", cudagraph_piece_sizes=[0])
+    assert capture.piecewise == []
+    assert graphs_of(driver).other is driver.worker.runner.eager
 
 
 def test_with_adapters_there_are_no_pieces(model: Path, launcher: CapturingLauncher) -> None:

@@ -200,6 +200,7 @@ BAD_VALUES = [
     ("cudagraph_capture_sizes", "1,x"),
     ("cudagraph_capture_sizes", ""),
     ("max_cudagraph_capture_size", 0),
+    ("cudagraph_piece_sizes", "64,-1"),
 ]
 
 

@@ -136,17 +136,26 @@ def bucket_sizes(
     return sizes
 
 
-def piece_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Ascending numbers of tokens that steps in pieces are captured for: up to 512 in steps of 64, then of 128."""
-    return tuple(size for size in (*range(64, 513, 64), *range(640, 1025, 128)) if size <= max_num_tokens)
+PIECE_SIZES = (64, 128, 256, 384, 512, 768, 1024)
+"""Each is captured in one piece more than the model has layers. Up to 256 tokens a GPU takes for padding what it takes
+without, as it waits for the weights; from there on a step is padded by a half at most."""
 
 
-def reserved_bytes(sizes: Sequence[int], vocab_size: int, table_width: int, num_groups: int, in_pieces: int = 0) -> int:
-    """Bytes to leave free for graphs of these sizes, and of steps in pieces with up to `in_pieces` tokens: logits, as
+def piece_sizes(max_num_tokens: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Ascending numbers of tokens that steps in pieces are captured for: `wanted`, or PIECE_SIZES, as far as steps may
+    have so many. None are wanted with 0."""
+    sizes = PIECE_SIZES if wanted is None else wanted
+    return tuple(sorted({size for size in sizes if 0 < size <= max_num_tokens}))
+
+
+def reserved_bytes(
+    sizes: Sequence[int], vocab_size: int, table_width: int, num_groups: int, num_in_pieces: int = 0
+) -> int:
+    """Bytes to leave free for graphs of these sizes, and of steps in pieces with so many numbers of tokens: logits, as
     the model makes them and as they are kept, tables, and the graphs themselves. The attention backend's scratch memory
     is counted elsewhere: graphs share it.
     """
     if not sizes:
         return 0
     per_row = 2 * 4 * vocab_size + num_groups * (4 * table_width + 8) + 20
-    return int(max(sizes) * per_row + (len(sizes) + len(piece_sizes(in_pieces))) * GRAPH_BYTES)
+    return int(max(sizes) * per_row + (len(sizes) + num_in_pieces) * GRAPH_BYTES)

@@ -27,6 +27,7 @@ from vllm_lite.checkpoint.sizing import (
     num_host_blocks,
     num_host_states,
     num_state_slots,
+    piece_sizes,
     reserved_bytes,
 )
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, active_bytes, weights_bytes
@@ -268,7 +269,8 @@ class _Sizes:
             return 0
         most, shape = min(self.num_seqs, self.chunk), (-(-self.length // config.block_size), len(self.groups))
         sizes = bucket_sizes(most, config.cudagraph_capture_sizes, config.max_cudagraph_capture_size)
-        return reserved_bytes(sizes, self.spec.vocab_size, *shape, 0 if config.enable_lora else self.chunk)
+        in_pieces = () if config.enable_lora else piece_sizes(self.chunk, config.cudagraph_piece_sizes)
+        return reserved_bytes(sizes, self.spec.vocab_size, *shape, len(in_pieces))
 
     def num_blocks(self) -> int:
         """The blocks that the engine will have. Raises ConfigError for a size that cannot hold a token."""

@@ -6,9 +6,14 @@ is padded to one of them, replays the pieces, and launches attention between the
 replay and one or two launches instead of ten.
 
 Only small steps have pieces (sizing.piece_sizes): with more tokens a GPU computes longer than the host launches.
-Padding is tokens whose slot is PAD_SLOT: nothing of them is kept, and attention's result is zero for them.
+Padding is tokens whose slot is PAD_SLOT: nothing of them is kept, and attention's result is zero for them. A step that
+would be padded by more than it has itself runs eagerly, but for small ones.
+
+All are captured at the start, the largest first, as long as that takes no more than MOST_S: a model of 32 layers has 33
+pieces for each number of tokens, 231 for the seven there are without --cudagraph-piece-sizes.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,9 +27,18 @@ from vllm_lite.attention.backend import AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.cuda_plan import Plan
 from vllm_lite.attention.step_batch import PAD_SLOT, HostLens, StepBatch, staged, to_device
 from vllm_lite.checkpoint.kv_scales import KVScales
+from vllm_lite.runtime import log
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.graphs import Capture, Graph, capturing
+
+logger = log.get(__name__)
+
+
+MOST_S = 20.0
+"""What captures in pieces may add to a start: no other begins when so much time has passed."""
+FREE_TOKENS = 256
+"""Up to so many padding costs nothing: the GPU waits for the weights meanwhile."""
 
 
 @runtime_checkable
@@ -121,12 +135,33 @@ class PiecewiseForward:
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Capture the pieces of every size. `progress` is called after each."""
-        what = f"CUDA graphs in pieces for {len(self.sizes)} numbers of tokens up to {self.sizes[-1]}"
+        """Capture the pieces of every size, or of as many as MOST_S allows. `progress` is called after each."""
+        start_s = time.monotonic()
+        what = f"CUDA graphs in pieces for up to {len(self.sizes)} numbers of tokens, {self.sizes[-1]} at most"
         with capturing(self._capture, what):
             for size in reversed(self.sizes):
+                if self._pieces and time.monotonic() - start_s > MOST_S:
+                    break
                 self._pieces[size] = self._record(size)
                 progress()
+        left = [size for size in self.sizes if size not in self._pieces]
+        self.sizes = tuple(sorted(self._pieces))
+        taken_s, count = time.monotonic() - start_s, sum(len(pieces.graphs) for pieces in self._pieces.values())
+        logger.info("%d graphs in pieces, %.1f ms for each", count, 1000 * taken_s / count)
+        if left:
+            logger.warning(
+                "steps with prompts of up to %d tokens have no graphs: their capture was stopped after %.0f s; "
+                "--cudagraph-piece-sizes %s asks for less",
+                left[-1],
+                taken_s,
+                ",".join(map(str, self.sizes)),
+            )
+
+    def size_of(self, num_tokens: int) -> int | None:
+        """To how many tokens a step is padded; None where no pieces are worth it."""
+        at = bisect_left(self.sizes, num_tokens)
+        size = self.sizes[at] if at < len(self.sizes) else None
+        return size if size is not None and size <= max(FREE_TOKENS, 2 * num_tokens) else None
 
     def _record(self, size: int) -> _Pieces:
         eager, rows = self.eager, self._memory[:, :size]
@@ -163,11 +198,11 @@ class PiecewiseForward:
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """As Forward.logits."""
-        at = bisect_left(self.sizes, inputs.num_tokens)
-        if at == len(self.sizes) or inputs.states is not None or inputs.token_types is not None:
+        size = self.size_of(inputs.num_tokens)
+        if size is None or inputs.states is not None or inputs.token_types is not None:
             return self.eager.logits(inputs)
-        pieces = self._pieces[self.sizes[at]]
-        self._load(inputs, self.sizes[at])
+        pieces = self._pieces[size]
+        self._load(inputs, size)
         batch = self._attended(inputs, pieces.batch)
         self.eager.backend.prepare(batch)
         for graph, call in zip(pieces.graphs, pieces.calls, strict=False):

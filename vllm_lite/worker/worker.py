@@ -224,7 +224,7 @@ class Worker:
         scratch_bytes = max(workspace(*step, longest) - workspace(*step, shown), 0)
         width = -(-longest // limits.block_size)
         shape = (self.spec.vocab_size, width, limits.num_groups)
-        return scratch_bytes, reserved_bytes(self.graph_sizes, *shape, max(self._piece_sizes(), default=0))
+        return scratch_bytes, reserved_bytes(self.graph_sizes, *shape, len(self._piece_sizes()))
 
     @torch.inference_mode()
     def _run_largest_step(self) -> None:
@@ -337,7 +337,7 @@ class Worker:
         capture, is_plain = self.device.capture, not (self.config.enable_lora or self.num_state_slots)
         if not self.graph_sizes or not isinstance(capture, PieceCapture) or not is_plain:
             return ()
-        return piece_sizes(self.limits.max_num_tokens)
+        return piece_sizes(self.limits.max_num_tokens, self.config.cudagraph_piece_sizes)
 
     def _graph_sizes(self) -> tuple[int, ...]:
         config, limits, capture = self.config, self.limits, self.device.capture
