@@ -140,7 +140,7 @@ def cost_of(name: str) -> str:
     attention()
     blocks = ", ".join(f"{count} {kernel}" for kernel, count in launcher.blocks.items())
     plan = batch.plan
-    lists = [*(part for lists in plan.decodes if lists for part in lists if part is not None)]
+    lists = [work.splits for work in plan.decodes if work is not None]
     num_bytes = sum(part.nbytes for part in (*lists, *(part for part in plan.prefills if part is not None)))
     cells = (best_us(first), best_us(attention), best_us(small))
     return f"| {name} | {blocks} | {num_bytes} | {prepare_us:.0f} | " + " | ".join(f"{us:.0f}" for us in cells) + " |"
@@ -153,7 +153,6 @@ def kernels() -> list[tuple[str, str]]:
     return [
         *((decode.SOURCE, decode.kernel_name(BF16, BF16, size, 4, 16)) for size in (64, 128, 256)),
         (decode.SOURCE, decode.kernel_name(BF16, e4m3, 128, 4, 16)),
-        (decode.MERGE_SOURCE, f"merge_splits<{bf16}, 128>"),
         *((prefill.SOURCE, prefill.kernel_name(BF16, BF16, *shape)) for shape in ((64, 64), (128, 64), (128, 32))),
         (prefill.SOURCE, prefill.kernel_name(BF16, e4m3, 128, 64)),
         *((fused.SOURCE, f"{name}<{bf16}, 8>") for name in small),

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from gpu_check_cases import open_launcher
 from gpu_check_experts import measure as measure_experts
-from gpu_check_graphs import lists_for
+from gpu_check_graphs import Work, lists_for
 from gpu_check_linear import measure as measure_linear
 from gpu_check_parts import emit
 from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
@@ -22,7 +22,7 @@ from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
 from vllm_lite.kernels.cuda import cache_ops, fused, masks, prefill_attention, sampler
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
-from vllm_lite.kernels.cuda.attention_work import RowLists, prefill_tiles, rows_of
+from vllm_lite.kernels.cuda.attention_work import SplitList, prefill_tiles, rows_of
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.masks import MaskedRows
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
@@ -110,7 +110,7 @@ class Bench:
 
     # ---- attention
 
-    def attend(self, problem: Paged, which: int, work: tuple[RowLists, torch.Tensor], split_tokens: int = 0) -> None:
+    def attend(self, problem: Paged, which: int, work: Work, split_tokens: int = 0) -> None:
         decode.decode_attention(
             *(self.launcher, problem.out, problem.query),
             PagedKV(problem.kv, problem.tables[which], None, problem.seq_lens),
@@ -168,9 +168,9 @@ class Bench:
         cache = PagedKV(problem.kv, problem.tables[0], starts, problem.seq_lens)
         lens = np.full(batch, query_len), np.full(batch, shape.context)
         tiles = torch.from_numpy(prefill_tiles(*lens, shape.group, lens[0] > 0)).to(self.device)
-        lists = RowLists.on(self.device, rows_of(*lens, len(query), lens[0] > 0))
-        floats = decode.workspace_floats(lists.most_splits, shape.num_heads, shape.head_size)
-        workspace = torch.zeros(floats, device=self.device)
+        lists = SplitList.on(self.device, rows_of(*lens, len(query), lens[0] > 0))
+        sizes = (lists.most_splits, shape.num_heads, shape.head_size)
+        workspace = decode.Workspace.for_splits(self.device, *sizes)
         ways: dict[str, Launch] = {
             "few rows: prefill": lambda _: prefill_attention.prefill_attention(
                 self.launcher, out, query, cache, tiles, scoring
@@ -190,8 +190,8 @@ class Bench:
             room = torch.zeros(1 + batch * 64, 4, dtype=torch.int32, device=self.device)
             room[: len(exact.splits)] = exact.splits
             for name, work in (("exact", exact), ("room for 131072", exact._replace(splits=room))):
-                floats = decode.workspace_floats(work.most_splits, problem.shape.num_heads, problem.shape.head_size)
-                scratch = workspace if work is exact else torch.zeros(floats, device=self.device)
+                sizes = (work.most_splits, problem.shape.num_heads, problem.shape.head_size)
+                scratch = workspace if work is exact else decode.Workspace.for_splits(self.device, *sizes)
                 seconds = self.timer.seconds(lambda i: self.attend(problem, i, (work, scratch)), len(problem.tables))  # noqa: B023
                 self.bytes_row(f"decode, list {name}", problem.shape, seconds, problem.shape.kv_bytes)
 

@@ -13,7 +13,7 @@ from gpu_check_setup import Paged, Shape, capture, paged
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
-from vllm_lite.kernels.cuda.attention_work import RowLists, Rows
+from vllm_lite.kernels.cuda.attention_work import Rows, SplitList
 from vllm_lite.kernels.cuda.expert_order import Stacks
 from vllm_lite.kernels.cuda.experts import StackedExperts
 from vllm_lite.kernels.cuda.launcher import Launcher
@@ -21,13 +21,14 @@ from vllm_lite.kernels.cuda.packed_linear import PackedLinear
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.routing import Chosen
 
+Work = tuple[SplitList, decode.Workspace]
 
-def lists_for(problem: Paged, lens: Sequence[int], split_tokens: int = 0) -> tuple[RowLists, torch.Tensor]:
-    """Decode attention's work for sequences of these lengths, and its scratch: float32, never empty."""
-    shape, places = problem.shape, np.arange(len(lens))
-    lists = RowLists.on(problem.query.device, Rows(places, places, np.array(lens)), None, split_tokens)
-    floats = decode.workspace_floats(lists.most_splits, shape.num_heads, shape.head_size)
-    return lists, torch.zeros(max(floats, 1), dtype=torch.float32, device=problem.query.device)
+
+def lists_for(problem: Paged, lens: Sequence[int], split_tokens: int = 0) -> Work:
+    """Decode attention's work for sequences of these lengths, and its scratch."""
+    shape, places, device = problem.shape, np.arange(len(lens)), problem.query.device
+    work = SplitList.on(device, Rows(places, places, np.array(lens)), None, split_tokens)
+    return work, decode.Workspace.for_splits(device, work.most_splits, shape.num_heads, shape.head_size)
 
 
 def decode_attention(launcher: Launcher, device: torch.device, context: int) -> str | None:
@@ -36,9 +37,9 @@ def decode_attention(launcher: Launcher, device: torch.device, context: int) -> 
     problem = paged(shape, device, at_least_bytes=3 * shape.kv_bytes)
     table = problem.tables[0].clone()
     longest, workspace = lists_for(problem, [context] * shape.batch)
-    room = RowLists(torch.zeros_like(longest.splits), torch.zeros(1 + shape.batch, 4, dtype=torch.int32, device=device))
+    room = longest._replace(splits=torch.zeros_like(longest.splits))
 
-    def run(out: torch.Tensor, lists: RowLists) -> None:
+    def run(out: torch.Tensor, lists: SplitList) -> None:
         cache, scoring = PagedKV(problem.kv, table, None, problem.seq_lens), Scoring(shape.head_size**-0.5)
         decode.decode_attention(launcher, out, problem.query, cache, lists, scoring, workspace=workspace)
 
@@ -47,11 +48,7 @@ def decode_attention(launcher: Launcher, device: torch.device, context: int) -> 
     for number in range(3):
         lens = [1 + (37 * (row + number)) % context for row in range(shape.batch - 1)] + [0]
         exact, _ = lists_for(problem, lens)
-        for kept, part in zip(room, exact, strict=True):
-            if kept is not None:
-                kept[0] = 0
-                if part is not None:
-                    kept[: len(part)] = part
+        room.splits[: len(exact.splits)] = exact.splits
         table.copy_(problem.tables[number % len(problem.tables)])
         problem.query.normal_()
         replay()
@@ -60,6 +57,8 @@ def decode_attention(launcher: Launcher, device: torch.device, context: int) -> 
             return f"replay {number} differs by {(captured - eager).abs().max().item():g}"
         if captured[-1].any() or not captured[:-1].any():
             return f"replay {number}: the padding row is not zero, or all is"
+        if workspace.arrived.any():
+            return f"replay {number}: the next one would find blocks that have arrived"
     return None
 
 

@@ -120,7 +120,7 @@ RULES = (
         "a decode launched for 131072 tokens over one launched for what there is, batch 64",
         lambda rows: rows.ratio("decode, list room for 131072", "decode, list exact", "batch 64"),
         1.03,
-        "Fewer blocks: TARGET_BLOCKS of decode_attention.py; then a last block that merges instead of merge_splits.",
+        "Fewer blocks: TARGET_BLOCKS of decode_attention.py.",
     ),
     Rule(
         "our prefill of 4096 fresh tokens against torch's best",

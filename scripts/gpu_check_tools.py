@@ -31,7 +31,7 @@ METRICS = {
     "Warp Cycles Per Issued Instruction": "cycles an instruction",
     "Max Bandwidth": "max bandwidth %",
 }
-KERNELS = "decode_attention|prefill_attention|pick|merge_splits"
+KERNELS = "decode_attention|prefill_attention|pick"
 """Those that the profiler looks at, as a regular expression."""
 LAST_LINES = 4
 

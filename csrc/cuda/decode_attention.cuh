@@ -198,15 +198,17 @@ __device__ __forceinline__ float2 merge_warps(const float* head, int warp_stride
 // WARPS * 8 * HEAD_TILES * PITCH floats.
 //
 // The work is a list of (token, sequence, tokens that it sees, split). A split is written straight into `out` where it
-// is the row's only one, else into part_out and part_lse, where it stands in the list, for merge_splits. A row that
-// sees nothing becomes 0, and rows that are not in the list stay as they are. Nothing in a cache or a table is read
-// that is not seen, but for the rest of a seen tile inside its block.
+// is the row's only one, else into part_out and part_lse, where it stands in the list, and whichever block is the last
+// to have written one of the row merges them. All splits of a row stand one after another. A row that sees nothing
+// becomes 0, and rows that are not in the list stay as they are. Nothing in a cache or a table is read that is not
+// seen, but for the rest of a seen tile inside its block.
 template <class T, class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS, int WARPS>
 __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_TILES, SMALL_BLOCKS>()))
     decode_attention(
         T* __restrict__ out,                     // [num_tokens, num_heads, HEAD], rows out_stride apart
         float* __restrict__ part_out,            // [length of the list, num_heads, HEAD]
         float* __restrict__ part_lse,            // [length of the list, num_heads], base 2
+        int* __restrict__ arrived,               // [length of the list, gridDim.y], 0 before and after the launch
         const T* __restrict__ query,             // as out, query_stride
         const Cache* __restrict__ k_cache,       // [num_blocks, num_kv_heads, 1 << block_shift, HEAD] by strides
         const Cache* __restrict__ v_cache,       // alike, the same strides
@@ -231,9 +233,8 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
   DYNAMIC_SHARED(float, shared);                                                    // [WARPS][HEADS][PITCH]
   for (int at = blockIdx.x; at < work[0]; at += gridDim.x) {
     const Work entry = work_at(work, at);
-    const int token = entry.a, split = entry.d;
-    T* const to = out + token * out_stride + head * HEAD;
     if (entry.c == 0) {
+      T* const to = out + entry.a * out_stride + head * HEAD;
       for (int i = 8 * threadIdx.x; i < heads * HEAD; i += 8 * WARPS * 32) store_as(to + i, make_uint4(0, 0, 0, 0));
       continue;
     }
@@ -245,15 +246,16 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
                      block_shift,
                      cut_of(entry.c, window, split_tiles)};
     const Cut& cut = pages.cut;
-    const int past = min(cut.past, cut.first + (split + 1) * cut.split_tiles);
-    int tile = cut.first + split * cut.split_tiles + warp;
+    const int past = min(cut.past, cut.first + (entry.d + 1) * cut.split_tiles);
+    int tile = cut.first + entry.d * cut.split_tiles + warp;
     int here = pages.find(tile), next = pages.find(tile + WARPS);
     typename P::K k;
     typename P::V v;
     if (S::AHEAD && tile < past) pages.load_k(k, tile, here);
     unsigned q[HEAD_TILES][S::CHUNKS][S::K_VEC / 2];
     Softmax<HEAD_TILES> softmax;
-    load_query<T, Cache, HEAD, HEAD_TILES>(q, softmax.scale, query + token * query_stride + head * HEAD, heads, factor);
+    load_query<T, Cache, HEAD, HEAD_TILES>(q, softmax.scale, query + entry.a * query_stride + head * HEAD, heads,
+                                           factor);
     const Scoring scoring = {cap, alibi_slopes ? alibi_slopes + head : nullptr, heads};
     float o[HEAD_TILES][S::SETS][S::PAIRS][4] = {};
     softmax.start();
@@ -301,7 +303,10 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
 
     share<S, HEAD>(shared + warp * HEADS * S::PITCH, o, softmax);
     __syncthreads();
-    const bool only = cut.splits() == 1;
+    const Work own = work_again(work, at);  // so that the loop needs no registers for it
+    const int splits = cut_of(own.c, window, split_tiles).splits();
+    T* const row = out + own.a * out_stride + head * HEAD;
+    const bool only = splits == 1;
     for (int i = threadIdx.x; i < heads * (HEAD / 2); i += WARPS * 32) {
       const int h = i / (HEAD / 2), d = i % (HEAD / 2) * 2;
       // Where there are several splits the sink joins when they are merged.
@@ -311,7 +316,7 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
       value.x *= v_scale;
       value.y *= v_scale;
       if (only) {
-        store_as(to + h * HEAD + d, pack2<T>(value.x, value.y));
+        store_as(row + h * HEAD + d, pack2<T>(value.x, value.y));
       } else {
         const int64 part = int64(at) * num_heads + head + h;
         store_as(part_out + part * HEAD + d, value);
@@ -319,5 +324,13 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
       }
     }
     __syncthreads();
+    if (only) continue;
+    const int first = at - own.d;  // the row's first entry
+    if (!comes_last(arrived + int64(first) * gridDim.y + blockIdx.y, splits, reinterpret_cast<int*>(shared))) continue;
+    for (int h = warp; h < heads; h += WARPS) {
+      const int64 part = int64(first) * num_heads + head + h;
+      const float sink = sinks ? kLog2e * sinks[head + h] : -INFINITY;
+      merge_splits<T, HEAD>(row + h * HEAD, part_out + part * HEAD, part_lse + part, splits, num_heads, sink);
+    }
   }
 }

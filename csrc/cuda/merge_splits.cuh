@@ -1,4 +1,4 @@
-// How what a row sees of the cache is cut into splits, and the kernel that puts the splits together again.
+// How what a row sees of the cache is cut into splits, and how the splits are put together again.
 //
 // Long contexts are attended to by several blocks at once (Flash-Decoding, Dao et al. 2023). Where a row's context is
 // cut depends on its length and the window, never on the batch or the grid, and splits are merged in their order: equal
@@ -16,6 +16,11 @@ struct Work {
 
 __device__ __forceinline__ Work work_at(const int* list, int at) {
   const uint4 raw = load_as<uint4>(list + 4 * (at + 1));
+  return {int(raw.x), int(raw.y), int(raw.z), int(raw.w)};
+}
+// The same once more, by a load that no compiler takes for the first one.
+__device__ __forceinline__ Work work_again(const int* list, int at) {
+  const uint4 raw = load_fresh4(list + 4 * (at + 1));
   return {int(raw.x), int(raw.y), int(raw.z), int(raw.w)};
 }
 
@@ -41,37 +46,44 @@ __device__ __forceinline__ Cut cut_of(int seen, int window,
   return {begin, seen, first, past, split_tiles > 0 ? split_tiles : tiles_a_split(past - first)};
 }
 
-// out = the sum of the splits' outputs, each weighted by its share 2^lse of the whole softmax, a head's sink included.
-//
-// Grid (num_heads, any number of blocks to share the rows), HEAD / 2 threads, rounded up to whole warps.
+// One head's out = the sum of its splits' outputs, each weighted by its share 2^lse of the whole softmax, `sink`
+// included (a score in base 2, or -INFINITY). By one warp, for splits that lie `stride` heads apart, from the first
+// one's on. The order of all sums follows from the number of splits alone.
 template <class T, int HEAD>
-__global__ void merge_splits(T* __restrict__ out,                 // [num_tokens, num_heads, HEAD]
-                             const float* __restrict__ part_out,  // [splits of all rows, num_heads, HEAD]
-                             const float* __restrict__ part_lse,  // [splits of all rows, num_heads], base 2
-                             const int* __restrict__ rows,        // list of (token, its first split, splits, -)
-                             const float* __restrict__ sinks,     // [num_heads] or null
-                             int64 out_stride) {
-  const int head = blockIdx.x, num_heads = gridDim.x, d = 2 * threadIdx.x;
-  if (d >= HEAD) return;
-  const float sink = sinks ? kLog2e * sinks[head] : -INFINITY;
-  for (int at = blockIdx.y; at < rows[0]; at += gridDim.y) {
-    const Work row = work_at(rows, at);
-    const int token = row.a, splits = row.c;
-    const int64 first = int64(row.b) * num_heads + head;
-    const float* lse = part_lse + first;
-    float top = sink;
-    float2 sum = make_float2(0.f, 0.f);
-#pragma unroll 4
-    for (int s = 0; s < splits; ++s) top = fmaxf(top, lse[s * num_heads]);
-    float total = exp2_fast(sink - top);
-#pragma unroll 4
-    for (int s = 0; s < splits; ++s) {
-      const float weight = exp2_fast(lse[s * num_heads] - top);
-      const float2 part = load_as<float2>(part_out + (first + int64(s) * num_heads) * HEAD + d);
-      total += weight;
-      sum.x += weight * part.x;
-      sum.y += weight * part.y;
+__device__ __forceinline__ void merge_splits(T* out, const float* part_out, const float* part_lse, int splits,
+                                             int stride, float sink) {
+  constexpr int PAIRS = ceil_div(HEAD, 64);    // of dims, of a lane
+  constexpr int kAhead = HEAD <= 128 ? 8 : 4;  // splits on their way at a time: as many as leave registers
+  const int lane = threadIdx.x % 32;
+  float top = sink;
+  for (int s = lane; s < splits; s += 32) top = fmaxf(top, load_fresh(part_lse + int64(s) * stride));
+  top = warp_max(top);
+  float total = 0.f;
+  float2 sum[PAIRS];
+#pragma unroll
+  for (int p = 0; p < PAIRS; ++p) sum[p] = make_float2(0.f, 0.f);
+  for (int first = 0; first < splits; first += 32) {
+    const int count = min(32, splits - first);
+    const float own = lane < count ? exp2_fast(load_fresh(part_lse + int64(first + lane) * stride) - top) : 0.f;
+    total += own;
+    const float* from = part_out + int64(first) * stride * HEAD;
+#pragma unroll kAhead
+    for (int s = 0; s < count; ++s) {
+      const float weight = __shfl_sync(~0u, own, s);
+#pragma unroll
+      for (int p = 0; p < PAIRS; ++p) {
+        const int d = 2 * lane + 64 * p;
+        if (d >= HEAD) continue;
+        const float2 part = load_fresh2(from + int64(s) * stride * HEAD + d);
+        sum[p].x += weight * part.x;
+        sum[p].y += weight * part.y;
+      }
     }
-    store_as(out + token * out_stride + head * HEAD + d, pack2<T>(sum.x / total, sum.y / total));
+  }
+  total = warp_sum(total) + exp2_fast(sink - top);
+#pragma unroll
+  for (int p = 0; p < PAIRS; ++p) {
+    const int d = 2 * lane + 64 * p;
+    if (d < HEAD) store_as(out + d, pack2<T>(sum[p].x / total, sum[p].y / total));
   }
 }

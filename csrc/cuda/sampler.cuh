@@ -364,7 +364,7 @@ struct PartBest {
 };
 
 struct RowParts {  // of one row, zero before the first launch
-  uint32 arrived[3];
+  int arrived[3];
   float limit;
   PartBest best[kMaxParts], drawn[kMaxParts];
   Histogram<kCoarse> coarse;
@@ -380,19 +380,6 @@ __device__ __forceinline__ Part part_of(int vocab) {
   const int size = round_up(ceil_div(vocab, int(gridDim.y)), N);
   const int begin = min(vocab, int(blockIdx.y) * size);
   return {begin, min(vocab, begin + size)};
-}
-
-// Whether this block is the last of its row that comes here; what the others wrote before can be read then. All threads
-// must take part.
-__device__ __forceinline__ bool comes_last(uint32* arrived, SamplerShared* shared) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) shared->bin = atomicAdd(arrived, 1u) == gridDim.y - 1;
-  __syncthreads();
-  const bool last = shared->bin != 0;
-  __syncthreads();
-  __threadfence();
-  return last;
 }
 
 // The best of all parts, read past the cache that is a multiprocessor's own.
@@ -424,7 +411,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   float failed;
   Best best = find_best<N>(logits + blockIdx.x * stride, part.begin, part.end, &failed, shared);
   if (threadIdx.x == 0) own->best[blockIdx.y] = {best.score, best.token, failed, 0};
-  if (!comes_last(&own->arrived[0], shared) || threadIdx.x != 0) return;
+  if (!comes_last(&own->arrived[0], gridDim.y, &shared->bin) || threadIdx.x != 0) return;
   best = best_of_parts(own->best, &failed);
   picked[blockIdx.x] = {best.token, best_or_nan(best.score, failed), INFINITY};  // a random row's comes later
 }
@@ -440,7 +427,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Part part = part_of<N>(vocab);
     count_coarsely<N>(row, part.begin, part.end, shared);
     own->coarse.add_all(shared->coarse);
-    if (comes_last(&own->arrived[1], shared)) {
+    if (comes_last(&own->arrived[1], gridDim.y, &shared->bin)) {
       shared->coarse.copy(own->coarse);
       __syncthreads();
       const float limit = filter<N>(row, draw, shared);
@@ -461,7 +448,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Part part = part_of<N>(vocab);
     Best best = find_drawn<N>(row, draw, limit, part.begin, part.end, shared);
     if (threadIdx.x == 0) own->drawn[blockIdx.y] = {best.score, best.token, 0.f, 0};
-    if (comes_last(&own->arrived[2], shared) && threadIdx.x == 0) {
+    if (comes_last(&own->arrived[2], gridDim.y, &shared->bin) && threadIdx.x == 0) {
       float failed;
       best = best_of_parts(own->drawn, &failed);
       picked[blockIdx.x] = {best.token, row.best, limit};

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <numeric>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -164,6 +165,13 @@ void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
   kernel(*static_cast<std::remove_reference_t<A>*>(args[I])...);
 }
 
+// A step through `blocks` numbers that meets each once and goes to and fro between far ones.
+inline uint64_t stride_of(uint64_t blocks) {
+  uint64_t step = blocks - blocks * 3 / 8;  // near the golden section
+  while (std::gcd(step, blocks) != 1) ++step;
+  return step;
+}
+
 // Runs a whole grid; 0, or 1 with the reason in `error`. Not for two threads at once: the state is global.
 template <class... A>
 int launch(void (*kernel)(A...), const unsigned* grid, const unsigned* block, size_t shared, void** args,
@@ -184,8 +192,9 @@ int launch(void (*kernel)(A...), const unsigned* grid, const unsigned* block, si
   if (grid[1] > 65535 || grid[2] > 65535 || grid[0] > 0x7fffffffu) fail("the grid is larger than a GPU allows");
   if (shared > kMaxShared) fail("more shared memory than a GPU has");
   block_threads = int(threads);
+  const uint64_t step = stride_of(blocks);
   for (uint64_t i = 0; i < blocks; ++i) {
-    const uint64_t at = seed & 2 ? blocks - 1 - i : i;
+    const uint64_t at = seed & 2 ? (blocks - 1 - i) * step % blocks : i;
     block_index = dim3(unsigned(at % grid[0]), unsigned(at / grid[0] % grid[1]), unsigned(at / grid[0] / grid[1]));
     run_block(seed ? seed + unsigned(i) * 4 : 0);  // * 4: the two low bits choose the order of lanes and blocks
   }

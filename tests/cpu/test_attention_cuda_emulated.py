@@ -273,7 +273,7 @@ def test_only_kernels_that_have_work_are_launched() -> None:
     equal = [(4, 9), (4, 4)]
     assert launched(equal) == [False, True]
     assert launched(equal, num_tokens=9) == [True, True], "a padding row has to be cleared"
-    assert plan_of(backend_for(SHAPE), DECODE).decodes[0].merges is None, "nobody has several splits"
+    assert not plan_of(backend_for(SHAPE), DECODE).decodes[0].several
 
 
 def test_the_workspace_is_within_what_was_announced_and_stays() -> None:
@@ -281,14 +281,15 @@ def test_the_workspace_is_within_what_was_announced_and_stays() -> None:
     backend = backend_for(shape)
     assert plan_of(backend, DECODE).workspace is None
     graph = plan_of(backend, DECODE, host=None, max_seq_len=100_000)
-    assert graph.workspace.nbytes == 6 * 64 * 4 * 65 * 4, "sequences, splits, heads, head size and a log-sum-exp"
-    taken = graph.workspace.nbytes + graph.memory.nbytes
+    parts, arrived = graph.workspace
+    assert parts.nbytes == 6 * 64 * 4 * 65 * 4, "sequences, splits, heads, head size and a log-sum-exp"
+    taken = parts.nbytes + arrived.nbytes + graph.memory.nbytes
     assert taken <= backend.workspace_bytes(10**6, len(DECODE), 100_000) <= 1.2 * taken + 2048 * 4 * 66 * 4
     assert plan_of(backend, [(1, 2000)]).workspace is graph.workspace
     wider = changed(changed(SHAPE, max_seq_len=100_000), num_heads=6, head_size=128).groups
     both = backend_for(replace(shape, groups=shape.groups + wider))
     plan = plan_of(both, DECODE, host=None, max_seq_len=100_000)
-    assert plan.workspace.nbytes == 6 * 64 * 6 * 129 * 4, "as the largest"
+    assert plan.workspace.parts.nbytes == 6 * 64 * 6 * 129 * 4, "as the largest"
     assert backend_for(replace(shape, dtype=FP32)).workspace_bytes(10**6, 256, 100_000) == 0
 
 

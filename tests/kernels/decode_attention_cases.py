@@ -42,24 +42,20 @@ def run(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
     setup, out = batch.setup, batch.out()
     query_lens, seq_lens = (np.array(lens) for lens in zip(*setup.lengths(), strict=True))
     rows = work.rows_of(query_lens, seq_lens, len(out), query_lens <= setup.max_query_len)
-    lists = work.RowLists.on(out.device, rows, setup.window, setup.split_tokens)
-    if setup.room:
-        lists = with_room(lists, setup.room)
-    floats = decode.workspace_floats(lists.most_splits, setup.num_heads, setup.head_size)
+    given = work.SplitList.on(out.device, rows, setup.window, setup.split_tokens)
+    if setup.room:  # as a graph has it: behind the work there are entries that are none
+        nothing = torch.full((setup.room, 4), NO_BLOCK, dtype=torch.int32, device=out.device)
+        given = work.SplitList(torch.cat((given.splits, nothing)), several=True)
+    workspace = decode.Workspace.for_splits(out.device, given.most_splits, setup.num_heads, setup.head_size)
+    workspace.parts.fill_(torch.nan)
     decode.decode_attention(
-        *(launcher, out, batch.query, batch.cache._replace(query_start_loc=None), lists),
+        *(launcher, out, batch.query, batch.cache._replace(query_start_loc=None), given),
         batch.scoring,
-        workspace=None if lists.merges is None else torch.full((floats,), torch.nan, device=out.device),
+        workspace=workspace if given.several else None,
         split_tokens=setup.split_tokens,
     )
+    assert not workspace.arrived.any(), "a replay would find blocks that have arrived"
     return out
-
-
-def with_room(lists: work.RowLists, room: int) -> work.RowLists:
-    """As a graph has them: behind the work there are entries that are none."""
-    merges = torch.zeros(1, 4, dtype=torch.int32, device=lists.splits.device) if lists.merges is None else lists.merges
-    nothing = torch.full((room, 4), NO_BLOCK, dtype=torch.int32, device=lists.splits.device)
-    return work.RowLists(torch.cat((lists.splits, nothing)), torch.cat((merges, nothing)))
 
 
 def run_simple(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:

@@ -134,7 +134,6 @@ def _decode() -> list[Instantiation]:
         Instantiation("attention_simple.cuh", f"attention_simple<{pair}>", 64)
         for pair in ("float, float", "float, fp8_e4m3")
     ]
-    found += [Instantiation("merge_splits.cuh", f"merge_splits<{half}, {size}>", 40) for size in (64, 256)]
     shapes = [("64, 1, false", 128), ("112, 1, true", 255), ("128, 1, false", 168), ("192, 1, false", 255)]
     shapes += [("256, 1, false", 255), ("256, 1, true", 255), ("64, 2, false", 168), ("128, 2, true", 255)]
     for scalar, cache in ((bf16, bf16), (half, half), (bf16, "fp8_e4m3"), (half, "fp8_e5m2")):

@@ -22,8 +22,8 @@ from tests.kernels.decode_attention_cases import (
 )
 from tests.kernels.emulator import EmulatorLauncher
 from vllm_lite.kernels.cuda.attention_inputs import tensor_core_reason
-from vllm_lite.kernels.cuda.attention_work import RowLists, Rows
-from vllm_lite.kernels.cuda.decode_attention import SOURCE, decode_attention, head_tiles
+from vllm_lite.kernels.cuda.attention_work import Rows, SplitList
+from vllm_lite.kernels.cuda.decode_attention import SOURCE, Workspace, decode_attention, head_tiles
 from vllm_lite.kernels.cuda.launcher import Launcher
 
 CPU = torch.device("cpu")
@@ -42,7 +42,9 @@ def test_case(case: Case, built: EmulatorLauncher) -> None:
     case(built, CPU)
 
 
-@pytest.mark.parametrize("name", ["splits of 48", "head size 256", "window 17", "float8, window", "group 33"])
+@pytest.mark.parametrize(
+    "name", ["splits of 48", "2 rows each, splits", "head size 256", "window 17", "float8, window", "group 33"]
+)
 def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher) -> None:
     batch = make_batch(SETUPS[name], CPU)
     first, *others = (run(batch, EmulatorLauncher(order_seed)) for order_seed in range(4))
@@ -66,7 +68,7 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
     out = changes.pop("out", batch.out())
     query, workspace = changes.pop("query", batch.query), changes.pop("workspace", None)
     split_tokens, seen = changes.pop("split_tokens", 0), np.array(changes.pop("seen", (8, 3)))
-    lists = RowLists.on(CPU, Rows(np.arange(2), np.arange(2), seen))._replace(**changes.pop("lists", {}))
+    lists = SplitList.on(CPU, Rows(np.arange(2), np.arange(2), seen))._replace(**changes.pop("lists", {}))
     scoring = replace(batch.scoring, **{name: changes.pop(name) for name in SCORING if name in changes})
     cache = batch.cache._replace(**{"query_start_loc": None} | changes)
     with pytest.raises(ValueError, match=message):
@@ -88,8 +90,9 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
         ("multiples of 16 bytes", {"query": torch.zeros(2, 132, dtype=BF16)[:, :128].view(2, 2, 64)}),
         ("seq_lens is torch.int64", {"seq_lens": torch.zeros(2, dtype=torch.int64)}),
         (r"start_loc is torch.int32 \[2\]", {"query_start_loc": torch.zeros(2, dtype=torch.int32)}),
-        ("workspace must be float32", {"seen": (8, 600)}),
-        (r"float32 \[520 or more\]", {"seen": (8, 600), "workspace": torch.zeros(519)}),
+        ("a workspace of 520 floats", {"seen": (8, 600)}),
+        (r"float32 \[520 or more\]", {"seen": (8, 600), "workspace": Workspace.on(CPU, 519, 8)}),
+        (r"int32 \[8 or more\]", {"seen": (8, 600), "workspace": Workspace.on(CPU, 520, 7)}),
         ("splits is torch.int64", {"lists": {"splits": torch.zeros(2, 4, dtype=torch.int64)}}),
         (r"int32 \[n, 4\], contiguous", {"lists": {"splits": torch.zeros(2, 3, dtype=torch.int32)}}),
         ("window of 0", {"window": 0}),

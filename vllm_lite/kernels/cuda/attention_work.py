@@ -39,21 +39,22 @@ class Rows(NamedTuple):
     seen: Ints  # [n], its position plus 1; 0 for padding
 
 
-class RowLists(NamedTuple):
-    """The decode kernel's work in the device's memory; each list has its length in its first element."""
+class SplitList(NamedTuple):
+    """The decode kernel's work in the device's memory; the list has its length in its first element."""
 
-    splits: torch.Tensor  # int32 [1 + most splits, 4]: token, sequence, tokens seen, split
-    merges: torch.Tensor | None  # int32 [1 + most rows, 4]: token, its first split, splits, 0; None: no row has several
+    splits: torch.Tensor  # int32 [1 + most splits, 4]: token, sequence, tokens seen, split; those of a row side by side
+    several: bool
+    """Whether a row may have more than one."""
 
     @property
     def most_splits(self) -> int:
         return len(self.splits) - 1
 
     @classmethod
-    def on(cls, device: torch.device, rows: Rows, window: int | None = None, split_tokens: int = 0) -> "RowLists":
-        """Lists of exactly this work."""
-        splits, merges = (torch.from_numpy(part).to(device) for part in row_lists(rows, window, split_tokens))
-        return cls(splits, merges if len(merges) > 1 else None)
+    def on(cls, device: torch.device, rows: Rows, window: int | None = None, split_tokens: int = 0) -> "SplitList":
+        """A list of exactly this work."""
+        splits = split_list(rows, window, split_tokens)
+        return cls(torch.from_numpy(splits).to(device), has_several(splits))
 
 
 def tiles_a_split(tiles: Ints) -> Ints:
@@ -105,8 +106,8 @@ def rows_of(query_lens: Ints, seq_lens: Ints, num_tokens: int, chosen: NDArray[n
     return Rows(*map(np.concatenate, ((tokens, padding), (sequences, none), (seen, none))))
 
 
-def row_lists(rows: Rows, window: int | None, split_tokens: int = 0) -> tuple[Int32s, Int32s]:
-    """The lists of splits and of merges, [1 + n, 4] each."""
+def split_list(rows: Rows, window: int | None, split_tokens: int = 0) -> Int32s:
+    """The list of splits, [1 + n, 4]."""
     counts = num_splits(rows.seen, window, split_tokens)
     own = np.maximum(counts, 1)  # what sees nothing is one entry, too: it is cleared
     first = np.cumsum(own) - own
@@ -116,11 +117,12 @@ def row_lists(rows: Rows, window: int | None, split_tokens: int = 0) -> tuple[In
     splits[0] = num_entries
     splits[1:, 0], splits[1:, 1], splits[1:, 2] = rows.tokens[of], rows.sequences[of], rows.seen[of]
     splits[1:, 3] = np.arange(num_entries) - first[of]
-    several = np.flatnonzero(own > 1)
-    merges = np.zeros((1 + len(several), 4), np.int32)
-    merges[0] = len(several)
-    merges[1:, 0], merges[1:, 1], merges[1:, 2] = rows.tokens[several], first[several], own[several]
-    return splits, merges
+    return splits
+
+
+def has_several(splits: Int32s) -> bool:
+    """Whether a row of the list has more than one split."""
+    return bool((splits[1:, 3] > 0).any())
 
 
 def prefill_tiles(query_lens: Ints, seq_lens: Ints, group: int, chosen: NDArray[np.bool_]) -> Int32s:  # [n, 2]

@@ -1,19 +1,20 @@
 """Paged attention of single new tokens with the engine's own kernel: csrc/cuda/decode_attention.cuh.
 
-What a row sees is cut into splits, which blocks attend to independently and `merge_splits` adds up in order
+What a row sees is cut into splits, which blocks attend to independently and the last of which adds them up in order
 (Flash-Decoding, Dao et al. 2023). The work is a list in the device's memory (attention_work.py): a captured launch
 serves whatever the list holds by then, and no bit of a row depends on the batch around it.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
-from vllm_lite.kernels.cuda.attention_inputs import MAX_GRID_YZ, PagedKV, Scoring, check_for_tensor_cores
-from vllm_lite.kernels.cuda.attention_work import TILE, RowLists, check_list
+from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring, check_for_tensor_cores
+from vllm_lite.kernels.cuda.attention_work import TILE, SplitList, check_list
 from vllm_lite.kernels.cuda.launcher import Launcher, cuda_type, require
 
 SOURCE = "decode_attention.cuh"
-MERGE_SOURCE = "merge_splits.cuh"
 LOG2E = 1.4426950408889634
 _WARPS = 4
 TARGET_BLOCKS = 2048
@@ -21,8 +22,27 @@ TARGET_BLOCKS = 2048
 splits, blocks take several in turn, and a graph that is made for long contexts starts no more."""
 
 
-def workspace_floats(num_splits: int, num_heads: int, head_size: int) -> int:
-    """Size of the scratch that a launch with merges needs: an output and a log-sum-exp of each split on its list."""
+class Workspace(NamedTuple):
+    """What a launch needs where rows may have several splits. Launches that follow one another may share it."""
+
+    parts: torch.Tensor  # float32 [part_floats]
+    arrived: torch.Tensor  # int32 [num_splits * num_heads], zeros before and after each launch
+
+    @classmethod
+    def on(cls, device: torch.device, num_floats: int, num_counters: int) -> "Workspace":
+        return cls(
+            torch.empty(num_floats, dtype=torch.float32, device=device),
+            torch.zeros(num_counters, dtype=torch.int32, device=device),
+        )
+
+    @classmethod
+    def for_splits(cls, device: torch.device, num_splits: int, num_heads: int, head_size: int) -> "Workspace":
+        """For a list with up to `num_splits` entries."""
+        return cls.on(device, part_floats(num_splits, num_heads, head_size), num_splits * num_heads)
+
+
+def part_floats(num_splits: int, num_heads: int, head_size: int) -> int:
+    """An output and a log-sum-exp of each split on a list."""
     return num_splits * num_heads * (head_size + 1)
 
 
@@ -42,10 +62,10 @@ def decode_attention(  # noqa: PLR0913 - what only some steps have comes last
     out: torch.Tensor,  # [num_tokens, num_heads, head_size], rows may be strided
     query: torch.Tensor,  # [num_tokens, num_heads, head_size], rows may be strided
     cache: PagedKV,
-    work: RowLists,
+    work: SplitList,
     scoring: Scoring,
     *,
-    workspace: torch.Tensor | None = None,  # float32, at least `workspace_floats`; None without merges
+    workspace: Workspace | None = None,  # None where no row has several splits
     split_tokens: int = 0,
 ) -> None:
     """Attention of the rows on the list; all others stay as they are in `out`.
@@ -64,7 +84,7 @@ def decode_attention(  # noqa: PLR0913 - what only some steps have comes last
     if most < 1:
         return
     _, _, num_kv_heads, block_size, _ = kv.shape
-    parts = _divide(workspace, most * num_heads, head_size) if work.merges is not None else (None, None)
+    parts = _divide(workspace, most * num_heads, head_size) if work.several else (None, None, None)
     group = num_heads // num_kv_heads
     pairs = num_kv_heads * -(-group // (8 * (tiles := head_tiles(group, head_size))))
     scale, v_scale = scoring.factors(kv)
@@ -81,12 +101,6 @@ def decode_attention(  # noqa: PLR0913 - what only some steps have comes last
         ),
         _WARPS * 8 * tiles * (head_size + 2) * 4,
     )
-    if work.merges is not None and len(work.merges) > 1:
-        check_list("merges", work.merges, 4)
-        merge = launcher.kernel(MERGE_SOURCE, f"merge_splits<{cuda_type(out.dtype, 'out')}, {head_size}>")
-        grid = (num_heads, min(len(work.merges) - 1, MAX_GRID_YZ), 1)
-        args = (out, *parts, work.merges, scoring.sinks, np.int64(out.stride(0)))
-        merge(grid, (-(-head_size // 64) * 32, 1, 1), args)
 
 
 def to_base_2(scale: float, soft_cap: float) -> tuple[float, float]:
@@ -94,12 +108,20 @@ def to_base_2(scale: float, soft_cap: float) -> tuple[float, float]:
     return (scale / soft_cap, soft_cap * LOG2E) if soft_cap else (scale * LOG2E, 0.0)
 
 
-def _divide(workspace: torch.Tensor | None, num_parts: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """part_out and part_lse."""
+def _divide(workspace: Workspace | None, num_parts: int, head_size: int) -> tuple[torch.Tensor, ...]:
+    """part_out, part_lse and the counters."""
     floats = num_parts * (head_size + 1)
-    if workspace is None or workspace.dtype != torch.float32 or workspace.dim() != 1 or len(workspace) < floats:
-        raise ValueError(f"the workspace must be float32 [{floats} or more], got {getattr(workspace, 'shape', None)}")
-    return workspace[: num_parts * head_size], workspace[num_parts * head_size : floats]
+    if workspace is None:
+        raise ValueError(f"rows may have several splits, for which a workspace of {floats} floats is needed")
+    for name, given, dtype, least in (
+        ("parts", workspace.parts, torch.float32, floats),
+        ("arrived", workspace.arrived, torch.int32, num_parts),
+    ):
+        fits = given.dtype == dtype and given.dim() == 1 and len(given) >= least
+        shape = list(given.shape)
+        require(fits, f"{name} of the workspace must be {dtype} [{least} or more], got {given.dtype} {shape}")
+    parts = workspace.parts
+    return parts[: num_parts * head_size], parts[num_parts * head_size : floats], workspace.arrived
 
 
 def _check(out: torch.Tensor, query: torch.Tensor, cache: PagedKV) -> None:
