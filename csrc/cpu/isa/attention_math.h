@@ -63,6 +63,24 @@ VLLM_LITE_INLINE Vec largest_of_each(Vec (&rows)[kWidth], int count) {
     const __m512 all = _mm512_max_ps(_mm512_shuffle_ps(x[0], x[1], 0x88), _mm512_shuffle_ps(x[0], x[1], 0xdd));
     return reinterpret_cast<Vec>(all);
   }
+#elif defined(__AVX2__)
+  if (count > 2) {
+    for (int i = count; i < kWidth; ++i) rows[i] = Vec{};
+    __m256 x[8];
+    constexpr int kSlots[] = {0, 2, 1, 3, 4, 6, 5, 7};
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) x[kSlots[i]] = reinterpret_cast<__m256>(rows[i]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      x[i] = _mm256_max_ps(_mm256_permute2f128_ps(x[i], x[i + 4], 0x20), _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      x[i] = _mm256_max_ps(_mm256_shuffle_ps(x[i], x[i + 2], 0x44), _mm256_shuffle_ps(x[i], x[i + 2], 0xee));
+    }
+    const __m256 all = _mm256_max_ps(_mm256_shuffle_ps(x[0], x[1], 0x88), _mm256_shuffle_ps(x[0], x[1], 0xdd));
+    return reinterpret_cast<Vec>(all);
+  }
 #endif
   Vec out = {};
   for (int i = 0; i < count; ++i) out[i] = largest_of(rows[i]);
@@ -207,6 +225,8 @@ struct Softmax {
   inline void step_some(const float (*products)[kKeys], typename Words::Element (*weights)[kKeys], int row, int count,
                         int first, int end, float scale) {
     Vec most[kWidth];
+    // Weights of keys from `end` on are read up to whole groups, and all of them where there are few vectors.
+    const int keys = kMasked && kWidth < 16 ? round_up(end - first, kGroup) : kKeys;
     for (int i = 0; i < count; ++i) most[i] = largest<kMasked>(products[i], row + i, first, end);
     const Vec found = largest_of_each(most, count), old = load_some(top + row, count);
     const Vec now = max(found > kNothing ? found * scale : found, old);
@@ -216,7 +236,7 @@ struct Softmax {
       const Vec most_here = splat(top[row + i]);
       Vec total = load(sum[row + i]) * rescale[row + i];
 #pragma GCC unroll 16
-      for (int j = 0; j < kKeys; j += 2 * kWidth) {
+      for (int j = 0; j < keys; j += 2 * kWidth) {
         Vec x[2];
         for (int k = 0; k < 2; ++k) {
           x[k] = Words::weight(load(products[i] + j + k * kWidth) * scale - most_here);  // 0 for the largest

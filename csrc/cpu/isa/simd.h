@@ -257,8 +257,14 @@ VLLM_LITE_INLINE Vec exp(Vec x) {
   Vec p = splat(1.5403530e-4f);
   constexpr float kTerms[] = {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
   for (const float term : kTerms) p = kFused ? multiply_add(p, f, splat(term)) : p * f + term;
+#if defined(__AVX512F__)
   const VecI exponent = (__builtin_convertvector(whole, VecI) + 127) << 23;
   const Vec power = p * reinterpret_cast<Vec>(exponent);
+#else
+  // The number stands in the low bits of `shifted`. Added to the exponent it multiplies exactly, as no result is
+  // denormal.
+  const Vec power = reinterpret_cast<Vec>(reinterpret_cast<VecI>(p) + (reinterpret_cast<VecI>(shifted) << 23));
+#endif
   return x < -87.33f ? splat(0) : power;
 }
 
