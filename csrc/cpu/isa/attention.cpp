@@ -14,12 +14,12 @@ void attend_item(const vllm_lite::AttentionCall& call, const vllm_lite::Attentio
   const AttentionShape& shape = *call.shape;
   if (shape.dtype != kFloat32 && shape.kv_dtype == kInt8) return codes(call, item, kv_head, next, scratch);
   if (shape.dtype == kBFloat16 && shape.kv_dtype != kFloat32 && shape.kv_dtype != kFloat16) {  // all fit in bfloat16
-    return few ? stream<Pairs>(call, item, kv_head, next, scratch) : tile<Pairs>(call, item, kv_head, scratch);
+    return few ? stream<Pairs>(call, item, kv_head, next, scratch) : tile<Pairs>(call, item, kv_head, next, scratch);
   }
 #endif
   static_assert(sizeof(StreamScratch<Floats>) <= vllm_lite::kAttentionScratchBytes, "scratch of a thread");
   static_assert(sizeof(TileScratch<Floats>) <= vllm_lite::kAttentionScratchBytes, "scratch of a thread");
-  return few ? stream<Floats>(call, item, kv_head, next, scratch) : tile<Floats>(call, item, kv_head, scratch);
+  return few ? stream<Floats>(call, item, kv_head, next, scratch) : tile<Floats>(call, item, kv_head, next, scratch);
 }
 
 void merge_splits(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item, int kv_head) {

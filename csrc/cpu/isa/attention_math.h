@@ -13,6 +13,7 @@ using vllm_lite::AttentionShape;
 using vllm_lite::kMaxHeadSize;
 using vllm_lite::kMaxRows;
 using vllm_lite::kStreamRows;
+using vllm_lite::NextUnit;
 using vllm_lite::section_keys;
 
 constexpr int kGroup = 16;          // tokens that are gathered together
@@ -144,6 +145,15 @@ VLLM_LITE_INLINE bool find_next_keys(const char** rows, const AttentionCall& cal
   return true;
 }
 
+// Which of the sequence's query rows, and which head of those that share the KV head, row i of an item is.
+struct Place {
+  int row, head;
+};
+VLLM_LITE_INLINE Place place_of(const AttentionItem& item, int group, int i) {
+  const int l = item.first + i;
+  return group == 1 ? Place{l, 0} : Place{l / group, l % group};
+}
+
 // Rows of queries while they meet the keys. Everything is indexed by the row's number within the item.
 struct Softmax {
   float factor;        // of the products, to scores
@@ -166,12 +176,12 @@ struct Softmax {
     per_cap = cap != 0 ? 1 / cap : 0;
     alibi = shape.slopes != nullptr;
     for (int i = 0; i < item.num_rows; ++i) {
-      const int row = (item.first + i) / group, head = (item.first + i) % group;
-      const int position = item.position + row;
+      const Place place = place_of(item, group, i);
+      const int position = item.position + place.row;
       seen_to[i] = position + 1;
       if (shape.both_ways) seen_to[i] = call.window > 0 ? least(position + call.window, item.key_end) : item.key_end;
       seen_from[i] = call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
-      slope[i] = alibi ? shape.slopes[kv_head * group + head] : 0;
+      slope[i] = alibi ? shape.slopes[kv_head * group + place.head] : 0;
       top[i] = kNothing;
       store(sum[i], Vec{});
     }
@@ -304,13 +314,14 @@ VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& it
                               const Result& all) {
   const AttentionShape& shape = *call.shape;
   const int group = shape.num_heads / shape.num_kv_heads, size = shape.value_size;
-  const int row = (item.first + i) / group, head = kv_head * group + (item.first + i) % group;
-  char* line = call.out + (item.query_row + row) * call.out_stride;
+  const Place place = place_of(item, group, i);
+  const int head = kv_head * group + place.head;
+  char* line = call.out + (item.query_row + place.row) * call.out_stride;
   const float factor = normalizer(call, head, all.top, all.sum);
-  const int64_t place = static_cast<int64_t>(head) * size;
-  if (shape.dtype == kFloat32) put_output<float>(line + place * 4, all.acc, factor, size);
-  if (shape.dtype == kBFloat16) put_output<BFloat16>(line + place * 2, all.acc, factor, size);
-  if (shape.dtype == kFloat16) put_output<Float16>(line + place * 2, all.acc, factor, size);
+  const int64_t first = static_cast<int64_t>(head) * size;
+  if (shape.dtype == kFloat32) put_output<float>(line + first * 4, all.acc, factor, size);
+  if (shape.dtype == kBFloat16) put_output<BFloat16>(line + first * 2, all.acc, factor, size);
+  if (shape.dtype == kFloat16) put_output<Float16>(line + first * 2, all.acc, factor, size);
 }
 
 // Runs the rows of an item through its keys: `add` is called with the first and the last + 1 of up to kKeys of them at

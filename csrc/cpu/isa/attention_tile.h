@@ -164,19 +164,51 @@ static void pack(TileScratch<Words>& s, const AttentionCall& call, const char* c
   }
 }
 
-// The rows that lines of the next K and V are fetched for, evenly over the time that a tile takes.
+// The rows that lines are fetched for, evenly over the time that a tile takes: of the next K and V, and where these are
+// another item's, of its query.
 struct NextRows {
   const char* const* rows;  // of K
   int64_t value_offset, row_bytes;
   int count;
+  const char* query;  // of the first of num_queries tokens
+  int64_t query_stride, query_bytes;
+  int num_queries;
 
   inline __attribute__((always_inline)) void fetch_part(int from, int to, int of) const {
-    for (int t = count * from / of; t < count * least(to, of) / of; ++t) {
+    to = least(to, of);
+    for (int t = count * from / of; t < count * to / of; ++t) {
       fetch_row(rows[t], row_bytes);
       if (value_offset != 0) fetch_row(rows[t] + value_offset, row_bytes);
     }
+    for (int t = num_queries * from / of; t < num_queries * to / of; ++t) {
+      fetch_row(query + t * query_stride, query_bytes);
+    }
   }
 };
+
+// What is fetched while the keys up to `end` of an item are worked on; addresses of K go to `rows`.
+static NextRows next_rows(const AttentionCall& call, const AttentionItem& item, int kv_head, NextUnit unit, int end,
+                          const char** rows) {
+  const AttentionShape& shape = *call.shape;
+  NextRows next = {};
+  if (!find_next_keys(rows, call, item, kv_head, unit, end)) return next;
+  next.rows = rows;
+  next.value_offset = call.value_offset;
+  next.row_bytes = shape.head_size * bytes_of(shape.kv_dtype);
+  if (end < item.key_end) {
+    next.count = least(item.key_end - end, kKeys);
+    return next;
+  }
+  const AttentionItem& other = *unit.item;
+  const int group = shape.num_heads / shape.num_kv_heads;
+  const int first = place_of(other, group, 0).row, last = place_of(other, group, other.num_rows - 1).row;
+  next.count = least(other.key_end - other.key_begin / kKeys * kKeys, kKeys);
+  next.query_bytes = group * shape.head_size * bytes_of(shape.dtype);
+  next.query_stride = call.query_stride;
+  next.query = call.query + (other.query_row + first) * call.query_stride + unit.kv_head * next.query_bytes;
+  next.num_queries = last - first + 1;
+  return next;
+}
 
 // All rows of the item that see some of the packed keys [first, end) meet them.
 template <class Words>
@@ -200,26 +232,25 @@ static void attend_rows(TileScratch<Words>& s, const Sizes& sizes, int num_rows,
 }
 
 template <class Words>
-static void tile(const AttentionCall& call, const AttentionItem& item, int kv_head, char* memory) {
+static void tile(const AttentionCall& call, const AttentionItem& item, int kv_head, NextUnit unit, char* memory) {
   TileScratch<Words>& s = *reinterpret_cast<TileScratch<Words>*>(memory);
   const int head = call.shape->head_size, value = call.shape->value_size;
   const Sizes sizes = {head, value, head / Words::kPack, round_up(value, 16)};
   const Cached cache = cached(call, item, kv_head);
-  const int64_t row_bytes = head * bytes_of(call.shape->kv_dtype);
   s.softmax.template init<Words>(call, item, kv_head);
   for (int i = 0; i < item.num_rows; ++i) load_query(call, item, kv_head, i, s.query + i * head, head);
   const char** now = s.rows[0];
-  const char** next = s.rows[1];
+  const char** ahead = s.rows[1];
   find_keys(now, cache, item.key_begin / kKeys * kKeys, item.key_begin, item.key_end);
   over_keys(call, item, kv_head, s.softmax, s.acc, s.all, sizes.padded, [&](int first, int end) {
-    const int num_next = least(item.key_end - end, kKeys);
-    if (num_next > 0) find_keys(next, cache, end, item.key_begin, item.key_end);
+    NextRows next = next_rows(call, item, kv_head, unit, end, ahead);
     const bool few = item.num_rows <= kFewRows;  // then it is mostly the packing that takes time
-    pack(s, call, now, sizes, end - first, next, few ? num_next : 0);
-    attend_rows(s, sizes, item.num_rows, first, end, {next, cache.value_offset, row_bytes, few ? 0 : num_next});
+    pack(s, call, now, sizes, end - first, ahead, few ? next.count : 0);
+    if (few) next.count = 0;
+    attend_rows(s, sizes, item.num_rows, first, end, next);
     const char** const used = now;
-    now = next;
-    next = used;
+    now = ahead;
+    ahead = used;
   });
 }
 
