@@ -1,13 +1,14 @@
 """Part of `gpu_check`: our prefill over pages next to what torch has: FlashAttention and cuDNN on contiguous K and V.
 
-All prompts go through our kernel. Where torch is better with one that has nothing in the cache yet, it may go through
-torch, for which `CudaBackend.attend` has to be handed the step's own K and V; the rules of gpu_check say when, and from
-which length on.
+Prompts that come whole go the fastest way of a table (vllm_lite/kernels/cuda/prefill_table.py), which is measured here
+and kept where workers on this device find it; all others through our kernel.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_lite.kernels.cuda import prefill_attention, varlen
+from vllm_lite.kernels.cuda import prefill_attention, prefill_table, varlen
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
 from vllm_lite.kernels.cuda.attention_work import prefill_tiles
 from vllm_lite.kernels.cuda.gather_kv import gather_kv
@@ -38,6 +39,13 @@ POINTS = (  # sequences, their new tokens, their tokens
     (1, 512, 32768),
     (1, 64, 32768),
 )
+
+
+TABLE_SHAPES = ((128, 4, 8), (128, 8, 8), (128, 1, 8), (64, 4, 8), (64, 8, 4), (256, 4, 4))
+"""Head size, query heads of a KV head, KV heads."""
+TABLE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+TABLE_TOKENS = 2048
+"""Of a measurement, at least: shorter prompts come several at a time."""
 
 
 class Prefill:
@@ -140,10 +148,61 @@ def measure(bench: Bench) -> None:
             torch.cuda.empty_cache()
 
 
+def measure_table(bench: Bench) -> list[prefill_table.Measured]:
+    """Whole prompts by our kernel and torch's; what a device cannot do is no way of its table."""
+    shapes: Sequence[tuple[int, int, int]] = TABLE_SHAPES if not bench.small else ((64, 2, 1),)
+    lengths: Sequence[int] = TABLE_LENGTHS if not bench.small else (20,)
+    tokens = TABLE_TOKENS if not bench.small else 40
+    measured = []
+    for head_size, group, num_kv_heads in shapes:
+        for length in lengths:
+            shape = Shape(max(1, tokens // length), length, group, num_kv_heads, head_size)
+            one = Prefill(bench, shape.batch, length, shape)
+            us = {prefill_table.OURS: 1e6 * bench.timer.eager_seconds(one.ours())}
+            for way, backend in prefill_table.LIBRARIES.items():
+                try:
+                    us[way] = 1e6 * bench.timer.eager_seconds(one.by_backend(backend))
+                except Exception as error:
+                    emit(say=f"cannot: {way}, {shape}: {str(error)[:200]}")
+            label = f"{shape.batch} x {length} head {head_size} gqa {group}"
+            for way, taken in us.items():
+                bench.row(f"whole prompts: {way}", label, taken / 1e6, share=us[prefill_table.OURS] / taken)
+            measured.append(prefill_table.Measured("bfloat16", head_size, group, length, us))
+            emit(say=f"{label}: {measured[-1].best() or prefill_table.OURS}")
+    return measured
+
+
+def keep(measured: list[prefill_table.Measured], device: str, folder: Path | None) -> None:
+    """Where workers on such a device look for it; and read it as they do."""
+    path = prefill_table.path_for(device, folder)
+    prefill_table.save(path, measured)
+    kept = prefill_table.load(path)
+    for one in measured:
+        if (one.num_tokens, one.best()) not in kept.ways(torch.bfloat16, one.head_size, one.group):
+            emit(failed=f"{path} has not what was measured: {one}")
+            return
+    emit(fact={"table": str(path)}, say=f"wrote {path}")
+
+
+def make_table(bench: Bench) -> None:
+    """Measure and keep it, on a GPU for the workers."""
+    try:
+        measured = measure_table(bench)
+        if not bench.small:
+            keep(measured, torch.cuda.get_device_name(), None)
+            return
+        with TemporaryDirectory() as folder:
+            keep(measured, "emulator", Path(folder))
+    except Exception as error:
+        emit(failed=f"table: {type(error).__name__}: {error}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--emulate", action="store_true")
-    measure(Bench(*open_launcher(parser.parse_args().emulate)))
+    bench = Bench(*open_launcher(parser.parse_args().emulate))
+    make_table(bench)
+    measure(bench)
     emit(finished=True)
 
 

@@ -60,10 +60,6 @@ def _gap_us(kernel: str, shape: str) -> Measure:
 
 LARGE, SMALL = "batch 64 ctx 8192 gqa 4", "batch 1 ctx 32768 gqa 4"
 DECODE, PREFILL = "decode_attention", "prefill_attention, paged"
-TO_TORCH = (
-    "hand K and V from AttentionBlock.attend to CudaBackend.attend, which gives sequences without a prefix to "
-    "kernels/cuda/varlen.py (planned by Planner.for_step: make_plan waits for the device)"
-)
 RULES = (
     Rule(
         "decode over 32 layers in a block takes more than 1.05 of that over one layer",
@@ -75,9 +71,22 @@ RULES = (
         "decode attention at batch 64, context 8192 reads below 0.8 of the copy bandwidth",
         lambda rows: rows.get("share", DECODE, LARGE),
         0.8,
-        "Fetch V a tile ahead into L2 first (decode_attention.cuh), then a ring of cp.async for each warp. "
+        "FETCH of decode_attention.py, if the rule on it says so; else a ring of cp.async for each warp. "
         "ncu's WarpStateStats say which: long scoreboard means more bytes in flight.",
         below=True,
+    ),
+    Rule(
+        "tiles fetched ahead over those that are not, batch 64, context 8192",
+        lambda rows: rows.ratio("decode_attention fetch", DECODE, LARGE + " HND$"),
+        0.97,
+        "FETCH = True in decode_attention.py, unless it takes more than 1.03 at batch 1, context 32768.",
+        below=True,
+    ),
+    Rule(
+        "tiles fetched ahead over those that are not, batch 1, context 32768",
+        lambda rows: rows.ratio("decode_attention fetch", DECODE, SMALL + " HND$"),
+        1.03,
+        "Leave FETCH of decode_attention.py off.",
     ),
     Rule(
         "decode attention at batch 1, context 32768 reads below 0.5 of the copy bandwidth",
@@ -126,14 +135,15 @@ RULES = (
         "our prefill of 4096 fresh tokens against torch's best",
         lambda rows: rows.get("share", PREFILL, r"^1 x 4096 new of 4096"),
         0.95,
-        f"Fresh prompts through torch: {TO_TORCH}. Below 0.8 also 32 rows a warp in prefill_attention.cuh.",
+        "Nothing for prompts that come whole: the table that this stage has kept sends them through torch. For the "
+        "others, below 0.8: 32 rows a warp in prefill_attention.cuh.",
         below=True,
     ),
     Rule(
         "torch's varlen attention on contiguous K and V over our prefill, 16 x 512",
         lambda rows: rows.ratio("torch varlen, contiguous", PREFILL, r"^16 x 512 new of 512"),
         0.95,
-        "Torch is no faster with prompts of 512: only longer ones may go through it. Not above: those of 512 may, too.",
+        "Torch gains nothing by taking prompts of any lengths in one call. Not above: a way more in prefill_table.py.",
     ),
     Rule(
         "gathering pages for torch over our prefill, 2048 new of 16384",

@@ -45,7 +45,7 @@ STAGES = {
     "sanitize": Stage(60, "memcheck and racecheck on the cases that failed; last, if none did"),
     "step_1b": Stage(75, "steps of a worker with a 1B model: wall against device time, mixed steps, memory"),
     "bench": Stage(100, "measurements of the kernels"),
-    "prefill": Stage(40, "our prefill next to torch's FlashAttention and cuDNN"),
+    "prefill": Stage(60, "our prefill next to torch's FlashAttention and cuDNN; a table of it, which workers follow"),
     "throughput": Stage(80, "tokens a second of a random model through all processes, with graphs and without"),
     "step_8b": Stage(90, "as step_1b, with an 8B model"),
     "profile": Stage(60, "ncu's sections for the kernels that most depends on"),

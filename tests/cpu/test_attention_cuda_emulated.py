@@ -15,11 +15,15 @@ from tests.checkpoints import make_checkpoint
 from tests.kernels import emulator
 from tests.kernels.emulator import EmulatedKernel, EmulatorLauncher
 from tests.paged import Oracle, Paged
+from vllm_lite.attention import cuda as cuda_module
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.cuda import CudaBackend, kernels_reason
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
+from vllm_lite.kernels.cuda import prefill_table
+from vllm_lite.kernels.cuda.prefill_table import Measured, PrefillTable
+from vllm_lite.kernels.cuda.torch_prefill import torch_prefill
 from vllm_lite.kernels.ops import Rotation
 
 pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
@@ -59,15 +63,17 @@ class Step:
     kv: torch.Tensor  # a layer's view of a pool, [num_blocks, 2, num_kv_heads, block_size, head_size]
     sinks: torch.Tensor | None
 
-    def run(self, backend: AttentionBackend, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attend gives, and the cache after it."""
+    def run(
+        self, backend: AttentionBackend, group: int = 0, *, hands_over: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attend gives, and the cache after it. `hands_over`: it is given K and V of the step as well."""
         batch, kv = replace(self.batch), self.kv.clone()
         kv = kv.view(self.shape.cache_dtype)
         heads = Heads(self.heads.query.clone(), self.heads.key.clone(), self.heads.value.clone(), self.heads.rotation)
         out = torch.full(heads.query.shape, 7.0, dtype=self.shape.dtype)
         backend.prepare(batch)
         backend.write_kv(heads, kv, batch, group)
-        backend.attend(heads.query, kv, batch, group, out, self.sinks)
+        backend.attend(heads.query, kv, batch, group, out, self.sinks, new=heads if hands_over else None)
         return out, kv
 
 
@@ -329,6 +335,115 @@ def test_what_has_kernels(changes: dict[str, Any], reason: str | None) -> None:
 
 def test_a_cpu_is_refused() -> None:
     assert CudaBackend.supports(SHAPE) == "it runs on a CUDA device, not on cpu"
+
+
+# ---- prompts through a library
+
+
+def table_of(*lengths: tuple[int, str], **changes: Any) -> PrefillTable:
+    """As if a library had been faster from these lengths on; "ours": it had not."""
+    shape: dict[str, Any] = {"dtype": "bfloat16", "head_size": 64, "group": 2} | changes
+    return PrefillTable(Measured(**shape, num_tokens=n, us={"ours": 10.0, way: 9.0}) for n, way in lengths)
+
+
+FRESH = [(1, 40), (17, 17), (17, 17), (20, 20), (2, 2), (5, 30), (9, 600), (17, 17), (0, 0), (18, 50)]
+LATE = table_of((16, "flash"))
+
+
+def prompts_of(shape: AttentionShape, table: PrefillTable, lengths: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+    plan = plan_of(CudaBackend(shape, emulator.EmulatorLauncher(), table), lengths)
+    (fresh, *_) = plan.fresh
+    return [] if fresh is None else [prompts[:3] for prompts in fresh.prompts]
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows that go through a library."""
+    rows: list[int] = []
+
+    def counted(out: torch.Tensor, query: torch.Tensor, *given: Any) -> None:
+        rows.extend(prompts.num_prompts * prompts.length for prompts in given[2])
+        torch_prefill(out, query, *given)
+
+    monkeypatch.setattr(cuda_module, "torch_prefill", counted)
+    return rows
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_prompts_through_a_library_like_the_reference(rotate: bool, padding: int, handed: list[int]) -> None:
+    """On K and V of the step, in the rows that are theirs; all else through our kernels."""
+    step = make_step(SHAPE, FRESH, padding=padding, rotate=rotate)
+    out, kv = step.run(CudaBackend(SHAPE, emulator.EmulatorLauncher(), LATE), hands_over=True)
+    want, want_kv = step.run(ReferenceBackend(SHAPE))
+    assert (out.double() - want.double()).abs().max() <= TOLERANCES[BF16]
+    assert rotate or torch.equal(kv.float().nan_to_num(-1), want_kv.float().nan_to_num(-1))
+    assert handed == [34, 20, 17]
+    again, _ = step.run(CudaBackend(SHAPE, emulator.EmulatorLauncher(), LATE))
+    assert handed == [34, 20, 17], "a layer that has no K and V of its own attends by our kernel"
+    assert (again.double() - want.double()).abs().max() <= TOLERANCES[BF16]
+
+
+def test_a_step_of_prompts_alone_launches_no_kernel_of_ours(handed: list[int]) -> None:
+    launcher = CountingLauncher()
+    make_step(SHAPE, [(17, 17)] * 3).run(CudaBackend(SHAPE, launcher, LATE), hands_over=True)
+    assert handed == [51]
+    assert launcher.count == 1, "the write to the cache"
+
+
+@pytest.mark.parametrize(
+    ("changes", "table", "prompts"),
+    [
+        ({}, LATE, [(1, 2, 17), (35, 1, 20), (71, 1, 17)]),
+        ({}, table_of((16, "ours"), (18, "cudnn")), [(35, 1, 20)]),
+        ({}, table_of((16, "flash"), (18, "ours")), [(1, 2, 17), (71, 1, 17)]),
+        ({"windows": (17,)}, LATE, [(1, 2, 17), (71, 1, 17)]),
+        ({"windows": (16,)}, LATE, []),
+        ({"soft_cap": 2.0}, LATE, []),
+        ({"sinks": True}, LATE, []),
+        ({"alibi_slopes": (0.5, 0.25, 0.1, 0.9)}, LATE, []),
+        ({"kv_dtype": E4M3}, LATE, []),
+        ({"dtype": FP16}, LATE, []),
+        ({"head_size": 128}, LATE, []),
+        ({"num_heads": 2}, LATE, []),
+        ({}, table_of((30, "flash")), []),
+        ({}, PrefillTable(), []),
+    ],
+    ids=str,
+)
+def test_which_prompts_go_through_a_library(
+    changes: dict[str, Any], table: PrefillTable, prompts: list[tuple[int, ...]]
+) -> None:
+    assert prompts_of(changed(SHAPE, **changes), table, FRESH) == prompts
+
+
+def test_a_small_gain_is_none() -> None:
+    assert Measured("bfloat16", 64, 2, 16, {"ours": 10.0, "flash": 9.6}).best() is None
+    assert Measured("bfloat16", 64, 2, 16, {"ours": 10.0, "flash": 9.4, "cudnn": 9.0, "other": 1.0}).best() == "cudnn"
+    assert Measured("bfloat16", 64, 2, 16, {"flash": 9.0}).best() is None
+
+
+def test_a_table_is_kept_for_its_device_and_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = prefill_table.path_for("NVIDIA H100 80GB", tmp_path / "kernels")
+    assert path.name == "prefill-nvidia-h100-80gb.json"
+    assert not prefill_table.load(path).ways(BF16, 64, 2)
+    prefill_table.save(path, [Measured("bfloat16", 64, 2, 16, {"ours": 2.0, "flash": 1.0})])
+    assert prefill_table.load(path).ways(BF16, 64, 2) == [(16, "flash")]
+    monkeypatch.setattr(torch, "__version__", "1.0")
+    assert not prefill_table.load(path).ways(BF16, 64, 2), "another torch has other kernels"
+    for damaged in ("{", "[]", '{"torch": "1.0", "measured": [{"us": 1}]}'):
+        path.write_text(damaged)
+        caplog.clear()
+        assert not prefill_table.load(path).ways(BF16, 64, 2)
+        assert "is no table of prefill times" in caplog.text
+
+
+def test_what_a_library_returns_is_part_of_the_workspace() -> None:
+    sizes = 1000, 8, 500
+    more = CudaBackend(SHAPE, emulator.EmulatorLauncher(), LATE).workspace_bytes(*sizes)
+    assert more - backend_for(SHAPE).workspace_bytes(*sizes) == 1000 * 4 * (64 * 2 + 4)
 
 
 # ---- a model

@@ -13,10 +13,13 @@ from tests.cuda_capture import CapturingLauncher, CudaLikeCapture
 from tests.driver import Driver, make_prompt, new_request
 from tests.kernels import emulator
 from tests.plays import graphs_of
+from vllm_lite.attention import cuda as cuda_module
 from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.checkpoint.sizing import piece_sizes
 from vllm_lite.kernels import ops as ops_module
 from vllm_lite.kernels.cuda.fused import CudaOps
+from vllm_lite.kernels.cuda.prefill_table import PrefillTable
+from vllm_lite.kernels.cuda.torch_prefill import torch_prefill
 from vllm_lite.layers import gpu_matmul
 from vllm_lite.layers.matmul import DenseMatmul
 from vllm_lite.protocol.step import Continue
@@ -69,6 +72,33 @@ def test_a_step_in_pieces_has_the_bits_of_an_eager_step(model: Path, launcher: C
     assert pieces_of(graphed).num_replays > 8
     assert [len(pieces) for pieces in capture.piecewise] == [NUM_LAYERS + 1] * 2
     assert all(graph.num_launches for pieces in capture.piecewise for graph in pieces)
+
+
+class Everything(PrefillTable):
+    """Sends all prompts that come whole through a library."""
+
+    def ways(self, dtype: torch.dtype, head_size: int, group: int) -> list[tuple[int, str | None]]:
+        del dtype, head_size, group
+        return [(2, "flash")]
+
+
+def test_prompts_in_pieces_go_through_a_library_as_in_eager_steps(
+    model: Path, launcher: CapturingLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a piece leaves of K and V is there when the library reads it."""
+    monkeypatch.setattr(worker_module, "select_backend", lambda shape, _: CudaBackend(shape, launcher, Everything()))
+    counts: list[int] = []
+
+    def counted(*given: Any) -> None:
+        counts.append(sum(prompts.num_prompts for prompts in given[4]))
+        torch_prefill(*given)
+
+    monkeypatch.setattr(cuda_module, "torch_prefill", counted)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "cudagraph_capture_sizes": [2]}
+    _, graphed = plays.run_both(model, 3, 30, Device(CPU, capture=CudaLikeCapture()), **settings)
+    assert pieces_of(graphed).num_replays > 8
+    assert len(counts) > 4 * NUM_LAYERS
+    assert len(counts) % (2 * NUM_LAYERS) == 0, "as often in pieces as eagerly"
 
 
 def test_a_mixed_step_launches_less(

@@ -105,7 +105,14 @@ def test_emulated_steps_engines_and_prefill(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "emulator-kernels.json").read_text())["rows"]
     found = {row["kernel"]: row for row in rows}
     steps = {"step, graphs", "step, eager", "step, random", "step, mixed", "step, prompt", "memory in use of allowed"}
-    ways = {"prefill_attention, paged", "torch sdpa, flash", "torch varlen, contiguous", "gather_kv"}
+    ways = {
+        "whole prompts: ours",
+        "whole prompts: flash",
+        "prefill_attention, paged",
+        "torch sdpa, flash",
+        "torch varlen, contiguous",
+        "gather_kv",
+    }
     assert steps | ways | {"engine: ours", "engine: vllm"} <= set(found)
     assert found["step, graphs"]["launches"] > 0
     assert found["engine: vllm"]["tokens_s"] > 0
@@ -296,7 +303,7 @@ def test_rules_say_what_holds_first() -> None:
     said = rules.said(found)
     assert len(said) == len(rules.RULES)
     assert [text[:2] for text in said[:3]] == ["->", "->", "ok"]
-    assert "reads below 0.8 of the copy bandwidth: 0.70. Fetch V" in said[0]
+    assert "reads below 0.8 of the copy bandwidth: 0.70. FETCH of" in said[0]
     assert "at batch 1 waits for the host, us: 300.00. The gap" in said[1]
     assert "over that over one layer: no, 1.03" in said[2].replace("of that", "over that")
     assert all("not measured" in text for text in said[3:])

@@ -160,6 +160,7 @@ class AttentionBackend(Protocol):
         sinks: torch.Tensor | None = None,  # float32 [num_heads], contiguous, on the device
         *,
         scales: KVScales | None = None,
+        new: Heads | None = None,
     ) -> None:
         """Causal attention of each sequence's rows over its cached tokens into `out`; padding rows become zero.
 
@@ -170,5 +171,8 @@ class AttentionBackend(Protocol):
         the softmax of every row as it is, neither scaled nor capped nor subject to a window, and attends to nothing, so
         a row's weights add up to less than 1. Raises ValueError for sinks of another shape or type, and unless they are
         given exactly where the spec says so.
+
+        `new` are the heads that the layer's `write_kv` has just had, K rotated by now: the step's own part of what is
+        attended to, which a backend may read in place of the cache. None: the layer attends to what another one wrote.
         """
         ...

@@ -112,6 +112,7 @@ class CpuBackend:
         sinks: torch.Tensor | None = None,
         *,
         scales: KVScales | None = None,
+        new: Heads | None = None,  # noqa: ARG002
     ) -> None:
         part: _Group = batch.plan.groups[group]
         check_sinks(sinks, self.shape.groups[group])

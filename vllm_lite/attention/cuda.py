@@ -3,7 +3,8 @@
 A step may mix decodes (sequences with one row) and chunks of prompts. Each kernel gets a list of its work
 (attention/cuda_plan.py): `decode_attention` the sequences with one row, those with a few behind a long context, and
 padding, which it clears; `prefill_attention` the tiles of all others. One that has nothing to do is not launched.
-float32 models run on one simple kernel for both.
+float32 models run on one simple kernel for both. Prompts that come whole go through torch's attention where a table
+says that it is faster (kernels/cuda/prefill_table.py), on K and V as the layer has made them.
 
 For CUDA graphs: `write_kv` and `attend` only launch, with grids that follow from the batch's numbers. What they need
 besides lies in `batch.plan`, which the owner of a graph keeps, and which `refresh` brings up to date.
@@ -30,7 +31,9 @@ from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.cuda.decode_attention import decode_attention
 from vllm_lite.kernels.cuda.launcher import FLOAT8, Launcher
 from vllm_lite.kernels.cuda.prefill_attention import prefill_attention
+from vllm_lite.kernels.cuda.prefill_table import PrefillTable, of_device
 from vllm_lite.kernels.cuda.repeat import RepeatedLaunches
+from vllm_lite.kernels.cuda.torch_prefill import torch_prefill
 
 MIN_CAPABILITY = (8, 0)
 
@@ -44,19 +47,23 @@ class CudaBackend:
     graph_safe = True
     fuses_norms = True
 
-    def __init__(self, shape: AttentionShape, launcher: Launcher | None = None) -> None:
+    def __init__(
+        self, shape: AttentionShape, launcher: Launcher | None = None, table: PrefillTable | None = None
+    ) -> None:
+        """`table`: of another device than the shape's, None: of this one."""
         self.shape = shape
         self.launcher = launcher or own_launcher("cuda")
-        self.planner = None if shape.dtype == torch.float32 else Planner(shape)
+        table = of_device(shape.device) if table is None else table
+        self.planner = None if shape.dtype == torch.float32 else Planner(shape, table)
         self._scorings = [scoring_of(spec, shape) for spec in shape.groups]
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:
         return device_reason(shape, kernels_reason)
 
-    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
-        """The most that `prepare` allocates for `max_num_seqs` sequences of up to `max_seq_len` tokens."""
-        return 0 if self.planner is None else self.planner.workspace_bytes(max_num_seqs, max_seq_len)
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
+        """The most that `prepare` and `attend` allocate for `max_num_seqs` sequences of up to `max_seq_len` tokens."""
+        return 0 if self.planner is None else self.planner.workspace_bytes(max_num_tokens, max_num_seqs, max_seq_len)
 
     def prepare(self, batch: StepBatch) -> None:
         if self.planner is None:
@@ -98,8 +105,10 @@ class CudaBackend:
         sinks: torch.Tensor | None = None,
         *,
         scales: KVScales | None = None,
+        new: Heads | None = None,
     ) -> None:
         check_sinks(sinks, self.shape.groups[group])
+        fresh = batch.plan.fresh[group] if new is not None and batch.plan.fresh else None
 
         def attend(launcher: Launcher) -> None:
             cache = PagedKV(kv, batch.block_tables[group], batch.query_start_loc, batch.seq_lens)
@@ -107,14 +116,16 @@ class CudaBackend:
             if self.planner is None:
                 attention_simple(launcher, out, query, cache, scoring)
                 return
-            decodes, prefills = plan.decodes[group], plan.prefills[group]
+            decodes, prefills = plan.decodes[group], plan.prefills[group] if fresh is None else fresh.rest
             if decodes is not None:
                 decode_attention(launcher, out, query, cache, decodes, scoring, workspace=plan.workspace)
             if prefills is not None:
                 prefill_attention(launcher, out, query, cache, prefills, scoring)
 
         changing = [kv, kv[:, 1]] if sinks is None else [kv, kv[:, 1], sinks]
-        self._launch(batch.plan, ("attend", group, scales), (query, out), changing, attend)
+        self._launch(batch.plan, ("attend", group, scales, fresh is None), (query, out), changing, attend)
+        if fresh is not None and new is not None:
+            torch_prefill(out, query, new.key, new.value, fresh.prompts, self._scorings[group].scale)
 
     def _launch(
         self,

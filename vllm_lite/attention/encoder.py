@@ -95,9 +95,10 @@ class EncoderBackend:
         sinks: torch.Tensor | None = None,
         *,
         scales: KVScales | None = None,
+        new: Heads | None = None,
     ) -> None:
         """See AttentionBackend."""
-        del kv, sinks, scales
+        del kv, sinks, scales, new
         plan: _Plan = batch.plan
         heads = plan.heads
         if heads is None:

@@ -99,6 +99,7 @@ class PagedBackend:
         sinks: torch.Tensor | None = None,
         *,
         scales: KVScales | None = None,
+        new: Heads | None = None,  # noqa: ARG002
     ) -> None:
         plan: _Plan = batch.plan
         check_sinks(sinks, self.shape.groups[group])

@@ -169,6 +169,7 @@ class ReferenceBackend:
         sinks: torch.Tensor | None = None,
         *,
         scales: KVScales | None = None,
+        new: Heads | None = None,  # noqa: ARG002
     ) -> None:
         plan: _Plan = batch.plan
         if plan.has_padding:

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.backend import AttentionBackend, Heads
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
@@ -109,11 +109,13 @@ class AttentionBlock:
             self.make_heads(x, own)
             if self.grows and rows.query_growth is not None:
                 self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
-            self.rotate_and_keep(own, kv, batch, backend)
+            new = self.rotate_and_keep(own, kv, batch, backend)
         else:
             self.qkv.forward(x, out=own.qkv)
             backend.write_kv(replace(own.heads, norms=norms), kv, batch, self.group, self.kv_scales)
-        backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks, scales=self.kv_scales)
+            new = own.heads
+        given = (own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks)
+        backend.attend(*given, scales=self.kv_scales, new=new)
         if own.gate is not None:
             self.ops.sigmoid_gate(own.attended, own.gate)
 
@@ -129,9 +131,12 @@ class AttentionBlock:
         if self.qk_norm is not None:
             self.qk_norm.forward(own)
 
-    def rotate_and_keep(self, own: HeadRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """Rotate Q and K, and write K and V to the cache."""
+    def rotate_and_keep(
+        self, own: HeadRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend
+    ) -> Heads | None:
+        """Rotate Q and K, and write K and V to the cache. Returns them; None if the layer has none of its own."""
         backend.write_kv(own.heads, kv, batch, self.group, self.kv_scales)
+        return own.heads
 
     def project(self, rows: Rows) -> None:
         """Project the attended rows into rows.hidden."""

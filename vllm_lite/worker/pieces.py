@@ -61,9 +61,11 @@ class Attend:
     out: torch.Tensor
     sinks: torch.Tensor | None
     scales: KVScales | None
+    new: Heads | None
 
     def launch(self, backend: AttentionBackend, batch: StepBatch) -> None:
-        backend.attend(self.query, self.kv, batch, self.group, self.out, self.sinks, scales=self.scales)
+        given = (self.query, self.kv, batch, self.group, self.out, self.sinks)
+        backend.attend(*given, scales=self.scales, new=self.new)
 
 
 class CuttingBackend:
@@ -104,8 +106,9 @@ class CuttingBackend:
         sinks: torch.Tensor | None = None,
         *,
         scales: KVScales | None = None,
+        new: Heads | None = None,
     ) -> None:
-        self._cut(Attend(query, kv, group, out, sinks, scales))
+        self._cut(Attend(query, kv, group, out, sinks, scales, new))
 
 
 @dataclass(frozen=True, slots=True)

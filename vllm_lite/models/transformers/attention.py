@@ -63,7 +63,7 @@ class PagedAttention:
         kv, group = step.kv_caches[layer], self.groups[layer]
         scales = self.kv_scales.get(layer)
         step.backend.write_kv(heads, kv, step.batch, group, scales)
-        given: dict[str, Any] = {"scales": scales}
+        given: dict[str, Any] = {"scales": scales, "new": heads}
         if sinks is not None:
             if layer not in self._sinks:
                 self._sinks[layer] = sinks.detach().float()
