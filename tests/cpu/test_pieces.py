@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -204,3 +205,17 @@ def test_with_adapters_there_are_no_pieces(model: Path, launcher: CapturingLaunc
     driver = Driver(model, on=Device(CPU, capture=capture), dtype="bfloat16", enable_lora=True)
     assert capture.piecewise == []
     assert graphs_of(driver).other is driver.worker.runner.eager
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_what_is_counted_of_the_last_layer(model: Path, launcher: CapturingLauncher, eager: bool) -> None:
+    """Graphs pass all rows through it, eager steps those that are wanted: that many choices of experts are there."""
+    counted: list[tuple[int, int]] = []
+    capture = None if eager else CudaLikeCapture()
+    driver = Driver(model, on=Device(CPU, capture=capture), dtype="bfloat16", cudagraph_capture_sizes=[2])
+    load = SimpleNamespace(count=lambda *given: counted.append(given))
+    driver.worker.runner.expert_load = cast("Any", load)
+    driver.run(new_request(0, make_prompt(20), [1, 2]))
+    driver.run(Continue(0, 1, []), new_request(1, make_prompt(9), [3]))
+    driver.run(Continue(0, 1, []), Continue(1, 1, []))
+    assert counted == ([(20, 1), (10, 2), (2, 2)] if eager else [(20, 20), (10, 10), (2, 2)])

@@ -41,8 +41,8 @@ class ExpertLoad:
 
     @torch.inference_mode()
     def count(self, num_tokens: int, num_wanted: int) -> None:
-        """Add a step of so many tokens, of which so many passed what follows the last attention. The device has done
-        it, or is waited for."""
+        """Add a step of so many tokens, of which so many passed what follows the last attention: those that are
+        wanted, and all where a graph was replayed. The device has done it, or is waited for."""
         self._add(slice(0, self._num_whole), num_tokens)
         self._add(slice(self._num_whole, None), num_wanted)
 

@@ -41,6 +41,8 @@ class EagerForward:
         self.backend = backend
         self.device = device
         self.progress = progress
+        self.num_last = 0
+        """Rows of the last step that passed what follows the last attention, however that step ran."""
         self._shares_kv = any(layer.kv_layer is not None for layer in model.spec.layers)
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
@@ -66,6 +68,7 @@ class EagerForward:
             tail=self._tail(inputs),
             host=HostLens(inputs.num_scheduled, inputs.seq_lens),
         )
+        self.num_last = inputs.num_tokens if inputs.wanted is None else len(inputs.wanted)
         self.backend.prepare(batch)
         return self.model.forward(batch, self.kv_caches, self.backend, self.progress)
 

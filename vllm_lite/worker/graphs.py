@@ -322,6 +322,7 @@ class DecodeGraphs:
         self.eager.backend.refresh(bucket.batch, inputs.seq_lens)
         bucket.graph.replay()
         self.num_replays += 1
+        self.eager.num_last = num_seqs
         logits = bucket.logits if size == num_seqs else bucket.logits[:num_seqs]
         if len(inputs.sampling) < num_seqs:  # a prompt whose next to last token came by itself
             return self._select(logits, inputs.sampling)

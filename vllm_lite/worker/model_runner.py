@@ -127,8 +127,7 @@ class ModelRunner:
         waiting = self._settle(unsettled, inputs) if unsettled else set()
         sampled = self.sampler.sample(logits, samples or self.batch.sample_inputs(inputs))
         if self.expert_load is not None:  # the device has done the step, or there would be no tokens
-            num_wanted = inputs.num_tokens if inputs.wanted is None else len(inputs.wanted)
-            self.expert_load.count(inputs.num_tokens, num_wanted)
+            self.expert_load.count(inputs.num_tokens, self.eager.num_last)
         self._explain(sampled, inputs)
         kept = _num_kept(inputs, sampled, waiting)
         if inputs.drafted and (confirmed := self.batch.states.confirmed(inputs, kept)) is not None:

@@ -213,6 +213,7 @@ class PiecewiseForward:
             call.launch(self.eager.backend, batch)
         pieces.graphs[-1].replay()
         self.num_replays += 1
+        self.eager.num_last = inputs.num_tokens
         hidden, wanted = pieces.hidden[: inputs.num_tokens], inputs.wanted
         return self.eager.model.logits(hidden if wanted is None else hidden[to_device(wanted, self.eager.device)])
 
