@@ -59,6 +59,7 @@ class Bench:
             self.layers,
             self.few_rows,
             self.long_graphs,
+            self.decode_fetch,
             self.decode_variants,
             self.fused,
             self.sampler,
@@ -149,6 +150,17 @@ class Bench:
             for split_tokens in (128, 256, 512, 1024, 2048):
                 name = f"decode_attention split {split_tokens}"
                 self.decode_row(self.shape(batch, context, 4), split_tokens, name)
+
+    def decode_fetch(self) -> None:
+        """Tiles that are brought to L2 ahead of their use."""
+        kept = decode.FETCH
+        decode.FETCH = True
+        try:
+            for batch, context in ((64, 8192), (8, 8192), (1, 32768), (64, 1024)) if not self.small else ((1, 40),):
+                for kv_dtype in (torch.bfloat16, E4M3):
+                    self.decode_row(self.shape(batch, context, 4, kv_dtype=kv_dtype), name="decode_attention fetch")
+        finally:
+            decode.FETCH = kept
 
     def shape(self, batch: int, context: int, group: int, **fields: object) -> Shape:
         sizes = {"num_kv_heads": 1, "head_size": 64} if self.small else {}

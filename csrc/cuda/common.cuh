@@ -8,9 +8,9 @@
 //   - element offsets into caches are int64: a cache may hold more than 2^31 elements.
 //
 // Contents: types; float conversions (to_float, from_float<T>, pack2<T>, unpack2<T>, widen2<T>, unpack); memory
-// (load_as<V>, store_as, load_stream, load_fresh, Vec<T, N>); mma_m16n8k16<T>; fma2<T>; transpose_8x8; exp2_fast,
-// log2_fast; group_sum<N>, group_max<N>, warp_sum, warp_max, block_sum, block_max; comes_last; ceil_div, round_up;
-// copy_async_16, copy_async_wait, load_matrices, load_matrices_transposed; subtract_exact, divide_exact.
+// (load_as<V>, store_as, load_stream, load_fresh, prefetch_l2, Vec<T, N>); mma_m16n8k16<T>; fma2<T>; transpose_8x8;
+// exp2_fast, log2_fast; group_sum<N>, group_max<N>, warp_sum, warp_max, block_sum, block_max; comes_last; ceil_div,
+// round_up; copy_async_16, copy_async_wait, load_matrices, load_matrices_transposed; subtract_exact, divide_exact.
 #pragma once
 #ifndef __CUDACC__
 #include "cuda_on_cpu.h"
@@ -157,6 +157,11 @@ __device__ __forceinline__ uint4 load_fresh4(const void* p) {
   return v;
 }
 
+// Asks for the 128 bytes around p to be brought to L2, and waits for nothing.
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // One access of sizeof(V) bytes at an address that is a multiple of it.
 template <class V>
 __device__ __forceinline__ V load_as(const void* p) {
@@ -229,6 +234,9 @@ template <class V>
 void store_as(void* p, const V& value, int line = __builtin_LINE()) {
   cpu::check_aligned(p, sizeof(V), line);
   *static_cast<V*>(p) = value;
+}
+inline void prefetch_l2(const void* p) {  // reads what a GPU would, so that an address outside of memory is found
+  static_cast<void>(*static_cast<const volatile char*>(p));
 }
 inline float load_fresh(const float* p) {
   return *p;

@@ -202,7 +202,10 @@ __device__ __forceinline__ float2 merge_warps(const float* head, int warp_stride
 // to have written one of the row merges them. All splits of a row stand one after another. A row that sees nothing
 // becomes 0, and rows that are not in the list stay as they are. Nothing in a cache or a table is read that is not
 // seen, but for the rest of a seen tile inside its block.
-template <class T, class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS, int WARPS>
+//
+// FETCH: bring V a tile ahead to L2, and K two, while a tile is computed. ptxas sinks the loads of V behind the first
+// product on some architectures, where registers are short; L2 has room. A variant to measure: no bit depends on it.
+template <class T, class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS, int WARPS, bool FETCH = false>
 __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_TILES, SMALL_BLOCKS>()))
     decode_attention(
         T* __restrict__ out,                     // [num_tokens, num_heads, HEAD], rows out_stride apart
@@ -263,6 +266,8 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
       if (!S::AHEAD) pages.load_k(k, tile, here);
       pages.load_v(v, tile, here);
       const int after = pages.find(tile + 2 * WARPS);
+      if (FETCH && tile + WARPS < past) pages.prefetch(pages.values, tile + WARPS, next);
+      if (FETCH && tile + 2 * WARPS < past) pages.prefetch(pages.keys, tile + 2 * WARPS, after);
       float scores[HEAD_TILES][4] = {};
 #pragma unroll
       for (int c = 0; c < S::CHUNKS; ++c)

@@ -108,6 +108,16 @@ struct Pages {
         load_words(v[t][s], from + 8 * S::V_VEC * s, 8 * S::V_VEC * s + lane_dim < HEAD);
     }
   }
+  // Begins to bring a tile of `keys` or `values` to L2, a line of 128 bytes a lane.
+  __device__ __forceinline__ void prefetch(const Cache* base, int tile, int block) const {
+    constexpr int ROW_BYTES = HEAD * sizeof(Cache), LINES = ceil_div(ROW_BYTES, 128);
+#pragma unroll
+    for (int i = 0; i < LINES * kTile; i += 32) {
+      const int at = i + threadIdx.x % 32;
+      if (LINES * kTile % 32 == 0 || at < LINES * kTile)
+        prefetch_l2(reinterpret_cast<const char*>(base + offset_of(tile, block, at / LINES)) + at % LINES * 128);
+    }
+  }
   __device__ __forceinline__ bool partly_seen(int tile) const {
     return tile * kTile < cut.begin || (tile + 1) * kTile > cut.end;
   }

@@ -216,6 +216,24 @@ def several_splits_to_a_block(launcher: Launcher, device: torch.device) -> None:
         assert torch.equal(several, one_each)
 
 
+def tiles_fetched_ahead_have_the_same_bits(launcher: Launcher, device: torch.device) -> None:
+    """The variant that brings them to L2 first, which reads nothing that is not there."""
+    for setup in (
+        Setup((513, 40, 0, 300), num_heads=4, split_tokens=16),
+        Setup((150, 16, 5), window=17, split_tokens=32, block_size=4),
+        Setup((90, 21), kv_dtype=E4M3, head_size=120, block_size=32),
+    ):
+        batch = make_batch(setup, device)
+        plain, fetch = run(batch, launcher), decode.FETCH
+        try:
+            decode.FETCH = not fetch
+            other = run(batch, launcher)
+        finally:
+            decode.FETCH = fetch
+        check_rows(batch, other)
+        assert torch.equal(other, plain)
+
+
 def offsets_beyond_32_bits(launcher: Launcher, device: torch.device) -> None:
     """A cache of more than 2^31 elements, of which only the blocks in use are ever touched."""
     batch = make_batch(Setup((36,), kv_dtype=E4M3), device)
@@ -242,6 +260,7 @@ CASES: list[tuple[str, Callable[[Launcher, torch.device], None]]] = [
     ("same bits in any batch", same_bits_in_any_batch),
     ("drafts have the bits of decodes", drafts_have_the_bits_of_decodes),
     ("several splits to a block", several_splits_to_a_block),
+    ("tiles fetched ahead have the same bits", tiles_fetched_ahead_have_the_same_bits),
     ("offsets beyond 32 bits", offsets_beyond_32_bits),
     ("one token more would show", one_token_more_would_show),
 ]

@@ -140,6 +140,9 @@ def _decode() -> list[Instantiation]:
         for shape, registers in shapes:
             name = f"decode_attention<{scalar}, {cache}, {shape}, 4>"
             found.append(Instantiation("decode_attention.cuh", name, registers))
+    for cache in (bf16, "fp8_e4m3"):
+        name = f"decode_attention<{bf16}, {cache}, 128, 1, false, 4, true>"
+        found.append(Instantiation("decode_attention.cuh", name, 168))
     return found
 
 

@@ -17,6 +17,8 @@ from vllm_lite.kernels.cuda.launcher import Launcher, cuda_type, require
 SOURCE = "decode_attention.cuh"
 LOG2E = 1.4426950408889634
 _WARPS = 4
+FETCH = False
+"""Whether tiles are brought to L2 ahead of their use. gpu_check measures both, and says which to take."""
 TARGET_BLOCKS = 2048
 """Five times what an H200 holds at once, so that the last ones to finish leave little of it idle. Where there are more
 splits, blocks take several in turn, and a graph that is made for long contexts starts no more."""
@@ -54,7 +56,8 @@ def head_tiles(group: int, head_size: int) -> int:
 def kernel_name(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int, group: int, block_size: int) -> str:
     small = "true" if block_size < TILE else "false"
     types = f"{cuda_type(dtype, 'query')}, {cuda_type(kv_dtype, 'kv')}"
-    return f"decode_attention<{types}, {head_size}, {head_tiles(group, head_size)}, {small}, {_WARPS}>"
+    fetch = ", true" if FETCH else ""
+    return f"decode_attention<{types}, {head_size}, {head_tiles(group, head_size)}, {small}, {_WARPS}{fetch}>"
 
 
 def decode_attention(  # noqa: PLR0913 - what only some steps have comes last
