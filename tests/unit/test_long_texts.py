@@ -225,3 +225,13 @@ def test_nothing_is_begun_for_who_has_gone_and_what_is_begun_stops() -> None:
         assert (begun, ended) == (["first", "third"], ["third"])
 
     run(main)
+
+
+@pytest.mark.parametrize("num_chars", [tokenizers.SHORT_TEXT_CHARS + 1, 4000])
+def test_all_but_short_texts_are_tokenized_without_the_interpreters_lock(num_chars: int) -> None:
+    """encode() keeps the lock, so a thread that tokenizes a thousand texts by it holds up the loop of a server."""
+    library = counting()
+    library.encode = None  # type: ignore[assignment, method-assign]
+    assert library.tokenizer.encode("a b " * (num_chars // 4 + 1))
+    with pytest.raises(TypeError):
+        library.tokenizer.encode("a b")

@@ -136,6 +136,12 @@ def test_keys_of_a_json_setting_may_be_flags(words: tuple[str, ...], setting: st
     assert getattr(parsed("MODEL", *words), setting) == value
 
 
+def test_a_key_that_is_too_deep_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("-sc.a.b.c.d.e.f.g.h.i", "1")
+    assert "-sc.a.b.c.d.e.f.g.h.i is 9 keys deep; settings have at most 8" in capsys.readouterr().err
+
+
 def test_keys_of_a_config_of_vllm_are_answered_as_the_config() -> None:
     assert "-cc (nothing is compiled" in vllm_flags.notice(given("MODEL", "-cc.mode=none", "-cc.x.y", "1"))
     with pytest.raises(ConfigError, match=r"^--kv-transfer-config of vLLM is not"):

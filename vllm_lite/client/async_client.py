@@ -24,6 +24,7 @@ from vllm_lite.client.session import (
     Session,
 )
 from vllm_lite.client.stream import Event, RequestStream, StreamFactory, shows
+from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
 from vllm_lite.protocol.operations import PauseMode
@@ -35,8 +36,6 @@ if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer
 
 A = TypeVar("A")
-_LONG_TEXT_CHARS = 16_384
-"""Longer prompts are tokenized in a thread (the library releases the GIL), so that other streams go on."""
 
 
 class _Inbox:
@@ -342,7 +341,7 @@ class AsyncClient:
     async def _make(self, prompt: PromptLike, params: SamplingParams | None, request_id: str) -> RequestStream:
         make = self._connected().streams.make
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        is_long = isinstance(text, str) and len(text) > _LONG_TEXT_CHARS
+        is_long = isinstance(text, str) and len(text) > LONG_TEXT_CHARS
         if is_long or getattr(params, "structured_outputs", None) is not None:  # a large schema takes up to a second
             return await asyncio.to_thread(make, prompt, params, request_id)
         return make(prompt, params, request_id)

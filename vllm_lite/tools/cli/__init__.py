@@ -75,7 +75,11 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Override it to take single keys of JSON settings."""
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args(nested_flags.joined(words, self._option_string_actions), namespace)
+        try:
+            words = nested_flags.joined(words, self._option_string_actions)
+        except ValueError as error:
+            self.error(str(error))
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

@@ -13,7 +13,7 @@ MAX_DEPTH = 8
 def joined(words: Sequence[str], known: Collection[str]) -> list[str]:
     """`words` with one object for all keys of a flag, where its first key stands. Flags in `known` stay as they are.
 
-    An object that is given beside keys has them added.
+    An object that is given beside keys has them added. Raise ValueError for a key that is too deep.
     """
     objects: dict[str, dict[str, Any]] = {}
     kept: list[str] = []
@@ -44,7 +44,10 @@ def _read(words: Sequence[str], known: Collection[str]) -> Iterator[tuple[str, l
         if not (dot and flag.startswith("-") and flag in known and name not in known):
             yield "", [], word
             continue
-        yield flag, keys.replace("-", "_").split(".")[:MAX_DEPTH], value if has_value else next(rest, "")
+        path = keys.replace("-", "_").split(".")
+        if len(path) > MAX_DEPTH:
+            raise ValueError(f"{name} is {len(path)} keys deep; settings have at most {MAX_DEPTH}")
+        yield flag, path, value if has_value else next(rest, "")
 
 
 def _put(found: dict[str, Any], keys: Sequence[str], value: Any) -> None:
