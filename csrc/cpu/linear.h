@@ -5,7 +5,7 @@
 // from its first byte to its last, so memory delivers at full speed, and a vector holds one group's weights for several
 // outputs: no sum over a vector's elements at the end.
 //
-// int8 weights are stored plus 128, as bytes. Where the machine multiplies bytes (VNNI), rows are quantized, too, each
+// int8 weights are stored plus 128, as bytes. Where the machine multiplies bytes, rows are quantized, too, each
 // kQuantGroup inputs by themselves: x ~ integer * scale. A byte times an integer is exact, and what the 128 add up to
 // is known from the row alone. Elsewhere rows stay as they are.
 //

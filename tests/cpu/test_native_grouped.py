@@ -20,7 +20,9 @@ MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4,
 NORMAL = torch.linspace(-1, 1, 16).pow(3)
 """No whole numbers, in whatever unit."""
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-WHOLE = (INT4, UINT4, MXFP4, INT8)
+IQ4_NL = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+"""Whole numbers whose bytes are too large for sums of four products in 16 bits."""
+WHOLE = (INT4, UINT4, MXFP4, IQ4_NL, INT8)
 
 # outputs, inputs, group size, rows: whole blocks and parts of them, parts of groups, several tiles, groups and tasks
 SHAPES = [
@@ -83,8 +85,8 @@ def check_packed(
 
 @pytest.mark.parametrize(
     "values",
-    [INT4, UINT4, MXFP4, NORMAL, INT8, E4M3],
-    ids=["int4", "uint4", "mxfp4", "table", "int8", "e4m3"],
+    [INT4, UINT4, MXFP4, IQ4_NL, NORMAL, INT8, E4M3],
+    ids=["int4", "uint4", "mxfp4", "iq4_nl", "table", "int8", "e4m3"],
 )
 @pytest.mark.parametrize("minima", [False, True])
 def test_equals_float64(each_isa: str, values: torch.Tensor, minima: bool) -> None:
@@ -123,6 +125,41 @@ def test_whole_rows_are_exact() -> None:
     assert torch.equal(out, x @ dequantize(weight).t())
 
 
+@pytest.mark.parametrize("values", [NORMAL, E4M3], ids=["table", "e4m3"])
+@pytest.mark.usefixtures("each_isa")
+def test_every_code_stands_for_its_float(values: torch.Tensor) -> None:
+    codes = (torch.arange(256) % len(values)).to(torch.uint8).reshape(2, 128)
+    weight = GroupedWeight(codes, values, torch.ones(2, 1), 128)
+    out = torch.empty(128, 2)
+    linear(torch.eye(128), PackedWeight(weight), out)
+    if values is E4M3:
+        assert out.isnan().all(), "each output has one weight that is not a number"
+        weight.codes[:, 127] = 0
+        linear(torch.eye(128), PackedWeight(weight), out)
+    assert torch.equal(out, dequantize(weight).t())
+
+
+@pytest.mark.parametrize("zero", [None, -60, -24, 24, 60])
+@pytest.mark.parametrize("values", [INT4, MXFP4, IQ4_NL, INT8], ids=["int4", "mxfp4", "iq4_nl", "int8"])
+@pytest.mark.usefixtures("each_isa")
+def test_the_largest_bytes_and_integers_are_exact(values: torch.Tensor, zero: int | None) -> None:
+    """No sum on the way leaves its 16 bits, and the least byte has no sign that is lost."""
+    ends = torch.tensor([int(values.argmin()), int(values.argmax())], dtype=torch.uint8)
+    for group_size, num_rows in ((32, 1), (128, 3), (128, 6)):
+        codes = ends[torch.arange(64)[:, None] // (1, 2, 64)[num_rows % 3] % 2].expand(64, 256).contiguous()
+        weight = GroupedWeight(codes, values, torch.ones(64, 256 // group_size), group_size)
+        if zero is not None:
+            zeros = torch.zeros_like(weight.scales)
+            zeros[0], zeros[1] = zero, -zero
+            weight = with_zero_points(weight, zeros)
+        x = torch.full((num_rows, 256), 127.0)
+        x[::2] = -127
+        x[-1, ::2] = 127
+        out = torch.empty(num_rows, 64)
+        linear(x, PackedWeight(weight), out)
+        assert torch.equal(out.double(), x.double() @ dequantize(weight).double().t()), (group_size, num_rows)
+
+
 def with_zero_points(weight: GroupedWeight, zeros: torch.Tensor) -> GroupedWeight:
     return weight._replace(minima=zeros * weight.scales)
 
@@ -146,7 +183,7 @@ def test_zero_points_take_a_byte(each_isa: str, values: torch.Tensor, group_size
 
 def test_minima_that_are_no_zero_points_stay_floats() -> None:
     plain = grouped(96, 640, 128, UINT4, scales=torch.float16)
-    for zeros in (torch.full((96, 5), 7.5), torch.full((96, 5), 65.0), torch.full((96, 5), -65.0)):
+    for zeros in (torch.full((96, 5), 7.5), torch.full((96, 5), 25.0), torch.full((96, 5), -25.0)):
         weight = with_zero_points(plain, zeros)
         assert PackedWeight(weight).num_bytes > 96 * 640 * (4 + 24 / 128) / 8 + 4 * 16
         check(weight, random(3, 640), None, zeros[0, 0])

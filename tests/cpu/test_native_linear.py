@@ -90,6 +90,18 @@ def test_results_do_not_depend_on_other_rows_or_threads(each_product_isa: str, w
         cpu.set_num_threads(before)
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 7])
+@pytest.mark.usefixtures("each_product_isa")
+def test_the_largest_integers_are_exact(num_rows: int) -> None:
+    """No sum of products on the way leaves its bits."""
+    signs = torch.tensor([1.0, -1.0])
+    weight = 127 * signs[torch.arange(64)[:, None] % 2].expand(64, 256).contiguous()
+    x = 127 * signs[torch.arange(num_rows)[:, None] % 2].expand(num_rows, 256).contiguous()
+    out = torch.empty(num_rows, 64)
+    linear(x, PackedWeight(weight, int8=True), out)
+    assert torch.equal(out, x @ weight.t())
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("num_rows", [1, 13])
 @pytest.mark.usefixtures("each_product_isa")

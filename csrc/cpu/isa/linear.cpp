@@ -14,39 +14,36 @@ namespace {
 constexpr int64_t kTile = 256;       // inputs: a tile of a block's weights stays in L1 for all groups of rows
 constexpr int64_t kLongTile = 2048;  // for a single group, which uses weights once
 constexpr size_t kAheadBytes = 8192;
-constexpr int kVectors = kBlock / kWidth < 4 ? int(kBlock / kWidth) : 4;  // of weights at a time
-#if defined(__AVX512F__)
-constexpr int kGroup = 12;  // rows at a time: kGroup * kVectors sums and some weights fill the registers
-#else
-constexpr int kGroup = 3;
-#endif
+// Rows at a time: two vectors of sums each, and some weights, fill the registers.
+constexpr int kGroup = kWidth == 16 ? 12 : 6;
+constexpr int kAlone = kWidth == 16 ? 12 : 2;  // rows that use weights once, in one pass over a block
+// Vectors of weights at a time. Sums are chains of additions, of which the machine has to have enough to do.
+template <int R>
+constexpr int kVectors = kWidth == 16 || R > 2 ? 2 : 4;
 
 struct Int8 {
   int8_t value;
 };
 
-// ---- the weights of two inputs for kWidth outputs, from a block's `pair` and `column`, as float32
+// ---- the weights of input 2 * pair + i for kWidth outputs, from a block's `column` on, as float32
 
 template <class T>
-VLLM_LITE_INLINE void load_pair(const T* block, int64_t pair, int64_t column, Vec* even, Vec* odd) {
-  *even = load(block + 2 * pair * kBlock + column);
-  *odd = load(block + (2 * pair + 1) * kBlock + column);
+VLLM_LITE_INLINE Vec load_weights(const T* block, int64_t pair, int64_t i, int64_t column) {
+  return load(block + (2 * pair + i) * kBlock + column);
 }
 
-VLLM_LITE_INLINE void load_pair(const BFloat16* block, int64_t pair, int64_t column, Vec* even, Vec* odd) {
+VLLM_LITE_INLINE Vec load_weights(const BFloat16* block, int64_t pair, int64_t i, int64_t column) {
   VecI both;
   std::memcpy(&both, block + 2 * (pair * kBlock + column), sizeof both);
-  *even = reinterpret_cast<Vec>(both << 16);
-  *odd = reinterpret_cast<Vec>(both & static_cast<int32_t>(0xffff0000));
+  return reinterpret_cast<Vec>(i == 0 ? both << 16 : both & static_cast<int32_t>(0xffff0000));
 }
 
 // A group holds two pairs, and 128 has been added to each weight.
-VLLM_LITE_INLINE void load_pair(const Int8* block, int64_t pair, int64_t column, Vec* even, Vec* odd) {
+VLLM_LITE_INLINE Vec load_weights(const Int8* block, int64_t pair, int64_t i, int64_t column) {
   VecI four;
   std::memcpy(&four, block + 4 * (pair / 2 * kBlock + column), sizeof four);
-  const VecI both = pair % 2 == 0 ? four : four >> 16;
-  *even = __builtin_convertvector((both & 0xff) - 128, Vec);
-  *odd = __builtin_convertvector((both >> 8 & 0xff) - 128, Vec);
+  const int shift = static_cast<int>(16 * (pair % 2) + 8 * i);
+  return __builtin_convertvector((four >> shift & 0xff) - 128, Vec);
 }
 
 template <class T>
@@ -59,56 +56,44 @@ constexpr int64_t kAhead = kStride == kLongTile ? kPairBytes<T> : kPairBytes<T> 
 
 // ---- arithmetic in float32
 
-template <int R, int64_t kStride>
-VLLM_LITE_INLINE void add_input(const float* x, const Vec* weights, Vec (&total)[R][kVectors]) {
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    const Vec value = splat(x[r * kStride]);
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) total[r][v] = multiply_add(value, weights[v], total[r][v]);
-  }
-}
-
+// One input after the other: fewer weights in registers.
 template <int R, int64_t kStride, class T>
 VLLM_LITE_INLINE void add_pair(const float* x, const T* block, int64_t pair, int64_t column,
-                               Vec (&total)[R][kVectors]) {
-  Vec even[kVectors], odd[kVectors];
-#pragma GCC unroll 16
-  for (int v = 0; v < kVectors; ++v) load_pair(block, pair, column + v * kWidth, &even[v], &odd[v]);
-  add_input<R, kStride>(x, even, total);
-  add_input<R, kStride>(x + 1, odd, total);
-}
-// One input after the other: fewer weights in registers.
-template <int R, int64_t kStride>
-VLLM_LITE_INLINE void add_pair(const float* x, const float* block, int64_t pair, int64_t column,
-                               Vec (&total)[R][kVectors]) {
+                               Vec (&total)[R][kVectors<R>]) {
 #pragma GCC unroll 2
   for (int64_t i = 0; i < 2; ++i) {
-    Vec weights[kVectors];
+    Vec weights[kVectors<R>];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors<R>; ++v) weights[v] = load_weights(block, pair, i, column + v * kWidth);
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) weights[v] = load(block + (2 * pair + i) * kBlock + column + v * kWidth);
-    add_input<R, kStride>(x + i, weights, total);
+    for (int r = 0; r < R; ++r) {
+      const Vec value = splat(x[r * kStride + i]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors<R>; ++v) total[r][v] = multiply_add(value, weights[v], total[r][v]);
+    }
   }
 }
 
 // sums [R][sums_stride] += x [R][kStride] times a tile of one block's weights; `ahead` is what will be needed next.
 template <int R, int64_t kStride, class T>
 void multiply(const float* x, const T* block, int64_t num_pairs, float* sums, int64_t sums_stride, Ahead ahead) {
-  for (int64_t column = 0; column < kBlock; column += kVectors * kWidth) {
-    Vec total[R][kVectors];
+  constexpr int V = kVectors<R>;
+  ahead.step = ahead.step * V * kWidth / kBlock;  // of a pass
+  for (int64_t column = 0; column < kBlock; column += V * kWidth, ahead.from += num_pairs * ahead.step) {
+    Vec total[R][V];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) total[r][v] = load(sums + r * sums_stride + column + v * kWidth);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) total[r][v] = load(sums + r * sums_stride + column + v * kWidth);
     }
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
-      if (column == 0) prefetch<kAhead<kStride, T>>(ahead, pair);
+      prefetch<kAhead<kStride, T>>(ahead, pair);
       add_pair<R, kStride>(x + 2 * pair, block, pair, column, total);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) store(sums + r * sums_stride + column + v * kWidth, total[r][v]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) store(sums + r * sums_stride + column + v * kWidth, total[r][v]);
     }
   }
 }
@@ -128,10 +113,10 @@ void widen_tile(const T* block, int64_t num_pairs, float* tile, const T* next) {
   for (int64_t pair = 0; pair < num_pairs; ++pair) {
     prefetch<kPairBytes<T>>({reinterpret_cast<const char*>(next), kPairBytes<T>}, pair);
     for (int64_t column = 0; column < kBlock; column += kWidth) {
-      Vec even, odd;
-      load_pair(block, pair, column, &even, &odd);
-      store(tile + 2 * pair * kBlock + column, even);
-      store(tile + (2 * pair + 1) * kBlock + column, odd);
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < 2; ++i) {
+        store(tile + (2 * pair + i) * kBlock + column, load_weights(block, pair, i, column));
+      }
     }
   }
 }
@@ -202,10 +187,13 @@ void multiply_rows(const X* x, int64_t num_rows, const T* block, int64_t num_pai
   }
 }
 
-template <class X, class T>
-constexpr bool kSame = false;
-template <class X>
-constexpr bool kSame<X, X> = true;
+// Whether weights are used as they lie, by each group of rows; else they are widened once for all groups.
+template <class T>
+constexpr bool kAsTheyLie = false;
+template <>
+constexpr bool kAsTheyLie<float> = true;
+template <>
+constexpr bool kAsTheyLie<BFloat16> = true;
 
 // x is In in memory and X on the stack; weights are T. A tile has kLength inputs.
 template <int64_t kLength, class In, class X, class T>
@@ -231,7 +219,7 @@ void run_tiles(const LinearCall& call, const LinearTask& task, X* x, float* sums
         // The next tile would be too far away: what is to come lies behind what is being read.
         multiply_rows<kLength>(x, task.num_rows, tile, num_pairs, block_sums, sums_stride,
                                tile + kAheadBytes / sizeof(T));
-      } else if constexpr (kSame<X, T>) {
+      } else if constexpr (kAsTheyLie<T>) {
         multiply_rows<kLength>(x, task.num_rows, tile, num_pairs, block_sums, sums_stride, next);
       } else {  // several groups: the weights are widened once for all
         alignas(64) X wide[kBlock * kTile];
@@ -248,7 +236,7 @@ void run(const LinearCall& call, const LinearTask& task) {
   alignas(64) X x[kMaxRows * kTile];
   alignas(64) float sums[kMaxRows * kMaxBlocks * kBlock];
   std::memset(sums, 0, static_cast<size_t>(task.num_rows * task.num_blocks * kBlock) * sizeof *sums);
-  if (task.num_rows <= kGroup) {
+  if (task.num_rows <= kAlone) {
     run_tiles<kLongTile, In, X, T>(call, task, x, sums);
   } else {
     run_tiles<kTile, In, X, T>(call, task, x, sums);
@@ -265,10 +253,12 @@ void widen_columns(const In* row, const int32_t* order, int64_t first, int64_t c
 }
 
 // Grouped weights: a tile of them becomes float32 for all rows.
-template <class In>
+template <class In, int kInputs, class Values>
 void run_grouped(const LinearCall& call, const LinearTask& task) {
+  constexpr int64_t kTile = kQuantGroup;  // float32 takes twice as much of L1 as other types
   alignas(64) float x[kMaxRows * kTile], sums[kMaxRows * kMaxBlocks * kBlock], wide[kTile * kBlock];
   const PackedWeight& weight = *call.weight;
+  const Values values(weight.values);
   const CellLayout layout = CellLayout::of(weight);
   const int64_t sums_stride = task.num_blocks * kBlock, num_groups = layout.groups(weight.num_inputs);
   const char* blocks = static_cast<const char*>(weight.data) + task.first_block * num_groups * layout.bytes();
@@ -285,7 +275,8 @@ void run_grouped(const LinearCall& call, const LinearTask& task) {
       const char* cell = blocks + (block * num_groups + first) * layout.bytes();
       float* to = wide;
       for (int64_t group = first; group < end; ++group, cell += layout.bytes()) {
-        widen_cell(weight, layout, cell, weight.supers_of(task.first_block + block, group), to);
+        for (int64_t i = 0; i < layout.bytes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
+        widen_cell<kInputs>(values, layout, cell, weight.supers_of(task.first_block + block, group), to);
         to += layout.group_size * kBlock;
       }
       multiply_rows<kTile>(x, task.num_rows, wide, (count + 1) / 2, sums + block * kBlock, sums_stride, wide);
@@ -296,12 +287,19 @@ void run_grouped(const LinearCall& call, const LinearTask& task) {
 }
 
 template <class In>
+void run_grouped_for(const LinearCall& call, const LinearTask& task) {
+  if (call.weight->type == kGrouped4) return run_grouped<In, 8, FewValues>(call, task);
+  if (E4m3Values::takes(call.weight->values)) return run_grouped<In, 4, E4m3Values>(call, task);
+  run_grouped<In, 4, ManyValues>(call, task);
+}
+
+template <class In>
 void run_for(const LinearCall& call, const LinearTask& task) {
   const int32_t type = call.weight->type;
   if (type == kFloat32) return run<In, float, float>(call, task);
   if (type == kFloat16) return run<In, float, Float16>(call, task);
   if (type == kBFloat16) return run<In, float, BFloat16>(call, task);
-  if (is_grouped(type)) return run_grouped<In>(call, task);
+  if (is_grouped(type)) return run_grouped_for<In>(call, task);
   run<In, float, Int8>(call, task);
 }
 

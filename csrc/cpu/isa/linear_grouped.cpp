@@ -4,20 +4,24 @@
 // each group of rows. (Bytes that were made once for all rows took 5 % more time, as twice as much has to stay in L1.)
 // For each output the integers of a group of weights, times its scale, are added up over the inputs that share a scale
 // of the row, and that, times this scale, to the sum.
+#include "byte_products.h"
 #include "grouped_cells.h"
 #include "linear_task.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
 
-#if defined(__AVX512VNNI__)
+#if defined(VLLM_LITE_MULTIPLIES_BYTES)
 // Rows at a time: two sums each, and some weights, fill the registers; and two more sums each where groups of weights
 // are smaller than those of rows.
 template <bool kSmall>
-constexpr int kGroup = kSmall ? 6 : 12;
+constexpr int kGroup = kWidth == 16 ? (kSmall ? 6 : 12) : 4;
 // A few more are still faster in one group, some of whose sums are in memory then, than in two.
 template <bool kSmall>
-constexpr int kAloneRows = kSmall ? 8 : 12;
+constexpr int kAloneRows = kWidth == 16 ? (kSmall ? 8 : 12) : 4;
+// Vectors of outputs at a time: half a block, but for few rows, which have registers for more.
+template <int R>
+constexpr int kVectors = kWidth == 16 || R > 2 ? 2 : 4;
 constexpr int64_t kTile = 512;  // inputs: a tile of a block's weights stays in L1 for all groups of rows
 constexpr int64_t kOctetBytes = 4 * kBlock;
 constexpr int64_t kAheadBytes = 4096;
@@ -43,6 +47,7 @@ struct Cells {
   CellLayout layout;
   int64_t count;
   const uint8_t* table;  // [16] or nullptr
+  bool is_wide;          // whether something is taken off its bytes
   const float* supers;   // PackedWeight::supers_of the first
 
   const float* supers_of(int64_t group) const {
@@ -50,247 +55,252 @@ struct Cells {
   }
 };
 
-VLLM_LITE_INLINE __m512i broadcast(__m128i x) {
-  return _mm512_maskz_broadcast_i32x4(0xffff, x);  // GCC 12 warns of its own plain one
-}
-
-// The weights of eight inputs for 32 outputs as bytes: two vectors for the first four inputs, two for the others.
+// The weights of eight inputs for kWidth outputs as bytes: those of the first four inputs, and of the others.
 struct Octet {
-  __m512i first[2], second[2];
+  Ints first, second;
 };
 
 // Codes of 4 bits that are bytes themselves.
+template <int V>
 struct Nibbles {
   static constexpr int64_t kBytes = kOctetBytes;
+  static constexpr bool kNarrow = true;
   explicit Nibbles(const uint8_t*) {}
   void enter(const char*) {}
-  inline __attribute__((always_inline)) Octet load(const char* codes) const {
-    const __m512i mask = _mm512_set1_epi8(15);
-    Octet out;
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-      const __m512i both = _mm512_loadu_si512(codes + 64 * v);
-      out.first[v] = _mm512_and_si512(both, mask);
-      out.second[v] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
-    }
-    return out;
+  inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
+    const Ints mask = all_bytes(15), both = load_ints(codes + v * sizeof(Ints));
+    return {both_bits(both, mask), both_bits(upper_halves(both), mask)};
   }
 };
 
 // The same, and something is added to those of each output.
+template <int V>
 struct Shifted {
   static constexpr int64_t kBytes = kOctetBytes;
-  __m512i shifts[2];
+  static constexpr bool kNarrow = true;
+  Ints shifts[V];
   explicit Shifted(const uint8_t*) {}
   // Each output's byte, of a cell's, for four inputs.
   inline __attribute__((always_inline)) void enter(const char* bytes) {
-    const __m512i four = broadcast(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-      const __m128i own = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + v * kWidth));
-      shifts[v] = _mm512_shuffle_epi8(_mm512_cvtepu8_epi32(own), four);
-    }
+    const Ints four = broadcast(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) shifts[v] = shuffle_bytes(widen_bytes(bytes + v * kWidth), four);
   }
-  inline __attribute__((always_inline)) Octet load(const char* codes) const {
-    Octet out = Nibbles(nullptr).load(codes);
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-      out.first[v] = _mm512_add_epi8(out.first[v], shifts[v]);
-      out.second[v] = _mm512_add_epi8(out.second[v], shifts[v]);
-    }
-    return out;
+  inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
+    const Octet octet = Nibbles<V>(nullptr).load(codes, v);
+    return {add_bytes(octet.first, shifts[v]), add_bytes(octet.second, shifts[v])};
   }
 };
 
 // Codes of 4 bits that stand for bytes of a table.
+template <int V>
 struct Looked {
   static constexpr int64_t kBytes = kOctetBytes;
-  __m512i table;
+  static constexpr bool kNarrow = true;
+  Ints table;
   void enter(const char*) {}
   explicit Looked(const uint8_t* bytes) : table(broadcast(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)))) {}
-  inline __attribute__((always_inline)) Octet load(const char* codes) const {
-    Octet out = Nibbles(nullptr).load(codes);
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-      out.first[v] = _mm512_shuffle_epi8(table, out.first[v]);
-      out.second[v] = _mm512_shuffle_epi8(table, out.second[v]);
-    }
-    return out;
+  inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
+    const Octet octet = Nibbles<V>(nullptr).load(codes, v);
+    return {shuffle_bytes(table, octet.first), shuffle_bytes(table, octet.second)};
   }
 };
 
+template <int V>
+struct LookedWide : Looked<V> {
+  static constexpr bool kNarrow = false;
+  using Looked<V>::Looked;
+};
+
+template <int V>
 struct Bytes {
   static constexpr int64_t kBytes = 2 * kOctetBytes;
+  static constexpr bool kNarrow = false;
   explicit Bytes(const uint8_t*) {}
   void enter(const char*) {}
-  inline __attribute__((always_inline)) Octet load(const char* codes) const {
-    Octet out;
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-      out.first[v] = _mm512_loadu_si512(codes + 64 * v);
-      out.second[v] = _mm512_loadu_si512(codes + kOctetBytes + 64 * v);
-    }
-    return out;
+  inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
+    const char* from = codes + v * sizeof(Ints);
+    return {load_ints(from), load_ints(from + kOctetBytes)};
   }
 };
 
-// As an instruction, as GCC 12 makes copies of the sums otherwise, more than there are registers: with 12 rows it takes
-// 1.4 times as long.
-VLLM_LITE_INLINE void add_products(__m512i& total, __m512i bytes, __m512i integers) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(bytes), "v"(integers));
+// total [R][V] += the products of eight inputs of R rows, whose second four are `stride` bytes behind.
+template <int R, int V, class Codes>
+VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, int64_t stride, const char* from,
+                                     Ints (&total)[R][V]) {
+#if defined(__AVX512VNNI__)
+  const Octet low = codes.load(from, 0), high = codes.load(from, 1);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const Ints integers = four_of(x + 4 * r);
+    add_products(total[r][0], low.first, integers);
+    add_products(total[r][1], high.first, integers);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const Ints integers = four_of(x + stride + 4 * r);
+    add_products(total[r][0], low.second, integers);
+    add_products(total[r][1], high.second, integers);
+  }
+#else
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) {
+    const Octet weights = codes.load(from, v);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const Ints first = four_of(x + 4 * r), second = four_of(x + stride + 4 * r);
+      if constexpr (Codes::kNarrow) {
+        total[r][v] = add_narrow(total[r][v], weights.first, first, weights.second, second);
+      } else {
+        total[r][v] = add_signed(total[r][v], signed_bytes(weights.first), first);
+        total[r][v] = add_signed(total[r][v], signed_bytes(weights.second), second);
+      }
+    }
+  }
+#endif
 }
 
-VLLM_LITE_INLINE __m512i four_of(const int8_t* x) {
-  int32_t four;
-  std::memcpy(&four, x, 4);
-  return _mm512_set1_epi32(four);
-}
-
-// total [R][2] += the products of one group.
-template <int R, class Codes, bool kAlone>
+// total [R][V] += the products of one group.
+template <int R, int V, class Codes, bool kAlone>
 VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, int64_t stride, const char* from,
-                                     int64_t num_octets, Ahead ahead, __m512i (&total)[R][2]) {
+                                     int64_t num_octets, Ahead ahead, Ints (&total)[R][V]) {
   for (int64_t octet = 0; octet < num_octets; ++octet, from += Codes::kBytes, x += 2 * stride) {
     if constexpr (kAlone) {
-      prefetch<Codes::kBytes>({from + kAheadBytes, 0}, 0);
+      prefetch<Codes::kBytes * V * kWidth / kBlock>({from + kAheadBytes, 0}, 0);
     } else {
       const char* line = ahead.from + octet * ahead.step;
       __builtin_prefetch(line);
       for (int64_t i = 64; i < ahead.step; i += 64) __builtin_prefetch(line + i);
     }
-    const Octet weights = codes.load(from);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const __m512i integers = four_of(x + 4 * r);
-      add_products(total[r][0], weights.first[0], integers);
-      add_products(total[r][1], weights.first[1], integers);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const __m512i integers = four_of(x + stride + 4 * r);
-      add_products(total[r][0], weights.second[0], integers);
-      add_products(total[r][1], weights.second[1], integers);
-    }
+    multiply_octet<R, V>(codes, x, stride, from, total);
   }
 }
 
 // What a cell has for kWidth outputs beside its codes.
 struct Scales {
-  __m512 scale, minima;
+  Vec scale, minima;
   bool has_minima;
 
-  inline __attribute__((always_inline)) Scales(const char* cell, const CellLayout& layout, const float* supers, int v)
-      : scale(reinterpret_cast<__m512>(load_scales(cell, layout.scale_type, v * kWidth, supers))),
-        minima(_mm512_setzero_ps()),
+  inline __attribute__((always_inline)) Scales(const char* cell, const CellLayout& layout, const float* supers,
+                                               int64_t column)
+      : scale(load_scales(cell, layout.scale_type, column, supers)),
+        minima(splat(0)),
         has_minima(layout.minima_type != kNoMinima && layout.minima_type != kShifts) {
-    const char* from = cell + layout.scale_bytes;
-    if (has_minima)
-      minima = reinterpret_cast<__m512>(load_scales(from, layout.minima_type, v * kWidth, of_minima(supers)));
+    if (has_minima) minima = load_scales(cell + layout.scale_bytes, layout.minima_type, column, of_minima(supers));
   }
-  inline __attribute__((always_inline)) __m512 less_minima(__m512 value, float sum) const {
-    return has_minima ? _mm512_fnmadd_ps(minima, _mm512_set1_ps(sum), value) : value;
+  inline __attribute__((always_inline)) Vec less_minima(Vec value, float sum) const {
+    return has_minima ? subtract_product(minima, splat(sum), value) : value;
   }
 };
 
-VLLM_LITE_INLINE void add_to(float* sum, __m512 value, __m512 scale) {
-  _mm512_storeu_ps(sum, _mm512_fmadd_ps(value, scale, _mm512_loadu_ps(sum)));
+VLLM_LITE_INLINE void add_to(float* sum, Vec value, Vec scale) {
+  store(sum, multiply_add(value, scale, load(sum)));
 }
 
-// sums [R][sums_stride] += total times the scales of weights and rows, less minima times what rows add up to.
-template <int R>
-VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cell, const Cells& cells,
-                                const __m512i (&total)[R][2], float* sums, int64_t sums_stride) {
-#pragma GCC unroll 2
-  for (int v = 0; v < 2; ++v) {
-    const Scales scales(cell, cells.layout, cells.supers_of(group), v);
+// sums [R][sums_stride] += total times the scales of weights and rows, less minima times what rows add up to. All are
+// those of a block's outputs from `column` on.
+template <int R, int V>
+VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cell, const Cells& cells, int64_t column,
+                                const Ints (&total)[R][V], float* sums, int64_t sums_stride) {
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) {
+    const Scales scales(cell, cells.layout, cells.supers_of(group), column + v * kWidth);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(total[r][v]), scales.scale);
-      add_to(sums + r * sums_stride + v * kWidth, scales.less_minima(value, rows.sums[r * rows.num_groups + group]),
-             _mm512_set1_ps(rows.scales[r * rows.num_scales + group]));
+      const Vec value = to_floats(total[r][v]) * scales.scale;
+      add_to(sums + r * sums_stride + column + v * kWidth,
+             scales.less_minima(value, rows.sums[r * rows.num_groups + group]),
+             splat(rows.scales[r * rows.num_scales + group]));
     }
   }
 }
 
-// The same without the scales of rows, as there are other groups with the same: to parts [R][2].
-template <int R>
-VLLM_LITE_INLINE void add_part(const Rows& rows, int64_t group, const char* cell, const Cells& cells,
-                               const __m512i (&total)[R][2], __m512 (&parts)[R][2]) {
-#pragma GCC unroll 2
-  for (int v = 0; v < 2; ++v) {
-    const Scales scales(cell, cells.layout, cells.supers_of(group), v);
+// The same without the scales of rows, as there are other groups with the same: to parts [R][V].
+template <int R, int V>
+VLLM_LITE_INLINE void add_part(const Rows& rows, int64_t group, const char* cell, const Cells& cells, int64_t column,
+                               const Ints (&total)[R][V], Vec (&parts)[R][V]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) {
+    const Scales scales(cell, cells.layout, cells.supers_of(group), column + v * kWidth);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const __m512 value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total[r][v]), scales.scale, parts[r][v]);
+      const Vec value = multiply_add(to_floats(total[r][v]), scales.scale, parts[r][v]);
       parts[r][v] = scales.less_minima(value, rows.sums[r * rows.num_groups + group]);
     }
   }
 }
 
-// Of one cell: total [R][2] = what its bytes lack, plus its products.
-template <int R, bool kAlone, class Codes>
+// Of one cell: total [R][V] = what its bytes lack, plus its products.
+template <int R, int V, bool kAlone, class Codes>
 VLLM_LITE_INLINE void multiply_cell(Codes& codes, const Rows& rows, int64_t group, const char* cell,
-                                    const CellLayout& layout, Ahead ahead, __m512i (&total)[R][2]) {
-  if constexpr (kAlone) {
+                                    const CellLayout& layout, int64_t column, Ahead ahead, Ints (&total)[R][V]) {
+  if (kAlone && column == 0) {
     for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    total[r][0] = total[r][1] = _mm512_set1_epi32(rows.biases[r * rows.num_groups + group]);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) total[r][v] = all_ints(rows.biases[r * rows.num_groups + group]);
   }
-  codes.enter(cell + layout.scale_bytes);
+  codes.enter(cell + layout.scale_bytes + column);
   const int64_t num_octets = layout.group_size / 8;
-  multiply_codes<R, Codes, kAlone>(codes, rows.values + 2 * num_octets * group * rows.stride, rows.stride,
-                                   cell + layout.codes(), num_octets,
-                                   {ahead.from + group * num_octets * ahead.step, ahead.step}, total);
+  multiply_codes<R, V, Codes, kAlone>(codes, rows.values + 2 * num_octets * group * rows.stride, rows.stride,
+                                      cell + layout.codes() + 4 * column, num_octets,
+                                      {ahead.from + group * num_octets * ahead.step, ahead.step}, total);
 }
 
-// sums [R][sums_stride] += R rows times cells of one block. Rows that are alone ask for all that comes. kSmall: groups
-// of weights are smaller than kQuantGroup.
-template <int R, class Codes, bool kSmall, bool kAlone>
-__attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, float* sums, int64_t sums_stride,
-                                        Ahead ahead) {
+// sums [R][sums_stride] += R rows times cells of one block, for V vectors of its outputs from `column` on. Rows that
+// are alone ask for all that comes. kSmall: groups of weights are smaller than kQuantGroup.
+template <int R, int V, class Codes, bool kSmall, bool kAlone>
+__attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, int64_t column, float* sums,
+                                        int64_t sums_stride, Ahead ahead) {
   Codes codes(cells.table);
   const CellLayout layout = cells.layout;
   const char* cell = cells.first;
-  __m512i total[R][2];
+  Ints total[R][V];
   if constexpr (!kSmall) {
     for (int64_t group = 0; group < cells.count; ++group, cell += layout.bytes()) {
-      multiply_cell<R, kAlone>(codes, rows, group, cell, layout, ahead, total);
-      add_group<R>(rows, group, cell, cells, total, sums, sums_stride);
+      multiply_cell<R, V, kAlone>(codes, rows, group, cell, layout, column, ahead, total);
+      add_group<R, V>(rows, group, cell, cells, column, total, sums, sums_stride);
     }
     return;
   }
   const int64_t at_once = kQuantGroup / layout.group_size;
   for (int64_t first = 0; first < cells.count; first += at_once) {
-    __m512 parts[R][2];
+    Vec parts[R][V];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) parts[r][0] = parts[r][1] = _mm512_setzero_ps();
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) parts[r][v] = splat(0);
+    }
     for (int64_t group = first; group < first + at_once && group < cells.count; ++group, cell += layout.bytes()) {
-      multiply_cell<R, kAlone>(codes, rows, group, cell, layout, ahead, total);
-      add_part<R>(rows, group, cell, cells, total, parts);
+      multiply_cell<R, V, kAlone>(codes, rows, group, cell, layout, column, ahead, total);
+      add_part<R, V>(rows, group, cell, cells, column, total, parts);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const __m512 scale = _mm512_set1_ps(rows.scales[r * rows.num_scales + first / at_once]);
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) add_to(sums + r * sums_stride + v * kWidth, parts[r][v], scale);
+      const Vec scale = splat(rows.scales[r * rows.num_scales + first / at_once]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) add_to(sums + r * sums_stride + column + v * kWidth, parts[r][v], scale);
     }
   }
 }
 
 // For `count` rows, 1 <= count <= R.
-template <int R, class Codes, bool kSmall, bool kAlone>
+template <int R, template <int> class Codes, bool kSmall, bool kAlone>
 void multiply_group(int64_t count, const Rows& rows, const Cells& cells, float* sums, int64_t sums_stride,
                     Ahead ahead) {
   if constexpr (R > 1) {
     if (count < R) return multiply_group<R - 1, Codes, kSmall, kAlone>(count, rows, cells, sums, sums_stride, ahead);
   }
-  multiply<R, Codes, kSmall, kAlone>(rows, cells, sums, sums_stride, ahead);
+  constexpr int V = kVectors<R>;
+  for (int64_t column = 0; column < kBlock; column += V * kWidth) {
+    multiply<R, V, Codes<V>, kSmall, kAlone>(rows, cells, column, sums, sums_stride, ahead);
+  }
 }
 
 // All rows of a task; groups differ by one row at most. `ahead` is what is needed next, by eight inputs.
-template <class Codes, bool kSmall>
+template <template <int> class Codes, bool kSmall>
 void multiply_rows(int64_t num_rows, const Rows& rows, const Cells& cells, float* sums, int64_t sums_stride,
                    Ahead ahead) {
   constexpr int kMost = kGroup<kSmall>, kAlone = kAloneRows<kSmall>;
@@ -316,6 +326,9 @@ void multiply_cells(int64_t num_rows, const Rows& rows, const Cells& cells, bool
     return multiply_rows<Shifted, kSmall>(num_rows, rows, cells, sums, sums_stride, ahead);
   }
   if (cells.table == nullptr) return multiply_rows<Nibbles, kSmall>(num_rows, rows, cells, sums, sums_stride, ahead);
+#if !defined(__AVX512VNNI__)
+  if (cells.is_wide) return multiply_rows<LookedWide, kSmall>(num_rows, rows, cells, sums, sums_stride, ahead);
+#endif
   multiply_rows<Looked, kSmall>(num_rows, rows, cells, sums, sums_stride, ahead);
 }
 
@@ -341,7 +354,11 @@ void run_tiles(const LinearCall& call, const LinearTask& task, float* sums) {
                        num_groups};
     for (int64_t block = 0; block < task.num_blocks; ++block) {
       const char* tile = blocks + block * block_bytes + group * layout.bytes();
-      const Cells cells = {tile, layout, left < length ? left : length, weight.bytes,
+      const Cells cells = {tile,
+                           layout,
+                           left < length ? left : length,
+                           weight.bytes,
+                           taken_off(weight) != 0,
                            weight.supers_of(task.first_block + block, group)};
       float* block_sums = sums + block * kBlock;
       const char* next = block + 1 < task.num_blocks   ? tile + block_bytes
@@ -378,7 +395,7 @@ void unpack_to(const PackedWeight& weight, int64_t output, Out* to) {
 }  // namespace
 
 void linear_grouped([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const LinearTask& task) {
-#if defined(__AVX512VNNI__)
+#if defined(VLLM_LITE_MULTIPLIES_BYTES)
   alignas(64) float sums[kMaxRows * kMaxBlocks * kBlock];
   const int64_t stride = task.num_blocks * kBlock;
   std::memset(sums, 0, static_cast<size_t>(task.num_rows * stride) * sizeof *sums);

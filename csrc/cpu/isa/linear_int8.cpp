@@ -1,4 +1,5 @@
 // int8: rows quantized as they are used, and bytes times integers where the machine has an instruction for it.
+#include "byte_products.h"
 #include "convert.h"
 #include "linear_task.h"
 
@@ -76,12 +77,21 @@ VLLM_LITE_INLINE void fill_sums(const int8_t* integers, int64_t width, int64_t s
   }
 }
 
+// What is missing in a weight's bytes as they are multiplied.
+VLLM_LITE_INLINE int32_t lost([[maybe_unused]] const PackedWeight& weight) {
+#if defined(VLLM_LITE_MULTIPLIES_BYTES)
+  return taken_off(weight);
+#else
+  return 0;
+#endif
+}
+
 template <class T>
 void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
   const QuantizedRows& rows = *call.quantized;
   const RowLayout& layout = rows.layout;
   const bool grouped = is_grouped(call.weight->type);
-  const int32_t lacking = grouped ? call.weight->offset : -128;
+  const int32_t lacking = (grouped ? call.weight->offset : -128) + lost(*call.weight);
   const int32_t* order = grouped ? call.weight->order : nullptr;
   int8_t* panel = rows.values + task.first_row * layout.width;
   alignas(64) int8_t integers[kQuantGroup];
@@ -104,9 +114,10 @@ void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
   }
 }
 
-#if defined(__AVX512VNNI__)
-constexpr int kGroup = 12;      // rows at a time: two sums each, and some weights, fill the registers
-constexpr int64_t kTile = 512;  // inputs: a tile of a block's weights stays in L1 for all groups of rows
+#if defined(VLLM_LITE_MULTIPLIES_BYTES)
+constexpr int kVectors = 2;                    // of sums at a time
+constexpr int kGroup = kWidth == 16 ? 12 : 4;  // rows at a time: two sums each, and some weights, fill the registers
+constexpr int64_t kTile = 512;                 // inputs: a tile of a block's weights stays in L1 for all groups of rows
 constexpr int64_t kQuadBytes = 4 * kBlock;
 constexpr int64_t kAheadBytes = 4096;
 
@@ -123,49 +134,53 @@ struct Rows {
   }
 };
 
-VLLM_LITE_INLINE VecI add_products(VecI total, __m512i bytes, __m512i integers) {
-  return reinterpret_cast<VecI>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(total), bytes, integers));
-}
-
-// total [R] += the products of num_quads groups of four inputs, 32 outputs each.
-template <int R, bool kAlone>
-VLLM_LITE_INLINE void multiply_quads(const int8_t* x, int64_t stride, const uint8_t* tile, int64_t num_quads,
-                                     Ahead ahead, VecI (&total)[R][2]) {
-  for (int64_t quad = 0; quad < num_quads; ++quad, x += stride, tile += kQuadBytes) {
-    prefetch<kAlone ? kQuadBytes : 64>(ahead, quad);
-    const __m512i low = _mm512_loadu_si512(tile), high = _mm512_loadu_si512(tile + 64);
+// total [R] += the products of four inputs with kVectors vectors of outputs.
+template <int R>
+VLLM_LITE_INLINE void multiply_quad(const int8_t* x, const uint8_t* bytes, Ints (&total)[R][kVectors]) {
+#if defined(__AVX512VNNI__)
+  const Ints low = load_ints(bytes), high = load_ints(bytes + sizeof(Ints));
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      int32_t four;
-      std::memcpy(&four, x + 4 * r, 4);
-      const __m512i value = _mm512_set1_epi32(four);
-      total[r][0] = add_products(total[r][0], low, value);
-      total[r][1] = add_products(total[r][1], high, value);
-    }
+  for (int r = 0; r < R; ++r) {
+    const Ints value = four_of(x + 4 * r);
+    add_products(total[r][0], low, value);
+    add_products(total[r][1], high, value);
   }
+#else
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v) {
+    const Ints weights = signed_bytes(load_ints(bytes + v * sizeof(Ints)));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) total[r][v] = add_signed(total[r][v], weights, four_of(x + 4 * r));
+  }
+#endif
 }
 
-// sums [R][sums_stride] += R rows times a tile of one block's weights. A group that is alone asks for all that comes.
+// sums [R][sums_stride] += R rows times a tile of some of a block's outputs. A group that is alone asks for all that
+// comes.
 template <int R, bool kAlone>
 void multiply(const Rows& rows, const uint8_t* tile, int64_t num_quads, float* sums, int64_t sums_stride, Ahead ahead) {
-  for (int64_t first = 0, group = 0; first < num_quads; first += kQuantGroup / 4, ++group) {
-    VecI total[R][2];
+  constexpr int64_t kAtOnce = kQuantGroup / 4;
+  for (int64_t first = 0, group = 0; first < num_quads; first += kAtOnce, ++group) {
+    Ints total[R][kVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-      for (int v = 0; v < 2; ++v) total[r][v] = VecI{} + rows.biases[r * rows.num_groups + group];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) total[r][v] = all_ints(rows.biases[r * rows.num_groups + group]);
     }
-    const int64_t left = num_quads - first, count = left < kQuantGroup / 4 ? left : kQuantGroup / 4;
-    multiply_quads<R, kAlone>(rows.values + first * rows.stride, rows.stride, tile + first * kQuadBytes, count,
-                              {ahead.from + first * ahead.step, ahead.step}, total);
+    const int64_t left = num_quads - first, count = left < kAtOnce ? left : kAtOnce;
+    const int8_t* x = rows.values + first * rows.stride;
+    const uint8_t* bytes = tile + first * kQuadBytes;
+    for (int64_t quad = 0; quad < count; ++quad, x += rows.stride, bytes += kQuadBytes) {
+      prefetch<kAlone ? kQuadBytes * kVectors * kWidth / kBlock : 64>(ahead, first + quad);
+      multiply_quad<R>(x, bytes, total);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const __m512 scale = _mm512_set1_ps(rows.scales[r * rows.num_groups + group]);
-#pragma GCC unroll 16
-      for (int v = 0; v < 2; ++v) {
+      const Vec scale = splat(rows.scales[r * rows.num_groups + group]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
         float* sum = sums + r * sums_stride + v * kWidth;
-        _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_cvtepi32_ps(reinterpret_cast<__m512i>(total[r][v])), scale,
-                                              _mm512_loadu_ps(sum)));
+        store(sum, multiply_add(to_floats(total[r][v]), scale, load(sum)));
       }
     }
   }
@@ -178,7 +193,10 @@ void multiply_group(int64_t count, const Rows& rows, const uint8_t* tile, int64_
   if constexpr (R > 1) {
     if (count < R) return multiply_group<R - 1, kAlone>(count, rows, tile, num_quads, sums, sums_stride, ahead);
   }
-  multiply<R, kAlone>(rows, tile, num_quads, sums, sums_stride, ahead);
+  ahead.step = ahead.step * kVectors * kWidth / kBlock;  // of a pass
+  for (int64_t column = 0; column < kBlock; column += kVectors * kWidth, ahead.from += num_quads * ahead.step) {
+    multiply<R, kAlone>(rows, tile + 4 * column, num_quads, sums + column, sums_stride, ahead);
+  }
 }
 
 // All rows of a task times a tile of one block; groups differ by one row at most. The next tile is at `next`.
@@ -223,7 +241,7 @@ void run_tiles(const LinearCall& call, const LinearTask& task, int64_t length, f
 }  // namespace
 
 bool multiplies_bytes() {
-#if defined(__AVX512VNNI__)
+#if defined(VLLM_LITE_MULTIPLIES_BYTES)
   return true;
 #else
   return false;
@@ -247,7 +265,7 @@ void quantize_rows(const LinearCall& call, const QuantizeTask& task) {
 }
 
 void linear_int8([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const LinearTask& task) {
-#if defined(__AVX512VNNI__)
+#if defined(VLLM_LITE_MULTIPLIES_BYTES)
   alignas(64) float sums[kMaxRows * kMaxBlocks * kBlock];
   const int64_t stride = task.num_blocks * kBlock;
   std::memset(sums, 0, static_cast<size_t>(task.num_rows * stride) * sizeof *sums);

@@ -240,6 +240,19 @@ VLLM_LITE_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// c - a * b, likewise.
+VLLM_LITE_INLINE Vec subtract_product(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(
+      _mm512_fnmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#elif defined(__FMA__)
+  return reinterpret_cast<Vec>(
+      _mm256_fnmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#else
+  return c - a * b;
+#endif
+}
+
 // e^x to 2e-7 relative, for x <= 88; below -87 it is 0. kFused: the series' terms by multiply_add, whatever a compiler
 // would make of them.
 template <bool kFused = false>

@@ -11,8 +11,8 @@ NO_MINIMA, SHIFTS, INTEGERS = -1, 103, 104
 """kNoMinima, kShifts and kIntegers."""
 BLOCK = 32
 """kBlock."""
-_FURTHEST_ZERO = 64
-"""Zero points beyond these do not come from integers of 4 bits."""
+_FURTHEST_ZERO = 24
+"""Zero points beyond these do not come from integers of 4 bits; so far, codes that are raised by them stay below 64."""
 
 
 class GroupScales(NamedTuple):

@@ -1,0 +1,136 @@
+// Bytes times integers, added up exactly in 32 bits: by VNNI, or by AVX2, whose products of bytes are added up in 16
+// bits first. VLLM_LITE_MULTIPLIES_BYTES is defined where there is a way.
+#pragma once
+
+#include "../linear.h"
+#include "simd.h"
+
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define VLLM_LITE_MULTIPLIES_BYTES
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+#if defined(__AVX512VNNI__)
+
+typedef __m512i Ints;  // bytes, or kWidth sums
+
+VLLM_LITE_INLINE Ints load_ints(const void* from) {
+  return _mm512_loadu_si512(from);
+}
+VLLM_LITE_INLINE Ints all_ints(int32_t x) {
+  return _mm512_set1_epi32(x);
+}
+VLLM_LITE_INLINE Ints all_bytes(int8_t x) {
+  return _mm512_set1_epi8(x);
+}
+VLLM_LITE_INLINE Ints upper_halves(Ints x) {  // of each byte, in its lower half; what is above is another's
+  return _mm512_srli_epi16(x, 4);
+}
+VLLM_LITE_INLINE Ints both_bits(Ints x, Ints y) {
+  return _mm512_and_si512(x, y);
+}
+VLLM_LITE_INLINE Ints add_bytes(Ints x, Ints y) {
+  return _mm512_add_epi8(x, y);
+}
+VLLM_LITE_INLINE Ints broadcast(__m128i x) {
+  return _mm512_maskz_broadcast_i32x4(0xffff, x);  // GCC 12 warns of its own plain one
+}
+VLLM_LITE_INLINE Ints shuffle_bytes(Ints x, Ints places) {  // within 16
+  return _mm512_shuffle_epi8(x, places);
+}
+VLLM_LITE_INLINE Ints widen_bytes(const char* from) {  // kWidth of them
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+// As an instruction, as GCC 12 makes copies of the sums otherwise, more than there are registers: with 12 rows it takes
+// 1.4 times as long.
+VLLM_LITE_INLINE void add_products(Ints& total, Ints bytes, Ints integers) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(bytes), "v"(integers));
+}
+
+// Bytes that kernels take as they are: none is taken off.
+VLLM_LITE_INLINE int32_t taken_off(const PackedWeight&) {
+  return 0;
+}
+
+#else
+
+typedef __m256i Ints;
+
+VLLM_LITE_INLINE Ints load_ints(const void* from) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+}
+VLLM_LITE_INLINE Ints all_ints(int32_t x) {
+  return _mm256_set1_epi32(x);
+}
+VLLM_LITE_INLINE Ints all_bytes(int8_t x) {
+  return _mm256_set1_epi8(x);
+}
+VLLM_LITE_INLINE Ints upper_halves(Ints x) {
+  return _mm256_srli_epi16(x, 4);
+}
+VLLM_LITE_INLINE Ints both_bits(Ints x, Ints y) {
+  return _mm256_and_si256(x, y);
+}
+VLLM_LITE_INLINE Ints add_bytes(Ints x, Ints y) {
+  return _mm256_add_epi8(x, y);
+}
+VLLM_LITE_INLINE Ints broadcast(__m128i x) {
+  return _mm256_broadcastsi128_si256(x);
+}
+VLLM_LITE_INLINE Ints shuffle_bytes(Ints x, Ints places) {
+  return _mm256_shuffle_epi8(x, places);
+}
+VLLM_LITE_INLINE Ints widen_bytes(const char* from) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+
+// Two products of a byte up to kNarrow and two more, each with an integer up to 127, fit in 16 bits. Larger bytes less
+// 128 are signed: their size is multiplied by the integer that has taken over their sign, two products at a time.
+constexpr int32_t kNarrow = 64;
+
+VLLM_LITE_INLINE bool are_narrow(const PackedWeight& weight) {
+  if (weight.type != kGrouped4) return false;
+  int32_t largest = 15;  // of codes; shifts add 48 at most
+  for (int i = 0; i < 16 && weight.bytes != nullptr; ++i)
+    largest = weight.bytes[i] > largest ? weight.bytes[i] : largest;
+  return largest <= kNarrow;
+}
+
+// What kernels take off each byte.
+VLLM_LITE_INLINE int32_t taken_off(const PackedWeight& weight) {
+  return are_narrow(weight) ? 0 : 128;
+}
+
+VLLM_LITE_INLINE Ints signed_bytes(Ints x) {
+  return _mm256_xor_si256(x, all_bytes(INT8_MIN));
+}
+
+VLLM_LITE_INLINE Ints add_pairs(Ints total, Ints products) {
+  return _mm256_add_epi32(total, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+}
+VLLM_LITE_INLINE Ints add_narrow(Ints total, Ints first, Ints x, Ints second, Ints y) {
+  return add_pairs(total, _mm256_add_epi16(_mm256_maddubs_epi16(first, x), _mm256_maddubs_epi16(second, y)));
+}
+VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
+  return add_pairs(total, _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), _mm256_sign_epi8(x, bytes)));
+}
+
+#endif
+
+// Four integers of a row, for each output.
+VLLM_LITE_INLINE Ints four_of(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return all_ints(four);
+}
+
+VLLM_LITE_INLINE Vec to_floats(Ints x) {
+  return __builtin_convertvector(reinterpret_cast<VecI>(x), Vec);
+}
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA
+
+#endif
