@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "BloomForCausalLM": "bloom",
     "GPTNeoXForCausalLM": "gptneox",
     "FalconForCausalLM": "falcon",
+    "Lfm2ForCausalLM": "lfm2",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
 }
@@ -122,6 +123,8 @@ def write_gguf(
             writer.add_bool(key, value)
         elif isinstance(value, int):
             writer.add_uint32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
         else:
             writer.add_float32(key, value)
     writer.add_token_list([f"t{index}".encode() for index in range(config["vocab_size"])])
@@ -217,10 +220,22 @@ def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
     return found | ({"rope.scaling.yarn_log_multiplier": 0.1 * magnitude} if magnitude else {})
 
 
+def _lfm2(config: dict[str, Any]) -> dict[str, Any]:
+    attends = [kind == "full_attention" for kind in config["layer_types"]]
+    inner, unit = int(2 * config["intermediate_size"] / 3), config["block_multiple_of"]
+    return {
+        "attention.head_count_kv": [each * config["num_key_value_heads"] for each in attends],
+        "attention.layer_norm_rms_epsilon": config["norm_eps"],
+        "feed_forward_length": -(-inner // unit) * unit,
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
+
+
 OWN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "falcon": _falcon,
     "gptneox": _neox,
     "deepseek2": _deepseek,
+    "lfm2": _lfm2,
 }
 """Metadata that others have not, by architecture."""
 
@@ -327,6 +342,8 @@ def _changed(tensor: torch.Tensor, name: str, architecture: str, config: dict[st
         return tensor + 1
     if architecture == "gpt2" and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down") and tensor.dim() == 2:
         return tensor.t()
+    if part == "conv":
+        return tensor.squeeze(1)
     if part == "ffn_gate_inp_shexp" or (part == "exp_probs_b" and tensor.dim() == 2):
         return tensor[0]
     if architecture in HEAD_BY_HEAD and part == "attn_qkv":

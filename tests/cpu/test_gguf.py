@@ -45,6 +45,7 @@ TESTED = (
     "falcon-one-norm",
     "deepseek-v2-groups",
     "deepseek-v3",
+    "lfm2",
 )
 """Each has something in its files that others have not."""
 OWN = {"layers", "norm", "quantization", "qkv_layout"}
@@ -213,3 +214,10 @@ def test_a_tensor_that_is_missing_or_not_asked_for_is_named(tmp_path: Path) -> N
     model = build(load_spec(file), "float32", "cpu", Sizes(64, 64))
     with pytest.raises(ModelError, match=r"1 missing: model.layers.0.mlp.up_proj.weight. 1 unexpected: blk.0.ffn_xx"):
         load_weights(model, file)
+
+
+def test_a_file_says_which_layers_of_lfm2_attend(tmp_path: Path) -> None:
+    folder = next(one for one in VARIANTS if one.name == "lfm2").make(tmp_path / "checkpoint")
+    file = write_gguf(tmp_path / "model.gguf", folder, more={"lfm2.attention.head_count_kv": 2})
+    with pytest.raises(ModelError, match=r"lfm2.attention.head_count_kv must be a number for each layer, and it is 2"):
+        load_spec(file)

@@ -33,6 +33,9 @@ class Architecture(NamedTuple):
     """Whether Q, K and V lie behind one another, where the family's own checkpoints have them head by head."""
     has_latents: bool = False
     """Whether its attention is latent, with the matrices of each head by themselves."""
+    convolution: str = ""
+    """What the name here of a convolution's weights ends with, [channels, 1, tokens], of which the file leaves the 1
+    out; and layers that have one have 0 KV heads there. Empty: there are none."""
 
 
 def _experts(of: Metadata) -> dict[str, Any]:
@@ -233,6 +236,18 @@ def _deepseek_v3(of: Metadata) -> dict[str, Any]:
     return _deepseek(of) | {"norm_topk_prob": of.flag("expert_weights_norm", default=True)}
 
 
+def _lfm2(of: Metadata) -> dict[str, Any]:
+    """A file has the KV heads of each layer, 0 where it is a convolution, and the size of MLPs as it is."""
+    heads = of.whole_numbers("attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "conv_L_cache": of.integer("shortconv.l_cache"),
+        "norm_eps": of.number("attention.layer_norm_rms_epsilon", 1e-5),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 def _learned(of: Metadata) -> dict[str, Any]:
     return {"n_inner": of.same("feed_forward_length")}
 
@@ -266,6 +281,7 @@ ARCHITECTURES = {
     "gptneox": Architecture("GPTNeoXForCausalLM", _neox, names.GPT_NEOX, stacks_qkv=True),
     "falcon": Architecture("FalconForCausalLM", _falcon, names.BLOOM, stacks_qkv=True),
     "falcon with two norms": Architecture("FalconForCausalLM", _falcon, names.FALCON_TWO_NORMS, stacks_qkv=True),
+    "lfm2": Architecture("Lfm2ForCausalLM", _lfm2, names.LFM2, convolution=".conv.conv.weight"),
     "deepseek2": Architecture("DeepseekV2ForCausalLM", _deepseek_v2, names.DEEPSEEK, has_latents=True),
     "deepseek2 with sigmoid": Architecture("DeepseekV3ForCausalLM", _deepseek_v3, names.DEEPSEEK, has_latents=True),
 }

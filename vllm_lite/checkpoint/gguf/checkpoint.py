@@ -101,6 +101,9 @@ class GgufCheckpoint:
                 continue
             if own.one_row and name.endswith(own.one_row) and len(tensor.shape) == 1:
                 tensor = tensor._replace(shape=(1, *tensor.shape))  # noqa: PLW2901 (a matrix of one row)
+            if own.convolution and name.endswith(own.convolution) and len(tensor.shape) == 2:
+                channels, size = tensor.shape
+                tensor = tensor._replace(shape=(channels, 1, size))  # noqa: PLW2901 (likewise)
             for each, part in _each(name, tensor) if "{}" in name else ((name, tensor),):
                 if len(found) > MAX_TENSORS:
                     raise ModelError(f"{self.file}: has more than {MAX_TENSORS} matrices")

@@ -42,7 +42,7 @@ def config_of(header: Header) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_hidden_layers": of.num_layers,
         "num_attention_heads": of.same("attention.head_count"),
-        "num_key_value_heads": of.same("attention.head_count_kv", None),
+        "num_key_value_heads": None if own.convolution else of.same("attention.head_count_kv", None),
         "head_dim": of.head_size,
         "max_position_embeddings": of.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,

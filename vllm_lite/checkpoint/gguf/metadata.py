@@ -63,6 +63,13 @@ class Metadata:
             return int(numbers.pop())
         return self.integer(key, default)
 
+    def whole_numbers(self, key: str) -> list[int]:
+        """One for each layer. Raises ModelError where the file has something else."""
+        found = self.value(key)
+        if not isinstance(found, Array) or found.is_text or len(found) != self.num_layers:
+            raise ModelError(f"{self.named(key)} must be a number for each layer, and it is {_shown(found)}")
+        return [int(number) for number in found.numbers()]
+
     def number(self, key: str, default: T) -> float | T:
         """A number with the seven digits that a float32 has: 1e-5, which as a double would be 9.99999974e-06."""
         found = self.value(key)
