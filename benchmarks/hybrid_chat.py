@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from vllm_lite import LLM, SamplingParams
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.prompt import TokensPrompt
 
 END = 2
@@ -73,10 +74,11 @@ def main() -> None:
                 num_known += len(prompt) - options.message
             print(f"{turn:3} {len(prompt):6} tokens, {cached:6} cached, {1000 * first_s:7.1f} ms to the first token")
             prompt = [*prompt, *answer, END, *message(options.message)]
-        stats = llm.stats()
+        states = llm.stats().num_cached_states
         print(
             f"from the second on: {100 * num_cached / num_prompt:.1f} % of the prompts' tokens were cached; "
-            f"at most {100 * num_known / num_prompt:.1f} % could be; {stats.num_cached_states} states are kept"
+            f"at most {100 * num_known / num_prompt:.1f} % could be; {states} states of "
+            f"{load_spec(folder).state_bytes() / 2**20:.2f} MiB are kept"
         )
         llm.close()
 
