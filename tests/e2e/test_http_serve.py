@@ -19,6 +19,7 @@ from tests.deadlines import scaled
 from tests.http_server import READY_S, Server, children, client, serving, until
 from vllm_lite.errors import ConfigError
 from vllm_lite.server.processes.http_server import listen
+from vllm_lite.tools.cli import main
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True}
 
@@ -62,14 +63,26 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, s
         (["--swap-space", "5000"], ["--swap-space 5000 asks for 5000.0 GiB", "GiB of memory"]),
     ],
 )
-def test_what_is_wrong_is_one_line(flags: list[str], words: list[str]) -> None:
-    status, out, err = run("serve", *flags)
+def test_what_is_wrong_is_one_line(flags: list[str], words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: object = main(["serve", *flags])
+    except SystemExit as end:
+        status = end.code
+    out, err = capfd.readouterr()
+    check_one_line(status, out, err, words)
+
+
+def check_one_line(status: object, out: str, err: str, words: list[str]) -> None:
     lines = [line for line in err.splitlines() if line.startswith("vllm-lite")]
     assert status == 2
     assert out == ""
     assert len(lines) == 1
     assert "Traceback" not in err
     assert all(word in lines[0] for word in words)
+
+
+def test_what_is_wrong_is_one_line_of_the_command() -> None:
+    check_one_line(*run("serve", "--port", "70000"), words=["port"])
 
 
 def test_a_taken_port_is_said_before_anything_starts() -> None:
