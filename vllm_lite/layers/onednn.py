@@ -13,7 +13,7 @@ import torch
 def pack(weight: torch.Tensor) -> torch.Tensor | None:
     """weight: [out_features, in_features] -> an opaque reordered copy, or None where oneDNN cannot serve it.
 
-    It cannot on other devices than a CPU, and in float16 on most CPUs.
+    It cannot on other devices than a CPU, in float16 on most CPUs, and in bfloat16 on those without AVX512.
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
