@@ -384,6 +384,24 @@ def test_prompts_through_a_library_like_the_reference(rotate: bool, padding: int
     assert (again.double() - want.double()).abs().max() <= TOLERANCES[BF16]
 
 
+def test_layers_of_a_step_that_hand_over_and_that_do_not(handed: list[int]) -> None:
+    """As where some layers attend to another one's K and V: each launches what it needs, whichever came first."""
+    step = make_step(SHAPE, FRESH)
+    want, _ = step.run(ReferenceBackend(SHAPE))
+    for order in ((True, False), (False, True)):
+        backend, batch = CudaBackend(SHAPE, emulator.EmulatorLauncher(), LATE), replace(step.batch)
+        kv, heads = step.kv.clone(), step.heads
+        backend.prepare(batch)
+        backend.write_kv(heads, kv, batch, 0)
+        out = torch.empty_like(heads.query, memory_format=torch.contiguous_format)
+        for hands_over in order:
+            out.fill_(7.0)
+            handed.clear()
+            backend.attend(heads.query, kv, batch, 0, out, new=heads if hands_over else None)
+            assert handed == ([34, 20, 17] if hands_over else [])
+            assert (out.double() - want.double()).abs().max() <= TOLERANCES[BF16]
+
+
 def test_a_step_of_prompts_alone_launches_no_kernel_of_ours(handed: list[int]) -> None:
     launcher = CountingLauncher()
     make_step(SHAPE, [(17, 17)] * 3).run(CudaBackend(SHAPE, launcher, LATE), hands_over=True)
