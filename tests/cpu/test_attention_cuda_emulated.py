@@ -427,7 +427,6 @@ def test_a_step_of_prompts_alone_launches_no_kernel_of_ours(handed: list[int]) -
         ({}, table_of((30, "flash")), []),
         ({}, PrefillTable(), []),
     ],
-    ids=str,
 )
 def test_which_prompts_go_through_a_library(
     changes: dict[str, Any], table: PrefillTable, prompts: list[tuple[int, ...]]
