@@ -411,16 +411,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def _check_parallel_backend(self, device: str) -> None:
         """Raises ConfigError if workers on `device` cannot exchange anything in the way that was asked for."""
-        if (self.tensor_parallel_backend, device) == ("nccl", "cpu"):
-            raise ConfigError(
-                "tensor_parallel_backend nccl is for workers on GPUs, but device is cpu; give auto, shared-memory or "
-                "gloo"
-            )
-        if (self.tensor_parallel_backend, device) == ("shared-memory", "cuda"):
-            raise ConfigError(
-                "tensor_parallel_backend shared-memory is for workers on a CPU, but device is cuda; give auto, nccl or "
-                "gloo"
-            )
+        for backend, wrong, right, other in (
+            ("nccl", "cpu", "GPUs", "shared-memory"),
+            ("shared-memory", "cuda", "a CPU", "nccl"),
+        ):
+            if (self.tensor_parallel_backend, device) == (backend, wrong):
+                what = f"tensor_parallel_backend {backend} is for workers on {right}, but device is {device}"
+                raise ConfigError(f"{what}; give auto, {other} or gloo")
 
     def _check_deterministic(self, device: str) -> None:
         """Raises ConfigError where a row's bits could depend on the rows beside it: for all but native CPU kernels."""

@@ -4,7 +4,7 @@
 // cut depends on its length and the window, never on the batch or the grid, and splits are merged in their order: equal
 // inputs give equal bits in any company. The host cuts them, too (attention_work.py), and lists the splits.
 #pragma once
-#include "common.cuh"
+#include "last_block.cuh"
 
 constexpr int kTile = 16;  // tokens that a warp takes at once
 constexpr float kLog2e = 1.4426950408889634f;

@@ -8,7 +8,7 @@
 // the step found, on the bits of the distance, until one value is left. Counts and masses are integers, so that the
 // order of the atomic additions cannot change a bit.
 #pragma once
-#include "common.cuh"
+#include "last_block.cuh"
 
 struct Draw {  // the same record as DRAW in vllm_lite/kernels/sampling.py
   uint64 seed;

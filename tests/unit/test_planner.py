@@ -322,7 +322,7 @@ def test_the_commands_exit_status_and_json(capsys: pytest.CaptureFixture[str], t
     assert main(["plan", "demo", "--gpu", "1GiB"]) == 1
     printed_text = capsys.readouterr().out
     assert "It does not fit: weights and activations take" in printed_text
-    assert "a GPU with 1.4 GiB of memory" in printed_text
+    assert "a GPU with 1.3 GiB of memory" in printed_text
     assert main(["plan", str(tmp_path)]) == 2
     assert "config.json: no such file" in capsys.readouterr().err
     assert main(["plan", "--gpu", "1GiB", "--memory", "1GiB"]) == 2

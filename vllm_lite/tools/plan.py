@@ -416,8 +416,7 @@ def _machine(config: PlanConfig) -> tuple[Any, int]:
         return ("cuda" if config.device == "cuda" else "cpu"), parse_bytes("memory", config.memory)
     if config.resolve_device() == "cpu":
         return "cpu", memory_limit_bytes()
-    found = gpus()
-    if not found:
+    if not (found := gpus()):
         raise ConfigError("nvidia-smi does not tell how much memory the GPU has; give --gpu, like --gpu 24GiB")
     tp = config.tensor_parallel_size
     if tp > len(found) and config.tensor_parallel_backend != "gloo":  # which lets ranks share a GPU
@@ -476,8 +475,7 @@ def _works(config: PlanConfig, checkpoint: Checkpoint, change: dict[str, Any]) -
 
 def _command(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> str:
     """The command that serves what was planned."""
-    values = config.engine_values()
-    values.pop("model", None)
+    values = {name: value for name, value in config.engine_values().items() if name != "model"}
     if config.max_model_len is None and 0 < plan.max_model_len < plan.max_position_embeddings:
         values["max_model_len"] = plan.max_model_len
     default = DEVICE_DEFAULTS["cuda" if plan.device == "cuda" else "cpu"].max_num_seqs
