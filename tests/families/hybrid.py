@@ -67,6 +67,7 @@ GRANITE = {
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.4,
     "logits_scaling": 2.0,
+    "num_experts_per_tok": 0,
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.experts import RoutingSpec
+from vllm_lite.checkpoint.families.mixture import routing_of
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
 from vllm_lite.errors import ModelError
@@ -67,6 +68,12 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
     assert is_ignored("model.layers.46.mlp.experts.0.up_proj.weight", tied=False, unread_layers=unread)
     assert not is_ignored("model.layers.45.mlp.experts.0.up_proj.weight", tied=False, unread_layers=unread)
     assert not is_ignored("model.layers.47.eh_proj.weight", tied=False, unread_layers=unread)
+
+
+def test_a_token_goes_to_one_expert_at_least() -> None:
+    """A hybrid Granite without experts has 0 of them for a token, so its own config cannot refuse that."""
+    with pytest.raises(ModelError, match="0 experts of 8; it must be at least one"):
+        routing_of(8, 0)
 
 
 HOSTILE = {

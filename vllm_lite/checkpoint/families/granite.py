@@ -46,7 +46,10 @@ class GraniteMoeConfig(GraniteConfig, kw_only=True):
 
 
 class GraniteHybridConfig(GraniteMoeConfig, kw_only=True):
+    """Without experts both their numbers are 0."""
+
     num_local_experts: Annotated[int, Meta(ge=0, le=2**16)] = 8
+    num_experts_per_tok: Annotated[int, Meta(ge=0, le=2**16)] = 2
     shared_intermediate_size: Size = 1024
     position_embedding_type: Literal["rope", "nope"] | None = None
     mamba_n_heads: Size = 128

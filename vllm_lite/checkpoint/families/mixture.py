@@ -19,8 +19,9 @@ def routing_of(num_experts: int, experts_per_token: int, **own: Any) -> RoutingS
     """How tokens choose. `own`: what else the family sets of a RoutingSpec. Raises ModelError where the numbers do not
     go together."""
     routing = RoutingSpec(num_experts, experts_per_token, **own)
-    if experts_per_token > num_experts:
-        raise ModelError(f"a token cannot go to {experts_per_token} experts of {num_experts}; it must be at most all")
+    if not 1 <= experts_per_token <= num_experts:
+        limits = "at least one" if experts_per_token < 1 else "at most all"
+        raise ModelError(f"a token cannot go to {experts_per_token} experts of {num_experts}; it must be {limits}")
     size, remainder = divmod(num_experts, routing.num_groups)
     if remainder:
         raise ModelError(f"{num_experts} experts cannot be in {routing.num_groups} groups of one size")
