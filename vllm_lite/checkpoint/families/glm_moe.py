@@ -7,12 +7,9 @@ from msgspec import Meta
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
-from vllm_lite.checkpoint.families.mixture import Index, NumExperts, routing_of, with_experts
+from vllm_lite.checkpoint.families.mixture import Index, NumExperts, sigmoid_routing_of, with_experts
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
-
-EPSILON = 1e-20
-"""It is added to the sum that weights are divided by."""
 
 
 class Glm4MoeConfig(LlamaConfig, kw_only=True):
@@ -30,17 +27,13 @@ class Glm4MoeConfig(LlamaConfig, kw_only=True):
 
 
 def _glm_moe(architecture: str, raw: Glm4MoeConfig) -> ModelSpec:
-    routing = routing_of(
+    routing = sigmoid_routing_of(
         raw.n_routed_experts,
         raw.num_experts_per_tok,
-        scoring="sigmoid",
         renormalize=raw.norm_topk_prob,
-        epsilon=EPSILON,
         scale=raw.routed_scaling_factor,
-        choice_bias=True,
         num_groups=raw.n_group,
         groups_per_token=raw.topk_group,
-        group_score="top two",
     )
     experts = ExpertsSpec(routing, raw.moe_intermediate_size, raw.n_shared_experts * raw.moe_intermediate_size)
     layers = llama_layers(raw, full_attention(raw), partial_rotary_factor=0.5)

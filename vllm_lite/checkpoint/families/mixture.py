@@ -40,6 +40,13 @@ def routing_of(num_experts: int, experts_per_token: int, **own: Any) -> RoutingS
     return routing
 
 
+def sigmoid_routing_of(num_experts: int, experts_per_token: int, **own: Any) -> RoutingSpec:
+    """As `routing_of`, for sigmoids with a learned bias, in the groups whose best two score most (DeepSeek-V3)."""
+    fixed = {"scoring": "sigmoid", "choice_bias": True, "group_score": "top two"}
+    epsilon = 1e-20  # is added to the sum that weights are divided by
+    return routing_of(num_experts, experts_per_token, epsilon=epsilon, **fixed, **own)
+
+
 def with_experts(
     layers: tuple[LayerSpec, ...], experts: ExpertsSpec, sparse: Callable[[int], bool] = lambda _: True
 ) -> tuple[LayerSpec, ...]:

@@ -12,8 +12,7 @@ from msgspec import Meta
 
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import FULL, Family, RawConfig, attention_of, decoder, layer_types_of
-from vllm_lite.checkpoint.families.glm_moe import EPSILON
-from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of
+from vllm_lite.checkpoint.families.mixture import NumExperts, sigmoid_routing_of
 from vllm_lite.checkpoint.families.state_space import ConvSize, Limits, step_limits
 from vllm_lite.checkpoint.mamba import MambaSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
@@ -88,17 +87,13 @@ def _mamba(raw: NemotronHConfig) -> MambaSpec:
 
 
 def _experts(raw: NemotronHConfig) -> ExpertsSpec:
-    routing = routing_of(
+    routing = sigmoid_routing_of(
         raw.n_routed_experts,
         raw.num_experts_per_tok,
-        scoring="sigmoid",
         renormalize=raw.norm_topk_prob,
-        epsilon=EPSILON,
         scale=raw.routed_scaling_factor,
-        choice_bias=True,
         num_groups=raw.n_group,
         groups_per_token=raw.topk_group,
-        group_score="top two",
     )
     return ExpertsSpec(routing, raw.moe_intermediate_size, raw.moe_shared_expert_intermediate_size, gated=False)
 

@@ -14,7 +14,7 @@ Limits = tuple[Limit, Limit] | None
 
 
 def step_limits(given: Limits) -> tuple[float, float]:
-    """The least and the most that a time step may be, by `time_step_limit`."""
+    """The least and the most that a time step may be, by `time_step_limit`. Raises ModelError where nothing may."""
     least, most = map(_limit, given or (0.0, math.inf))
     if not 0 <= least <= most:
         raise ModelError(f"time_step_limit {least} to {most} leaves no time step")
