@@ -87,11 +87,15 @@ VLLM_LITE_INLINE void store_sums(T* to, int64_t stride) {
   }
 }
 
+// Trap: a tile that is shaped to no rows must not be touched, not even made zero.
+template <bool kTwo>
 VLLM_LITE_INLINE void zero_sums() {
   TILE_ZERO(0);
   TILE_ZERO(1);
-  TILE_ZERO(2);
-  TILE_ZERO(3);
+  if constexpr (kTwo) {
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+  }
 }
 
 template <bool kTwo>
@@ -154,7 +158,7 @@ struct Int8Product {
     alignas(64) int32_t totals[kGroup * kBlock];
     for (int64_t begin = 0; begin < weights.num_steps; begin += kQuantSteps) {
       const int64_t left = weights.num_steps - begin, end = begin + (left < kQuantSteps ? left : kQuantSteps);
-      zero_sums();
+      zero_sums<kTwo>();
       for (int64_t step = begin; step < end; ++step) {
         add_step<kTwo, Int8Product>(group, weights, step);
       }
