@@ -40,7 +40,8 @@ void unpack_row(const char* column, int64_t row_bytes, char* row) {
 // How rows are dealt to tasks; a panel of quantized rows belongs to one part.
 struct RowParts {
   int64_t num_rows;
-  int64_t count = ceil_div(num_rows, kMaxRows);
+  int64_t most;
+  int64_t count = ceil_div(num_rows, most);
 
   int64_t first(int64_t part) const { return part * num_rows / count; }
 };
@@ -126,7 +127,8 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   if (num_rows <= 0) return;
   LinearCall call = {weight, x, x_stride, out, out_stride, num_rows, x_type, out_type, nullptr};
   const auto linear = VLLM_LITE_DISPATCH_TILES(linear);
-  const RowParts parts = {num_rows};
+  const bool by_tiles = isa() >= Isa::kAmx && fits_tiles(*weight, x_type);
+  const RowParts parts = {num_rows, by_tiles ? kMaxTileRows : kMaxRows};
   QuantizedRows quantized;
   if (quantizes_rows(*weight)) {
     quantized = quantized_rows(call);

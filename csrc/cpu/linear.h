@@ -24,16 +24,18 @@
 
 #include <cstdint>
 
+#include "common.h"
 #include "isa.h"
 
-constexpr int64_t kBlock = 32;        // outputs
-constexpr int64_t kMaxRows = 96;      // of one task
-constexpr int64_t kMaxBlocks = 8;     // of one task
-constexpr int64_t kManyRows = 13;     // which meet two blocks at a time
-constexpr int64_t kQuantGroup = 128;  // inputs of a row that share a scale
-constexpr int32_t kInt8Weight = 100;  // beside the DTypes; a weight is its integer times its output's scale
-constexpr int32_t kGrouped4 = 101;    // codes of 4 bits, and
-constexpr int32_t kGrouped8 = 102;    // of 8 bits, with scales for groups of inputs
+constexpr int64_t kBlock = 32;         // outputs
+constexpr int64_t kMaxRows = 96;       // of one task
+constexpr int64_t kMaxTileRows = 256;  // the same where tiles multiply
+constexpr int64_t kMaxBlocks = 8;      // of one task
+constexpr int64_t kManyRows = 13;      // which meet two blocks at a time
+constexpr int64_t kQuantGroup = 128;   // inputs of a row that share a scale
+constexpr int32_t kInt8Weight = 100;   // beside the DTypes; a weight is its integer times its output's scale
+constexpr int32_t kGrouped4 = 101;     // codes of 4 bits, and
+constexpr int32_t kGrouped8 = 102;     // of 8 bits, with scales for groups of inputs
 constexpr int32_t kNoMinima = -1;
 constexpr int32_t kShifts = 103;       // minima as bytes; only of codes of 4 bits that are bytes themselves
 constexpr int32_t kIntegers = 104;     // scales or minima as signed bytes, to be multiplied by those of `supers`
@@ -189,4 +191,9 @@ VLLM_LITE_DECLARE_TILES(int64_t multiply_registers(int32_t type, int64_t rounds,
 inline bool quantizes_rows(const PackedWeight& weight) {
   const bool bytes = weight.type == kInt8Weight || (is_grouped(weight.type) && weight.are_whole != 0);
   return bytes && VLLM_LITE_DISPATCH(multiplies_bytes)();
+}
+
+// Whether products of rows of DType `x_type` with `weight` go through tiles, where there are some.
+inline bool fits_tiles(const PackedWeight& weight, int32_t x_type) {
+  return weight.type == kInt8Weight || (weight.type == kBFloat16 && x_type == kBFloat16);
 }

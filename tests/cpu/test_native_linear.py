@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.cpu.conftest import using_isa
+from tests.cpu.conftest import has_amx, using_isa
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 # outputs, inputs, rows: whole blocks and parts of them, odd numbers of inputs, several tiles, groups and tasks
 SHAPES = [
     *((1, 1, 1), (32, 2, 3), (40, 48, 12), (33, 257, 13), (300, 512, 4), (70, 1025, 97), (600, 130, 200)),
-    (100, 2050, 31),
+    *((100, 2050, 31), (40, 70, 600)),
 ]
 WEIGHTS = [*FLOATS, torch.int8]
 
@@ -125,6 +125,22 @@ def test_rows_may_be_strided_and_outputs_are_rounded(each_product_isa: str, dtyp
     assert torch.equal(out[:, 16:88], wide.to(dtype))
     assert (out[:, :16] == 7).all()
     assert (out[:, 88:] == 7).all()
+
+
+@pytest.mark.skipif(not has_amx(), reason="a processor without AMX")
+@pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])
+def test_tiles_in_plain_code_do_what_the_processor_does(int8: bool) -> None:
+    """Bit for bit, with sums and products too small for normal numbers among them."""
+    outs = []
+    for isa in ("amx", "amx_emulated"):
+        for _ in using_isa(isa):
+            x, weight = random(97, 1027, dtype=torch.bfloat16), random(70, 1027, dtype=torch.bfloat16)
+            x[::3] *= 1e-20
+            weight[::2] *= 1e-19
+            out = torch.empty(97, 70)
+            linear(x, PackedWeight(weight, int8=int8), out)
+            outs.append(out)
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
