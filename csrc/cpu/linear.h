@@ -195,5 +195,6 @@ inline bool quantizes_rows(const PackedWeight& weight) {
 
 // Whether products of rows of DType `x_type` with `weight` go through tiles, where there are some.
 inline bool fits_tiles(const PackedWeight& weight, int32_t x_type) {
+  if (is_grouped(weight.type)) return weight.are_whole != 0 && weight.group_size == kQuantGroup;
   return weight.type == kInt8Weight || (weight.type == kBFloat16 && x_type == kBFloat16);
 }

@@ -66,6 +66,14 @@ def each_product_isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = cpu.num_threads()
+    cpu.set_num_threads(2)
+    yield
+    cpu.set_num_threads(before)
+
+
+@pytest.fixture
 def float_products() -> Iterator[None]:
     """On an instruction set that multiplies int8 weights by floats, not by rows that it rounds as well."""
     if not cpu.available():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.cpu.conftest import has_amx, using_isa
 from tests.cpu.test_native_linear import random
 from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS
 from vllm_lite.kernels import cpu
@@ -158,6 +159,25 @@ def test_the_largest_bytes_and_integers_are_exact(values: torch.Tensor, zero: in
         out = torch.empty(num_rows, 64)
         linear(x, PackedWeight(weight), out)
         assert torch.equal(out.double(), x.double() @ dequantize(weight).double().t()), (group_size, num_rows)
+
+
+@pytest.mark.parametrize("values", [INT4, UINT4, MXFP4, INT8], ids=["int4", "uint4", "mxfp4", "int8"])
+@pytest.mark.parametrize("kind", ["plain", "minima", "zero points"])
+@pytest.mark.usefixtures("two_threads")
+def test_tiles_add_groups_up_as_vectors_do(values: torch.Tensor, kind: str) -> None:
+    """Bit for bit, in more than one part of the inputs and of the rows, in more than one task."""
+    weight = grouped(300, 1300, 128, values, minima=kind == "minima", scales=torch.bfloat16)
+    if kind == "zero points":
+        zeros = torch.randint(-3, 17, weight.scales.shape, generator=torch.Generator().manual_seed(5)).float()
+        weight = with_zero_points(weight, zeros)
+    packed = PackedWeight(weight, random(300))
+    for num_rows in (13, 33, 270):
+        x, outs = random(num_rows, 1300, dtype=torch.bfloat16), []
+        for isa in ("avx512_bf16", "amx_emulated", *(["amx"] if has_amx() else [])):
+            for _ in using_isa(isa):
+                outs.append(torch.full((num_rows, 300), math.nan))
+                linear(x, packed, outs[-1])
+        assert all(torch.equal(outs[0], out) for out in outs[1:]), num_rows
 
 
 def with_zero_points(weight: GroupedWeight, zeros: torch.Tensor) -> GroupedWeight:

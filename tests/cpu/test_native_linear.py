@@ -1,7 +1,6 @@
 """The native linear layer on every instruction set against float64, and what does not change its results."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,14 +29,6 @@ def quantize_rows(x: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % QUANT_GROUP))
     integers, scales = quantize(padded.reshape(-1, QUANT_GROUP))
     return (integers * scales[:, None]).reshape(padded.shape)[:, : x.shape[1]]
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = cpu.num_threads()
-    cpu.set_num_threads(2)
-    yield
-    cpu.set_num_threads(before)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,0 +1,102 @@
+// Codes of grouped weights as the bytes that products take, and the scales that go with them.
+#pragma once
+
+#include "byte_products.h"
+#include "grouped_cells.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+#if defined(VLLM_LITE_MULTIPLIES_BYTES)
+constexpr int64_t kOctetBytes = 4 * kBlock;
+
+// The weights of eight inputs for kWidth outputs as bytes: those of the first four inputs, and of the others.
+struct Octet {
+  Ints first, second;
+};
+
+// Codes of 4 bits that are bytes themselves.
+template <int V>
+struct Nibbles {
+  static constexpr int64_t kBytes = kOctetBytes;
+  static constexpr bool kNarrow = true;
+  explicit Nibbles(const uint8_t*) {}
+  void enter(const char*) {}
+  inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
+    const Ints mask = all_bytes(15), both = load_ints(codes + v * sizeof(Ints));
+    return {both_bits(both, mask), both_bits(upper_halves(both), mask)};
+  }
+};
+
+// The same, and something is added to those of each output.
+template <int V>
+struct Shifted {
+  static constexpr int64_t kBytes = kOctetBytes;
+  static constexpr bool kNarrow = true;
+  Ints shifts[V];
+  explicit Shifted(const uint8_t*) {}
+  // Each output's byte, of a cell's, for four inputs.
+  inline __attribute__((always_inline)) void enter(const char* bytes) {
+    const Ints four = broadcast(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) shifts[v] = shuffle_bytes(widen_bytes(bytes + v * kWidth), four);
+  }
+  inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
+    const Octet octet = Nibbles<V>(nullptr).load(codes, v);
+    return {add_bytes(octet.first, shifts[v]), add_bytes(octet.second, shifts[v])};
+  }
+};
+
+// Codes of 4 bits that stand for bytes of a table.
+template <int V>
+struct Looked {
+  static constexpr int64_t kBytes = kOctetBytes;
+  static constexpr bool kNarrow = true;
+  Ints table;
+  void enter(const char*) {}
+  explicit Looked(const uint8_t* bytes) : table(broadcast(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)))) {}
+  inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
+    const Octet octet = Nibbles<V>(nullptr).load(codes, v);
+    return {shuffle_bytes(table, octet.first), shuffle_bytes(table, octet.second)};
+  }
+};
+
+template <int V>
+struct LookedWide : Looked<V> {
+  static constexpr bool kNarrow = false;
+  using Looked<V>::Looked;
+};
+
+template <int V>
+struct Bytes {
+  static constexpr int64_t kBytes = 2 * kOctetBytes;
+  static constexpr bool kNarrow = false;
+  explicit Bytes(const uint8_t*) {}
+  void enter(const char*) {}
+  inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
+    const char* from = codes + v * sizeof(Ints);
+    return {load_ints(from), load_ints(from + kOctetBytes)};
+  }
+};
+
+// What a cell has for kWidth outputs beside its codes.
+struct Scales {
+  Vec scale, minima;
+  bool has_minima;
+
+  inline __attribute__((always_inline)) Scales(const char* cell, const CellLayout& layout, const float* supers,
+                                               int64_t column)
+      : scale(load_scales(cell, layout.scale_type, column, supers)),
+        minima(splat(0)),
+        has_minima(layout.minima_type != kNoMinima && layout.minima_type != kShifts) {
+    if (has_minima) minima = load_scales(cell + layout.scale_bytes, layout.minima_type, column, of_minima(supers));
+  }
+  inline __attribute__((always_inline)) Vec less_minima(Vec value, float sum) const {
+    return has_minima ? subtract_product(minima, splat(sum), value) : value;
+  }
+};
+
+#endif
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA

@@ -1,0 +1,87 @@
+// Grouped weights with a scale for each kQuantGroup inputs, by tiles: codes become bytes once for all rows of a task.
+// Sums are added up as in linear_grouped.cpp, bit for bit.
+#pragma once
+
+#include "grouped_codes.h"
+#include "tile_groups.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+struct GroupedProduct : IntegerProduct {
+  const LinearCall& call;
+  const CellLayout layout;
+  const char* cells = nullptr;  // of the part, the first of which is for the scale `first`
+  int64_t block = 0, first = 0;
+  alignas(64) char bytes[kSteps * kStepWeights];
+
+  explicit GroupedProduct(const LinearCall& of)
+      : IntegerProduct{*of.quantized}, call(of), layout(CellLayout::of(*of.weight)) {}
+
+  static int64_t part_bytes(int64_t, int64_t) { return kSteps * kTileRowBytes; }
+
+  Weights part(const LinearTask& task, int64_t number, int64_t begin, int64_t num_bytes) {
+    const PackedWeight& weight = *call.weight;
+    const int64_t num_cells = rows.layout.num_groups, count = num_bytes / kQuantGroup;
+    block = task.first_block + number;
+    first = begin / kQuantGroup;
+    const char* all = static_cast<const char*>(weight.data);
+    cells = all + (block * num_cells + first) * layout.bytes();
+    widen(count);
+    const bool is_last = number + 1 == task.num_blocks;
+    const char* next = is_last ? all + (task.first_block * num_cells + first + count) * layout.bytes()
+                               : cells + num_cells * layout.bytes();
+    const int64_t num_steps = count * kQuantSteps;
+    return {bytes, num_steps, bytes + (num_steps - 1) * kStepWeights, next, layout.bytes() / kQuantSteps};
+  }
+
+  template <bool kTwo>
+  void add(const Group& group, const Weights& weights) const {
+    add_integers<kTwo>(*this, group, weights);
+  }
+
+  template <bool kAdd>
+  void add_scaled(const Group& group, const int32_t* totals, int64_t number) const {
+    const char* cell = cells + number * layout.bytes();
+    const float* supers = call.weight->supers_of(block, first + number);
+    const Scales scales[2] = {{cell, layout, supers, 0}, {cell, layout, supers, kWidth}};
+    RowScales of = row_scales(group, first + number);
+    for (int64_t row = 0; row < group.num_rows; ++row, of.next()) {
+      for (int64_t v = 0; v < 2; ++v) {
+        const int64_t at = row * kBlock + v * kWidth;
+        const Vec value = to_floats(_mm512_add_epi32(_mm512_load_si512(totals + at), all_ints(*of.bias)));
+        const Vec part = scales[v].less_minima(value * scales[v].scale, *of.sum);
+        store(group.sums + at, multiply_add(part, splat(*of.scale), kAdd ? load(group.sums + at) : splat(0)));
+      }
+    }
+  }
+
+ private:
+  void widen(int64_t count) {
+    const PackedWeight& weight = *call.weight;
+    if (weight.type == kGrouped8) return widen_as<Bytes>(count);
+    if (layout.minima_type == kShifts) return widen_as<Shifted>(count);
+    weight.bytes == nullptr ? widen_as<Nibbles>(count) : widen_as<Looked>(count);
+  }
+
+  template <template <int> class Codes>
+  void widen_as(int64_t count) {
+    Codes<2> codes(call.weight->bytes);
+    char* to = bytes;
+    for (int64_t number = 0; number < count; ++number) {
+      const char* cell = cells + number * layout.bytes();
+      codes.enter(cell + layout.scale_bytes);
+      const char* from = cell + layout.codes();
+      for (int64_t octet = 0; octet < kQuantGroup / 8; ++octet, from += Codes<2>::kBytes, to += 2 * kOctetBytes) {
+        for (int v = 0; v < 2; ++v) {
+          const Octet both = codes.load(from, v);
+          _mm512_store_si512(to + v * kTileRowBytes, both.first);
+          _mm512_store_si512(to + kOctetBytes + v * kTileRowBytes, both.second);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA
