@@ -6,6 +6,7 @@ Chunks of prompts are among them, which arithmetic bounds: `gflop_s` against wha
 """
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,9 +29,13 @@ PARTS = ("attention", "linear", "experts", "fused", "masks", "ranks")
 
 
 def run(
-    parts: Sequence[str], threads: Sequence[int], report: Callable[[str], None] = lambda _line: None
+    parts: Sequence[str],
+    threads: Sequence[int],
+    report: Callable[[str], None] = lambda _line: None,
+    products: kernels_linear.Choice = kernels_linear.ALL,
 ) -> dict[str, Any]:
-    """Measure `parts` of PARTS with each number of threads; `report` is called with what is being measured."""
+    """Measure `parts` of PARTS with each number of threads, of linear layers `products`; `report` is called with what
+    is being measured. Raises ValueError for an instruction set that the machine does not have."""
     if not cpu.available():
         raise RuntimeError("there are no native CPU kernels to measure")
     rows: list[Row] = []
@@ -39,23 +44,22 @@ def run(
         cpu.set_num_threads(num_threads)
         for part in parts:
             report(f"measuring {part}, threads: {num_threads} ...")
-            rows += [{"threads": num_threads} | _rounded(row) for row in _measure(part, num_threads)]
+            rows += [{"threads": num_threads} | _rounded(row) for row in _measure(part, num_threads, products)]
     return {
         "device": _cpu_name(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
-        "command": f"vllm-lite bench kernels --json --parts {','.join(parts)} --threads {','.join(map(str, threads))}",
+        "command": " ".join(["vllm-lite", *sys.argv[1:]]),
         "rows": [row for row in rows if "share" in row],
         "against_torch": [row for row in rows if "share" not in row],
     }
 
 
-def _measure(part: str, num_threads: int) -> Iterator[Row]:
+def _measure(part: str, num_threads: int, products: kernels_linear.Choice) -> Iterator[Row]:
     if part == "attention":
         yield from kernels_attention.measure(num_threads)
     elif part == "linear":
-        for dtype in (torch.bfloat16, torch.float32):
-            yield from kernels_linear.measure(num_threads, dtype)
+        yield from kernels_linear.measure(num_threads, products)
     elif part == "experts":
         yield from kernels_experts.measure(num_threads)
     elif part == "fused":

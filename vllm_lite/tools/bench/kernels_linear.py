@@ -4,19 +4,20 @@ Weights are taken in turn from more copies than the caches hold, so few rows run
 limit that they are held against. With one thread time is CPU time, which a busy machine does not lengthen much.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.dtypes import FLOATS
+from vllm_lite.kernels.cpu.library import ISAS, function, int32
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear
 from vllm_lite.kernels.grouped import E4M3, INT4, INT8, GroupedWeight
 from vllm_lite.layers import onednn
 from vllm_lite.tools.bench.kernels_timing import Row, best_times, clock_for, name_of, read_bandwidth_gb_s
 
-SHAPES = ((4096, 1024), (4096, 4096), (2048, 768))
-"""Outputs and inputs."""
-NUM_ROWS = (1, 4, 8, 32, 128, 512)
 WORKING_SET_BYTES = 128 << 20  # of weights, above any cache that one socket's cores share with two threads
 MIN_TIME_S = 0.3  # for each kernel
 TABLE = torch.linspace(-1, 1, 16).pow(3)
@@ -25,15 +26,93 @@ TABLE = torch.linspace(-1, 1, 16).pow(3)
 Product = Callable[[torch.Tensor, torch.Tensor], None]
 """out = x W^T: product(x [num_rows, inputs], out [num_rows, outputs])."""
 
+FORMS: dict[str, Callable[[torch.Tensor], PackedWeight]] = {
+    "dense": PackedWeight,
+    "int8": lambda weight: PackedWeight(weight, int8=True),
+    "int4_g32": lambda weight: PackedWeight(_grouped(weight, INT4, 32)),
+    "int4_g128": lambda weight: PackedWeight(_grouped(weight, INT4, 128)),
+    "int8_g32": lambda weight: PackedWeight(_grouped(weight, INT8, 32)),
+    "int8_g128": lambda weight: PackedWeight(_grouped(weight, INT8, 128)),
+    "fp8_g128": lambda weight: PackedWeight(_grouped(weight, E4M3, 128)),
+    "table_g64": lambda weight: PackedWeight(_grouped(weight, TABLE, 64)),
+}
+"""Our own weights: what they are stored as. `torch` and `onednn` are the others that are measured."""
+OTHERS = ("torch", "onednn")
 
-def measure(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
+
+class Choice(NamedTuple):
+    """What is measured."""
+
+    shapes: Sequence[tuple[int, int]] = ((4096, 1024), (4096, 4096), (2048, 768))
+    """Outputs and inputs."""
+    num_rows: Sequence[int] = (1, 4, 8, 32, 128, 512)
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
+    forms: Sequence[str] = (*FORMS, *OTHERS)
+    isas: Sequence[str] = ()
+    """Instruction sets to take in turn for our own; none: the one that is chosen."""
+
+
+ALL = Choice()
+
+
+def choose(texts: Mapping[str, str]) -> Choice:
+    """From lists such as `shapes` 6144x1024,1024x3072 and `rows` 1,32; what is not there is as in Choice. Raises
+    ValueError for what cannot be measured."""
+    lists = {name: text.split(",") for name, text in texts.items()}
+    choice = ALL
+    if shapes := lists.get("shapes"):
+        choice = choice._replace(shapes=[_shape(text) for text in shapes])
+    if rows := lists.get("rows"):
+        choice = choice._replace(num_rows=[_positive(text) for text in rows])
+    if dtypes := lists.get("dtypes"):
+        known = {name_of(dtype): dtype for dtype in FLOATS}
+        choice = choice._replace(dtypes=[known[_one_of(known, name)] for name in dtypes])
+    if forms := lists.get("forms"):
+        choice = choice._replace(forms=[_one_of((*FORMS, *OTHERS), name) for name in forms])
+    return choice._replace(isas=[_one_of(ISAS, name) for name in lists.get("isas", ())])
+
+
+def _one_of(known: Iterable[str], name: str) -> str:
+    if name not in known:
+        raise ValueError(f"{name!r} is none of {', '.join(known)}")
+    return name
+
+
+def _shape(text: str) -> tuple[int, int]:
+    parts = text.split("x")
+    if len(parts) != 2:
+        raise ValueError(f"a shape must be outputs x inputs, such as 6144x1024, got {text!r}")
+    return _positive(parts[0]), _positive(parts[1])
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"a size must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def measure(num_threads: int, choice: Choice) -> Iterator[Row]:
+    before = cpu.isa()
+    try:
+        for dtype in choice.dtypes:
+            yield from _measure(num_threads, dtype, choice)
+    finally:
+        _set_isa(before)
+
+
+def _set_isa(name: str) -> None:
+    if not function("vllm_lite_set_isa", (int32,), int32)(ISAS.index(name)):
+        raise ValueError(f"this machine does not have the instruction set {name!r}")
+
+
+def _measure(num_threads: int, dtype: torch.dtype, choice: Choice) -> Iterator[Row]:
     """All shapes and numbers of rows. `gb_s` is of weights, `limit` the speed at which as many threads read memory."""
     limit = 0.0
-    for num_outputs, num_inputs in SHAPES:
+    for num_outputs, num_inputs in choice.shapes:
         limit = max(limit, read_bandwidth_gb_s(num_threads))
         num_copies = -(-WORKING_SET_BYTES // (num_outputs * num_inputs * dtype.itemsize))
-        kernels = _kernels(torch.randn(num_outputs, num_inputs).to(dtype), num_copies)
-        for num_rows in NUM_ROWS:
+        kernels = _kernels(torch.randn(num_outputs, num_inputs).to(dtype), num_copies, choice)
+        for num_rows in choice.num_rows:
             x = torch.randn(num_rows, num_inputs).to(dtype)
             out = torch.empty(num_rows, num_outputs, dtype=dtype)
             passes = [partial(_multiply, products, x, out) for _, products in kernels.values()]
@@ -43,28 +122,24 @@ def measure(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
                 speed = num_bytes / seconds / 1e9
                 shape = f"{num_rows} x {num_inputs} x {num_outputs}"
                 kernel = f"{name} {name_of(dtype)}, threads: {num_threads}"
-                yield Row(kernel=kernel, shape=shape, us=seconds * 1e6, gb_s=speed, limit=limit, share=speed / limit)
+                row = Row(kernel=kernel, shape=shape, us=seconds * 1e6, gb_s=speed, limit=limit, share=speed / limit)
+                yield row | {"gflop_s": 2e-9 * num_rows * num_inputs * num_outputs / seconds}
 
 
-def _kernels(weight: torch.Tensor, num_copies: int) -> dict[str, tuple[int, list[Product]]]:
+def _kernels(weight: torch.Tensor, num_copies: int, choice: Choice) -> dict[str, tuple[int, list[Product]]]:
     """By name: bytes of one weight, and a product for each of its copies."""
     dense = [weight.clone() for _ in range(num_copies)]
     kernels: dict[str, tuple[int, list[Product]]] = {}
-    forms: tuple[tuple[str, Callable[[], PackedWeight]], ...] = (
-        ("own", lambda: PackedWeight(weight)),
-        ("own int8", lambda: PackedWeight(weight, int8=True)),
-        ("own int4 g32", lambda: PackedWeight(_grouped(weight, INT4, 32))),
-        ("own int4 g128", lambda: PackedWeight(_grouped(weight, INT4, 128))),
-        ("own int8 g32", lambda: PackedWeight(_grouped(weight, INT8, 32))),
-        ("own int8 g128", lambda: PackedWeight(_grouped(weight, INT8, 128))),
-        ("own fp8 g128", lambda: PackedWeight(_grouped(weight, E4M3, 128))),
-        ("own table g64", lambda: PackedWeight(_grouped(weight, TABLE, 64))),
-    )
-    for name, make in forms:
-        first = make()
-        packed = [first, *(make() for _ in range(num_copies * weight.nbytes // first.num_bytes - 1))]
-        kernels[name] = first.num_bytes, [partial(_own, one) for one in packed]
-    kernels["torch.mm"] = weight.nbytes, [partial(_mm, one) for one in dense]
+    for form in [name for name in FORMS if name in choice.forms]:
+        first = FORMS[form](weight)
+        packed = [first, *(FORMS[form](weight) for _ in range(num_copies * weight.nbytes // first.num_bytes - 1))]
+        for isa in choice.isas or (cpu.isa(),):
+            of = f" {isa}" if choice.isas else ""
+            kernels[f"own {form}{of}"] = first.num_bytes, [partial(_own, isa, one) for one in packed]
+    if "torch" in choice.forms:
+        kernels["torch.mm"] = weight.nbytes, [partial(_mm, one) for one in dense]
+    if "onednn" not in choice.forms:
+        return kernels
     reordered = [one for one in map(onednn.pack, dense) if one is not None]
     if reordered:
         kernels["oneDNN packed"] = weight.nbytes, [partial(_onednn, one) for one in reordered]
@@ -77,7 +152,9 @@ def _grouped(weight: torch.Tensor, values: torch.Tensor, group_size: int) -> Gro
     return GroupedWeight(codes, values, torch.ones(len(weight), weight.shape[1] // group_size), group_size)
 
 
-def _own(weight: PackedWeight, x: torch.Tensor, out: torch.Tensor) -> None:
+def _own(isa: str, weight: PackedWeight, x: torch.Tensor, out: torch.Tensor) -> None:
+    if cpu.isa() != isa:
+        _set_isa(isa)
     linear(x, weight, out)
 
 

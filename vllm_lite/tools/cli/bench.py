@@ -159,12 +159,19 @@ def _kernels_flags(parser: argparse.ArgumentParser) -> None:
     parts = "attention,linear,experts,fused,masks,ranks"
     parser.add_argument("--parts", default=parts, help=f"[{parts}]")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, one after the other [1,2]")
+    parser.add_argument("--shapes", help="of linear layers: outputs x inputs, such as 6144x1024,1024x3072")
+    parser.add_argument("--rows", help="of linear layers: such as 1,32,256")
+    parser.add_argument("--dtypes", help="of linear layers: some of bfloat16,float32,float16")
+    parser.add_argument(
+        "--forms", help="of linear layers: dense,int8,int4_g128,... as the names in the table, torch,onednn"
+    )
+    parser.add_argument("--isas", help="of linear layers: instruction sets in turn, such as amx,avx512_bf16")
     _add_json_flag(parser)
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
     """Measure the native CPU kernels against memory's speed and torch."""
-    from vllm_lite.tools.bench import kernels
+    from vllm_lite.tools.bench import kernels, kernels_linear
 
     parts = arguments.parts.split(",")
     if unknown := set(parts) - set(kernels.PARTS):
@@ -172,7 +179,13 @@ def _kernels(arguments: argparse.Namespace) -> int:
     if not all(number.isdecimal() and int(number) > 0 for number in arguments.threads.split(",")):
         raise ConfigError(f"threads must be numbers like 1,2, got {arguments.threads!r}")
     threads = [int(number) for number in arguments.threads.split(",")]
-    return _show(arguments, kernels.run(parts, threads, _report), kernels.table)
+    try:
+        names = ("shapes", "rows", "dtypes", "forms", "isas")
+        products = kernels_linear.choose({name: value for name in names if (value := getattr(arguments, name))})
+        figures = kernels.run(parts, threads, _report, products)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return _show(arguments, figures, kernels.table)
 
 
 def _step_flags(parser: argparse.ArgumentParser) -> None:
