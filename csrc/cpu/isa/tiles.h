@@ -2,11 +2,13 @@
 //
 // With VLLM_LITE_EMULATED_TILES the same operations are plain C++ that does what Intel's manual says they do (Software
 // Developer's Manual, volume 2, TDPBF16PS and TDPBSUD; the order of additions, denormals as zeros), so that kernels are
-// tested on machines without AMX. A tile's number must be a literal.
+// tested on machines without AMX. All results were the processor's, bit for bit, in which of several NaN comes out
+// aside. A tile's number must be a literal.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include "simd.h"
@@ -40,6 +42,12 @@ struct EmulatedTile {
 };
 thread_local EmulatedTile tiles[8];
 
+// What a processor answers with an invalid instruction: a tile that has no rows here.
+inline EmulatedTile& shaped(int number) {
+  if (tiles[number].num_rows == 0) std::abort();
+  return tiles[number];
+}
+
 inline void shape_tiles(const TileShapes* shapes) {
   for (int i = 0; i < 8; ++i) {
     tiles[i].num_rows = shapes->rows[i];
@@ -60,6 +68,16 @@ inline float without_denormals(float x) {
   return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
 }
 
+// sum + x * w, and zero if that is smaller than normal numbers once it is rounded as if there were no smallest
+// exponent: fma() rounds to fewer bits there, which may bring it up to the smallest normal number.
+inline float add_product(float sum, float x, float w) {
+  const float total = std::fma(x, w, sum);
+  if (std::fabs(total) == 0x1p-126f && std::fabs(std::fma(x * 0x1p24f, w, sum * 0x1p24f)) < 0x1p-102f) {
+    return std::copysign(0.0f, total);
+  }
+  return without_denormals(total);
+}
+
 // total [rows][16] of float += a [rows][16 pairs] of bfloat16 times b [16 pairs][16]; even and odd inputs are added up
 // by themselves.
 inline void dot_tiles_bf16(EmulatedTile& total, const EmulatedTile& a, const EmulatedTile& b) {
@@ -71,8 +89,7 @@ inline void dot_tiles_bf16(EmulatedTile& total, const EmulatedTile& a, const Emu
       std::memcpy(w, b.bytes[k], sizeof w);
       for (int64_t n = 0; n < 2 * kTileRows; ++n) {
         float& sum = sums[n % 2][n / 2];
-        const float weight = without_denormals(to_float(w[n]));
-        sum = without_denormals(std::fma(without_denormals(to_float(x[n % 2])), weight, sum));
+        sum = add_product(sum, without_denormals(to_float(x[n % 2])), without_denormals(to_float(w[n])));
       }
     }
     std::memcpy(all, total.bytes[row], sizeof all);
@@ -99,11 +116,11 @@ inline void dot_tiles_int8(EmulatedTile& total, const EmulatedTile& a, const Emu
 
 #define TILES_SHAPE(shapes) shape_tiles(shapes)
 #define TILES_RELEASE() (void)0
-#define TILE_ZERO(tile) std::memset(tiles[tile].bytes, 0, sizeof tiles[tile].bytes)
-#define TILE_LOAD(tile, from, stride) load_tile(tiles[tile], from, stride)
-#define TILE_STORE(tile, to, stride) store_tile(tiles[tile], to, stride)
-#define TILE_DOT_BF16(total, a, b) dot_tiles_bf16(tiles[total], tiles[a], tiles[b])
-#define TILE_DOT_INT8(total, a, b) dot_tiles_int8(tiles[total], tiles[a], tiles[b])
+#define TILE_ZERO(tile) std::memset(shaped(tile).bytes, 0, sizeof tiles[tile].bytes)
+#define TILE_LOAD(tile, from, stride) load_tile(shaped(tile), from, stride)
+#define TILE_STORE(tile, to, stride) store_tile(shaped(tile), to, stride)
+#define TILE_DOT_BF16(total, a, b) dot_tiles_bf16(shaped(total), shaped(a), shaped(b))
+#define TILE_DOT_INT8(total, a, b) dot_tiles_int8(shaped(total), shaped(a), shaped(b))
 #define TILES_FENCE() (void)0
 
 #else
