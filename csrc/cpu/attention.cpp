@@ -234,7 +234,7 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
       std::memset(call.out + (gaps[2 * i] + row) * call.out_stride, 0, row_bytes);
     }
   }
-  const auto attend = VLLM_LITE_DISPATCH(attend_item);
+  const auto attend = VLLM_LITE_DISPATCH_TILES(attend_item);
   const auto merge = VLLM_LITE_DISPATCH(merge_splits);
   const int num_heads = shape->num_kv_heads;
   parallel_for(plan.num_tasks, [&](int64_t task) {

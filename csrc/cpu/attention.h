@@ -109,8 +109,8 @@ VLLM_LITE_INLINE float* partial_of(const AttentionCall& call, const AttentionIte
 
 // Computes one item for one KV head: into `out` when the item is alone, else into its partial results. Meanwhile the
 // first keys of what this thread computes next are fetched.
-VLLM_LITE_DECLARE(void attend_item(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item,
-                                   int kv_head, vllm_lite::NextUnit next, char* scratch))
+VLLM_LITE_DECLARE_TILES(void attend_item(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item,
+                                         int kv_head, vllm_lite::NextUnit next, char* scratch))
 // Merges the partial results of all splits, in their order, into `out`.
 VLLM_LITE_DECLARE(void merge_splits(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item,
                                     int kv_head))

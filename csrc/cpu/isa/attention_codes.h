@@ -264,7 +264,7 @@ static void codes(const AttentionCall& call, const AttentionItem& item, int kv_h
   const char** now = s.rows[0];
   const char** next = s.rows[1];
   find_keys(now, cache, item.key_begin / kKeys * kKeys, item.key_begin, item.key_end);
-  over_keys(call, item, kv_head, s.softmax, s.acc, s.all, sizes.padded, [&](int first, int end) {
+  over_keys(call, item, kv_head, s.softmax, s.acc, s.all, sizes.padded, kKeys, [&](int first, int end) {
     const bool more = find_next_keys(next, call, item, kv_head, after, end);
     const char* const* ahead = more ? next : now;  // these again cost nothing
     // All 64, as scales that are not there would be anything: of keys that are not seen these are another's.

@@ -145,6 +145,14 @@ VLLM_LITE_INLINE bool find_next_keys(const char** rows, const AttentionCall& cal
   return true;
 }
 
+VLLM_LITE_INLINE void fetch(const char* row) {
+  __builtin_prefetch(row, 0, 2);  // into L2, where there are more places for lines on their way than in L1
+}
+
+VLLM_LITE_INLINE void fetch_row(const char* row, int64_t num_bytes) {
+  for (int64_t i = 0; i < num_bytes; i += 64) fetch(row + i);
+}
+
 // Which of the sequence's query rows, and which head of those that share the KV head, row i of an item is.
 struct Place {
   int row, head;
@@ -212,7 +220,7 @@ struct Softmax {
     store(sum[i], Vec{});
   }
 
- private:
+ protected:
   bool finishes_scores() const { return cap != 0 || alibi; }
 
   // Products become scores, where these are more than multiples of them.
@@ -324,12 +332,13 @@ VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& it
   if (shape.dtype == kFloat16) put_output<Float16>(line + first * 2, all.acc, factor, size);
 }
 
-// Runs the rows of an item through its keys: `add` is called with the first and the last + 1 of up to kKeys of them at
-// a time and updates `softmax` and acc [num_rows][stride]. Where a section ends, its result joins those before it in
-// `all` [num_rows][stride], or becomes the item's partial result. Then the rows are put out.
+// Runs the rows of an item through its keys: `add` is called with the first and the last + 1 of up to `batch` of
+// them at a time, a multiple of kKeys, and updates `softmax` and acc [num_rows][stride]. Where a section ends, its
+// result joins those before it in `all` [num_rows][stride], or becomes the item's partial result. Then the rows are put
+// out.
 template <class Add>
 VLLM_LITE_INLINE void over_keys(const AttentionCall& call, const AttentionItem& item, int kv_head, Softmax& softmax,
-                                float* acc, float* all, int stride, const Add& add) {
+                                float* acc, float* all, int stride, int batch, const Add& add) {
   const int size = call.shape->value_size, section = section_keys(call, item);
   const bool several = item.num_splits == 1 && item.key_begin / section < (item.key_end - 1) / section;
   Result results[kMaxRows];
@@ -338,7 +347,7 @@ VLLM_LITE_INLINE void over_keys(const AttentionCall& call, const AttentionItem& 
   for (int begin = item.key_begin; begin < item.key_end;) {
     const int end = least((begin / section + 1) * section, item.key_end);
     std::memset(acc, 0, static_cast<size_t>(item.num_rows * stride) * 4);
-    for (int first = begin / kKeys * kKeys; first < end; first += kKeys) add(first, least(first + kKeys, end));
+    for (int first = begin / kKeys * kKeys; first < end; first += batch) add(first, least(first + batch, end));
     for (int i = 0; several && i < item.num_rows; ++i) {
       add_section(&results[i], softmax.largest_score(i), sum_of(load(softmax.sum[i])), acc + i * stride, size);
       softmax.restart(i);

@@ -27,14 +27,6 @@ struct StreamScratch {
   const char* converted[kKeys];
 };
 
-VLLM_LITE_INLINE void fetch(const char* row) {
-  __builtin_prefetch(row, 0, 2);  // into L2, where there are more places for lines on their way than in L1
-}
-
-VLLM_LITE_INLINE void fetch_row(const char* row, int64_t num_bytes) {
-  for (int64_t i = 0; i < num_bytes; i += 64) fetch(row + i);
-}
-
 // The lines of the next K or V in the cache, which are asked for one row after the other.
 struct Ahead {
   const char* const* rows;  // of K at [kKeys]
@@ -215,7 +207,7 @@ static void stream(const AttentionCall& call, const AttentionItem& item, int kv_
   s.softmax.template init<Words>(call, item, kv_head);
   for (int i = 0; i < item.num_rows; ++i) load_query(call, item, kv_head, i, s.query + i * padded, padded);
   const int stride = round_up(shape.value_size, 32);
-  over_keys(call, item, kv_head, s.softmax, s.acc, s.all, stride, [&](int first, int end) {
+  over_keys(call, item, kv_head, s.softmax, s.acc, s.all, stride, kKeys, [&](int first, int end) {
     const bool more = find_next_keys(next, call, item, kv_head, after, end);
     const char* const* ahead = more ? next : now;  // these again cost nothing
     if (shape.kv_dtype == Words::kElement) {

@@ -132,8 +132,8 @@ VLLM_LITE_INLINE void pack_values(Pairs, const char* const* rows, const Sizes& s
 
 // Addresses of 16 rows of K or V in the cache, or of the same converted. Meanwhile fetches the first num_next of
 // `next`.
-template <class Words>
-VLLM_LITE_INLINE void find_rows(TileScratch<Words>& s, int kv_dtype, int size, const char* const* keys, int64_t offset,
+template <class Words, class Scratch>
+VLLM_LITE_INLINE void find_rows(Scratch& s, int kv_dtype, int size, const char* const* keys, int64_t offset,
                                 const char* const* next, int num_next, const char** rows) {
   const int stride = round_up(size, 16);
   for (int t = 0; t < kGroup; ++t) {
@@ -242,7 +242,7 @@ static void tile(const AttentionCall& call, const AttentionItem& item, int kv_he
   const char** now = s.rows[0];
   const char** ahead = s.rows[1];
   find_keys(now, cache, item.key_begin / kKeys * kKeys, item.key_begin, item.key_end);
-  over_keys(call, item, kv_head, s.softmax, s.acc, s.all, sizes.padded, [&](int first, int end) {
+  over_keys(call, item, kv_head, s.softmax, s.acc, s.all, sizes.padded, kKeys, [&](int first, int end) {
     NextRows next = next_rows(call, item, kv_head, unit, end, ahead);
     const bool few = item.num_rows <= kFewRows;  // then it is mostly the packing that takes time
     pack(s, call, now, sizes, end - first, ahead, few ? next.count : 0);

@@ -73,7 +73,7 @@ static void convert_scaled(const void* from, float* to, int size) {
 }
 
 // `size` elements of type `dtype` as floats.
-static void convert_row(int dtype, const void* from, float* to, int size) {
+[[maybe_unused]] static void convert_row(int dtype, const void* from, float* to, int size) {
   if (dtype == kFloat32) convert_row<float>(from, to, size);
   if (dtype == kBFloat16) convert_row<BFloat16>(from, to, size);
   if (dtype == kFloat16) convert_row<Float16>(from, to, size);

@@ -1,0 +1,29 @@
+// Attention in bfloat16 by AMX, where that pays; all else as without it.
+#include "attention_amx.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+constexpr int kLeastGroup = 4;  // heads that share a KV head: with fewer packing a decode's keys takes too long
+constexpr int kShortText = 16;  // of an encoder
+
+// A row must not change its bits with the rows beside it, so this asks for nothing that differs between the items that
+// it may be computed in.
+bool by_tiles(const AttentionCall& call, const AttentionItem& item) {
+  const AttentionShape& shape = *call.shape;
+  if (shape.dtype != kBFloat16) return false;
+  if (shape.kv_dtype != kBFloat16 && shape.kv_dtype != kFp8E4M3 && shape.kv_dtype != kFp8E5M2) return false;
+  if (shape.both_ways) return call.window > 0 || item.key_end > kShortText;
+  return shape.num_heads >= kLeastGroup * shape.num_kv_heads;
+}
+
+}  // namespace
+
+void attend_item(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item, int kv_head,
+                 vllm_lite::NextUnit next, char* scratch) {
+  static_assert(sizeof(AmxScratch) <= vllm_lite::kAttentionScratchBytes, "scratch of a thread");
+  if (by_tiles(call, item)) return attend_by_tiles(call, item, kv_head, next, scratch);
+  VLLM_LITE_VECTORS::attend_item(call, item, kv_head, next, scratch);
+}
+
+}  // namespace VLLM_LITE_ISA
