@@ -26,8 +26,9 @@ from vllm_lite.kernels.cpu.library import available
 from vllm_lite.kernels.cpu.linear import quantize
 from vllm_lite.models.registry import Sizes, build
 
-MAX_DIFFERENCE = 1e-4
-"""Of log-probabilities in float32; what a wrong model gives is over 0.1 (see the controls)."""
+MAX_DIFFERENCE = 3e-4
+"""Of log-probabilities in float32; what a wrong model gives is over 0.1 (see the controls). transformers itself is up
+to 1.6e-4 off what it gives in float64 (qwen3.5-moe), ours no more."""
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
