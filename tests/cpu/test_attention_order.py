@@ -53,24 +53,24 @@ def assert_one_order(**options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
-def test_a_row_is_the_same_in_any_piece_of_its_prompt(each_product_isa, dtype, group):
+def test_a_row_is_the_same_in_any_piece_of_its_prompt(each_isa, dtype, group):
     assert_one_order(dtype=dtype, group=group, head_size=64)
 
 
 @pytest.mark.parametrize("head_size", [8, 24, 80, 128, 512])
-def test_of_any_size(each_product_isa, head_size):
+def test_of_any_size(each_isa, head_size):
     for dtype in (torch.float32, torch.bfloat16):
         assert_one_order(dtype=dtype, head_size=head_size)
 
 
 @pytest.mark.parametrize("window", [5, 64, 300, 600])
-def test_with_a_window(each_product_isa, window):
+def test_with_a_window(each_isa, window):
     for dtype in (torch.float32, torch.bfloat16):
         assert_one_order(dtype=dtype, windows=(window,), head_size=32)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float16])
-def test_with_a_cache_of_another_type(each_product_isa, kv_dtype):
+def test_with_a_cache_of_another_type(each_isa, kv_dtype):
     assert_one_order(dtype=torch.bfloat16, kv_dtype=kv_dtype, head_size=64)
 
 
@@ -80,14 +80,14 @@ def test_with_soft_cap_and_alibi(each_product_isa):
 
 
 @pytest.mark.parametrize("options", [{"group": 4, "head_size": 64}, {"windows": (600,), "soft_cap": 2.0}])
-def test_with_sinks(each_product_isa, options):
+def test_with_sinks(each_isa, options):
     """They join once a row, wherever that is: after the only section, after the last one, or where splits merge."""
     for dtype in (torch.float32, torch.bfloat16):
         assert_one_order(dtype=dtype, sinks=True, **options)
 
 
 @pytest.mark.parametrize("window", [None, 9000])
-def test_long_ones_have_larger_sections(each_product_isa, window):
+def test_long_ones_have_larger_sections(each_isa, window):
     """From position 7,680 on sections grow, every 960 positions; some rows of a piece have larger ones than others."""
     length = 10_000
     batch = Batch([(500, length)], backend=CpuBackend, dtype=torch.bfloat16, head_size=16, windows=(window,), group=4)

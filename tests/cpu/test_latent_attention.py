@@ -122,7 +122,7 @@ def test_natively(each_product_isa, heads):
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_however_it_is_computed(each_product_isa, dtype):
+def test_a_row_has_the_same_bits_however_it_is_computed(each_isa, dtype):
     length = 700
     step = Step(CpuBackend, DEEPSEEK, [(length, length)], dtype)
     whole = step.run()
@@ -181,7 +181,7 @@ def by_head(num_heads=3, num_rows=7, outputs=24, inputs=20, dtype=torch.float32)
 @needs_library
 @pytest.mark.parametrize("num_rows", [1, 7, 97, 200])
 @pytest.mark.parametrize("sizes", [(24, 20), (512, 128), (128, 512), (300, 33)], ids=str)
-def test_heads_at_once_are_heads_one_by_one(each_product_isa, sizes, num_rows):
+def test_heads_at_once_are_heads_one_by_one(each_isa, sizes, num_rows):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         weights, x, room = by_head(5, num_rows, sizes[0], sizes[1], dtype)
         matmuls = [make_matmul(weight) for weight in weights]
@@ -194,7 +194,7 @@ def test_heads_at_once_are_heads_one_by_one(each_product_isa, sizes, num_rows):
 
 
 @needs_library
-def test_heads_of_int8(each_product_isa):
+def test_heads_of_int8(each_isa):
     weights, x, room = by_head(dtype=torch.bfloat16)
     packed = [PackedWeight(weight, int8=True) for weight in weights]
     HeadLinear(packed).forward(x, room[..., :24])
@@ -206,7 +206,7 @@ def test_heads_of_int8(each_product_isa):
 
 @needs_library
 @pytest.mark.parametrize("group_size", [32, 128])
-def test_heads_of_int4(each_product_isa, group_size):
+def test_heads_of_int4(each_isa, group_size):
     weights, x, room = by_head(dtype=torch.bfloat16)
     quantized = [quantize4(weight, group_size) for weight in weights]
     HeadLinear([PackedWeight(weight) for weight in quantized]).forward(x, room[..., :24])

@@ -4,7 +4,7 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int kLeastGroup = 4;  // heads that share a KV head: with fewer packing a decode's keys takes too long
+constexpr int kLeastGroup = 2;  // heads that share a KV head: with one packing a decode's keys takes too long
 constexpr int kShortText = 16;  // of an encoder
 
 // A row must not change its bits with the rows beside it, so this asks for nothing that differs between the items that
