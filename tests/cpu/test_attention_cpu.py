@@ -187,6 +187,14 @@ def test_large_scores_do_not_overflow(each_product_isa):
         assert torch.allclose(batch.run().double(), exact(batch), rtol=0, atol=2e-2)
 
 
+def test_sums_are_brought_to_new_largest_scores(each_product_isa):
+    """Scores differ by dozens, so that many a row finds a far larger one behind its first 64 keys."""
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = Batch([(1, 513), (40, 200), (2, 1100)], backend=CpuBackend, dtype=dtype, head_size=64)
+        batch.query *= 16
+        assert torch.allclose(batch.run().double(), exact(batch), rtol=0, atol=2e-2)
+
+
 def test_what_lies_beyond_2_to_the_31_elements(each_product_isa):
     """A pool of 6 GiB that is hardly touched: the numbers of elements and bytes before a block exceed 32 bits."""
     block, num_blocks = 2 * 2 * 16 * 8, (3 << 30) // (2 * 2 * 16 * 8)
