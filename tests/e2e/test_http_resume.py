@@ -88,9 +88,9 @@ class Wire:
         assert (answer.getheader("content-type") or "").startswith("text/event-stream")
 
     def read(self, most: int | None = None) -> bytes:
-        """Read the stream to its end, or at least `most` bytes of it."""
+        """Read the stream to its end, or `most` bytes of it: one that is fast would be at its end with some more."""
         while most is None or len(self.data) < most:
-            piece = self._answer.read1(most or 65536)
+            piece = self._answer.read1(65536 if most is None else most - len(self.data))
             if not piece:
                 break
             self.data += piece
