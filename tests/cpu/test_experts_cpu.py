@@ -1,6 +1,5 @@
 """Experts and routing of csrc/cpu against the plain loop and plain torch, and what does not change a row's results."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,14 +23,6 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 HIDDEN, INNER = 96, 20
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Of the largest output: one unit of its last place, as sums may be rounded to the other side."""
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = cpu.num_threads()
-    cpu.set_num_threads(2)
-    yield
-    cpu.set_num_threads(before)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

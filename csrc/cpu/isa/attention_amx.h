@@ -150,37 +150,6 @@ VLLM_LITE_INLINE void shape_tiles_fully() {
   TILES_SHAPE(&shapes);
 }
 
-template <bool kTwo>
-VLLM_LITE_INLINE void zero_sums() {
-  TILE_ZERO(0);
-  TILE_ZERO(1);
-  if constexpr (kTwo) {
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-  }
-}
-
-// Strides in floats.
-template <bool kTwo>
-VLLM_LITE_INLINE void load_sums(const float* from, int stride) {
-  TILE_LOAD(0, from, stride * 4);
-  TILE_LOAD(1, from + kTileRows, stride * 4);
-  if constexpr (kTwo) {
-    TILE_LOAD(2, from + kTileRows * stride, stride * 4);
-    TILE_LOAD(3, from + kTileRows * stride + kTileRows, stride * 4);
-  }
-}
-
-template <bool kTwo>
-VLLM_LITE_INLINE void store_sums(float* to, int stride) {
-  TILE_STORE(0, to, stride * 4);
-  TILE_STORE(1, to + kTileRows, stride * 4);
-  if constexpr (kTwo) {
-    TILE_STORE(2, to + kTileRows * stride, stride * 4);
-    TILE_STORE(3, to + kTileRows * stride + kTileRows, stride * 4);
-  }
-}
-
 // Sums += x times y: 16 words of the rows, stride in words, and two tiles of K or V.
 template <bool kTwo>
 VLLM_LITE_INLINE void add_product(const float* x, int stride, const float* y) {

@@ -1,5 +1,5 @@
-// Products by AMX: dense bfloat16 and int8, for one task. See ../linear.h for the layout of weights, which is what a
-// tile of weights has to be: 16 groups of 4 bytes, each for 16 outputs.
+// Products by AMX, for one task: dense bfloat16, int8 and grouped weights. See ../linear.h for their layout, which is
+// what a tile of weights has to be: 16 groups of 4 bytes, each for 16 outputs.
 //
 // One step is 64 bytes of each row times 2 KiB of a block. 32 rows and the block's 32 outputs take four tiles of sums,
 // two of rows and two of weights. A row's sums are made in one order, however many rows there are. Rows are read where
@@ -52,11 +52,11 @@ struct Bf16Product : DenseWeights {
   void add(const Group& group, const Weights& weights) const {
     const Group::Ahead ahead = group.ahead(weights);
     TILES_FENCE();
-    group.are_begun ? load_sums<kTwo>(group.sums) : zero_sums<kTwo>();
+    group.are_begun ? load_sums<kTwo>(group.sums, kBlock) : zero_sums<kTwo>();
     for (int64_t step = 0; step < weights.num_steps; ++step) {
       add_step<kTwo, Bf16Product>(group, weights, ahead, step);
     }
-    store_sums<kTwo>(group.sums);
+    store_sums<kTwo>(group.sums, kBlock);
     TILES_FENCE();
   }
 };
@@ -196,7 +196,7 @@ int64_t multiply_registers(int32_t type, int64_t rounds, float* x) {
     TILE_DOT_BF16(2, 5, 6);
     TILE_DOT_BF16(3, 5, 7);
   }
-  store_sums<true>(reinterpret_cast<float*>(zeros));
+  store_sums<true>(reinterpret_cast<float*>(zeros), kBlock);
   TILES_RELEASE();
   return rounds * 2 * kGroup * kBlock * kTileRowBytes / 2;
 }

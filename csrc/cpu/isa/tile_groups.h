@@ -91,38 +91,6 @@ void shape_for(int64_t num_rows) {
   TILES_SHAPE(&shapes);
 }
 
-// Sums lie [kGroup][kBlock], 4 bytes each.
-template <bool kTwo>
-VLLM_LITE_INLINE void load_sums(const float* from) {
-  TILE_LOAD(0, from, kBlock * 4);
-  TILE_LOAD(1, from + kTileRows, kBlock * 4);
-  if constexpr (kTwo) {
-    TILE_LOAD(2, from + kTileRows * kBlock, kBlock * 4);
-    TILE_LOAD(3, from + kTileRows * kBlock + kTileRows, kBlock * 4);
-  }
-}
-
-template <bool kTwo, class T>
-VLLM_LITE_INLINE void store_sums(T* to) {
-  TILE_STORE(0, to, kBlock * 4);
-  TILE_STORE(1, to + kTileRows, kBlock * 4);
-  if constexpr (kTwo) {
-    TILE_STORE(2, to + kTileRows * kBlock, kBlock * 4);
-    TILE_STORE(3, to + kTileRows * kBlock + kTileRows, kBlock * 4);
-  }
-}
-
-// Trap: a tile that is shaped to no rows must not be touched, not even made zero.
-template <bool kTwo>
-VLLM_LITE_INLINE void zero_sums() {
-  TILE_ZERO(0);
-  TILE_ZERO(1);
-  if constexpr (kTwo) {
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-  }
-}
-
 template <bool kTwo>
 VLLM_LITE_INLINE void load_step(const char* x, int64_t stride, const char* weights) {
   TILE_LOAD(4, x, stride);
@@ -192,7 +160,7 @@ VLLM_LITE_INLINE void add_integers(const Product& product, const Group& group, c
     const int64_t left = weights.num_steps - begin, end = begin + (left < kQuantSteps ? left : kQuantSteps);
     zero_sums<kTwo>();
     for (int64_t step = begin; step < end; ++step) add_step<kTwo, Product>(group, weights, ahead, step);
-    store_sums<kTwo>(totals);
+    store_sums<kTwo>(totals, kBlock);
     TILES_FENCE();
     if (group.are_begun || begin > 0) {
       product.template add_scaled<true>(group, totals, begin / kQuantSteps);

@@ -138,5 +138,38 @@ inline void dot_tiles_int8(EmulatedTile& total, const EmulatedTile& a, const Emu
 
 #endif
 
+// ---- tiles 0 to 3 as sums: [32 or 16 rows][32], of which 0 and 1 are the first 16 rows. Strides count elements.
+
+template <bool kTwo>
+VLLM_LITE_INLINE void load_sums(const float* from, int64_t stride) {
+  TILE_LOAD(0, from, stride * 4);
+  TILE_LOAD(1, from + kTileRows, stride * 4);
+  if constexpr (kTwo) {
+    TILE_LOAD(2, from + kTileRows * stride, stride * 4);
+    TILE_LOAD(3, from + kTileRows * stride + kTileRows, stride * 4);
+  }
+}
+
+template <bool kTwo, class T>
+VLLM_LITE_INLINE void store_sums(T* to, int64_t stride) {
+  TILE_STORE(0, to, stride * 4);
+  TILE_STORE(1, to + kTileRows, stride * 4);
+  if constexpr (kTwo) {
+    TILE_STORE(2, to + kTileRows * stride, stride * 4);
+    TILE_STORE(3, to + kTileRows * stride + kTileRows, stride * 4);
+  }
+}
+
+// Trap: a tile that is shaped to no rows must not be touched, not even made zero.
+template <bool kTwo>
+VLLM_LITE_INLINE void zero_sums() {
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  if constexpr (kTwo) {
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+  }
+}
+
 }  // namespace
 }  // namespace VLLM_LITE_ISA
