@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from tests.attention_steps import changed, step_batch
 from tests.checkpoints import VOCAB_SIZE, transformers_model
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
+from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.layers.matmul import Quantization
@@ -106,8 +107,9 @@ class Paged:
     def sequence(self, tokens: torch.Tensor) -> Sequence:
         return Sequence(tokens, [[] for _ in self.groups], num_trimmed=[0] * len(self.groups))
 
-    def step(self, *work: tuple[Sequence, int], shift: int = 0) -> None:
-        """Compute the next tokens of each sequence, so many; `shift` is a deliberate error in the positions."""
+    def step(self, *work: tuple[Sequence, int], shift: int = 0, ends: list[int] | None = None) -> None:
+        """Compute the next tokens of each sequence, so many; `shift` is a deliberate error in the positions.
+        `ends`: the logits of so many rows at the end of each are wanted and no others, as layers are told."""
         ids, positions, starts = [], [], [0]
         slots: list[list[torch.Tensor]] = [[] for _ in self.groups]
         for sequence, count in work:
@@ -120,14 +122,13 @@ class Paged:
                 group_slots.append(torch.tensor(table)[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
             starts.append(starts[-1] + count)
         sequences = [sequence for sequence, _ in work]
-        batch = step_batch(
-            [(count, sequence.num_computed) for sequence, count in work],
-            [_rectangle([s.tables[group] for s in sequences]) for group in range(len(self.groups))],
-            list(map(torch.cat, slots)),
-            torch.cat(ids),
-            torch.cat(positions),
-        )
+        tables = [_rectangle([s.tables[group] for s in sequences]) for group in range(len(self.groups))]
+        lens = [(count, sequence.num_computed) for sequence, count in work]
+        batch = step_batch(lens, tables, list(map(torch.cat, slots)), torch.cat(ids), torch.cat(positions))
         batch.states = self.segments(sequences, starts)
+        if ends is not None:
+            set_tail(batch, lens, ends)
+            starts = [0, *accumulate(ends)]
         self.backend.prepare(batch)
         hidden = self.model.forward(batch, self.kv, self.backend)
         logits = self.model.logits(hidden)
@@ -164,6 +165,23 @@ class Paged:
         while sequence.num_computed < len(tokens):
             self.step((sequence, min(next(chunks), len(tokens) - sequence.num_computed)))
         return torch.cat(sequence.logits)
+
+
+def set_tail(batch: StepBatch, lens: list[tuple[int, int]], ends: list[int]) -> None:
+    """Have the last `ends` rows of each sequence be those that are wanted, and a batch of their own.
+    lens: (rows, length) of each."""
+    places, starts = torch.arange(batch.num_tokens), [0, *accumulate(count for count, _ in lens)]
+    lasts = list(zip(starts[1:], ends, strict=True))
+    batch.wanted = torch.cat([places[end - count : end] for end, count in lasts])
+    kept = [index for index, count in enumerate(ends) if count]
+    if kept:
+        batch.tail = step_batch(
+            [(ends[index], lens[index][1]) for index in kept],
+            [table[kept] for table in batch.block_tables],
+            [slots[batch.wanted] for slots in batch.slot_mapping],
+            batch.token_ids[batch.wanted],
+            batch.positions[batch.wanted],
+        )
 
 
 def _rectangle(tables: list[list[int]]) -> torch.Tensor:  # int32 [num_seqs, longest]

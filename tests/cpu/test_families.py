@@ -100,6 +100,17 @@ def test_sequences_of_one_batch_do_not_disturb_each_other(oracle: Oracle) -> Non
     share_steps(oracle)
 
 
+def test_the_last_layers_attend_for_the_rows_alone_that_are_wanted(oracle: Oracle) -> None:
+    """Of a step with no such row they only write."""
+    paged = Paged(oracle, seed=4)
+    long, short = paged.sequence(oracle.tokens), paged.sequence(oracle.tokens[:41])
+    paged.step((long, 60), ends=[0])
+    paged.step((short, 40), (long, 60), ends=[0, 2])
+    paged.step((long, 30), (short, 1), ends=[3, 1])
+    for sequence, places in ((long, [118, 119, 147, 148, 149]), (short, [40])):
+        assert difference(oracle, torch.cat(sequence.logits), oracle.logits[places]) < MAX_DIFFERENCE
+
+
 @pytest.mark.skipif(not available(), reason="there are no native kernels")
 def test_its_tests_are_those_of_native_kernels(oracle: Oracle) -> None:
     """Heads of other sizes go to the reference, over which no step is recorded."""

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_lite.attention.backend import AttentionBackend, Heads
+from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
@@ -31,8 +31,8 @@ class AttentionNames(NamedTuple):
 
 
 class Attention(Protocol):
-    """A layer's causal self-attention in two halves: `attend` is needed for every token, `project` for those that go
-    on."""
+    """A layer's causal self-attention in three parts: `write` is needed for every token, `attend` and `project` for
+    those that go on."""
 
     kind: int
     """Which of Parts.kinds and Rows.by_kind the layer is of."""
@@ -41,10 +41,13 @@ class Attention(Protocol):
 
     def __init__(self, parts: Parts, layer: int) -> None: ...
 
-    def attend(
-        self, x: torch.Tensor, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend
-    ) -> None:
-        """Attend with x: [num_tokens, hidden_size], for `project` to go on from, and write to the cache `kv`."""
+    def write(self, x: torch.Tensor, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """Make of x: [num_tokens, hidden_size] what attends, and write what is attended to into the cache `kv`."""
+        ...
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """Attend with what `write` made of all rows, or with some of them as a batch of their own, for `project` to go
+        on from."""
         ...
 
     def project(self, rows: Rows) -> None:
@@ -65,6 +68,8 @@ class AttentionBlock:
 
     names = AttentionNames()
     transposed = False
+    has_kv = True
+    """Whether it writes K and V, or attends to those of another layer."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         spec, whole, own = parts.spec, parts.spec.layers[layer], parts.layers[layer]
@@ -95,7 +100,7 @@ class AttentionBlock:
         self.qkv = parts.linear(hidden, *outputs, bias=spec.qkv_bias, transposed=self.transposed)
         self.qk_norm: QKNorm | None = make_qk_norm(parts, splits, self.head_size, self.order)
 
-    def attend(
+    def write(
         self,
         x: torch.Tensor,  # [num_tokens, hidden_size]
         rows: Rows,
@@ -103,19 +108,22 @@ class AttentionBlock:
         batch: StepBatch,
         backend: AttentionBackend,
     ) -> None:
-        """Attend with `x`, for `project` to go on from, and write K and V to the cache."""
+        """Make Q, K and V of `x`, and write K and V to the cache."""
         own = rows.by_kind[self.kind]
-        if (norms := self.later_norms(own, backend)) is None:
-            self.make_heads(x, own)
-            if self.grows and rows.query_growth is not None:
-                self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
-            new = self.rotate_and_keep(own, kv, batch, backend)
-        else:
+        if (norms := self.later_norms(own, backend)) is not None:
             self.qkv.forward(x, out=own.qkv)
             backend.write_kv(replace(own.heads, norms=norms), kv, batch, self.group, self.kv_scales)
-            new = own.heads
+            return
+        self.make_heads(x, own)
+        if self.grows and rows.query_growth is not None:
+            self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
+        self.rotate_and_keep(own, kv, batch, backend)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """Attend with Q, for `project` to go on from."""
+        own = rows.by_kind[self.kind]
         given = (own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks)
-        backend.attend(*given, scales=self.kv_scales, new=new)
+        backend.attend(*given, scales=self.kv_scales, new=own.heads if self.has_kv else None)
         if own.gate is not None:
             self.ops.sigmoid_gate(own.attended, own.gate)
 
@@ -131,12 +139,9 @@ class AttentionBlock:
         if self.qk_norm is not None:
             self.qk_norm.forward(own)
 
-    def rotate_and_keep(
-        self, own: HeadRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend
-    ) -> Heads | None:
-        """Rotate Q and K, and write K and V to the cache. Returns them; None if the layer has none of its own."""
+    def rotate_and_keep(self, own: HeadRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """Rotate Q and K, and write K and V to the cache."""
         backend.write_kv(own.heads, kv, batch, self.group, self.kv_scales)
-        return own.heads
 
     def project(self, rows: Rows) -> None:
         """Project the attended rows into rows.hidden."""

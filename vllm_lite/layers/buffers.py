@@ -121,15 +121,17 @@ class Buffers:
             table.select(positions, rotation)
 
     def gather(self, rows: Rows, wanted: torch.Tensor, kind: int, layer: int) -> Rows:  # wanted: int64 [k], k <= n
-        """The residual stream, attention's result and what layers from `layer` on have for themselves of some rows,
-        moved together; all else of them is lost."""
-        residual, attended = rows.residual[wanted], rows.by_kind[kind].attended[wanted]
-        gated = None if rows.per_layer is None else rows.per_layer.gated[wanted, layer:]
-        few = self.rows(len(wanted))
-        if few.per_layer is not None and gated is not None:
-            few.per_layer.gated[:, layer:].copy_(gated)
-        few.residual.copy_(residual)
-        few.by_kind[kind].attended.copy_(attended)
+        """Some rows of the residual stream, of the heads, of what they got, and of what layers from `layer` on have for
+        themselves, moved together; all else of them is lost."""
+        all_of, few = rows.by_kind[kind], self.rows(len(wanted))
+        few_of = few.by_kind[kind]
+        moved = [(rows.residual, few.residual), (all_of.qkv, few_of.qkv), (all_of.attended, few_of.attended)]
+        if all_of.latent is not None:  # Q is elsewhere
+            moved.append((all_of.heads.query, few_of.heads.query))
+        if rows.per_layer is not None and few.per_layer is not None:
+            moved.append((rows.per_layer.gated[:, layer:], few.per_layer.gated[:, layer:]))
+        for rows_of_all, place in [(all_rows[wanted], place) for all_rows, place in moved]:
+            place.copy_(rows_of_all)
         if self._adapters is not None:
             self._adapters.rows.gather(wanted)
         return few

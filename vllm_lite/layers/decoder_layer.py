@@ -1,7 +1,7 @@
 """The orders in which decoder layers put norms, attention and MLP together. A family names the tensors of one.
 
 `rows.residual` is the stream that every block adds to; `rows.hidden` is what a block gives back, which the next norm
-adds. All orders have two halves: `attend` is needed for every token, `combine` for those that go on.
+adds. All orders have three parts: `write` is needed for every token, `attend` and `combine` for those that go on.
 """
 
 from collections.abc import Iterator
@@ -54,17 +54,21 @@ class DecoderLayer:
         else:
             self.mlp = self.sparse_block(parts, own.experts)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """What is done for every token. rows.hidden is what the layer before gave back, to be added to rows.residual;
         before the first layer there is nothing."""
         if self.first:
             self.input_norm.forward(rows.residual, out=rows.hidden)
         else:
             self.input_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
-        self.attention.attend(rows.hidden, rows, kv, batch, backend)
+        self.attention.write(rows.hidden, rows, kv, batch, backend)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """Attention of the tokens that go on, which may be some of those that `write` was given."""
+        self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: Rows) -> None:
-        """What is done for the tokens that go on. rows.hidden becomes the MLP's output, still to be added."""
+        """What follows for them. rows.hidden becomes the MLP's output, still to be added."""
         self.attention.project(rows)
         self.after_attention(rows)
         self.mlp_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
@@ -122,11 +126,15 @@ class PostNormLayer:
         self.attention, self.mlp = self.attention_block(parts, layer), GatedMLP(parts)
         self.attention_output_norm, self.mlp_output_norm = parts.norm(), parts.norm()
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         if not self.first:
             self.ops.add(rows.residual, rows.hidden)
-        self.attention.attend(rows.residual, rows, kv, batch, backend)
+        self.attention.write(rows.residual, rows, kv, batch, backend)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """As DecoderLayer's."""
+        self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: Rows) -> None:
         """As DecoderLayer's."""
@@ -161,13 +169,17 @@ class ParallelLayer:
         self.mlp_norm = parts.norm() if self.names.mlp_norm else self.input_norm
         self.attention, self.mlp = self.attention_block(parts, layer), self.mlp_block(parts)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         if self.first:
             self.input_norm.forward(rows.residual, out=rows.hidden)
         else:
             self.input_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
-        self.attention.attend(rows.hidden, rows, kv, batch, backend)
+        self.attention.write(rows.hidden, rows, kv, batch, backend)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """As DecoderLayer's."""
+        self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: Rows) -> None:
         """As DecoderLayer's. The norm is computed again: of the tokens that go on there is only the residual stream."""
@@ -195,13 +207,17 @@ class AttentionLayer:
         self.first = layer == 0
         self.norm, self.attention = parts.norm(), self.attention_block(parts, layer)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         if self.first:
             self.norm.forward(rows.residual, out=rows.hidden)
         else:
             self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
-        self.attention.attend(rows.hidden, rows, kv, batch, backend)
+        self.attention.write(rows.hidden, rows, kv, batch, backend)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """As DecoderLayer's."""
+        self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: Rows) -> None:
         """As DecoderLayer's."""
@@ -228,6 +244,9 @@ class MLPLayer:
             self.mlp: GatedMLP | MLP | SparseMLP = self.mlp_block(parts, own.intermediate_size)
         else:
             self.mlp = self.sparse_block(parts, own.experts)
+
+    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """As DecoderLayer's: nothing."""
 
     def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's: nothing."""

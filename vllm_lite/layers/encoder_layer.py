@@ -29,12 +29,16 @@ class EncoderLayer:
         self.attention, self.mlp = self.attention_block(parts, layer), self.mlp_block(parts)
         self.attention_norm, self.mlp_norm = parts.norm(), parts.norm()
 
+    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """As DecoderLayer's."""
+        self.attention.write(rows.residual, rows, kv, batch, backend)
+
     def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """What is done for every token."""
-        self.attention.attend(rows.residual, rows, kv, batch, backend)
+        """As DecoderLayer's."""
+        self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: Rows) -> None:
-        """What is done for the tokens that go on."""
+        """As DecoderLayer's."""
         self.attention.project(rows)
         self.attention_norm.add_forward(rows.residual, rows.hidden, out=rows.residual)
         self.mlp.forward(rows.residual, rows)
@@ -52,12 +56,12 @@ class EncoderLayer:
 class BareFirstLayer(DecoderLayer):
     """A norm before each block, but for the attention of the first layer: what it reads has just been normed."""
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         if not self.first:
-            super().attend(rows, kv, batch, backend)
+            super().write(rows, kv, batch, backend)
             return
-        self.attention.attend(rows.residual, rows, kv, batch, backend)
+        self.attention.write(rows.residual, rows, kv, batch, backend)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """As DecoderLayer's."""

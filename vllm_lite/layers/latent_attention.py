@@ -69,7 +69,7 @@ class LatentAttention:
         """From the space of the latent to V; there once the weights are loaded."""
         return make_head_matmul([linear.matmul for linear in self.expand])
 
-    def attend(
+    def write(
         self,
         x: torch.Tensor,  # [num_tokens, hidden_size]
         rows: Rows,
@@ -82,6 +82,10 @@ class LatentAttention:
         self.first.forward(x, out=own.qkv)
         self.prepare(own)
         backend.write_kv(own.heads, kv, batch, self.group, self.kv_scales)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """As AttentionBlock's."""
+        own = rows.by_kind[self.kind]
         backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, scales=self.kv_scales)
 
     def prepare(self, own: HeadRows) -> None:

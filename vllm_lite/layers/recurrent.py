@@ -46,7 +46,7 @@ class RecurrentBlock:
         self.kind = parts.kinds.index(parts.layers[layer])
         self.kv_scales: KVScales | None = None
 
-    def attend(
+    def write(
         self,
         x: torch.Tensor,  # [num_tokens, hidden_size]
         rows: Rows,
@@ -62,6 +62,9 @@ class RecurrentBlock:
         if batch.tentative is not None:
             self.tentative = own.qkv[batch.tentative]
         self.op.forward(own.qkv, self.weights, kv, batch.states, own.mixed, own.attended)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """Nothing: the tokens have read their states on the way."""
 
     def take_up(self, tokens: torch.Tensor, rows: Rows, kv: torch.Tensor, segments: Segments) -> None:
         """Bring states up to some of the tokens that the last step left tentative; what these read is known already.

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_lite.attention.backend import AttentionBackend, Heads
+from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.ops import WideNormWeights
@@ -44,15 +44,12 @@ class SharedKVBlock(AttentionBlock):
             heads.value.copy_(heads.key)
         self.key_norm.forward(heads.key, out=heads.key)
 
-    def rotate_and_keep(
-        self, own: HeadRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend
-    ) -> Heads | None:
+    def rotate_and_keep(self, own: HeadRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As AttentionBlock's; what is another layer's is in the cache already."""
         if self.has_kv:
-            return super().rotate_and_keep(own, kv, batch, backend)
-        if own.heads.rotation is not None:
+            super().rotate_and_keep(own, kv, batch, backend)
+        elif own.heads.rotation is not None:
             self.ops.rotate(own.heads.query, own.heads.rotation)
-        return None
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         names = self.names

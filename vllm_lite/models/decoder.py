@@ -36,6 +36,8 @@ class Layer(Protocol):
 
     def __init__(self, parts: Parts, layer: int) -> None: ...
 
+    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None: ...
+
     def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None: ...
 
     def combine(self, rows: Rows) -> None: ...
@@ -71,7 +73,7 @@ class Decoder:
         attending = [index for index, own in enumerate(spec.layers) if own.attends]
         writers = [index for index in attending if spec.layers[index].kv_layer is None]
         self.last_writer = max(writers, default=0)
-        """The last layer that writes to the cache. What follows its attention is needed of the wanted tokens only."""
+        """The last layer that writes to the cache. What follows is needed of the wanted tokens only."""
         self.last_reader = max(attending, default=0)
         """The last layer that attends. What follows needs nothing of a step but its rows."""
         self.norm = parts.norm()
@@ -92,28 +94,30 @@ class Decoder:
         progress: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """The wanted tokens' hidden states after the final norm: [num_wanted, hidden_size], overwritten by the next
-        call. Attention is needed of all tokens up to the last layer that writes to the cache, and what follows of the
-        wanted only. `progress` is called once a layer.
+        call. All tokens are needed until the last layer has written to the cache, and the wanted only behind that, if
+        they are a batch of their own, or else behind the last attention. `progress` is called once a layer.
         """
-        rows, wanted = self.buffers.rows(batch.num_tokens), batch.wanted
-        narrows = batch.tail is not None or (wanted is not None and len(wanted) == 0)
-        last = self.last_writer if narrows else self.last_reader
+        rows, wanted, tail = self.buffers.rows(batch.num_tokens), batch.wanted, batch.tail
         self.embed(batch, rows)
         self.buffers.select_rotations(rows, batch.positions)
         for index, (layer, kv) in enumerate(zip(self.layers, kv_caches, strict=True)):
+            layer.write(rows, kv, batch, backend)
+            if index == self.last_writer and wanted is not None and len(wanted) == 0:
+                return rows.hidden[:0]
+            if index == self.last_writer and wanted is not None and tail is not None:
+                rows, batch, wanted = self._narrow(layer, rows, wanted, index), tail, None
+                backend.prepare(batch)
+                self.buffers.select_rotations(rows, batch.positions)
             layer.attend(rows, kv, batch, backend)
-            if wanted is not None and index == last and layer.attention is not None:
-                if len(wanted) == 0:
-                    return rows.hidden[:0]
-                rows = self.buffers.gather(rows, wanted, layer.attention.kind, index)
-                if batch.tail is not None:
-                    batch = batch.tail
-                    backend.prepare(batch)
-                    self.buffers.select_rotations(rows, batch.positions)
+            if index == self.last_reader and wanted is not None:
+                rows = self._narrow(layer, rows, wanted, index)
             layer.combine(rows)
             progress()
         self.last_norm(rows)
         return rows.hidden
+
+    def _narrow(self, layer: Layer, rows: Rows, wanted: torch.Tensor, index: int) -> Rows:
+        return rows if layer.attention is None else self.buffers.gather(rows, wanted, layer.attention.kind, index)
 
     def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[torch.Tensor]) -> None:
         """As hybrid.Hybrid's. Here no layer keeps a state."""

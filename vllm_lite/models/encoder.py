@@ -112,6 +112,7 @@ class Encoder:
         self.embed(batch, rows)
         self.buffers.select_rotations(rows, batch.positions)
         for layer in self.layers:
+            layer.write(rows, self._no_cache, batch, backend)
             layer.attend(rows, self._no_cache, batch, backend)
             if wanted is not None and layer is last and layer.attention is not None:
                 rows = self.buffers.gather(rows, wanted, layer.attention.kind, len(self.layers) - 1)

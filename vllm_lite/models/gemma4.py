@@ -83,9 +83,9 @@ class Gemma4Layer(SandwichLayer):
         self.scalar, self.device = 1.0, parts.device
         self.per_layer = PerLayerBlock(parts, layer) if parts.spec.per_layer_size else None
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         self.input_norm.forward(rows.residual, out=rows.hidden)
-        self.attention.attend(rows.hidden, rows, kv, batch, backend)
+        self.attention.write(rows.hidden, rows, kv, batch, backend)
 
     def after_mlp(self, rows: Rows) -> None:
         super().after_mlp(rows)

@@ -13,6 +13,9 @@ from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.models.registry import Model
 from vllm_lite.worker.batch.step_inputs import StepInputs, StepStates
 
+LEAST_PAIRS = 256 * 256
+"""Queries times tokens that they may attend to from which on one layer's attention takes longer than another plan."""
+
 
 class Forward(Protocol):
     """One way to run the model on a step."""
@@ -73,9 +76,9 @@ class EagerForward:
         return self.model.forward(batch, self.kv_caches, self.backend, self.progress)
 
     def _tail(self, inputs: StepInputs) -> StepBatch | None:
-        """The rows that are sampled, the last of their sequences, if only some layers need the others."""
+        """The rows that are sampled, the last of their sequences, if it pays to plan attention once more for them."""
         wanted, own = inputs.wanted, inputs.sampling
-        if not self._shares_kv or wanted is None or len(own) == 0 or len(wanted) != inputs.num_samples.sum():
+        if wanted is None or len(own) == 0 or len(wanted) != inputs.num_samples.sum() or not self._pays(inputs):
             return None
         starts, seq_lens = np.zeros(len(own) + 1, np.int32), inputs.seq_lens[own]
         inputs.num_samples.cumsum(out=starts[1:])
@@ -92,6 +95,12 @@ class EagerForward:
             slot_mapping=tuple(self._to_device(slots[wanted]) for slots in inputs.slot_mapping),
             host=HostLens(inputs.num_samples, seq_lens),
         )
+
+    def _pays(self, inputs: StepInputs) -> bool:
+        """Whether many layers write no KV, or the last one that does would attend to much, on a CPU."""
+        if self._shares_kv or self.device.type != "cpu":
+            return self._shares_kv
+        return int(inputs.num_scheduled @ inputs.seq_lens.astype(np.int64)) >= LEAST_PAIRS
 
     def take_up(self, tokens: NDArray[np.int64], states: StepStates) -> None:
         """Have recurrent states take up those of the tokens, by their places, that the last step left tentative."""
