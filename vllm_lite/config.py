@@ -199,9 +199,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Section("scheduler"),
         about("most sequences in one step (default: 256, on a CPU 64; never more than the tokens of a step)"),
     ] = None
-    max_num_batched_tokens: Annotated[Count | None, about("most tokens in one step (default: 8192, on a CPU 512)")] = (
-        None
-    )
+    max_num_batched_tokens: Annotated[
+        Count | None, about("most tokens in one step (default: 8192, on a CPU 512, and 4096 for an LLM in Python)")
+    ] = None
     enable_chunked_prefill: Annotated[bool, about("spread long prompts over several steps")] = True
     max_itl_ms: Annotated[
         Annotated[float, Meta(ge=1, le=600_000)] | None,
