@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.driver import Driver
+from tests.isas import PRODUCTS, VECTORS, isa_in_use
 from tests.kernels import emulator
 from tests.rows import DTYPES
 from vllm_lite.kernels import cpu
@@ -33,24 +34,14 @@ def oracle(tiny_checkpoint: Path) -> Any:
 
 
 def using_isa(name: str) -> Iterator[str]:
-    set_isa = function("vllm_lite_set_isa", (int32,), int32)
-    before = ISAS.index(cpu.isa())
-    if not set_isa(ISAS.index(name)):
-        pytest.skip(f"this machine has no {name}")
-    yield name
-    set_isa(before)
+    with isa_in_use(name) as has_it:
+        if not has_it:
+            pytest.skip(f"this machine has no {name}")
+        yield name
 
 
 def has_amx() -> bool:
-    if not cpu.available():
-        return False
-    set_isa = function("vllm_lite_set_isa", (int32,), int32)
-    before = ISAS.index(cpu.isa())
-    return bool(set_isa(ISAS.index("amx")) and set_isa(before))
-
-
-VECTORS = [isa for isa in ISAS[:-1] if isa != "amx" or has_amx()]
-"""A skipped test for each of hundreds says nothing on a machine that has no AMX, as nearly all."""
+    return "amx" in VECTORS
 
 
 @pytest.fixture(params=VECTORS)
@@ -59,7 +50,7 @@ def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from using_isa(request.param)
 
 
-@pytest.fixture(params=[*VECTORS, ISAS[-1]])
+@pytest.fixture(params=PRODUCTS)
 def each_product_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The same and, for products of matrices, AMX in plain C++."""
     yield from using_isa(request.param)

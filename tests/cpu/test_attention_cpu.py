@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from tests.attention_steps import changed, step_batch
 from tests.cpu.test_attention_reference import CHUNKED, DECODE, Batch
+from tests.isas import PRODUCTS, VECTORS, on_each
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.select import select_backend
@@ -62,59 +63,72 @@ def exact(batch):
     return torch.cat(outs)
 
 
-def assert_exact(lengths, **options):
-    """With two heads to a KV head, if not told otherwise, and in bfloat16 with four, which AMX takes."""
+def assert_exact(lengths, isas=PRODUCTS, tolerance=None, sharpness=1, **options):
+    """On each instruction set, against what is computed once. With two heads to a KV head, if not told otherwise, and
+    in bfloat16 with four, which AMX takes."""
     if "group" not in options and options.get("dtype") == torch.bfloat16:
-        assert_exact(lengths, group=4, num_kv_heads=1, **options)
+        assert_exact(lengths, isas, tolerance, sharpness, group=4, num_kv_heads=1, **options)
     batch = Batch(lengths, backend=CpuBackend, **options)
-    difference = (batch.run().double() - exact(batch)).abs().max()
-    assert difference <= TOLERANCE[batch.shape.dtype], (lengths, options)
+    batch.query *= sharpness
+    expected, pool = exact(batch), batch.pool.clone()
+    tolerance = tolerance or TOLERANCE[batch.shape.dtype]
+    for isa in on_each(isas):
+        batch.pool.copy_(pool)  # so that each writes the new tokens
+        batch.backend = CpuBackend(batch.shape)
+        difference = (batch.run().double() - expected).abs().max()
+        assert difference <= tolerance, (isa, lengths, options)
+
+
+def isas_for(dtype):
+    """Tiles are of bfloat16: AMX does all else as AVX512-BF16 does."""
+    return PRODUCTS if dtype == torch.bfloat16 else VECTORS
 
 
 @pytest.mark.parametrize("head_size", [8, 16, 24, 64, 80, 96, 112, 120, 128, 192, 256, 264, 512])
-def test_head_sizes(each_product_isa, head_size):
+def test_head_sizes(head_size):
     for dtype in FLOATS:
-        assert_exact([*RAGGED, (5, 40), (40, 70)], head_size=head_size, dtype=dtype)
+        assert_exact([*RAGGED, (5, 40), (40, 70)], isas_for(dtype), head_size=head_size, dtype=dtype)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8, 16, 32, 64, 128])
-def test_block_sizes(each_product_isa, block_size):
+def test_block_sizes(block_size):
     for dtype in FLOATS:
-        assert_exact(MIXED, block_size=block_size, dtype=dtype)
+        assert_exact(MIXED, isas_for(dtype), block_size=block_size, dtype=dtype)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16, 24, 100])
-def test_heads_that_share_a_kv_head(each_product_isa, group):
+def test_heads_that_share_a_kv_head(group):
     for dtype in FLOATS:
-        assert_exact([(1, 1), (1, 17), (1, 513), (3, 40), (9, 70)], group=group, head_size=16, dtype=dtype)
+        lengths = [(1, 1), (1, 17), (1, 513), (3, 40), (9, 70)]
+        assert_exact(lengths, isas_for(dtype), group=group, head_size=16, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kv_dtype", [*FLOATS, *FLOAT8])
-def test_types_of_the_cache(each_product_isa, dtype, kv_dtype):
+def test_types_of_the_cache(dtype, kv_dtype):
     scales = {"k_scale": 0.03, "v_scale": 0.11} if kv_dtype in FLOAT8 else {}
     for head_size in (24, 512):
         assert_exact([*RAGGED, (40, 70)], dtype=dtype, kv_dtype=kv_dtype, head_size=head_size, **scales)
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 100, 600])
-def test_windows(each_product_isa, window):
+def test_windows(window):
     """All before a sequence's window is NaN, and its table names blocks that do not exist."""
     for dtype in (torch.float32, torch.bfloat16):
-        assert_exact(MIXED, windows=(window,), dtype=dtype)
+        assert_exact(MIXED, isas_for(dtype), windows=(window,), dtype=dtype)
 
 
 @pytest.mark.parametrize("slopes", [None, (0.5, 0.25, 0.01, 1.0)])
 @pytest.mark.parametrize("soft_cap", [0.0, 0.2, 30.0])
-def test_soft_cap_and_alibi(each_product_isa, soft_cap, slopes):
+def test_soft_cap_and_alibi(soft_cap, slopes):
     for dtype in (torch.float32, torch.bfloat16):
-        assert_exact(MIXED, soft_cap=soft_cap, alibi_slopes=slopes, dtype=dtype, windows=(300,))
+        assert_exact(MIXED, isas_for(dtype), soft_cap=soft_cap, alibi_slopes=slopes, dtype=dtype, windows=(300,))
 
 
 @pytest.mark.parametrize("options", [{}, {"windows": (300,), "soft_cap": 2.0}, {"kv_dtype": FLOAT8[0], "v_scale": 0.1}])
-def test_sinks(each_product_isa, options):
+def test_sinks(options):
     for dtype in (torch.float32, torch.bfloat16):
-        assert_exact(MIXED, sinks=True, dtype=dtype, **options)
+        assert_exact(MIXED, isas_for(dtype), sinks=True, dtype=dtype, **options)
 
 
 FAMILIES = {
@@ -136,14 +150,14 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shapes_of_families(each_product_isa, family):
+def test_shapes_of_families(family):
     """With Gemma's soft cap, and with ALiBi for heads that are no power of two."""
     head_size, group, num_kv_heads = FAMILIES[family]
     shape = {"head_size": head_size, "group": group, "num_kv_heads": num_kv_heads}
     slopes = alibi_slopes(group * num_kv_heads)
     for dtype in (torch.float32, torch.bfloat16):
         for options in ({"soft_cap": 50.0, "windows": (33,)}, {"alibi_slopes": slopes}, {"sinks": True}):
-            assert_exact([(1, 1), (1, 70), (3, 40), (50, 60)], dtype=dtype, **shape, **options)
+            assert_exact([(1, 1), (1, 70), (3, 40), (50, 60)], isas_for(dtype), dtype=dtype, **shape, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,24 +189,21 @@ def one_of(batch, i, first, query_len):
     return out
 
 
-def test_long_sequences_are_accurate(each_product_isa):
+def test_long_sequences_are_accurate():
     """Thousands of keys in 16 splits, in float32: as close to float64 as one rounding each allows."""
-    assert_exact([(1, 9001), (20, 5000)], dtype=torch.float32, head_size=64)
+    assert_exact([(1, 9001), (20, 5000)], VECTORS, dtype=torch.float32, head_size=64)
 
 
-def test_large_scores_do_not_overflow(each_product_isa):
+def test_large_scores_do_not_overflow():
     for dtype in (torch.float32, torch.bfloat16):
-        batch = Batch(RAGGED, backend=CpuBackend, dtype=dtype, head_size=64)
-        batch.query *= 2.0**40
-        assert torch.allclose(batch.run().double(), exact(batch), rtol=0, atol=2e-2)
+        assert_exact(RAGGED, isas_for(dtype), tolerance=2e-2, sharpness=2.0**40, dtype=dtype, head_size=64)
 
 
-def test_sums_are_brought_to_new_largest_scores(each_product_isa):
+def test_sums_are_brought_to_new_largest_scores():
     """Scores differ by dozens, so that many a row finds a far larger one behind its first 64 keys."""
     for dtype in (torch.float32, torch.bfloat16):
-        batch = Batch([(1, 513), (40, 200), (2, 1100)], backend=CpuBackend, dtype=dtype, head_size=64)
-        batch.query *= 16
-        assert torch.allclose(batch.run().double(), exact(batch), rtol=0, atol=2e-2)
+        lengths = [(1, 513), (40, 200), (2, 1100)]
+        assert_exact(lengths, isas_for(dtype), tolerance=2e-2, sharpness=16, dtype=dtype, head_size=64)
 
 
 def test_what_lies_beyond_2_to_the_31_elements(each_product_isa):

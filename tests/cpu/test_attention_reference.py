@@ -1,4 +1,4 @@
-"""The backends that a CPU has against attention written out token by token in float64."""
+"""The backends that a CPU has against attention written out row by row in float64."""
 
 import math
 
@@ -32,26 +32,28 @@ def backend(request):
 
 
 def attention_by_hand(query, keys, values, window=None, soft_cap=0.0, slopes=None, sinks=None):
-    """query: [query_len, num_heads, head], keys and values: [seq_len, num_kv_heads, head]; scalar loops in float64."""
+    """query: [query_len, num_heads, head], keys and values: [seq_len, num_kv_heads, head]; row by row in float64."""
     query, keys, values = query.double(), keys.double(), values.double()
     query_len, num_heads, head_size = query.shape
     seq_len, num_kv_heads, _ = keys.shape
     out = torch.zeros_like(query)
     for row in range(query_len):
         visible = seq_len - query_len + row + 1
+        seen = slice(max(0, visible - (window or visible)), visible)
+        if seen.start >= seen.stop:  # nothing, or a padding sequence
+            continue
+        distances = torch.arange(seen.start, seen.stop) - (visible - 1)
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
-            seen = range(max(0, visible - (window or visible)), visible)
-            scores = [float(query[row, head] @ keys[t, kv_head]) / math.sqrt(head_size) for t in seen]
+            scores = keys[seen, kv_head] @ query[row, head] / math.sqrt(head_size)
             if soft_cap:
-                scores = [soft_cap * math.tanh(score / soft_cap) for score in scores]
+                scores = soft_cap * (scores / soft_cap).tanh()
             if slopes is not None:
-                scores = [score + slopes[head] * (t - visible + 1) for score, t in zip(scores, seen, strict=True)]
-            top = max(scores, default=0.0)
-            weights = [math.exp(score - top) for score in scores]
-            total = sum(weights) + (0 if sinks is None else math.exp(float(sinks[head]) - top))
-            for t, weight in zip(seen, weights, strict=True):
-                out[row, head] += weight / total * values[t, kv_head]
+                scores = scores + slopes[head] * distances
+            top = scores.max()
+            weights = (scores - top).exp()
+            total = weights.sum() + (0 if sinks is None else (sinks[head].double() - top).exp())
+            out[row, head] = weights / total @ values[seen, kv_head]
     return out
 
 
@@ -103,8 +105,10 @@ class Batch:
         self.kv = self.pool[:, LAYER]
         self.fill()
 
-    def _slot(self, i, position):
-        return self.blocks[i][position // self.block_size] * self.block_size + position % self.block_size
+    def _slots(self, i, first=0):
+        """Of sequence i from position `first` on: the block, and the offset in it."""
+        positions = torch.arange(first, self.lengths[i][1])
+        return torch.tensor(self.blocks[i], dtype=torch.long)[positions // self.block_size], positions % self.block_size
 
     def first_seen(self, i):
         """The first position that a row of sequence i sees; positions before it may be anything in the cache."""
@@ -116,24 +120,28 @@ class Batch:
         self.slots = []
         row = 0
         for i, (query_len, seq_len) in enumerate(self.lengths):
-            for position in range(seq_len):
-                slot = self._slot(i, position)
-                if position < self.first_seen(i):
-                    self.keys[i][position] = self.values[i][position] = math.nan  # and `filler` in the cache
-                    continue
-                if position >= seq_len - query_len:
-                    self.keys[i][position], self.values[i][position] = self.key[row], self.value[row]
-                    self.slots.append(slot)
-                    row += 1
-                key, value = self.stored(self.keys[i][position], 0), self.stored(self.values[i][position], 1)
-                if position < seq_len - query_len:
-                    block, offset = divmod(slot, self.block_size)
-                    self.kv[block, 0, :, offset], self.kv[block, 1, :, offset] = key, value
-                self.keys[i][position] = self.loaded(key, 0)
-                self.values[i][position] = self.loaded(value, 1)
             if seq_len == 0:  # a padding sequence has rows and no tokens
                 self.slots += [PAD_SLOT] * query_len
-                row += query_len
+            else:
+                blocks, offsets = self._slots(i, seq_len - query_len)
+                self.slots += (blocks * self.block_size + offsets).tolist()
+                self.keys[i][seq_len - query_len :] = self.key[row : row + query_len]
+                self.values[i][seq_len - query_len :] = self.value[row : row + query_len]
+                for which, x in enumerate((self.keys[i], self.values[i])):
+                    self._fill_part(i, which, x)
+            row += query_len
+
+    def _fill_part(self, i, which, x):
+        """K (0) or V (1) of sequence i, x: [seq_len, num_kv_heads, head_size], which becomes what the cache gives."""
+        first, (query_len, seq_len) = self.first_seen(i), self.lengths[i]
+        x[:first] = math.nan  # and `filler` in the cache
+        stored = self.stored(x[first:], which)
+        x[first:] = self.loaded(stored, which)
+        cache = self.kv[:, which].transpose(1, 2)  # [num_blocks, block_size, num_kv_heads, head_size]
+        if cache.dtype.itemsize == 1:  # of eight bits, not all types can be indexed
+            cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
+        blocks, offsets = (part[: seq_len - query_len - first] for part in self._slots(i, first))
+        cache[blocks, offsets] = stored[: seq_len - query_len - first]
 
     def stored(self, x, which):
         """K (0) or V (1) as the cache is to hold it."""

@@ -1,0 +1,46 @@
+"""The instruction sets that native kernels are compiled for, one after another."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.library import ISAS, function, int32
+
+EMULATED = ISAS[-1]
+"""AMX in plain C++, for products of matrices in bfloat16 or int8; all else is as with the newest vectors."""
+
+
+@contextmanager
+def isa_in_use(name: str) -> Iterator[bool]:
+    """The block runs on this instruction set, if the value is true: if the machine has it."""
+    set_isa = function("vllm_lite_set_isa", (int32,), int32)
+    before = ISAS.index(cpu.isa())
+    has_it = bool(set_isa(ISAS.index(name)))
+    try:
+        yield has_it
+    finally:
+        set_isa(before)
+
+
+@cache
+def _has_it(name: str) -> bool:
+    with isa_in_use(name) as has_it:
+        return has_it
+
+
+def on_each(names: Sequence[str] = ISAS) -> Iterator[str]:
+    """Those of `names` that this machine has, each in use for one turn of a loop."""
+    for name in names:
+        if _has_it(name):
+            with isa_in_use(name):
+                yield name
+
+
+def _of_this_machine() -> list[str]:
+    """A skipped test for each of hundreds says nothing on a machine that has no AMX, as nearly all."""
+    return [isa for isa in ISAS[:-1] if isa != "amx" or (cpu.available() and _has_it(isa))]
+
+
+VECTORS = _of_this_machine()
+PRODUCTS = [*VECTORS, EMULATED]
