@@ -87,6 +87,7 @@ FORBIDDEN_CALLS = {
     "exec": "runs text",
 }
 """Names of functions, or their ends after a dot, that no file calls or mentions."""
+LAST_NAMES = {name.rpartition(".")[2] for name in FORBIDDEN_CALLS}
 
 MAP_LINE = re.compile(r"^(\w+\.py) {2,}\S", re.MULTILINE)
 """A line of the docstring of a folder's __init__.py that says what is in a file."""
@@ -126,9 +127,14 @@ def imports(tree: ast.AST, package: str = PACKAGE) -> Iterator[tuple[int, str]]:
                 yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
             else:
                 yield node.lineno, module
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and last_name(node.func) in ("import_module", "__import__"):
             constants = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
             yield from ((node.lineno, str(value)) for value in constants if not str(value).startswith(f"{PACKAGE}."))
+
+
+def last_name(node: ast.AST) -> str:
+    """What stands behind the last dot."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 # ---- the rules
@@ -166,11 +172,11 @@ def protocol_imports(tree: ast.AST) -> list[str]:
 def dangerous_code(tree: ast.AST) -> list[str]:
     found = [f"line {line}: imports {name}" for line, name in imports(tree) if name.split(".")[0] in FORBIDDEN_MODULES]
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Attribute, ast.Name)):
+        if last_name(node) in LAST_NAMES:
             name = ast.unparse(node)
             for forbidden, reason in FORBIDDEN_CALLS.items():
                 if name == forbidden or ("." not in forbidden and "_" in forbidden and name.endswith(f".{forbidden}")):
-                    found.append(f"line {node.lineno}: {name} {reason}")
+                    found.append(f"line {node.lineno}: {name} {reason}")  # type: ignore[attr-defined]
         elif isinstance(node, ast.keyword) and node.arg in ("shell", "allow_pickle", "trust_remote_code"):
             if not (isinstance(node.value, ast.Constant) and not node.value.value):
                 found.append(f"line {node.value.lineno}: {node.arg}={ast.unparse(node.value)}")

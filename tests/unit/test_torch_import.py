@@ -1,5 +1,6 @@
 """A part of torch is put off until somebody needs it; then it is there."""
 
+import json
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 from tests.deadlines import scaled
 
 SCRIPT = """
-import importlib, inspect, sys
+import importlib, inspect, json, os, sys, traceback
 from vllm_lite.runtime import torch_import
 torch_import.put_off()
 torch_import.put_off()
@@ -20,53 +21,61 @@ assert is_put_off() and "torch._meta_registrations" in repr(module)
 inspect.getmodule(sys._getframe())  # looks at all modules
 torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
 assert is_put_off(), "nobody has needed it"
-{use}
-assert not is_put_off() and type(module) is type(sys)
-torch.empty(2, 3, device="meta").cumsum(0)
-torch_import.complete()
+for name, use in json.loads(sys.argv[1]).items():
+    print(name, flush=True)
+    if (pid := os.fork()) == 0:
+        try:
+            exec(use)
+            assert not is_put_off() and type(module) is type(sys)
+            torch.empty(2, 3, device="meta").cumsum(0)
+            torch_import.complete()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, name
 """
 
+IMPORTED = """
+imported = importlib.import_module({name!r})
+assert imported is sys.modules[{name!r}]
+assert type(imported.__spec__.loader).__module__ != torch_import.__name__
+"""
 
-def run(use: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(use=use)], capture_output=True, text=True, timeout=scaled(120), check=False
-    )
+USES = {
+    "it is asked for": "torch_import.complete()",
+    "something in it is used": "assert callable(torch._meta_registrations.register_meta)",
+    # It imports these itself, while they wait for it; they run once all the same.
+    "torch._decomp is imported": IMPORTED.format(name="torch._decomp"),
+    "torch.utils._content_store is imported": IMPORTED.format(name="torch.utils._content_store"),
+    "something is traced and profiled": """
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    torch.compile(lambda x: x.cumsum(0), backend='eager')(torch.ones(2, 2))
+""",
+    "transformers is imported": "import transformers",
+    "weights are drawn": """
+from vllm_lite.layers.weight_slot import whole_slot
+from vllm_lite.models.weights import _random
+assert is_put_off()
+assert _random(0, whole_slot('a.weight', 2, 3)).shape == (2, 3)
+""",
+}
+
+
+def run(uses: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Each use in a process of its own, forked from one that has imported torch."""
+    command = [sys.executable, "-c", SCRIPT, json.dumps(uses)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
+
+
+def test_it_runs_when() -> None:
+    done = run(USES)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == list(USES)
 
 
-def test_it_runs_when_it_is_asked_for() -> None:
-    run("torch_import.complete()")
-
-
-def test_it_runs_when_something_in_it_is_used() -> None:
-    run("assert callable(torch._meta_registrations.register_meta)")
-
-
-@pytest.mark.parametrize("name", ["torch._decomp", "torch.utils._content_store"])
-def test_it_runs_before_more_of_torch_is_imported(name: str) -> None:
-    """It imports these itself, while they wait for it; they run once all the same."""
-    run(
-        f"imported = importlib.import_module({name!r})\n"
-        f"assert imported is sys.modules[{name!r}]\n"
-        f"assert type(imported.__spec__.loader).__module__ != torch_import.__name__"
-    )
-
-
-def test_tracing_and_profiling_work() -> None:
-    run(
-        "with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):\n"
-        "    torch.compile(lambda x: x.cumsum(0), backend='eager')(torch.ones(2, 2))"
-    )
-
-
-def test_it_runs_before_transformers() -> None:
-    run("import transformers")
-
-
-def test_it_runs_before_weights_are_drawn() -> None:
-    run(
-        "from vllm_lite.layers.weight_slot import whole_slot\n"
-        "from vllm_lite.models.weights import _random\n"
-        "assert is_put_off()\n"
-        "assert _random(0, whole_slot('a.weight', 2, 3)).shape == (2, 3)"
-    )
+@pytest.mark.parametrize("use", ["pass", "assert False"])
+def test_a_use_that_does_not_need_it_or_fails_would_show(use: str) -> None:
+    done = run({"one": use})
+    assert done.returncode == 1
+    assert "AssertionError: one" in done.stderr
