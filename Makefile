@@ -45,14 +45,14 @@ demo: $(STAMP)  ## start the engine, stream a text from the bundled model, print
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 test: $(STAMP)  ## run the whole test suite
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 quick: $(STAMP)  ## lint and the tests that take less than a minute
 	$(BIN)/ruff check --quiet $(SOURCES)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q $(QUICK) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -q $(QUICK) $(ARGS)
 
 test-wheel: $(STAMP)  ## build the wheel, install it elsewhere, run the suite against it
-	PYTHON=$(PYTHON) .ci/test-wheel -n $(JOBS) --dist loadfile $(ARGS)
+	PYTHON=$(PYTHON) .ci/test-wheel -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 coverage: $(STAMP)  ## branch coverage of the package by tests/unit and tests/cpu, as a table for each folder
 	@mkdir -p build

@@ -1,5 +1,7 @@
 """Fixtures that many tests share."""
 
+import gc
+import logging
 import os
 import signal
 import sys
@@ -26,6 +28,41 @@ def pytest_configure(config: pytest.Config) -> None:
     """Only `pytest tests/gpu` sees a GPU: everything else is about the CPU, also where there is one."""
     if not all("tests/gpu" in arg for arg in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+
+_frozen_for: Path | None = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the first test of a file: what it has imported is not to cost every test and every collection."""
+    global _frozen_for
+    if _frozen_for != item.path:
+        _frozen_for = item.path
+        gc.collect()
+        gc.freeze()  # modules and thousands of tests are there to stay: half a second of every full collection
+        _let_torch_log_to_root()
+
+
+def _let_torch_log_to_root() -> None:
+    """For every test pytest adds six handlers to each logger that does not propagate, and torch has 40 of those."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
+_FOLDERS = ["e2e", "cpu", "kernels", "gpu", "unit"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, so that several processes end together (with --no-loadscope-reorder)."""
+    here = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
+        return _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS)
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -187,7 +187,7 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/m
 def test_whatever_is_asked_is_answered(server: Server, label: str, mode: GenerationMode) -> None:
     """By what the document allows, and by what it does not: no fault, no hang; statuses and bodies as it says."""
 
-    num_examples = 20 if label.endswith(GENERATING) else 6
+    num_examples = 12 if label.endswith(GENERATING) else 4
 
     @given(case=OPERATIONS[label].as_strategy(generation_mode=mode))
     @settings(

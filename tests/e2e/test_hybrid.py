@@ -37,8 +37,15 @@ class Chats:
         swap = 2.001 * host_states * spec.state_bytes() / GIB
         self.llm = LLM(str(self.path), state_cache_space=space, swap_space=swap, **(usual | settings))  # type: ignore[arg-type]
         self.params = GREEDY
+        self._expected: dict[tuple[int, ...], list[int]] = {}
 
     def expected(self, prompt: list[int]) -> list[int]:
+        """What transformers goes on with; the parameters stay as they are once it was asked."""
+        if tuple(prompt) not in self._expected:
+            self._expected[tuple(prompt)] = self._generate(prompt)
+        return self._expected[tuple(prompt)]
+
+    def _generate(self, prompt: list[int]) -> list[int]:
         ids, allowed = torch.tensor([prompt]), self.params.allowed_token_ids
         choose = None if allowed is None else lambda *_: list(allowed)
         with torch.inference_mode():
