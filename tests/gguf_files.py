@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from tests import gguf_hybrids
+from tests.gguf_hybrids import DELTA_NET, MAMBA
 from vllm_lite.checkpoint.headers import weight_files
 
 ARCHITECTURES = {
@@ -43,13 +45,18 @@ ARCHITECTURES = {
     "GPTNeoXForCausalLM": "gptneox",
     "FalconForCausalLM": "falcon",
     "Lfm2ForCausalLM": "lfm2",
+    "GraniteMoeSharedForCausalLM": "granitemoe",
+    "GraniteMoeHybridForCausalLM": "granitehybrid",
+    "NemotronHForCausalLM": "nemotron_h",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
 }
-PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
+PERMUTED = ("llama", "granite", "granitemoe", "smollm3", *MAMBA)
 HEAD_BY_HEAD = ("bloom", "gptneox", "falcon")
 """Whose checkpoints have Q, K and V of each KV head together."""
-PLUS_ONE = ("gemma", "gemma2", "gemma3")
+PLUS_ONE = ("gemma", "gemma2", "gemma3", *DELTA_NET)
 NUMBERS = {
     "max_position_embeddings": "context_length",
     "n_positions": "context_length",
@@ -109,11 +116,12 @@ def write_gguf(
     more: dict[str, Any] | None = None,
     *,
     dense: bool = False,
+    rows: dict[str, int] | None = None,
 ) -> Path:
     """Write the checkpoint folder to `file`; `more`: further metadata. Norms and biases remain float32. `dense`: as
-    float32 what blocks stand for. Returns the file."""
+    float32 what blocks stand for. `rows`: further tensors, of so many elements. Returns the file."""
     config = json.loads((checkpoint / "config.json").read_text())
-    architecture = ARCHITECTURES[config["architectures"][0]]
+    architecture = _architecture(config)
     file.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in (_metadata(architecture, config) | (more or {})).items():
@@ -131,8 +139,15 @@ def write_gguf(
     for name, tensor in tensors_of(checkpoint, architecture, config).items():
         kind = kind_of(name) if len(tensor.shape) > 1 and "gate_inp" not in name else "F32"
         add_tensor(writer, name, tensor, kind, dense=dense)
+    for name, size in (rows or {}).items():
+        add_tensor(writer, name, torch.zeros(size), "F32")
     write(writer)
     return file
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    name = ARCHITECTURES[config["architectures"][0]]
+    return f"{name}_moe" if name == "nemotron_h" and "moe" in config["layers_block_type"] else name
 
 
 def write(writer: gguf.GGUFWriter) -> None:
@@ -236,6 +251,12 @@ OWN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "gptneox": _neox,
     "deepseek2": _deepseek,
     "lfm2": _lfm2,
+    "granitemoe": lambda config: {"expert_shared_feed_forward_length": config.get("shared_intermediate_size", 0)},
+    "granitehybrid": gguf_hybrids.granite,
+    "nemotron_h": gguf_hybrids.nemotron,
+    "nemotron_h_moe": gguf_hybrids.nemotron,
+    "qwen35": gguf_hybrids.qwen,
+    "qwen35moe": gguf_hybrids.qwen,
 }
 """Metadata that others have not, by architecture."""
 
@@ -283,7 +304,7 @@ def _factors(rope: dict[str, Any], architecture: str, head_size: int) -> dict[st
 def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of the file, by their names in it."""
     number = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    names = gguf.get_tensor_name_map(number, config.get("num_hidden_layers") or config["n_layer"])
+    names = gguf.get_tensor_name_map(number, _num_layers(config))
     rope = config.get("rope_parameters") or {}
     head_size = config.get("head_dim") or (config.get("hidden_size") or config["n_embd"]) // (
         config.get("num_attention_heads") or config["n_head"]
@@ -299,11 +320,15 @@ def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> d
                 gate, up = tensor.chunk(2, dim=1)
                 stored |= {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
                 continue
+            if name.endswith("shared_mlp.input_linear.weight"):
+                stored |= gguf_hybrids.split(name, tensor, has_experts=bool(config.get("num_local_experts")))
+                continue
             if name.endswith("kv_b_proj.weight"):
                 stored |= _by_head(names.get_name(name.removesuffix(".kv_b_proj.weight") + ".k_b_proj"), tensor, config)
                 continue
             here, index = _without_expert(name.replace("correction_bias", "correction.bias"))
             here = here.removeprefix("transformer.") if architecture == "bloom" else here
+            here = gguf_hybrids.looked_up(here) if architecture in (*MAMBA, *DELTA_NET) else here
             found = names.get_name(here, try_suffixes=(".weight", ".bias"))
             if found is None:
                 raise ValueError(f"{architecture} has no name for {here}")
@@ -313,6 +338,11 @@ def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> d
             else:
                 experts.setdefault(found, {})[index] = changed
     return stored | {name: torch.stack([each for _, each in sorted(some.items())]) for name, some in experts.items()}
+
+
+def _num_layers(config: dict[str, Any]) -> int:
+    kinds = config.get("layers_block_type") or ()
+    return int(config.get("num_hidden_layers") or len(kinds) or config["n_layer"])
 
 
 def _by_head(name: str | None, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -334,6 +364,10 @@ def _without_expert(name: str) -> tuple[str, int | None]:
 
 def _changed(tensor: torch.Tensor, name: str, architecture: str, config: dict[str, Any]) -> torch.Tensor:
     part = name.split(".")[-2]
+    if architecture in (*MAMBA, *DELTA_NET) and (own := name.split(".", 2)[-1]).startswith(
+        ("ssm_", "attn_qkv", "attn_gate")
+    ):
+        return gguf_hybrids.changed(tensor, own, architecture, config)
     if architecture in PERMUTED and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         halves = tensor.view(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])

@@ -46,14 +46,22 @@ TESTED = (
     "deepseek-v2-groups",
     "deepseek-v3",
     "lfm2",
+    "granite-moe-shared",
+    "granite-hybrid",
+    "granite-hybrid-moe",
+    "nemotron-h",
+    "nemotron-h-moe",
+    "qwen3.5",
+    "qwen3.5-moe",
 )
 """Each has something in its files that others have not."""
-OWN = {"layers", "norm", "quantization", "qkv_layout"}
+OWN = {"layers", "norm", "quantization", "qkv_layout", "splits_gate_up"}
 """The fields of ModelSpec in which a GGUF file may differ from the checkpoint that it was made of."""
 
 
 def usual(variant: Variant) -> Variant:
-    """With what files cannot say otherwise: the scale of scores, which layers have experts, one magnitude of YaRN."""
+    """With what files cannot say otherwise: the scale of scores, which layers have experts, one magnitude of YaRN, the
+    size of MLPs where there are none."""
     settings = dict(variant.settings)
     if "query_pre_attn_scalar" in settings:
         settings["query_pre_attn_scalar"] = settings["head_dim"]
@@ -61,6 +69,8 @@ def usual(variant: Variant) -> Variant:
         settings["moe_num_shared_experts"] = 1
     if "mscale_all_dim" in (rope := settings.get("rope_parameters", {})):
         settings["rope_parameters"] = rope | {"mscale": rope["mscale_all_dim"]}
+    if "mlp" not in settings.get("layers_block_type", ["mlp"]):
+        settings["intermediate_size"] = settings["moe_intermediate_size"]
     return replace(variant, settings=settings)
 
 

@@ -118,7 +118,7 @@ def pieces_file(path: Path, processor: Any, **others: Any) -> Path:
     return file_with(path, [processor.id_to_piece(each) for each in ids], kinds, **keys)
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "smollm", "tekken"])
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "smollm", "tekken", "qwen35", "lfm2"])
 def test_bytes_are_merged_as_they_were_learned(tmp_path: Path, pre: str) -> None:
     loaded, library = Tokenizer.load(bytes_file(tmp_path / "m.gguf", pre)), bytes_model(pre)
     for text in TEXTS:

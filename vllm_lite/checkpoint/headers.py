@@ -94,7 +94,7 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
     Tensors of GGUF files have canonical names, and what is no float is of its type there, like "Q4_K".
     """
     if (gguf := GgufCheckpoint.find(folder)) is not None:
-        return {name: Tensor(found.kind.name, found.shape) for name, found in gguf.tensors().items()}
+        return {name: Tensor(found.kind.name, found.restored_shape) for name, found in gguf.tensors().items()}
     return {name: tensor for file in weight_files(folder) for name, tensor in _header(file, Tensor)[0].items()}
 
 

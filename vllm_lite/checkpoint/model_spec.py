@@ -247,6 +247,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     qkv_layout: Literal["stacked"] | None = None
     """Where Q, K and V stand in the checkpoint's tensors, see `layers.qkv_layout`, if not as the family has them."""
+    splits_gate_up: bool = False
+    """Whether gate and up are two tensors also where the family's own checkpoints have one of both."""
     qk_norm: Literal["head", "all heads"] | None = None
     """Whether Q and K are normed before they are rotated: each head by itself, or all heads of a token together."""
     norms_per_layer: int = 2

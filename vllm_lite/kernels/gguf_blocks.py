@@ -52,6 +52,8 @@ class BlockRows(NamedTuple):
     """ggml's name for the type."""
     blocks: torch.Tensor
     """uint8 [num_outputs, bytes of a row], whole blocks."""
+    order: torch.Tensor | None = None
+    """As GroupedWeight's."""
 
 
 def take_apart(rows: BlockRows) -> GroupedWeight:
@@ -62,7 +64,12 @@ def take_apart(rows: BlockRows) -> GroupedWeight:
     shape = num_rows, num_inputs // own.group_size
     minima = None if parts.minima is None else parts.minima.reshape(shape)
     return GroupedWeight(
-        parts.codes.reshape(num_rows, num_inputs), own.values, parts.scales.reshape(shape), own.group_size, minima
+        parts.codes.reshape(num_rows, num_inputs),
+        own.values,
+        parts.scales.reshape(shape),
+        own.group_size,
+        minima,
+        rows.order,
     )
 
 

@@ -48,7 +48,8 @@ class GroupedChunks(NamedTuple):
     num_rows: int
     """At a time: a multiple of 32, as so many are packed together."""
     make: Callable[[slice], GroupedWeight]
-    """Called with the rows that are wanted, of which there is at least one. Their columns have no `order`."""
+    """Called with the rows that are wanted, of which there is at least one. Where they are packed their columns have no
+    `order`."""
 
     @property
     def form(self) -> GroupedWeight:

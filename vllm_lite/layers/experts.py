@@ -152,7 +152,8 @@ class SharedExpert:
     def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
         hidden, inner = Split.whole(parts.spec.hidden_size), Split.even(spec.shared_intermediate_size, parts.shard)
         self.ops, self.activation, self.names = ops_for(parts.device), parts.spec.activation, names
-        self.gated, rows = spec.gated, first_rows(inner, names.shared_matrices, gated=spec.gated)
+        self.matrices = names.shared_matrices.as_stored(parts.spec)
+        self.gated, rows = spec.gated, first_rows(inner, self.matrices, gated=spec.gated)
         self.gate_up = parts.linear(hidden, *rows, bias=False)
         self.down = parts.linear(inner, hidden, bias=False)
         shape = LinearShape(hidden, (Split.whole(1),), parts.dtype, parts.device)
@@ -179,7 +180,7 @@ class SharedExpert:
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of it under `prefix`."""
-        names, own = self.names.shared_matrices, f"{prefix}{self.names.shared}"
+        names, own = self.matrices, f"{prefix}{self.names.shared}"
         yield self.gate_up.group(*(f"{own}{name}" for name in first_names(names, gated=self.gated)))
         yield self.down.group(f"{own}{names.down}")
         if self.gate is not None:

@@ -5,6 +5,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.buffers import Rows
@@ -20,6 +21,13 @@ class GatedNames(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     in_turn: bool = False
+
+    def as_stored(self, spec: ModelSpec) -> "GatedNames":
+        """Those of a checkpoint that may have gate and up as two tensors where its family has one."""
+        if not spec.splits_gate_up or self.gate != self.up:
+            return self
+        gate, up = (self.gate.replace("gate_up_proj", name) for name in ("gate_proj", "up_proj"))
+        return self._replace(gate=gate, up=up)
 
 
 def gate_and_up(inner: Split, names: GatedNames, *, up_first: bool = False) -> tuple[Split, Split]:
@@ -61,7 +69,8 @@ class GatedMLP:
         self.ops, self.activation = ops_for(parts.device), spec.activation
         hidden, inner = Split.whole(spec.hidden_size), Split.even(size or spec.intermediate_size, parts.shard)
         self.size = inner.size
-        outputs = gate_and_up(inner, self.names, up_first=self.up_first)
+        self.matrices = self.names.as_stored(spec)
+        outputs = gate_and_up(inner, self.matrices, up_first=self.up_first)
         self.gate_up = parts.linear(hidden, *outputs, bias=spec.mlp_bias)
         self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias or self.down_bias)
 
@@ -74,8 +83,8 @@ class GatedMLP:
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of this block under `prefix`, like "model.layers.0.mlp."."""
-        yield self.gate_up.group(f"{prefix}{self.names.gate}", f"{prefix}{self.names.up}")
-        yield self.down.group(f"{prefix}{self.names.down}")
+        yield self.gate_up.group(f"{prefix}{self.matrices.gate}", f"{prefix}{self.matrices.up}")
+        yield self.down.group(f"{prefix}{self.matrices.down}")
 
 
 class FusedGatedMLP(GatedMLP):

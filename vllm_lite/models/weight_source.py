@@ -2,7 +2,7 @@
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vllm_lite.checkpoint.gguf.changes import Change, Heads, LogOfMinus
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.checkpoint.gguf.header import Tensor
 from vllm_lite.checkpoint.headers import weight_files
 from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ModelError
+from vllm_lite.kernels.cpu import memory
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -70,15 +72,38 @@ class _InSafetensors:
 class _InGguf:
     def __init__(self, tensor: Tensor, mapping: mmap.mmap) -> None:
         self.tensor, self.mapping = tensor, mapping
-        kind, shape = tensor.kind, tensor.shape
-        self.dtype = kind.name if kind.name in FLOATS else "U8"
-        in_blocks = (*shape[:-1], shape[-1] // kind.elements * kind.num_bytes)
-        self.shape = shape if kind.name in FLOATS else in_blocks
+        self.dtype = tensor.kind.name if tensor.kind.name in FLOATS else "U8"
+        self.shape = self._in_blocks(tensor.restored_shape)
+
+    def _in_blocks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        kind = self.tensor.kind
+        return shape if kind.name in FLOATS else (*shape[:-1], shape[-1] // kind.elements * kind.num_bytes)
 
     def mapped(self) -> torch.Tensor:
+        """What was changed is a copy, and its pages of the file are given back."""
         tensor = self.tensor
         row = torch.frombuffer(self.mapping, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
-        return row.view(FLOATS.get(self.dtype, torch.uint8)).view(self.shape)
+        stored = row.view(FLOATS.get(self.dtype, torch.uint8)).view(self._in_blocks(tensor.shape))
+        found = restored(stored, tensor.changes)
+        if found.data_ptr() != stored.data_ptr():
+            memory.give_back(stored)
+        return found
+
+
+def restored(stored: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
+    """The checkpoint's tensor of the file's: a view of it, or a copy. Raises ModelError if it has other axes."""
+    for change in changes:
+        if isinstance(change, LogOfMinus):
+            stored = stored.float().neg().log_()
+        elif not isinstance(change, Heads):
+            stored = stored.view(change.shape(tuple(stored.shape)))
+        elif stored.dim() <= change.axis or stored.shape[change.axis] != change.end:
+            raise ModelError(
+                f"a tensor {list(stored.shape)} should have {change.end} elements along axis {change.axis}"
+            )
+        else:
+            stored = stored.index_select(change.axis, torch.tensor(change.order()))
+    return stored
 
 
 def _gguf(checkpoint: GgufCheckpoint) -> Mapping[str, Stored]:

@@ -1,65 +1,31 @@
 """How the architectures of GGUF files are called in config.json, and in what their files differ from most others."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_lite.checkpoint.gguf import names
+from vllm_lite.checkpoint.gguf.architecture import Architecture, Changes, experts, granite_factors
+from vllm_lite.checkpoint.gguf.changes import OneMore
 from vllm_lite.checkpoint.gguf.header import Header
+from vllm_lite.checkpoint.gguf.hybrids import HYBRIDS
 from vllm_lite.checkpoint.gguf.metadata import Metadata
 from vllm_lite.errors import ModelError
 
 
-def _nothing(_: Metadata) -> dict[str, Any]:
-    return {}
-
-
-class Architecture(NamedTuple):
-    """How the files of one architecture become a config.json and its tensors."""
-
-    name: str
-    """The architecture of config.json."""
-    own: Callable[[Metadata], dict[str, Any]] = _nothing
-    """The keys of config.json that others have not, or have otherwise."""
-    names: Mapping[str, str] = {}
-    """As `names.name_here` wants."""
-    is_interleaved: bool = False
-    """Whether llama.cpp turns element 2 i of a head with 2 i + 1, and the rows of Q and K are in that order, where the
-    family's own checkpoints have halves."""
-    plus_one: bool = False
-    """Whether norms are stored with the 1 that the family's own checkpoints leave out."""
-    one_row: str = ""
-    """What the name here of a matrix of one row ends with that the file has as a vector; empty: none is."""
-    stacks_qkv: bool = False
-    """Whether Q, K and V lie behind one another, where the family's own checkpoints have them head by head."""
-    has_latents: bool = False
-    """Whether its attention is latent, with the matrices of each head by themselves."""
-    convolution: str = ""
-    """What the name here of a convolution's weights ends with, [channels, 1, tokens], of which the file leaves the 1
-    out; and layers that have one have 0 KV heads there. Empty: there are none."""
-
-
-def _experts(of: Metadata) -> dict[str, Any]:
-    count, used = of.integer("expert_count"), of.integer("expert_used_count")
-    inner = of.integer("expert_feed_forward_length", None) or of.same("feed_forward_length")
-    own = {"num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": inner}
-    # a layer without an MLP may have no number for it
-    return own | {"intermediate_size": of.same("feed_forward_length", inner)}
-
-
 def _qwen2_moe(of: Metadata) -> dict[str, Any]:
     shared = of.integer("expert_shared_feed_forward_length", None)
-    return _experts(of) | {
+    return experts(of) | {
         "norm_topk_prob": of.flag("expert_weights_norm", default=False),
         "shared_expert_intermediate_size": shared or of.shape("blk.0.ffn_gate_shexp.weight")[0],
     }
 
 
 def _qwen3_moe(of: Metadata) -> dict[str, Any]:
-    return _experts(of) | {"norm_topk_prob": of.flag("expert_weights_norm", default=True)}
+    return experts(of) | {"norm_topk_prob": of.flag("expert_weights_norm", default=True)}
 
 
 def _mixtral(of: Metadata) -> dict[str, Any]:
-    found = _experts(of)
+    found = experts(of)
     return {
         "num_local_experts": found["num_experts"],
         "num_experts_per_tok": found["num_experts_per_tok"],
@@ -68,7 +34,7 @@ def _mixtral(of: Metadata) -> dict[str, Any]:
 
 
 def _olmoe(of: Metadata) -> dict[str, Any]:
-    found = _experts(of)
+    found = experts(of)
     own = {key: found[key] for key in ("num_experts", "num_experts_per_tok")}
     own["clip_qkv"] = of.number("attention.clamp_kqv", None)
     return own | {
@@ -116,20 +82,12 @@ def _gemma3(of: Metadata) -> dict[str, Any]:
     }
 
 
-def _granite(of: Metadata) -> dict[str, Any]:
-    return {
-        "embedding_multiplier": of.number("embedding_scale", 1.0),
-        "residual_multiplier": of.number("residual_scale", 1.0),
-        "attention_multiplier": of.number("attention.scale", of.head_size**-0.5),
-        "logits_scaling": of.number("logit_scale", 1.0),
-    }
-
-
 def _granite_moe(of: Metadata) -> dict[str, Any]:
-    of.must_be("expert_shared_feed_forward_length", 0)
-    found = _experts(of)
+    found, shared = experts(of), of.integer("expert_shared_feed_forward_length", 0)
     own = {"num_local_experts": found["num_experts"], "num_experts_per_tok": found["num_experts_per_tok"]}
-    return _granite(of) | own | {"intermediate_size": found["moe_intermediate_size"]}
+    if shared:
+        own |= {"architectures": ["GraniteMoeSharedForCausalLM"], "shared_intermediate_size": shared}
+    return granite_factors(of) | own | {"intermediate_size": found["moe_intermediate_size"]}
 
 
 def _window(of: Metadata) -> dict[str, Any]:
@@ -138,7 +96,7 @@ def _window(of: Metadata) -> dict[str, Any]:
 
 
 def _glm4_moe(of: Metadata) -> dict[str, Any]:
-    found = _experts(of)
+    found = experts(of)
     return {
         "n_routed_experts": found["num_experts"],
         "num_experts_per_tok": found["num_experts_per_tok"],
@@ -186,7 +144,7 @@ def _neox(of: Metadata) -> dict[str, Any]:
 
 
 def _ernie_moe(of: Metadata) -> dict[str, Any]:
-    found = _experts(of)
+    found = experts(of)
     return {
         "moe_num_experts": found["num_experts"],
         "moe_k": found["num_experts_per_tok"],
@@ -205,7 +163,7 @@ def _deepseek(of: Metadata) -> dict[str, Any]:
             f"{of.named('attention.key_length_mla')} is missing: files that converters of llama.cpp wrote before "
             "April 2025 are not supported"
         )
-    found, rotated = _experts(of), of.integer("rope.dimension_count")
+    found, rotated = experts(of), of.integer("rope.dimension_count")
     return {
         "head_dim": None,
         "partial_rotary_factor": None,
@@ -236,16 +194,14 @@ def _deepseek_v3(of: Metadata) -> dict[str, Any]:
     return _deepseek(of) | {"norm_topk_prob": of.flag("expert_weights_norm", default=True)}
 
 
-def _lfm2(of: Metadata) -> dict[str, Any]:
-    """A file has the KV heads of each layer, 0 where it is a convolution, and the size of MLPs as it is."""
-    heads = of.whole_numbers("attention.head_count_kv")
-    return {
-        "num_key_value_heads": max(heads),
-        "layer_types": ["full_attention" if each else "conv" for each in heads],
-        "conv_L_cache": of.integer("shortconv.l_cache"),
-        "norm_eps": of.number("attention.layer_norm_rms_epsilon", 1e-5),
-        "block_auto_adjust_ff_dim": False,
-    }
+def _gate_row(_: Metadata) -> Changes:
+    """The gate of the shared expert, [1, hidden_size]."""
+    return {"ffn_gate_inp_shexp.weight": (OneMore(axis=0, num_axes=2),)}
+
+
+def _bias_row(_: Metadata) -> Changes:
+    """What is added to scores for the choice, [1, experts]."""
+    return {f"exp_probs_b{ending}": (OneMore(axis=0, num_axes=2),) for ending in ("", ".bias", ".weight")}
 
 
 def _learned(of: Metadata) -> dict[str, Any]:
@@ -256,7 +212,7 @@ ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", is_interleaved=True),
     "llama with experts": Architecture("MixtralForCausalLM", _mixtral, is_interleaved=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe, one_row=".shared_expert_gate.weight"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe, changes=_gate_row),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
     "gemma": Architecture("GemmaForCausalLM", plus_one=True),
@@ -265,8 +221,8 @@ ARCHITECTURES = {
     "phi3": Architecture("Phi3ForCausalLM", _window, names.FUSED_GATE),
     "olmo2": Architecture("Olmo2ForCausalLM", _olmo2, names.SANDWICH),
     "olmoe": Architecture("OlmoeForCausalLM", _olmoe),
-    "granite": Architecture("GraniteForCausalLM", _granite, is_interleaved=True),
-    "granitemoe": Architecture("GraniteMoeForCausalLM", _granite_moe, is_interleaved=True),
+    "granite": Architecture("GraniteForCausalLM", granite_factors, is_interleaved=True),
+    "granitemoe": Architecture("GraniteMoeForCausalLM", _granite_moe, is_interleaved=True, splits_gate_up=True),
     "starcoder2": Architecture("Starcoder2ForCausalLM", _window, names=names.STARCODER2),
     "gpt2": Architecture("GPT2LMHeadModel", _learned, names.GPT2),
     "glm4": Architecture("Glm4ForCausalLM", names=names.GLM4),
@@ -276,14 +232,14 @@ ARCHITECTURES = {
     "exaone4": Architecture("Exaone4ForCausalLM", lambda of: _windows(of, 4), names.SANDWICH),
     "seed_oss": Architecture("SeedOssForCausalLM", names=names.SINGLE_NORM),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
-    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", _ernie_moe, one_row=".gate.e_score_correction_bias"),
+    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", _ernie_moe, changes=_bias_row),
     "bloom": Architecture("BloomForCausalLM", names=names.BLOOM, stacks_qkv=True),
     "gptneox": Architecture("GPTNeoXForCausalLM", _neox, names.GPT_NEOX, stacks_qkv=True),
     "falcon": Architecture("FalconForCausalLM", _falcon, names.BLOOM, stacks_qkv=True),
     "falcon with two norms": Architecture("FalconForCausalLM", _falcon, names.FALCON_TWO_NORMS, stacks_qkv=True),
-    "lfm2": Architecture("Lfm2ForCausalLM", _lfm2, names.LFM2, convolution=".conv.conv.weight"),
     "deepseek2": Architecture("DeepseekV2ForCausalLM", _deepseek_v2, names.DEEPSEEK, has_latents=True),
     "deepseek2 with sigmoid": Architecture("DeepseekV3ForCausalLM", _deepseek_v3, names.DEEPSEEK, has_latents=True),
+    **HYBRIDS,
 }
 """By general.architecture, or by `key_of`. Those of a family that has no native model are refused by name."""
 SIGMOID = 2

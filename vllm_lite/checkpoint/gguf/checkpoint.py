@@ -6,12 +6,14 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from vllm_lite.checkpoint.gguf.architectures import Architecture
+from vllm_lite.checkpoint.gguf.architecture import Architecture
+from vllm_lite.checkpoint.gguf.changes import Change, Heads
 from vllm_lite.checkpoint.gguf.config import architecture_of, config_of
 from vllm_lite.checkpoint.gguf.files import gguf_files, read_files
 from vllm_lite.checkpoint.gguf.header import Header, Tensor
 from vllm_lite.checkpoint.gguf.kinds import FLOATS, READ
-from vllm_lite.checkpoint.gguf.names import name_here
+from vllm_lite.checkpoint.gguf.metadata import Metadata
+from vllm_lite.checkpoint.gguf.names import in_layer, name_here
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ModelError
@@ -60,17 +62,22 @@ class GgufCheckpoint:
                 return each
             return replace(each, rope=replace(each.rope, interleaved=True))
 
-        tensors = self.header.tensors
         return replace(
             spec,
             layers=tuple(map(layer, spec.layers)),
             norm=replace(spec.norm, plus_one=spec.norm.plus_one and not own.plus_one),
-            qkv_bias=any(f"blk.0.attn_{name}.bias" in tensors for name in ("q", "qkv")),
-            output_bias="blk.0.attn_output.bias" in tensors,
-            mlp_bias="blk.0.ffn_down.bias" in tensors,
+            qkv_bias=self._has_bias("attn_q", "attn_qkv"),
+            output_bias=self._has_bias("attn_output"),
+            mlp_bias=self._has_bias("ffn_down"),
             qkv_layout="stacked" if own.stacks_qkv else spec.qkv_layout,
-            quantization=Gguf(kinds=dict(self._kinds()), qkv_rows=self._qkv_rows),
+            splits_gate_up=own.splits_gate_up,
+            num_unread_layers=Metadata(self.header).num_unread,
+            quantization=Gguf(kinds=dict(self._kinds()), qkv_rows=self._qkv_rows, inputs=dict(self._inputs())),
         )
+
+    def _has_bias(self, *parts: str) -> bool:
+        names = {f"{part}.bias" for part in parts}
+        return any(in_layer(stored) in names for stored in self.header.tensors)
 
     @property
     def _qkv_rows(self) -> Literal["turned", "stacked"] | None:
@@ -91,19 +98,31 @@ class GgufCheckpoint:
                 )
             yield name.removesuffix(".weight"), tensor.kind.name
 
+    def _changed(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that a model may ask for, with what makes those of the checkpoint of them."""
+        own = self.architecture
+        changes = own.changes(Metadata(self.header))
+        for stored, tensor in self.header.tensors.items():
+            name = name_here(stored, own.names)
+            if name is not None:
+                yield name, tensor._replace(changes=changes.get(in_layer(stored), ()))
+
+    def _inputs(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The matrices of blocks whose inputs are heads that were moved."""
+        for name, tensor in self._changed():
+            moved = [change for change in tensor.changes if _is_of_inputs(change, tensor)]
+            if isinstance(heads := next(iter(moved), None), Heads):
+                if tensor.shape[-1] != heads.end:
+                    raise ModelError(f"{name} has {tensor.shape[-1]} inputs; its heads have {heads.end}")
+                yield name.removesuffix(".weight"), tuple(heads.inverse())
+
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's weights by their canonical names; of the tensors of experts each expert's part. Raises ModelError
         for two of one name."""
-        own, found = self.architecture, dict[str, Tensor]()
-        for stored, tensor in self.header.tensors.items():
-            name = name_here(stored, own.names)
-            if name is None:
-                continue
-            if own.one_row and name.endswith(own.one_row) and len(tensor.shape) == 1:
-                tensor = tensor._replace(shape=(1, *tensor.shape))  # noqa: PLW2901 (a matrix of one row)
-            if own.convolution and name.endswith(own.convolution) and len(tensor.shape) == 2:
-                channels, size = tensor.shape
-                tensor = tensor._replace(shape=(channels, 1, size))  # noqa: PLW2901 (likewise)
+        found = dict[str, Tensor]()
+        for name, whole in self._changed():
+            left = tuple(change for change in whole.changes if not _is_of_inputs(change, whole))
+            tensor = whole._replace(changes=left)
             for each, part in _each(name, tensor) if "{}" in name else ((name, tensor),):
                 if len(found) > MAX_TENSORS:
                     raise ModelError(f"{self.file}: has more than {MAX_TENSORS} matrices")
@@ -111,6 +130,11 @@ class GgufCheckpoint:
                     raise ModelError(f"{self.file}: has tensor {each!r} twice")
                 found[each] = part
         return found
+
+
+def _is_of_inputs(change: Change, tensor: Tensor) -> bool:
+    """Whether a change is left to the product, see `changes`."""
+    return isinstance(change, Heads) and change.axis == 1 and tensor.kind.name not in FLOATS
 
 
 def _each(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,8 @@
 from array import array
 from typing import Any
 
-from vllm_lite.checkpoint.gguf.architectures import ARCHITECTURES, Architecture, key_of
+from vllm_lite.checkpoint.gguf.architecture import Architecture
+from vllm_lite.checkpoint.gguf.architectures import ARCHITECTURES, key_of
 from vllm_lite.checkpoint.gguf.header import Header
 from vllm_lite.checkpoint.gguf.metadata import Metadata
 from vllm_lite.errors import ModelError
@@ -42,7 +43,7 @@ def config_of(header: Header) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_hidden_layers": of.num_layers,
         "num_attention_heads": of.same("attention.head_count"),
-        "num_key_value_heads": None if own.convolution else of.same("attention.head_count_kv", None),
+        "num_key_value_heads": _shared(of, own, "attention.head_count_kv"),
         "head_dim": of.head_size,
         "max_position_embeddings": of.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -56,12 +57,17 @@ def config_of(header: Header) -> dict[str, Any]:
     }
     if not own.has_latents:
         of.must_be("attention.value_length", of.head_size)
-    inner = of.same("feed_forward_length", None)
+    inner = _shared(of, own, "feed_forward_length")
     eps = of.number("attention.layer_norm_rms_epsilon", None) or of.number("attention.layer_norm_epsilon", None)
     config |= {} if inner is None else {"intermediate_size": inner}
     config |= {} if eps is None else dict.fromkeys(EPSILONS, eps)
     config |= own.own(of)
     return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+
+
+def _shared(of: Metadata, own: Architecture, key: str) -> int | None:
+    """A number that all layers have; None where it is missing, or an architecture has one for each."""
+    return None if key in own.by_layer else of.same(key, None)
 
 
 def _matrix(of: Metadata, name: str) -> tuple[int, int]:

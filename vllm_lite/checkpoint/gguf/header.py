@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_lite.checkpoint.gguf.changes import Change, changed
 from vllm_lite.checkpoint.gguf.kinds import KINDS, Kind
 from vllm_lite.errors import ModelError
 
@@ -81,6 +82,13 @@ class Tensor(NamedTuple):
     file: Path
     offset: int
     """Its first byte in the file."""
+    changes: tuple[Change, ...] = ()
+    """What makes the checkpoint's tensor of it; `shape` is the file's."""
+
+    @property
+    def restored_shape(self) -> tuple[int, ...]:
+        """The shape of the checkpoint's tensor."""
+        return changed(self.shape, self.changes)
 
     @property
     def num_bytes(self) -> int:

@@ -22,10 +22,15 @@ class Metadata:
 
     @cached_property
     def num_layers(self) -> int:
-        count = self.integer("block_count") - self.integer("nextn_predict_layers", 0)
+        count = self.integer("block_count") - self.num_unread
         if not 1 <= count <= MAX_LAYERS:
             raise ModelError(f"{self.named('block_count')} gives {count} layers; it must be 1 to {MAX_LAYERS}")
         return count
+
+    @property
+    def num_unread(self) -> int:
+        """How many layers lie behind the others, which predict further tokens."""
+        return self.integer("nextn_predict_layers", 0)
 
     @cached_property
     def head_size(self) -> int:
@@ -64,11 +69,11 @@ class Metadata:
         return self.integer(key, default)
 
     def whole_numbers(self, key: str) -> list[int]:
-        """One for each layer. Raises ModelError where the file has something else."""
-        found = self.value(key)
-        if not isinstance(found, Array) or found.is_text or len(found) != self.num_layers:
+        """One for each layer that is read. Raises ModelError where the file has something else."""
+        found, count = self.value(key), self.num_layers
+        if not isinstance(found, Array) or found.is_text or len(found) not in (count, count + self.num_unread):
             raise ModelError(f"{self.named(key)} must be a number for each layer, and it is {_shown(found)}")
-        return [int(number) for number in found.numbers()]
+        return [int(number) for number in found.numbers()[:count]]
 
     def number(self, key: str, default: T) -> float | T:
         """A number with the seven digits that a float32 has: 1e-5, which as a double would be 9.99999974e-06."""

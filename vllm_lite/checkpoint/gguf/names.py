@@ -89,6 +89,33 @@ LFM2 = {
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
 }
+MAMBA = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+"""The parts of Mamba-2. Keys that are all of a tensor's name in a layer stand for all of its name here, too."""
+GRANITE_HYBRID = MAMBA | {
+    "ffn_gate": "mlp.shared_experts.gate_proj",
+    "ffn_up": "mlp.shared_experts.up_proj",
+    "ffn_down": "mlp.shared_experts.down_proj",
+}
+QWEN3_5 = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "post_attention_norm": "post_attention_layernorm",
+}
 DEEPSEEK = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -100,7 +127,8 @@ DEEPSEEK = {
 }
 READ_ASIDE = re.compile(r"(?:blk\.\d+\.)?(?:rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)\.weight")
 """Tensors that config.json has as numbers, or that nobody needs."""
-_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]{1,100})\.(weight|bias)")
+ENDINGS = ("weight", "bias")
+_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]{1,100})")
 
 
 def name_here(stored: str, own: Mapping[str, str]) -> str | None:
@@ -109,7 +137,12 @@ def name_here(stored: str, own: Mapping[str, str]) -> str | None:
     if READ_ASIDE.fullmatch(stored):
         return None
     if found := _IN_LAYER.fullmatch(stored):
-        layer, part, ending = found.groups()
+        layer, rest = found.groups()
+        if rest in own:
+            return f"model.layers.{layer}.{own[rest]}"
+        part, _, ending = rest.rpartition(".")
+        if ending not in ENDINGS:
+            return stored
         if part == "exp_probs_b":
             return f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         name = own.get(part) or LAYER.get(part)
@@ -122,3 +155,9 @@ def name_here(stored: str, own: Mapping[str, str]) -> str | None:
     part, _, ending = stored.rpartition(".")
     name = own.get(part) or TOP.get(part)
     return stored if name is None else f"{name}.{ending}"
+
+
+def in_layer(stored: str) -> str:
+    """The name of a layer's tensor without the layer; the whole name of any other."""
+    found = _IN_LAYER.fullmatch(stored)
+    return stored if found is None else found[2]

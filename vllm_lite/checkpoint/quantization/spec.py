@@ -198,6 +198,8 @@ class Gguf(QuantizationSpec, frozen=True, kw_only=True):
     qkv_rows: Literal["turned", "stacked"] | None = None
     """How rows were moved when the file was made: those of each head's halves lie in turn, in Q and K; or all of Q lies
     before K and V, which the family's own checkpoints have head by head. See layers/stored_rows.py."""
+    inputs: dict[str, tuple[int, ...]] = {}
+    """Matrices of blocks whose inputs are in another order than the model's: which of its inputs each column is for."""
 
     def kind(self, name: str) -> str | None:
         """The type of the matrix `name`; None if it is stored as floats."""

@@ -57,6 +57,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, 
 _GPT2, _DIGITS = Words(gpt2=True), Words(gpt2=True, single_digits=True)
 _LLAMA3 = Words((_gpt4("{1,3}"),), whole_words=True, adds_bos=True)
 _QWEN2 = Words((_gpt4(""),), nfc=True)
+_TEKKEN = Words((_cased("", ""),), whole_words=True, adds_bos=True)
 _GPT4O = Words((_cased("{1,3}", f"{_CONTRACTIONS}?"),))
 WORDS = {
     "gpt-2": _GPT2,
@@ -70,6 +71,7 @@ WORDS = {
     "command-r": _DIGITS._replace(nfc=True),
     "llama-bpe": _LLAMA3,
     "smaug-bpe": _LLAMA3,
+    "lfm2": _LLAMA3,
     "dbrx": Words((_gpt4("{1,3}"),)),
     "chatglm-bpe": Words((_gpt4("{1,3}"),)),
     "glm4": Words((_gpt4("{1,3}"),)),
@@ -78,7 +80,8 @@ WORDS = {
     "deepseek-r1-qwen": _QWEN2,
     "qwen35": Words((_QWEN35,), nfc=True),
     "deepseek-v3": Words((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3)),
-    "tekken": Words((_cased("", ""),), whole_words=True, adds_bos=True),
+    "tekken": _TEKKEN,
+    "pixtral": _TEKKEN,
     "gpt-4o": _GPT4O,
     "llama4": _GPT4O,
 }

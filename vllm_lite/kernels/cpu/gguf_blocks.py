@@ -8,7 +8,7 @@ import torch
 from vllm_lite.checkpoint.gguf.kinds import NUMBERS
 from vllm_lite.kernels.cpu.dtypes import dtype_code
 from vllm_lite.kernels.cpu.group_scales import BLOCK, INTEGERS, NO_MINIMA
-from vllm_lite.kernels.cpu.grouped import Record, Values, grouped_size
+from vllm_lite.kernels.cpu.grouped import Record, Values, grouped_size, int32_order
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
 from vllm_lite.kernels.gguf_blocks import BlockRows, Layout, layout
@@ -61,7 +61,7 @@ def take_apart(given: BlockRows) -> GroupedWeight:
     call.scale_supers, call.minima_supers = supers[0].data_ptr(), supers[1].data_ptr()
     native = function("vllm_lite_take_apart", _TAKE_APART_TYPES, int32)
     _check(native(ctypes.addressof(call), *codes.shape[1:], *scales.shape[1:]), given.kind)
-    return GroupedWeight(codes, own.values, scales, own.group_size, minima)
+    return GroupedWeight(codes, own.values, scales, own.group_size, minima, given.order)
 
 
 def pack_blocks(given: BlockRows) -> tuple[Record, tuple[torch.Tensor, ...]]:
@@ -74,6 +74,8 @@ def pack_blocks(given: BlockRows) -> tuple[Record, tuple[torch.Tensor, ...]]:
     scale_type = _scale_type(given.kind, own)
     record = values.record((len(rows), blocks_per_row * own.elements), own.group_size)
     record.scale_type, record.minima_type = scale_type, scale_type if own.has_minima else NO_MINIMA
+    order = int32_order(given.order, blocks_per_row * own.elements)
+    record.order = None if order is None else order.data_ptr()
     supers = None
     if own.has_supers:
         supers = torch.zeros(-(-len(rows) // BLOCK), blocks_per_row, 2, BLOCK)
@@ -83,7 +85,7 @@ def pack_blocks(given: BlockRows) -> tuple[Record, tuple[torch.Tensor, ...]]:
     call = _Rows.of(given.kind, rows, blocks_per_row)
     native = function("vllm_lite_pack_blocks", _PACK_TYPES, int32)
     _check(native(ctypes.addressof(record), ctypes.addressof(call), values.unit), given.kind)
-    return record, tuple(part for part in (data, *values.tensors, supers) if part is not None)
+    return record, tuple(part for part in (data, *values.tensors, supers, order) if part is not None)
 
 
 def _scale_type(kind: str, own: Layout) -> int:

@@ -104,7 +104,7 @@ def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...
     may_shift = given.offset is not None and len(given.floats) == 16 and given.table is None
     scales = GroupScales.of(weight, group_size, given.unit, may_shift=may_shift)
     codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
-    values, order = given.lower(scales.shift), _order(weight)
+    values, order = given.lower(scales.shift), int32_order(weight.order, weight.shape[1])
     record = values.record(weight.shape, group_size)
     record.scale_type, record.minima_type = scales.scale_type, scales.minima_type
     record.order = None if order is None else order.data_ptr()
@@ -167,13 +167,13 @@ def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
     return GroupedWeight(codes, INT4, scales, group_size)
 
 
-def _order(weight: GroupedWeight) -> torch.Tensor | None:
-    """int32 [num_inputs]. Raises ValueError for what is no order."""
-    if weight.order is None:
+def int32_order(order: torch.Tensor | None, num_inputs: int) -> torch.Tensor | None:
+    """The order of columns as records have it. Raises ValueError for what is no order."""
+    if order is None:
         return None
-    if not torch.equal(weight.order.sort().values, torch.arange(weight.shape[1])):
-        raise ValueError(f"the order of columns must name each of the {weight.shape[1]} inputs once")
-    return weight.order.to(torch.int32).contiguous()
+    if not torch.equal(order.sort().values, torch.arange(num_inputs)):
+        raise ValueError(f"the order of columns must name each of the {num_inputs} inputs once")
+    return order.to(torch.int32).contiguous()
 
 
 def _packed_group(weight: GroupedWeight) -> int | None:

@@ -11,7 +11,7 @@ import torch
 
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME
 from vllm_lite.checkpoint.quantization.spec import Gguf
-from vllm_lite.errors import ModelError
+from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels import cpu, gguf_blocks
 from vllm_lite.kernels.cpu import gguf_blocks as native
 from vllm_lite.kernels.cpu.linear import PackedWeight
@@ -45,7 +45,7 @@ class GgufForm:
             if kind is None:
                 parts.append(DenseForm(self.quantization).stored(own, part))
             else:
-                parts.append(BlockWeight.of(kind, own, part))
+                parts.append(BlockWeight.of(kind, own, part, self.spec.inputs.get(own[0])))
         return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), shape)
 
     def quantizes(self, name: str) -> bool:
@@ -60,26 +60,36 @@ class BlockWeight:
     """One of uint8 [outputs, bytes of a row], on the CPU."""
     kind: str
     shape: LinearShape
+    order: tuple[int, ...] | None = None
+    """As GroupedWeight's."""
 
     @classmethod
-    def of(cls, kind: str, names: Sequence[str], shape: LinearShape) -> "BlockWeight":
-        """Raises ModelError if inputs are no whole blocks, and ConfigError if ranks would have to share one."""
+    def of(
+        cls, kind: str, names: Sequence[str], shape: LinearShape, order: tuple[int, ...] | None = None
+    ) -> "BlockWeight":
+        """`order`: which of the inputs each column is for. Raises ModelError if inputs are no whole blocks, and
+        ConfigError if ranks would have to share one, or columns that are in another order."""
         block = BY_NAME[kind]
+        if order is not None and shape.inputs.size != shape.inputs.total:
+            raise ConfigError(
+                f"{names[0]}: the file has its inputs in another order, so that ranks cannot share its blocks of type "
+                f"{kind}; use tensor_parallel_size 1"
+            )
         if shape.inputs.total % block.elements:
             raise ModelError(f"{names[0]}: {shape.inputs.total} inputs are no whole blocks of type {kind}")
         columns = in_units(shape.inputs, block.elements).times(block.num_bytes)
         of_bytes = shape._replace(inputs=columns)
         named = zip(names, shape.outputs, strict=True)
         slots: tuple[WeightSlot, ...] = tuple(of_bytes.slot(f"{name}.weight", rows) for name, rows in named)
-        return cls((WeightStack(slots, torch.uint8, CPU, lent=True),), kind, shape)
+        return cls((WeightStack(slots, torch.uint8, CPU, lent=True),), kind, shape, order)
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
         """The best product with blocks. What no kernel multiplies as it is becomes dense."""
         dtype, device = self.shape.dtype, self.shape.device
         if copies(dtype, device):
-            return NativeMatmul(PackedWeight(BlockRows(self.kind, tensors[0]), bias))
+            return NativeMatmul(PackedWeight(self._rows(tensors[0]), bias))
         chunks = self._chunks(tensors)
-        if (packed := packed_matmul(chunks, bias, dtype, device)) is not None:
+        if self.order is None and (packed := packed_matmul(chunks, bias, dtype, device)) is not None:
             return packed
         say_dense(f"blocks of type {self.kind}", device.type, str(dtype).removeprefix("torch."))
         return make_matmul(chunks.dense(dtype, device), bias)
@@ -87,12 +97,15 @@ class BlockWeight:
     def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return self._chunks(tensors).dense(self.shape.dtype, self.shape.device)
 
+    def _rows(self, blocks: torch.Tensor) -> BlockRows:
+        return BlockRows(self.kind, blocks, None if self.order is None else torch.tensor(self.order))
+
     def _chunks(self, tensors: Sequence[torch.Tensor]) -> GroupedChunks:
         take_apart = native.take_apart if cpu.available() else gguf_blocks.take_apart
         (blocks,), num_inputs = tensors, self.shape.inputs.size
         num_rows = max(1, CHUNK_ELEMENTS // (32 * max(1, num_inputs))) * 32
         shape = len(blocks), num_inputs
-        return GroupedChunks(shape, num_rows, lambda rows: take_apart(BlockRows(self.kind, blocks[rows])))
+        return GroupedChunks(shape, num_rows, lambda rows: take_apart(self._rows(blocks[rows])))
 
 
 @dataclass(frozen=True, slots=True)

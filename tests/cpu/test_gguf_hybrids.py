@@ -1,0 +1,139 @@
+"""GGUF files of hybrid models: what converters do to tensors beside their names, also where these are in blocks."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from tests.families.hybrid import qwen
+from tests.gguf_files import write_gguf
+from tests.paged import Oracle, Paged
+from tests.thread_group import on_ranks
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.gguf.changes import Flat, Heads, LogOfMinus, OneMore, changed
+from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
+from vllm_lite.checkpoint.headers import read_headers
+from vllm_lite.checkpoint.quantization.spec import Gguf
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.kernels.gguf_blocks import BlockRows, take_apart
+from vllm_lite.kernels.grouped import dequantize
+from vllm_lite.models.weight_source import restored
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 128,
+    "initializer_range": 0.05,
+}
+"""A block of 256 elements holds parts of two value heads."""
+KINDS = {
+    "attn_qkv": "Q4_K",
+    "attn_gate": "Q6_K",
+    "ssm_alpha": "Q8_0",
+    "ssm_beta": "Q4_0",
+    "attn_q": "Q4_K",
+    "attn_k": "Q4_K",
+    "attn_v": "Q6_K",
+    "ffn_gate": "Q4_0",
+    "ffn_down": "Q8_0",
+    "token_embd": "Q8_0",
+}
+
+
+def checkpoint(path: Path, **settings: Any) -> Path:
+    return qwen("wide", "Qwen3_5", {}, WIDE | settings).make(path)
+
+
+def kinds_with(output: str) -> Any:
+    """The type of a matrix, with `output` for that behind the recurrent heads."""
+    return lambda name: (KINDS | {"ssm_out": output}).get(name.split(".")[-2], "F32")
+
+
+@pytest.mark.usefixtures("float_products")
+@pytest.mark.parametrize("output", ["Q4_K", "Q6_K", "Q8_0"])
+def test_heads_of_blocks_are_those_of_the_floats_they_stand_for(tmp_path: Path, output: str) -> None:
+    """Rows of blocks are moved as rows of floats are. Inputs of floats are moved, and those of blocks taken as they
+    lie."""
+    oracle = Oracle(checkpoint(tmp_path / "checkpoint"))
+    blocks = write_gguf(tmp_path / "blocks.gguf", oracle.path, kinds_with(output))
+    floats = write_gguf(tmp_path / "floats.gguf", oracle.path, kinds_with(output), dense=True)
+    one, other = (Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64) for file in (blocks, floats))
+    assert (one - other).abs().max() < 3e-4
+    quantization = load_spec(blocks).quantization
+    assert isinstance(quantization, Gguf)
+    assert quantization.inputs.keys() == {f"model.layers.{layer}.linear_attn.out_proj" for layer in (0, 1, 3)}
+
+
+@pytest.mark.usefixtures("float_products")
+def test_ranks_share_rows_of_blocks_but_not_inputs_in_another_order(tmp_path: Path) -> None:
+    oracle = Oracle(checkpoint(tmp_path / "checkpoint"))
+    expected = Paged(oracle).run(oracle.tokens, 64)
+    floats = write_gguf(tmp_path / "floats.gguf", oracle.path)
+    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(floats, rank)).run(oracle.tokens, 64)):
+        assert (logits - expected).abs().max() < 3e-4
+    blocks = write_gguf(tmp_path / "blocks.gguf", oracle.path, kinds_with("Q8_0"))
+    with pytest.raises(ConfigError, match=r"layers.0.linear_attn.out_proj: the file has its inputs in another order"):
+        on_ranks(2, lambda rank: oracle.stored_as(blocks, rank))
+
+
+def test_a_key_head_of_its_own_for_each_value_head_moves_nothing(tmp_path: Path) -> None:
+    oracle = Oracle(checkpoint(tmp_path / "checkpoint", linear_num_key_heads=4))
+    file = write_gguf(tmp_path / "blocks.gguf", oracle.path, kinds_with("Q4_K"))
+    quantization = load_spec(file).quantization
+    assert isinstance(quantization, Gguf)
+    assert not quantization.inputs
+    changes = {each for tensor in GgufCheckpoint([file]).tensors().values() for each in tensor.changes}
+    assert changes == {LogOfMinus(), OneMore(1, 3)}
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    """They count as layers in the file, and lie behind the others."""
+    oracle = Oracle(checkpoint(tmp_path / "checkpoint"))
+    more = {"qwen35.block_count": 6, "qwen35.nextn_predict_layers": 1}
+    file = write_gguf(tmp_path / "model.gguf", oracle.path, more=more, rows={"blk.5.nextn.eh_proj.weight": 4})
+    assert load_spec(file).num_layers == 5
+    assert oracle.difference(Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64)) < 3e-4
+
+
+def test_headers_have_the_shapes_of_the_checkpoint(tmp_path: Path) -> None:
+    """Plans count by them."""
+    oracle = Oracle(checkpoint(tmp_path / "checkpoint"))
+    file = write_gguf(tmp_path / "model.gguf", oracle.path)
+    own, theirs = read_headers(file), read_headers(oracle.path)
+    assert {name: each.shape for name, each in own.items()} == {name: each.shape for name, each in theirs.items()}
+
+
+def test_heads_of_another_size_are_named(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    more = {"qwen35.ssm.inner_size": 256}
+    with pytest.raises(ModelError, match="has 512 inputs; its heads have 256"):
+        load_spec(write_gguf(tmp_path / "blocks.gguf", folder, kinds_with("Q8_0"), more))
+
+
+def test_changes_undo_what_they_name() -> None:
+    heads = Heads(axis=0, start=2, num_groups=2, per_group=3, size=2)
+    stored = torch.tensor([0, 1, *(10 * head + e for head in (0, 3, 1, 4, 2, 5) for e in (0, 1))])
+    here = restored(stored, (heads,))
+    assert here.tolist() == [0, 1, 0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51]
+    assert torch.equal(here[torch.tensor(heads.inverse())], stored)
+    assert torch.allclose(
+        restored(-torch.tensor([[0.5], [2.0]]).exp(), (Flat(), LogOfMinus())), torch.tensor([0.5, 2.0])
+    )
+    assert changed((6, 4), (OneMore(1, 3),)) == (6, 1, 4)
+    assert changed((6, 1, 4), (OneMore(1, 3),)) == (6, 1, 4)
+    with pytest.raises(ModelError, match=r"a tensor \[13\] should have 14 elements along axis 0"):
+        restored(stored[1:], (heads,))
+
+
+def test_columns_of_blocks_have_an_order() -> None:
+    """The plain twin of what the native library does."""
+    matrix = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    blocks = torch.from_numpy(gguf.quants.quantize(matrix.numpy(), gguf.GGMLQuantizationType.Q8_0))
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(2))
+    plain, ordered = (dequantize(take_apart(BlockRows("Q8_0", blocks, each))) for each in (None, order))
+    assert torch.equal(ordered[:, order], plain)
