@@ -17,6 +17,8 @@ from tests.checkpoints import make_checkpoint
 from tests.cpu.test_attention_reference import Batch
 from tests.deadlines import scaled
 from tests.driver import Driver, make_prompt, new_request
+from tests.families.hybrid import VARIANTS as HYBRIDS
+from tests.families.variant import Variant
 from tests.plays import graphs_of, run_both
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
@@ -30,7 +32,7 @@ from vllm_lite.kernels.cpu.linear import PackedWeight, linear, look_up
 from vllm_lite.kernels.cpu.program import NotRecordable, Program
 from vllm_lite.layers.matmul import DenseMatmul
 from vllm_lite.models.llama import Llama
-from vllm_lite.protocol.step import Continue, Draft
+from vllm_lite.protocol.step import Continue, Draft, States
 from vllm_lite.worker.graphs import CpuCapture, Graph
 from vllm_lite.worker.worker import Worker
 
@@ -71,6 +73,27 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str, tmp_path: Path) -
         assert graphs.sizes == tuple(range(1, 9))
         assert len(graphs._buckets) >= 3
     assert eager.got == graphed.got
+
+
+@pytest.mark.parametrize("variant", HYBRIDS, ids=lambda one: one.name)
+def test_decode_steps_with_states_are_replayed(variant: Variant, tmp_path: Path) -> None:
+    """They have the bits of eager steps, tokens and states."""
+    model, drivers = variant.make(tmp_path / "model"), []
+    for enforce_eager in (True, False):
+        driver = Driver(model, enforce_eager=enforce_eager)
+        for handle in range(2):
+            request = new_request(handle, make_prompt(6 + handle, seed=handle), blocks=[2 + 8 * handle])
+            driver.run(request, States(handle, 0, 1 + handle, []))
+        for _ in range(4):
+            driver.run(Continue(0, 1, []), Continue(1, 1, []))
+        driver.run(States(1, 2, 5, []), Continue(0, 1, []), Continue(1, 1, []))
+        drivers.append(driver)
+    eager, graphed = drivers
+    assert graphs_of(graphed).num_replays == 5
+    assert eager.got == graphed.got
+    states = [driver.worker.runner.cache_engine.states for driver in drivers]
+    assert torch.equal(*states)
+    assert states[0][5].any()
 
 
 def test_a_replay_runs_no_python(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +345,12 @@ def test_operations_of_torch_are_refused(operation: Callable[[torch.Tensor], Any
 
 def test_views_are_not_refused() -> None:
     x = torch.ones(2, 6)
+
+    def parts() -> None:
+        x.unflatten(1, (2, 3)).chunk(2)[0].split((1, 1), dim=1)
+
     with torch.inference_mode():
+        assert len(recorded(parts)) == 0
         assert len(recorded(lambda: x[:, 1:].view(2, 5, 1).transpose(0, 1)[0].t().unsqueeze(0).data_ptr())) == 0
 
 

@@ -24,6 +24,7 @@ _VIEWS = frozenset(
     for name in (
         "alias",
         "as_strided",
+        "chunk",
         "detach",
         "expand",
         "narrow",
@@ -31,10 +32,12 @@ _VIEWS = frozenset(
         "select",
         "slice",
         "split",
+        "split_with_sizes",
         "squeeze",
         "t",
         "transpose",
         "unbind",
+        "unflatten",
         "unsqueeze",
         "view",
     )
