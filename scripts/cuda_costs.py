@@ -9,6 +9,7 @@ over 8, bfloat16, beside torch's own products: the best of many.
 """
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from vllm_lite.kernels import ops as ops_module
 from vllm_lite.kernels.cuda import cache_ops, fused, sampler
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda import prefill_attention as prefill
+from vllm_lite.kernels.cuda.attention_work import TILE, SplitList, tiles_a_split
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.launcher import Arg, Kernel, packed
 from vllm_lite.kernels.ops import Rotation
@@ -47,6 +49,9 @@ STEPS: dict[str, tuple[list[int], list[int]]] = {
     "8 x 5 drafts of 8192": ([5] * 8, [8192] * 8),
     "1 decode of 2048": ([1], [2048]),
     "a prompt of 8192": ([8192], [8192]),
+    "64 decodes of 4352, each by itself": ([1] * 64, [4352] * 64),
+    "64 decodes of 4352, 4096 of them in common": ([1] * 64, [4352] * 64),
+    "16 decodes of 1280, 1024 of them in common": ([1] * 16, [1280] * 16),
 }
 """Query lengths and sequence lengths."""
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -80,9 +85,12 @@ class NullLauncher:
         return self._kernels[name]
 
 
-def step_of(query_lens: list[int], seq_lens: list[int]) -> StepBatch:
-    lens = HostLens(np.array(query_lens), np.array(seq_lens))
+def step_of(query_lens: list[int], seq_lens: list[int], common: int = 0) -> StepBatch:
+    """`common`: so many tokens of all sequences lie in the same blocks."""
     n, num_seqs, longest = sum(query_lens), len(query_lens), max(seq_lens)
+    tables = np.arange(num_seqs * -(-longest // 16), dtype=np.int32).reshape(num_seqs, -1)
+    tables[:, : common // 16] = tables[0, : common // 16]
+    lens = HostLens(np.array(query_lens), np.array(seq_lens), [tables])
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
     zeros = torch.zeros(n, dtype=torch.int64)
     return StepBatch(
@@ -113,8 +121,10 @@ def best_us(call: Callable[[], object], count: int = 50) -> float:
 def cost_of(name: str) -> str:
     """A row of the table."""
     launcher = NullLauncher()
-    backend = CudaBackend(AttentionShape((SPEC,), 16, BF16, CPU, max_seq_len=131_072), launcher)
-    batch, ops = step_of(*STEPS[name]), CudaOps(launcher)
+    shape = AttentionShape((SPEC,), 16, BF16, CPU, shares_prefixes=True, max_seq_len=131_072)
+    backend, ops = CudaBackend(shape, launcher), CudaOps(launcher)
+    common = re.search(r"(\d+) of them in common", name)
+    batch = step_of(*STEPS[name], int(common[1]) if common else 0)
     n = batch.num_tokens
     qkv, turned = torch.zeros(n, 48, 128, dtype=BF16), torch.zeros(n, 128, dtype=BF16)
     heads = Heads(qkv[:, :32], qkv[:, 32:40], qkv[:, 40:], Rotation(turned, turned))
@@ -140,10 +150,23 @@ def cost_of(name: str) -> str:
     attention()
     blocks = ", ".join(f"{count} {kernel}" for kernel, count in launcher.blocks.items())
     plan = batch.plan
-    lists = [work.splits for work in plan.decodes if work is not None]
+    works = [work for work in plan.decodes if work is not None]
+    lists = [part for work in works for part in (work.splits, *(work.cascade or ()))]
     num_bytes = sum(part.nbytes for part in (*lists, *(part for part in plan.prefills if part is not None)))
-    cells = (best_us(first), best_us(attention), best_us(small))
-    return f"| {name} | {blocks} | {num_bytes} | {prepare_us:.0f} | " + " | ".join(f"{us:.0f}" for us in cells) + " |"
+    kv_mb = sum(map(decoded_tokens, works)) * 2 * SPEC.num_kv_heads * SPEC.head_size * BF16.itemsize / 1e6
+    cells = (prepare_us, best_us(first), best_us(attention), best_us(small))
+    return f"| {name} | {blocks} | {num_bytes} | {kv_mb:.0f} | " + " | ".join(f"{us:.0f}" for us in cells) + " |"
+
+
+def decoded_tokens(work: SplitList) -> int:
+    """How many tokens' K and V decode kernels read, from wherever they come."""
+    num_splits, num_shared = work.splits[0, :2].tolist()
+    entries = work.splits[1 : 1 + num_splits].numpy()[:, 2:]
+    if num_shared and work.cascade is not None:
+        entries = np.concatenate((entries, work.cascade.shared[:num_shared].numpy()[:, [2, 1]]))
+    seen, split = entries.T.astype(np.int64)
+    size = TILE * tiles_a_split(-(-seen // TILE))
+    return int((np.minimum((split + 1) * size, seen) - split * size).sum())
 
 
 def kernels() -> list[tuple[str, str]]:
@@ -153,6 +176,7 @@ def kernels() -> list[tuple[str, str]]:
     return [
         *((decode.SOURCE, decode.kernel_name(BF16, BF16, size, 4, 16)) for size in (64, 128, 256)),
         (decode.SOURCE, decode.kernel_name(BF16, e4m3, 128, 4, 16)),
+        *((decode.CASCADE_SOURCE, decode.cascade_name(BF16, kv, 128, 16)) for kv in (BF16, e4m3)),
         *((prefill.SOURCE, prefill.kernel_name(BF16, BF16, *shape)) for shape in ((64, 64), (128, 64), (128, 32))),
         (prefill.SOURCE, prefill.kernel_name(BF16, e4m3, 128, 64)),
         *((fused.SOURCE, f"{name}<{bf16}, 8>") for name in small),
@@ -278,9 +302,10 @@ def main() -> None:
         (registers if arguments.registers else steps)()
         return
     print(
-        "| step | blocks of a layer | bytes of lists, a step | us: lists | first layer | others | norms, activation |"
+        "| step | blocks of a layer | bytes of lists, a step | MB of K and V that decodes read | us: lists "
+        "| first layer | others | norms, activation |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for name in STEPS:
         print(cost_of(name), flush=True)
 

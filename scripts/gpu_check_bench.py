@@ -22,8 +22,9 @@ from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
 from vllm_lite.kernels.cuda import cache_ops, fused, masks, prefill_attention, sampler
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
-from vllm_lite.kernels.cuda.attention_work import SplitList, prefill_tiles, rows_of
+from vllm_lite.kernels.cuda.attention_work import Cascade, Rows, SplitList, prefill_tiles, rows_of
 from vllm_lite.kernels.cuda.launcher import Launcher
+from vllm_lite.kernels.cuda.shared_prefix import Worth, cascade_lists
 from vllm_lite.kernels.masks import MaskedRows
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
 from vllm_lite.kernels.sampling import DRAW
@@ -60,6 +61,7 @@ class Bench:
             self.few_rows,
             self.long_graphs,
             self.decode_fetch,
+            self.shared_prefix,
             self.decode_variants,
             self.fused,
             self.sampler,
@@ -161,6 +163,35 @@ class Bench:
                     self.decode_row(self.shape(batch, context, 4, kv_dtype=kv_dtype), name="decode_attention fetch")
         finally:
             decode.FETCH = kept
+
+    def shared_prefix(self) -> None:
+        """Decodes whose sequences begin alike: what they have in common read once for several rows, or by each."""
+        points = ((8, 4096, 4), (16, 4096, 4), (64, 4096, 4), (64, 4096, 8), (64, 1024, 4))
+        for batch, common, group in points if not self.small else ((3, 32, 2),):
+            self.shared_point(self.shape(batch, common + 256, group), common)
+
+    def shared_point(self, shape: Shape, common: int) -> None:
+        problem, split_tokens = paged(shape, self.device, self.cold_bytes), 16 if self.small else 0
+        for table in problem.tables:
+            table[:, : common // shape.block_size] = table[0, : common // shape.block_size]
+        places = np.arange(shape.batch)
+        lists = cascade_lists(
+            *(Rows(places, places, np.full(shape.batch, shape.context)), problem.tables[0].cpu().numpy()),
+            *(shape.block_size, decode.most_sharing(shape.group, shape.head_size), shape.num_kv_heads),
+            worth=Worth(split_tokens or 1024, 2, 1),
+            split_tokens=split_tokens,
+        )
+        if lists is None:
+            raise AssertionError(f"{shape}: nothing is shared")
+        each, workspace = lists_for(problem, [shape.context] * shape.batch, split_tokens)
+        nothing = torch.zeros(shape.batch * 64, 4, dtype=torch.int32, device=self.device)
+        empty = each._replace(cascade=Cascade(nothing, nothing.view(-1), nothing.view(-1, 2)))
+        for name, work in (("each by itself", each), ("read once", lists.on(self.device)), ("nothing shared", empty)):
+            seconds = self.timer.seconds(
+                lambda which: self.attend(problem, which, (work, workspace), split_tokens),  # noqa: B023
+                len(problem.tables),
+            )
+            self.bytes_row(f"decode, {common} in common: {name}", shape, seconds, shape.kv_bytes)
 
     def shape(self, batch: int, context: int, group: int, **fields: object) -> Shape:
         sizes = {"num_kv_heads": 1, "head_size": 64} if self.small else {}

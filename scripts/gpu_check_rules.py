@@ -59,6 +59,7 @@ def _gap_us(kernel: str, shape: str) -> Measure:
 
 
 LARGE, SMALL = "batch 64 ctx 8192 gqa 4", "batch 1 ctx 32768 gqa 4"
+SHARED = "decode, 4096 in common: read once", "decode, 4096 in common: each by itself"
 DECODE, PREFILL = "decode_attention", "prefill_attention, paged"
 RULES = (
     Rule(
@@ -130,6 +131,24 @@ RULES = (
         lambda rows: rows.ratio("decode, list room for 131072", "decode, list exact", "batch 64"),
         1.03,
         "Fewer blocks: TARGET_BLOCKS of decode_attention.py.",
+    ),
+    Rule(
+        "64 decodes with 4096 tokens in common: read once over each by itself",
+        lambda rows: rows.ratio(*SHARED, "batch 64 .* gqa 4 "),
+        0.97,
+        "It does not pay: disable_cascade_attn of config.py becomes True by default.",
+    ),
+    Rule(
+        "8 decodes with 4096 tokens in common: read once over each by itself",
+        lambda rows: rows.ratio(*SHARED, "batch 8 .* gqa 4 "),
+        1.0,
+        "Raise WORTH of shared_prefix.py, by what 16 and 64 sequences gain. Below 0.9: lower it.",
+    ),
+    Rule(
+        "64 decodes that share nothing: with the launch for what is shared over without",
+        lambda rows: rows.ratio("decode, 1024 in common: nothing shared", "decode, 1024 in common: each by itself"),
+        1.02,
+        "Lower CASCADE_BLOCKS of decode_attention.py, or leave the launch out of graphs.",
     ),
     Rule(
         "our prefill of 4096 fresh tokens against torch's best",

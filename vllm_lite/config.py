@@ -174,10 +174,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Section("kernels"),
         about("which kernels compute attention"),
     ] = "auto"
+    disable_cascade_attn: Annotated[bool, about("on a GPU, each sequence reads what several have in common")] = False
 
     deterministic: Annotated[
-        bool,
-        about("a request's tokens and logprobs are the same bit for bit in any schedule; a GPU is refused"),
+        bool, about("a request's tokens and logprobs are the same bit for bit in any schedule; a GPU is refused")
     ] = False
     enforce_eager: Annotated[
         bool, about("launch every operation of a decode step by itself: no CUDA graphs, no recorded programs")

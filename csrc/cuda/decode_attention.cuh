@@ -30,16 +30,18 @@ constexpr int decode_blocks() {
 }
 
 // The query as the second operand of K * Q^T: of head `row` of each tile of heads the dims that the lane has of K.
-// Heads from `heads` on are 0. `scale` becomes what the products have to be multiplied with, for the heads whose
-// products the lane will hold: `factor`, and what a head was divided by to fit the range of half.
-template <class T, class Cache, int HEAD, int HEAD_TILES>
+// column(h) is where the row of head h lies; null: there is none, and it is 0. `scale` becomes what the products have
+// to be multiplied with, for the heads whose products the lane will hold: `factor`, and what a head was divided by to
+// fit the range of half.
+template <class T, class Cache, int HEAD, int HEAD_TILES, class Column>
 __device__ __forceinline__ void load_query(
     unsigned (&q)[HEAD_TILES][DecodeShape<T, Cache, HEAD>::CHUNKS][DecodeShape<T, Cache, HEAD>::K_VEC / 2],
-    float (&scale)[HEAD_TILES][2], const T* query, int heads, float factor) {
+    float (&scale)[HEAD_TILES][2], const Column& column, float factor) {
   using S = DecodeShape<T, Cache, HEAD>;
   const int row = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < HEAD_TILES; ++n) {
+    const T* const query = column(8 * n + row);
     float most = 0.f;
 #pragma unroll
     for (int c = 0; c < S::CHUNKS; ++c)
@@ -47,7 +49,7 @@ __device__ __forceinline__ void load_query(
       for (int part = 0; part < S::K_VEC / 8; ++part) {
         const int dim = 4 * S::K_VEC * c + S::K_VEC * quad + 8 * part;
         uint4 raw = make_uint4(0, 0, 0, 0);
-        if (8 * n + row < heads && dim < HEAD) raw = load_as<uint4>(query + (8 * n + row) * HEAD + dim);
+        if (query && dim < HEAD) raw = load_as<uint4>(query + dim);
         const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -172,6 +174,72 @@ __device__ __forceinline__ void share(float* mine, const float (&o)[HEAD_TILES][
     }
 }
 
+// What a warp has of a split: every WARPS-th of the tiles from its first one on, up to `past`, into `o` (zeros before)
+// and `softmax`. What a column gets does not depend on the others: all that is between columns is whether a product by
+// 1 is made.
+//
+// FETCH: bring V a tile ahead to L2, and K two, while a tile is computed. ptxas sinks the loads of V behind the first
+// product on some architectures, where registers are short; L2 has room. A variant to measure: no bit depends on it.
+template <class T, class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS, int WARPS, bool FETCH, class Column>
+__device__ __forceinline__ void attend_tiles(
+    float (&o)[HEAD_TILES][DecodeShape<T, Cache, HEAD>::SETS][DecodeShape<T, Cache, HEAD>::PAIRS][4],
+    Softmax<HEAD_TILES>& softmax, const Pages<T, Cache, HEAD, SMALL_BLOCKS>& pages, int tile, int past,
+    const Column& column, const Scoring& scoring, float factor) {
+  using S = DecodeShape<T, Cache, HEAD>;
+  using M = typename S::Operand;
+  using P = Pages<T, Cache, HEAD, SMALL_BLOCKS>;
+  int here = pages.find(tile), next = pages.find(tile + WARPS);
+  typename P::K k;
+  typename P::V v;
+  if (S::AHEAD && tile < past) pages.load_k(k, tile, here);
+  unsigned q[HEAD_TILES][S::CHUNKS][S::K_VEC / 2];
+  load_query<T, Cache, HEAD, HEAD_TILES>(q, softmax.scale, column, factor);
+  softmax.start();
+  for (; tile < past; tile += WARPS) {
+    if (!S::AHEAD) pages.load_k(k, tile, here);
+    pages.load_v(v, tile, here);
+    const int after = pages.find(tile + 2 * WARPS);
+    if (FETCH && tile + WARPS < past) pages.prefetch(pages.values, tile + WARPS, next);
+    if (FETCH && tile + 2 * WARPS < past) pages.prefetch(pages.keys, tile + 2 * WARPS, after);
+    float scores[HEAD_TILES][4] = {};
+#pragma unroll
+    for (int c = 0; c < S::CHUNKS; ++c)
+#pragma unroll
+      for (int s = 0; s < S::STEPS; ++s) {
+        const unsigned a[4] = {pair_of<M, Cache>(k[0][c], 2 * s), pair_of<M, Cache>(k[1][c], 2 * s),
+                               pair_of<M, Cache>(k[0][c], 2 * s + 1), pair_of<M, Cache>(k[1][c], 2 * s + 1)};
+#pragma unroll
+        for (int n = 0; n < HEAD_TILES; ++n) mma_m16n8k16<M>(scores[n], a, q[n][c][2 * s], q[n][c][2 * s + 1]);
+      }
+    if (S::AHEAD && tile + WARPS < past) pages.load_k(k, tile + WARPS, next);
+
+    unsigned p[HEAD_TILES][2];
+    float fix[HEAD_TILES][2];
+    bool fixed = true;
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; ++n) {
+      softmax.add(scores[n], fix[n], n, tile, pages, scoring);
+      fixed &= fix[n][0] == 1.f && fix[n][1] == 1.f;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) p[n][h] = transpose_8x8(pack2<M>(scores[n][2 * h], scores[n][2 * h + 1]));
+    }
+    if (!__all_sync(~0u, fixed)) {
+#pragma unroll
+      for (int n = 0; n < HEAD_TILES; ++n)
+#pragma unroll
+        for (int s = 0; s < S::SETS; ++s)
+#pragma unroll
+          for (int j = 0; j < S::PAIRS; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) o[n][s][j][i] *= fix[n][i % 2];
+    }
+    if (pages.partly_seen(tile)) pages.clear_unseen(v, tile);
+    accumulate<S, M, Cache>(o, v, p);
+    here = next;
+    next = after;
+  }
+}
+
 // One head's dims d and d + 1 over all warps, in their order, from what `share` left at `head`. `lse` and `sink`, a
 // score that attends to nothing or -INFINITY, are in base 2.
 template <int HEAD, int WARPS>
@@ -198,25 +266,26 @@ __device__ __forceinline__ float2 merge_warps(const float* head, int warp_stride
 // WARPS * 8 * HEAD_TILES * PITCH floats.
 //
 // The work is a list of (token, sequence, tokens that it sees, split). A split is written straight into `out` where it
-// is the row's only one, else into part_out and part_lse, where it stands in the list, and whichever block is the last
-// to have written one of the row merges them. All splits of a row stand one after another. A row that sees nothing
-// becomes 0, and rows that are not in the list stay as they are. Nothing in a cache or a table is read that is not
-// seen, but for the rest of a seen tile inside its block.
+// is the row's only one, else into part_out and part_lse, and whichever block is the last to have written one of the
+// row merges them. There all splits of a row stand one after another, and so they do in the list, where their places
+// are. A row that sees nothing becomes 0, and rows that are not in the list stay as they are. Nothing in a cache or a
+// table is read that is not seen, but for the rest of a seen tile inside its block.
 //
-// FETCH: bring V a tile ahead to L2, and K two, while a tile is computed. ptxas sinks the loads of V behind the first
-// product on some architectures, where registers are short; L2 has room. A variant to measure: no bit depends on it.
+// Where the second number of the list is not 0, the splits of a row that stand in it are its last ones, and the others
+// are written by a launch before this one (cascade_attention.cuh), which also counts them as arrived.
 template <class T, class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS, int WARPS, bool FETCH = false>
 __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_TILES, SMALL_BLOCKS>()))
     decode_attention(
         T* __restrict__ out,                     // [num_tokens, num_heads, HEAD], rows out_stride apart
-        float* __restrict__ part_out,            // [length of the list, num_heads, HEAD]
-        float* __restrict__ part_lse,            // [length of the list, num_heads], base 2
-        int* __restrict__ arrived,               // [length of the list, gridDim.y], 0 before and after the launch
+        float* __restrict__ part_out,            // [splits of all rows, num_heads, HEAD]
+        float* __restrict__ part_lse,            // [splits of all rows, num_heads], base 2
+        int* __restrict__ arrived,               // [splits of all rows, gridDim.y], 0 before the first and after this
         const T* __restrict__ query,             // as out, query_stride
         const Cache* __restrict__ k_cache,       // [num_blocks, num_kv_heads, 1 << block_shift, HEAD] by strides
         const Cache* __restrict__ v_cache,       // alike, the same strides
         const int* __restrict__ block_tables,    // [num_seqs, table_stride]
         const int* __restrict__ work,            // the list
+        const int* __restrict__ firsts,          // [length of the list], the place of its row's first split; or null
         const float* __restrict__ alibi_slopes,  // [num_heads] or null
         const float* __restrict__ sinks,         // [num_heads] or null
         int64 out_stride, int64 query_stride, int64 table_stride, int64 block_stride, int64 head_stride,
@@ -226,7 +295,6 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
         float cap,        // in base 2; 0: none
         float v_scale) {
   using S = DecodeShape<T, Cache, HEAD>;
-  using M = typename S::Operand;
   using P = Pages<T, Cache, HEAD, SMALL_BLOCKS>;
   constexpr int HEADS = 8 * HEAD_TILES;
   const int warp = threadIdx.x / 32;
@@ -250,61 +318,13 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
                      cut_of(entry.c, window, split_tiles)};
     const Cut& cut = pages.cut;
     const int past = min(cut.past, cut.first + (entry.d + 1) * cut.split_tiles);
-    int tile = cut.first + entry.d * cut.split_tiles + warp;
-    int here = pages.find(tile), next = pages.find(tile + WARPS);
-    typename P::K k;
-    typename P::V v;
-    if (S::AHEAD && tile < past) pages.load_k(k, tile, here);
-    unsigned q[HEAD_TILES][S::CHUNKS][S::K_VEC / 2];
-    Softmax<HEAD_TILES> softmax;
-    load_query<T, Cache, HEAD, HEAD_TILES>(q, softmax.scale, query + entry.a * query_stride + head * HEAD, heads,
-                                           factor);
+    const int tile = cut.first + entry.d * cut.split_tiles + warp;
+    const auto column = [&](int h) { return h < heads ? query + entry.a * query_stride + (head + h) * HEAD : nullptr; };
     const Scoring scoring = {cap, alibi_slopes ? alibi_slopes + head : nullptr, heads};
     float o[HEAD_TILES][S::SETS][S::PAIRS][4] = {};
-    softmax.start();
-    for (; tile < past; tile += WARPS) {
-      if (!S::AHEAD) pages.load_k(k, tile, here);
-      pages.load_v(v, tile, here);
-      const int after = pages.find(tile + 2 * WARPS);
-      if (FETCH && tile + WARPS < past) pages.prefetch(pages.values, tile + WARPS, next);
-      if (FETCH && tile + 2 * WARPS < past) pages.prefetch(pages.keys, tile + 2 * WARPS, after);
-      float scores[HEAD_TILES][4] = {};
-#pragma unroll
-      for (int c = 0; c < S::CHUNKS; ++c)
-#pragma unroll
-        for (int s = 0; s < S::STEPS; ++s) {
-          const unsigned a[4] = {pair_of<M, Cache>(k[0][c], 2 * s), pair_of<M, Cache>(k[1][c], 2 * s),
-                                 pair_of<M, Cache>(k[0][c], 2 * s + 1), pair_of<M, Cache>(k[1][c], 2 * s + 1)};
-#pragma unroll
-          for (int n = 0; n < HEAD_TILES; ++n) mma_m16n8k16<M>(scores[n], a, q[n][c][2 * s], q[n][c][2 * s + 1]);
-        }
-      if (S::AHEAD && tile + WARPS < past) pages.load_k(k, tile + WARPS, next);
-
-      unsigned p[HEAD_TILES][2];
-      float fix[HEAD_TILES][2];
-      bool fixed = true;
-#pragma unroll
-      for (int n = 0; n < HEAD_TILES; ++n) {
-        softmax.add(scores[n], fix[n], n, tile, pages, scoring);
-        fixed &= fix[n][0] == 1.f && fix[n][1] == 1.f;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) p[n][h] = transpose_8x8(pack2<M>(scores[n][2 * h], scores[n][2 * h + 1]));
-      }
-      if (!__all_sync(~0u, fixed)) {
-#pragma unroll
-        for (int n = 0; n < HEAD_TILES; ++n)
-#pragma unroll
-          for (int s = 0; s < S::SETS; ++s)
-#pragma unroll
-            for (int j = 0; j < S::PAIRS; ++j)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) o[n][s][j][i] *= fix[n][i % 2];
-      }
-      if (pages.partly_seen(tile)) pages.clear_unseen(v, tile);
-      accumulate<S, M, Cache>(o, v, p);
-      here = next;
-      next = after;
-    }
+    Softmax<HEAD_TILES> softmax;
+    attend_tiles<T, Cache, HEAD, HEAD_TILES, SMALL_BLOCKS, WARPS, FETCH>(o, softmax, pages, tile, past, column, scoring,
+                                                                         factor);
 
     share<S, HEAD>(shared + warp * HEADS * S::PITCH, o, softmax);
     __syncthreads();
@@ -312,6 +332,7 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
     const int splits = cut_of(own.c, window, split_tiles).splits();
     T* const row = out + own.a * out_stride + head * HEAD;
     const bool only = splits == 1;
+    const int first = number_again(work, 1) ? number_again(firsts, at) : at - own.d;  // the row's first split's place
     for (int i = threadIdx.x; i < heads * (HEAD / 2); i += WARPS * 32) {
       const int h = i / (HEAD / 2), d = i % (HEAD / 2) * 2;
       // Where there are several splits the sink joins when they are merged.
@@ -323,14 +344,13 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
       if (only) {
         store_as(row + h * HEAD + d, pack2<T>(value.x, value.y));
       } else {
-        const int64 part = int64(at) * num_heads + head + h;
+        const int64 part = int64(first + own.d) * num_heads + head + h;
         store_as(part_out + part * HEAD + d, value);
         if (d == 0) part_lse[part] = lse;
       }
     }
     __syncthreads();
     if (only) continue;
-    const int first = at - own.d;  // the row's first entry
     if (!comes_last(arrived + int64(first) * gridDim.y + blockIdx.y, splits, reinterpret_cast<int*>(shared))) continue;
     for (int h = warp; h < heads; h += WARPS) {
       const int64 part = int64(first) * num_heads + head + h;

@@ -9,7 +9,8 @@
 constexpr int kTile = 16;  // tokens that a warp takes at once
 constexpr float kLog2e = 1.4426950408889634f;
 
-// An entry of a work list: 16 bytes that one access brings. The list's length stands before its first entry.
+// An entry of a work list: 16 bytes that one access brings. Before the first one stand the list's length and that of
+// the list of what rows have in common (cascade_attention.cuh).
 struct Work {
   int a, b, c, d;
 };
@@ -22,6 +23,10 @@ __device__ __forceinline__ Work work_at(const int* list, int at) {
 __device__ __forceinline__ Work work_again(const int* list, int at) {
   const uint4 raw = load_fresh4(list + 4 * (at + 1));
   return {int(raw.x), int(raw.y), int(raw.z), int(raw.w)};
+}
+// An element of a list of integers, by such a load: no register holds it before.
+__device__ __forceinline__ int number_again(const int* list, int at) {
+  return __float_as_int(load_fresh(reinterpret_cast<const float*>(list) + at));
 }
 
 // Tiles of a split of a row that sees `tiles` of them: all where there are few, 256 tokens while that makes no more

@@ -14,6 +14,7 @@ from tests.cuda_capture import CaptureError, CapturingLauncher, CudaLikeCapture
 from tests.driver import Driver, make_prompt, new_request
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from tests.kernels import emulator
+from tests.kernels.emulator import EmulatedKernel
 from tests.plays import graphs_of
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape
 from vllm_lite.attention.cuda import CudaBackend
@@ -22,8 +23,10 @@ from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.select import BACKENDS
 from vllm_lite.kernels import delta_rule, mamba, short_conv
 from vllm_lite.kernels import ops as ops_module
+from vllm_lite.kernels.cuda import shared_prefix
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.packed_linear import PackedLinear
+from vllm_lite.kernels.cuda.shared_prefix import Worth
 from vllm_lite.layers import gpu_matmul
 from vllm_lite.layers.matmul import DenseMatmul
 from vllm_lite.protocol.step import Continue, Finish, States
@@ -129,6 +132,57 @@ def test_the_norms_of_heads_go_with_their_rotation(
         assert any(name.startswith("norm_rope_and_cache<") for name in names) == fuses
     assert tokens[0][0] == tokens[1][0]
     assert torch.equal(tokens[0][1], tokens[1][1])
+
+
+def eight_that_begin_alike(model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, int]:
+    """What they get, the last steps with one of them less, and how often cascade_attention was launched."""
+    on = Device(CPU, capture=None if settings else CudaLikeCapture())
+    given: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "block_size": 64,
+        "cudagraph_capture_sizes": [8],
+        "cudagraph_piece_sizes": [0],
+    }
+    driver = Driver(model, on=on, **given, **settings)
+    random, pool = torch.Generator().manual_seed(0), driver.pool[1:17]
+    pool[:] = torch.randn(pool.numel() // 2, generator=random).bfloat16().view(torch.uint8).view(pool.shape)
+    names: list[str] = []
+    launch = EmulatedKernel.__call__
+
+    def noted(own: EmulatedKernel, *args: Any) -> None:
+        names.append(own._name)
+        launch(own, *args)
+
+    cached = {"num_computed": 1024, "num_cached": 1024, "num_tokens": 2}
+    with monkeypatch.context() as patched:
+        patched.setattr(EmulatedKernel, "__call__", noted)
+        driver.run(
+            *(
+                new_request(handle, [*make_prompt(1024), 5 + handle, 7], [*range(1, 17), 17 + handle], **cached)
+                for handle in range(8)
+            )
+        )
+        driver.decode(*range(8), count=3)
+        driver.run(Finish(7), *(Continue(handle, 1, []) for handle in range(7)))
+        driver.decode(*range(7), count=1)
+    return driver.got, sum(name.startswith("cascade_attention<") for name in names)
+
+
+def test_what_sequences_have_in_common_is_read_once(
+    tmp_path: Path, serve_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a graph, eagerly, and each by itself: the same tokens."""
+    serve_by("cuda")
+    monkeypatch.setattr(shared_prefix, "WORTH", Worth(saved_blocks=1))
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "max_position_embeddings": 2048, "head_dim": 32}
+    model = make_checkpoint(tmp_path / "model", dtype="bfloat16", **sizes)
+    graphed, in_graphs = eight_that_begin_alike(model, monkeypatch)
+    eager, launched = eight_that_begin_alike(model, monkeypatch, enforce_eager=True)
+    plain, never = eight_that_begin_alike(model, monkeypatch, enforce_eager=True, disable_cascade_attn=True)
+    assert graphed == eager == plain
+    assert launched == 4, "7 are too few"
+    assert in_graphs == 6, "the prompts' step is eager, and 5 replays have the launch, two of them with nothing to do"
+    assert never == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "granite-hybrid", "lfm2", "nemotron-h"])

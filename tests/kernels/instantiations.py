@@ -140,6 +140,15 @@ def _decode() -> list[Instantiation]:
         for shape, registers in shapes:
             name = f"decode_attention<{scalar}, {cache}, {shape}, 4>"
             found.append(Instantiation("decode_attention.cuh", name, registers))
+    for cache, shape, registers in (
+        *(
+            (bf16, shape, most)
+            for shape, most in (("64, 2, false", 168), ("128, 2, false", 255), ("256, 1, true", 255))
+        ),
+        *(("fp8_e4m3", f"{head_size}, false", 255) for head_size in ("128, 2", "256, 1")),
+    ):
+        name = f"cascade_attention<{bf16}, {cache}, {shape}, 4>"
+        found.append(Instantiation("cascade_attention.cuh", name, registers))
     for cache in (bf16, "fp8_e4m3"):
         name = f"decode_attention<{bf16}, {cache}, 128, 1, false, 4, true>"
         found.append(Instantiation("decode_attention.cuh", name, 168))

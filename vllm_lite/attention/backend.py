@@ -6,7 +6,7 @@ attention/int8_rows.py says. Where `AttentionSpec.value_size` says that V is a p
 and what comes out has `value_size` elements a head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ class AttentionShape:
     """Those of layers that bring none of their own."""
     is_encoder: bool = False
     """Whether tokens see those behind them as well, and no KV is kept: then each group is a kind of layers."""
+    shares_prefixes: bool = False
+    """Whether what several sequences have in common may be read once for all of them, which changes no bit."""
     max_seq_len: int | None = None
     """The longest that a sequence may become, where it is known: backends choose sizes by it once and for all."""
 
@@ -130,9 +132,12 @@ class AttentionBackend(Protocol):
         """Fill `batch.plan` with all that the layers of this step can share. Once per step, before the forward."""
         ...
 
-    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+    def refresh(
+        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
+    ) -> None:
         """Bring what `prepare` planned for a graph's batch up to date: its next replay has sequences of these lengths,
-        each with one row, and padding behind them. The plan's memory stays where it is."""
+        each with one row, and padding behind them. The plan's memory stays where it is. `tables` are the sequences'
+        block tables of each KV group, [len(seq_lens), any], for what they have in common; none: nothing is shared."""
         ...
 
     def write_kv(

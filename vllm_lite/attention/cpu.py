@@ -6,6 +6,7 @@ its position alone decides, so its result is the same in any batch, in any chunk
 bit.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +94,9 @@ class CpuBackend:
         scratch = [part for kernel in self.kernels for part in kernel.scratch]
         batch.plan = _Plan(groups, (plans, batch.block_tables, batch.slot_mapping), scratch)
 
-    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+    def refresh(
+        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
+    ) -> None:
         """A program prepares again by itself."""
 
     def write_kv(

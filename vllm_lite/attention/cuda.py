@@ -10,7 +10,7 @@ For CUDA graphs: `write_kv` and `attend` only launch, with grids that follow fro
 besides lies in `batch.plan`, which the owner of a graph keeps, and which `refresh` brings up to date.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,9 +73,11 @@ class CudaBackend:
         else:
             batch.plan = self.planner.for_step(batch.host, batch.num_tokens)
 
-    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+    def refresh(
+        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
+    ) -> None:
         if self.planner is not None:
-            self.planner.refresh(batch.plan, batch, seq_lens)
+            self.planner.refresh(batch.plan, batch, seq_lens, tables)
 
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None

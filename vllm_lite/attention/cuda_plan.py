@@ -6,17 +6,19 @@ most that its batch size can ask for; its launches read how much there is, and `
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.fresh_prompts import Fresh, FreshPrompts
-from vllm_lite.attention.step_batch import HostLens, StepBatch, staged, to_device
+from vllm_lite.attention.step_batch import HostLens, StepBatch, all_to_device, staged
+from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.cuda.attention_work import (
     MAX_SHORT_SPLITS,
     SHORT_TOKENS,
+    Cascade,
     Int32s,
     Ints,
     Rows,
@@ -28,9 +30,10 @@ from vllm_lite.kernels.cuda.attention_work import (
     short_chunks,
     split_list,
 )
-from vllm_lite.kernels.cuda.decode_attention import Workspace, part_floats
+from vllm_lite.kernels.cuda.decode_attention import Workspace, most_sharing, part_floats
 from vllm_lite.kernels.cuda.prefill_table import PrefillTable
 from vllm_lite.kernels.cuda.repeat import RepeatedLaunches
+from vllm_lite.kernels.cuda.shared_prefix import WORTH, CascadeLists, cascade_lists
 from vllm_lite.runtime import log
 
 logger = log.get(__name__)
@@ -51,6 +54,34 @@ class Plan:
     """What the first layer of each kind launched, for the others."""
 
 
+class _Kind(NamedTuple):
+    """Groups with the same lists of decodes."""
+
+    window: int | None
+    most_rows: int = 1
+    """How many rows a block takes of what they have in common. Above 1 the lists are those of one group's tables."""
+    num_kv_heads: int = 0
+    group: int = -1
+
+    def lists(self, rows: Rows, tables: Sequence[Ints], block_size: int) -> Int32s | CascadeLists:
+        """`tables` are those of the KV groups, or none: then nothing is shared."""
+        made = None
+        if self.most_rows > 1 and tables:
+            made = cascade_lists(rows, tables[self.group], block_size, self.most_rows, self.num_kv_heads)
+        return split_list(rows, self.window) if made is None else made
+
+    def shares(self, batch: StepBatch) -> bool:
+        """Whether a graph looks for what its sequences have in common."""
+        return self.most_rows > 1 and batch.num_seqs >= WORTH.rows and batch.max_seq_len > WORTH.tokens
+
+
+def _kind(spec: AttentionSpec, shape: AttentionShape, group: int) -> _Kind:
+    most_rows = most_sharing(spec.num_heads // spec.num_kv_heads, spec.head_size)
+    if not shape.shares_prefixes or most_rows == 1 or spec.window is not None or spec.alibi_slopes is not None:
+        return _Kind(spec.window)
+    return _Kind(None, most_rows, spec.num_kv_heads, group)
+
+
 class Planner:
     """Makes plans for layers of one shape. Groups that attend alike share their lists."""
 
@@ -62,6 +93,9 @@ class Planner:
             logger.info("prompts that come whole are attended to by the fastest way that was measured: %s", own)
         self._device = shape.device
         self._windows = list(dict.fromkeys(spec.window for spec in shape.groups))
+        self._kind_of = [_kind(spec, shape, group) for group, spec in enumerate(shape.groups)]
+        self._kinds = list(dict.fromkeys(self._kind_of))
+        self._block_size = shape.block_size
         self._shares = list(dict.fromkeys(spec.num_heads // spec.num_kv_heads for spec in shape.groups))
         self._workspace = Workspace.on(shape.device, 0, 0)
 
@@ -77,83 +111,92 @@ class Planner:
             default=0,
         )
         short = MAX_SHORT_SPLITS if max_seq_len > SHORT_TOKENS else 0
-        for spec in self._groups:
+        for spec, kind in zip(self._groups, self._kind_of, strict=True):
             most = max_num_seqs * (splits := most_splits(max_seq_len, spec.window)) + short
-            ints = max(ints, 4 * (1 + most))
+            ints = max(ints, 4 * (1 + most) + (7 * most if kind.most_rows > 1 else 0))
             floats = max(floats, 0 if splits == 1 else part_floats(most, spec.num_heads, spec.head_size))
             counters = max(counters, 0 if splits == 1 else most * spec.num_heads)
-        return 4 * (floats + counters + ints * len(self._windows)) + max_num_tokens * returned
+        return 4 * (floats + counters + ints * len(self._kinds)) + max_num_tokens * returned
 
     def for_step(self, lens: HostLens, num_tokens: int) -> Plan:
         """The lists of a step that runs eagerly."""
         query_lens, seq_lens = (np.asarray(part, np.int64) for part in (lens.query_lens, lens.seq_lens))
         by_row = (query_lens <= 1) | (seq_lens == 0) | short_chunks(query_lens, seq_lens, self._windows)
         rows = rows_of(query_lens, seq_lens, num_tokens, by_row)
-        lists: list[Int32s] = []
-        if len(rows.tokens):
-            lists += [split_list(rows, window) for window in self._windows]
+        tables = lens.block_tables
+        decodes = [kind.lists(rows, tables, self._block_size) for kind in self._kinds] if len(rows.tokens) else []
+        lists = [part for each in decodes for part in (each.parts if isinstance(each, CascadeLists) else (each,))]
         if not by_row.all():
             lists += [prefill_tiles(query_lens, seq_lens, share, ~by_row) for share in self._shares]
         prompts = [own.of(query_lens, seq_lens * ~by_row) if own else ((), by_row) for own in self._fresh]
-        rests = [
+        lists += [
             prefill_tiles(query_lens, seq_lens, spec.num_heads // spec.num_kv_heads, ~by_row & ~taken)
             for spec, (found, taken) in zip(self._groups, prompts, strict=True)
             if found
         ]
-        lists += rests
-        memory = to_device(np.concatenate([part.ravel() for part in lists]), self._device)
+        views = iter(all_to_device(lists, self._device))
         on_device = [
-            view.view(part.shape) for view, part in zip(memory.split([part.size for part in lists]), lists, strict=True)
+            each.among(views) if isinstance(each, CascadeLists) else SplitList(next(views), has_several(each))
+            for each in decodes
         ]
-        decodes: list[SplitList | None] = [None] * len(self._windows)
-        if len(rows.tokens):
-            pairs = zip(on_device, lists[: len(self._windows)], strict=False)
-            decodes = [SplitList(splits, has_several(on_host)) for splits, on_host in pairs]
-        end = len(on_device) - len(rests)
-        tiles = None if by_row.all() else on_device[end - len(self._shares) : end]
-        left = iter(on_device[end:])
-        fresh = [Fresh(found, _or_none(next(left))) if found else None for found, _ in prompts]
-        return replace(self._plan(decodes, tiles), fresh=tuple(fresh))
+        tiles = None if by_row.all() else [next(views) for _ in self._shares]
+        fresh = [Fresh(found, _or_none(next(views))) if found else None for found, _ in prompts]
+        return replace(self._plan(on_device or [None] * len(self._kinds), tiles), fresh=tuple(fresh))
 
     def for_graph(self, batch: StepBatch) -> Plan:
         """Room for the lists of any step with up to `batch.num_seqs` sequences of one row each. It holds padding."""
         sizes = self._graph_sizes(batch)
-        memory = torch.zeros(sum(sizes), 4, dtype=torch.int32).to(self._device)
+        memory = torch.zeros(sum(map(sum, sizes)), 4, dtype=torch.int32).to(self._device)
+        views = iter(memory.split([size for own in sizes for size in own]))
         decodes: list[SplitList | None] = []
-        for window, splits in zip(self._windows, memory.split(sizes), strict=True):
-            decodes.append(SplitList(splits, most_splits(batch.max_seq_len, window) > 1))
+        for kind in self._kinds:
+            splits, cascade = next(views), None
+            if kind.shares(batch):
+                cascade = Cascade(next(views), next(views).view(-1), next(views).view(-1, 2))
+            decodes.append(SplitList(splits, most_splits(batch.max_seq_len, kind.window) > 1, cascade))
         plan = self._plan(decodes, None, memory)
-        self.refresh(plan, batch, np.zeros(0, np.int64))
+        self.refresh(plan, batch, np.zeros(0, np.int64), ())
         return plan
 
-    def refresh(self, plan: Plan, batch: StepBatch, seq_lens: Ints) -> None:
+    def refresh(self, plan: Plan, batch: StepBatch, seq_lens: Ints, tables: Sequence[Ints]) -> None:
         """Fill a graph's lists for sequences of these lengths, and padding behind them."""
         if plan.memory is None:
             raise ValueError("this plan is that of one step, not of a graph")
         places = np.arange(batch.num_seqs)
         seen = np.zeros(batch.num_seqs, np.int64)
         seen[: len(seq_lens)] = seq_lens
+        rows = Rows(places, places, seen)
         start = 0
-        for window, most in zip(self._windows, self._graph_sizes(batch), strict=True):
-            splits = split_list(Rows(places, places, seen), window)
-            if len(splits) > most:
-                raise ValueError(
-                    f"{len(splits) - 1} splits, and the graph has room for {most - 1}: a length is too large"
-                )
-            plan.memory[start : start + len(splits)].copy_(staged(splits, self._device), non_blocking=True)
-            start += most
+        for kind, sizes in zip(self._kinds, self._graph_sizes(batch), strict=True):
+            made = kind.lists(rows, tables if kind.shares(batch) else (), self._block_size)
+            parts = made.parts if isinstance(made, CascadeLists) else (made,)
+            for part, most in zip(parts, sizes, strict=False):
+                if part.size > 4 * most:
+                    raise ValueError(
+                        f"{part.size // 4 - 1} splits, and the graph has room for {most - 1}: a length is too large"
+                    )
+                flat = plan.memory[start : start + most].view(-1)
+                flat[: part.size].copy_(staged(part.ravel(), self._device), non_blocking=True)
+                start += most
+            start += sum(sizes[len(parts) :])
 
-    def _graph_sizes(self, batch: StepBatch) -> list[int]:
-        """How many entries the list of each window has in a graph, the first of which is the length."""
-        return [1 + batch.num_seqs * most_splits(batch.max_seq_len, window) for window in self._windows]
+    def _graph_sizes(self, batch: StepBatch) -> list[list[int]]:
+        """How many entries of 16 bytes the lists of each kind have in a graph: the list of splits, which begins with
+        their number, and where rows look for what they share, that of shared splits, the first places and the rows."""
+        sizes = []
+        for kind in self._kinds:
+            most = batch.num_seqs * most_splits(batch.max_seq_len, kind.window)
+            more = [most, -(-most // 4), -(-batch.num_seqs // 2)] if kind.shares(batch) else []
+            sizes.append([1 + most, *more])
+        return sizes
 
     def _plan(
         self,
-        decodes: Sequence[SplitList | None],  # by window
+        decodes: Sequence[SplitList | None],  # by kind
         tiles: Sequence[torch.Tensor] | None,  # by the number of heads that share a KV head
         memory: torch.Tensor | None = None,
     ) -> Plan:
-        of_group = tuple(decodes[self._windows.index(spec.window)] for spec in self._groups)
+        of_group = tuple(decodes[self._kinds.index(kind)] for kind in self._kind_of)
         prefills: list[torch.Tensor | None] = [None] * len(self._groups)
         if tiles is not None:
             prefills = [tiles[self._shares.index(spec.num_heads // spec.num_kv_heads)] for spec in self._groups]

@@ -4,6 +4,7 @@ The tokens of all texts stand one behind the other, without padding. On a CPU th
 read K and V where the projections put them; elsewhere torch attends to texts of one length at a time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,9 @@ class EncoderBackend:
         ]
         batch.plan = _Plan(plans, table)
 
-    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+    def refresh(
+        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
+    ) -> None:
         """No graph is made."""
 
     def write_kv(

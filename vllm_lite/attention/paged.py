@@ -6,6 +6,7 @@ sequence that it belongs to. That is right for any step and slow for long chunks
 block has as many bytes as with any other backend, laid out otherwise inside a head, so blocks move alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,9 @@ class PagedBackend:
         tables = tuple(table[owner].contiguous() for table in batch.block_tables)
         batch.plan = _Plan(seen.to(torch.int32), tables)
 
-    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+    def refresh(
+        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
+    ) -> None:
         """No graph is made."""
 
     def write_kv(

@@ -7,6 +7,7 @@ faster than one padded batch (32 decode rows over 200-1000 tokens), because the 
 cache.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +129,9 @@ class ReferenceBackend:
         slots = slots if rows is None else slots[rows]
         return _Write(rows, slots // self.shape.block_size, slots % self.shape.block_size)
 
-    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+    def refresh(
+        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
+    ) -> None:
         """No graph is made."""
 
     def write_kv(

@@ -1,5 +1,6 @@
 """One step's batch, as the model, its layers and the attention backend see it. Made once per step, shared by all."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +60,22 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     return staged(array, device).to(device, non_blocking=True)
 
 
+def all_to_device(arrays: Sequence[NDArray[np.int32]], device: torch.device) -> list[torch.Tensor]:
+    """As `to_device`, all by one copy, into one memory where each begins at a multiple of 16 bytes."""
+    sizes = [array.size + -array.size % 4 for array in arrays]
+    flat, start = np.empty(sum(sizes), np.int32), 0
+    for array, size in zip(arrays, sizes, strict=True):
+        flat[start : start + array.size] = array.ravel()
+        start += size
+    parts = to_device(flat, device).split(sizes)
+    return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class HostLens:
     """The lengths of a step's sequences in host memory: to read them from a GPU would be to wait for it."""
 
     query_lens: NDArray[np.integer[Any]]  # [num_seqs]
     seq_lens: NDArray[np.integer[Any]]  # [num_seqs]
+    block_tables: Sequence[NDArray[np.int32]] = ()
+    """The block tables of each KV group, [num_seqs, any], for what sequences have in common; none: nothing is."""

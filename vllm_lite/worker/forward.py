@@ -69,7 +69,7 @@ class EagerForward:
             states=None if inputs.states is None else Segments(*map(self._to_device, inputs.states)),
             tentative=None if (tokens := inputs.tentative) is None else self._to_device(tokens),
             tail=self._tail(inputs),
-            host=HostLens(inputs.num_scheduled, inputs.seq_lens),
+            host=HostLens(inputs.num_scheduled, inputs.seq_lens, inputs.block_tables),
         )
         self.num_last = inputs.num_tokens if inputs.wanted is None else len(inputs.wanted)
         self.backend.prepare(batch)
@@ -82,6 +82,7 @@ class EagerForward:
             return None
         starts, seq_lens = np.zeros(len(own) + 1, np.int32), inputs.seq_lens[own]
         inputs.num_samples.cumsum(out=starts[1:])
+        tables = [table[own] for table in inputs.block_tables]
         return StepBatch(
             num_tokens=len(wanted),
             num_seqs=len(own),
@@ -91,9 +92,9 @@ class EagerForward:
             positions=self._to_device(inputs.positions[wanted]),
             query_start_loc=self._to_device(starts),
             seq_lens=self._to_device(seq_lens),
-            block_tables=tuple(self._to_device(table[own]) for table in inputs.block_tables),
+            block_tables=tuple(map(self._to_device, tables)),
             slot_mapping=tuple(self._to_device(slots[wanted]) for slots in inputs.slot_mapping),
-            host=HostLens(inputs.num_samples, seq_lens),
+            host=HostLens(inputs.num_samples, seq_lens, tables),
         )
 
     def _pays(self, inputs: StepInputs) -> bool:

@@ -319,7 +319,7 @@ class DecodeGraphs:
         if bucket is None:
             return self.eager.logits(inputs)
         self._inputs.load(inputs, size)
-        self.eager.backend.refresh(bucket.batch, inputs.seq_lens)
+        self.eager.backend.refresh(bucket.batch, inputs.seq_lens, inputs.block_tables)
         bucket.graph.replay()
         self.num_replays += 1
         self.eager.num_last = num_seqs

@@ -88,7 +88,9 @@ class CuttingBackend:
     def prepare(self, batch: StepBatch) -> None:
         batch.plan = Plan()
 
-    def refresh(self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]]) -> None:
+    def refresh(
+        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
+    ) -> None:
         pass
 
     def write_kv(
@@ -242,5 +244,5 @@ class PiecewiseForward:
             seq_lens=to_device(inputs.seq_lens, device),
             block_tables=tuple(to_device(table, device) for table in inputs.block_tables),
             slot_mapping=padded.slot_mapping,
-            host=HostLens(inputs.num_scheduled, inputs.seq_lens),
+            host=HostLens(inputs.num_scheduled, inputs.seq_lens, inputs.block_tables),
         )

@@ -327,6 +327,7 @@ class Worker:
             block_size=self.config.block_size,
             dtype=self.dtype,
             device=self.device.torch,
+            shares_prefixes=not self.config.disable_cascade_attn,
             max_seq_len=self.limits.max_model_len,
             kv_dtype=None if self.kv_dtype == self.dtype else self.kv_dtype,
         )

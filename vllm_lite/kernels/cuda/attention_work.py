@@ -31,6 +31,9 @@ there are few of them: the prefill kernel would walk their context with one bloc
 context once more, mostly from the L2 cache, so where their blocks fill the GPU anyway they stay with that kernel."""
 
 
+_NONE = np.zeros(1, np.int64)
+
+
 class Rows(NamedTuple):
     """Rows that are decoded, each by itself. One that sees nothing becomes zero."""
 
@@ -39,16 +42,29 @@ class Rows(NamedTuple):
     seen: Ints  # [n], its position plus 1; 0 for padding
 
 
+class Cascade(NamedTuple):
+    """Splits that several rows have in common, in the device's memory; see shared_prefix.CascadeLists."""
+
+    shared: torch.Tensor  # int32 [most shared splits, 4]
+    firsts: torch.Tensor  # int32 [most splits]
+    rows: torch.Tensor  # int32 [most rows, 2]
+
+
 class SplitList(NamedTuple):
-    """The decode kernel's work in the device's memory; the list has its length in its first element."""
+    """The decode kernel's work in the device's memory. First in the list stand its length and `cascade.shared`'s."""
 
     splits: torch.Tensor  # int32 [1 + most splits, 4]: token, sequence, tokens seen, split; those of a row side by side
     several: bool
     """Whether a row may have more than one."""
+    cascade: Cascade | None = None
+    """What rows have in common, which is not on the list then."""
+    num_parts: int | None = None
+    """Most splits of all rows; None: those on the list."""
 
     @property
     def most_splits(self) -> int:
-        return len(self.splits) - 1
+        """Counts those that are in common, too."""
+        return len(self.splits) - 1 if self.num_parts is None else self.num_parts
 
     @classmethod
     def on(cls, device: torch.device, rows: Rows, window: int | None = None, split_tokens: int = 0) -> "SplitList":
@@ -106,17 +122,17 @@ def rows_of(query_lens: Ints, seq_lens: Ints, num_tokens: int, chosen: NDArray[n
     return Rows(*map(np.concatenate, ((tokens, padding), (sequences, none), (seen, none))))
 
 
-def split_list(rows: Rows, window: int | None, split_tokens: int = 0) -> Int32s:
-    """The list of splits, [1 + n, 4]."""
+def split_list(rows: Rows, window: int | None, split_tokens: int = 0, skipped: Ints = _NONE) -> Int32s:
+    """The list of splits, [1 + n, 4], without the first `skipped` of each row; no splits are shared by it."""
     counts = num_splits(rows.seen, window, split_tokens)
-    own = np.maximum(counts, 1)  # what sees nothing is one entry, too: it is cleared
+    own = np.maximum(counts, 1) - skipped  # what sees nothing is one entry, too: it is cleared
     first = np.cumsum(own) - own
     num_entries = int(own.sum())
     of = np.repeat(np.arange(len(own)), own)
     splits = np.empty((1 + num_entries, 4), np.int32)
-    splits[0] = num_entries
+    splits[0] = num_entries, 0, 0, 0
     splits[1:, 0], splits[1:, 1], splits[1:, 2] = rows.tokens[of], rows.sequences[of], rows.seen[of]
-    splits[1:, 3] = np.arange(num_entries) - first[of]
+    splits[1:, 3] = np.arange(num_entries) - (first - skipped)[of]
     return splits
 
 

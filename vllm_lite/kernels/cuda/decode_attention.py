@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring, check_for_tensor_cores
-from vllm_lite.kernels.cuda.attention_work import TILE, SplitList, check_list
-from vllm_lite.kernels.cuda.launcher import Launcher, cuda_type, require
+from vllm_lite.kernels.cuda.attention_work import TILE, Cascade, SplitList, check_list
+from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
 
-SOURCE = "decode_attention.cuh"
+SOURCE, CASCADE_SOURCE = "decode_attention.cuh", "cascade_attention.cuh"
 LOG2E = 1.4426950408889634
 _WARPS = 4
 FETCH = False
@@ -22,6 +22,8 @@ FETCH = False
 TARGET_BLOCKS = 2048
 """Five times what an H200 holds at once, so that the last ones to finish leave little of it idle. Where there are more
 splits, blocks take several in turn, and a graph that is made for long contexts starts no more."""
+CASCADE_BLOCKS = 512
+"""As that, of splits that rows share: what runs at a time, so that a graph starts few where nothing is shared."""
 
 
 class Workspace(NamedTuple):
@@ -53,11 +55,27 @@ def head_tiles(group: int, head_size: int) -> int:
     return 2 if group > 8 and head_size <= 128 else 1
 
 
+def most_sharing(group: int, head_size: int) -> int:
+    """How many rows a block of cascade_attention takes; 1: it serves none. `group`: query heads of a KV head."""
+    return max(1, 8 * _cascade_tiles(head_size) // group)
+
+
+def _cascade_tiles(head_size: int) -> int:
+    """Columns of a block, in eights."""
+    return 2 if head_size <= 128 else 1
+
+
 def kernel_name(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int, group: int, block_size: int) -> str:
     small = "true" if block_size < TILE else "false"
     types = f"{cuda_type(dtype, 'query')}, {cuda_type(kv_dtype, 'kv')}"
     fetch = ", true" if FETCH else ""
     return f"decode_attention<{types}, {head_size}, {head_tiles(group, head_size)}, {small}, {_WARPS}{fetch}>"
+
+
+def cascade_name(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int, block_size: int) -> str:
+    small = "true" if block_size < TILE else "false"
+    types = f"{cuda_type(dtype, 'query')}, {cuda_type(kv_dtype, 'kv')}"
+    return f"cascade_attention<{types}, {head_size}, {_cascade_tiles(head_size)}, {small}, {_WARPS}>"
 
 
 def decode_attention(  # noqa: PLR0913 - what only some steps have comes last
@@ -74,7 +92,8 @@ def decode_attention(  # noqa: PLR0913 - what only some steps have comes last
     """Attention of the rows on the list; all others stay as they are in `out`.
 
     Table entries of blocks before a window or past what a row sees are not read. A row's bits depend on what it sees
-    alone. `split_tokens` is that of the list: 0, or a multiple of 16. Raises ValueError for bad input.
+    alone, whether others share it or not. `split_tokens` is that of the list: 0, or a multiple of 16. Raises ValueError
+    for bad input.
     """
     _check(out, query, cache)
     kv, block_tables = cache.kv, cache.block_tables
@@ -91,18 +110,50 @@ def decode_attention(  # noqa: PLR0913 - what only some steps have comes last
     group = num_heads // num_kv_heads
     pairs = num_kv_heads * -(-group // (8 * (tiles := head_tiles(group, head_size))))
     scale, v_scale = scoring.factors(kv)
-    strides = (out.stride(0), query.stride(0), block_tables.stride(0), kv.stride(0), kv.stride(2))
-    sizes = (kv.stride(3), num_heads, num_kv_heads, block_size.bit_length() - 1, scoring.window or 0)
+    read = (query, kv, kv[:, 1], block_tables)
+    strides: tuple[Arg, ...] = tuple(
+        map(np.int64, (query.stride(0), block_tables.stride(0), kv.stride(0), kv.stride(2)))
+    )
+    sizes: tuple[Arg, ...] = tuple(map(np.int32, (kv.stride(3), num_heads, num_kv_heads, block_size.bit_length() - 1)))
+    factors: tuple[Arg, ...] = tuple(map(np.float32, (*to_base_2(scale, scoring.soft_cap), v_scale)))
+    split_tiles = np.int32(split_tokens // TILE)
+    firsts = None
+    if work.cascade is not None:
+        _check_cascade(work.cascade, scoring, group, head_size)
+        shared, firsts, rows = work.cascade
+        args = (*parts, *read, work.splits, shared, rows, *strides, *sizes, split_tiles, *factors)
+        _launch_cascade(launcher, args, query, cache, len(shared))
     launcher.kernel(SOURCE, kernel_name(query.dtype, kv.dtype, head_size, group, block_size))(
-        (min(most, -(-TARGET_BLOCKS // pairs)), pairs, 1),
+        (min(len(work.splits) - 1, -(-TARGET_BLOCKS // pairs)), pairs, 1),
         (32 * _WARPS, 1, 1),
         (
-            *(out, *parts, query, kv, kv[:, 1], block_tables, work.splits, scoring.alibi_slopes, scoring.sinks),
-            *map(np.int64, strides),
-            *map(np.int32, (*sizes, split_tokens // TILE)),
-            *map(np.float32, (*to_base_2(scale, scoring.soft_cap), v_scale)),
+            *(out, *parts, *read, work.splits, firsts, scoring.alibi_slopes, scoring.sinks),
+            *(np.int64(out.stride(0)), *strides, *sizes, np.int32(scoring.window or 0), split_tiles, *factors),
         ),
         _WARPS * 8 * tiles * (head_size + 2) * 4,
+    )
+
+
+def _launch_cascade(
+    launcher: Launcher, args: tuple[Arg, ...], query: torch.Tensor, cache: PagedKV, most_splits: int
+) -> None:
+    _, _, num_kv_heads, block_size, head_size = cache.kv.shape
+    launcher.kernel(CASCADE_SOURCE, cascade_name(query.dtype, cache.kv.dtype, head_size, block_size))(
+        (min(most_splits, -(-CASCADE_BLOCKS // num_kv_heads)), num_kv_heads, 1),
+        (32 * _WARPS, 1, 1),
+        args,
+        _WARPS * 8 * _cascade_tiles(head_size) * (head_size + 2) * 4,
+    )
+
+
+def _check_cascade(cascade: Cascade, scoring: Scoring, group: int, head_size: int) -> None:
+    check_list("shared", cascade.shared, 4)
+    check_list("rows", cascade.rows, 2)
+    plain = scoring.window is None and scoring.alibi_slopes is None
+    require(plain, "rows share splits only where there is neither a window nor ALiBi")
+    require(
+        most_sharing(group, head_size) > 1,
+        f"a block has no room for a second row of {group} heads of {head_size}, so none can share",
     )
 
 

@@ -88,7 +88,7 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--disable-chunked-mm-input", IMAGES, SWITCHES),
     Flags("--num-lookahead-slots --stream-interval", "steps and chunks are paced by measured times"),
     Flags("--max-num-partial-prefills --max-long-partial-prefills", "prompts share a step's tokens in turn"),
-    Flags("--disable-cascade-attn --disable-hybrid-kv-cache-manager", ALWAYS, SWITCHES),
+    Flags("--disable-hybrid-kv-cache-manager", ALWAYS, SWITCHES),
     Flags("--kv-sharing-fast-prefill --calculate-kv-scales", "only what a model needs is done", SWITCHES),
     Flags("--safetensors-load-strategy --pt-load-map-location --ignore-patterns", MAPPED),
     Flags("--safetensors-prefetch-num-threads --safetensors-prefetch-block-size", MAPPED),
