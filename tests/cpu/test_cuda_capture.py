@@ -134,8 +134,9 @@ def test_the_norms_of_heads_go_with_their_rotation(
     assert torch.equal(tokens[0][1], tokens[1][1])
 
 
-def eight_that_begin_alike(model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, int]:
-    """What they get, the last steps with one of them less, and how often cascade_attention was launched."""
+def eight_that_begin_alike(model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, int, list[int]]:
+    """What they get, the last steps with one of them less, how often cascade_attention was launched, and how many
+    splits eight and seven of them share in a graph."""
     on = Device(CPU, capture=None if settings else CudaLikeCapture())
     given: dict[str, Any] = {
         "dtype": "bfloat16",
@@ -163,9 +164,18 @@ def eight_that_begin_alike(model: Path, monkeypatch: pytest.MonkeyPatch, **setti
             )
         )
         driver.decode(*range(8), count=3)
+        shared = [shared_in_graph(driver)]
         driver.run(Finish(7), *(Continue(handle, 1, []) for handle in range(7)))
         driver.decode(*range(7), count=1)
-    return driver.got, sum(name.startswith("cascade_attention<") for name in names)
+        shared.append(shared_in_graph(driver))
+    return driver.got, sum(name.startswith("cascade_attention<") for name in names), shared
+
+
+def shared_in_graph(driver: Driver) -> int:
+    if driver.worker.graph_sizes == ():
+        return 0
+    (bucket,) = graphs_of(driver)._buckets.values()
+    return int(bucket.batch.plan.decodes[0].splits[0, 1])
 
 
 def test_what_sequences_have_in_common_is_read_once(
@@ -176,12 +186,13 @@ def test_what_sequences_have_in_common_is_read_once(
     monkeypatch.setattr(shared_prefix, "WORTH", Worth(saved_blocks=1))
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "max_position_embeddings": 2048, "head_dim": 32}
     model = make_checkpoint(tmp_path / "model", dtype="bfloat16", **sizes)
-    graphed, in_graphs = eight_that_begin_alike(model, monkeypatch)
-    eager, launched = eight_that_begin_alike(model, monkeypatch, enforce_eager=True)
-    plain, never = eight_that_begin_alike(model, monkeypatch, enforce_eager=True, disable_cascade_attn=True)
+    graphed, in_graphs, shared = eight_that_begin_alike(model, monkeypatch)
+    eager, launched, _ = eight_that_begin_alike(model, monkeypatch, enforce_eager=True)
+    plain, never, _ = eight_that_begin_alike(model, monkeypatch, enforce_eager=True, disable_cascade_attn=True)
     assert graphed == eager == plain
     assert launched == 4, "7 are too few"
     assert in_graphs == 6, "the prompts' step is eager, and 5 replays have the launch, two of them with nothing to do"
+    assert shared == [4, 0]
     assert never == 0
 
 

@@ -59,13 +59,14 @@ def check(lists: CascadeLists, rows: Rows, tables: np.ndarray, most_rows: int, w
     assert lists.num_parts == np.maximum(counts, 1).sum()
 
 
-row = st.tuples(st.integers(0, 2600), st.integers(0, 11), st.integers(0, 150))
+lengths = st.sampled_from([0, 512, 1024, 1025, 1280, 1281, 1500, 2048, 2600, 4096, 4097, 5000])
+row = st.tuples(lengths, st.integers(0, 3), st.sampled_from([0, 38, 64, 70, 80, 128, 150, 256, 310]))
 
 
 @given(st.lists(row, min_size=2, max_size=12), st.sampled_from([2, 3, 16]), st.sampled_from([600, 1024]))
 def test_every_split_is_computed_once(given_rows: list[tuple[int, int, int]], most_rows: int, tokens: int) -> None:
     seen = [length for length, _, _ in given_rows]
-    tables = tables_of([(parent, blocks) for _, parent, blocks in given_rows], [2600] * len(seen))
+    tables = tables_of([(parent, blocks) for _, parent, blocks in given_rows], [5000] * len(seen))
     rows, worth = rows_for(seen), Worth(tokens, 2, 1)
     lists = cascade_lists(rows, tables, BLOCK, most_rows, 1, worth=worth)
     size = tiles_a_split(-(-rows.seen // TILE)) * TILE
@@ -109,7 +110,22 @@ def test_what_is_not_worth_it() -> None:
     )
     assert made(rows_for(seen), tables_of([(0, 63)] * 8, seen), saved_blocks=1) is None, "less than 1024 tokens"
     assert made(rows_for([1024] * 8), alike, saved_blocks=1) is None
-    assert made(rows_for([5000, 4000] * 4), alike, saved_blocks=1, tokens=3500) is not None, "cut in two ways, 4 and 4"
+
+
+def test_only_rows_that_are_cut_alike_share() -> None:
+    rows, tables = rows_for([5000, 4000] * 4), tables_of([(0, 256)] * 8, [5000] * 8)
+    lists = cascade_lists(rows, tables, BLOCK, 16, 8, worth=Worth(saved_blocks=1))
+    assert lists is not None
+    check(lists, rows, tables, 16, Worth())
+    assert len(lists.shared) == 8 + 15, "splits of 512 tokens and of 256"
+
+
+def test_the_last_split_of_a_row_is_its_own() -> None:
+    rows, tables = rows_for([1280] * 8), tables_of([(0, 80)] * 8, [1280] * 8)
+    lists = cascade_lists(rows, tables, BLOCK, 16, 8, worth=Worth(saved_blocks=1))
+    assert lists is not None
+    check(lists, rows, tables, 16, Worth())
+    assert (len(lists.shared), len(lists.splits) - 1) == (4, 8)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 64, 256])
