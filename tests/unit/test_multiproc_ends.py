@@ -7,10 +7,23 @@ from collections.abc import Callable
 import pytest
 
 from tests.deadlines import scaled
-from tests.unit.test_multiproc import BUG, GENERATION, HELLO, READY, FakeWorker, Host, host, two_workers, waited
+from tests.unit.test_multiproc import (
+    BUG,
+    GENERATION,
+    HELLO,
+    LIMIT_S,
+    READY,
+    FakeWorker,
+    Host,
+    beat,
+    host,
+    step,
+    two_workers,
+    waited,
+)
 from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.executor.base import WorkersLostError
-from vllm_lite.executor.multiproc import GONE_S, LATE_MESSAGE_S
+from vllm_lite.executor.multiproc import GONE_S, LATE_MESSAGE_S, MOST_APART_S
 from vllm_lite.protocol.control import Load, Shutdown, Start, Started
 
 __all__ = ["host"]
@@ -158,3 +171,27 @@ def test_closing_ends_every_worker(host: Host) -> None:
     host.executor.close()
     assert host.workers[0].heard() == [Shutdown()]
     assert host.workers[0].was_stopped
+
+
+@two_workers
+@pytest.mark.parametrize("works", [False, True])
+def test_a_time_in_which_the_engine_was_stopped_counts_for_little(host: Host, works: bool) -> None:
+    """Whoever stops a container or a machine stops its workers as well; one that is silent afterwards is found."""
+    host.begin()
+    if works:
+        host.executor.submit(step(1))
+    for _ in range(2):
+        host.now_s += 1000.0
+        assert host.executor.poll() is None
+    host.pass_time(LIMIT_S - 2 * MOST_APART_S)
+    host.all_say(beat(0))
+    assert host.executor.poll() is None
+    host.workers[0].say(beat(1))
+    host.now_s += LIMIT_S - 1.0
+    assert host.executor.poll() is None
+    host.workers[0].say(beat(2))
+    host.now_s += MOST_APART_S
+    assert host.executor.poll() is None, "so much of the first wait was none"
+    host.workers[0].say(beat(3))
+    host.now_s += MOST_APART_S
+    host.dies(host.executor.poll, EngineDeadError, "worker 1 .* has been silent")

@@ -73,6 +73,13 @@ class RankHealth:
             return False
         return now_s - self.last_progress_s <= limit_s
 
+    def excuse(self, seconds: float, now_s: float) -> None:
+        """Nobody has listened for so long: it counts neither as silence nor as time without progress."""
+        self.last_heard_s = min(now_s, self.last_heard_s + seconds)
+        self.last_progress_s = min(now_s, self.last_progress_s + seconds)
+        if self.stopped_s is not None:
+            self.stopped_s = min(now_s, self.stopped_s + seconds)
+
     @property
     def has_torch(self) -> bool:
         """Whether it has begun to load: the progress grows with the weights that are read."""

@@ -43,6 +43,8 @@ GONE_S = 8.0
 LATE_MESSAGE_S = 0.5
 """How long the cause may take to arrive once its effect was noticed: the last message of a worker that has ended, or
 that of a rank for which another one waited."""
+MOST_APART_S = 7.0
+"""Two looks at the workers that are further apart mean that the engine did not run: it looks every 5 s when idle."""
 MUST_AGREE = ("groups", "max_model_len", "vocab_size", "eos_token_ids")
 """Fields of Ready that are properties of the model, so that every rank must have the same."""
 RankMessage = WorkerHello | Imported | Ready | Started | AdapterRead | WorkerHeartbeat | Failed
@@ -130,6 +132,7 @@ class MultiprocExecutor:
         """When the part of the start that is under way has to be done; None before the workers may load."""
         self._failure: Failure | None = None
         self._failed_s = 0.0
+        self._judged_s = time.monotonic()
         self._gone_by: Deadline | None = None
         """Once the workers are being ended."""
         self._are_gone = threading.Event()
@@ -330,6 +333,11 @@ class MultiprocExecutor:
 
     def _judge(self) -> Failure | None:
         now_s = time.monotonic()
+        absent_s = now_s - self._judged_s - MOST_APART_S
+        if absent_s > 0:  # this process was stopped, and perhaps all of its machine or container with it
+            for rank in self._ranks:
+                rank.excuse(absent_s, now_s)
+        self._judged_s = now_s
         for worker in self._workers:
             if worker.child is not None:
                 worker.look_at(worker.child, now_s)
