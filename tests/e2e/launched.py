@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.deadlines import scaled
 from tests.e2e import failing_worker, kill_plan, killed_worker, poisoned_worker
 from tests.e2e.test_processes import assert_nothing_left, family
 from vllm_lite import EngineConfig
@@ -35,6 +36,9 @@ def launched(
 ) -> Iterator[Launched]:
     """An engine of `model` in float32 on one thread, unless `settings` say otherwise."""
     plain: dict[str, Any] = {"model": str(model), "device": "cpu", "cpu_threads": 1, "dtype": "float32"}
+    plain["heartbeat_timeout_s"] = scaled(
+        60.0
+    )  # whoever is killed is no longer there; nobody else may be taken for hung
     run_root = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short, for sockets
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(run_root))

@@ -126,7 +126,7 @@ def start(path: str | Path, **settings: Any) -> LLM:
     of settings. The engine of a file's fixture has processes, as users have them.
     """
     small: dict[str, Any] = {"cpu_threads": 1, "num_gpu_blocks_override": 1024, "single_process": True}
-    small |= {"log_level": "error", "ready_timeout_s": DEADLINE_S}
+    small |= {"log_level": "error", "ready_timeout_s": DEADLINE_S, "heartbeat_timeout_s": DEADLINE_S}
     return LLM(path, **(small | settings))
 
 

@@ -21,7 +21,8 @@ from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Stats
 from vllm_lite.worker import process
 
-SILENCE_S = scaled(1.5)
+SILENCE_S = 1.5
+"""On an idle machine. How busy this one is is asked when an engine starts, not when this file is imported."""
 NUM_TOKENS = 120
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -48,7 +49,7 @@ def launch(tiny_checkpoint: Path) -> Iterator[Launch]:
         def start(world: int, failure: str | None = None, **settings: Any) -> Launched:
             environment = {} if failure is None else {VARIABLE: failure}
             usual: dict[str, Any] = {"model": tiny_checkpoint, "worker_module": "tests.e2e.failing_worker"}
-            usual |= {"tensor_parallel_size": world, "heartbeat_timeout_s": SILENCE_S}
+            usual |= {"tensor_parallel_size": world, "heartbeat_timeout_s": scaled(SILENCE_S)}
             return stack.enter_context(launched(environment=environment, **(usual | settings)))
 
         yield start
