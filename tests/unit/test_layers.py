@@ -6,6 +6,7 @@ Each rule is a function from a parsed file to the list of its offences, and is s
 import ast
 import re
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -137,6 +138,15 @@ def last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All of them, however deep in others, and not the expressions in them, which are most of a tree."""
+    nodes = [tree]
+    while nodes:
+        yield (node := nodes.pop())
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            nodes += getattr(node, field, ())
+
+
 # ---- the rules
 
 
@@ -188,7 +198,7 @@ def dangerous_code(tree: ast.AST) -> list[str]:
 def long_functions(tree: ast.AST) -> list[str]:
     return [
         f"line {node.lineno}: {node.name}() has {node.end_lineno - node.lineno + 1} lines, at most {MAX_FUNCTION_LINES}"
-        for node in ast.walk(tree)
+        for node in statements(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and node.end_lineno is not None
         and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
@@ -373,6 +383,14 @@ def test_long_functions_are_seen() -> None:
     assert long_functions(ast.parse(source(61)))
     assert not long_functions(ast.parse(source(60)))
     assert long_functions(ast.parse("async " + source(61)))
+    for outer in ("if x:", "else:", "try:", "finally:", "except E:", "case 1:", "class C:", "def f():"):
+        before = {"else:": "if x: pass\n", "finally:": "try: pass\n", "except E:": "try: pass\n"}.get(outer, "")
+        after = "\nfinally: pass" if outer == "try:" else ""
+        inner = textwrap.indent(source(61), "  ")
+        code = f"{before}{outer}\n{inner}{after}"
+        if outer == "case 1:":
+            code = "match x:\n" + textwrap.indent(code, "  ")
+        assert long_functions(ast.parse(code)), outer
 
 
 def test_long_files_and_wrong_maps_are_seen(tmp_path: Path) -> None:
