@@ -117,9 +117,11 @@ def write_gguf(
     *,
     dense: bool = False,
     rows: dict[str, int] | None = None,
+    joins: bool = False,
 ) -> Path:
     """Write the checkpoint folder to `file`; `more`: further metadata. Norms and biases remain float32. `dense`: as
-    float32 what blocks stand for. `rows`: further tensors, of so many elements. Returns the file."""
+    float32 what blocks stand for. `rows`: further tensors, of so many elements. `joins`: gate and up of
+    experts. Returns the file."""
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = _architecture(config)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +138,11 @@ def write_gguf(
         else:
             writer.add_float32(key, value)
     writer.add_token_list([f"t{index}".encode() for index in range(config["vocab_size"])])
-    for name, tensor in tensors_of(checkpoint, architecture, config).items():
+    tensors = tensors_of(checkpoint, architecture, config)
+    for gate in [name for name in tensors if joins and "ffn_gate_exps" in name]:
+        parts = tensors.pop(gate), tensors.pop(gate.replace("gate", "up"))
+        tensors[gate.replace("gate", "gate_up")] = torch.cat(parts, dim=1)
+    for name, tensor in tensors.items():
         kind = kind_of(name) if len(tensor.shape) > 1 and "gate_inp" not in name else "F32"
         add_tensor(writer, name, tensor, kind, dense=dense)
     for name, size in (rows or {}).items():

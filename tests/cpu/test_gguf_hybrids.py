@@ -7,8 +7,8 @@ import gguf
 import pytest
 import torch
 
-from tests.families.hybrid import qwen
-from tests.gguf_files import write_gguf
+from tests.families.hybrid import EXPERTS, qwen
+from tests.gguf_files import KindOf, write_gguf
 from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
@@ -89,6 +89,24 @@ def test_a_key_head_of_its_own_for_each_value_head_moves_nothing(tmp_path: Path)
     assert not quantization.inputs
     changes = {each for tensor in GgufCheckpoint([file]).tensors().values() for each in tensor.changes}
     assert changes == {LogOfMinus(), OneMore(1, 3)}
+
+
+@pytest.mark.usefixtures("float_products")
+def test_gate_and_up_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    """Converters can join them; that of an expert has gate before up."""
+    oracle = Oracle(
+        qwen("mixture", "Qwen3_5Moe", {}, EXPERTS | {"moe_intermediate_size": 32}).make(tmp_path / "checkpoint")
+    )
+    files = []
+    for kind in ("F32", "Q8_0"):
+        for joins in (False, True):
+            kinds: KindOf = {"F32": lambda _: "F32", "Q8_0": lambda name: "Q8_0" if "_exps" in name else "F32"}[kind]
+            files.append(write_gguf(tmp_path / f"{kind} {joins}.gguf", oracle.path, kinds, joins=joins))
+    logits = [Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64) for file in files]
+    assert oracle.difference(logits[0]) < 3e-4
+    assert torch.equal(logits[1], logits[0])
+    assert torch.equal(logits[3], logits[2])
+    assert not torch.equal(logits[2], logits[0])
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:

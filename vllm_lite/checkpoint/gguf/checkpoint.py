@@ -13,7 +13,7 @@ from vllm_lite.checkpoint.gguf.files import gguf_files, read_files
 from vllm_lite.checkpoint.gguf.header import Header, Tensor
 from vllm_lite.checkpoint.gguf.kinds import FLOATS, READ
 from vllm_lite.checkpoint.gguf.metadata import Metadata
-from vllm_lite.checkpoint.gguf.names import in_layer, name_here
+from vllm_lite.checkpoint.gguf.names import halves, in_layer, name_here
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ModelError
@@ -96,7 +96,8 @@ class GgufCheckpoint:
                     f"tensor {stored!r} is of type {tensor.kind.name}, which is not supported; supported: "
                     f"{', '.join((*FLOATS, *READ))}"
                 )
-            yield name.removesuffix(".weight"), tensor.kind.name
+            for each in halves(name):
+                yield each.removesuffix(".weight"), tensor.kind.name
 
     def _changed(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that a model may ask for, with what makes those of the checkpoint of them."""
@@ -142,6 +143,10 @@ def _each(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     count, *shape = tensor.shape
     if len(shape) != 2 or count > MAX_MATRICES:
         raise ModelError(f"{tensor.file}: the matrices of {name} have the shape {list(tensor.shape)}")
-    size = tensor.num_bytes // count
-    for index in range(count):
-        yield name.format(index), tensor._replace(shape=tuple(shape), offset=tensor.offset + index * size)
+    names, (rows, columns) = halves(name), shape
+    if rows % len(names):
+        raise ModelError(f"{tensor.file}: gate and up of {name} have {rows} rows, which is an odd number")
+    part = tensor._replace(shape=(rows // len(names), columns))
+    for index in range(count * len(names)):
+        expert, half = divmod(index, len(names))
+        yield names[half].format(expert), part._replace(offset=tensor.offset + index * part.num_bytes)

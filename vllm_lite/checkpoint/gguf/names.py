@@ -27,6 +27,7 @@ LAYER = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
@@ -155,6 +156,16 @@ def name_here(stored: str, own: Mapping[str, str]) -> str | None:
     part, _, ending = stored.rpartition(".")
     name = own.get(part) or TOP.get(part)
     return stored if name is None else f"{name}.{ending}"
+
+
+def halves(name: str) -> tuple[str, ...]:
+    """The names of what lies behind one another in one matrix of an expert; the name alone for any other tensor."""
+    both = ".experts.{}.gate_up_proj"
+    return (
+        tuple(name.replace(both, f".experts.{{}}.{part}") for part in ("gate_proj", "up_proj"))
+        if both in name
+        else (name,)
+    )
 
 
 def in_layer(stored: str) -> str:
