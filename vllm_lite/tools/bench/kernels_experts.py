@@ -6,21 +6,27 @@ they are held against. Choices change from call to call, so that no cache holds 
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from vllm_lite.checkpoint.shard import Split
+from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels.grouped import GroupedWeight
 from vllm_lite.kernels.routing import Chosen
 from vllm_lite.layers.expert_matmul import ExpertMatmul, ExpertSizes, make_expert_matmul
-from vllm_lite.layers.matmul import NativeMatmul, Quantization, make_matmul
+from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, make_matmul
+from vllm_lite.layers.quantized.mxfp4 import BLOCK, E2M1
 from vllm_lite.tools.bench.kernels_timing import Row, best_times, clock_for, name_of, read_bandwidth_gb_s
 
 NUM_EXPERTS, TOP = 32, 8
 HIDDEN, INNER = 2048, 768
 """As of Qwen3-30B-A3B, which has 128 experts."""
 NUM_TOKENS = (1, 8, 32)
-FORMS: tuple[Quantization | None, ...] = (None, "int8", "fp8", "int4", "int4_g32")
+Form = Quantization | Literal["mxfp4"] | None
+MXFP4: Literal["mxfp4"] = "mxfp4"
+"""As gpt-oss has its experts; no dense weight becomes it."""
+FORMS: tuple[Form, ...] = (None, "int8", "fp8", "int4", "int4_g32", MXFP4)
 MIN_TIME_S = 0.3  # for each form and number of tokens
 
 
@@ -52,13 +58,22 @@ def measure(num_threads: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[R
             }
 
 
-def _case(both: torch.Tensor, down: torch.Tensor, form: Quantization | None) -> Case:
+def _case(both: torch.Tensor, down: torch.Tensor, form: Form) -> Case:
     """Experts that are alike, each in memory of its own."""
-    gate_up, downs = ([make_matmul(weight.clone(), None, form) for _ in range(NUM_EXPERTS)] for weight in (both, down))
+    gate_up, downs = ([_matmul(weight, form) for _ in range(NUM_EXPERTS)] for weight in (both, down))
     first = (gate_up[0], downs[0])
     expert_bytes = sum(part.packed.num_bytes for part in first if isinstance(part, NativeMatmul))
     sizes = ExpertSizes(Split.whole(NUM_EXPERTS), INNER, "silu")
     return Case(make_expert_matmul(gate_up, downs, sizes), expert_bytes)
+
+
+def _matmul(weight: torch.Tensor, form: Form) -> Matmul:
+    if form != "mxfp4":
+        return make_matmul(weight.clone(), None, form)
+    rows, inputs = weight.shape
+    codes = torch.randint(0, 16, (rows, inputs), dtype=torch.uint8)
+    scales = torch.full((rows, inputs // BLOCK), inputs**-0.5)
+    return NativeMatmul(PackedWeight(GroupedWeight(codes, E2M1, scales.log2().round().exp2(), BLOCK)))
 
 
 def _choices(num_tokens: int) -> list[Chosen]:
