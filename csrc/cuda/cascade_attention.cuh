@@ -53,9 +53,10 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
     };
     float o[HEAD_TILES][S::SETS][S::PAIRS][4] = {};
     Softmax<HEAD_TILES> softmax;
+    float* const mine = states + warp * COLUMNS * S::PITCH;
     attend_tiles<T, Cache, HEAD, HEAD_TILES, SMALL_BLOCKS, WARPS, false>(
-        o, softmax, pages, begin + warp, begin + pages.cut.split_tiles, column, Scoring{cap, nullptr, 0}, factor);
-    share<S, HEAD>(states + warp * COLUMNS * S::PITCH, o, softmax);
+        o, softmax, mine, pages, begin + warp, begin + pages.cut.split_tiles, column, Scoring{cap, nullptr, 0}, factor);
+    share<S, HEAD>(mine, o, softmax);
     __syncthreads();
     const Work own = work_again(shared, at - 1);
     const int columns = (own.d % 16 + 1) * group;

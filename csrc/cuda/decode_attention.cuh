@@ -175,15 +175,15 @@ __device__ __forceinline__ void share(float* mine, const float (&o)[HEAD_TILES][
 }
 
 // What a warp has of a split: every WARPS-th of the tiles from its first one on, up to `past`, into `o` (zeros before)
-// and `softmax`. What a column gets does not depend on the others: all that is between columns is whether a product by
-// 1 is made.
+// and `softmax`. `own` is the warp's shared memory for what it will share. What a column gets does not depend on the
+// others: all that is between columns is whether a product by 1 is made.
 //
 // FETCH: bring V a tile ahead to L2, and K two, while a tile is computed. ptxas sinks the loads of V behind the first
 // product on some architectures, where registers are short; L2 has room. A variant to measure: no bit depends on it.
 template <class T, class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS, int WARPS, bool FETCH, class Column>
 __device__ __forceinline__ void attend_tiles(
     float (&o)[HEAD_TILES][DecodeShape<T, Cache, HEAD>::SETS][DecodeShape<T, Cache, HEAD>::PAIRS][4],
-    Softmax<HEAD_TILES>& softmax, const Pages<T, Cache, HEAD, SMALL_BLOCKS>& pages, int tile, int past,
+    Softmax<HEAD_TILES>& softmax, float* own, const Pages<T, Cache, HEAD, SMALL_BLOCKS>& pages, int tile, int past,
     const Column& column, const Scoring& scoring, float factor) {
   using S = DecodeShape<T, Cache, HEAD>;
   using M = typename S::Operand;
@@ -191,19 +191,35 @@ __device__ __forceinline__ void attend_tiles(
   int here = pages.find(tile), next = pages.find(tile + WARPS);
   typename P::K k;
   typename P::V v;
-  if (S::AHEAD && tile < past) pages.load_k(k, tile, here);
+  if (tile < past) pages.load_k(k, tile, here);
   unsigned q[HEAD_TILES][S::CHUNKS][S::K_VEC / 2];
   load_query<T, Cache, HEAD, HEAD_TILES>(q, softmax.scale, column, factor);
+  // A lane reads what it wrote itself; the barriers keep the compiler from holding it in registers.
+  uint4* const kept = reinterpret_cast<uint4*>(own) + threadIdx.x % 32;
+  if constexpr (S::Q_SHARED) {
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; ++n)
+#pragma unroll
+      for (int c = 0; c < S::CHUNKS; ++c)
+        store_as(kept + 32 * (n * S::CHUNKS + c), make_uint4(q[n][c][0], q[n][c][1], q[n][c][2], q[n][c][3]));
+  }
   softmax.start();
   for (; tile < past; tile += WARPS) {
-    if (!S::AHEAD) pages.load_k(k, tile, here);
+    if constexpr (S::Q_SHARED) __syncwarp();
     pages.load_v(v, tile, here);
     const int after = pages.find(tile + 2 * WARPS);
     if (FETCH && tile + WARPS < past) pages.prefetch(pages.values, tile + WARPS, next);
     if (FETCH && tile + 2 * WARPS < past) pages.prefetch(pages.keys, tile + 2 * WARPS, after);
     float scores[HEAD_TILES][4] = {};
 #pragma unroll
-    for (int c = 0; c < S::CHUNKS; ++c)
+    for (int c = 0; c < S::CHUNKS; ++c) {
+      if constexpr (S::Q_SHARED) {
+#pragma unroll
+        for (int n = 0; n < HEAD_TILES; ++n) {
+          const uint4 raw = load_as<uint4>(kept + 32 * (n * S::CHUNKS + c));
+          q[n][c][0] = raw.x, q[n][c][1] = raw.y, q[n][c][2] = raw.z, q[n][c][3] = raw.w;
+        }
+      }
 #pragma unroll
       for (int s = 0; s < S::STEPS; ++s) {
         const unsigned a[4] = {pair_of<M, Cache>(k[0][c], 2 * s), pair_of<M, Cache>(k[1][c], 2 * s),
@@ -211,7 +227,8 @@ __device__ __forceinline__ void attend_tiles(
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) mma_m16n8k16<M>(scores[n], a, q[n][c][2 * s], q[n][c][2 * s + 1]);
       }
-    if (S::AHEAD && tile + WARPS < past) pages.load_k(k, tile + WARPS, next);
+    }
+    if (tile + WARPS < past) pages.load_k(k, tile + WARPS, next);
 
     unsigned p[HEAD_TILES][2];
     float fix[HEAD_TILES][2];
@@ -238,6 +255,7 @@ __device__ __forceinline__ void attend_tiles(
     here = next;
     next = after;
   }
+  if constexpr (S::Q_SHARED) __syncwarp();  // what comes next may write over what another lane kept
 }
 
 // One head's dims d and d + 1 over all warps, in their order, from what `share` left at `head`. `lse` and `sink`, a
@@ -323,10 +341,10 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
     const Scoring scoring = {cap, alibi_slopes ? alibi_slopes + head : nullptr, heads};
     float o[HEAD_TILES][S::SETS][S::PAIRS][4] = {};
     Softmax<HEAD_TILES> softmax;
-    attend_tiles<T, Cache, HEAD, HEAD_TILES, SMALL_BLOCKS, WARPS, FETCH>(o, softmax, pages, tile, past, column, scoring,
-                                                                         factor);
-
-    share<S, HEAD>(shared + warp * HEADS * S::PITCH, o, softmax);
+    float* const mine = shared + warp * HEADS * S::PITCH;
+    attend_tiles<T, Cache, HEAD, HEAD_TILES, SMALL_BLOCKS, WARPS, FETCH>(o, softmax, mine, pages, tile, past, column,
+                                                                         scoring, factor);
+    share<S, HEAD>(mine, o, softmax);
     __syncthreads();
     const Work own = work_again(work, at);  // so that the loop needs no registers for it
     const int splits = cut_of(own.c, window, split_tiles).splits();

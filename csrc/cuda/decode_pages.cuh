@@ -21,12 +21,14 @@ struct DecodeShape {
   static constexpr int K_VEC = kIsFp8<Cache> && HEAD % 64 == 0 ? 16 : 8;
   static constexpr int V_VEC = kIsFp8<Cache> && HEAD % 128 == 0 ? 16 : 8;
   static constexpr int K_WORDS = K_VEC * sizeof(Cache) / 4, V_WORDS = V_VEC * sizeof(Cache) / 4;
-  static constexpr int CHUNKS = ceil_div(HEAD, 4 * K_VEC);     // accesses of a lane to one token of K
-  static constexpr int SETS = ceil_div(HEAD, 8 * V_VEC);       // accesses of a lane to one token of V
-  static constexpr int STEPS = K_VEC / 4;                      // matrix instructions for one chunk, 16 dims each
-  static constexpr int PAIRS = V_VEC / 2;                      // matrix instructions for one set, 16 dims each
-  static constexpr bool AHEAD = HEAD <= 192 || kIsFp8<Cache>;  // K is loaded a tile ahead: registers suffice
-  static constexpr int PITCH = HEAD + 2;                       // floats of a head in shared memory: out, max, sum
+  static constexpr int CHUNKS = ceil_div(HEAD, 4 * K_VEC);  // accesses of a lane to one token of K
+  static constexpr int SETS = ceil_div(HEAD, 8 * V_VEC);    // accesses of a lane to one token of V
+  static constexpr int STEPS = K_VEC / 4;                   // matrix instructions for one chunk, 16 dims each
+  static constexpr int PAIRS = V_VEC / 2;                   // matrix instructions for one set, 16 dims each
+  // Whether a lane's part of Q waits in shared memory between tiles: with K, V and the output of large heads there are
+  // no registers for it.
+  static constexpr bool Q_SHARED = HEAD > 192 && !kIsFp8<Cache>;
+  static constexpr int PITCH = HEAD + 2;  // floats of a head in shared memory: out, max, sum
 };
 
 template <int WORDS>
