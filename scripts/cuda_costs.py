@@ -3,6 +3,7 @@
     python scripts/cuda_costs.py              # launches, blocks, bytes copied, microseconds of the host for a layer
     python scripts/cuda_costs.py --steps      # launches and microseconds of whole steps of a worker
     python scripts/cuda_costs.py --registers  # registers, spills and shared memory of kernels, by NVRTC
+    python scripts/cuda_costs.py --compare    # those again, next to what benchmarks/results/cuda-costs.md has
 
 Kernels go to a launcher that counts and does nothing, so the time is what Python takes for one layer of 32 heads of 128
 over 8, bfloat16, beside torch's own products: the best of many.
@@ -54,6 +55,7 @@ STEPS: dict[str, tuple[list[int], list[int]]] = {
     "16 decodes of 1280, 1024 of them in common": ([1] * 16, [1280] * 16),
 }
 """Query lengths and sequence lengths."""
+RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "cuda-costs.md"
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -176,6 +178,7 @@ def kernels() -> list[tuple[str, str]]:
     return [
         *((decode.SOURCE, decode.kernel_name(BF16, BF16, size, 4, 16)) for size in (64, 128, 256)),
         (decode.SOURCE, decode.kernel_name(BF16, e4m3, 128, 4, 16)),
+        (decode.SOURCE, f"decode_attention<{bf16}, {bf16}, 128, 1, false, 4, true>"),
         *((decode.CASCADE_SOURCE, decode.cascade_name(BF16, kv, 128, 16)) for kv in (BF16, e4m3)),
         *((prefill.SOURCE, prefill.kernel_name(BF16, BF16, *shape)) for shape in ((64, 64), (128, 64), (128, 32))),
         (prefill.SOURCE, prefill.kernel_name(BF16, e4m3, 128, 64)),
@@ -193,19 +196,45 @@ def kernels() -> list[tuple[str, str]]:
 
 def registers() -> None:
     """Also dynamic shared memory, where the host asks for some; static memory is ptxas's."""
-    from tests.kernels import nvrtc
-
     dynamic = {"pick": sampler.SHARED_BYTES}
     for size, keys in ((64, 64), (128, 64), (128, 32)):
         dynamic[f"prefill_attention<bf16, bf16, {size}, {keys}>"] = prefill.shared_bytes(size, keys)
     print(f"| registers (bytes spilled; static shared memory) | {' | '.join(ARCHES)} | dynamic |")
     print(f"|---|{'---|' * len(ARCHES)}---|")
     for source, name in kernels():
-        reports = [nvrtc.compile_report(source, name, arch) for arch in ARCHES]
-        cells = [f"{report.registers} ({report.spill_bytes}; {report.shared})" for report in reports]
-        short = name.replace("__nv_bfloat16", "bf16")
-        own = dynamic.get(short, sampler.SHARED_BYTES if source == sampler.SOURCE else "")
-        print(f"| `{short}` | {' | '.join(cells)} | {own} |", flush=True)
+        cells = [f"{registers} ({spilled}; {shared})" for registers, spilled, shared in needs(source, name)]
+        own = dynamic.get(short(name), sampler.SHARED_BYTES if source == sampler.SOURCE else "")
+        print(f"| `{short(name)}` | {' | '.join(cells)} | {own} |", flush=True)
+
+
+def short(name: str) -> str:
+    return name.replace("__nv_bfloat16", "bf16")
+
+
+def needs(source: str, name: str) -> list[tuple[int, int, int]]:
+    """Registers, spilled bytes and bytes of static shared memory of a kernel, for each of ARCHES."""
+    from tests.kernels import nvrtc
+
+    reports = [nvrtc.compile_report(source, name, arch) for arch in ARCHES]
+    return [(report.registers, report.spill_bytes, report.shared) for report in reports]
+
+
+def recorded() -> dict[str, list[tuple[int, int, int]]]:
+    """What `needs` gave when RECORD was written, by the short name of the kernel."""
+    rows = re.findall(r"^\| `([^`]+)` \|(.*)\|$", RECORD.read_text(), re.MULTILINE)
+    found = {name: re.findall(r"(\d+) \((\d+); (\d+)\)", cells) for name, cells in rows}
+    return {name: [(int(a), int(b), int(c)) for a, b, c in cells] for name, cells in found.items() if cells}
+
+
+def compare(chosen: Sequence[tuple[str, str]]) -> list[str]:
+    """What these kernels need that RECORD has not, a line each: more registers, by more than two, or any more bytes
+    spilled or shared."""
+    known, said = recorded(), []
+    for source, name in chosen:
+        for arch, now, before in zip(ARCHES, needs(source, name), known[short(name)], strict=True):
+            if now[0] > before[0] + 2 or now[1:] > before[1:]:
+                said.append(f"{short(name)}, {arch}: {now}, recorded {before}")
+    return said
 
 
 # ---- whole steps
@@ -296,8 +325,13 @@ def steps() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--registers", action="store_true")
+    parser.add_argument("--compare", action="store_true")
     parser.add_argument("--steps", action="store_true")
     arguments = parser.parse_args()
+    if arguments.compare:
+        worse = compare(kernels())
+        print("\n".join(worse) or "no kernel needs more than is recorded")
+        sys.exit(bool(worse))
     if arguments.registers or arguments.steps:
         (registers if arguments.registers else steps)()
         return

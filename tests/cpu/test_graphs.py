@@ -263,6 +263,7 @@ def test_what_is_set_aside() -> None:
     one = reserved_bytes((4,), 1000, 10, 1)
     assert one == 4 * (1000 * 8 + 48 + 20) + (8 << 20)
     assert reserved_bytes((1, 4), 1000, 10, 1) == one + (8 << 20)
+    assert reserved_bytes((4,), 1000, 10, 1, num_in_pieces=7) == one + 7 * (8 << 20)
 
 
 # ---- the memory of a graph

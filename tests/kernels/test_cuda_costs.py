@@ -3,6 +3,10 @@
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.kernels import nvrtc
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import cuda_costs
@@ -17,3 +21,30 @@ def test_a_row_of_each_kind() -> None:
     assert "| 64 rope_and_cache, 2048 decode_attention | 9232 | 1141 |" in by_itself
     single = cuda_costs.cost_of("1 decode of 2048")
     assert "| 1 rope_and_cache, 64 decode_attention | 144 | 8 |" in single
+
+
+def test_every_kernel_is_recorded_and_spills_are_few() -> None:
+    known = cuda_costs.recorded()
+    assert set(known) == {cuda_costs.short(name) for _, name in cuda_costs.kernels()}
+    assert {len(cells) for cells in known.values()} == {len(cuda_costs.ARCHES)}
+    spilled = {
+        (name, arch)
+        for name, cells in known.items()
+        for arch, cell in zip(cuda_costs.ARCHES, cells, strict=True)
+        if cell[1]
+    }
+    assert {arch for _, arch in spilled} <= {"sm_100", "sm_120"}
+    assert not any("attention" in name for name, _ in spilled)
+    assert len(spilled) <= 5
+
+
+@pytest.mark.skipif(not nvrtc.available(), reason="needs cuda-bindings and nvidia-cuda-nvrtc")
+def test_what_needs_more_than_is_recorded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole comparison takes minutes: one small kernel stands for it."""
+    norm = [kernel for kernel in cuda_costs.kernels() if kernel[1].startswith("rms_norm")]
+    assert cuda_costs.compare(norm) == []
+    ((name, cells),) = ((name, cells) for name, cells in cuda_costs.recorded().items() if name.startswith("rms_norm"))
+    for less in ((3, 0, 0), (0, 1, 0), (0, 0, 1)):
+        fewer = [tuple(now - taken for now, taken in zip(cell, less, strict=True)) for cell in cells]
+        monkeypatch.setattr(cuda_costs, "recorded", lambda: {name: fewer})  # noqa: B023
+        assert len(cuda_costs.compare(norm)) == len(cuda_costs.ARCHES)
