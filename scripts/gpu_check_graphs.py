@@ -13,11 +13,12 @@ from gpu_check_setup import Paged, Shape, capture, paged
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
-from vllm_lite.kernels.cuda.attention_work import Rows, SplitList
+from vllm_lite.kernels.cuda.attention_work import Cascade, Rows, SplitList
 from vllm_lite.kernels.cuda.expert_order import Stacks
 from vllm_lite.kernels.cuda.experts import StackedExperts
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.packed_linear import PackedLinear
+from vllm_lite.kernels.cuda.shared_prefix import Worth, cascade_lists
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.routing import Chosen
 
@@ -59,6 +60,44 @@ def decode_attention(launcher: Launcher, device: torch.device, context: int) -> 
             return f"replay {number}: the padding row is not zero, or all is"
         if workspace.arrived.any():
             return f"replay {number}: the next one would find blocks that have arrived"
+    return None
+
+
+def shared_prefix(launcher: Launcher, device: torch.device) -> str | None:
+    """Captured with empty lists; replayed with and without something in common, next to each sequence by itself."""
+    shape = Shape(batch=9, context=1400, group=4, num_kv_heads=2)
+    problem = paged(shape, device, at_least_bytes=0)
+    table, (longest, workspace) = problem.tables[0].clone(), lists_for(problem, [shape.context] * shape.batch)
+    room = torch.zeros_like(longest.splits)
+    cascade = Cascade(torch.zeros_like(room), torch.zeros_like(room).view(-1), torch.zeros_like(room).view(-1, 2))
+    graph_lists = longest._replace(splits=room, cascade=cascade)
+
+    def run(out: torch.Tensor, lists: SplitList) -> None:
+        cache, scoring = PagedKV(problem.kv, table, None, problem.seq_lens), Scoring(shape.head_size**-0.5)
+        decode.decode_attention(launcher, out, problem.query, cache, lists, scoring, workspace=workspace)
+
+    captured, eager = torch.full_like(problem.out, torch.nan), torch.full_like(problem.out, torch.nan)
+    replay = capture(lambda: run(captured, graph_lists))
+    lens, places = [*range(1400, 1312, -11), 0], np.arange(shape.batch)
+    exact, _ = lists_for(problem, lens)
+    for common in (0, 1024, 1280, 0):
+        table[:] = problem.tables[0]
+        table[:, : common // 16] = table[0, : common // 16].clone()
+        rows, most_rows = Rows(places, places, np.array(lens)), decode.most_sharing(shape.group, shape.head_size)
+        lists = cascade_lists(rows, table.cpu().numpy(), 16, most_rows, 2, worth=Worth(saved_blocks=1))
+        if (lists is None) != (common == 0):
+            return f"{common} tokens in common: {'not found' if lists is None else 'found'}"
+        given = exact if lists is None else lists.on(device)
+        room[: len(given.splits)] = given.splits
+        for kept, part in zip(cascade, given.cascade or (), strict=False):
+            kept[: len(part)] = part
+        problem.query.normal_()
+        replay()
+        run(eager, exact)
+        if not torch.equal(captured, eager):
+            return f"{common} tokens in common: differs by {(captured - eager).abs().max().item():g}"
+        if workspace.arrived.any():
+            return f"{common} tokens in common: the next replay would find blocks that have arrived"
     return None
 
 
@@ -144,6 +183,7 @@ def main() -> None:
     checks: dict[str, Callable[[], str | None]] = {
         "decode attention, one split": lambda: decode_attention(launcher, device, 64),
         "decode attention, splits": lambda: decode_attention(launcher, device, 1200),
+        "decode attention, in common": lambda: shared_prefix(launcher, device),
         "rope and cache": lambda: rope_and_cache(launcher, device),
         "experts, small tiles": lambda: experts(launcher, device, 8),
         "experts, large tiles": lambda: experts(launcher, device, 150),
