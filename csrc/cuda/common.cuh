@@ -219,6 +219,7 @@ void store_as(void* p, const V& value, int line = __builtin_LINE()) {
 }
 inline void prefetch_l2(const void* p) {  // reads what a GPU would, so that an address outside of memory is found
   static_cast<void>(*static_cast<const volatile char*>(p));
+  cpu::note_prefetch(p);
 }
 inline uint4 load_stream(const void* p, int line = __builtin_LINE()) {
   return load_as<uint4>(p, line);

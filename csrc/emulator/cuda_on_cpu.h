@@ -95,6 +95,14 @@ inline float4 make_float4(float x, float y, float z, float w) {
     cpu::signature(__VA_ARGS__, emulator_report);                                                                  \
   }
 
+// Hands over what was prefetched, up to `room` addresses, and forgets it; how many there were.
+EMULATOR_API __attribute__((used)) inline size_t emulator_prefetched(const void** to, size_t room) {
+  const size_t count = cpu::prefetched.size();
+  for (size_t i = 0; i < count && i < room; ++i) to[i] = cpu::prefetched[i];
+  cpu::prefetched.clear();
+  return count;
+}
+
 EMULATOR_API __attribute__((used)) inline const char* emulator_error() {
   return cpu::error;
 }

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace cpu {
 constexpr int kWarp = 32, kMaxThreads = 1024;

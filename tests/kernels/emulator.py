@@ -72,6 +72,7 @@ class EmulatedKernel:
         self._run = getattr(library, f"run_k{index}")
         self._error = library.emulator_error
         self._error.restype = ctypes.c_char_p
+        self._prefetched = library.emulator_prefetched
         self._name = name
         self._launcher = launcher
         self.parameters: list[str] = []
@@ -82,6 +83,12 @@ class EmulatedKernel:
         found = re.search(r"T = (.*)\]$", spelling.decode())
         assert found, spelling
         self.parameters.append(found.group(1).strip())
+
+    def prefetched(self) -> list[int]:
+        """The addresses that kernels of the same library have prefetched since this was last asked."""
+        room = (ctypes.c_size_t * (1 << 16))()
+        count: int = self._prefetched(room, ctypes.c_size_t(len(room)))
+        return room[:count]
 
     def _check(self, args: Sequence[Arg]) -> None:
         check_args(self._name, args)

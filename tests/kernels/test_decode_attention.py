@@ -21,6 +21,7 @@ from tests.kernels.decode_attention_cases import (
     run_simple,
 )
 from tests.kernels.emulator import EmulatorLauncher
+from vllm_lite.kernels.cuda import decode_attention as decode_module
 from vllm_lite.kernels.cuda.attention_inputs import tensor_core_reason
 from vllm_lite.kernels.cuda.attention_work import Rows, SplitList
 from vllm_lite.kernels.cuda.decode_attention import SOURCE, Workspace, decode_attention, head_tiles
@@ -49,6 +50,32 @@ def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher)
     batch = make_batch(SETUPS[name], CPU)
     first, *others = (run(batch, EmulatorLauncher(order_seed)) for order_seed in range(4))
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup((208, 144), head_size=128),
+        Setup((208, 144), head_size=120, kv_dtype=E4M3, block_size=32),
+        Setup((208, 144), head_size=64, block_size=4),
+    ],
+    ids=["two lines a row", "float8", "small blocks"],
+)
+def test_what_is_fetched_ahead(setup: Setup, launcher: EmulatorLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line of V from a warp's second tile on, and of K from its third on, and nothing else."""
+    monkeypatch.setattr(decode_module, "FETCH", True)
+    batch = make_batch(setup, CPU)
+    kernel = launcher.kernel(SOURCE, setup.kernel)
+    kernel.prefetched()
+    run(batch, launcher)
+    kv, warps, want = batch.kv, 4, []
+    for table, seen in zip(batch.block_tables.tolist(), setup.lens, strict=True):
+        for which, first in ((0, 2 * warps * 16), (1, warps * 16)):
+            for token in range(first, seen):
+                at = table[token // setup.block_size], which, 0, token % setup.block_size
+                row = sum(index * stride for index, stride in zip(at, kv.stride(), strict=False)) * kv.itemsize
+                want += [kv.data_ptr() + row + line for line in range(0, setup.head_size * kv.itemsize, 128)]
+    assert sorted(kernel.prefetched()) == sorted(want)
 
 
 def test_the_simple_kernel_in_any_order_of_threads(launcher: EmulatorLauncher) -> None:
