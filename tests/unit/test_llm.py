@@ -67,7 +67,8 @@ def llm(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def fake_launch(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(config: EngineConfig, meanwhile: Callable[[ResolvedConfig], None]) -> FakeLaunched:
+    def launch(config: EngineConfig, meanwhile: Callable[[ResolvedConfig], None], *, streams: bool) -> FakeLaunched:
+        assert not streams
         resolved = config.resolve(max_position_embeddings=1000, dtype="float32", model_path=config.model)
         meanwhile(resolved)
         return FakeLaunched(Session.connect(engine.address, timeout_s=DEADLINE_S), resolved)
@@ -257,7 +258,8 @@ def test_close_ends_the_engine_once(llm: LLM) -> None:
 def test_the_engine_ends_with_the_last_reference(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[FakeLaunched] = []
 
-    def launch(config: EngineConfig, meanwhile: Callable[[ResolvedConfig], None]) -> FakeLaunched:
+    def launch(config: EngineConfig, meanwhile: Callable[[ResolvedConfig], None], *, streams: bool) -> FakeLaunched:
+        assert not streams
         launched.append(FakeLaunched(Session.connect(engine.address, timeout_s=DEADLINE_S), config))
         return launched[0]
 
@@ -266,40 +268,6 @@ def test_the_engine_ends_with_the_last_reference(engine: FakeEngine, monkeypatch
     assert (llm.config.model, llm.config.block_size, llm.config.max_model_len) == ("some/model", 8, 1000)
     del llm
     assert launched[0].closed == ["closed"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "tokens"),
-    [
-        ({"device": "cpu"}, 4096),
-        ({"device": "auto"}, 4096),
-        ({"max_num_batched_tokens": 100}, 100),
-        ({"max_itl_ms": 50}, 512),
-        ({"enable_chunked_prefill": False}, 1000),
-    ],
-)
-def test_steps_are_larger_than_a_servers(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], tokens: int
-) -> None:
-    """On a CPU, and unless somebody asks for less."""
-    monkeypatch.setattr("vllm_lite.runtime.machine.GPU_FILES", ())
-    fake_launch(engine, monkeypatch)
-    with LLM(tmp_path, tokenizer=tmp_path, generation_config="vllm", **settings) as llm:
-        assert llm.config.max_num_batched_tokens == tokens
-
-
-def test_steps_on_a_gpu_are_as_large_as_a_servers(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[EngineConfig] = []
-
-    def launch(config: EngineConfig, meanwhile: Callable[[ResolvedConfig], None]) -> FakeLaunched:
-        asked.append(config)
-        return FakeLaunched(Session.connect(engine.address, timeout_s=DEADLINE_S), config)
-
-    monkeypatch.setattr("vllm_lite.client.llm.launch_engines", launch)
-    monkeypatch.setattr("vllm_lite.client.llm.lacks_for_cuda", lambda **_: None)
-    for device in ("auto", "cuda"):
-        LLM("some/model", device=device).close()
-    assert [config.max_num_batched_tokens for config in asked] == [None, None]
 
 
 def test_an_unknown_setting_is_refused() -> None:

@@ -1,7 +1,12 @@
 """How large a step may be: what the sizes of one must be to each other."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from vllm_lite.client.launch import resolve
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError
 
@@ -24,3 +29,50 @@ def test_without_chunks_a_step_holds_a_whole_context() -> None:
         resolved(enable_chunked_prefill=False, max_num_batched_tokens=999)
     with pytest.raises(ConfigError, match="max_itl_ms cuts prompts into chunks, and needs enable_chunked_prefill"):
         resolved(enable_chunked_prefill=False, max_itl_ms=20)
+
+
+def step_tokens(folder: Path, config: dict[str, Any], *, streams: bool = False, **settings: Any) -> int:
+    """The most tokens of a step of a model with such a config.json."""
+    (folder / "config.json").write_text(json.dumps(config))
+    given = EngineConfig.check({"model": str(folder), "device": "cpu", **settings})
+    return resolve(given, streams=streams).max_num_batched_tokens
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1000,
+    "rms_norm_eps": 1e-5,
+}
+BERT: dict[str, Any] = LLAMA | {"architectures": ["BertModel"], "hidden_act": "gelu", "type_vocab_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "tokens"),
+    [
+        ({}, {}, 4096),
+        ({}, {"streams": True}, 512),
+        ({}, {"max_num_batched_tokens": 100}, 100),
+        ({}, {"max_itl_ms": 50}, 512),
+        ({}, {"enable_chunked_prefill": False}, 1000),
+        ({"vocab_size": 1 << 23}, {}, (2 << 40) // (2 * 64 * (1 << 23) + 2 * (4 * 64 + 3 * 128 + 2) * 64 + 64)),
+        ({"vocab_size": 1 << 26}, {}, 512),
+        ({"max_position_embeddings": 1 << 17}, {}, 1024),
+        ({"max_position_embeddings": 1 << 20}, {}, 512),
+        ({"max_position_embeddings": 1 << 20}, {"max_model_len": 1000}, 4096),
+    ],
+)
+def test_steps_are_larger_where_no_next_token_waits(
+    tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], tokens: int
+) -> None:
+    """As far as a layer takes no long time, and nobody asks for something else."""
+    assert step_tokens(tmp_path, LLAMA | config, **settings) == tokens
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(512, 2048), (8192, 8192)])
+def test_steps_of_encoders_hold_their_longest_text(tmp_path: Path, longest: int, tokens: int) -> None:
+    assert step_tokens(tmp_path, BERT | {"max_position_embeddings": longest}) == tokens

@@ -40,8 +40,8 @@ class StepBatch:
     tentative: torch.Tensor | None = None
     """int64 [num_tentative], rows that no state takes up before it is known whether they are right; None: none."""
     tail: "StepBatch | None" = None
-    """The `wanted` rows as a batch, from the attention of the last layer on that writes to the cache; None: they are no
-    batch of whole ends of sequences, or it would not pay."""
+    """The `wanted` rows as a batch, for what follows once the last layer has written to the cache; None: they are not
+    the ends of sequences, or it would not pay."""
     host: "HostLens | None" = None
     """The lengths once more, for planning; None in the batch of a graph, which runs with other lengths each time."""
     plan: Any = None

@@ -57,6 +57,11 @@ MAX_COUNTED_EXPERTS = 16_384
 """Each of them is a series of /metrics. The largest models in wide use have 58 layers of 256."""
 ENCODER_SEQS, ENCODER_TOKENS = 256, 2048
 """The texts and the tokens of a step of an encoder, if neither the user nor the longest text asks for more."""
+CPU_STEP_TOKENS = 4096
+"""The most tokens of a CPU's step by default where no next token waits for it."""
+CPU_STEP_WORK, CPU_STEP_PAIRS = 2 << 40, 1 << 27
+"""What limits them: tokens times parameters that each passes, and tokens times positions that each may attend to. Slow
+machines, too, are to be done with one layer long before heartbeat_timeout_s."""
 STOP_GRACE_S = 4.0
 """How long an engine may take to end its workers before it is killed, and they with it."""
 
@@ -180,17 +185,20 @@ def launch(
     config: EngineConfig,
     stopped: Callable[[], bool] = lambda: False,
     meanwhile: Callable[[ResolvedConfig], None] = lambda _: None,
+    *,
+    streams: bool = True,
 ) -> Launched:
     """Start one engine with `config` and wait until it serves, or until `stopped()`, which is asked now and then.
 
-    `meanwhile` is called with the resolved config while the engine starts; what it raises ends the engine.
+    `meanwhile` is called with the resolved config while the engine starts; what it raises ends the engine. `streams`:
+    whether anybody waits for next tokens, or for whole results alone.
     Raises ModelError or ConfigError before any process starts, EngineError or ModelError if the engine cannot start.
     """
     if config.data_parallel_size > 1:
         raise ConfigError(
             f"data_parallel_size is {config.data_parallel_size}, and one engine is started here; use `serve` or LLM"
         )
-    resolved = resolve(config, stopped)
+    resolved = resolve(config, stopped, streams=streams)
     _check_free(resolved.address)
     _check_tcp(resolved)
     launched = spawn(resolved)
@@ -236,8 +244,11 @@ def spawn(config: ResolvedConfig, *, publishes: bool = False) -> Launched:
         raise
 
 
-def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -> ResolvedConfig:
-    """Choose every default of `config`, and download its model and tokenizer where they are hub ids.
+def resolve(
+    config: EngineConfig, stopped: Callable[[], bool] = lambda: False, *, streams: bool = True
+) -> ResolvedConfig:
+    """Choose every default of `config`, and download its model and tokenizer where they are hub ids. `streams`: as
+    launch() has it.
 
     Raises ModelError or ConfigError, and EngineError if `stopped()` during a download.
     """
@@ -274,6 +285,8 @@ def resolve(config: EngineConfig, stopped: Callable[[], bool] = lambda: False) -
         model_path=path,
         kv=spec.shared_by(config.tensor_parallel_size),
     )
+    if not streams and config.max_num_batched_tokens is None:
+        resolved = _with_large_steps(resolved, spec)
     value_bytes = KV_DTYPE_BYTES[resolved.kv_cache_dtype]
     scale_bytes = KV_SCALE_BYTES.get(resolved.kv_cache_dtype, 0)
     block_bytes = spec.kv_block_bytes(resolved.block_size, value_bytes, resolved.tensor_parallel_size, scale_bytes)
@@ -302,6 +315,14 @@ def _for_encoder(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         max_num_seqs=config.max_num_seqs or ENCODER_SEQS,
         max_num_batched_tokens=config.max_num_batched_tokens or max(ENCODER_TOKENS, longest),
     )
+
+
+def _with_large_steps(config: ResolvedConfig, spec: ModelSpec) -> ResolvedConfig:
+    """Steps of a CPU that computes whole results: no next token waits for them, so they may take some seconds."""
+    if config.device != "cpu" or config.max_itl_ms is not None or not config.enable_chunked_prefill:
+        return config
+    most = min(CPU_STEP_TOKENS, CPU_STEP_WORK // spec.active_parameters(), CPU_STEP_PAIRS // config.max_model_len)
+    return msgspec.structs.replace(config, max_num_batched_tokens=max(config.max_num_batched_tokens, most))
 
 
 def _check_experts(config: EngineConfig, spec: ModelSpec) -> None:

@@ -66,11 +66,13 @@ def launch_engines(
     config: EngineConfig,
     stopped: Callable[[], bool] = lambda: False,
     meanwhile: Callable[[ResolvedConfig], None] = lambda _: None,
+    *,
+    streams: bool = True,
 ) -> Launched | LaunchedEngines:
     """As launch(), for as many engines as `config` says."""
     if config.data_parallel_size == 1:
-        return launch(config, stopped, meanwhile)
-    resolved = resolve(config, stopped)
+        return launch(config, stopped, meanwhile, streams=streams)
+    resolved = resolve(config, stopped, streams=streams)
     seed = resolved.prefix_hash_seed or os.urandom(16).hex()  # the router computes the engines' hashes
     resolved = msgspec.structs.replace(resolved, prefix_hash_seed=seed)
     with ExitStack() as started:

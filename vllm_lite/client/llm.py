@@ -9,8 +9,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from vllm_lite.client.beam import BeamSearchParams, beams_of
 from vllm_lite.client.generation_config import check_source, generation_defaults, read_overrides
 from vllm_lite.client.launch_engines import launch_engines
@@ -28,7 +26,6 @@ from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
 from vllm_lite.protocol.operations import PauseMode
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
-from vllm_lite.runtime.machine import lacks_for_cuda
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer, Conversation
@@ -36,9 +33,6 @@ if TYPE_CHECKING:  # Jinja is imported when it is needed
 
 _LOOK_S = 1.0
 """How often a wait wakes, for Ctrl-C; the session ends every stream by a deadline of its own."""
-CPU_STEP_TOKENS = 4096
-"""What max_num_batched_tokens is by default on a CPU. A server's steps are shorter, as others wait for their next token
-meanwhile; here all results are given out together."""
 _UNSUPPORTED_METHODS = frozenset({"reward"})
 _FIXED_SETTINGS: dict[str, tuple[Any, str]] = {
     "trust_remote_code": (False, "no code of a checkpoint is ever run"),
@@ -86,7 +80,7 @@ class LLM:
             loaded = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer)
             defaults = generation_defaults(config.model, generation_config, overrides).params
 
-        self._launched = launch_engines(_with_step_size(EngineConfig.load(given)), meanwhile=load_text_parts)
+        self._launched = launch_engines(EngineConfig.load(given), meanwhile=load_text_parts, streams=False)
         self._defaults = defaults
         self._finalizer = weakref.finalize(self, self._launched.close)
         try:
@@ -426,16 +420,6 @@ def _named(name: str) -> Iterator[None]:
         yield
     except RequestError as error:
         raise RequestError(f"{name}: {error}" if name else str(error)) from error
-
-
-def _with_step_size(config: EngineConfig) -> EngineConfig:
-    """As CPU_STEP_TOKENS says, unless something else is asked for."""
-    is_open = config.max_num_batched_tokens is None and config.max_itl_ms is None and config.enable_chunked_prefill
-    if not is_open or config.device == "cuda":
-        return config
-    if config.device == "auto" and lacks_for_cuda(kernels=config.attention_backend != "reference") is None:
-        return config
-    return msgspec.structs.replace(config, max_num_batched_tokens=CPU_STEP_TOKENS)
 
 
 def _variable(settings: dict[str, Any]) -> dict[str, Any]:

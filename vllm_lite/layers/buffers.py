@@ -120,13 +120,16 @@ class Buffers:
         for table, rotation in zip(self._tables, rows.rotations, strict=True):
             table.select(positions, rotation)
 
-    def gather(self, rows: Rows, wanted: torch.Tensor, kind: int, layer: int) -> Rows:  # wanted: int64 [k], k <= n
-        """Some rows of the residual stream, of the heads, of what they got, and of what layers from `layer` on have for
-        themselves, moved together; all else of them is lost."""
+    def gather(self, rows: Rows, wanted: torch.Tensor, kind: int, layer: int, *, heads: bool = False) -> Rows:
+        """Some rows of the residual stream, of attention's result, and of what layers from `layer` on have for
+        themselves, moved together; all else of them is lost. wanted: int64 [k], k <= n. `heads`: also of the heads,
+        which have yet to attend."""
         all_of, few = rows.by_kind[kind], self.rows(len(wanted))
         few_of = few.by_kind[kind]
-        moved = [(rows.residual, few.residual), (all_of.qkv, few_of.qkv), (all_of.attended, few_of.attended)]
-        if all_of.latent is not None:  # Q is elsewhere
+        moved = [(rows.residual, few.residual), (all_of.attended, few_of.attended)]
+        if heads:
+            moved.append((all_of.qkv, few_of.qkv))
+        if heads and all_of.latent is not None:  # Q is elsewhere
             moved.append((all_of.heads.query, few_of.heads.query))
         if rows.per_layer is not None and few.per_layer is not None:
             moved.append((rows.per_layer.gated[:, layer:], few.per_layer.gated[:, layer:]))

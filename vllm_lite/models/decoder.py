@@ -94,8 +94,8 @@ class Decoder:
         progress: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """The wanted tokens' hidden states after the final norm: [num_wanted, hidden_size], overwritten by the next
-        call. All tokens are needed until the last layer has written to the cache, and the wanted only behind that, if
-        they are a batch of their own, or else behind the last attention. `progress` is called once a layer.
+        call. All tokens are needed until the last layer has written to the cache. Behind that only the wanted ones go
+        on, or behind the last attention, if they are no batch of their own. `progress` is called behind each layer.
         """
         rows, wanted, tail = self.buffers.rows(batch.num_tokens), batch.wanted, batch.tail
         self.embed(batch, rows)
@@ -105,7 +105,7 @@ class Decoder:
             if index == self.last_writer and wanted is not None and len(wanted) == 0:
                 return rows.hidden[:0]
             if index == self.last_writer and wanted is not None and tail is not None:
-                rows, batch, wanted = self._narrow(layer, rows, wanted, index), tail, None
+                rows, batch, wanted = self._narrow(layer, rows, wanted, index, heads=True), tail, None
                 backend.prepare(batch)
                 self.buffers.select_rotations(rows, batch.positions)
             layer.attend(rows, kv, batch, backend)
@@ -116,8 +116,10 @@ class Decoder:
         self.last_norm(rows)
         return rows.hidden
 
-    def _narrow(self, layer: Layer, rows: Rows, wanted: torch.Tensor, index: int) -> Rows:
-        return rows if layer.attention is None else self.buffers.gather(rows, wanted, layer.attention.kind, index)
+    def _narrow(self, layer: Layer, rows: Rows, wanted: torch.Tensor, index: int, *, heads: bool = False) -> Rows:
+        if layer.attention is None:
+            return rows
+        return self.buffers.gather(rows, wanted, layer.attention.kind, index, heads=heads)
 
     def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[torch.Tensor]) -> None:
         """As hybrid.Hybrid's. Here no layer keeps a state."""

@@ -14,7 +14,7 @@ from vllm_lite.models.registry import Model
 from vllm_lite.worker.batch.step_inputs import StepInputs, StepStates
 
 LEAST_PAIRS = 256 * 256
-"""Queries times tokens that they may attend to from which on one layer's attention takes longer than another plan."""
+"""So many pairs of a query and a token that it may attend to take one layer longer than planning attention again."""
 
 
 class Forward(Protocol):
@@ -47,6 +47,7 @@ class EagerForward:
         self.num_last = 0
         """Rows of the last step that passed what follows the last attention, however that step ran."""
         self._shares_kv = any(layer.kv_layer is not None for layer in model.spec.layers)
+        self._spares_last = device.type == "cpu" and model.spec.implementation != "transformers"
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Logits are made of those rows only whose next token is wanted."""
@@ -99,9 +100,10 @@ class EagerForward:
 
     def _pays(self, inputs: StepInputs) -> bool:
         """Whether many layers write no KV, or the last one that does would attend to much, on a CPU."""
-        if self._shares_kv or self.device.type != "cpu":
+        if self._shares_kv or not self._spares_last:
             return self._shares_kv
-        return int(inputs.num_scheduled @ inputs.seq_lens.astype(np.int64)) >= LEAST_PAIRS
+        seq_lens = inputs.seq_lens.astype(np.int64)
+        return int(inputs.num_scheduled @ seq_lens - inputs.num_samples @ seq_lens[inputs.sampling]) >= LEAST_PAIRS
 
     def take_up(self, tokens: NDArray[np.int64], states: StepStates) -> None:
         """Have recurrent states take up those of the tokens, by their places, that the last step left tentative."""
