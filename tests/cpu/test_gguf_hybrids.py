@@ -144,8 +144,11 @@ def test_changes_undo_what_they_name() -> None:
     )
     assert changed((6, 4), (OneMore(1, 3),)) == (6, 1, 4)
     assert changed((6, 1, 4), (OneMore(1, 3),)) == (6, 1, 4)
-    with pytest.raises(ModelError, match=r"a tensor \[13\] should have 14 elements along axis 0"):
+    with pytest.raises(ValueError, match=r"is \[13\] and must have 14 elements along axis 0"):
         restored(stored[1:], (heads,))
+    for wrong in (0.0, 2.0, torch.nan):
+        with pytest.raises(ValueError, match="must have elements below 0 alone"):
+            restored(torch.tensor([-1.0, wrong]), (LogOfMinus(),))
 
 
 def test_columns_of_blocks_have_an_order() -> None:

@@ -8,6 +8,7 @@ import torch
 from tests.cpu.test_model_runner_drafts import Parrot
 from tests.driver import Driver, make_prompt, new_request
 from tests.plays import Play, Recorder, without_step
+from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.kernels.cpu.library import available
 from vllm_lite.protocol.step import Continue, Draft, Entry
 from vllm_lite.worker import forward
@@ -26,7 +27,7 @@ class Pair:
         backend = self.drivers[0].worker.runner.eager.backend
         inner = backend.prepare
 
-        def prepare(batch: forward.StepBatch) -> None:
+        def prepare(batch: StepBatch) -> None:
             self.num_prepared += 1
             inner(batch)
 

@@ -21,6 +21,7 @@ from tests.unit.test_multiproc import (
     two_workers,
     waited,
 )
+from vllm_lite.engine.process import IDLE_LOOK_MS
 from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.executor.base import WorkersLostError
 from vllm_lite.executor.multiproc import GONE_S, LATE_MESSAGE_S, MOST_APART_S
@@ -173,10 +174,14 @@ def test_closing_ends_every_worker(host: Host) -> None:
     assert host.workers[0].was_stopped
 
 
+def test_an_idle_engine_looks_often_enough_to_count_as_running() -> None:
+    assert IDLE_LOOK_MS / 1000 < MOST_APART_S
+
+
 @two_workers
 @pytest.mark.parametrize("works", [False, True])
 def test_a_time_in_which_the_engine_was_stopped_counts_for_little(host: Host, works: bool) -> None:
-    """Whoever stops a container or a machine stops its workers as well; one that is silent afterwards is found."""
+    """If a machine is stopped, its workers are as well; one that is silent afterwards is found."""
     host.begin()
     if works:
         host.executor.submit(step(1))

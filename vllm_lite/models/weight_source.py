@@ -70,8 +70,8 @@ class _InSafetensors:
 
 
 class _InGguf:
-    def __init__(self, tensor: Tensor, mapping: mmap.mmap) -> None:
-        self.tensor, self.mapping = tensor, mapping
+    def __init__(self, name: str, tensor: Tensor, mapping: mmap.mmap) -> None:
+        self.name, self.tensor, self.mapping = name, tensor, mapping
         self.dtype = tensor.kind.name if tensor.kind.name in FLOATS else "U8"
         self.shape = self._in_blocks(tensor.restored_shape)
 
@@ -84,23 +84,27 @@ class _InGguf:
         tensor = self.tensor
         row = torch.frombuffer(self.mapping, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
         stored = row.view(FLOATS.get(self.dtype, torch.uint8)).view(self._in_blocks(tensor.shape))
-        found = restored(stored, tensor.changes)
+        try:
+            found = restored(stored, tensor.changes)
+        except ValueError as error:
+            raise ModelError(f"{tensor.file}: tensor {self.name!r} {error}") from error
         if found.data_ptr() != stored.data_ptr():
             memory.give_back(stored)
         return found
 
 
 def restored(stored: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
-    """The checkpoint's tensor of the file's: a view of it, or a copy. Raises ModelError if it has other axes."""
+    """The checkpoint's tensor of the file's: a view of it, or a copy. Raises ValueError, whose text goes on from the
+    tensor's name, if it has other axes or elements than a converter writes."""
     for change in changes:
         if isinstance(change, LogOfMinus):
+            if not bool((stored < 0).all()):
+                raise ValueError("must have elements below 0 alone, as a state decays by them")
             stored = stored.float().neg().log_()
         elif not isinstance(change, Heads):
             stored = stored.view(change.shape(tuple(stored.shape)))
         elif stored.dim() <= change.axis or stored.shape[change.axis] != change.end:
-            raise ModelError(
-                f"a tensor {list(stored.shape)} should have {change.end} elements along axis {change.axis}"
-            )
+            raise ValueError(f"is {list(stored.shape)} and must have {change.end} elements along axis {change.axis}")
         else:
             stored = stored.index_select(change.axis, torch.tensor(change.order()))
     return stored
@@ -118,7 +122,7 @@ def _gguf(checkpoint: GgufCheckpoint) -> Mapping[str, Stored]:
         mapping = mappings[tensor.file]
         if tensor.offset + tensor.num_bytes > len(mapping):
             raise ModelError(f"{tensor.file}: tensor {name!r} ends behind the file, which has become shorter")
-        found[name] = _InGguf(tensor, mapping)
+        found[name] = _InGguf(name, tensor, mapping)
     return found
 
 
