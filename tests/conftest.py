@@ -21,6 +21,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and the processes they start as well.
+# A file's tests begin with it as well: one that calls `serve` in this process leaves another handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -35,10 +36,12 @@ _frozen_for: Path | None = None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the first test of a file: what it has imported is not to cost every test and every collection."""
+    """Before the first test of a file: what it has imported is not to cost every test and every collection, and Ctrl-C
+    is what it was."""
     global _frozen_for
     if _frozen_for != item.path:
         _frozen_for = item.path
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.collect()
         gc.freeze()  # modules and thousands of tests are there to stay: half a second of every full collection
         _let_torch_log_to_root()

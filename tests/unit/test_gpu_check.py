@@ -47,7 +47,7 @@ def test_emulated_with_a_few_cases(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "emulator-check.json").read_text())
     assert found["cases"] == {"paged_attention_cases": {"passed": 1, "failed": {}}}
-    assert len(found["graphs"]) == 7
+    assert len(found["graphs"]) == 8
     assert set(found["graphs"].values()) == {"equal"}
     assert found["problems"] == []
     assert {"device", "date", "commit", "versions"} <= set(found)
