@@ -36,7 +36,7 @@ def add_points(points: Points) -> None:
 
 def main(settings: EngineSettings, stop: Wakeup) -> int:
     add_points(Points("engine"))
-    in_flight.MESSAGE_S = 60.0  # steps travel together however slow the machine is
+    in_flight.MESSAGE_S, in_flight.MEASURED_STEPS = 60.0, 4  # steps travel together soon, however slow the machine is
     return process.process_main(msgspec.structs.replace(settings, worker_module=WORKERS), stop)
 
 
