@@ -30,7 +30,7 @@ def _has_it(name: str) -> bool:
 
 
 def on_each(names: Sequence[str] = ISAS) -> Iterator[str]:
-    """Those of `names` that this machine has, each in use for one turn of a loop."""
+    """Yield those of `names` that this machine has; each is in use until the next one is asked for."""
     for name in names:
         if _has_it(name):
             with isa_in_use(name):
@@ -38,7 +38,7 @@ def on_each(names: Sequence[str] = ISAS) -> Iterator[str]:
 
 
 def _of_this_machine() -> list[str]:
-    """A skipped test for each of hundreds says nothing on a machine that has no AMX, as nearly all."""
+    """Leave AMX out where the machine has none: hundreds of skipped tests would say nothing."""
     return [isa for isa in ISAS[:-1] if isa != "amx" or (cpu.available() and _has_it(isa))]
 
 

@@ -58,7 +58,7 @@ def attention_by_hand(query, keys, values, window=None, soft_cap=0.0, slopes=Non
 
 
 def make_sinks(num_heads):
-    """Of all sizes: some take next to nothing of a softmax, others nearly all of it. Neighbours differ."""
+    """Sinks take next to nothing of a softmax or nearly all of it, and neighbours differ."""
     return torch.tensor([(-3.0, 2.5, 0.0, 6.0, -20.0)[head % 5] + head / num_heads for head in range(num_heads)])
 
 
@@ -106,7 +106,7 @@ class Batch:
         self.fill()
 
     def _slots(self, i, first=0):
-        """Of sequence i from position `first` on: the block, and the offset in it."""
+        """Return the block of each position of sequence i from `first` on, and the offset in it."""
         positions = torch.arange(first, self.lengths[i][1])
         return torch.tensor(self.blocks[i], dtype=torch.long)[positions // self.block_size], positions % self.block_size
 

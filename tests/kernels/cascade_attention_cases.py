@@ -6,6 +6,7 @@ decode_attention alone, and is right.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -125,12 +126,9 @@ def same_bits(setup: Sharing) -> Callable[[Launcher, torch.device], None]:
 def several_splits_to_a_block(launcher: Launcher, device: torch.device) -> None:
     for setup in (SHARED["5 of several lengths"], SHARED["two levels and a stranger"]):
         batch = shared_batch(setup, device)
-        one_each, kept = run(batch, launcher), decode.CASCADE_BLOCKS
-        try:
-            decode.CASCADE_BLOCKS = 1
+        one_each = run(batch, launcher)
+        with patch.object(decode, "CASCADE_BLOCKS", 1):
             several = run(batch, launcher)
-        finally:
-            decode.CASCADE_BLOCKS = kept
         assert torch.equal(several, one_each)
 
 

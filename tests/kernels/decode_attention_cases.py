@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -206,12 +207,9 @@ def several_splits_to_a_block(launcher: Launcher, device: torch.device) -> None:
         Setup((513, 65), num_heads=16, split_tokens=32, kv_dtype=E4M3, block_size=8),
     ):
         batch = make_batch(setup, device)
-        one_each, target = run(batch, launcher), decode.TARGET_BLOCKS
-        try:
-            decode.TARGET_BLOCKS = 1
+        one_each = run(batch, launcher)
+        with patch.object(decode, "TARGET_BLOCKS", 1):
             several = run(batch, launcher)
-        finally:
-            decode.TARGET_BLOCKS = target
         check_rows(batch, several)
         assert torch.equal(several, one_each)
 
