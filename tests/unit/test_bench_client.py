@@ -250,6 +250,33 @@ def test_what_failed_is_hung_up() -> None:
     assert "no chunk" in asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
 
 
+def test_a_connection_that_ends_as_the_next_request_comes() -> None:
+    """An idle connection's end and a request may pass each other: the request is sent again, on a new connection."""
+
+    async def script(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        seen.append(writer)
+        if len(seen) == 2:
+            writer.close()
+        else:
+            writer.write(HEAD + chunked(STREAM) + chunked(b""))
+
+    async def talk() -> tuple[list[str], int]:
+        async with Stub(script) as stub:
+            http = HttpClient(stub.url, {})
+            ask_once = Endpoint(http, "/v1/completions", {}, timeout_s=DEADLINE_S).send
+            errors = [(await ask_once(ASKED)).error for _ in range(2)]
+            http.close()
+            return errors, stub.num_connections
+
+    seen: list[asyncio.StreamWriter] = []
+    assert asyncio.run(asyncio.wait_for(talk(), DEADLINE_S)) == (["", ""], 2)
+    assert len(seen) == 3
+
+
+def test_a_new_connection_that_ends_is_an_error() -> None:
+    assert "ended before" in ask(answering(close=True)).error
+
+
 def test_nobody_listens() -> None:
     async def talk() -> str:
         async with Stub(answering()) as stub:

@@ -8,6 +8,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -28,6 +29,10 @@ class HttpError(VllmLiteError):
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
         self.status = status
+
+
+class _Unanswered(HttpError):
+    """The connection ended before the answer began. If it had idled, the server may not have seen the request."""
 
 
 class SseReader:
@@ -75,13 +80,14 @@ class _Connection(asyncio.Protocol):
         self._reader = SseReader()
         self._body = bytearray()
         self._now_s = 0.0
+        self._answered = False
 
     async def exchange(self, request: bytes, events: Events | None) -> bytes:
         """Send `request`; the answer's events go to `events`, or its whole body is returned. Raises HttpError."""
         if self.transport is None:
             raise HttpError("not connected")
         self._done = asyncio.get_running_loop().create_future()
-        self._events, self._reader, self.reusable = events, SseReader(), False
+        self._events, self._reader, self.reusable, self._answered = events, SseReader(), False, False
         self._body.clear()
         self.transport.write(request)
         try:
@@ -97,7 +103,7 @@ class _Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's has the methods without being one
 
     def data_received(self, data: bytes) -> None:
-        self._now_s = time.perf_counter()
+        self._now_s, self._answered = time.perf_counter(), True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -106,7 +112,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
-        self._fail(HttpError(f"the connection ended before the answer did{f' ({exc})' if exc else ''}"))
+        failure = HttpError if self._answered else _Unanswered
+        self._fail(failure(f"the connection ended before the answer did{f' ({exc})' if exc else ''}"))
 
     def _fail(self, error: HttpError) -> None:
         if self._done is not None and not self._done.done():
@@ -172,18 +179,27 @@ class HttpClient:
         return await self._exchange(head, body, events)
 
     async def _exchange(self, head: str, body: bytes, events: Events | None) -> bytes:
-        connection = await self._connect()
+        request = b"".join((head.encode(), self._headers, b"\r\n", body))
+        while (idle := self._take_idle()) is not None:
+            with suppress(_Unanswered):  # closed by the server while the request was on its way
+                return await self._ask(idle, request, events)
+        return await self._ask(await self._connect(), request, events)
+
+    async def _ask(self, connection: _Connection, request: bytes, events: Events | None) -> bytes:
         try:
-            return await connection.exchange(b"".join((head.encode(), self._headers, b"\r\n", body)), events)
+            return await connection.exchange(request, events)
         finally:
             if connection.reusable:
                 self._idle.append(connection)
 
-    async def _connect(self) -> _Connection:
+    def _take_idle(self) -> _Connection | None:
+        """A connection that the server has not closed yet, as far as is known here."""
         while self._idle:
-            connection = self._idle.pop()
-            if connection.reusable:  # the server has not closed it meanwhile
+            if (connection := self._idle.pop()).reusable:
                 return connection
+        return None
+
+    async def _connect(self) -> _Connection:
         try:
             async with asyncio.timeout(CONNECT_S):
                 loop = asyncio.get_running_loop()
