@@ -5,6 +5,7 @@ python benchmarks/peers.py --peers DIR [--startup] [--busy 1], where runners/set
 """
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import limits
 import peers_report as report
 from runners import machine
 
@@ -233,6 +235,19 @@ def busy_passes(args: argparse.Namespace, model: str, num_reps: int) -> Iterator
             yield Pass(name, model, engine, only, reps, need, f"busy-{model}", args.busy, wait_s, BUSY_LIMIT_S)
 
 
+def add_limits(figures: report.Figures, args: argparse.Namespace) -> None:
+    """What the machine could do in every cell; nothing where that is not known."""
+    if (speeds := limits.Machine.measured(args.threads)) is None:
+        return
+    dtypes = {report.dtype_of(engine) for engine in args.engines if report.is_ours(engine)}
+    for model in args.models:
+        for dtype, name in itertools.product(sorted(dtypes), args.workloads):
+            requests, alone = args.known_workloads[name]["reps"][0], name in report.ONE_STREAM
+            tokens_s = limits.limit(speeds, args.peers / "models" / model, dtype, requests, alone=alone)
+            if tokens_s is not None:
+                figures.add_limit(model, dtype, name, tokens_s)
+
+
 def write_derived_workloads(folder: Path, workloads: dict[str, Any]) -> None:
     """Write what start-up and busy passes run."""
 
@@ -265,6 +280,7 @@ def main() -> int:
                 figures.add_startup(model, wanted.engine, result)
         for wanted in busy_passes(args, model, num_reps) if args.busy else ():
             figures.add_busy(model, wanted.engine, wanted.only, bench.measure(wanted))
+    add_limits(figures, args)
     summary = {"device": report.device(), "date": time.strftime("%Y-%m-%d", time.gmtime()), **figures.summary()}
     print(f"\n{report.markdown(summary)}")
     if args.out:

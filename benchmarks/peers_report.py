@@ -47,6 +47,7 @@ class Figures:
         self._memory: dict[tuple[str, str], int] = {}
         self._startup: dict[tuple[str, str], list[float]] = defaultdict(list)
         self._busy: dict[str, Any] = {}
+        self._limits: dict[str, dict[str, dict[str, float]]] = {}
         self._commits: set[str] = set()
 
     def add_quiet(self, model: str, engine: str, workloads: list[str], result: dict[str, Any]) -> None:
@@ -58,6 +59,9 @@ class Figures:
             self._memory[model, engine] = max(self._memory.get((model, engine), 0), result["memory_bytes"])
         if is_ours(engine) and "commit" in result:
             self._commits.add(result["commit"])
+
+    def add_limit(self, model: str, dtype: str, workload: str, tokens_s: float) -> None:
+        self._limits.setdefault(model, {}).setdefault(dtype, {})[workload] = float(f"{tokens_s:.4g}")
 
     def add_startup(self, model: str, engine: str, result: dict[str, Any]) -> None:
         self._startup[model, engine] += [run["since_start_s"] for run in result.get("runs", {}).get("start", [])]
@@ -86,6 +90,7 @@ class Figures:
             "engines": self.engines,
             "rows": [row | {"spread": spread(self.runs, row)} for row in rows(everything, higher_is_better=True)],
             "ttft": rows(everything, higher_is_better=False),
+            "limits": self._limits,
             "all": everything,
             "memory": _nested({key: round(count / 2**20) for key, count in self._memory.items()}),
             "startup": _nested({key: round(seconds, 2) for key, seconds in startup.items()}),
@@ -182,13 +187,16 @@ def markdown(summary: dict[str, Any]) -> str:
     for model in summary["all"]:
         parts += [f"### {model}", _engine_table(model, summary)]
     if summary["rows"]:
-        header = ["model", "type", "workload", "ours tok/s", "best peer", "tok/s", "ratio", "spread", "ttft ratio"]
+        header = ["model", "type", "workload", "ours tok/s", "of limit", "best peer", "tok/s", "of limit"]
+        header += ["ratio", "spread", "ttft ratio"]
         ttft = {(row["model"], row["dtype"], row["workload"]): row["ratio"] for row in summary["ttft"]}
         cells = []
         for row in summary["rows"]:
             place = (row["model"], row["dtype"], row["workload"])
             paired = " to ".join(f"{ratio:g}" for ratio in row["spread"])
-            cells.append([*place, row["ours"], row["peer"], row["best_peer"], row["ratio"], paired, ttft[place]])
+            limit = summary["limits"].get(row["model"], {}).get(row["dtype"], {}).get(row["workload"])
+            ours, theirs = ([speed, _share(speed, limit)] for speed in (row["ours"], row["best_peer"]))
+            cells.append([*place, *ours, row["peer"], *theirs, row["ratio"], paired, ttft[place]])
         parts += ["### Ours against the best peer (ratio above 1: ours is ahead)", _table(header, cells)]
     if summary["busy"]:
         header = ["model", "workload", "engine", "quiet tok/s", "busy tok/s", "share", ""]
@@ -263,6 +271,10 @@ def _shown(cell: Any) -> str:
     if isinstance(cell, float):
         return f"{cell:g}"
     return "-" if cell is None else str(cell)
+
+
+def _share(speed: float, limit: float | None) -> str | None:
+    return f"{speed / limit:.0%}" if limit else None
 
 
 def _round(value: float | None) -> float | None:

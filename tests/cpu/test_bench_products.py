@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.library import ISAS, function, int32
 from vllm_lite.tools.bench.kernels_linear import ALL, choose, measure
+from vllm_lite.tools.bench.kernels_timing import multiply_registers
 
 
 def test_what_is_not_named_stays_as_it_is() -> None:
@@ -28,6 +30,23 @@ def test_what_cannot_be_measured_is_said(name: str, text: str, said: str) -> Non
     with pytest.raises(ValueError) as error:
         choose({name: text})
     assert str(error.value).startswith(said)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no native library")
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_what_registers_multiply_is_counted(isa: str, dtype: torch.dtype) -> None:
+    """Every thread has as many operations, in every round."""
+    before, threads = cpu.isa(), cpu.num_threads()
+    if not function("vllm_lite_set_isa", (int32,), int32)(ISAS.index(isa)):
+        pytest.skip(f"this machine has no {isa}")
+    try:
+        counts = [multiply_registers(dtype, rounds) for rounds in (1, 3)]
+    finally:
+        function("vllm_lite_set_isa", (int32,), int32)(ISAS.index(before))
+    assert counts[1] == 3 * counts[0]
+    assert counts[0] > 0
+    assert counts[0] % threads == 0
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no native library")

@@ -16,7 +16,8 @@ from tests.deadlines import scaled
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import peers  # noqa: E402 - found only once benchmarks/ is on the path
+import limits  # noqa: E402 - found only once benchmarks/ is on the path
+import peers  # noqa: E402
 import peers_report as report  # noqa: E402
 from runners import driver, machine  # noqa: E402
 
@@ -63,6 +64,7 @@ def bench(tmp_path, monkeypatch):
     (tmp_path / "fake.py").write_text(FAKE_RUNNER)
     log, out = tmp_path / "calls", tmp_path / "out.json"
     log.touch()
+    monkeypatch.setattr(limits.Machine, "measured", lambda _: None)  # which takes seconds
 
     def call(*flags: str) -> tuple[dict[str, Any], list[str]]:
         speeds = {"ours-bf16": 100, "other-bf16": 50}
@@ -135,6 +137,60 @@ def test_equality_is_counted_over_the_same_repeats():
     assert report.equality(runs) == {"m": {"W1": {"ours-bf16": expected}}}
 
 
+# ---- what the machine could do
+
+
+LLAMA = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "num_hidden_layers": 3,
+    "hidden_size": 8,
+    "intermediate_size": 5,
+    "vocab_size": 10,
+}
+INSIDE = 3 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 5)
+OUTSIDE = 8 * 10
+
+
+def test_a_limit_counts_every_product():
+    shape = limits.Shape(LLAMA, "bf16", limits.Machine(bfloat16=1.0, integers=4.0, bandwidth=1e9))
+    per_pair = 4 * 3 * 2 * 4
+    assert shape.prompts_s([[1, 2, 3]]) == 3 * 2 * INSIDE + 4.5 * per_pair + 2 * OUTSIDE
+    assert shape.decode_s([7, 9]) == 2 * 2 * (INSIDE + OUTSIDE) + 16 * per_pair
+    fewer = limits.Shape(LLAMA, "int8", limits.Machine(bfloat16=1.0, integers=4.0, bandwidth=1e9))
+    assert fewer.decode_s([7, 9]) == (INSIDE + OUTSIDE) + 16 * per_pair, "attention stays in bfloat16"
+
+
+def test_a_limit_counts_every_byte():
+    machine = limits.Machine(bfloat16=1e12, integers=1e12, bandwidth=1.0)
+    for dtype, weight_bytes in (("bf16", 2), ("int8", 1), ("int4", 0.5)):
+        shape = limits.Shape(LLAMA, dtype, machine)
+        assert shape.decode_s([7, 9]) == (INSIDE + OUTSIDE) * weight_bytes + 16 * 2 * 3 * 4 * 2
+
+
+def test_what_prompts_have_in_common_counts_once():
+    shape = limits.Shape(LLAMA, "bf16", limits.Machine(1.0, 1.0, 1.0))
+    prompt = list(range(40))
+    again = shape.prompts_s([prompt, prompt]) - shape.prompts_s([prompt])
+    assert again == 8 * 2 * INSIDE + (40**2 - 32**2) / 2 * 96 + 2 * OUTSIDE, "two blocks of 16 were there"
+    other = [99, *prompt[1:]]
+    assert shape.prompts_s([prompt, other]) == 2 * shape.prompts_s([prompt])
+
+
+def test_a_limit_in_tokens_a_second(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    machine = limits.Machine(1e3, 1e3, 1e9)
+    requests = [{"prompt": [1, 2], "n": 3}, {"prompt": [3], "n": 2}]
+    shape = limits.Shape(LLAMA, "bf16", machine)
+    decode = shape.decode_s([3, 2]) + shape.decode_s([4])
+    prompts = shape.prompts_s([[1, 2], [3]])
+    assert limits.least_seconds(shape, requests) == (prompts, decode)
+    assert limits.limit(machine, tmp_path, "bf16", requests, alone=True) == 3 / decode
+    assert limits.limit(machine, tmp_path, "bf16", requests, alone=False) == 5 / (prompts + decode)
+    assert limits.limit(machine, tmp_path / "none", "bf16", requests, alone=True) is None
+
+
 # ---- rounds, resuming, failures
 
 
@@ -160,6 +216,18 @@ def test_engines_take_turns_and_the_figures_are_written(bench):
         "measured": 2,
     }
     assert set(summary) >= {"device", "date", "commit", "rows", "startup", "memory", "busy"}
+
+
+def test_limits_stand_beside_the_figures(bench, tmp_path, monkeypatch, capsys):
+    (tmp_path / "models" / "tiny" / "config.json").write_text(json.dumps(LLAMA))
+    machine = limits.Machine(1e6, 1e6, 1e6)
+    monkeypatch.setattr(limits.Machine, "measured", lambda _: machine)
+    summary, _ = bench("--repeats", "1")
+    requests = [{"prompt": [5, 6, 7, 8], "n": 2}]
+    expected = limits.limit(machine, tmp_path / "models" / "tiny", "bf16", requests, alone=True)
+    assert expected is not None
+    assert summary["limits"]["tiny"]["bf16"]["W1"] == pytest.approx(expected, rel=1e-3)
+    assert f"| tiny | bf16 | W1 | 100 | {100 / expected:.0%} |" in capsys.readouterr().out
 
 
 def test_a_round_may_hold_several_repeats(bench):

@@ -303,6 +303,25 @@ void run_for(const LinearCall& call, const LinearTask& task) {
   run<In, float, Int8>(call, task);
 }
 
+// Arithmetic as fast as a kernel could do it: `multiply` in independent chains, with operands at x [64]. Returns how
+// many operations that were, where an instruction does `products` of them, and adds them, in each element of 32 bits.
+template <class Operand, int kChains, class Multiply>
+VLLM_LITE_INLINE int64_t multiply_chains(int64_t rounds, int64_t products, float* x, const Multiply& multiply) {
+  Operand sums[kChains];
+  for (int i = 0; i < kChains; ++i) {  // equal ones would be computed once
+    sums[i] = reinterpret_cast<Operand>(splat(static_cast<float>(i)));
+  }
+  const Operand a = reinterpret_cast<Operand>(load(x)), b = reinterpret_cast<Operand>(load(x + kWidth));
+  for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 24
+    for (Operand& sum : sums) multiply(sum, a, b);
+  }
+  Vec total = reinterpret_cast<Vec>(sums[0]);
+  for (int i = 1; i < kChains; ++i) total = total + reinterpret_cast<Vec>(sums[i]);
+  store(x, total);
+  return rounds * kChains * kWidth * products * 2;
+}
+
 }  // namespace
 
 void linear(const LinearCall& call, const LinearTask& task) {
@@ -336,33 +355,27 @@ int64_t read_all(const char* data, int64_t num_bytes) {
   return total;
 }
 
-// The same for arithmetic: multiplies and adds in as many chains as registers hold beside the operands at x [64].
-// Returns how many operations that were.
+// The same for arithmetic. Returns the number of operations.
 int64_t multiply_registers([[maybe_unused]] int32_t type, int64_t rounds, float* x) {
-  constexpr int kChains = kWidth == 16 ? 24 : 12;
-  Vec sums[kChains];
-  for (int i = 0; i < kChains; ++i) sums[i] = splat(static_cast<float>(i));  // equal ones would be computed once
-  const Vec a = load(x), b = load(x + kWidth);
-  bool done = false;
+  constexpr int kChains = kWidth == 16 ? 24 : 12;  // as many as registers hold
 #if defined(__AVX512BF16__)
   if (type == kBFloat16) {
-    done = true;
-    for (int64_t i = 0; i < rounds; ++i) {
-#pragma GCC unroll 24
-      for (Vec& sum : sums) {
-        sum = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a),
-                                                     reinterpret_cast<__m512bh>(b)));
-      }
-    }
+    return multiply_chains<__m512, kChains>(
+        rounds, 2, x, [](__m512& sum, __m512 a, __m512 b) __attribute__((always_inline)) {
+          sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+        });
   }
 #endif
-  for (int64_t i = 0; !done && i < rounds; ++i) {
-#pragma GCC unroll 24
-    for (Vec& sum : sums) sum = multiply_add(a, b, sum);
+#if defined(__AVX512VNNI__)
+  if (type == kInt8) {  // GCC 12 copies sums, so that half as many fit
+    return multiply_chains<__m512i, kChains / 2>(rounds, 4, x,
+                                                 [](__m512i& sum, __m512i a, __m512i b) __attribute__((always_inline)) {
+                                                   sum = _mm512_dpbusd_epi32(sum, a, b);
+                                                 });
   }
-  for (int i = 1; i < kChains; ++i) sums[0] = sums[0] + sums[i];
-  store(x, sums[0]);
-  return rounds * kChains * kWidth * (done ? 4 : 2);
+#endif
+  return multiply_chains<Vec, kChains>(
+      rounds, 1, x, [](Vec& sum, Vec a, Vec b) __attribute__((always_inline)) { sum = multiply_add(a, b, sum); });
 }
 
 }  // namespace VLLM_LITE_ISA

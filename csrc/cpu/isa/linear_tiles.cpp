@@ -186,19 +186,25 @@ void quantize_rows(const LinearCall& call, const QuantizeTask& task) {
 }
 
 int64_t multiply_registers(int32_t type, int64_t rounds, float* x) {
-  if (type != kBFloat16) return VLLM_LITE_VECTORS::multiply_registers(type, rounds, x);
+  if (type != kBFloat16 && type != kInt8) return VLLM_LITE_VECTORS::multiply_registers(type, rounds, x);
   alignas(64) char zeros[kGroup * kBlock * 4] = {};
   shape_for(kGroup);
   load_step<true>(zeros, kTileRowBytes, zeros);
-  for (int64_t i = 0; i < rounds; ++i) {
+  for (int64_t i = 0; type == kBFloat16 && i < rounds; ++i) {
     TILE_DOT_BF16(0, 4, 6);
     TILE_DOT_BF16(1, 4, 7);
     TILE_DOT_BF16(2, 5, 6);
     TILE_DOT_BF16(3, 5, 7);
   }
+  for (int64_t i = 0; type == kInt8 && i < rounds; ++i) {
+    TILE_DOT_INT8(0, 4, 6);
+    TILE_DOT_INT8(1, 4, 7);
+    TILE_DOT_INT8(2, 5, 6);
+    TILE_DOT_INT8(3, 5, 7);
+  }
   store_sums<true>(reinterpret_cast<float*>(zeros), kBlock);
   TILES_RELEASE();
-  return rounds * 2 * kGroup * kBlock * kTileRowBytes / 2;
+  return rounds * 2 * kGroup * kBlock * kTileRowBytes / (type == kInt8 ? 1 : 2);
 }
 
 }  // namespace VLLM_LITE_ISA

@@ -58,10 +58,14 @@ def read_bandwidth_gb_s(num_threads: int, num_bytes: int = 512 << 20) -> float:
     return num_bytes / seconds / 1e9
 
 
+def multiply_registers(dtype: torch.dtype, rounds: int) -> int:
+    """Multiply and add what lies in registers, with all threads; the number of operations. int8 is VNNI's; where there
+    is none it is float32."""
+    return int(function("vllm_lite_multiply", (int32, int64), int64)(DTYPES[dtype], rounds))
+
+
 def peak_gflop_s(num_threads: int, dtype: torch.dtype, rounds: int = 100_000) -> float:
     """What `num_threads` of our threads multiply and add in registers."""
     cpu.set_num_threads(num_threads)
-    multiply = function("vllm_lite_multiply", (int32, int64), int64)
-    code = DTYPES[dtype]
-    (seconds,) = best_times(clock_for(num_threads), [lambda: multiply(code, rounds)], 0, min_rounds=8)
-    return float(multiply(code, rounds)) / seconds / 1e9
+    (seconds,) = best_times(clock_for(num_threads), [lambda: multiply_registers(dtype, rounds)], 0, min_rounds=8)
+    return multiply_registers(dtype, rounds) / seconds / 1e9

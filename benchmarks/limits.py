@@ -1,0 +1,106 @@
+"""How fast this machine could serve a workload of peers.py at the most: what any engine's figure is to be held against.
+
+Of each step either its arithmetic counts, at the speed of products in registers, or its bytes, at the speed of reading
+memory, whichever takes longer. Weights and KV that a cache holds could be faster than that; nothing else could be.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BLOCK = 16
+"""What prompts of a workload have in common counts once, by blocks of so many tokens."""
+WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
+"""Scales are left out."""
+KV_BYTES = 2
+FIELDS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+)
+FAST_INTEGERS = ("avx512_bf16", "amx")
+"""Instruction sets whose int8 products the measuring loop knows."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Operations (a multiplication and an addition are two) and bytes in a second, of all threads."""
+
+    bfloat16: float
+    integers: float
+    bandwidth: float
+
+    @classmethod
+    def measured(cls, num_threads: int) -> "Machine | None":
+        """None where the native library is missing, or knows no faster products than float32's."""
+        import torch  # here, as only this needs what is measured to be installed
+
+        from vllm_lite.kernels import cpu
+        from vllm_lite.tools.bench.kernels_timing import peak_gflop_s, read_bandwidth_gb_s
+
+        if not cpu.available() or cpu.isa() not in FAST_INTEGERS:
+            return None
+        kinds = (torch.bfloat16, torch.int8)
+        bfloat16, integers = (peak_gflop_s(num_threads, kind) * 1e9 for kind in kinds)
+        return cls(bfloat16, integers, read_bandwidth_gb_s(num_threads) * 1e9)
+
+
+class Shape:
+    """What a token costs in a model with Llama's layers, and `dtype`'s weights."""
+
+    def __init__(self, config: dict[str, Any], dtype: str, machine: Machine) -> None:
+        heads, kv_heads, head, layers, hidden, inner, vocab = (int(config[field]) for field in FIELDS)
+        inside = layers * hidden * (2 * heads * head + 2 * kv_heads * head + 3 * inner)
+        outside = hidden * vocab
+        products = machine.bfloat16 if dtype == "bf16" else machine.integers
+        self._token_s = 2 * inside / products
+        self._logits_s = 2 * outside / products
+        self._pair_s = 4 * layers * heads * head / machine.bfloat16
+        self._weights_s = (inside + outside) * WEIGHT_BYTES[dtype] / machine.bandwidth
+        self._context_s = 2 * layers * kv_heads * head * KV_BYTES / machine.bandwidth
+
+    def prompts_s(self, prompts: list[list[int]]) -> float:
+        """Arithmetic alone: a prompt of few tokens, which the weights' bytes would bound, could not be as fast."""
+        known: set[tuple[int, ...]] = set()
+        seconds = 0.0
+        for prompt in prompts:
+            begins = [tuple(prompt[:end]) for end in range(BLOCK, len(prompt), BLOCK)]
+            cached = max((len(begin) for begin in begins if begin in known), default=0)
+            known.update(begins)
+            tokens, pairs = len(prompt) - cached, (len(prompt) ** 2 - cached**2) / 2
+            seconds += tokens * self._token_s + pairs * self._pair_s + self._logits_s
+        return seconds
+
+    def decode_s(self, contexts: list[int]) -> float:
+        """One step of a token for each context."""
+        arithmetic = len(contexts) * (self._token_s + self._logits_s) + sum(contexts) * self._pair_s
+        return max(arithmetic, self._weights_s + sum(contexts) * self._context_s)
+
+
+def least_seconds(shape: Shape, requests: list[dict[str, Any]]) -> tuple[float, float]:
+    """Of the prompts of all requests, and of the decode steps that follow them."""
+    prompts = shape.prompts_s([request["prompt"] for request in requests])
+    decode = 0.0
+    for step in range(1, max(request["n"] for request in requests)):
+        contexts = [len(request["prompt"]) + step for request in requests if step < request["n"]]
+        decode += shape.decode_s(contexts)
+    return prompts, decode
+
+
+def limit(machine: Machine, model: Path, dtype: str, requests: list[dict[str, Any]], *, alone: bool) -> float | None:
+    """Tokens a second: `alone` those of one stream behind its first token, else all tokens in the time of everything.
+
+    None for a model whose config.json is not one of a Llama.
+    """
+    try:
+        shape = Shape(json.loads((model / "config.json").read_text()), dtype, machine)
+    except (OSError, ValueError, KeyError):
+        return None
+    prompts, decode = least_seconds(shape, requests)
+    tokens: int = sum(request["n"] for request in requests)
+    return (tokens - len(requests)) / decode if alone else tokens / (prompts + decode)
