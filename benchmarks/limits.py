@@ -1,7 +1,8 @@
 """How fast this machine could serve a workload of peers.py at the most: what any engine's figure is to be held against.
 
-Of each step either its arithmetic counts, at the speed of products in registers, or its bytes, at the speed of reading
-memory, whichever takes longer. Weights and KV that a cache holds could be faster than that; nothing else could be.
+Of products with weights, and of attention, which wait for each other, either the arithmetic counts, at the speed of
+products in registers, or the bytes, at the speed of reading memory, whichever takes longer. Faster than that could be what
+a cache holds, and steps that attend for some sequences while they multiply for others.
 """
 
 import json
@@ -78,8 +79,8 @@ class Shape:
 
     def decode_s(self, contexts: list[int]) -> float:
         """One step of a token for each context."""
-        arithmetic = len(contexts) * (self._token_s + self._logits_s) + sum(contexts) * self._pair_s
-        return max(arithmetic, self._weights_s + sum(contexts) * self._context_s)
+        products = max(len(contexts) * (self._token_s + self._logits_s), self._weights_s)
+        return products + sum(contexts) * max(self._pair_s, self._context_s)
 
 
 def least_seconds(shape: Shape, requests: list[dict[str, Any]]) -> tuple[float, float]:
