@@ -31,6 +31,7 @@ from vllm_lite.protocol.api import (
 )
 from vllm_lite.protocol.codec import engine_to_client
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.runtime.silence import Silence
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery
 
@@ -320,6 +321,29 @@ def test_silence_is_death_only_while_something_is_asked() -> None:
         ends_once(sinks, EngineDeadError, "silent")
         assert time.monotonic() - began > 0.1
         is_dead(session, "silent")
+
+
+def test_time_in_which_the_client_did_not_run_is_no_silence() -> None:
+    """A container that was paused, its engine with it: what the engine did not say then is no sign of anything."""
+
+    def look(after_s: float) -> None:
+        now[0] += after_s
+        for _ in range(2):  # the second is sent after a look at the clock
+            session.request_stats()
+            engine.expect(GetStats)
+
+    now = [0.0]
+    with FakeEngine() as engine, session_with(engine, recovery_timeout_s=0, heartbeat_timeout_s=20) as session:
+        session._silence = Silence(3.0, lambda: now[0])
+        sinks = running(session, engine)
+        look(3600)
+        assert session.dead is None
+        for _ in range(8):
+            look(2)
+        assert session.dead is None
+        now[0] += 2
+        session.request_stats()
+        ends_once(sinks, EngineDeadError, "silent for 21 s")
 
 
 def test_heartbeats_keep_a_stream_alive() -> None:

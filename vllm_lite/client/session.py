@@ -30,6 +30,7 @@ from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList
 from vllm_lite.protocol.api import Finished, ForkRequest, FromClient, Generate, ToClient, Tokens, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import log
+from vllm_lite.runtime.silence import Silence
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, KeysOption
 from vllm_lite.transport.interface import poller
@@ -40,6 +41,7 @@ RECOVERY_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 2.0
 _IDLE_POLL_MS = 1000
 _BUSY_POLL_MS = 5
+_MOST_APART_S = 3.0
 MAX_MOVES = 3
 """How often a stream goes on in another engine: one that ends engines is not to end them all."""
 
@@ -72,7 +74,7 @@ class Session(AnySession):
         self._alive = alive
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._recovery_timeout_s = recovery_timeout_s
-        self._last_heard_s = time.monotonic()
+        self._silence = Silence(_MOST_APART_S)
         self._wakeup = Wakeup()
         self._closing = False
         self._reported_end: str | None = None  # why the engine ended for good, from fail()
@@ -171,7 +173,7 @@ class Session(AnySession):
             if request_id in self._open:
                 raise RequestError(f"request id {request_id!r} is in use; choose another")
             if not self._open:
-                self._last_heard_s = time.monotonic()  # an idle engine was silent with good reason
+                self._silence.end()  # an idle engine was silent with good reason
             self._open[request_id] = OpenStream(message, sink, own)
             self._post(message)
 
@@ -217,7 +219,7 @@ class Session(AnySession):
             again = stream.again(request_id)
             if isinstance(again, Generate):
                 if not self._open:
-                    self._last_heard_s = time.monotonic()
+                    self._silence.end()
                 self._open[request_id] = stream
                 self._post(again)
         if not isinstance(again, Generate):
@@ -294,7 +296,7 @@ class Session(AnySession):
 
     def _receive(self) -> None:
         while self._lost is None and (payload := self._connection.recv()) is not None:
-            self._last_heard_s = time.monotonic()
+            self._silence.end()
             try:
                 message: ToClient = engine_to_client.decode(payload)
             except ProtocolError as error:
@@ -332,7 +334,7 @@ class Session(AnySession):
                 self._die(EngineDeadError(f"the engine died: {self._reported_end}"))
             elif self._dead is None and self._lost is None:
                 self._lose(f"the engine died: {self._reason_of_death()}")
-        silent_s = time.monotonic() - self._last_heard_s
+        silent_s = self._silence.seconds()
         if self._open and silent_s > self._heartbeat_timeout_s:
             self._lose(f"the engine at {self.address} has been silent for {silent_s:.0f} s")
 
@@ -370,7 +372,7 @@ class Session(AnySession):
                     self._die(error)
                     return
         self._connection, self._welcome = found
-        self._last_heard_s = time.monotonic()
+        self._silence.end()
         with self._lock:
             self._outgoing += self._adapters.load_again(self.welcome.adapters)
         self._send_again()
