@@ -1,6 +1,7 @@
 """The engine process and its clients, pass by pass: whose stream it is, how it ends, and what one client may take."""
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ from vllm_lite.protocol.api import (
 )
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery, connect, wait
 
@@ -116,6 +118,40 @@ def engine() -> Iterator[Engine]:
     made = Engine()
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_first_tokens_wait_for_no_step_but_that_of_workers_without_one(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    order: list[str] = []
+    results = deque[ModelOutput | None]([None])
+    client, core, executor = engine.client(b"client"), engine.core, engine.core._executor
+    core.max_in_flight = 2 if overlap else 1
+    submit, send, poll = executor.submit, engine.port.listener.send, executor.poll
+
+    def submits(*steps: SchedulerOutput) -> None:
+        order.append("step")
+        submit(*steps)
+
+    def sends(peer: bytes, payload: bytes) -> Delivery:
+        if isinstance(engine_to_client.decode(payload), OutputBatch):
+            order.append("tokens")
+        return send(peer, payload)
+
+    monkeypatch.setattr(executor, "submit", submits)
+    monkeypatch.setattr(executor, "poll", lambda: results.popleft() if results else None)
+    monkeypatch.setattr(engine.port.listener, "send", sends)
+    engine.loop()
+    order.clear()
+    client.say(Generate("r", PROMPT, PARAMS))
+    engine.loop()
+    assert order == (["step", "step"] if overlap else ["step"])
+    order.clear()
+    results.append(poll())  # of the first step
+    engine.loop()
+    assert client.got["r", 0]
+    assert order == (["tokens", "step"] if overlap else ["step", "tokens"])
 
 
 # ---- whose stream it is

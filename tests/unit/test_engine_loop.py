@@ -52,6 +52,7 @@ def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pyte
         begin=lambda: False,
         meter=METER,
         adapter_loader=adapters,
+        in_flight=(),
     )
     executor = SimpleNamespace(poll=lambda: outputs.popleft() if outputs else None)
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)

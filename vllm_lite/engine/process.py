@@ -196,7 +196,7 @@ class EngineProcess:
         produced = core.expire()
         try:
             if recovery.advance(produced) and operations.advance():
-                _compute(core, groups.executor, produced)
+                self._compute(core, groups.executor, produced)
                 groups.look_after_standby()
         except WorkersLostError as error:
             recovery.begin(error)
@@ -271,6 +271,20 @@ class EngineProcess:
         for index, start in core.abort(request.request_id, samples, stopped=stopped):
             self._port.push(request.client, api.Finished(request.request_id, start, [], "abort", index=index))
 
+    def _compute(self, core: EngineCore, executor: Executor, produced: list[Produced]) -> None:
+        """Take the results that there are, and begin the steps that may be begun. What goes out meanwhile leaves
+        `produced`."""
+        # All there are: with the last of them out of the socket, nothing would end the next wait early.
+        while (output := executor.poll()) is not None:
+            produced += core.finish(output)
+        core.adapter_loader.receive(executor, produced)
+        if core.in_flight:  # the workers have a step, and a first token does not wait until they have the next one
+            self._publish(core, produced)
+            produced.clear()
+        while core.begin():  # workers without a step do not wait until the clients have theirs
+            pass
+        core.adapter_loader.send(executor)
+
     def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
         port = self._port
         for item in produced:
@@ -299,17 +313,6 @@ class EngineProcess:
         for request in list(core.scheduler.requests.values()):
             self._abort(core, request)
         self._port.flush(time.monotonic(), at_once=True)
-
-
-def _compute(core: EngineCore, executor: Executor, produced: list[Produced]) -> None:
-    """Take the results that there are, and begin the steps that may be begun."""
-    # All there are: with the last of them out of the socket, nothing would end the next wait early.
-    while (output := executor.poll()) is not None:
-        produced += core.finish(output)
-    core.adapter_loader.receive(executor, produced)
-    while core.begin():  # before the clients get theirs: workers should not wait for that
-        pass
-    core.adapter_loader.send(executor)
 
 
 def _to_wire(item: Produced) -> api.Tokens | api.Finished:
