@@ -1,4 +1,4 @@
-"""`serve` starts the engine's process, and that its worker's, before it knows the settings. Real processes."""
+"""`serve` starts the engine's process before it knows the settings, and every engine its worker's. Real processes."""
 
 import os
 import signal
@@ -8,16 +8,20 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 from uuid import uuid4
 
 import pytest
 
 from tests.deadlines import scaled
+from vllm_lite.client import supervisor
 from vllm_lite.client.launch import ENGINE_MODULE
+from vllm_lite.config import EngineConfig
 from vllm_lite.engine import process_early
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.runtime import supervise
+from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.tools import cli
 
 DEADLINE_S = scaled(60.0)
@@ -83,6 +87,7 @@ def held() -> Iterator[Tree]:
 
 def test_the_names_of_what_is_started_early() -> None:
     assert cli.ENGINE == ENGINE_MODULE, "else nobody takes the engine"
+    assert supervisor.EARLY_ENTRIES == {cli.ENGINE: cli.ENGINE_EARLY}
     assert EngineSettings.__struct_defaults__[0] == process_early.WORKER, "nor its worker"
     assert find_spec(cli.ENGINE_EARLY) is not None
 
@@ -96,6 +101,40 @@ def test_nothing_starts_where_no_engine_will(words: list[str], monkeypatch: pyte
     assert not started
     assert cli.main(["serve", "folder"]) == 0
     assert started == [ENGINE_MODULE]
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "is_early"),
+    [
+        (ENGINE_MODULE, {}, True),
+        ("another", {}, False),
+        (ENGINE_MODULE, {"single_process": True}, False),
+        (ENGINE_MODULE, {"tensor_parallel_size": 2}, False),
+        (ENGINE_MODULE, {"distributed_executor_backend": "ray"}, False),
+    ],
+)
+def test_an_engine_with_one_worker_here_starts_it_early_in_every_life(
+    module: str, settings: dict[str, object], is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(supervise, "spawn_early", lambda *modules: calls.append(modules))
+    monkeypatch.setattr(supervise, "spawn", lambda module, *_, **__: calls.append((module,)))
+    config = EngineConfig.check(settings).resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
+    life = SimpleNamespace(_module=module, _settings=EngineSettings(config, "ipc:///a", "none"), _wakeup=Wakeup())
+    for _ in range(2):
+        supervisor.EngineSupervisor._spawn(cast("supervisor.EngineSupervisor", life))
+    each = [(ENGINE_MODULE, cli.ENGINE_EARLY), (module,)] if is_early else [(module,)]
+    assert calls == each * 2
+    life._wakeup.close()
+
+
+def test_one_child_at_most_waits_for_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(supervise, "_early", {})
+    monkeypatch.setattr(supervise, "ChildProcess", lambda module, _name: started.append(module))
+    supervise.spawn_early(ENGINE_MODULE, "first")
+    supervise.spawn_early(ENGINE_MODULE, "second")
+    assert started == ["first"]
 
 
 def test_a_bad_flag_ends_with_one_sentence_and_leaves_no_process() -> None:

@@ -28,6 +28,8 @@ STOPPED, BAD_INPUT, GAVE_UP = (f"exit status {status}" for status in (0, 2, 3))
 """The ends after which there is no other life: it was asked to end, it cannot start, it has said that all is over."""
 JOIN_S = 2.0
 _IDLE_S = 60.0
+EARLY_ENTRIES = {"vllm_lite.engine.process": "vllm_lite.engine.process_early"}
+"""Entry points of the engine that start its worker before they import what they need."""
 
 logger = log.get(__name__)
 
@@ -196,6 +198,9 @@ class EngineSupervisor:
             self._owner.on_life(self._child.pid, is_ready=True)
 
     def _spawn(self) -> Child:
-        in_thread = self._settings.config.single_process
+        config, entry = self._settings.config, EARLY_ENTRIES.get(self._module)
+        in_thread, is_spread = config.single_process, config.distributed_executor_backend == "ray"
+        if entry is not None and config.tensor_parallel_size == 1 and not in_thread and not is_spread:
+            supervise.spawn_early(self._module, entry)
         on_exit = lambda _: self._wakeup.set()  # noqa: E731
         return supervise.spawn(self._module, self._settings, "engine", on_exit, in_thread=in_thread)

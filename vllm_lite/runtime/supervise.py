@@ -192,10 +192,12 @@ def spawn_early(module: str, entry: str | None = None) -> None:
     """Start the process that the next spawn() of `module` is to take: it imports what it needs, and waits.
 
     It runs `entry`, which does what `module` does, if that is given. To be called by a process that cannot know the
-    settings before it has imported much itself. A process that cannot be started is left to spawn() to report.
+    settings before it has imported much itself. There is one at most: a second call does nothing. A process that cannot
+    be started is left to spawn() to report.
     """
     with suppress(OSError):
-        _early[module] = ChildProcess(entry or module, module)
+        if module not in _early:
+            _early[module] = ChildProcess(entry or module, module)
 
 
 def end_early() -> None:
