@@ -1,10 +1,15 @@
-"""Which products `vllm-lite bench kernels` measures."""
+"""Which products and which attention `vllm-lite bench kernels` measures."""
+
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
+from vllm_lite.tools.bench import kernels_attention
+from vllm_lite.tools.bench.kernels_attention import Chosen, HeadCounts, chosen
 from vllm_lite.tools.bench.kernels_linear import ALL, choose, measure
 from vllm_lite.tools.bench.kernels_timing import multiply_registers
 
@@ -63,3 +68,44 @@ def test_instruction_sets_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     assert all(row["shape"] == "3 x 256 x 64" and row["gflop_s"] > 0 for row in rows)
     assert cpu.isa() == before
+
+
+def test_a_case_of_attention() -> None:
+    assert chosen("32x1@1024:24/8x64") == Chosen(32, 1, 1024, HeadCounts(24, 8, 64))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("32x1@1024", "a case of attention must be sequences x new tokens @ context : heads / KV heads x head size"),
+        ("0x1@1024:8/8x64", "a case of attention must be"),
+        ("1x9@8:8/8x64", "9 new tokens are more than the context of 8 in '1x9@8:8/8x64'"),
+        ("1x1@8:9/8x64", "9 heads cannot share 8 KV heads in '1x1@8:9/8x64'"),
+    ],
+)
+def test_what_is_no_case_of_attention_is_said(text: str, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        chosen(text)
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no native library")
+def test_cases_of_attention_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding by the bytes of its cache, chunks by what they multiply: row i of 3 sees 6 + i of 8 keys."""
+    monkeypatch.setattr(kernels_attention, "WORKING_SET_BYTES", 5 * 2 * 8 * 2 * 2 * 16 * 2)  # 5 caches of two sequences
+    monkeypatch.setattr(kernels_attention, "read_bandwidth_gb_s", lambda _threads: 1.0)
+    monkeypatch.setattr(kernels_attention, "peak_gflop_s", lambda _threads, _dtype: 1.0)
+    passes: list[int] = []
+
+    def timed(_clock: object, calls: Sequence[partial[None]], _time_s: float) -> list[float]:
+        passes.append(len(calls[0].args[0]))
+        calls[0]()
+        return [6.0]
+
+    monkeypatch.setattr(kernels_attention, "best_times", timed)
+    cases = [chosen("2x1@8:4/2x16"), chosen("1x3@8:4/2x16")]
+    decode, prefill = kernels_attention.measure(cpu.num_threads(), cases, [torch.bfloat16])
+    assert passes == [6, 1]
+    assert decode["shape"] == "2 x 1 of 8, heads 4/2 x 16, bfloat16"
+    assert decode["gb_s"] == decode["share"] == pytest.approx(2 * 8 * 2 * 2 * 16 * 2 / 1e9)
+    assert prefill["gflop_s"] == pytest.approx(4 * 16 * 4 * (6 + 7 + 8) / 6 / 1e9)

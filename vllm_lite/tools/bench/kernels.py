@@ -33,9 +33,11 @@ def run(
     threads: Sequence[int],
     report: Callable[[str], None] = lambda _line: None,
     products: kernels_linear.Choice = kernels_linear.ALL,
+    cases: Sequence[kernels_attention.Chosen] = (),
 ) -> dict[str, Any]:
-    """Measure `parts` of PARTS with each number of threads, of linear layers `products`; `report` is called with what
-    is being measured. Raises ValueError for an instruction set that the machine does not have."""
+    """Measure `parts` of PARTS with each number of threads, of linear layers `products`, of attention `cases` in the
+    types of `products`, or what it has without any; `report` is called with what is being measured. Raises ValueError
+    for an instruction set that the machine does not have."""
     if not cpu.available():
         raise RuntimeError("there are no native CPU kernels to measure")
     rows: list[Row] = []
@@ -44,7 +46,7 @@ def run(
         cpu.set_num_threads(num_threads)
         for part in parts:
             report(f"measuring {part}, threads: {num_threads} ...")
-            rows += [{"threads": num_threads} | _rounded(row) for row in _measure(part, num_threads, products)]
+            rows += [{"threads": num_threads} | _rounded(row) for row in _measure(part, num_threads, products, cases)]
     return {
         "device": _cpu_name(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -55,9 +57,11 @@ def run(
     }
 
 
-def _measure(part: str, num_threads: int, products: kernels_linear.Choice) -> Iterator[Row]:
+def _measure(
+    part: str, num_threads: int, products: kernels_linear.Choice, cases: Sequence[kernels_attention.Chosen]
+) -> Iterator[Row]:
     if part == "attention":
-        yield from kernels_attention.measure(num_threads)
+        yield from kernels_attention.measure(num_threads, cases, products.dtypes)
     elif part == "linear":
         yield from kernels_linear.measure(num_threads, products)
     elif part == "experts":

@@ -7,8 +7,11 @@ machine does not lengthen much. Torch gathers a sequence's blocks and calls its 
 once.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -32,7 +35,47 @@ GROUPS = (1, 4, 8)
 CHUNK, CONTEXTS = 512, (512, 2048, 8192)
 PREFILL_HEAD_SIZES = (64, 128)
 NUM_WRITTEN = (1, 32, 512)
+WORKING_SET_BYTES = 128 << 20  # of a chosen case's caches, above any cache that one socket's cores share
 MIN_TIME_S = 0.5  # for each kernel
+
+
+class HeadCounts(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+
+def sharing(group: int, head_size: int = HEAD_SIZE) -> HeadCounts:
+    """NUM_KV_HEADS, each with `group` heads."""
+    return HeadCounts(NUM_KV_HEADS * group, NUM_KV_HEADS, head_size)
+
+
+class Chosen(NamedTuple):
+    """Sequences to attend for, all alike."""
+
+    num_seqs: int
+    query_len: int
+    seq_len: int
+    heads: HeadCounts
+
+
+def chosen(text: str) -> Chosen:
+    """From sequences x new tokens @ context : heads / KV heads x head size, such as 32x1@1024:24/8x64. Raises
+    ValueError for what is no such case."""
+    found = re.fullmatch(r"(\d+)x(\d+)@(\d+):(\d+)/(\d+)x(\d+)", text, re.ASCII)
+    numbers = [int(number) for number in found.groups()] if found else [0]
+    if 0 in numbers:
+        raise ValueError(
+            "a case of attention must be sequences x new tokens @ context : heads / KV heads x head size, such as "
+            f"32x1@1024:24/8x64, got {text!r}"
+        )
+    num_seqs, query_len, seq_len, num_heads, num_kv_heads, head_size = numbers
+    case = Chosen(num_seqs, query_len, seq_len, HeadCounts(num_heads, num_kv_heads, head_size))
+    if case.query_len > case.seq_len:
+        raise ValueError(f"{case.query_len} new tokens are more than the context of {case.seq_len} in {text!r}")
+    if case.heads.num_heads % case.heads.num_kv_heads:
+        raise ValueError(f"{case.heads.num_heads} heads cannot share {case.heads.num_kv_heads} KV heads in {text!r}")
+    return case
 
 
 class Case:
@@ -41,20 +84,18 @@ class Case:
     def __init__(
         self,
         lengths: list[tuple[int, int]],
-        group: int,
+        heads: HeadCounts,
         dtype: torch.dtype,
         layout: str = "block-major",
         kv_dtype: torch.dtype | None = None,
-        head_size: int = HEAD_SIZE,
     ) -> None:
-        num_heads = NUM_KV_HEADS * group
         device = torch.device("cpu")
-        self.spec = AttentionSpec(num_heads, NUM_KV_HEADS, head_size, scale=head_size**-0.5)
+        self.spec = AttentionSpec(*heads, scale=heads.head_size**-0.5)
         self.shape = AttentionShape((self.spec,), BLOCK_SIZE, dtype, device, kv_dtype)
         counts = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
-        self.kv = cache(sum(counts), self.shape.cache_dtype, layout, head_size)
+        self.kv = cache(sum(counts), self.shape.cache_dtype, layout, heads)
         for block in self.kv:
-            _fill(block, head_size)
+            _fill(block, heads.head_size)
         ids = torch.randperm(sum(counts)).int().split(counts)
         table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
         for row, blocks in zip(table, ids, strict=True):
@@ -74,7 +115,7 @@ class Case:
         )
         self.backend = CpuBackend(self.shape)
         self.backend.prepare(self.step)
-        self.query = torch.randn(num_tokens, num_heads, head_size).to(dtype)
+        self.query = torch.randn(num_tokens, heads.num_heads, heads.head_size).to(dtype)
         self.out = torch.empty_like(self.query)
         query_len, seq_len = lengths[0]
         self.mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
@@ -93,10 +134,11 @@ class Case:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
-def cache(num_blocks: int, dtype: torch.dtype, layout: str, head_size: int = HEAD_SIZE) -> torch.Tensor:
+def cache(num_blocks: int, dtype: torch.dtype, layout: str, heads: HeadCounts) -> torch.Tensor:
     """One layer's cache [num_blocks, 2, num_kv_heads, block_size, head_size] as a view of memory laid out by name."""
+    _, num_kv_heads, head_size = heads
     num_layers = 1 if layout == "layer by layer" else NUM_LAYERS
-    inside = (BLOCK_SIZE, NUM_KV_HEADS) if layout == "heads inside tokens" else (NUM_KV_HEADS, BLOCK_SIZE)
+    inside = (BLOCK_SIZE, num_kv_heads) if layout == "heads inside tokens" else (num_kv_heads, BLOCK_SIZE)
     shape = (num_blocks, num_layers, 2, *inside, head_size + scale_bytes(dtype))
     layer = zeros(torch.Size(shape).numel(), dtype).view(shape)[:, 0]
     return layer.transpose(2, 3) if layout == "heads inside tokens" else layer
@@ -112,8 +154,11 @@ def _fill(block: torch.Tensor, head_size: int) -> None:
     block.view(torch.uint8).copy_(kept.view(torch.uint8))
 
 
-def measure(num_threads: int) -> Iterator[Row]:
-    """Decoding, chunks of prompts, cache writes, layouts of the cache."""
+def measure(num_threads: int, cases: Sequence[Chosen] = (), dtypes: Sequence[torch.dtype] = ()) -> Iterator[Row]:
+    """`cases` in each of `dtypes`. Without any: decoding, chunks of prompts, cache writes, layouts of the cache."""
+    if cases:
+        yield from (row for dtype in dtypes for row in _chosen_cases(num_threads, cases, dtype))
+        return
     yield from decoding(num_threads)
     for dtype in (torch.bfloat16, torch.float32):
         yield from prefill(num_threads, dtype)
@@ -122,11 +167,33 @@ def measure(num_threads: int) -> Iterator[Row]:
     yield from caches_of_a_byte(num_threads)
 
 
+def _chosen_cases(num_threads: int, cases: Sequence[Chosen], dtype: torch.dtype) -> Iterator[Row]:
+    """One new token a sequence is held against memory's speed, with as many caches in turn as no processor keeps, and
+    several against multiplications in registers."""
+    for case in cases:
+        batches = [Case([(case.query_len, case.seq_len)] * case.num_seqs, case.heads, dtype)]
+        kv_bytes = _kv_bytes(batches[0])
+        if is_decode := case.query_len == 1:
+            batches += [Case(batches[0].lengths, case.heads, dtype) for _ in range(WORKING_SET_BYTES // kv_bytes)]
+        limit = read_bandwidth_gb_s(num_threads) if is_decode else peak_gflop_s(num_threads, dtype)
+        (pass_s,) = best_times(clock_for(num_threads), [partial(_attend_all, batches)], MIN_TIME_S)
+        seconds = pass_s / len(batches)
+        speed = (kv_bytes if is_decode else _flops(batches[0])) / seconds / 1e9
+        unit = "gb_s" if is_decode else "gflop_s"
+        figures = {"us": seconds * 1e6, unit: speed, "limit": limit, "share": speed / limit}
+        yield _row("decode" if is_decode else "prefill", batches[0], **figures)
+
+
+def _attend_all(batches: Sequence[Case]) -> None:
+    for batch in batches:
+        batch.attend()
+
+
 def decoding(num_threads: int) -> Iterator[Row]:
     limit = 0.0
     for group in GROUPS:
         limit = max(limit, read_bandwidth_gb_s(num_threads))
-        batch = Case([(1, CONTEXT)] * NUM_SEQS, group, torch.bfloat16)
+        batch = Case([(1, CONTEXT)] * NUM_SEQS, sharing(group), torch.bfloat16)
         seconds, torch_s = best_times(clock_for(num_threads), [batch.attend, batch.attend_in_torch], MIN_TIME_S)
         speed = _kv_bytes(batch) / seconds / 1e9
         yield _row("decode", batch, gb_s=speed, limit=limit, share=speed / limit, ratio_torch=torch_s / seconds)
@@ -137,17 +204,16 @@ def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
     limit = peak_gflop_s(num_threads, dtype)
     for head_size in PREFILL_HEAD_SIZES:
         for context in CONTEXTS:
-            batch = Case([(CHUNK, context)], 4, dtype, head_size=head_size)
+            batch = Case([(CHUNK, context)], sharing(4, head_size), dtype)
             seconds, torch_s = best_times(clock_for(num_threads), [batch.attend, batch.attend_in_torch], MIN_TIME_S)
-            flops = 4 * head_size * batch.spec.num_heads * CHUNK * (context - (CHUNK - 1) / 2)
-            speed = flops / seconds / 1e9
+            speed = _flops(batch) / seconds / 1e9
             yield _row("prefill", batch, gflop_s=speed, limit=limit, share=speed / limit, ratio_torch=torch_s / seconds)
 
 
 def writes(num_threads: int) -> Iterator[Row]:
     """Rotation of Q and K and the write of K and V, four heads to a KV head."""
     for num_tokens in NUM_WRITTEN:
-        batch = Case([(num_tokens, max(num_tokens, CONTEXT))], 4, torch.bfloat16)
+        batch = Case([(num_tokens, max(num_tokens, CONTEXT))], sharing(4), torch.bfloat16)
         batch.step.slot_mapping = (torch.randperm(len(batch.kv) * BLOCK_SIZE)[:num_tokens],)
         key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE).bfloat16()
         ones = torch.ones(num_tokens, HEAD_SIZE, dtype=torch.bfloat16)
@@ -167,7 +233,7 @@ def _writer(backend_type: type[CpuBackend | ReferenceBackend], batch: Case, head
 def layouts(num_threads: int) -> Iterator[Row]:
     """The same decoding over caches that are laid out differently; the engine's is block-major."""
     names = ("block-major", "layer by layer", "heads inside tokens")
-    batches = [Case([(1, CONTEXT)] * NUM_SEQS, 4, torch.bfloat16, name) for name in names]
+    batches = [Case([(1, CONTEXT)] * NUM_SEQS, sharing(4), torch.bfloat16, name) for name in names]
     times = best_times(clock_for(num_threads), [batch.attend for batch in batches], MIN_TIME_S)
     for name, batch, seconds in zip(names, batches, times, strict=True):
         yield _row(f"decode, {name}", batch, gb_s=_kv_bytes(batch) / seconds / 1e9)
@@ -176,7 +242,7 @@ def layouts(num_threads: int) -> Iterator[Row]:
 def caches_of_a_byte(num_threads: int) -> Iterator[Row]:
     """Decoding over caches in bfloat16, int8 and float8, in turn."""
     types = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
-    batches = [Case([(1, CONTEXT)] * NUM_SEQS, 4, torch.bfloat16, kv_dtype=kind) for kind in types]
+    batches = [Case([(1, CONTEXT)] * NUM_SEQS, sharing(4), torch.bfloat16, kv_dtype=kind) for kind in types]
     times = best_times(clock_for(num_threads), [batch.attend for batch in batches], MIN_TIME_S)
     for kind, batch, seconds in zip(types, batches, times, strict=True):
         yield _row(f"decode, cache in {name_of(kind)}", batch, us=seconds * 1e6, gb_s=_kv_bytes(batch) / seconds / 1e9)
@@ -184,11 +250,17 @@ def caches_of_a_byte(num_threads: int) -> Iterator[Row]:
 
 def _kv_bytes(batch: Case) -> int:
     row = batch.kv.shape[-1] * batch.kv.itemsize
-    return sum(seq_len for _, seq_len in batch.lengths) * 2 * NUM_KV_HEADS * row
+    return sum(seq_len for _, seq_len in batch.lengths) * 2 * batch.spec.num_kv_heads * row
+
+
+def _flops(batch: Case) -> float:
+    """What both products have, of the keys that each row sees."""
+    seen = sum(query_len * (seq_len - (query_len - 1) / 2) for query_len, seq_len in batch.lengths)
+    return 4 * batch.spec.head_size * batch.spec.num_heads * seen
 
 
 def _row(kernel: str, batch: Case, **figures: float) -> Row:
     query_len, seq_len = batch.lengths[0]
     tokens = f"{len(batch.lengths)} x {query_len} of {seq_len}"
-    heads = f"{batch.spec.num_heads}/{NUM_KV_HEADS} x {batch.spec.head_size}"
+    heads = f"{batch.spec.num_heads}/{batch.spec.num_kv_heads} x {batch.spec.head_size}"
     return {"kernel": kernel, "shape": f"{tokens}, heads {heads}, {name_of(batch.shape.dtype)}", **figures}

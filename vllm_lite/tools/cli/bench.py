@@ -161,17 +161,22 @@ def _kernels_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", default="1,2", help="numbers of threads, one after the other [1,2]")
     parser.add_argument("--shapes", help="of linear layers: outputs x inputs, such as 6144x1024,1024x3072")
     parser.add_argument("--rows", help="of linear layers: such as 1,32,256")
-    parser.add_argument("--dtypes", help="of linear layers: some of bfloat16,float32,float16")
+    parser.add_argument("--dtypes", help="of linear layers and --cases: some of bfloat16,float32,float16")
     parser.add_argument(
         "--forms", help="of linear layers: dense,int8,int4_g128,... as the names in the table, torch,onednn"
     )
     parser.add_argument("--isas", help="of linear layers: instruction sets in turn, such as amx,avx512_bf16")
+    parser.add_argument(
+        "--cases",
+        help="of attention: sequences x new tokens @ context : heads / KV heads x head size, such as "
+        "32x1@1024:24/8x64,1x512@2048:32/8x128",
+    )
     _add_json_flag(parser)
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
     """Measure the native CPU kernels against memory's speed and torch."""
-    from vllm_lite.tools.bench import kernels, kernels_linear
+    from vllm_lite.tools.bench import kernels, kernels_attention, kernels_linear
 
     parts = arguments.parts.split(",")
     if unknown := set(parts) - set(kernels.PARTS):
@@ -182,7 +187,8 @@ def _kernels(arguments: argparse.Namespace) -> int:
     try:
         names = ("shapes", "rows", "dtypes", "forms", "isas")
         products = kernels_linear.choose({name: value for name in names if (value := getattr(arguments, name))})
-        figures = kernels.run(parts, threads, _report, products)
+        cases = [kernels_attention.chosen(text) for text in arguments.cases.split(",")] if arguments.cases else []
+        figures = kernels.run(parts, threads, _report, products, cases)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return _show(arguments, figures, kernels.table)
