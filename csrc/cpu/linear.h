@@ -118,9 +118,9 @@ struct RowLayout {
   int64_t row_bytes() const { return width + 4 * num_scales + 8 * num_groups; }
 };
 
-// Rows as integers, one panel for the rows of each task: [inputs / 4][rows of the panel][4], with inputs filled up with
-// zeros, so that what is multiplied by one group of weights lies together. The panel of the rows from `first` on begins
-// at values + first * padded inputs. For products by AMX a panel is [rows of the panel][inputs].
+// Rows as integers, one panel for the rows of each task, which begins at values + its first row * layout.width. A panel
+// is groups of rows (isa/byte_products.h), each [inputs / 4][rows of the group][4], with inputs filled up with zeros,
+// so that a product reads its rows from the first byte to the last. For products by AMX each row is a group.
 struct QuantizedRows {
   int8_t* values;
   float* scales;    // [num_rows][num_scales]

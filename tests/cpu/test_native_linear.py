@@ -12,6 +12,7 @@ from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, look_up, multiplies_bytes, quantize
 from vllm_lite.kernels.cpu.memory import zeros
 from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES
+from vllm_lite.kernels.grouped import INT4, GroupedWeight
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
@@ -105,14 +106,20 @@ def test_an_odd_number_of_inputs_is_filled_up_with_zeros(dtype: torch.dtype, num
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_may_be_strided_and_outputs_are_rounded(each_product_isa: str, dtype: torch.dtype) -> None:
-    packed, x = PackedWeight(random(72, 64, dtype=dtype)), random(9, 64, dtype=dtype)
-    wide = torch.empty(9, 72)
+@pytest.mark.parametrize("num_rows", [9, 40])
+@pytest.mark.parametrize("form", ["dense", "int8", "grouped"])
+def test_rows_may_be_strided_and_outputs_are_rounded(
+    each_product_isa: str, form: str, num_rows: int, dtype: torch.dtype
+) -> None:
+    weight = random(72, 128, dtype=dtype)
+    grouped = GroupedWeight(torch.randint(16, weight.shape, dtype=torch.uint8), INT4, torch.ones(72, 1), 128)
+    packed = PackedWeight(grouped if form == "grouped" else weight, random(72), int8=form == "int8")
+    x, wide = random(num_rows, 128, dtype=dtype), torch.empty(num_rows, 72)
     linear(x, packed, wide)
-    spread = torch.full((9, 200), math.nan, dtype=dtype)
-    spread[:, 8:72] = x
-    out = torch.full((9, 100), 7.0, dtype=dtype)
-    linear(spread[:, 8:72], packed, out[:, 16:88])
+    spread = torch.full((num_rows, 200), math.nan, dtype=dtype)
+    spread[:, 8:136] = x
+    out = torch.full((num_rows, 100), 7.0, dtype=dtype)
+    linear(spread[:, 8:136], packed, out[:, 16:88])
     assert torch.equal(out[:, 16:88], wide.to(dtype))
     assert (out[:, :16] == 7).all()
     assert (out[:, 88:] == 7).all()

@@ -119,6 +119,25 @@ VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
 
 #endif
 
+// Rows of a panel that products take at a time: with two vectors of sums each, as integers and as floats, they fill the
+// registers. A few more are still faster in one group, whose floats are in memory then, than in two.
+constexpr int kGroupRows = kWidth == 16 ? 6 : 4;
+constexpr int kAloneRows = kWidth == 16 ? 12 : 4;
+// The same where groups of weights are smaller than those of rows, which takes two more sums each.
+constexpr int kSmallAloneRows = kWidth == 16 ? 8 : 4;
+
+// How the rows of a panel are dealt to groups, which differ by one row at most.
+struct RowGroups {
+  int64_t num_rows, count;
+
+  static RowGroups of(const PackedWeight& weight, int64_t num_rows) {
+    const bool are_small = is_grouped(weight.type) && weight.group_size < kQuantGroup;
+    const int64_t alone = are_small ? kSmallAloneRows : kAloneRows;
+    return {num_rows, num_rows <= alone ? 1 : (num_rows + kGroupRows - 1) / kGroupRows};
+  }
+  int64_t first(int64_t group) const { return group * num_rows / count; }
+};
+
 // Four integers of a row, for each output.
 VLLM_LITE_INLINE Ints four_of(const int8_t* x) {
   int32_t four;

@@ -2,7 +2,7 @@
 // registers for up to kDepth inputs. Rows are read where they lie: 6 of them and the two blocks' weights find a place
 // in L1 at any distance of rows, and what is used again comes from L2.
 #include "linear_task.h"
-#include "row_vectors.h"
+#include "row_sums.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
@@ -24,87 +24,12 @@ struct Weights {
   }
 };
 
-// Where the sums of a group of rows begin and end. Those of inputs before and behind are in memory, [rows][stride].
-// Sums are addressed by constants alone, so that they stay in registers: stores of them to the stack would stand in
-// line with the outputs', which wait for their cache lines.
-struct Sums {
-  float* memory;
-  int64_t stride;
-  bool are_begun, are_done;
-  const LinearCall* call;
-  int64_t row, output;  // of the call's
-
-  template <int R, int V>
-  inline __attribute__((always_inline)) void begin(Vec (&total)[R][V]) const {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) total[r][v] = are_begun ? load(memory + r * stride + v * kWidth) : Vec{};
-    }
-  }
-
-  template <int R, int V>
-  inline __attribute__((always_inline)) void end(const Vec (&total)[R][V]) const {
-    if (!are_done) return store_all(memory, stride, total);
-    const int64_t left = call->weight->num_outputs - output;
-    if (left < V * kWidth) {
-      float sums[R * V * kWidth];
-      store_all(sums, V * kWidth, total);
-      return call->out_type == kFloat32 ? put_part<float>(sums, V * kWidth, left, R)
-                                        : put_part<BFloat16>(sums, V * kWidth, left, R);
-    }
-    call->out_type == kFloat32 ? put<float>(total) : put<BFloat16>(total);
-  }
-
- private:
-  template <class Out>
-  Out* place() const {
-    return static_cast<Out*>(call->out) + row * call->out_stride + output;
-  }
-
-  template <int R, int V>
-  VLLM_LITE_INLINE void store_all(float* to, int64_t stride, const Vec (&total)[R][V]) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) store(to + r * stride + v * kWidth, total[r][v]);
-    }
-  }
-
-  template <class Out, int R, int V>
-  inline __attribute__((always_inline)) void put(const Vec (&total)[R][V]) const {
-    Vec bias[V] = {};
-    if (call->weight->bias != nullptr) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) bias[v] = load(call->weight->bias + output + v * kWidth);
-    }
-    Out* to = place<Out>();
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) store(to + r * call->out_stride + v * kWidth, total[r][v] + bias[v]);
-    }
-  }
-
-  // The first `left` outputs of rows in memory.
-  template <class Out>
-  __attribute__((noinline)) void put_part(const float* sums, int64_t stride, int64_t left, int rows) const {
-    const float* bias = call->weight->bias;
-    for (int r = 0; r < rows; ++r) {
-      Out* to = place<Out>() + r * call->out_stride;
-      each_vector(left, [&](int64_t i, int64_t count) {
-        const Vec sum = load(sums + r * stride + i);
-        store_at(to, i, bias == nullptr ? sum : sum + load_at(bias + output, i, count), count);
-      });
-    }
-  }
-};
-
 // The sums of R rows and V / 2 blocks go on with x [R][x_stride].
 template <int R, int V>
-void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead ahead, const Sums& sums) {
+void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead ahead, const Sums<false>& sums,
+              At at) {
   Vec total[R][V];
-  sums.begin(total);
+  sums.begin(at, total);
   for (int64_t pair = 0; pair < weights.num_pairs; ++pair) {
     prefetch_l2<128>(ahead, pair);
     __m512bh words[V];
@@ -123,29 +48,27 @@ void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead
       }
     }
   }
-  sums.end(total);
+  sums.end(at, total);
 }
 
 // For `rows` rows, 1 <= rows <= R.
 template <int R, int V>
 void multiply_group(int64_t rows, const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead ahead,
-                    const Sums& sums) {
+                    const Sums<false>& sums, At at) {
   if constexpr (R > 1) {
-    if (rows < R) return multiply_group<R - 1, V>(rows, x, x_stride, weights, ahead, sums);
+    if (rows < R) return multiply_group<R - 1, V>(rows, x, x_stride, weights, ahead, sums, at);
   }
-  multiply<R, V>(x, x_stride, weights, ahead, sums);
+  multiply<R, V>(x, x_stride, weights, ahead, sums, at);
 }
 
 // All rows of a task times some inputs of V / 2 blocks; groups differ by one row at most.
 template <int V>
-void multiply_rows(const LinearTask& task, const BFloat16* x, const Weights& weights, Sums sums) {
+void multiply_rows(const LinearTask& task, const BFloat16* x, const Weights& weights, const Sums<false>& sums) {
   const int64_t num_groups = (task.num_rows + kRows - 1) / kRows, x_stride = sums.call->x_stride;
   for (int64_t group = 0, row = 0; group < num_groups; ++group) {
     const int64_t end = (group + 1) * task.num_rows / num_groups;
-    Sums own = sums;
-    own.memory += row * sums.stride;
-    own.row += row;
-    multiply_group<kRows, V>(end - row, x + row * x_stride, x_stride, weights, weights.ahead(group, num_groups), own);
+    multiply_group<kRows, V>(end - row, x + row * x_stride, x_stride, weights, weights.ahead(group, num_groups), sums,
+                             {row, 0});
     row = end;
   }
 }
@@ -165,8 +88,8 @@ void run(const LinearCall& call, const LinearTask& task) {
                              : goes_on ? blocks + (input + kDepth) * kBlock
                                        : first;
       const Weights weights = {{first, first + block_elements}, count / 2, reinterpret_cast<const char*>(next)};
-      const Sums sums = {memory + block * kBlock, task.num_blocks * kBlock,           input > 0, !goes_on, &call,
-                         task.first_row,          (task.first_block + block) * kBlock};
+      const Sums<false> sums = {memory + block * kBlock, task.num_blocks * kBlock,           input > 0, !goes_on, &call,
+                                task.first_row,          (task.first_block + block) * kBlock};
       if (block + 1 < task.num_blocks) {
         multiply_rows<4>(task, rows + input, weights, sums);
       } else {

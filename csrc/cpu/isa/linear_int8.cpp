@@ -2,6 +2,7 @@
 #include "byte_products.h"
 #include "convert.h"
 #include "linear_task.h"
+#include "row_sums.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
@@ -53,6 +54,7 @@ VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, flo
   return sum_of(total);
 }
 
+#if defined(VLLM_LITE_MULTIPLIES_BYTES)
 VLLM_LITE_INLINE int32_t sum_of(const int8_t* integers, int64_t count) {
   int32_t total = 0;
   for (int64_t i = 0; i < count; ++i) total += integers[i];
@@ -77,61 +79,62 @@ VLLM_LITE_INLINE void fill_sums(const int8_t* integers, int64_t width, int64_t s
   }
 }
 
-// What is missing in a weight's bytes as they are multiplied.
-VLLM_LITE_INLINE int32_t lost([[maybe_unused]] const PackedWeight& weight) {
-#if defined(VLLM_LITE_MULTIPLIES_BYTES)
-  return taken_off(weight);
-#else
-  return 0;
-#endif
-}
+// A scale's inputs of one row.
+template <class T>
+struct RowQuantizer {
+  const LinearCall& call;
+  const QuantizedRows& rows = *call.quantized;
+  const int32_t* order = is_grouped(call.weight->type) ? call.weight->order : nullptr;
+  const int32_t lacking = (is_grouped(call.weight->type) ? call.weight->offset : -128) + taken_off(*call.weight);
 
+  // Integers for four inputs lie `stride` behind those for the four before.
+  inline __attribute__((always_inline)) void run(int64_t row, int64_t number, int8_t* to, int64_t stride) const {
+    const RowLayout& layout = rows.layout;
+    const int64_t input = number * kQuantGroup, left = call.weight->num_inputs - input, rest = layout.width - input;
+    const int64_t width = rest < kQuantGroup ? rest : kQuantGroup;
+    const int64_t place = row * layout.num_groups + input / layout.group_size;
+    alignas(64) int8_t integers[kQuantGroup];
+    T buffer[kQuantGroup];
+    if (left < kQuantGroup) std::memset(integers, 0, sizeof integers);
+    const T* whole = static_cast<const T*>(call.x) + row * call.x_stride;
+    const T* x = columns(whole, order, input, left < kQuantGroup ? left : kQuantGroup, buffer);
+    float* scale = rows.scales + row * layout.num_scales + number;
+    const int32_t sum = left < kQuantGroup ? quantize_row(x, left, integers, scale)
+                                           : quantize_row(x, kQuantGroup, integers, scale);  // a size known here
+    for (int64_t i = 0; i < width; i += 4, to += stride) std::memcpy(to, integers + i, 4);
+    fill_sums(integers, width, layout.group_size, sum, lacking, rows.biases + place, rows.sums + place);
+  }
+};
+
+// Group after group, as each writes its part of the panel from the first byte to the last.
 template <class T>
 void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
-  const QuantizedRows& rows = *call.quantized;
-  const RowLayout& layout = rows.layout;
-  const bool grouped = is_grouped(call.weight->type);
-  const int32_t lacking = (grouped ? call.weight->offset : -128) + lost(*call.weight);
-  const int32_t* order = grouped ? call.weight->order : nullptr;
-  int8_t* panel = rows.values + task.first_row * layout.width;
-  alignas(64) int8_t integers[kQuantGroup];
-  T buffer[kQuantGroup];
-  for (int64_t number = task.first_scale; number < task.first_scale + task.num_scales; ++number) {
-    const int64_t input = number * kQuantGroup, left = call.weight->num_inputs - input, rest = layout.width - input;
-    const int64_t width = rest < kQuantGroup ? rest : kQuantGroup, group = input / layout.group_size;
-    if (left < kQuantGroup) std::memset(integers, 0, sizeof integers);
-    for (int64_t row = 0; row < task.num_rows; ++row) {
-      const int64_t at = task.first_row + row, place = at * layout.num_groups + group;
-      const T* whole = static_cast<const T*>(call.x) + at * call.x_stride;
-      const T* x = columns(whole, order, input, left < kQuantGroup ? left : kQuantGroup, buffer);
-      float* scale = rows.scales + at * layout.num_scales + number;
-      const int32_t sum = left < kQuantGroup ? quantize_row(x, left, integers, scale)
-                                             : quantize_row(x, kQuantGroup, integers, scale);  // a size known here
-      int8_t* to = panel + input * task.num_rows + 4 * row;
-      for (int64_t i = 0; i < width; i += 4) std::memcpy(to + i * task.num_rows, integers + i, 4);
-      fill_sums(integers, width, layout.group_size, sum, lacking, rows.biases + place, rows.sums + place);
+  const RowQuantizer<T> quantizer{call};
+  const int64_t width = call.quantized->layout.width;
+  const RowGroups groups = RowGroups::of(*call.weight, task.num_rows);
+  int8_t* panel = call.quantized->values + task.first_row * width;
+  for (int64_t group = 0; group < groups.count; ++group) {
+    const int64_t first = groups.first(group), count = groups.first(group + 1) - first;
+    for (int64_t number = task.first_scale; number < task.first_scale + task.num_scales; ++number) {
+      int8_t* to = panel + first * width + number * kQuantGroup * count;
+      for (int64_t row = 0; row < count; ++row) {
+        quantizer.run(task.first_row + first + row, number, to + 4 * row, 4 * count);
+      }
     }
   }
 }
 
-#if defined(VLLM_LITE_MULTIPLIES_BYTES)
-constexpr int kVectors = 2;                    // of sums at a time
-constexpr int kGroup = kWidth == 16 ? 12 : 4;  // rows at a time: two sums each, and some weights, fill the registers
-constexpr int64_t kTile = 512;                 // inputs: a tile of a block's weights stays in L1 for all groups of rows
+constexpr int kVectors = 2;                            // of sums at a time
+constexpr int64_t kDepth = kWidth == 16 ? 1024 : 512;  // inputs: their sums stay in registers
 constexpr int64_t kQuadBytes = 4 * kBlock;
-constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kAheadBytes = 8192;
 
-// Rows of a panel from a multiple of kQuantGroup inputs on.
+// Rows of one group, from a multiple of kQuantGroup inputs on.
 struct Rows {
-  const int8_t* values;  // those of one group of inputs lie together, those of the next `stride` bytes behind
-  int64_t stride;
+  const int8_t* values;
   const float* scales;  // [rows][num_groups], like biases
   const int32_t* biases;
   int64_t num_groups;
-
-  Rows from(int64_t row) const {
-    return {values + 4 * row, stride, scales + row * num_groups, biases + row * num_groups, num_groups};
-  }
 };
 
 // total [R] += the products of four inputs with kVectors vectors of outputs.
@@ -155,11 +158,14 @@ VLLM_LITE_INLINE void multiply_quad(const int8_t* x, const uint8_t* bytes, Ints 
 #endif
 }
 
-// sums [R][sums_stride] += R rows times a tile of some of a block's outputs. A group that is alone asks for all that
+// The sums of R rows and some of a block's outputs go on with a tile of weights. Rows that are alone ask for all that
 // comes.
 template <int R, bool kAlone>
-void multiply(const Rows& rows, const uint8_t* tile, int64_t num_quads, float* sums, int64_t sums_stride, Ahead ahead) {
+void multiply(const Rows& rows, const uint8_t* tile, int64_t num_quads, Ahead ahead, const Sums<true>& sums, At at) {
   constexpr int64_t kAtOnce = kQuantGroup / 4;
+  Vec sum[R][kVectors];
+  sums.begin(at, sum);
+  const int8_t* x = rows.values;
   for (int64_t first = 0, group = 0; first < num_quads; first += kAtOnce, ++group) {
     Ints total[R][kVectors];
 #pragma GCC unroll 16
@@ -168,63 +174,77 @@ void multiply(const Rows& rows, const uint8_t* tile, int64_t num_quads, float* s
       for (int v = 0; v < kVectors; ++v) total[r][v] = all_ints(rows.biases[r * rows.num_groups + group]);
     }
     const int64_t left = num_quads - first, count = left < kAtOnce ? left : kAtOnce;
-    const int8_t* x = rows.values + first * rows.stride;
     const uint8_t* bytes = tile + first * kQuadBytes;
-    for (int64_t quad = 0; quad < count; ++quad, x += rows.stride, bytes += kQuadBytes) {
-      prefetch<kAlone ? kQuadBytes * kVectors * kWidth / kBlock : 64>(ahead, first + quad);
+    for (int64_t quad = 0; quad < count; ++quad, x += 4 * R, bytes += kQuadBytes) {
+      if constexpr (kAlone) {
+        prefetch<kQuadBytes * kVectors * kWidth / kBlock>(ahead, first + quad);
+      } else {
+        prefetch_l2<64>(ahead, first + quad);
+      }
       multiply_quad<R>(x, bytes, total);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec scale = splat(rows.scales[r * rows.num_groups + group]);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        float* sum = sums + r * sums_stride + v * kWidth;
-        store(sum, multiply_add(to_floats(total[r][v]), scale, load(sum)));
-      }
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_add(to_floats(total[r][v]), scale, sum[r][v]);
     }
   }
+  sums.end(at, sum);
 }
 
 // For `count` rows, 1 <= count <= R.
 template <int R, bool kAlone>
-void multiply_group(int64_t count, const Rows& rows, const uint8_t* tile, int64_t num_quads, float* sums,
-                    int64_t sums_stride, Ahead ahead) {
+void multiply_group(int64_t count, const Rows& rows, const uint8_t* tile, int64_t num_quads, Ahead ahead,
+                    const Sums<true>& sums, At at) {
   if constexpr (R > 1) {
-    if (count < R) return multiply_group<R - 1, kAlone>(count, rows, tile, num_quads, sums, sums_stride, ahead);
+    if (count < R) return multiply_group<R - 1, kAlone>(count, rows, tile, num_quads, ahead, sums, at);
   }
   ahead.step = ahead.step * kVectors * kWidth / kBlock;  // of a pass
   for (int64_t column = 0; column < kBlock; column += kVectors * kWidth, ahead.from += num_quads * ahead.step) {
-    multiply<R, kAlone>(rows, tile + 4 * column, num_quads, sums + column, sums_stride, ahead);
+    multiply<R, kAlone>(rows, tile + 4 * column, num_quads, ahead, sums, {at.row, column});
   }
 }
 
-// All rows of a task times a tile of one block; groups differ by one row at most. The next tile is at `next`.
-void multiply_rows(const Rows& rows, int64_t num_rows, const uint8_t* tile, int64_t num_quads, float* sums,
-                   int64_t sums_stride, const uint8_t* next) {
-  const int64_t num_groups = (num_rows + kGroup - 1) / kGroup, step = kQuadBytes / num_groups;
+// A task's rows from a multiple of kQuantGroup inputs on.
+struct Panel {
+  const LinearTask& task;
+  const QuantizedRows& all;
+  RowGroups groups;
+  int64_t input;
+
+  Rows rows(int64_t row, int64_t count) const {
+    const RowLayout& layout = all.layout;
+    const int64_t at = task.first_row + row, place = at * layout.num_groups + input / kQuantGroup;
+    return {all.values + at * layout.width + input * count, all.scales + place, all.biases + place, layout.num_groups};
+  }
+};
+
+// All rows of a task times a tile of one block. The next tile is at `next`.
+void multiply_rows(const Panel& panel, const uint8_t* tile, int64_t num_quads, const uint8_t* next,
+                   const Sums<true>& sums) {
   const char* from = reinterpret_cast<const char*>(next);
+  const int64_t num_rows = panel.groups.num_rows, num_groups = panel.groups.count;
   if (num_groups == 1) {
-    return multiply_group<kGroup, true>(num_rows, rows, tile, num_quads, sums, sums_stride, {from, step});
+    const Rows rows = panel.rows(0, num_rows);
+    return multiply_group<kAloneRows, true>(num_rows, rows, tile, num_quads, {from, kQuadBytes}, sums, {0, 0});
   }
-  for (int64_t group = 0, row = 0; group < num_groups; ++group) {
-    const int64_t end = (group + 1) * num_rows / num_groups;
-    const Ahead ahead = {from + group * num_quads * step, step};
-    multiply_group<kGroup, false>(end - row, rows.from(row), tile, num_quads, sums + row * sums_stride, sums_stride,
-                                  ahead);
-    row = end;
+  const int64_t step = kQuadBytes / num_groups;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t row = panel.groups.first(group), count = panel.groups.first(group + 1) - row;
+    const Rows rows = panel.rows(row, count);
+    multiply_group<kGroupRows, false>(count, rows, tile, num_quads, {from + group * num_quads * step, step}, sums,
+                                      {row, 0});
   }
 }
 
-void run_tiles(const LinearCall& call, const LinearTask& task, int64_t length, float* sums) {
-  const int64_t num_inputs = padded_inputs(call.weight->num_inputs, kInt8Weight);
-  const int64_t sums_stride = task.num_blocks * kBlock;
+void run(const LinearCall& call, const LinearTask& task) {
+  alignas(64) float memory[kMaxRows * kMaxBlocks * kBlock];
+  const int64_t num_inputs = call.quantized->layout.width, stride = task.num_blocks * kBlock;
+  const int64_t length = task.num_rows <= kAloneRows ? num_inputs : kDepth;
   const uint8_t* blocks = static_cast<const uint8_t*>(call.weight->data) + task.first_block * kBlock * num_inputs;
-  const QuantizedRows& all = *call.quantized;
   for (int64_t input = 0; input < num_inputs; input += length) {
-    const int64_t first_group = task.first_row * all.layout.num_groups + input / kQuantGroup;
-    const Rows rows = {all.values + task.first_row * num_inputs + input * task.num_rows, 4 * task.num_rows,
-                       all.scales + first_group, all.biases + first_group, all.layout.num_groups};
+    const Panel panel = {task, *call.quantized, RowGroups::of(*call.weight, task.num_rows), input};
     const int64_t left = num_inputs - input, count = left < length ? left : length;
     for (int64_t block = 0; block < task.num_blocks; ++block) {
       const uint8_t* tile = blocks + (block * num_inputs + input) * kBlock;
@@ -232,7 +252,14 @@ void run_tiles(const LinearCall& call, const LinearTask& task, int64_t length, f
                             : block + 1 < task.num_blocks ? tile + num_inputs * kBlock
                             : input + length < num_inputs ? blocks + (input + length) * kBlock
                                                           : tile;
-      multiply_rows(rows, task.num_rows, tile, count / 4, sums + block * kBlock, sums_stride, next);
+      const Sums<true> sums = {memory + block * kBlock,
+                               stride,
+                               input > 0,
+                               count == left,
+                               &call,
+                               task.first_row,
+                               (task.first_block + block) * kBlock};
+      multiply_rows(panel, tile, count / 4, next, sums);
     }
   }
 }
@@ -258,21 +285,17 @@ void quantize(const void* x, int32_t type, int64_t count, int8_t* to, float* sca
   }
 }
 
-void quantize_rows(const LinearCall& call, const QuantizeTask& task) {
+void quantize_rows([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const QuantizeTask& task) {
+#if defined(VLLM_LITE_MULTIPLIES_BYTES)
   if (call.x_type == kFloat32) return quantize_panel<float>(call, task);
   if (call.x_type == kFloat16) return quantize_panel<Float16>(call, task);
   quantize_panel<BFloat16>(call, task);
+#endif
 }
 
 void linear_int8([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const LinearTask& task) {
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
-  alignas(64) float sums[kMaxRows * kMaxBlocks * kBlock];
-  const int64_t stride = task.num_blocks * kBlock;
-  std::memset(sums, 0, static_cast<size_t>(task.num_rows * stride) * sizeof *sums);
-  run_tiles(call, task, task.num_rows <= kGroup ? padded_inputs(call.weight->num_inputs, kInt8Weight) : kTile, sums);
-  if (call.out_type == kFloat32) return write<float>(call, task, sums, stride);
-  if (call.x_type == kFloat16) return write<Float16>(call, task, sums, stride);
-  write<BFloat16>(call, task, sums, stride);
+  run(call, task);
 #endif
 }
 
