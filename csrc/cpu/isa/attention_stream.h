@@ -51,10 +51,11 @@ VLLM_LITE_INLINE void multiply_words(const float* query, int stride, int num_row
 #if defined(__AVX512F__)
   Vec words[16];
   turn(keys, 4 * word, count, words);
+  query += word;  // what is left to add are constants, which take no register
   for (int i = 0; i < num_rows; ++i, query += stride) {
     Vec sum = load(to[i]);
 #pragma GCC unroll 16
-    for (int n = 0; n < 16; ++n) sum = Words::add_product(sum, query[word + n], words[n]);
+    for (int n = 0; n < 16; ++n) sum = Words::add_product(sum, query[n], words[n]);
     store(to[i], sum);
   }
 #else
