@@ -165,7 +165,8 @@ def test_the_largest_bytes_and_integers_are_exact(values: torch.Tensor, zero: in
 @pytest.mark.parametrize("kind", ["plain", "minima", "zero points"])
 @pytest.mark.usefixtures("two_threads")
 def test_tiles_add_groups_up_as_vectors_do(values: torch.Tensor, kind: str) -> None:
-    """Bit for bit, in more than one part of the inputs and of the rows, in more than one task."""
+    """Bit for bit, in more than one part of the inputs and of the rows, in more than one task; as do vectors of one
+    width with VNNI and without."""
     weight = grouped(300, 1300, 128, values, minima=kind == "minima", scales=torch.bfloat16)
     if kind == "zero points":
         zeros = torch.randint(-3, 17, weight.scales.shape, generator=torch.Generator().manual_seed(5)).float()
@@ -173,7 +174,7 @@ def test_tiles_add_groups_up_as_vectors_do(values: torch.Tensor, kind: str) -> N
     packed = PackedWeight(weight, random(300))
     for num_rows in (13, 33, 270):
         x, outs = random(num_rows, 1300, dtype=torch.bfloat16), []
-        for isa in ("avx512_bf16", "amx_emulated", *(["amx"] if has_amx() else [])):
+        for isa in ("avx512_bf16", "avx512", "amx_emulated", *(["amx"] if has_amx() else [])):
             for _ in using_isa(isa):
                 outs.append(torch.full((num_rows, 300), math.nan))
                 linear(x, packed, outs[-1])

@@ -125,6 +125,17 @@ def test_rows_may_be_strided_and_outputs_are_rounded(
     assert (out[:, 88:] == 7).all()
 
 
+@pytest.mark.parametrize("num_rows", [1, 12, 97])
+def test_integers_have_the_same_bits_with_vnni_and_without(num_rows: int) -> None:
+    outs = []
+    for isa in ("avx512_bf16", "avx512"):
+        for _ in using_isa(isa):
+            x, weight = random(num_rows, 1300, dtype=torch.bfloat16), random(70, 1300)
+            outs.append(torch.empty(num_rows, 70))
+            linear(x, PackedWeight(weight, int8=True), outs[-1])
+    assert torch.equal(*outs)
+
+
 @pytest.mark.skipif(not has_amx(), reason="a processor without AMX")
 @pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])
 def test_tiles_in_plain_code_do_what_the_processor_does(int8: bool) -> None:

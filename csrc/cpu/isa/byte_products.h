@@ -1,17 +1,17 @@
-// Bytes times integers, added up exactly in 32 bits: by VNNI, or by AVX2, whose products of bytes are added up in 16
-// bits first. VLLM_LITE_MULTIPLIES_BYTES is defined where there is a way.
+// Bytes times integers, added up exactly in 32 bits: by VNNI, or by AVX2 and AVX-512, whose products of bytes are added
+// up in 16 bits first. VLLM_LITE_MULTIPLIES_BYTES is defined where there is a way.
 #pragma once
 
 #include "../linear.h"
 #include "simd.h"
 
-#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#if defined(__AVX2__)
 #define VLLM_LITE_MULTIPLIES_BYTES
 
 namespace VLLM_LITE_ISA {
 namespace {
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
 
 typedef __m512i Ints;  // bytes, or kWidth sums
 
@@ -41,17 +41,6 @@ VLLM_LITE_INLINE Ints shuffle_bytes(Ints x, Ints places) {  // within 16
 }
 VLLM_LITE_INLINE Ints widen_bytes(const char* from) {  // kWidth of them
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-
-// As an instruction, as GCC 12 makes copies of the sums otherwise, more than there are registers: with 12 rows it takes
-// 1.4 times as long.
-VLLM_LITE_INLINE void add_products(Ints& total, Ints bytes, Ints integers) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(bytes), "v"(integers));
-}
-
-// Bytes that kernels take as they are: none is taken off.
-VLLM_LITE_INLINE int32_t taken_off(const PackedWeight&) {
-  return 0;
 }
 
 #else
@@ -86,6 +75,23 @@ VLLM_LITE_INLINE Ints widen_bytes(const char* from) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 }
 
+#endif
+
+#if defined(__AVX512VNNI__)
+
+// As an instruction, as GCC 12 makes copies of the sums otherwise, more than there are registers: with 12 rows it takes
+// 1.4 times as long.
+VLLM_LITE_INLINE void add_products(Ints& total, Ints bytes, Ints integers) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(bytes), "v"(integers));
+}
+
+// Bytes that kernels take as they are: none is taken off.
+VLLM_LITE_INLINE int32_t taken_off(const PackedWeight&) {
+  return 0;
+}
+
+#else
+
 // Two products of a byte up to kNarrow and two more, each with an integer up to 127, fit in 16 bits. Larger bytes less
 // 128 are signed: their size is multiplied by the integer that has taken over their sign, two products at a time.
 constexpr int32_t kNarrow = 64;
@@ -103,6 +109,21 @@ VLLM_LITE_INLINE int32_t taken_off(const PackedWeight& weight) {
   return are_narrow(weight) ? 0 : 128;
 }
 
+#if defined(__AVX512F__)
+VLLM_LITE_INLINE Ints signed_bytes(Ints x) {
+  return _mm512_xor_si512(x, all_bytes(INT8_MIN));
+}
+VLLM_LITE_INLINE Ints add_pairs(Ints total, Ints products) {
+  return _mm512_add_epi32(total, _mm512_madd_epi16(products, _mm512_set1_epi16(1)));
+}
+VLLM_LITE_INLINE Ints add_narrow(Ints total, Ints first, Ints x, Ints second, Ints y) {
+  return add_pairs(total, _mm512_add_epi16(_mm512_maddubs_epi16(first, x), _mm512_maddubs_epi16(second, y)));
+}
+VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
+  const Ints turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(bytes), _mm512_setzero_si512(), x);
+  return add_pairs(total, _mm512_maddubs_epi16(_mm512_abs_epi8(bytes), turned));
+}
+#else
 VLLM_LITE_INLINE Ints signed_bytes(Ints x) {
   return _mm256_xor_si256(x, all_bytes(INT8_MIN));
 }
@@ -116,6 +137,7 @@ VLLM_LITE_INLINE Ints add_narrow(Ints total, Ints first, Ints x, Ints second, In
 VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
   return add_pairs(total, _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), _mm256_sign_epi8(x, bytes)));
 }
+#endif
 
 #endif
 

@@ -221,7 +221,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def multiplies_bytes() -> bool:
-    """Whether products with int8 weights quantize their rows: with AVX2, and with AVX512-VNNI and AVX512-BF16."""
+    """Whether products with int8 weights quantize their rows: with AVX2, and with AVX-512."""
     return bool(function("vllm_lite_multiplies_bytes", (), int32)())
 
 
