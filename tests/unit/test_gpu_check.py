@@ -40,28 +40,45 @@ def run(*flags: str, **env: str) -> "subprocess.CompletedProcess[str]":
 # ---- as a whole
 
 
-@pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
-def test_emulated_with_a_few_cases(tmp_path: Path) -> None:
-    flags = ["--emulate", "--parts", "cases,graphs", "--cases", "paged_attention", "--max-cases", "1"]
-    done = run(*flags, "--out", str(tmp_path), "--limit-s", str(scaled(100)))
+PARTS = "cases,graphs,bench,parallel,recovery"
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """All parts that the emulator can do, one after another as on a GPU: what is written, and what is printed."""
+    if emulator.available() is None:
+        pytest.skip("no C++ compiler for the emulator")
+    folder = tmp_path_factory.mktemp("emulated")
+    flags = ["--emulate", "--parts", PARTS, "--cases", "paged_attention", "--max-cases", "1"]
+    done = run(*flags, "--out", str(folder), "--limit-s", str(scaled(100)))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "emulator-check.json").read_text())
+    return folder, done.stdout
+
+
+@pytest.fixture
+def found(emulated: tuple[Path, str]) -> dict[str, Any]:
+    everything: dict[str, Any] = json.loads((emulated[0] / "emulator-check.json").read_text())
+    return everything
+
+
+def test_emulated_cases_and_graphs(emulated: tuple[Path, str], found: dict[str, Any]) -> None:
     assert found["cases"] == {"paged_attention_cases": {"passed": 1, "failed": {}}}
     assert len(found["graphs"]) == 8
     assert set(found["graphs"].values()) == {"equal"}
     assert found["problems"] == []
     assert {"device", "date", "commit", "versions"} <= set(found)
-    assert "no problems" in done.stdout
+    assert "no problems" in emulated[1]
 
 
-@pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
-def test_emulated_measurements_have_the_form_that_others_read(tmp_path: Path) -> None:
-    done = run("--emulate", "--parts", "bench", "--out", str(tmp_path), "--limit-s", str(scaled(100)))
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads((tmp_path / "emulator-kernels.json").read_text())
-    lines = [json.loads(line) for line in (tmp_path / "gpu_check.jsonl").read_text().splitlines()]
-    assert [line["kernel"] for line in lines if "kernel" in line] == [row["kernel"] for row in figures["rows"]]
-    assert {"date", "commit", "device", "part"} < set(lines[0])
+def test_emulated_measurements_have_the_form_that_others_read(
+    emulated: tuple[Path, str], found: dict[str, Any]
+) -> None:
+    folder, _ = emulated
+    figures = json.loads((folder / "emulator-kernels.json").read_text())
+    lines = [json.loads(line) for line in (folder / "gpu_check.jsonl").read_text().splitlines()]
+    rows = [line for line in lines if "kernel" in line]
+    assert [line["kernel"] for line in rows] == [row["kernel"] for row in figures["rows"]]
+    assert {"date", "commit", "device", "part"} < set(rows[0])
     assert set(figures) == {"device", "date", "commit", "rows"}
     for row in figures["rows"]:
         assert {"kernel", "shape", "limit", "share"} < set(row)
@@ -82,20 +99,14 @@ def test_emulated_measurements_have_the_form_that_others_read(tmp_path: Path) ->
         linear.DENSE,
         *(f"linear, {kind.name}" for kind in linear.KINDS),
     } < kernels
-    assert "launch: decode_attention, us" in json.loads((tmp_path / "emulator-check.json").read_text())["bench"]
+    assert "launch: decode_attention, us" in found["bench"]
 
 
-def test_emulated_ranks_share_a_model(tmp_path: Path) -> None:
-    done = run("--emulate", "--parts", "parallel", "--out", str(tmp_path), "--limit-s", str(scaled(100)))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "emulator-check.json").read_text())
+def test_emulated_ranks_share_a_model(found: dict[str, Any]) -> None:
     assert found["parallel"] == dict.fromkeys(parallel.CHECKS, "equal")
 
 
-def test_emulated_processes_are_killed(tmp_path: Path) -> None:
-    done = run("--emulate", "--parts", "recovery", "--out", str(tmp_path), "--limit-s", str(scaled(100)))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "emulator-check.json").read_text())
+def test_emulated_processes_are_killed(found: dict[str, Any]) -> None:
     assert found["recovery"] == dict.fromkeys(recovery.CHECKS, "equal")
 
 
