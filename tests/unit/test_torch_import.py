@@ -17,6 +17,7 @@ import torch
 module = sys.modules[torch_import.PUT_OFF]
 is_put_off = lambda: "activate_meta" not in vars(module)
 assert sum(type(finder).__name__ == "_PutOff" for finder in sys.meta_path) == 1
+assert "cuda.bindings" not in sys.modules
 assert is_put_off() and "torch._meta_registrations" in repr(module)
 inspect.getmodule(sys._getframe())  # looks at all modules
 torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
@@ -53,6 +54,11 @@ with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
     torch.compile(lambda x: x.cumsum(0), backend='eager')(torch.ones(2, 2))
 """,
     "transformers is imported": "import transformers",
+    "CUDA's bindings are wanted by somebody else": """
+if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"):
+    importlib.import_module("cuda.bindings.nvrtc")
+torch_import.complete()
+""",
     "weights are drawn": """
 from vllm_lite.layers.weight_slot import whole_slot
 from vllm_lite.models.weights import _random

@@ -6,6 +6,9 @@ Modules of torch count on it: torch._dynamo, which torch.profiler and torch.comp
 without. So it runs before anything is imported that `import torch` did not bring, and all of that finds torch as it
 always is. Only who computes on the "meta" device, or makes a Generator, without importing anything has to call
 `complete`.
+
+What torch.cuda would load of CUDA's bindings, where they are installed, is left out altogether: a twentieth more, for a
+process that uses no GPU.
 """
 
 import sys
@@ -18,6 +21,8 @@ from typing import Any
 
 PUT_OFF = "torch._meta_registrations"
 NEEDS_IT = "transformers"
+LEFT_OUT = "cuda.bindings"
+"""torch.cuda does without if it cannot be imported; once torch is there, those who want it find it."""
 
 
 class _Later(ModuleType):
@@ -57,6 +62,8 @@ class _Loaded(Loader):
 
 class _PutOff(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name == LEFT_OUT and _is_being_imported("torch"):
+            raise ModuleNotFoundError(f"{name} is left out: this process uses no GPU", name=name)
         if name == NEEDS_IT or (name.startswith("torch.") and not _is_being_imported("torch")):
             complete()
             if name in sys.modules:
@@ -72,7 +79,7 @@ class _PutOff(MetaPathFinder):
 
 
 def put_off() -> None:
-    """To be called before torch is imported; later it does nothing."""
+    """To be called before torch is imported, by a process that uses no GPU; later it does nothing."""
     if "torch" not in sys.modules and not any(isinstance(finder, _PutOff) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PutOff())
 
