@@ -112,19 +112,28 @@ class Wire:
 
 
 Connect = Callable[..., Wire]
+Expected = Callable[..., dict[Any, Any]]
 
 
 def shown(*pieces: bytes) -> dict[Any, Any]:
     return content([data for piece in pieces for _, data in events_in(piece)])
 
 
-def expected(connect: Connect, **changes: Any) -> dict[Any, Any]:
-    """What a stream shows that is not cut."""
-    wire = connect()
-    wire.start({**CHAT, "resumable": False, **changes}, "whole")
-    data = wire.read()
-    assert b"id: " not in data
-    return shown(data)
+@pytest.fixture(scope="module")
+def expected(server: Server) -> Expected:
+    """What a stream shows that is not cut. Each is asked for once: the server is slow on purpose."""
+    known: dict[str, bytes] = {}
+
+    def find(**changes: Any) -> dict[Any, Any]:
+        if (key := json.dumps(changes)) not in known:
+            with ExitStack() as stack:
+                wire = Wire(stack, server)
+                wire.start({**CHAT, "resumable": False, **changes}, "whole")
+                known[key] = wire.read()
+        assert b"id: " not in known[key]
+        return shown(known[key])
+
+    return find
 
 
 def broken(connect: Connect, name: str, numbers: list[int], end: Callable[[Wire], None], **changes: Any) -> Any:
@@ -148,9 +157,11 @@ def broken(connect: Connect, name: str, numbers: list[int], end: Callable[[Wire]
 
 
 @pytest.mark.parametrize("end", [Wire.shut, Wire.reset, Wire.stay])
-def test_a_stream_goes_on_over_other_connections(connect: Connect, end: Callable[[Wire], None]) -> None:
+def test_a_stream_goes_on_over_other_connections(
+    connect: Connect, expected: Expected, end: Callable[[Wire], None]
+) -> None:
     changes = {"n": 2, "logprobs": True, "top_logprobs": 1}
-    whole = expected(connect, **changes)
+    whole = expected(**changes)
     found = broken(connect, f"cut-{end.__name__}", [0, 0, 0, 0], end, **changes)
     for choice in (0, 1):
         assert [entry["token"] for entry in found[choice].pop("scores")] == [
@@ -161,8 +172,8 @@ def test_a_stream_goes_on_over_other_connections(connect: Connect, end: Callable
     assert found["done"] == 1
 
 
-def test_a_stream_goes_on_at_the_other_server_and_back(connect: Connect, session: Session) -> None:
-    whole = expected(connect)
+def test_a_stream_goes_on_at_the_other_server_and_back(connect: Connect, expected: Expected, session: Session) -> None:
+    whole = expected()
     found = broken(connect, "wander", [0, 1, 0, 1], Wire.shut)
     assert found[0] == whole[0]
     assert (found["done"], found["errors"]) == (1, [])
@@ -234,9 +245,11 @@ def test_ids_do_not_disturb_the_package_of_openai(server: Server) -> None:
 
 
 @pytest.mark.parametrize("whose", ["vllm_lite.worker.process", "vllm_lite.engine.process"])
-def test_streams_go_on_when_a_process_is_killed(server: Server, connect: Connect, whose: str) -> None:
+def test_streams_go_on_when_a_process_is_killed(
+    server: Server, connect: Connect, expected: Expected, whose: str
+) -> None:
     """Over connections that live, and over one that breaks while nothing can answer."""
-    whole = expected(connect)
+    whole = expected()
     name = whose.split(".")[1]
     plain, resumable, cut = connect(), connect(0), connect(0)
     for wire, call in ((plain, "plain"), (resumable, "resumable"), (cut, "cut")):
