@@ -13,11 +13,12 @@ from vllm_lite.tools.bench.step_worker import call_names
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_parts_of_a_step_add_up(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first of several workers is shown, which answers and samples like the others."""
-    arguments = ["bench", "step", "--streams", "3", "--context", "40", "--steps", "24"]
+    """The first of several workers is shown, which answers and samples like the others. So many steps that the streams
+    decode together for most of them also where their requests come apart, on a busy machine."""
+    arguments = ["bench", "step", "--streams", "3", "--context", "140", "--steps", "200"]
     assert cli.main([*arguments, "-tp", str(tp), "--cpu-threads", str(2 // tp), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert (figures["streams"], figures["context"], figures["threads"]) == (3, 40, 2)
+    assert (figures["streams"], figures["context"], figures["threads"]) == (3, 140, 2)
     for process in ("worker", "engine"):
         parts = dict(figures[process])
         whole = parts.pop("step")
