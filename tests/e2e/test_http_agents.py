@@ -6,19 +6,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
 from tests.deadlines import scaled
 from tests.e2e.test_http_tools import TEMPLATE
 from tests.http_server import Server, serving
+
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI  # a second, that every process which collects the tests would take
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLOSING_BRACE = 97
@@ -48,7 +49,9 @@ def api(server: Server) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def chat(server: Server) -> Iterator[ChatOpenAI]:
+def chat(server: Server) -> "Iterator[ChatOpenAI]":
+    from langchain_openai import ChatOpenAI
+
     with httpx.Client(timeout=scaled(60)) as http:
         settings: Any = {"model": "demo_model", "base_url": server.url + "/v1", "api_key": "none", "http_client": http}
         settings |= {"max_retries": 0, "max_tokens": 300, "seed": 1}
@@ -107,11 +110,11 @@ def test_openai_parses_calls(api: OpenAI, choice: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain_has_structured_output(chat: ChatOpenAI, method: Any) -> None:
+def test_langchain_has_structured_output(chat: "ChatOpenAI", method: Any) -> None:
     assert isinstance(chat.with_structured_output(Weather, method=method).invoke("the weather"), Weather)
 
 
-def test_langchain_has_json_mode(chat: ChatOpenAI) -> None:
+def test_langchain_has_json_mode(chat: "ChatOpenAI") -> None:
     """Any object is right, and would be long: a likely closing brace keeps it short."""
     short = chat.model_copy(update={"logit_bias": {CLOSING_BRACE: 100}})
     answer: Any = short.with_structured_output(None, method="json_mode", include_raw=True).invoke("as JSON")
@@ -119,7 +122,9 @@ def test_langchain_has_json_mode(chat: ChatOpenAI) -> None:
     assert answer["parsing_error"] is None
 
 
-def test_langchain_calls_tools_and_goes_on(chat: ChatOpenAI) -> None:
+def test_langchain_calls_tools_and_goes_on(chat: "ChatOpenAI") -> None:
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+
     bound = chat.bind_tools([Weather], tool_choice="any")
     question = HumanMessage("the weather")
     whole = bound.invoke([question])

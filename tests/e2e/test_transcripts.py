@@ -12,7 +12,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import ollama
 import openai
 import pytest
@@ -64,6 +63,8 @@ class Clients:
     """One of each, for a server."""
 
     def __init__(self, url: str) -> None:
+        import anthropic  # two seconds, that every process which collects the tests would take
+
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=scaled(30.0))
         self.anthropic = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=scaled(30.0))
         self.ollama = ollama.Client(url, timeout=scaled(30.0))
@@ -131,6 +132,8 @@ CASES: dict[str, Callable[[Clients], Any]] = {
 
 def events(ask: Callable[[Clients], Any], to: Clients) -> Iterator[Any]:
     """What comes, as plain values; an error is an event as well."""
+    import anthropic
+
     try:
         found = ask(to)
         one = hasattr(found, "model_dump")
