@@ -1,8 +1,8 @@
 """How fast this machine could serve a workload of peers.py at the most: what any engine's figure is to be held against.
 
 Of products with weights, and of attention, which wait for each other, either the arithmetic counts, at the speed of
-products in registers, or the bytes, at the speed of reading memory, whichever takes longer. Faster than that could be what
-a cache holds, and steps that attend for some sequences while they multiply for others.
+products in registers, or the bytes, at the speed of reading memory, whichever takes longer. Faster than that could be
+what a cache holds, and steps that attend for some sequences while they multiply for others.
 """
 
 import json
