@@ -1,8 +1,9 @@
 """How fast this machine could serve a workload of peers.py at the most: what any engine's figure is to be held against.
 
-Of products with weights, and of attention, which wait for each other, either the arithmetic counts, at the speed of
-products in registers, or the bytes, at the speed of reading memory, whichever takes longer. Faster than that could be
-what a cache holds, and steps that attend for some sequences while they multiply for others.
+A step multiplies by weights, then attends. Each takes the time of its arithmetic, at the speed of products in
+registers, or that of its bytes, at the speed of reading memory, whichever is longer. Faster could be what a cache
+holds, what sequences have in common and is read once for all, and steps that attend for some of them while they
+multiply for others.
 """
 
 import json
@@ -18,7 +19,6 @@ KV_BYTES = 2
 FIELDS = (
     "num_attention_heads",
     "num_key_value_heads",
-    "head_dim",
     "num_hidden_layers",
     "hidden_size",
     "intermediate_size",
@@ -39,11 +39,13 @@ class Machine:
     @classmethod
     def measured(cls, num_threads: int) -> "Machine | None":
         """None where the native library is missing, or knows no faster products than float32's."""
-        import torch  # here, as only this needs what is measured to be installed
+        try:
+            import torch  # here, as the rest of peers.py needs nothing to be installed
 
-        from vllm_lite.kernels import cpu
-        from vllm_lite.tools.bench.kernels_timing import peak_gflop_s, read_bandwidth_gb_s
-
+            from vllm_lite.kernels import cpu
+            from vllm_lite.tools.bench.kernels_timing import peak_gflop_s, read_bandwidth_gb_s
+        except ImportError:
+            return None
         if not cpu.available() or cpu.isa() not in FAST_INTEGERS:
             return None
         kinds = (torch.bfloat16, torch.int8)
@@ -52,10 +54,11 @@ class Machine:
 
 
 class Shape:
-    """What a token costs in a model with Llama's layers, and `dtype`'s weights."""
+    """What a token costs in a Llama with `dtype`'s weights."""
 
     def __init__(self, config: dict[str, Any], dtype: str, machine: Machine) -> None:
-        heads, kv_heads, head, layers, hidden, inner, vocab = (int(config[field]) for field in FIELDS)
+        heads, kv_heads, layers, hidden, inner, vocab = (int(config[field]) for field in FIELDS)
+        head = int(config.get("head_dim") or hidden // heads)
         inside = layers * hidden * (2 * heads * head + 2 * kv_heads * head + 3 * inner)
         outside = hidden * vocab
         products = machine.bfloat16 if dtype == "bf16" else machine.integers
@@ -96,12 +99,15 @@ def least_seconds(shape: Shape, requests: list[dict[str, Any]]) -> tuple[float, 
 def limit(machine: Machine, model: Path, dtype: str, requests: list[dict[str, Any]], *, alone: bool) -> float | None:
     """Tokens a second: `alone` those of one stream behind its first token, else all tokens in the time of everything.
 
-    None for a model whose config.json is not one of a Llama.
+    None for a model whose config.json is not that of a Llama, and for one stream that ends with its first token.
     """
     try:
-        shape = Shape(json.loads((model / "config.json").read_text()), dtype, machine)
-    except (OSError, ValueError, KeyError):
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
         return None
+    if config.get("model_type") != "llama" or (alone and requests[0]["n"] == 1):
+        return None
+    shape = Shape(config, dtype, machine)
     prompts, decode = least_seconds(shape, requests)
     tokens: int = sum(request["n"] for request in requests)
     return (tokens - len(requests)) / decode if alone else tokens / (prompts + decode)

@@ -5,7 +5,7 @@
 
 The text is FILE, or what the unquantized model samples at temperature 1 by itself, so that any model can be measured,
 also one with random weights. Both models then read it through our layers and attention. Run it once more with
-VLLM_LITE_ISA=avx512 for products that leave the rows as they are (weights alone quantized).
+VLLM_LITE_ISA=baseline for products that leave the rows as they are (weights alone quantized).
 """
 
 import argparse

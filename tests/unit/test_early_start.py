@@ -19,6 +19,8 @@ from vllm_lite.client import supervisor
 from vllm_lite.client.launch import ENGINE_MODULE
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import process_early
+from vllm_lite.engine.process import EngineProcess
+from vllm_lite.engine.worker_groups import WorkerGroups
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup
@@ -108,7 +110,6 @@ def test_nothing_starts_where_no_engine_will(words: list[str], monkeypatch: pyte
     [
         (ENGINE_MODULE, {}, True),
         ("another", {}, False),
-        (ENGINE_MODULE, {"single_process": True}, False),
         (ENGINE_MODULE, {"tensor_parallel_size": 2}, False),
         (ENGINE_MODULE, {"distributed_executor_backend": "ray"}, False),
     ],
@@ -116,25 +117,25 @@ def test_nothing_starts_where_no_engine_will(words: list[str], monkeypatch: pyte
 def test_an_engine_with_one_worker_here_starts_it_early_in_every_life(
     module: str, settings: dict[str, object], is_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[str, ...]] = []
-    monkeypatch.setattr(supervise, "spawn_early", lambda *modules: calls.append(modules))
-    monkeypatch.setattr(supervise, "spawn", lambda module, *_, **__: calls.append((module,)))
+    entries: list[str | None] = []
+    monkeypatch.setattr(supervise, "spawn", lambda *_, entry, **__: entries.append(entry))
     config = EngineConfig.check(settings).resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
     life = SimpleNamespace(_module=module, _settings=EngineSettings(config, "ipc:///a", "none"), _wakeup=Wakeup())
     for _ in range(2):
         supervisor.EngineSupervisor._spawn(cast("supervisor.EngineSupervisor", life))
-    each = [(ENGINE_MODULE, cli.ENGINE_EARLY), (module,)] if is_early else [(module,)]
-    assert calls == each * 2
+    assert entries == [cli.ENGINE_EARLY if is_early else None] * 2
     life._wakeup.close()
 
 
-def test_one_child_at_most_waits_for_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str] = []
-    monkeypatch.setattr(supervise, "_early", {})
-    monkeypatch.setattr(supervise, "ChildProcess", lambda module, _name: started.append(module))
-    supervise.spawn_early(ENGINE_MODULE, "first")
-    supervise.spawn_early(ENGINE_MODULE, "second")
-    assert started == ["first"]
+def test_an_engine_that_begins_asleep_keeps_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one that its entry point had started: others may have the memory."""
+    calls: list[str] = []
+    monkeypatch.setattr(supervise, "end_early", lambda: calls.append("end"))
+    before = SimpleNamespace(ready="ready", num_blocks=1, num_host_blocks=2)
+    groups = SimpleNamespace(adopt=lambda *_: calls.append("adopt"))
+    life = cast("EngineProcess", SimpleNamespace(_before=before))
+    assert EngineProcess._start_workers(life, cast("WorkerGroups", groups))[0] == before.ready
+    assert calls == ["end", "adopt"]
 
 
 def test_a_bad_flag_ends_with_one_sentence_and_leaves_no_process() -> None:

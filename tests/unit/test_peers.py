@@ -141,6 +141,7 @@ def test_equality_is_counted_over_the_same_repeats():
 
 
 LLAMA = {
+    "model_type": "llama",
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 4,
@@ -189,6 +190,16 @@ def test_a_limit_in_tokens_a_second(tmp_path):
     assert limits.limit(machine, tmp_path, "bf16", requests, alone=True) == 3 / decode
     assert limits.limit(machine, tmp_path, "bf16", requests, alone=False) == 5 / (prompts + decode)
     assert limits.limit(machine, tmp_path / "none", "bf16", requests, alone=True) is None
+    assert limits.limit(machine, tmp_path, "bf16", [{"prompt": [1], "n": 1}], alone=True) is None
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "gemma"}))
+    assert limits.limit(machine, tmp_path, "bf16", requests, alone=True) is None
+
+
+@pytest.mark.parametrize("head_dim", [{}, {"head_dim": None}])
+def test_heads_share_the_hidden_size_where_nothing_else_is_said(head_dim):
+    config = {name: value for name, value in LLAMA.items() if name != "head_dim"} | head_dim
+    shapes = [limits.Shape(each, "bf16", limits.Machine(1.0, 1.0, 1.0)) for each in (config, LLAMA)]
+    assert shapes[0].decode_s([7]) == shapes[1].decode_s([7])
 
 
 # ---- rounds, resuming, failures

@@ -32,6 +32,15 @@ def test_of_a_time_without_a_look_little_counts() -> None:
     assert silence.seconds() == 6
 
 
+def test_nobody_was_heard_in_the_future() -> None:
+    """As it would be after end() by another thread, between the look at the clock and what follows from it."""
+    clock = Clock()
+    silence = Silence(3.0, clock)
+    clock.now_s += 3600
+    silence._heard_s = clock.now_s
+    assert silence.seconds() == 0
+
+
 def test_an_end_counts_as_a_look() -> None:
     clock = Clock()
     silence = Silence(3.0, clock)

@@ -226,6 +226,12 @@ def test_spawn_takes_the_child_that_was_started_early_once(early: int, tmp_path:
     assert [one.wait() for one in exits] == ["exit status 7"] * 2, "stop() asks a child that has its settings to end"
 
 
+def test_another_entry_point_may_do_what_the_module_does(tmp_path: Path) -> None:
+    child = supervise.spawn("no.such.module", Settings(str(tmp_path / "m"), "wait"), "c", Exits(), entry=CHILD)
+    assert int(wait_for(tmp_path / "m")) == child.pid
+    child.stop(DEADLINE_S)
+
+
 def test_a_child_that_inherits_descriptors_is_not_the_early_one(early: int, tmp_path: Path) -> None:
     with open(tmp_path / "file", "w") as file:
         child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "wait"), "c", Exits(), fds=(file.fileno(),))

@@ -41,7 +41,7 @@ RECOVERY_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 2.0
 _IDLE_POLL_MS = 1000
 _BUSY_POLL_MS = 5
-_MOST_APART_S = 3.0
+_MOST_APART_S = 3.0  # it looks once a second at least
 MAX_MOVES = 3
 """How often a stream goes on in another engine: one that ends engines is not to end them all."""
 

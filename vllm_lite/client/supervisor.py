@@ -29,7 +29,7 @@ STOPPED, BAD_INPUT, GAVE_UP = (f"exit status {status}" for status in (0, 2, 3))
 JOIN_S = 2.0
 _IDLE_S = 60.0
 EARLY_ENTRIES = {"vllm_lite.engine.process": "vllm_lite.engine.process_early"}
-"""Entry points of the engine that start its worker before they import what they need."""
+"""Entry points of the engine that start its one worker before they import what they need."""
 
 logger = log.get(__name__)
 
@@ -198,9 +198,9 @@ class EngineSupervisor:
             self._owner.on_life(self._child.pid, is_ready=True)
 
     def _spawn(self) -> Child:
-        config, entry = self._settings.config, EARLY_ENTRIES.get(self._module)
-        in_thread, is_spread = config.single_process, config.distributed_executor_backend == "ray"
-        if entry is not None and config.tensor_parallel_size == 1 and not in_thread and not is_spread:
-            supervise.spawn_early(self._module, entry)
+        config = self._settings.config
+        has_one_here = config.tensor_parallel_size == 1 and config.distributed_executor_backend != "ray"
+        entry = EARLY_ENTRIES.get(self._module) if has_one_here else None
         on_exit = lambda _: self._wakeup.set()  # noqa: E731
-        return supervise.spawn(self._module, self._settings, "engine", on_exit, in_thread=in_thread)
+        in_thread = config.single_process
+        return supervise.spawn(self._module, self._settings, "engine", on_exit, in_thread=in_thread, entry=entry)

@@ -130,6 +130,7 @@ class EngineProcess:
         memory."""
         before = self._before
         if before is not None and before.ready is not None:
+            supervise.end_early()
             groups.adopt(before.ready, before.num_blocks, before.num_host_blocks)
             return before.ready, Sizes(before.num_blocks, before.num_host_blocks)
         ready = groups.start(self._stop)
@@ -278,7 +279,7 @@ class EngineProcess:
         while (output := executor.poll()) is not None:
             produced += core.finish(output)
         core.adapter_loader.receive(executor, produced)
-        if core.in_flight:  # the workers have a step, and a first token does not wait until they have the next one
+        if core.in_flight and any(item.start == 0 for item in produced):  # a step is under way: first tokens go first
             self._publish(core, produced)
             produced.clear()
         while core.begin():  # workers without a step do not wait until the clients have theirs

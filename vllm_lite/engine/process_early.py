@@ -1,6 +1,6 @@
-"""Entry point of an engine that is started before its settings are known: its worker starts before it imports anything.
+"""Entry point of an engine whose worker starts before it imports anything, or, with `serve`, knows its settings.
 
-The three processes of a start then import side by side. Whether that worker is wanted shows in the settings; one that
+The processes of a start then import side by side. Whether that worker is wanted shows in the settings; one that
 is not ends without having had any (executor/multiproc.py).
 """
 

@@ -1,6 +1,6 @@
 """Silence: how long another process has not been heard, in the time in which this one ran.
 
-`docker pause`, a debugger or a suspended machine stop both at once, and what the other then did not say says nothing.
+`docker pause` or a host that stops its guests stop both at once: that the other then said nothing means nothing.
 """
 
 import time
@@ -24,6 +24,6 @@ class Silence:
         now_s = self._clock()
         absent_s = now_s - self._looked_s - self._most_apart_s
         if absent_s > 0:
-            self._heard_s += absent_s
+            self._heard_s = min(self._heard_s + absent_s, now_s)  # end() may have come meanwhile
         self._looked_s = now_s
         return now_s - self._heard_s

@@ -161,7 +161,7 @@ class ChildThread(Child):
             self._stop.close()
 
 
-def spawn(
+def spawn(  # noqa: PLR0913 - the last three are for few
     module: str,
     settings: msgspec.Struct,
     name: str,
@@ -169,16 +169,18 @@ def spawn(
     *,
     in_thread: bool = False,
     fds: Sequence[int] = (),
+    entry: str | None = None,
 ) -> Child:
     """Start `python -m module` with `settings`; `on_exit(reason)` is called on a thread of its own when it ends.
 
     The child ends when this process does, however this process ends. `in_thread` runs it inside this process instead.
-    It has the open descriptors `fds` under the same numbers. If none, it may be one that spawn_early() has started.
+    It has the open descriptors `fds` under the same numbers. If none, it may be one that spawn_early() has started. If
+    not, it runs `entry`, which does what `module` does, if that is given.
     """
     if in_thread:
         return ChildThread(module, settings, name, on_exit)
     early = None if fds else _early.pop(module, None)
-    child = early or ChildProcess(module, name, fds)
+    child = early or ChildProcess(entry or module, name, fds)
     child.name = name
     child.begin(settings, on_exit)
     return child
@@ -192,12 +194,10 @@ def spawn_early(module: str, entry: str | None = None) -> None:
     """Start the process that the next spawn() of `module` is to take: it imports what it needs, and waits.
 
     It runs `entry`, which does what `module` does, if that is given. To be called by a process that cannot know the
-    settings before it has imported much itself. There is one at most: a second call does nothing. A process that cannot
-    be started is left to spawn() to report.
+    settings before it has imported much itself. A process that cannot be started is left to spawn() to report.
     """
     with suppress(OSError):
-        if module not in _early:
-            _early[module] = ChildProcess(entry or module, module)
+        _early[module] = ChildProcess(entry or module, module)
 
 
 def end_early() -> None:

@@ -7,7 +7,7 @@ without. So it runs before anything is imported that `import torch` did not brin
 always is. Only who computes on the "meta" device, or makes a Generator, without importing anything has to call
 `complete`.
 
-What torch.cuda would load of CUDA's bindings, where they are installed, is left out altogether: a twentieth more, for a
+What torch.cuda would load of CUDA's bindings, where they are installed, is left out altogether: a twelfth more, for a
 process that uses no GPU.
 """
 

@@ -1,4 +1,4 @@
-// int8: rows quantized as they are used, and bytes times integers where the machine has an instruction for it.
+// int8: rows quantized as they are used, and bytes times integers where the machine has instructions for it.
 #include "byte_products.h"
 #include "convert.h"
 #include "linear_task.h"
@@ -241,14 +241,15 @@ void multiply_rows(const Panel& panel, const uint8_t* tile, int64_t num_quads, c
 void run(const LinearCall& call, const LinearTask& task) {
   alignas(64) float memory[kMaxRows * kMaxBlocks * kBlock];
   const int64_t num_inputs = call.quantized->layout.width, stride = task.num_blocks * kBlock;
-  const int64_t length = task.num_rows <= kAloneRows ? num_inputs : kDepth;
+  const bool are_alone = task.num_rows <= kAloneRows;
+  const int64_t length = are_alone ? num_inputs : kDepth;
   const uint8_t* blocks = static_cast<const uint8_t*>(call.weight->data) + task.first_block * kBlock * num_inputs;
   for (int64_t input = 0; input < num_inputs; input += length) {
     const Panel panel = {task, *call.quantized, RowGroups::of(*call.weight, task.num_rows), input};
     const int64_t left = num_inputs - input, count = left < length ? left : length;
     for (int64_t block = 0; block < task.num_blocks; ++block) {
       const uint8_t* tile = blocks + (block * num_inputs + input) * kBlock;
-      const uint8_t* next = length == num_inputs          ? tile + kAheadBytes  // what is to come lies behind
+      const uint8_t* next = are_alone                     ? tile + kAheadBytes  // what is to come lies behind
                             : block + 1 < task.num_blocks ? tile + num_inputs * kBlock
                             : input + length < num_inputs ? blocks + (input + length) * kBlock
                                                           : tile;

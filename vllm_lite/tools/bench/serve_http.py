@@ -18,6 +18,8 @@ from vllm_lite.errors import ConfigError, VllmLiteError
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 CONNECT_S = 30.0
+PASSED_S = 1.0
+"""A connection that had idled and ends so soon after a request had been closed before the server saw that."""
 
 Events = Callable[[list[bytes], float], None]
 """Takes the data of the events that arrived in one read, and the time of it (perf_counter)."""
@@ -32,7 +34,7 @@ class HttpError(VllmLiteError):
 
 
 class _Unanswered(HttpError):
-    """The connection ended before the answer began. If it had idled, the server may not have seen the request."""
+    """The connection ended soon, before the answer began. If it had idled, the server has not seen the request."""
 
 
 class SseReader:
@@ -79,7 +81,7 @@ class _Connection(asyncio.Protocol):
         self._events: Events | None = None
         self._reader = SseReader()
         self._body = bytearray()
-        self._now_s = 0.0
+        self._now_s = self._asked_s = 0.0
         self._answered = False
 
     async def exchange(self, request: bytes, events: Events | None) -> bytes:
@@ -89,6 +91,7 @@ class _Connection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         self._events, self._reader, self.reusable, self._answered = events, SseReader(), False, False
         self._body.clear()
+        self._asked_s = time.perf_counter()
         self.transport.write(request)
         try:
             return await self._done
@@ -112,7 +115,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
-        failure = HttpError if self._answered else _Unanswered
+        is_soon = time.perf_counter() - self._asked_s < PASSED_S
+        failure = _Unanswered if is_soon and not self._answered else HttpError
         self._fail(failure(f"the connection ended before the answer did{f' ({exc})' if exc else ''}"))
 
     def _fail(self, error: HttpError) -> None:
