@@ -48,20 +48,21 @@ _frozen_for: Path | None = None
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the first test of a file: what it has imported is not to cost every test and every collection, and Ctrl-C
-    is what it was."""
+    is what it was, and so are the package's logs."""
     global _frozen_for
     if _frozen_for != item.path:
         _frozen_for = item.path
         signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.collect()
         gc.freeze()  # modules and thousands of tests are there to stay: half a second of every full collection
-        _let_torch_log_to_root()
+        _let_loggers_propagate()
 
 
-def _let_torch_log_to_root() -> None:
-    """For every test pytest adds six handlers to each logger that does not propagate, and torch has 40 of those."""
+def _let_loggers_propagate() -> None:
+    """For every test pytest adds six handlers to each logger that does not propagate. torch has 40 of those; the
+    package's own is one once a test has set it up, and a later one that has it propagate would see records twice."""
     for name, logger in logging.root.manager.loggerDict.items():
-        if name.startswith("torch") and isinstance(logger, logging.Logger):
+        if name.startswith(("torch", "vllm_lite")) and isinstance(logger, logging.Logger):
             logger.propagate = True
 
 
