@@ -69,7 +69,7 @@ class Shape:
         self._context_s = 2 * layers * kv_heads * head * KV_BYTES / machine.bandwidth
 
     def prompts_s(self, prompts: list[list[int]]) -> float:
-        """Arithmetic alone: a prompt of few tokens, which the weights' bytes would bound, could not be as fast."""
+        """Count arithmetic alone. A prompt of few tokens, which the weights' bytes bound, cannot be as fast."""
         known: set[tuple[int, ...]] = set()
         seconds = 0.0
         for prompt in prompts:
@@ -81,13 +81,13 @@ class Shape:
         return seconds
 
     def decode_s(self, contexts: list[int]) -> float:
-        """One step of a token for each context."""
+        """Return the seconds of one step that makes a token for each context."""
         products = max(len(contexts) * (self._token_s + self._logits_s), self._weights_s)
         return products + sum(contexts) * max(self._pair_s, self._context_s)
 
 
 def least_seconds(shape: Shape, requests: list[dict[str, Any]]) -> tuple[float, float]:
-    """Of the prompts of all requests, and of the decode steps that follow them."""
+    """Return the seconds that all prompts take, and those of the decode steps that follow them."""
     prompts = shape.prompts_s([request["prompt"] for request in requests])
     decode = 0.0
     for step in range(1, max(request["n"] for request in requests)):

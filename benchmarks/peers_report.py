@@ -47,7 +47,7 @@ class Figures:
         self._memory: dict[tuple[str, str], int] = {}
         self._startup: dict[tuple[str, str], list[float]] = defaultdict(list)
         self._busy: dict[str, Any] = {}
-        self._limits: dict[str, dict[str, dict[str, float]]] = {}
+        self._limits: dict[str, dict[str, dict[str, float | None]]] = {}
         self._commits: set[str] = set()
 
     def add_quiet(self, model: str, engine: str, workloads: list[str], result: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ class Figures:
             self._commits.add(result["commit"])
 
     def add_limit(self, model: str, dtype: str, workload: str, tokens_s: float) -> None:
-        self._limits.setdefault(model, {}).setdefault(dtype, {})[workload] = float(f"{tokens_s:.4g}")
+        self._limits.setdefault(model, {}).setdefault(dtype, {})[workload] = _round(tokens_s)
 
     def add_startup(self, model: str, engine: str, result: dict[str, Any]) -> None:
         self._startup[model, engine] += [run["since_start_s"] for run in result.get("runs", {}).get("start", [])]
