@@ -1,0 +1,65 @@
+"""Scripted outputs through the whole product: what a model writes, and what the clients of each dialect get."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.http_server import client, serving
+from tests.scripted import Script, write_scripted
+
+TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}}\n</tool_call>'
+SCRIPTS: list[Script | str] = [
+    "Hello, 猫🙂 world.",
+    f"<think>Hm.</think>\n\nI look.\n{CALL}",
+    Script(["a ", "lot<", b"\xe7\x8c", b"\xab", "/x>"]),
+    Script("So.</think>Yes.", begun="<think>"),
+]
+SAID = [
+    ("Hello, 猫🙂 world.", None, 0),
+    ("I look.", "Hm.", 1),
+    ("a lot<猫/x>", None, 0),
+    ("Yes.", "So.", 0),
+]
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder: Path = write_scripted(tmp_path_factory.mktemp("scripted"), SCRIPTS, TOKENS, max_model_len=1000)
+    flags = ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
+    with serving(str(folder), *flags) as server, client(server) as http:
+        yield http
+
+
+def answer(http: httpx.Client, *messages: dict[str, Any], **fields: Any) -> Any:
+    found = http.post("/v1/chat/completions", json={"messages": messages, "tools": TOOLS, "seed": 1, **fields})
+    assert found.status_code == 200, found.text
+    return found.json()["choices"][0]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("number", range(len(SCRIPTS)))
+def test_a_model_writes_its_script(http: httpx.Client, number: int, temperature: float) -> None:
+    asked = {"role": "user", "content": f"script {number}"}
+    choice = answer(http, asked, temperature=temperature, return_token_ids=True)
+    content, reasoning, num_calls = SAID[number]
+    message = choice["message"]
+    assert (message["content"], message["reasoning"]) == (content, reasoning)
+    assert len(message.get("tool_calls", ())) == num_calls
+    script = SCRIPTS[number]
+    if isinstance(script, Script) and not isinstance(script.parts, str):
+        assert len(choice["token_ids"]) == len(script.parts) + 1
+
+
+def test_a_script_follows_the_results_of_tools(http: httpx.Client) -> None:
+    """As an agent's turns do: script 0, and behind one result script 1."""
+    user: dict[str, Any] = {"role": "user", "content": "Hi"}
+    assert answer(http, user)["message"]["content"] == SAID[0][0]
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    turn = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    found = answer(http, user, *turn, {"role": "tool", "tool_call_id": "c", "content": "x"})
+    assert found["finish_reason"] == "tool_calls"
