@@ -268,6 +268,23 @@ def test_new_workers_get_the_adapters_that_are_wanted() -> None:
     assert engine.answers[late] is None
 
 
+def test_an_adapter_that_was_being_read_when_workers_died_is_not_sent_again() -> None:
+    """Its files may be what ended them: the next ones would end as well, and after the allowed deaths the engine."""
+    engine = Engine()
+    question = engine.load("deadly")
+    engine.add("r", [1], "deadly")
+    engine.add("s", [1])
+    engine.loader.send(engine.worker)  # type: ignore[arg-type]
+    engine.worker.adapters_read()  # nobody is told: the workers die first
+    engine.lose_workers()
+    engine.drain()
+    assert engine.answers[question] == engine.ends["r"].error
+    assert "'deadly' (/deadly) was being read when the workers were lost" in str(engine.ends["r"].error)
+    assert engine.ends["s"].reason == "length"
+    assert not engine.worker.adapters
+    assert engine.loader.infos == ()
+
+
 def test_load_and_unload_many_times() -> None:
     engine = Engine()
     for number in range(300):

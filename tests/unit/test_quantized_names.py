@@ -1,12 +1,17 @@
 """Which layers a quantized checkpoint leaves dense, by patterns of their names."""
 
-import re
+import time
+from contextlib import nullcontext
 
 import pytest
+import regex
 
-from vllm_lite.checkpoint.quantization.matching import first_fit
+from vllm_lite.checkpoint.quantization import matching
+from vllm_lite.checkpoint.quantization.matching import MAX_EXPRESSIONS, first_fit
+from vllm_lite.errors import ModelError
 
 NAME = "model.layers.1.mlp.gate_proj"
+ALTERNATIONS = r"(?:.|\S)" * 30
 
 
 @pytest.mark.parametrize(
@@ -31,15 +36,41 @@ def test_the_first_pattern_that_fits(patterns: tuple[str, ...], expected: int | 
 
 def test_thousands_of_patterns_are_made_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    compile_one = re.compile
+    compile_one = regex.compile
 
-    def count(text: str) -> re.Pattern[str]:
+    def count(text: str) -> regex.Pattern[str]:
         made.append(text)
         return compile_one(text)
 
-    monkeypatch.setattr(re, "compile", count)
+    monkeypatch.setattr(regex, "compile", count)
     patterns = tuple(f"re:.*{index}$" for index in range(600))
     patterns += tuple(f"model.layers.{index}.mlp" for index in range(20_000))
     assert [first_fit(patterns, f"model.layers.{index}.mlp") for index in (700, 19_999)] == [1300, 20_599]
     assert first_fit(patterns, "599") == 9  # 9 comes before
     assert len(made) == 600
+
+
+@pytest.mark.parametrize(
+    ("patterns", "is_refused"),
+    [
+        (tuple(f"re:{ALTERNATIONS}Z{index}" for index in range(2)), False),  # the library looks for the Z first
+        (tuple(rf"re:(.+?)+?\1\1[!{index}]" for index in range(2)), True),
+        (tuple(f"re:.*x{index}" for index in range(MAX_EXPRESSIONS + 1)), True),
+    ],
+    ids=["alternations", "repeated groups", "too many"],
+)
+def test_expressions_take_a_second_at_the_most(patterns: tuple[str, ...], is_refused: bool) -> None:
+    """All of them together, for all names, on the processor; they are a stranger's."""
+    names = [f"model.layers.0.self_attn.{'a' * 60}{index}" for index in range(1000)]
+    begin_s = time.thread_time()
+    with pytest.raises(ModelError, match="for the names of layers") if is_refused else nullcontext():
+        any(first_fit(patterns, name) for name in names)
+    assert time.thread_time() - begin_s < 2.5
+
+
+def test_names_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name alone would take less than all of the time."""
+    monkeypatch.setattr(matching, "MATCHING_S", 0.2)
+    patterns = (r"re:(.+?)+?\1\1[!?]",)
+    with pytest.raises(ModelError, match=r"take over 0\.2 s"):
+        any(first_fit(patterns, f"{'a' * 12}{index}") for index in range(100_000))

@@ -3,18 +3,22 @@
 import math
 import os
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.errors import ModelError
+from vllm_lite.runtime.untrusted_files import read_bounded
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 FLOAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=8)]
+"""A stranger's header may have a shape of 200,000 large numbers, whose product would take seconds."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -22,7 +26,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
     dtype: str
     """The format's name: "BF16", "F32", ..."""
-    shape: tuple[int, ...]
+    shape: Shape
 
     @property
     def num_elements(self) -> int:
@@ -48,6 +52,15 @@ class Place(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return FLOAT_BYTES[self.dtype] * math.prod(self.shape)
+
+    def read(self) -> bytearray:
+        """Read its bytes. Raises OSError, also for a file that has become shorter."""
+        with self.file.open("rb") as stream:
+            stream.seek(self.offset)
+            data = bytearray(self.num_bytes)
+            if stream.readinto(data) < len(data):
+                raise OSError(f"{self.file} has become shorter")
+        return data
 
 
 class _Index(msgspec.Struct):
@@ -78,7 +91,7 @@ def weight_files(folder: Path) -> list[Path]:
 def shards(index: Path) -> list[str]:
     """Read the names of an index's files, sorted. Raises ModelError if it is damaged or names a file elsewhere."""
     try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        weight_map = msgspec.json.decode(read_bounded(index, MAX_HEADER_BYTES), type=_Index).weight_map
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{index}: not a safetensors index ({error})") from error
     names = sorted(set(weight_map.values()))
@@ -98,27 +111,36 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in weight_files(folder) for name, tensor in _header(file, Tensor)[0].items()}
 
 
-def read_file_header(file: Path) -> dict[str, Tensor]:
-    """Read the header of one safetensors file. Raises ModelError."""
-    return _header(file, Tensor)[0]
-
-
 def locate(folder: Path) -> dict[str, Place]:
     """Where the floats of the checkpoint in `folder` lie, by their names; other types are left out. Raises ModelError
     for a tensor that is not within its file."""
+    return {name: place for file in weight_files(folder) for name, place in locate_in(file).items()}
+
+
+def locate_in(file: Path) -> dict[str, Place]:
+    """Where the floats of one safetensors file lie. Raises ModelError."""
     found = {}
-    for file in weight_files(folder):
-        stat = file.stat()
-        tensors, start = _header(file, _Located)
-        for name, tensor in tensors.items():
-            if tensor.dtype not in FLOAT_BYTES:
-                continue
-            begin, end = tensor.data_offsets
-            num_bytes = FLOAT_BYTES[tensor.dtype] * tensor.num_elements
-            if min(begin, *tensor.shape, end) < 0 or end - begin != num_bytes or start + end > stat.st_size:
-                raise ModelError(f"{file}: tensor {name!r} is not within the file; it is truncated or damaged")
-            found[name] = Place(file, start + begin, tensor.dtype, tensor.shape, identity(stat))
+    stat = file.stat()
+    tensors, start = _header(file, _Located)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOAT_BYTES:
+            continue
+        begin, end = tensor.data_offsets
+        num_bytes = FLOAT_BYTES[tensor.dtype] * tensor.num_elements
+        if begin < 0 or end - begin != num_bytes or start + end > stat.st_size:
+            raise ModelError(f"{file}: tensor {shown(name)} is not within the file; it is truncated or damaged")
+        found[name] = Place(file, start + begin, tensor.dtype, tensor.shape, identity(stat))
     return found
+
+
+def shown(name: str) -> str:
+    """A stranger's name for a tensor, as an error shows it."""
+    return name if name.isprintable() and len(name) < 200 else ascii(name[:200])
+
+
+def read_file_header(file: Path) -> dict[str, Tensor]:
+    """Read the header of one safetensors file. Raises ModelError."""
+    return _header(file, Tensor)[0]
 
 
 def identity(stat: os.stat_result) -> tuple[int, ...]:

@@ -68,9 +68,7 @@ def _read(name: str, place: Place) -> float:
             f"head; {_WITHOUT}"
         )
     try:
-        with place.file.open("rb") as stream:
-            stream.seek(place.offset)
-            data = stream.read(place.num_bytes)
+        data = bytes(place.read())
         if place.dtype == "BF16":
             data, form = b"\0\0" + data, "<f"
         else:

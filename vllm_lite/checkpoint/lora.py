@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import regex
 
-from vllm_lite.checkpoint.headers import FLOAT_BYTES, Tensor, read_file_header
+from vllm_lite.checkpoint.headers import Place, locate_in, read_file_header, shown
 from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.checkpoint.typed_json import Positive, Size, convert, read_json
 from vllm_lite.config import MAX_LORA_RANK
@@ -24,7 +24,8 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_SHOWN = 3
 """Names of tensors and layers in an error."""
 PATTERN_TIMEOUT_S = 1.0
-"""All patterns of a config together take no longer for all layers, on a core of their own."""
+"""Processor time of all patterns of a config together, compiled and matched with all layers."""
+_NAME = re.compile(r"[\w.-]+")
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 REFUSED = {
@@ -59,12 +60,12 @@ class _Config(msgspec.Struct):
 
 
 class LoraModule(NamedTuple):
-    """What an adapter has for one linear layer: A and B are its tensors `down` and `up`."""
+    """What an adapter has for one linear layer: where its matrices A [rank, inputs] and B [outputs, rank] lie."""
 
     rank: int
     scale: float
-    down: str
-    up: str
+    down: Place
+    up: Place
 
 
 class LoraCheckpoint(NamedTuple):
@@ -92,17 +93,18 @@ def read_lora(folder: str | Path) -> LoraCheckpoint:
     if not file.is_file():
         other = "; adapter_model.bin cannot be used" if (folder / "adapter_model.bin").exists() else ""
         raise ModelError(f"{folder}: has no {WEIGHTS_FILE}{other}")
-    found: dict[str, dict[str, tuple[str, Tensor]]] = {}
+    found: dict[str, dict[str, Place]] = {}
+    places = locate_in(file)
     for name, tensor in read_file_header(file).items():
         if ".base_layer." in name:  # PEFT also saves the table or the head that an adapter is for
             continue
         matrix = _MATRIX.fullmatch(name)
-        if matrix is None or tensor.dtype not in FLOAT_BYTES or len(tensor.shape) != 2:
+        if matrix is None or name not in places or len(tensor.shape) != 2:
             raise ModelError(
-                f"{file}: tensor {_shown(name)}, {tensor.dtype} {list(tensor.shape)}, is not served: an adapter "
+                f"{file}: tensor {shown(name)}, {tensor.dtype} {list(tensor.shape)}, is not served: an adapter "
                 "must consist of float matrices lora_A and lora_B of linear layers"
             )
-        found.setdefault(matrix[1], {})[matrix[2]] = name, tensor
+        found.setdefault(matrix[1], {})[matrix[2]] = places[name]
     if not found:
         raise ModelError(f"{file}: has no tensors")
     scale_of = _Scales(config, folder / CONFIG_FILE)
@@ -128,41 +130,63 @@ def _parse(raw: Any) -> _Config:
 
 
 class _Scales:
-    """The scale of each layer, as PEFT finds it: patterns are regular expressions for the end of a layer's name."""
+    """The scale of each layer, as PEFT finds it: patterns are regular expressions for the end of a layer's name, and
+    the first one that fits counts. Those that are just names, of which there may be thousands, are looked up."""
 
     def __init__(self, config: _Config, source: Path) -> None:
         self._config, self._source = config, source
         self._until_s = time.thread_time() + PATTERN_TIMEOUT_S
-        try:
-            self._alphas = [
-                (regex.compile(rf"(?:.*\.)?(?:{pattern})"), alpha)
-                for pattern, alpha in (config.alpha_pattern or {}).items()
-            ]
-        except regex.error as error:
-            raise ModelError(f"{source}: alpha_pattern is not a regular expression: {error}") from error
+        self._named: dict[str, tuple[int, float]] = {}
+        self._expressions: list[tuple[int, float, Any]] = []
+        for place, (pattern, alpha) in enumerate((config.alpha_pattern or {}).items()):
+            if _NAME.fullmatch(pattern):
+                self._named[pattern] = place, alpha
+            else:
+                self._expressions.append((place, alpha, self._compiled(pattern)))
 
     def of(self, module: str, rank: int) -> float:
-        alpha = self._config.lora_alpha
-        try:
-            for pattern, its_own in self._alphas:
-                if pattern.fullmatch(module, timeout=max(1e-3, self._until_s - time.thread_time())):
-                    alpha = its_own
+        parts = module.split(".")
+        ends = (".".join(parts[start:]) for start in range(len(parts)))
+        behind = len(self._named) + len(self._expressions), self._config.lora_alpha
+        place, alpha = min((self._named[end] for end in ends if end in self._named), default=behind)
+        for its_place, its_alpha, pattern in self._expressions:
+            if its_place > place:
+                break
+            try:
+                if pattern.fullmatch(module, timeout=self._left_s()):
+                    alpha = its_alpha
                     break
-        except TimeoutError as error:
-            raise ModelError(
-                f"{self._source}: the patterns in alpha_pattern take over {PATTERN_TIMEOUT_S:g} s to match"
-            ) from error
+            except TimeoutError:
+                raise self._too_slow() from None
         return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
 
+    def _compiled(self, pattern: str) -> Any:
+        self._left_s()
+        try:
+            return regex.compile(rf"(?:.*\.)?(?:{pattern})")
+        except regex.error as error:
+            raise ModelError(f"{self._source}: alpha_pattern is not a regular expression: {error}") from error
 
-def _module(name: str, parts: dict[str, tuple[str, Tensor]], scales: _Scales) -> LoraModule:
+    def _left_s(self) -> float:
+        left_s = self._until_s - time.thread_time()
+        if left_s <= 0:
+            raise self._too_slow()
+        return left_s
+
+    def _too_slow(self) -> ModelError:
+        return ModelError(
+            f"{self._source}: the patterns in alpha_pattern take over {PATTERN_TIMEOUT_S:g} s to compile and match"
+        )
+
+
+def _module(name: str, parts: dict[str, Place], scales: _Scales) -> LoraModule:
     if len(parts) != 2:
-        raise ModelError(f"the adapter has only lora_{next(iter(parts))} of {_shown(name)}; A and B are needed")
-    (down, first), (up, second) = parts["A"], parts["B"]
-    rank = first.shape[0]
-    if second.shape[1] != rank or not 0 < rank <= MAX_LORA_RANK:
+        raise ModelError(f"the adapter has only lora_{next(iter(parts))} of {shown(name)}; A and B are needed")
+    down, up = parts["A"], parts["B"]
+    rank = down.shape[0]
+    if up.shape[1] != rank or not 0 < rank <= MAX_LORA_RANK:
         raise ModelError(
-            f"lora_A of {_shown(name)} is {list(first.shape)} and lora_B {list(second.shape)}; they must share a rank "
+            f"lora_A of {shown(name)} is {list(down.shape)} and lora_B {list(up.shape)}; they must share a rank "
             f"of at most {MAX_LORA_RANK}"
         )
     return LoraModule(rank, scales.of(name, rank), down, up)
@@ -170,7 +194,3 @@ def _module(name: str, parts: dict[str, tuple[str, Tensor]], scales: _Scales) ->
 
 def _canonical(name: str) -> str:
     return canonical(f"{name}.weight").removesuffix(".weight")
-
-
-def _shown(name: str) -> str:
-    return name if name.isprintable() and len(name) < 200 else ascii(name[:200])  # a stranger's

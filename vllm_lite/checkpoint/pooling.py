@@ -14,6 +14,7 @@ from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.checkpoint.typed_json import Size, convert, read_json
 from vllm_lite.errors import ModelError
 from vllm_lite.runtime.nested_settings import PoolerConfig, PoolingOptions
+from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
 
 Kind = Literal["last", "mean", "cls"]
 """Which hidden state stands for a text: that of its last token, the mean of all, or that of its first token."""
@@ -200,7 +201,7 @@ def task_prompts(folder: Path) -> dict[str, str]:
     for one that does not."""
     for name, key in (("config.json", "task_instructions"), ("config_sentence_transformers.json", "prompts")):
         try:
-            prompts = msgspec.json.decode((folder / name).read_bytes())[key]
+            prompts = msgspec.json.decode(read_bounded(folder / name))[key]
             return msgspec.convert(prompts, dict[str, str])
         except (OSError, KeyError, TypeError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
@@ -304,7 +305,7 @@ def tokens_head(raw_json: dict[str, Any], folder: Path) -> HeadSpec | None:
         return None
     if not isinstance(names, list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
         raise ModelError(f"classifier_from_token must be two tokens, like ['no', 'yes'], got {names!r}")
-    file = read_json(folder / "tokenizer.json", lambda raw: convert(raw, _TokenizerFile))
+    file = read_json(folder / "tokenizer.json", lambda raw: convert(raw, _TokenizerFile), max_bytes=MAX_TOKENIZER_BYTES)
     known = {token.content: token.id for token in file.added_tokens}
     if isinstance(file.model.vocab, dict):
         known |= file.model.vocab

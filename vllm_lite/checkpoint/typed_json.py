@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.errors import ModelError
+from vllm_lite.runtime.untrusted_files import MAX_CONFIG_BYTES, read_bounded
 
 T = TypeVar("T")
 
@@ -19,10 +20,11 @@ MAX_MESSAGE = 2000
 """Characters of an error, which shows a value that may be as long as the file."""
 
 
-def read_json(source: Path, parse: Callable[[Any], T]) -> T:
-    """What `parse` makes of the file `source`. Raises ModelError, with the file's name before what `parse` raises."""
+def read_json(source: Path, parse: Callable[[Any], T], *, max_bytes: int = MAX_CONFIG_BYTES) -> T:
+    """Return what `parse` makes of the file `source`, which has at most `max_bytes`. Raises ModelError, with the file's
+    name before what `parse` raises."""
     try:
-        data = source.read_bytes()
+        data = read_bounded(source, max_bytes)
     except ValueError as error:
         raise ModelError(f"{str(source)!r} is not the name of a file ({error})") from None
     except FileNotFoundError:

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.runtime import log
+from vllm_lite.runtime.untrusted_files import read_bounded
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "vllm"
@@ -118,8 +119,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        with path.open("rb") as file:
-            given = msgspec.json.decode(file.read(MAX_FILE_BYTES), type=dict[str, Any])
+        given = msgspec.json.decode(read_bounded(path, MAX_FILE_BYTES), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: {error}; correct it, or ignore it with generation_config 'vllm'") from error
     followed = (*GenerationOverrides.__struct_fields__, "do_sample")

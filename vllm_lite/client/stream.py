@@ -139,7 +139,10 @@ class RequestStream:
             self.num_cached_tokens = event.num_cached_tokens
             self._fail(RequestError(event.error or "the engine gave no reason"))
         else:
-            self._pass(event)
+            try:
+                self._pass(event)
+            except ModelError as error:  # of a tokenizer that cannot decode what its model wrote
+                self._fail(error)
 
     def settle(self, session: "AnySession") -> None:
         """End in the engine what has ended here: the request, or the samples that met a stop string."""

@@ -127,7 +127,10 @@ class AdapterLoader:
     def receive(self, executor: Executor, produced: list[Produced]) -> None:
         """Take what the workers say of adapters. Requests that end by it join `produced`."""
         if executor is not self._executor:  # others do not know of what was being loaded
-            self._executor, self._loading = executor, set()
+            lost, self._executor, self._loading = self._loading, executor, set()
+            for each in lost:  # its files may be what ended the workers: the next ones are not to meet them
+                reason = f"adapter {each.name!r} ({each.path}) was being read when the workers were lost"
+                self._fail(each, f"{reason}; ask again if it is sound", produced, is_missing=False)
         for read in executor.adapters_read():
             adapter = self._adapters.by_number.get(read.number)
             if adapter is None:

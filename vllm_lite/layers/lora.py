@@ -12,9 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
+from vllm_lite.checkpoint.headers import Place, shown
 from vllm_lite.checkpoint.lora import MAX_SHOWN, LoraCheckpoint, LoraModule
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ConfigError, ModelError
@@ -98,7 +97,7 @@ class Adapters:
         if unknown:
             more = f" and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
             raise ModelError(
-                f"{label} adapts {', '.join(map(_shown, unknown[:MAX_SHOWN]))}{more}: not linear layers of this model "
+                f"{label} adapts {', '.join(map(shown, unknown[:MAX_SHOWN]))}{more}: not linear layers of this model "
                 "that can be adapted"
             )
         if checkpoint.max_rank > self.limits.max_rank:
@@ -106,10 +105,11 @@ class Adapters:
                 f"{label} has rank {checkpoint.max_rank}, and max_lora_rank is {self.limits.max_rank}; start with "
                 f"--max-lora-rank {checkpoint.max_rank} or more"
             )
+        for site, found in by_site.items():  # all of them before the first is read, which may be of any size
+            site.check(found, label)
         try:
-            tensors = load(checkpoint.file.read_bytes())  # safe_open keeps about 1 KB of every file that was read
-            return LoadedAdapter([(site, site.read(tensors, found, label)) for site, found in by_site.items()])
-        except (SafetensorError, OSError, KeyError) as error:
+            return LoadedAdapter([(site, site.read(found)) for site, found in by_site.items()])
+        except OSError as error:
             raise ModelError(f"{checkpoint.file}: cannot be read ({error})") from error
 
     def put(self, slot: int, adapter: "LoadedAdapter | None", instead_of: "LoadedAdapter | None") -> None:
@@ -148,18 +148,21 @@ class Site:
         elif isinstance(adapters.rows, MaskedRows):
             self.slots = StackedSlots(adapters.limits, shape, matrix, adapters.rows)
 
-    def read(self, tensors: Mapping[str, torch.Tensor], modules: dict[str, LoraModule], label: str) -> Any:
-        """What this rank holds of an adapter's `modules`, packed."""
-        down, up = {}, {}
+    def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
+        """Raise ModelError, with the adapter's `label`, for matrices of other shapes than this layer's."""
         for name, module in modules.items():
-            down[name], up[name] = tensors[module.down], tensors[module.up]
             wanted = (module.rank, self.shape.inputs.total), (self._outputs(name), module.rank)
-            found = tuple(down[name].shape), tuple(up[name].shape)
+            found = module.down.shape, module.up.shape
             if found != wanted:
                 raise ModelError(
                     f"{label} was made for another base model: its matrices of {name} are {list(found[0])} and "
                     f"{list(found[1])}, this model needs {list(wanted[0])} and {list(wanted[1])}"
                 )
+
+    def read(self, modules: Mapping[str, LoraModule]) -> Any:
+        """What this rank holds of an adapter's `modules`, which were checked, packed. Raises OSError."""
+        down = {name: _tensor(module.down) for name, module in modules.items()}
+        up = {name: _tensor(module.up) for name, module in modules.items()}
         inputs, dtype = self.shape.inputs, self.shape.dtype
         place = self.shape.device
         firsts = [
@@ -179,6 +182,14 @@ class Site:
 
     def _outputs(self, name: str) -> int:
         return self.shape.outputs[self.names.index(name)].total
+
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def _tensor(place: Place) -> torch.Tensor:
+    """Read a matrix. safetensors' safe_open keeps about 1 KB of every file that was read, and its load() all of one."""
+    return torch.frombuffer(place.read(), dtype=_DTYPES[place.dtype]).view(place.shape)
 
 
 def _part(rows: Split, up: torch.Tensor) -> torch.Tensor:
@@ -319,7 +330,3 @@ class AdaptedMatmul:
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self.matmul.forward(x, out)
         self.site.slots.add(x, out)
-
-
-def _shown(name: str) -> str:
-    return name if name.isprintable() and len(name) < 200 else ascii(name[:200])  # a stranger's

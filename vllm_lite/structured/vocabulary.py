@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from llguidance import LLTokenizer
 
 from vllm_lite.errors import ModelError
+from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -31,7 +32,7 @@ def load_vocabulary(folder: str | Path, vocab_size: int, eos_ids: Collection[int
     if not known:
         raise ModelError(f"the model in {folder} names no token that ends an output, so no grammar could ever end")
     try:
-        tokenizer = LLTokenizer(path.read_text("utf-8"), n_vocab=vocab_size, eos_token=known)
+        tokenizer = LLTokenizer(read_bounded(path, MAX_TOKENIZER_BYTES).decode(), n_vocab=vocab_size, eos_token=known)
     except FileNotFoundError as error:
         raise ModelError(f"grammars need the model's tokenizer, and there is no {path}") from error
     except (OSError, ValueError) as error:

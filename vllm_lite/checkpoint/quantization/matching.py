@@ -1,55 +1,95 @@
 """Which of many patterns fits the name of a matrix. Checkpoints list thousands of names, one for each expert's."""
 
-import re
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import TypeVar
+
+import regex
 
 from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.errors import ModelError
+
+T = TypeVar("T")
 
 REGEX, PART = "re:", "part:"
 """What a pattern begins with that is a regular expression, or a part of names, and no name."""
+MAX_EXPRESSIONS = 4096
+MATCHING_S, MATCHING_A_NAME_S = 1.0, 50e-6
+"""Processor time that a file's expressions, which may be a stranger's, have for all names, and more for each name."""
+
+Fits = Callable[[str, float], bool]
+"""Whether a name fits, to be found until the thread has used so many seconds of processor time."""
 
 
 def first_fit(patterns: tuple[str, ...], name: str) -> int | None:
     """The index of the first pattern that fits `name`: a name fits those that it is, or is the first or the last part
-    of, between dots."""
+    of, between dots. Raises ModelError for expressions that are too many, or take longer than their time."""
     return _matcher(patterns).first(name) if patterns else None
 
 
 class _Matcher:
-    """Names are looked up, and expressions compiled once: `re` forgets them from 512 on."""
+    """Names are looked up, and expressions compiled once: `regex` forgets them from some hundred on."""
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
         self.named: dict[str, int] = {}
-        self.others: list[tuple[int, Callable[[str], bool]]] = []
+        self.others: list[tuple[int, Fits]] = []
+        self._left_s = MATCHING_S
+        self._timed(lambda until_s: self._read(patterns, until_s))
+
+    def first(self, name: str) -> int | None:
+        found = min((self.named[part] for part in _ends(name) if part in self.named), default=None)
+        if not self.others:
+            return found
+        self._left_s += MATCHING_A_NAME_S
+        return self._timed(lambda until_s: self._first_of_others(name, found, until_s))
+
+    def _read(self, patterns: tuple[str, ...], until_s: float) -> None:
         for index, pattern in enumerate(patterns):
             if pattern.startswith(REGEX):
                 self.others.append((index, _expression(pattern.removeprefix(REGEX))))
+                if len(self.others) > MAX_EXPRESSIONS or time.thread_time() > until_s:
+                    raise TimeoutError
             elif pattern.startswith(PART):
                 self.others.append((index, _part(pattern.removeprefix(PART))))
             else:
                 self.named.setdefault(canonical(f"{pattern}.").removesuffix("."), index)
 
-    def first(self, name: str) -> int | None:
-        found = min((self.named[part] for part in _ends(name) if part in self.named), default=None)
+    def _first_of_others(self, name: str, found: int | None, until_s: float) -> int | None:
         for index, fits in self.others:
             if found is not None and index > found:
                 break
-            if fits(name):
+            if fits(name, until_s):
                 return index
         return found
+
+    def _timed(self, work: Callable[[float], T]) -> T:
+        begin_s = time.thread_time()
+        try:
+            return work(begin_s + self._left_s)
+        except TimeoutError:
+            raise ModelError(
+                f"quantization_config: the expressions for the names of layers are more than {MAX_EXPRESSIONS}, or "
+                f"take over {MATCHING_S:g} s to compile and match"
+            ) from None
+        finally:
+            self._left_s -= time.thread_time() - begin_s
 
 
 _matcher = lru_cache(maxsize=8)(_Matcher)
 
 
-def _expression(text: str) -> Callable[[str], bool]:
-    compiled = re.compile(text)
-    return lambda name: compiled.match(name) is not None
+def _expression(text: str) -> Fits:
+    compiled = regex.compile(text)
+
+    def fits(name: str, until_s: float) -> bool:
+        return compiled.match(name, timeout=max(1e-3, until_s - time.thread_time())) is not None
+
+    return fits
 
 
-def _part(text: str) -> Callable[[str], bool]:
-    return lambda name: text in name
+def _part(text: str) -> Fits:
+    return lambda name, _: text in name
 
 
 def _ends(name: str) -> Iterator[str]:

@@ -22,11 +22,11 @@ from vllm_lite.client.text import conversion_process
 from vllm_lite.client.text.conversion_process import ConversionSettings, Kind
 from vllm_lite.errors import ModelError
 from vllm_lite.runtime import log, supervise
+from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, first_untrusted, read_bounded
 
 TOKENIZER_FILE = "tokenizer.json"
 CONVERT_S = 300.0
 """How long a conversion may take. A vocabulary of 130,000 tokens takes some seconds."""
-MAX_FILE_BYTES = 256 * 1024 * 1024
 VERSION = 1
 """Part of every digest: a release that converts differently raises it."""
 MODEL_FILES = ("tokenizer.model", "tokenizer.model.v*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model")
@@ -186,9 +186,7 @@ def _place(folder: Path) -> Path:
         return _cache() / digest.hexdigest()
     for file in _files(folder, PARTS):
         try:
-            if file.stat().st_size > MAX_FILE_BYTES:
-                raise ModelError(f"{file} has more than {MAX_FILE_BYTES >> 20} MiB, and is no file of a tokenizer")
-            content = file.read_bytes()
+            content = read_bounded(file, MAX_TOKENIZER_BYTES)
         except OSError as error:
             raise ModelError(f"{file} cannot be read: {error.strerror}") from error
         digest.update(f"{file.name} {len(content)}\n".encode() + content)
@@ -200,14 +198,11 @@ def _is_made(place: Path) -> bool:
     reads and answers."""
     if not (place / TOKENIZER_FILE).is_file():
         return False
-    for path in (place.parent, place, place / TOKENIZER_FILE):
-        stat = path.stat()
-        is_open = path.is_dir() and stat.st_mode & 0o002  # files are made with the user's umask, in private folders
-        if stat.st_uid not in (0, os.geteuid()) or is_open:
-            raise ModelError(
-                f"{path} belongs to another user, or all users may write it, so the tokenizer in it is not trusted; "
-                "set XDG_CACHE_HOME to a folder of your own, or remove it"
-            )
+    if (path := first_untrusted((place.parent, place, place / TOKENIZER_FILE))) is not None:
+        raise ModelError(
+            f"{path} belongs to another user, or all users may write it, so the tokenizer in it is not trusted; "
+            "set XDG_CACHE_HOME to a folder of your own, or remove it"
+        )
     return True
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from vllm_lite.runtime.supervise import run_child
+from vllm_lite.runtime.untrusted_files import read_bounded
 from vllm_lite.runtime.wakeup import Wakeup
 
 Kind = Literal["sentencepiece", "tiktoken", "vocabulary", "tekken", "gguf"]
@@ -150,7 +151,7 @@ def _llama(file: Path) -> Any:
     from transformers import LlamaTokenizer
 
     config = file.parent / "tokenizer_config.json"
-    says_bos = config.is_file() and "add_bos_token" in msgspec.json.decode(config.read_bytes())
+    says_bos = config.is_file() and "add_bos_token" in msgspec.json.decode(read_bounded(config))
     more: dict[str, Any] = {} if says_bos else {"add_bos_token": True}  # what Llama was trained with
     return LlamaTokenizer.from_pretrained(file.parent, **more)
 

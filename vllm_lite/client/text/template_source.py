@@ -20,6 +20,7 @@ import msgspec
 from vllm_lite.client.text import conversion
 from vllm_lite.errors import ModelError
 from vllm_lite.runtime import log
+from vllm_lite.runtime.untrusted_files import read_bounded
 
 TEMPLATE_FILE = "chat_template.jinja"
 OLD_TEMPLATE_FILE = "chat_template.json"
@@ -172,7 +173,6 @@ def _text(path: Path) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
+        return read_bounded(path, MAX_FILE_BYTES)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error

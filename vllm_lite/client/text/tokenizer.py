@@ -1,16 +1,18 @@
 """Text to token ids and back with the `tokenizers` library: the same ids as transformers.AutoTokenizer's."""
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import tokenizers
 
 from vllm_lite.client.text import conversion
 from vllm_lite.client.text.conversion import TOKENIZER_FILE
-from vllm_lite.client.text.template_source import CONFIG_FILE
-from vllm_lite.errors import ModelError
+from vllm_lite.client.text.template_source import CONFIG_FILE, MAX_FILE_BYTES
+from vllm_lite.errors import ModelError, RequestError, VllmLiteError
+from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
 
 LONG_TEXT_CHARS = 16_384
 """Longer texts are tokenized in a thread, so that others go on."""
@@ -19,10 +21,14 @@ SHORT_TEXT_CHARS = 256
 up the loop of a server for 0.8 s."""
 SLICE_CHARS = 65_536
 CHARS_PER_TOKEN = 8
+MAX_ERROR_CHARS = 500
 CUT_TOKENS = 256
 """A cut through a text changes tokens only near it: a slice has at most so many more than it adds to the whole."""
 _BYTE_NAMES = {f"<0x{value:{case}}>": value for value in range(256) for case in ("02X", "02x")}
 _MAX_U32 = 2**32 - 1
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def longest_first(lengths: Sequence[int], room: int) -> tuple[int, int]:
@@ -34,6 +40,28 @@ def longest_first(lengths: Sequence[int], room: int) -> tuple[int, int]:
             short = room // 2
             long = room - short
     return (short, long) if lengths[0] <= lengths[1] else (long, short)
+
+
+def _failures_as(kind: type[VllmLiteError], what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Raise `kind`, which says `what` happened, where the library gives up (a bare Exception) or panics (a
+    BaseException of a type that cannot be imported): with a file damaged on purpose it does so at any text."""
+
+    def wrap(call: Callable[P, R]) -> Callable[P, R]:
+        @wraps(call)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return call(*args, **kwargs)
+            except BaseException as error:
+                if type(error) is Exception or type(error).__name__ == "PanicException":
+                    raise kind(f"{what}: {str(error)[:MAX_ERROR_CHARS]}") from error
+                raise
+
+        return wrapped
+
+    return wrap
+
+
+_encoding = _failures_as(RequestError, "the model's tokenizer fails on this text")
 
 
 class _File(msgspec.Struct):
@@ -59,7 +87,7 @@ class _Inputs(msgspec.Struct):
     @classmethod
     def beside(cls, file: Path) -> "_Inputs":
         try:
-            return msgspec.json.decode((file.parent / CONFIG_FILE).read_bytes(), type=cls)
+            return msgspec.json.decode(read_bounded(file.parent / CONFIG_FILE, MAX_FILE_BYTES), type=cls)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return cls()
 
@@ -73,9 +101,9 @@ class Tokenizer:
         self.source = source
         self._has_types = has_types
         try:
-            self._library = tokenizers.Tokenizer.from_buffer(data)
+            self._library = _failures_as(ModelError, f"{source} cannot be read")(tokenizers.Tokenizer.from_buffer)(data)
             self.decoder = msgspec.json.decode(data, type=_File).decoder
-        except Exception as error:  # the library raises bare Exception for a damaged file
+        except (ValueError, msgspec.MsgspecError) as error:
             raise ModelError(f"{source} cannot be read: {error}") from error
         # A file may contain truncation and padding for training batches; a prompt gets neither.
         self._library.no_truncation()
@@ -95,7 +123,7 @@ class Tokenizer:
         if file.is_dir():
             file /= TOKENIZER_FILE
         try:
-            data = file.read_bytes()
+            data = read_bounded(file, MAX_TOKENIZER_BYTES)
         except OSError as error:
             raise ModelError(
                 f"{file} cannot be read ({error.strerror}); give a folder with a {TOKENIZER_FILE} as tokenizer "
@@ -103,6 +131,7 @@ class Tokenizer:
             ) from error
         return cls(data, str(file), has_types=_Inputs.beside(file).have_types)
 
+    @_encoding
     def encode(
         self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None, side: str = "left"
     ) -> list[int]:
@@ -123,6 +152,7 @@ class Tokenizer:
             return ids
         return ids[-num_kept:] if side == "left" else ids[:num_kept]
 
+    @_encoding
     def offsets(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
         """Where in `text` each of its `token_ids` stands, as (start, end) in characters; (0, 0) for a special token
         that the file's post-processor adds. None if `text` is tokenized otherwise."""
@@ -132,6 +162,7 @@ class Tokenizer:
                 return list(encoding.offsets)
         return None
 
+    @_encoding
     def beginning(self, text: str, num_tokens: int) -> str:
         """As much of `text` as has at most `num_tokens` tokens, special ones not counted."""
         num_chars = num_tokens * CHARS_PER_TOKEN + SLICE_CHARS  # of a long text no more is looked at than has to be
@@ -151,6 +182,7 @@ class Tokenizer:
         (encoding,) = self._library.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding
 
+    @_encoding
     def encode_batch(
         self, texts: Sequence[str], *, num_kept: int | None = None, side: str = "right"
     ) -> list[list[int]]:
@@ -176,6 +208,7 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids[-num_kept:] if side == "left" else ids[:num_kept]
 
+    @_encoding
     def encode_pair(self, first: str, second: str, *, num_kept: int | None = None) -> tuple[list[int], list[int]]:
         """Tokenize two texts as one, and say of which type each token is. At most `num_kept` tokens are kept: the
         longer text is cut first."""
@@ -187,6 +220,7 @@ class Tokenizer:
         encoding = self._library.post_process(*texts)
         return encoding.ids, encoding.type_ids if self._has_types else [0] * len(encoding.ids)
 
+    @_encoding
     def is_longer(self, text: str, num_tokens: int, check: Callable[[], None] = lambda: None) -> bool:
         """Whether `text` surely has more than `num_tokens` tokens, special ones not counted.
 
@@ -207,6 +241,7 @@ class Tokenizer:
         (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
+    @_failures_as(ModelError, "the model's tokenizer fails to decode")
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode `token_ids`. Bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         text: str = self._library.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.runtime import log
+from vllm_lite.runtime.untrusted_files import first_untrusted, read_bounded
 
 # 177: a constant of a shared header that this kernel does not use.
 OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo", "--diag-suppress=177")
@@ -31,6 +32,7 @@ _logger = log.get(__name__)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _EMULATOR = "cuda_on_cpu.h"  # included only where the compiler is not NVRTC
 _MAGIC = b"vllm_lite kernel 2\n"
+MAX_ENTRY_BYTES = 64 * 1024 * 1024
 
 
 class KernelError(VllmLiteError):
@@ -146,10 +148,17 @@ def cache_folder() -> Path:
 
 
 def read_entry(path: Path) -> Compiled | None:
-    """The entry, or None if it is missing or damaged: a cache never makes anything fail."""
+    """The entry, or None if it is missing, damaged, or may be another user's: a cache never makes anything fail."""
     try:
-        data = path.read_bytes()
+        data = read_bounded(path, MAX_ENTRY_BYTES)
+        stranger = first_untrusted((path.parent, path))
     except OSError:
+        return None
+    if stranger is not None:
+        _logger.warning(
+            "%s belongs to another user, or all users may write it, so the compiled kernel in it is not loaded",
+            stranger,
+        )
         return None
     magic, digest, rest = data[: len(_MAGIC)], data[len(_MAGIC) : len(_MAGIC) + 32], data[len(_MAGIC) + 32 :]
     if magic != _MAGIC or hashlib.sha256(rest).digest() != digest:

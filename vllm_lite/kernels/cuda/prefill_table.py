@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from vllm_lite.kernels.cuda.compiler import cache_folder
 from vllm_lite.runtime import log
+from vllm_lite.runtime.untrusted_files import read_bounded
 
 OURS = "ours"
 LIBRARIES = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -74,7 +75,7 @@ def save(path: Path, measured: Iterable[Measured]) -> None:
 def load(path: Path) -> PrefillTable:
     """The table; an empty one, with a line in the log, where there is none that can be used."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(read_bounded(path))
         if content["torch"] != torch.__version__:
             logger.info("%s is of torch %s: measure again with scripts/gpu_check", path, content["torch"])
             return PrefillTable()

@@ -14,6 +14,7 @@ from vllm_lite.client.text.response.template import Format
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 from vllm_lite.protocol.structured import Thinking
+from vllm_lite.runtime.untrusted_files import read_bounded
 from vllm_lite.structured.call_shape import CallShape
 
 FALLBACK = "hermes"
@@ -27,7 +28,7 @@ def architectures_of(folder: str) -> list[str]:
     try:
         if (gguf := GgufCheckpoint.find(Path(folder))) is not None:
             return [gguf.architecture.name]
-        config = msgspec.json.decode((Path(folder) / "config.json").read_bytes(), type=_Config)
+        config = msgspec.json.decode(read_bounded(Path(folder) / "config.json"), type=_Config)
     except (OSError, ModelError, msgspec.MsgspecError, UnicodeDecodeError):  # the engine says what is wrong with it
         return []
     return config.architectures or []

@@ -13,6 +13,7 @@ from vllm_lite.client.text.template_source import CONFIG_FILE, MAX_FILE_BYTES
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 from vllm_lite.protocol.structured import MAX_MARK_TOKENS, Thinking
+from vllm_lite.runtime.untrusted_files import read_bounded
 
 NONE = "none"
 """As the name of a parser: there is none, whatever the checkpoint says."""
@@ -89,8 +90,7 @@ def _own(folder: str | Path) -> Any:
     if not path.is_file():
         return None
     try:
-        with path.open("rb") as file:
-            config = json.loads(file.read(MAX_FILE_BYTES))
+        config = json.loads(read_bounded(path, MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     return config.get("response_template") if isinstance(config, dict) else None
