@@ -31,23 +31,40 @@ class App:
     def __init__(self, body: bytes = b"*") -> None:
         self.body = body
         self.paths: list[str] = []
+        self.asked: list[tuple[dict[bytes, bytes], bytes]] = []
         self.gone: list[str] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.paths.append(scope["path"])
-        while (await receive()).get("more_body"):
-            pass
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.asked.append((dict(scope["headers"]), body))
         answering, leaving = asyncio.ensure_future(self.may_answer.wait()), asyncio.ensure_future(receive())
         await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not self.may_answer.is_set():
             self.gone.append(scope["path"])
         answering.cancel()
         leaving.cancel()
+        await self.answer(send)
+
+    async def answer(self, send: Send) -> None:
         length = b"%d" % len(self.body)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
         await send({"type": "http.response.body", "body": self.body})
+
+
+class Streaming(App):
+    """Answers in pieces, and does not say how many bytes they are."""
+
+    async def answer(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+        for place in range(len(self.body)):
+            await send({"type": "http.response.body", "body": self.body[place : place + 1], "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 class Bench:
@@ -188,5 +205,148 @@ def test_a_client_that_reads_slowly_is_not_cut_off(monkeypatch: pytest.MonkeyPat
                     break
             assert got > BIG
             assert now_s > 2 * WRITE_TIMEOUT_S
+
+    run(main)
+
+
+OFFERS = (
+    b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\nUpgrade: h2c\r\n",
+    b"Upgrade: websocket\r\nConnection: keep-alive, upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n",
+    b"Upgrade: TLS/1.3\r\nUpgrade: x/2\r\nconnection: UPGRADE\r\n",
+)
+BODIES = (b"Content-Length: 7\r\n\r\nGET / H", b"Transfer-Encoding: chunked\r\n\r\n3\r\nGET\r\n4\r\n / H\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("body", BODIES, ids=["length", "chunks"])
+@pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket", "several"])
+@pytest.mark.parametrize("size", [1, 33, 100_000])
+def test_an_offer_of_another_protocol_changes_nothing(offer: bytes, body: bytes, size: int) -> None:
+    """Several requests on one connection, and their bodies, in packets of any size, with and without waiting."""
+
+    async def main() -> None:
+        app = App()
+        async with Bench(app) as bench:
+            requests = [b"POST /%d HTTP/1.1\r\nX: y\r\n%b%b" % (place, offer, body) for place in range(6)]
+            requests[3] = GET % 3
+            for data in (*requests[:2], b"".join(requests[2:])):
+                for place in range(0, len(data), size):
+                    await bench.send(data[place : place + size])
+                    await asyncio.sleep(0)
+            await bench.until(lambda: len(app.asked) == 6)
+        assert app.paths == [f"/{place}" for place in range(6)]
+        assert [body for _, body in app.asked] == [b"GET / H"] * 3 + [b""] + [b"GET / H"] * 2
+        assert all(headers.get(b"x") == b"y" and b"upgrade" not in headers for headers, _ in app.asked[:3])
+
+    run(main)
+
+
+def test_a_proxy_s_tunnel_is_refused_by_one_sentence() -> None:
+    async def main() -> None:
+        app = App()
+        async with Bench(app) as bench:
+            await bench.send(b"CONNECT example.org:443 HTTP/1.1\r\n\r\n")
+            answer = b"".join([piece async for piece in bench.pieces()])
+        assert answer.startswith(b"HTTP/1.1 405 ")
+        assert b"CONNECT is for proxies" in answer
+        assert app.paths == []
+
+    run(main)
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+@pytest.mark.parametrize("kind", [App, Streaming])
+@pytest.mark.parametrize("version", [b"1.0", b"0.9", b"2.0"])
+def test_a_client_that_knows_no_chunks_gets_none(kind: type[App], method: bytes, version: bytes) -> None:
+    """The end of the connection is the end of the answer, also if the client would keep it."""
+
+    async def main() -> None:
+        app = kind(b"a story")
+        async with Bench(app) as bench:
+            expects = b"Connection: keep-alive\r\nExpect: 100-continue\r\nContent-Length: 1\r\n\r\nx"
+            await bench.send(b"%b /1 HTTP/%b\r\n%b" % (method, version, expects))
+            answer = b"".join([piece async for piece in bench.pieces()])
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert body == (b"a story" if method == b"GET" else b"")
+        assert b"chunked" not in head
+        assert (b"content-length" in head) == (kind is App)
+        assert b"connection: close" in head
+
+    run(main)
+
+
+def test_a_stream_to_other_clients_is_chunked_and_their_connection_kept() -> None:
+    async def main() -> None:
+        async with Bench(Streaming(b"ab")) as bench:
+            await bench.send(GET % 1 + GET % 2)
+            got = b""
+            async for piece in bench.pieces():
+                got += piece
+                if got.count(b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n") == 2:
+                    break
+            assert b"connection: close" not in got
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "host"),
+    [
+        (b"http://example.org:80/1?x", "/1", b"example.org:80"),
+        (b"HTTP://user@[::1]", "/", b"[::1]"),
+        (b"https://a?b", "/", b"a"),
+        (b"//a/b", "//a/b", b"of-the-header"),
+    ],
+)
+def test_a_whole_url_names_the_host(target: bytes, path: str, host: bytes) -> None:
+    async def main() -> None:
+        app = App()
+        async with Bench(app) as bench:
+            await bench.send(b"GET %b HTTP/1.1\r\nHost: of-the-header\r\n\r\n" % target)
+            await bench.until(lambda: bool(app.asked))
+        assert app.paths == [path]
+        assert app.asked[0][0][b"host"] == host
+
+    run(main)
+
+
+GARBAGE = (
+    b"\x00\x01\x02\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"CONNECT a:1 HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nX: ",
+)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=["bytes", "version", "tunnel", "headers"])
+def test_what_is_wrong_behind_a_request_does_not_answer_it(garbage: bytes) -> None:
+    """Its own answer comes whole, the one behind it as well, and then the end; what follows is not kept."""
+
+    async def main() -> None:
+        app = Streaming(b"x")
+        app.may_answer.clear()
+        async with Bench(app) as bench:
+            await bench.send(GET % 1 + GET % 2 + garbage)
+            sending = asyncio.ensure_future(bench.send(b"y" * 1_000_000))
+            await bench.until(lambda: bool(app.paths))
+            await sending
+            assert len(bench.connection._unparsed) <= MAX_UNPARSED_BYTES + READ_BYTES
+            app.may_answer.set()
+            answer = b"".join([piece async for piece in bench.pieces()])
+        assert app.paths == ["/1", "/2"]
+        assert answer.count(b"HTTP/1.1 200 ") == answer.count(b"0\r\n\r\n") == 2
+        assert answer.count(b"HTTP/1.1 ") == 2
+
+    run(main)
+
+
+def test_what_is_wrong_in_a_body_answers_its_request() -> None:
+    async def main() -> None:
+        async with Bench(App()) as bench:
+            await bench.send(b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab")
+            await bench.send(b"\r\nno chunk\r\n")
+            answer = b"".join([piece async for piece in bench.pieces()])
+        assert answer.count(b"HTTP/1.1 400 ") == 1
+        assert answer.count(b"HTTP/1.1 ") == 1
 
     run(main)

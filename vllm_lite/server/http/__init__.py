@@ -1,6 +1,7 @@
 """What guards a route: limits of connections and bodies, API keys, clients that disconnect.
 
 connection.py  limits of headers and of clients that do not read
+framing.py     offers of other protocols, clients of HTTP/1.0
 auth.py        API keys, request ids
 body.py        reads and decodes a body, within limits
 unpack.py      packed bodies

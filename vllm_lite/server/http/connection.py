@@ -3,17 +3,19 @@ the answers is bounded in bytes, and one that does not read them is cut off.
 
 uvicorn bounds none of these: without this a client could send headers without end, or never end them, or requests
 without end that become objects before anybody looks at their keys. Nor does a request learn that its client has gone
-once another one has come behind it on the same connection.
+once another one has come behind it on the same connection. framing.py has what it does not do of HTTP/1.1.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from vllm_lite.runtime import log
+from vllm_lite.server.http.framing import head_without_offer, new_parser, relative, without_chunks
 from vllm_lite.server.openai.errors import ApiError
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -25,8 +27,8 @@ MAX_UNPARSED_BYTES = 64 * 1024
 logger = log.get(__name__)
 
 
-class _HeadersTooLong(Exception):
-    pass
+class _Refused(Exception):
+    """Ends the parsing of a head."""
 
 
 class _Flow(FlowControl):
@@ -62,6 +64,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_new = False  # the message began, or body came, in the middle of what is being read, which may be long
         self._timer: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
+        self._is_over = False  # what comes is no longer looked at: it follows something that is not HTTP
         self._error = ApiError(400, "what was sent is not HTTP")
 
     def connection_made(self, transport: Any) -> None:
@@ -107,7 +110,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         """Parse `data` piece by piece, until a request waits."""
-        done = 0
+        done = len(data) if self._is_over else 0
         while done < len(data) and not self.pipeline and not self.transport.is_closing():
             self._parse_piece(data[done : done + PIECE_BYTES])
             done += PIECE_BYTES
@@ -115,8 +118,12 @@ class HttpConnection(HttpToolsProtocol):
 
     def _parse_piece(self, piece: bytes) -> None:
         self._is_new = False
-        super().data_received(piece)
-        if self.transport.is_closing():
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(piece)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        if self._is_over or self.transport.is_closing():
             return
         if not self._is_new:
             self._header_bytes += len(piece)
@@ -126,6 +133,16 @@ class HttpConnection(HttpToolsProtocol):
                 return
         if self._timer is None and self._is_idle():  # the base's own timer ended with the first byte
             self._start_timer()
+
+    def _feed(self, data: bytes) -> None:
+        """Raises HttpParserError. A request that offers another protocol is taken as if it did not."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:  # it has read the head, and nothing of what is behind that
+                data = head_without_offer(self.parser, self.url, self.headers) + data[offer.args[0] :]
+                self.parser = new_parser(self)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -138,11 +155,16 @@ class HttpConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
+            raise self._refusal(_TOO_LONG)
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise self._refusal(_NO_PROXY)
+            return  # _feed() has the head parsed again
         self._stop_timer()
         self._in_headers = False
-        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
-            self._error = _TOO_LONG
-            raise _HeadersTooLong  # to data_received of the base, which answers
+        self.url, self.headers[:] = relative(self.url, self.headers)
+        self.expect_100_continue = self.expect_100_continue and self.parser.get_http_version() == "1.1"
         super().on_headers_complete()
         self.flow.resume_reading()  # the base pauses it when a request has to wait; it is how the client's end is seen
 
@@ -151,16 +173,34 @@ class HttpConnection(HttpToolsProtocol):
         self._is_new = True
         super().on_body(body)
 
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        if cycle.scope["http_version"] != "1.1":
+            cycle.keep_alive, app = False, without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base's words, which are not JSON
-        """Answer, as `_error` says, what is wrong before there is a request."""
+        """Answer, as `_error` says, what is wrong before there is a request, or with the body of the one that waits for
+        its answer. What came behind one that is being answered gets none; the connection ends after those before it."""
+        self._is_over = True
+        latest = self.cycle
+        is_own = latest is self._answered and latest is not None and latest.more_body and not latest.response_started
+        if latest is not None and not latest.response_complete and not is_own:
+            latest.keep_alive = False
+            return
         body = self._error.body()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[self._error.status] + head + body)
         self.transport.close()
+
+    def _refusal(self, error: ApiError) -> Exception:
+        """Make what a callback of the parser raises to have `error` answered."""
+        self._error = error
+        return _Refused()
 
     def _start_timer(self) -> None:
         self._stop_timer()
@@ -189,6 +229,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 _TOO_LONG = ApiError(431, f"the headers of a request may have at most {MAX_HEADER_BYTES} bytes")
+_NO_PROXY = ApiError(405, "CONNECT is for proxies, and this is a server; ask for a path")
 
 
 def with_timeouts(header_timeout_s: float, write_timeout_s: float) -> type[HttpConnection]:
