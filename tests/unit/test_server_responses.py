@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import random
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.response_events import check_stream, events_in
@@ -66,8 +68,8 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     return made
 
 
-def record(name: str, size: int = 10) -> Record:
-    return Record(name, "", None, False, b'{"status":"completed"}', b"[]", b"x" * size)
+def record(name: str, size: int = 10, holder: str = "") -> Record:
+    return Record(name, "", None, False, b'{"status":"completed"}', b"[]", b"x" * size, holder=holder)
 
 
 def test_the_oldest_go(make: Make) -> None:
@@ -96,8 +98,70 @@ def test_bytes_are_bounded(make: Make) -> None:
             await store.put(record(name, 1000))
         assert [name for name in "abcdefgh" if await store.get(name)] == ["f", "g", "h"]
         await store.put(record("z", 6000))  # more than there is room for
-        assert await store.get("z") is None
+        assert [name for name in "fghz" if await store.get(name)] == ["f", "g", "h"]
         store.close()
+
+    asyncio.run(main())
+
+
+def test_the_holder_of_the_most_loses_its_own(make: Make) -> None:
+    """However much one key puts there, what others keep stays, in bytes and in number."""
+
+    async def main() -> None:
+        store = make(20_000, 13)
+        kept = [f"{name}{number}" for name in "abcd" for number in range(2)]
+        for name in kept:
+            await store.put(record(name, 1000, f"holder of {name[0]}"))
+        for number in range(8):
+            await store.put(record(f"large{number}", 6000, "greedy"))
+        assert [name for name in kept if await store.get(name)] == kept
+        assert [number for number in range(8) if await store.get(f"large{number}")] == [7]
+        for number in range(40):
+            await store.put(record(f"small{number}", 10, "busy"))
+        assert [name for name in kept if await store.get(name)] == kept
+        assert [number for number in range(8) if await store.get(f"large{number}")] == [7]
+        assert [number for number in range(40) if await store.get(f"small{number}")] == list(range(36, 40))
+        store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_counts_of_a_store_in_memory_agree(seed: int) -> None:
+    async def main() -> None:
+        dice, store = random.Random(seed), MemoryStore(30_000, 20)
+        for _ in range(300):
+            name, holder = str(dice.randrange(40)), dice.choice("xyz")
+            await (store.delete(name) if dice.random() < 0.2 else store.put(record(name, dice.randrange(9000), holder)))
+            store.check_integrity()
+            assert len(store) <= 20
+            assert store.num_bytes <= 30_000
+        store.close()
+        store.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_a_file_of_the_first_format_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with sqlite3.connect(path) as file:
+        file.execute(
+            "CREATE TABLE responses(place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, "
+            "size INTEGER NOT NULL, data BLOB NOT NULL)"
+        )
+        old = {name: getattr(record("old"), name) for name in Record.__struct_fields__ if name != "holder"}
+        file.execute("INSERT INTO responses(id, size, data) VALUES ('old', 1000, ?)", (msgspec.msgpack.encode(old),))
+        file.execute("PRAGMA user_version=1")
+    file.close()
+
+    async def main() -> None:
+        stores = [SqliteStore(str(path), 5000, 100) for _ in range(2)]
+        assert await stores[0].get("old") == record("old")
+        for number in range(9):
+            await stores[number % 2].put(record(str(number), 1000, "new"))
+        assert await stores[0].get("old") == record("old")
+        for store in stores:
+            store.close()
 
     asyncio.run(main())
 

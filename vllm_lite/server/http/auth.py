@@ -109,6 +109,12 @@ def owner_of(request: Request, call_id: str) -> str:
     return sha256(digest + call_id.encode()).hexdigest()[:32] if digest else ""
 
 
+def holder_of(request: Request) -> str:
+    """What stands for the sender's key in what is kept, "" without keys: those with the same key share it."""
+    digest: bytes = request.scope[_KEY]
+    return sha256(digest + b"holder").hexdigest()[:32] if digest else ""
+
+
 def may_touch(request: Request, call_id: str, owner: str) -> bool:
     """Whether the sender may look at, fork or end a call of `owner`: with its key, or as an admin."""
     return not owner or owner == owner_of(request, call_id) or request.scope[_NO_ADMIN] is None

@@ -1,13 +1,14 @@
-"""Stores of responses: bounded in number and bytes, the oldest go first. In memory, or in a SQLite file.
+"""Stores of responses: bounded in number and bytes. In memory, or in a SQLite file.
 
-A store knows no keys: a record's `owner` is a digest of the key and the response's id, so only a request with the same
-key finds it.
+A store knows no keys. A record's `owner` is a digest of the key and the response's id, so only a request with the same
+key finds it. Its `holder` is a digest of the key alone: where there is too much, the holder with the most loses its
+oldest, so that nobody evicts what others keep. Without keys all share one holder.
 """
 
 import asyncio
 import os
 import sqlite3
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,11 +23,15 @@ from vllm_lite.server.openai.errors import ApiError
 MAX_RESPONSES = 16_384
 BUSY_S = 5.0
 """How long another API server may hold the file."""
-_VERSION = 1
+_VERSION = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses(
-    place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, size INTEGER NOT NULL, data BLOB NOT NULL)
+    place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, size INTEGER NOT NULL, data BLOB NOT NULL,
+    holder TEXT NOT NULL DEFAULT '')
 """
+_FROM_1 = "ALTER TABLE responses ADD COLUMN holder TEXT NOT NULL DEFAULT ''"
+_MOST = "SELECT holder FROM responses GROUP BY holder ORDER BY {} DESC, max(place) LIMIT 1"
+"""The holder of the most by count(*) or sum(size)."""
 
 T = TypeVar("T")
 logger = log.get(__name__)
@@ -49,6 +54,7 @@ class Record(msgspec.Struct, frozen=True):
     items: bytes
     events: bytes = b""
     first: int = 0
+    holder: str = ""
 
     @property
     def size(self) -> int:
@@ -64,7 +70,8 @@ class Store(Protocol):
     async def get(self, response_id: str) -> Record | None: ...
 
     async def put(self, record: Record) -> None:
-        """Keep a record, or replace the one with its id. The oldest ones go if there are too many."""
+        """Keep a record, or replace the one with its id. Others of the largest holder go if there is too much; a record
+        that is larger than the whole store is not kept."""
 
     async def delete(self, response_id: str) -> bool:
         """Return whether there was one."""
@@ -79,6 +86,10 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._records: OrderedDict[str, Record] = OrderedDict()
+        """All of them, the oldest first."""
+        self._of: dict[str, OrderedDict[str, None]] = {}
+        """The ids of each holder's, the oldest first."""
+        self._num_bytes_of: Counter[str] = Counter()
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -89,20 +100,50 @@ class MemoryStore:
 
     async def put(self, record: Record) -> None:
         await self.delete(record.id)
+        if record.size > self._max_bytes:
+            return
         self._records[record.id] = record
-        self.num_bytes += record.size
-        while len(self._records) > self._max_responses or (self.num_bytes > self._max_bytes and self._records):
-            _, oldest = self._records.popitem(last=False)
-            self.num_bytes -= oldest.size
+        self._of.setdefault(record.holder, OrderedDict())[record.id] = None
+        self._count(record, record.size)
+        while len(self._records) > self._max_responses:
+            self._drop_oldest_of(max(self._of, key=lambda holder: len(self._of[holder])))
+        while self.num_bytes > self._max_bytes:
+            self._drop_oldest_of(max(self._of, key=self._num_bytes_of.__getitem__))
 
     async def delete(self, response_id: str) -> bool:
-        record = self._records.pop(response_id, None)
-        self.num_bytes -= record.size if record is not None else 0
-        return record is not None
+        return self._drop(response_id)
 
     def close(self) -> None:
         self._records.clear()
+        self._of.clear()
+        self._num_bytes_of.clear()
         self.num_bytes = 0
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all counts agree with the records."""
+        held: Counter[str] = Counter()
+        for record in self._records.values():
+            held[record.holder] += record.size
+        ids = {name for ids in self._of.values() for name in ids}
+        if held != self._num_bytes_of or sum(held.values()) != self.num_bytes or ids != self._records.keys():
+            raise AssertionError(f"holders have {held}, counted as {self._num_bytes_of} and {self.num_bytes}")
+
+    def _count(self, record: Record, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._num_bytes_of[record.holder] += num_bytes
+
+    def _drop_oldest_of(self, holder: str) -> None:
+        self._drop(next(iter(self._of[holder])))
+
+    def _drop(self, response_id: str) -> bool:
+        record = self._records.pop(response_id, None)
+        if record is None:
+            return False
+        self._count(record, -record.size)
+        del self._of[record.holder][response_id]
+        if not self._of[record.holder]:
+            del self._of[record.holder], self._num_bytes_of[record.holder]
+        return True
 
 
 class SqliteStore:
@@ -122,13 +163,15 @@ class SqliteStore:
 
     def _open(self, path: Path) -> sqlite3.Connection:
         file = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
-        version = file.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, _VERSION):
-            raise sqlite3.DatabaseError(f"its format is {version}, and this server knows {_VERSION}")
         file.execute("PRAGMA journal_mode=WAL")
         file.execute("PRAGMA synchronous=NORMAL")
-        file.execute(_SCHEMA)
-        file.execute(f"PRAGMA user_version={_VERSION}")
+        with file:
+            file.execute("BEGIN IMMEDIATE")  # other API servers open it at the same time
+            version = file.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, 1, _VERSION):
+                raise sqlite3.DatabaseError(f"its format is {version}, and this server knows {_VERSION}")
+            file.execute(_SCHEMA if version != 1 else _FROM_1)
+            file.execute(f"PRAGMA user_version={_VERSION}")
         return file
 
     async def get(self, response_id: str) -> Record | None:
@@ -160,16 +203,21 @@ class SqliteStore:
         with self._file:
             self._file.execute("BEGIN IMMEDIATE")
             self._file.execute("DELETE FROM responses WHERE id = ?", (record.id,))
-            self._file.execute("INSERT INTO responses(id, size, data) VALUES (?, ?, ?)", (record.id, record.size, data))
+            if record.size > self._max_bytes:
+                return
+            self._file.execute(
+                "INSERT INTO responses(id, size, data, holder) VALUES (?, ?, ?, ?)",
+                (record.id, record.size, data, record.holder),
+            )
             count, size = self._file.execute("SELECT count(*), sum(size) FROM responses").fetchone()
             while count > self._max_responses or size > self._max_bytes:
+                by = "count(*)" if count > self._max_responses else "sum(size)"
+                (holder,) = self._file.execute(_MOST.format(by)).fetchone()
                 place, its_size = self._file.execute(
-                    "SELECT place, size FROM responses ORDER BY place LIMIT 1"
+                    "SELECT place, size FROM responses WHERE holder = ? ORDER BY place LIMIT 1", (holder,)
                 ).fetchone()
                 self._file.execute("DELETE FROM responses WHERE place = ?", (place,))
                 count, size = count - 1, size - its_size
-                if not count:
-                    break
 
     def _delete(self, response_id: str) -> bool:
         return self._file.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount > 0
