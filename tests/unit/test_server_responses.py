@@ -108,7 +108,7 @@ def test_the_holder_of_the_most_loses_its_own(make: Make) -> None:
     """However much one key puts there, what others keep stays, in bytes and in number."""
 
     async def main() -> None:
-        store = make(20_000, 13)
+        store = make(22_000, 13)
         kept = [f"{name}{number}" for name in "abcd" for number in range(2)]
         for name in kept:
             await store.put(record(name, 1000, f"holder of {name[0]}"))
