@@ -1,7 +1,7 @@
 """EngineConfig is what a user sets; its `resolve()` returns a ResolvedConfig, in which every default has its value."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -10,6 +10,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
 from vllm_lite.runtime.addresses import check_address, split_tcp
 from vllm_lite.runtime.group_memory import MAX_RANKS
+from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_DTYPE_NAMES, KV_SCALE_BYTES, KVShape
 from vllm_lite.runtime.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
 from vllm_lite.runtime.nested_settings import (
     Count,
@@ -43,29 +44,10 @@ class DeviceDefaults(NamedTuple):
 
 
 DEVICE_DEFAULTS = {"cpu": DeviceDefaults(64, 512, 0.0), "cuda": DeviceDefaults(256, 8192, 4.0)}
-KV_DTYPE_NAMES: dict[str, Any] = {"auto": None, "fp8": "fp8_e4m3"}
-"""The values of kv_cache_dtype that stand for another; None stands for the one that the checkpoint was calibrated for,
-or else the model's dtype."""
-KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
-"""Bytes of one element of the KV cache, by the resolved kv_cache_dtype."""
-KV_SCALE_BYTES = {"int8": 4}
-"""Bytes behind the elements of each token and head, by those kv_cache_dtypes that keep a scale there."""
 FULL_LOADS, LEAST_DEFAULT_BLOCKS = 4, 8192
 """A KV cache whose size the user did not set holds at most this many times what the largest batch holds; what is beyond
 one batch keeps prefixes. A small batch gets a pool of the second number of blocks all the same, which costs the engine
 a megabyte."""
-
-
-class KVShape(Protocol):
-    """What resolve() needs to know of a model's KV cache. A ModelSpec is one."""
-
-    @property
-    def kv_groups(self) -> tuple[Any, ...]: ...
-
-    @property
-    def kv_cache_dtype(self) -> str | None: ...
-
-    def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int: ...
 
 
 class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -293,6 +275,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log_config_file: Annotated[
         str | None, about("JSON file for Python's logging.config.dictConfig, which then has the last word")
     ] = None
+    disable_log_stats: Annotated[bool, about("no lines of statistics in the log while requests run")] = False
+    log_stats_interval_s: Annotated[float, about("between two such lines", gt=0)] = 10.0
     record: Annotated[
         str | None,
         about("file that decisions are recorded in, for replay and why; an older one is kept as FILE.previous"),
@@ -334,6 +318,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """What the settings say of how the model is to be pooled."""
         convert = "embed" if (self.runner, self.convert) == ("pooling", "auto") else self.convert
         return PoolingOptions(convert, self.pooler_config or PoolerConfig(), self.hf_overrides)
+
+    @property
+    def stats_interval_s(self) -> float | None:
+        """Seconds between two lines of statistics in the log; None: there are none."""
+        return None if self.disable_log_stats else self.log_stats_interval_s
 
     @property
     def logging(self) -> tuple[str, str, str | None]:

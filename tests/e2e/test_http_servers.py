@@ -29,7 +29,8 @@ DEADLINE_S = scaled(30.0)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--api-server-count", "2", "--api-key", "key", "--dtype", "float32", *SLOW) as server:
+    settings = ["--api-key", "key", "--dtype", "float32", "--log-stats-interval-s", "0.2"]
+    with serving("--api-server-count", "2", *settings, *SLOW) as server:
         yield server
 
 
@@ -69,6 +70,17 @@ def test_ready_is_said_once_when_all_are(server: Server) -> None:
     assert server.output.count("ready at") == 1
     family = psutil.Process(server.process.pid).children(recursive=True)
     assert sum(MODULE in child.cmdline() for child in family) == 1
+
+
+def test_the_engine_logs_its_statistics_and_nobody_else_does(server: Server) -> None:
+    assert "tokens/s" not in server.output, "nothing ran yet"
+    with Both(server) as both:
+        for http in both.of.values():
+            http.post("/v1/completions", json=LONG | {"max_tokens": 20}).raise_for_status()
+    server.wait_for("Avg generation throughput: 0.0 tokens/s, Running: 0 reqs")
+    lines = [line for line in server.output.splitlines() if "tokens/s" in line]
+    assert {line.split()[1] for line in lines} == {"engine"}
+    assert "Prefix cache hit rate: " in lines[-1]
 
 
 def test_requests_are_spread_over_both(server: Server) -> None:

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from vllm_lite.checkpoint.sizing import configured_num_blocks
-from vllm_lite.config import BLOCK_SIZES, EngineConfig, KVShape, ResolvedConfig
+from vllm_lite.config import BLOCK_SIZES, EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import machine
 from vllm_lite.runtime.addresses import check_address, split_tcp
+from vllm_lite.runtime.kv_dtypes import KVShape
 from vllm_lite.runtime.machine import memory_limit_bytes
 from vllm_lite.runtime.settings import add_flags
 

@@ -293,7 +293,10 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LITE_MAX_MODEL_LENS", "5")
     monkeypatch.setenv("VLLM_LITE_DTYPE", "float8")
     typo, wrong = checks.settings()
-    assert (typo.level, typo.advice) == ("WARN", "did you mean VLLM_LITE_MAX_MODEL_LEN?")
+    assert (typo.level, typo.text) == (
+        "WARN",
+        "VLLM_LITE_MAX_MODEL_LENS is not read; did you mean VLLM_LITE_MAX_MODEL_LEN?",
+    )
     assert wrong.level == "FAIL"
     assert wrong.text.startswith("dtype: must be one of auto, float32")
 

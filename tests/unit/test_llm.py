@@ -278,20 +278,39 @@ def test_an_unknown_setting_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"trust_remote_code": True}, "trust_remote_code can only be False, got True: no code of a checkpoint"),
+        ({"tokenizer_mode": "mistral"}, "tokenizer_mode can only be auto or hf .*; got 'mistral'"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size can only be 1 here: layers are not shared out"),
+        ({"hf_token": "secret"}, "hf_token of vLLM is not supported: set HF_TOKEN"),
         ({"generation_config": "mine"}, "generation_config must be one of auto, vllm, or a folder .* got 'mine'"),
     ],
 )
-def test_settings_of_other_engines_have_one_value(settings: dict[str, Any], message: str) -> None:
+def test_settings_of_other_engines_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM("some/model", **settings)
 
 
-def test_settings_of_other_engines_may_have_that_value(
+def test_settings_of_other_engines_that_change_nothing(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the command line."""
+    fake_launch(engine, monkeypatch)
+    of_vllm: dict[str, Any] = {
+        "trust_remote_code": True,
+        "tokenizer_mode": "auto",
+        "max_logprobs": 20,
+        "limit_mm_per_prompt": {},
+    }
+    LLM(tmp_path, **of_vllm, skip_tokenizer_init=False, tensor_parallel_size=1, swap_space=4).shutdown()
+
+
+def test_statistics_are_logged_only_for_one_who_asks(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_launch(engine, monkeypatch)
-    LLM(tmp_path, trust_remote_code=False, tokenizer_mode="auto", tensor_parallel_size=1, swap_space=4).shutdown()
+    given: list[tuple[dict[str, Any], bool]] = [({}, True), ({"disable_log_stats": False}, False)]
+    for settings, is_quiet in given:
+        with LLM(tmp_path, **settings) as llm:
+            assert llm.config.disable_log_stats is is_quiet
 
 
 # ---- prompts and parameters

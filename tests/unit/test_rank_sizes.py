@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from vllm_lite.checkpoint.sizing import check_pool, check_sizes, configured_num_blocks
-from vllm_lite.config import EngineConfig, KVShape, ResolvedConfig
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.kv_dtypes import KVShape
 
 
 def resolved(kv: KVShape | None = None, **values: Any) -> ResolvedConfig:

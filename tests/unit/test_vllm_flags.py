@@ -1,12 +1,14 @@
 """A command line that was written for `vllm serve`: what changes nothing is taken and said, the rest is refused."""
 
 import argparse
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_lite.errors import ConfigError
+from vllm_lite.runtime import vllm_settings
 from vllm_lite.runtime.settings import add_flags
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.tools.cli import Parser, serve, vllm_flags, with_dashes
@@ -15,12 +17,17 @@ FLAGS_OF_VLLM = Path(__file__).parents[1] / "fixtures" / "vllm_serve_flags.txt"
 """All flags of `vllm serve` of vLLM 0.33, with spaces between them."""
 
 
+@cache
+def parser() -> Parser:
+    made = Parser(allow_abbrev=False)
+    made.add_argument("folder", nargs="?")
+    add_flags(made, ServeConfig)  # a name that is a setting as well would be an error here
+    vllm_flags.add_flags(made)
+    return made
+
+
 def parsed(*words: str) -> Any:
-    parser = Parser(allow_abbrev=False)
-    parser.add_argument("folder", nargs="?")
-    add_flags(parser, ServeConfig)  # a name that is a setting as well would be an error here
-    vllm_flags.add_flags(parser)
-    return parser.parse_args(words)
+    return parser().parse_args(words)
 
 
 def given(*words: str) -> Any:
@@ -30,7 +37,7 @@ def given(*words: str) -> Any:
 
 
 def test_nothing_is_said_of_our_own_flags() -> None:
-    assert vllm_flags.notice(given("MODEL", "--port", "1")) == ""
+    assert vllm_settings.answer(given("MODEL", "--port", "1")) == ""
 
 
 def test_what_changes_nothing_is_said_once_for_each_reason() -> None:
@@ -42,18 +49,18 @@ def test_what_changes_nothing_is_said_once_for_each_reason() -> None:
         "-pp",
         "1",
         "--disable-log-requests",
-        "--disable-log-stats",
+        "--disable-uvicorn-access-log",
         "-O3",
     ]
-    text = vllm_flags.notice(given(*words))
+    text = vllm_settings.answer(given(*words))
     assert text.startswith("without effect here: --trust-remote-code (no code of a checkpoint is run or needed); ")
-    assert "; --disable-log-requests, --disable-log-stats (" in text
+    assert "; --disable-log-requests, --disable-uvicorn-access-log (" in text
     assert text.count("(") == text.count(")")
 
 
 def test_flags_of_its_tests_and_recipes_are_taken() -> None:
     words = "--enable-scale-out --enable-sleep-mode --structured-outputs-config.backend xgrammar MODEL"
-    assert "--structured-outputs-config.backend (there is one" in vllm_flags.notice(given(*words.split()))
+    assert "--structured-outputs-config.backend (there is one" in vllm_settings.answer(given(*words.split()))
 
 
 @pytest.mark.parametrize(
@@ -83,24 +90,24 @@ def test_names_may_have_underscores(word: str, meant: str) -> None:
 )
 def test_what_cannot_be_is_refused_with_the_reason(words: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        vllm_flags.notice(given(*words.split(), "MODEL"))
+        vllm_settings.answer(given(*words.split(), "MODEL"))
 
 
 def test_a_switch_that_is_switched_off_asks_for_nothing() -> None:
-    assert vllm_flags.notice(given("--no-return-sampling-mask")).startswith("without effect here: --no-return")
+    assert vllm_settings.answer(given("--no-return-sampling-mask")).startswith("without effect here: --no-return")
 
 
 def test_every_flag_has_an_answer() -> None:
     """And stands once: argparse refuses a second one."""
-    for table, is_refused in ((vllm_flags.WITHOUT_EFFECT, False), (vllm_flags.REFUSED, True)):
+    for table, is_refused in ((vllm_settings.WITHOUT_EFFECT, False), (vllm_settings.REFUSED, True)):
         for row in table:
             for name in row.names.split():
                 value = [row.values[0] if row.values else "x"] if row.values != () else []
                 if is_refused:
                     with pytest.raises(ConfigError, match=f"^{name} "):
-                        vllm_flags.notice(given(name, *value))
+                        vllm_settings.answer(given(name, *value))
                 else:
-                    assert name in vllm_flags.notice(given(name, *value))
+                    assert name in vllm_settings.answer(given(name, *value))
 
 
 def test_no_flag_of_vllm_is_unknown() -> None:
@@ -112,7 +119,7 @@ def test_no_flag_of_vllm_is_unknown() -> None:
 
 def test_a_refused_flag_may_have_several_values() -> None:
     with pytest.raises(ConfigError, match=r"^--cpu-offload-params of vLLM is not supported: weights stay"):
-        vllm_flags.notice(given("--cpu-offload-params", "gate", "up"))
+        vllm_settings.answer(given("--cpu-offload-params", "gate", "up"))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +150,9 @@ def test_a_key_that_is_too_deep_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_keys_of_a_config_of_vllm_are_answered_as_the_config() -> None:
-    assert "-cc (nothing is compiled" in vllm_flags.notice(given("MODEL", "-cc.mode=none", "-cc.x.y", "1"))
+    assert "-cc (nothing is compiled" in vllm_settings.answer(given("MODEL", "-cc.mode=none", "-cc.x.y", "1"))
     with pytest.raises(ConfigError, match=r"^--kv-transfer-config of vLLM is not"):
-        vllm_flags.notice(given("--kv-transfer-config.kv_role", "kv_both", "MODEL"))
+        vllm_settings.answer(given("--kv-transfer-config.kv_role", "kv_both", "MODEL"))
 
 
 def test_help_does_not_show_them(capsys: pytest.CaptureFixture[str]) -> None:

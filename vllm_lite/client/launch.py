@@ -31,8 +31,6 @@ from vllm_lite.client.supervisor import EngineSupervisor
 from vllm_lite.client.text import conversion
 from vllm_lite.config import (
     DEMO_MODEL,
-    KV_DTYPE_BYTES,
-    KV_SCALE_BYTES,
     EngineConfig,
     ResolvedConfig,
     demo_folder,
@@ -43,6 +41,7 @@ from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.addresses import check_address, split_tcp
 from vllm_lite.runtime.cpu_binding import check_binding
+from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_SCALE_BYTES
 from vllm_lite.runtime.machine import memory_limit_bytes
 from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.transport.keys import load_engine_keys

@@ -34,13 +34,6 @@ if TYPE_CHECKING:  # Jinja is imported when it is needed
 _LOOK_S = 1.0
 """How often a wait wakes, for Ctrl-C; the session ends every stream by a deadline of its own."""
 _UNSUPPORTED_METHODS = frozenset({"reward"})
-_FIXED_SETTINGS: dict[str, tuple[Any, str]] = {
-    "trust_remote_code": (False, "no code of a checkpoint is ever run"),
-    "tokenizer_mode": ("auto", "there is one kind of tokenizer"),
-    "skip_tokenizer_init": (False, "a model without a tokenizer needs no setting"),
-    "cpu_offload_gb": (0, "weights stay on their device"),
-}
-"""Settings of vLLM that have only one possible value here, and why."""
 
 
 class LLM:
@@ -54,13 +47,16 @@ class LLM:
         *,
         generation_config: str = "auto",
         override_generation_config: Mapping[str, Any] | None = None,
+        disable_log_stats: bool = True,
         **settings: Any,
     ) -> None:
         """Start an engine and wait until it serves.
 
         `model` is a checkpoint's folder or its hub id. `settings` are fields of EngineConfig: tensor_parallel_size=1,
         dtype="auto", quantization=None, seed=0, gpu_memory_utilization=0.9, swap_space=None, max_model_len=None,
-        enforce_eager=False, single_process=False and the rest; the environment fills in what is not given.
+        enforce_eager=False, single_process=False and the rest; the environment fills in what is not given. What
+        vLLM's LLM has and would change nothing here is taken as well. Statistics are logged with
+        disable_log_stats=False alone.
 
         get_default_sampling_params() are what the checkpoint's generation_config.json says, or the one in the folder
         `generation_config`; "vllm" ignores it. `override_generation_config`, such as {"temperature": 0.5}, stands
@@ -71,7 +67,8 @@ class LLM:
             check_source(generation_config)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        given = {"model": str(model), "tokenizer": None if tokenizer is None else str(tokenizer), **_variable(settings)}
+        given = {"model": str(model), "tokenizer": None if tokenizer is None else str(tokenizer), **settings}
+        given["disable_log_stats"] = disable_log_stats
         loaded: Tokenizer | None = None
         defaults: dict[str, Any] = {}
 
@@ -420,15 +417,6 @@ def _named(name: str) -> Iterator[None]:
         yield
     except RequestError as error:
         raise RequestError(f"{name}: {error}" if name else str(error)) from error
-
-
-def _variable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Drop the settings that can only have one value. Raises ConfigError for another value."""
-    for name in settings.keys() & _FIXED_SETTINGS:
-        only, why = _FIXED_SETTINGS[name]
-        if settings[name] not in (only, None):
-            raise ConfigError(f"{name} can only be {only!r}, got {settings[name]!r}: {why}")
-    return {name: value for name, value in settings.items() if name not in _FIXED_SETTINGS}
 
 
 def _as_list(prompts: Any) -> list[PromptLike]:

@@ -14,6 +14,7 @@ from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.kept_state import keep, kept
+from vllm_lite.engine.observe.stats_log import StatsLog
 from vllm_lite.engine.operations import Operations
 from vllm_lite.engine.recovery import Recovery
 from vllm_lite.engine.request import Produced, Request
@@ -59,6 +60,7 @@ class EngineProcess:
         tcp = None if config.tcp_address is None else transport.Tcp(config.tcp_address, config.curve_keys)
         self._port = ClientPort(settings.address, self._epoch, tcp)
         self._kv_events: KVEventStream | None = None
+        self._stats_log = StatsLog(config.stats_interval_s, config.device)
 
     def run(self) -> int:
         """Serve until `stop` is set. Returns the exit status: 0 after `stop`, 1 if it cannot start, 2 for bad input, 3
@@ -208,7 +210,8 @@ class EngineProcess:
         """How long to wait for a message. Without requests only the workers' health is to be checked meanwhile."""
         if self._port.gathers():
             return GATHER_MS
-        return HEARTBEAT_MS if core.scheduler.requests or self._port.owes() else IDLE_LOOK_MS
+        is_idle = not (core.scheduler.requests or self._port.owes() or self._stats_log.owes)
+        return IDLE_LOOK_MS if is_idle else HEARTBEAT_MS
 
     def _handle(self, core: EngineCore, operations: Operations, peer: bytes, message: api.FromClient) -> None:
         if isinstance(message, api.Generate):
@@ -298,6 +301,8 @@ class EngineProcess:
         if requests:
             gone += port.beat(now_s, core.scheduler.step, {request.client for request in requests.values()})
         self._abort_orphans(core, gone)
+        if now_s >= self._stats_log.due_s:
+            self._stats_log.write(core, now_s)
 
     def _abort_orphans(self, core: EngineCore, gone: abc.Iterable[bytes]) -> None:
         """End the requests of clients that have gone."""

@@ -1,24 +1,26 @@
 """Settings: a frozen struct whose values come from a file, the environment and flags; unknown keys are errors.
 
 Every field's description is its help text; flags, environment variables (VLLM_LITE_<FIELD>) and file keys carry the
-field's name.
+field's name. What one of these doors takes, all of them take: aliases, vLLM's settings that change nothing here, and
+no_<field> of a switch.
 """
 
 import argparse
 import os
 import re
-import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from vllm_lite.errors import ConfigError
+from vllm_lite.runtime import vllm_settings, vllm_variables
+from vllm_lite.runtime.settings_sources import read_env, read_file, unread
 
-ENV_PREFIX = "VLLM_LITE_"
 SHORT_FLAGS = {
     "tensor_parallel_size": "-tp",
     "data_parallel_size": "-dp",
@@ -33,10 +35,9 @@ ALIASES = {
     "override_pooler_config": "pooler_config",
     "device_memory_utilization": "gpu_memory_utilization",
     "watermark": "kv_watermark",
+    "model_tag": "model",
 }
 """Other names of settings, which other engines give them."""
-VLLM_VARIABLES = {"VLLM_API_KEY": "api_key"}
-"""vLLM's, where the project's own is not set: a server that was closed with it must not be open here."""
 VALUE_ALIASES = {"dtype": {"half": "float16", "float": "float32"}}
 """Other names of their values."""
 _KINDS = {
@@ -71,14 +72,55 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         flags: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         file: str | Path | None = None,
+        *,
+        of_vllm: Iterable[vllm_settings.Given] = (),
+        notice: Callable[[str], None] = lambda _: None,
     ) -> Self:
-        """Layer file < env < flags and check the result. `env` defaults to os.environ. Raises ConfigError."""
-        values: dict[str, Any] = {}
-        if file is not None:
-            values |= _canonical(_read_file(Path(file)))
-        values |= _canonical(_read_env(os.environ if env is None else env, cls.__struct_fields__))
-        values |= _canonical({name: value for name, value in (flags or {}).items() if value is not None})
-        return cls.check(values)
+        """Layer file < vLLM's variables < env < flags and check the result. `env` defaults to os.environ.
+
+        `of_vllm` are settings of vLLM that the command line has, beside those of the other layers. `notice` is called
+        with each sentence about what was given and changes nothing. Raises ConfigError.
+        """
+        env = os.environ if env is None else env
+        given = {} if file is None else read_file(Path(file))
+        below = cls._sorted_out((name, name.replace("-", "_"), value) for name, value in given.items())
+        variables = cls._sorted_out(read_env(env))
+        above = cls._sorted_out((name, name, value) for name, value in (flags or {}).items() if value is not None)
+        own = {name: value for name, value in variables.values.items() if name not in variables.unknown} | above.values
+        taken = vllm_variables.taken(env, below.values | own, frozenset(cls.__struct_fields__))
+        values = below.values | {name: value for name, (_, value) in taken.items()} | own
+        others = [*below.others, *vllm_variables.given(env), *variables.others, *of_vllm, *above.others]
+        if text := vllm_settings.answer(others):
+            notice(text)
+        for variable in sorted(variables.doors[name] for name in variables.unknown):
+            notice(unread(variable, (*cls.__struct_fields__, *ALIASES, *vllm_settings.known())))
+        doors = {name: variable for name, (variable, _) in taken.items()} | variables.doors
+        try:
+            return cls.check(values)
+        except ConfigError as error:
+            name = re.match(r"\w*", str(error))[0]  # type: ignore[index]
+            if name in doors and name not in above.values:
+                raise ConfigError(f"{error} ({doors[name]})") from error
+            raise
+
+    @classmethod
+    def _sorted_out(cls, given: Iterable[tuple[str, str, Any]]) -> "_Layer":
+        """Take one layer apart: (as it is written, name of the setting, value) of each. Raises ConfigError."""
+        layer, hints = _Layer({}, {}, [], set()), _hints(cls)
+        for door, written, given_value in given:
+            name, value = ALIASES.get(written, written), given_value
+            positive = ALIASES.get(name.removeprefix("no_"), name.removeprefix("no_"))
+            if name not in hints and bool in _types(hints.get(positive)):
+                name, value = positive, not vllm_settings.as_switch(door, value)
+            if name not in hints:
+                if of_vllm := vllm_settings.find(door, name, value):
+                    layer.others.extend(of_vllm)
+                    continue
+                layer.unknown.add(name)
+            if name in layer.values:
+                raise ConfigError(f"{layer.doors[name]} and {door} are one setting; give one of them")
+            layer.values[name], layer.doors[name] = value, door
+        return layer
 
     @classmethod
     def check(cls, values: Mapping[str, Any]) -> Self:
@@ -89,7 +131,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if name not in known:
                 near = get_close_matches(name, known, 1)
                 raise ConfigError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        hints = get_type_hints(cls, include_extras=True)
+        hints = _hints(cls)
         plain = {name: _plain(name, value, hints[name]) for name, value in values.items()}
         try:
             return msgspec.convert(plain, cls, strict=False)
@@ -100,10 +142,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(f"{name}{within}: {what}, got {values[name]!r}" if name in values else what) from error
 
 
+class _Layer(NamedTuple):
+    """One layer: settings by their names, how each is written, settings of vLLM that are none here, and the names that
+    nobody has."""
+
+    values: dict[str, Any]
+    doors: dict[str, str]
+    others: list[vllm_settings.Given]
+    unknown: set[str]
+
+
+@cache
+def _hints(kind: type[Settings]) -> dict[str, Any]:
+    """The annotation of each field."""
+    return get_type_hints(kind, include_extras=True)
+
+
 def add_flags(parser: argparse._ActionsContainer, kind: type[Settings], only: Collection[str] | None = None) -> None:
     """Add one flag per field, or per field in `only`, in groups; an unset flag is None, so that file and environment
     show through."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = _hints(kind)
     group = parser
     for field in msgspec.structs.fields(kind):
         if only is not None and field.name not in only:
@@ -241,26 +299,3 @@ def _read_each(name: str, value: Any, read: Callable[[str], Any]) -> Any:
         ]
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from error
-
-
-def _read_env(env: Mapping[str, str], fields: Sequence[str]) -> dict[str, Any]:
-    names = (*fields, *ALIASES)
-    others = {name: env[variable] for variable, name in VLLM_VARIABLES.items() if name in fields and variable in env}
-    return others | {name: env[ENV_PREFIX + name.upper()] for name in names if ENV_PREFIX + name.upper() in env}
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    """A flat YAML or TOML file; keys may be written with - or _."""
-    try:
-        text = path.read_text()
-        if path.suffix == ".toml":
-            values: Any = tomllib.loads(text)
-        elif path.suffix in (".yaml", ".yml"):
-            values = msgspec.yaml.decode(text)
-        else:
-            raise ConfigError(f"a config file ends in .yaml, .yml or .toml, got {str(path)!r}")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError) as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"config file {str(path)!r} must hold settings as `name: value`")
-    return {str(name).replace("-", "_"): value for name, value in values.items()}

@@ -35,13 +35,12 @@ from vllm_lite.config import (
     DEMO_MODEL,
     DEVICE_DEFAULTS,
     GIB,
-    KV_DTYPE_BYTES,
-    KV_SCALE_BYTES,
     EngineConfig,
     demo_folder,
 )
 from vllm_lite.engine.blocks.groups import blocks_held, longest_sequence, make_groups
 from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_SCALE_BYTES
 from vllm_lite.runtime.machine import gpus, memory_limit_bytes
 from vllm_lite.runtime.nested_settings import Count
 from vllm_lite.runtime.settings import Section

@@ -4,7 +4,6 @@ the replicas'."""
 
 import argparse
 import signal
-import sys
 import threading
 from importlib.util import find_spec
 
@@ -26,9 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     flags = {name: getattr(arguments, name) for name in RayServeConfig.__struct_fields__}
-    config = RayServeConfig.load({**flags, "model": arguments.folder or arguments.model}, file=arguments.config)
-    if text := vllm_flags.notice(arguments.of_vllm or ()):
-        print(f"vllm-lite: {text}", file=sys.stderr)
+    flags["model"] = arguments.folder or arguments.model
+    config = RayServeConfig.load(flags, file=arguments.config, of_vllm=arguments.of_vllm, notice=vllm_flags.say)
     if arguments.print_config:
         print(config.to_yaml(), end="")
         return 0

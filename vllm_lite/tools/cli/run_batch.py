@@ -18,6 +18,7 @@ from vllm_lite.runtime.settings import add_flags as add_config_flags
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.tools.chat import batch_file
 from vllm_lite.tools.cli.server_flags import add_server_flags, server
+from vllm_lite.tools.cli.vllm_flags import say
 
 if TYPE_CHECKING:
     from vllm_lite.tools.chat.batch import BatchRun
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> ServeConfig:
     flags = {name: getattr(arguments, name) for name in (*EngineConfig.__struct_fields__, *DEFAULTS)}
-    return ServeConfig.load(flags, file=arguments.config)
+    return ServeConfig.load(flags, file=arguments.config, notice=say)
 
 
 def _run(

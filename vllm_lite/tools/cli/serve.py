@@ -2,7 +2,6 @@
 file of --config."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from vllm_lite.errors import ConfigError
@@ -27,9 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     last_name = (arguments.served_model_name or [""])[-1]
     if flags["model"] is None and last_name and Path(last_name, "config.json").is_file():
         raise ConfigError(f"{last_name!r} was read as a name of --served-model-name; give MODEL before the flags")
-    config = ServeConfig.load(flags, file=arguments.config)
-    if text := vllm_flags.notice(arguments.of_vllm or ()):
-        print(f"vllm-lite: {text}", file=sys.stderr)
+    config = ServeConfig.load(flags, file=arguments.config, of_vllm=arguments.of_vllm, notice=vllm_flags.say)
     if arguments.print_config:
         print(config.to_yaml(), end="")
         return 0

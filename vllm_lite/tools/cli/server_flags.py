@@ -82,8 +82,9 @@ def private_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"]
         return None
 
     from vllm_lite.server.config import ServeConfig
+    from vllm_lite.tools.cli.vllm_flags import say
 
-    return lambda: ServeConfig.load({"model": arguments.folder}, file=arguments.config)
+    return lambda: ServeConfig.load({"model": arguments.folder}, file=arguments.config, notice=say)
 
 
 @contextmanager

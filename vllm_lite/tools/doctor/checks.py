@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +22,6 @@ GIB = 1024**3
 PACKAGE = "vllm-lite"
 MODULES = {"pyzmq": "zmq", "pyyaml": "yaml"}
 """Distributions whose module has another name."""
-OTHER_VARIABLES = {"VLLM_LITE_ISA", "VLLM_LITE_CACHE"}
-"""Variables that are read and have no setting of that name."""
 MIN_FILES, MIN_MEMORY, MIN_SHM, MIN_TMP = 4096, 2 * GIB, 512 << 20, 256 << 20
 """MIN_SHM is what several GPUs need of /dev/shm; a container has 64 MiB of it unless it is given more."""
 PROBE_S = 60.0
@@ -313,23 +310,22 @@ def model_hub() -> Iterator[Line]:
 
 
 def settings() -> Iterator[Line]:
-    """Check that every VLLM_LITE_ variable is known, and has a value that a server would accept."""
+    """Check that every variable of ours and of vLLM is known, and has a value that a server would accept."""
     from vllm_lite.errors import ConfigError
-    from vllm_lite.runtime.settings import ALIASES, ENV_PREFIX
+    from vllm_lite.runtime.settings_sources import ENV_PREFIX
     from vllm_lite.server.config import ServeConfig
 
-    fields = {ENV_PREFIX + name.upper() for name in (*ServeConfig.__struct_fields__, *ALIASES)}
-    given = sorted(name for name in os.environ if name.startswith(ENV_PREFIX))
-    for name in given:
-        if name not in fields | OTHER_VARIABLES:
-            near = get_close_matches(name, fields, 1)
-            yield Line("WARN", "settings", f"{name} is not read", f"did you mean {near[0]}?" if near else "unset it")
+    notices: list[str] = []
     try:
-        ServeConfig.load()
+        ServeConfig.load(notice=notices.append)
     except ConfigError as error:
-        yield Line("FAIL", "settings", str(error), "correct the variable VLLM_LITE_... of that name")
+        last = Line("FAIL", "settings", str(error), "correct the variable")
     else:
-        yield Line("OK", "settings", ", ".join(given) or "no VLLM_LITE_ variables")
+        given = sorted(name for name in os.environ if name.startswith(ENV_PREFIX))
+        last = Line("OK", "settings", ", ".join(given) or f"no {ENV_PREFIX} variables")
+    for text in notices:
+        yield Line("WARN", "settings", text, "unset what is not meant for this server")
+    yield last
 
 
 def left_overs() -> Iterator[Line]:

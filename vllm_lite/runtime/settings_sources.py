@@ -1,0 +1,90 @@
+"""Where settings are written: YAML and TOML files, and the environment. Nothing is converted or checked here."""
+
+import re
+import tomllib
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from vllm_lite.errors import ConfigError
+
+ENV_PREFIX = "VLLM_LITE_"
+OTHER_VARIABLES = frozenset({"VLLM_LITE_ISA", "VLLM_LITE_CACHE", "VLLM_LITE_KEYS", "VLLM_LITE_MOMENTS"})
+"""Variables that are read and have no setting of that name."""
+_OF_A_SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_(TCP|UDP|SCTP)\w*)")
+_LINK = re.compile(r"(tcp|udp|sctp)://.*")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The keys and values of a YAML or TOML file; a key with dots is one of an object. Raises ConfigError."""
+    try:
+        text = path.read_text()
+        if path.suffix == ".toml":
+            values: Any = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            values = _yaml(text)
+        else:
+            raise ConfigError(f"a config file ends in .yaml, .yml or .toml, got {str(path)!r}")
+    except (OSError, ValueError, RecursionError) as error:  # those of the decoders are ValueErrors
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {str(path)!r} must hold settings as `name: value`")
+    return _nested(path, values)
+
+
+def _yaml(text: str) -> Any:
+    """Read YAML, in which no object may have a key twice: of two values one would be lost. Raises ValueError."""
+    import yaml  # a start without a file need not wait for it
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+            """Override the one place where keys come together; those that `<<` brings in may be given again."""
+            lines: dict[Any, int] = {}
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    line = key.start_mark.line + 1
+                    if key.value in lines:
+                        raise ValueError(f"{key.value!r} is given twice, in lines {lines[key.value]} and {line}")
+                    lines[key.value] = line
+            return dict(super().construct_mapping(node, deep))
+
+    try:
+        return yaml.load(text, Loader)  # noqa: S506 - a safe loader
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _nested(path: Path, values: dict[Any, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for whole, value in values.items():
+        name, *keys = str(whole).split(".")
+        if not keys:
+            found[name] = value
+            continue
+        inner = found.setdefault(name, {})
+        for key in keys[:-1]:
+            inner = inner.setdefault(key.replace("-", "_"), {}) if isinstance(inner, dict) else inner
+        if not isinstance(inner, dict) or keys[-1] in inner:
+            raise ConfigError(f"config file {str(path)!r}: {whole!r} and {name!r} are one setting; give one of them")
+        inner[keys[-1].replace("-", "_")] = value
+    return found
+
+
+def read_env(env: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """(variable, name of the setting, text) of each variable that is meant for this package."""
+    for variable in sorted(env):
+        is_ours = variable.startswith(ENV_PREFIX) and variable not in OTHER_VARIABLES
+        if is_ours and not is_of_service(variable, env[variable]):
+            yield variable, variable[len(ENV_PREFIX) :].lower(), env[variable]
+
+
+def is_of_service(variable: str, text: str) -> bool:
+    """Whether Kubernetes made the variable: of a service called vllm-lite it makes VLLM_LITE_PORT=tcp://10.0.0.1:80."""
+    return bool(_OF_A_SERVICE.fullmatch(variable) or (variable.endswith("_PORT") and _LINK.fullmatch(text)))
+
+
+def unread(variable: str, names: Collection[str]) -> str:
+    """What to say of a variable that is no setting."""
+    near = get_close_matches(variable.removeprefix(ENV_PREFIX).lower(), names, 1)
+    return f"{variable} is not read" + (f"; did you mean {ENV_PREFIX}{near[0].upper()}?" if near else "")
