@@ -3,11 +3,13 @@
 import json
 import socket
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.deadlines import scaled
-from tests.http_server import Server, serving
+from tests.http_server import Server, client, serving
 
 HEAD = b"POST %b HTTP/1.%b\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 OFFER = b"Connection: %bUpgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\nUpgrade: h2c\r\n"
@@ -17,6 +19,12 @@ OFFER = b"Connection: %bUpgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAA
 def server() -> Iterator[Server]:
     with serving() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with client(server) as http:
+        yield http
 
 
 def exchange(server: Server, data: bytes) -> bytes:
@@ -42,3 +50,64 @@ def test_an_offer_of_http_2_is_answered_in_http_1_1(server: Server) -> None:
     chunked = b'Transfer-Encoding: chunked\r\n\r\nf\r\n{"prompt": "x"}\r\n0\r\n\r\n'
     first, last = (HEAD % (b"/tokenize", b"1") + OFFER % more + chunked for more in (b"", b"close, "))
     assert exchange(server, first + first + last).count(b'{"count":') == 3
+
+
+# ---- bodies
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hé"}], "max_tokens": 2, "temperature": 0}
+NULL = {"role": "tool", "content": None, "tool_call_id": "a"}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
+}
+ITEMS = [
+    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": None},
+]
+BLOCKS = [
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": None}]},
+]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/responses": {"input": "Hé", "max_output_tokens": 2},
+    "/api/chat": {**CHAT, "stream": False},
+    "/v1/completions": {"prompt": "Hé", "max_tokens": 2},
+    "/invocations": {"prompt": "Hé", "max_tokens": 2},
+    "/tokenize": {"prompt": "Hé"},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies_of_powershell_are_read(http: httpx.Client, path: str) -> None:
+    """Bytes as version 5 makes them by `Set-Content -Encoding UTF8`, `Out-File` and `[Text.Encoding]::Unicode`."""
+    text = json.dumps(BODIES[path], ensure_ascii=False)
+    for data in (b"\xef\xbb\xbf" + text.encode(), b"\xff\xfe" + text.encode("utf-16-le"), text.encode("utf-16-le")):
+        answer = http.post(path, content=data, headers={"Content-Type": "application/json; charset=utf-16"})
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_half_of_a_surrogate_pair_does_not_end_a_session(http: httpx.Client, path: str) -> None:
+    data = json.dumps(BODIES[path]).replace(r"\u00e9", r"\ud83d")
+    assert r"\ud83d" in data
+    answer = http.post(path, content=data, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/chat/completions", {"messages": [*CHAT["messages"], CALLED, NULL]}),
+        ("/v1/chat/completions", {"messages": [*CHAT["messages"], {"role": "function", "name": "f", "content": None}]}),
+        ("/v1/messages", {"messages": [*CHAT["messages"], *BLOCKS]}),
+        ("/v1/responses", {"input": ITEMS}),
+        ("/api/chat", {"messages": [*CHAT["messages"], {"role": "tool", "content": None, "tool_name": "f"}]}),
+    ],
+)
+def test_a_tool_may_answer_nothing(http: httpx.Client, path: str, more: dict[str, Any]) -> None:
+    answer = http.post(path, json={**BODIES[path], **more})
+    assert answer.status_code == 200, answer.text

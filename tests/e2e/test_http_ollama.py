@@ -159,7 +159,8 @@ def test_thinking_is_told_apart(http: httpx.Client) -> None:
     assert thought["thinking"]
     assert thought["content"] == ""
     assert "thinking" not in post(http, "/api/chat", {**body, "think": False})["message"]
-    assert lines(http, "/api/generate", {**PROMPT, "think": "low"})[0]["thinking"]
+    for effort in ("low", "max"):
+        assert lines(http, "/api/generate", {**PROMPT, "think": effort})[0]["thinking"]
     assert "think" in post(http, "/api/chat", {**body, "think": "deeply"}, 400)["error"]
 
 

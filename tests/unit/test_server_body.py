@@ -1,17 +1,26 @@
 """Bodies as they come: how much of them is held, by all clients together, and what is counted before decoding."""
 
 import asyncio
+import codecs
+import json
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tests.deadlines import scaled
+from vllm_lite.client.text import surrogates
+from vllm_lite.client.text.chat_template import with_read_arguments
+from vllm_lite.client.text.surrogates import without_halves
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http import body as reading
+from vllm_lite.server.http import charsets
 from vllm_lite.server.http.body import MAX_HELD, MAX_VALUES, SMALL_BYTES, BodyReader, decode
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody
 from vllm_lite.server.openai.errors import ApiError
@@ -182,3 +191,116 @@ def test_options_of_a_stream_need_one(kind: type[CompletionBody | ChatBody]) -> 
         assert (caught.value.status, caught.value.param) == (400, "stream_options")
     for more in ({"stream_options": None}, {"stream_options": {"include_usage": True}, "stream": True}):
         decode(msgspec.json.encode({**given, **more}), kind)
+
+
+# ---- encodings
+
+
+ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
+"""Those of a file that begins with a mark, and those of a text that does not."""
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+async def prompt_in(data: bytes) -> Any:
+    return (await reader().read(Sender(data, waits=False).request, CompletionBody))[0].prompt
+
+
+@given(TEXTS, st.sampled_from(ENCODINGS), st.booleans(), st.integers(1, 40))
+def test_a_body_is_read_in_whatever_encoding_it_begins(text: str, encoding: str, escapes: bool, size: int) -> None:
+    """As PowerShell 5 writes files, and `[Text.Encoding]::Unicode.GetBytes` a body; in pieces of any size."""
+
+    async def main() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(charsets, "PIECE_BYTES", size)
+            data = json.dumps({"prompt": text}, ensure_ascii=escapes).encode(encoding)
+            assert await prompt_in(data) == text
+            big = codecs.BOM_UTF16_BE + data if encoding == "utf-16-be" else data
+            assert await prompt_in(big) == text
+
+    run(main)
+
+
+def test_a_big_body_in_utf_16_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    threads: list[bool] = []
+    decoded = charsets._decoded
+
+    def seen(data: bytes, encoding: str) -> bytes:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return decoded(data, encoding)
+
+    monkeypatch.setattr(charsets, "_decoded", seen)
+    for size in (1000, MAX_BYTES // 2 - 1):
+        prompt = asyncio.run(prompt_in(prompt_of(size).decode().encode("utf-16")))
+        assert len(prompt) == size - 13
+    assert threads == [True, False]
+
+
+def test_what_is_no_text_in_utf_16_is_replaced_but_not_without_end() -> None:
+    half = '{"prompt":"a\ud83db"}'.encode("utf-16", "surrogatepass")
+    assert asyncio.run(prompt_in(half)) == "a\ufffdb"
+    assert asyncio.run(prompt_in('{"prompt":"\U0001f600"}'.encode("utf-16"))) == "\U0001f600"
+    many = ('{"prompt":"' + "\ud83d" * (charsets.MAX_REPLACED + 1) + '"}').encode("utf-16", "surrogatepass")
+    with pytest.raises(ApiError, match="the body is no text in utf-16: over 65536 characters") as caught:
+        asyncio.run(prompt_in(many))
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("data", ['{"prompt":"\xe9"}'.encode("latin-1"), b'{"prompt":"\xed\xa0\x80"}'])
+def test_what_is_in_no_unicode_is_told_in_one_sentence(data: bytes) -> None:
+    """PowerShell 5 sends ISO 8859-1 without saying so, unless it is told a charset."""
+    with pytest.raises(ApiError, match=r"byte 0xe[9d] of a text is not UTF-8 .*charset=utf-8'") as caught:
+        asyncio.run(prompt_in(data))
+    assert caught.value.status == 400
+
+
+# ---- halves of surrogate pairs
+
+
+PARTS = [
+    rb"\ud800",
+    rb"\uDBff",
+    rb"\udc00",
+    rb"\uDFFF",
+    rb"\ud83d\ude00",
+    rb"\\",
+    rb"\"",
+    rb"\n",
+    rb"\u0041",
+    b"u",
+    b"d8",
+    b"a",
+]
+TOKENS = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.|[^\\]")
+HALF_SENTENCE = rb'{"prompt":"a\ud83d b \\ud83d","stop":["\ude00"],"brand\ud800new":1}'
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=30), st.integers(13, 60))
+def test_a_half_of_a_pair_is_replaced_and_nothing_else(parts: list[bytes], size: int) -> None:
+    """Escape by escape, in pieces of any size: the same as reading it from its beginning."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(surrogates, "PIECE_BYTES", size)
+        data = b"".join(parts)
+        wanted = TOKENS.sub(lambda match: rb"\ufffd" if match.group(1) else match.group(), data)
+        assert without_halves(data) == wanted
+        msgspec.json.decode(b'"%b"' % wanted)
+
+
+def test_a_session_whose_history_has_a_half_goes_on() -> None:
+    body, ignored = decode(HALF_SENTENCE, CompletionBody)
+    assert (body.prompt, body.stop) == ("a\ufffd b \\ud83d", ["\ufffd"])
+    assert "brand" in ignored["Warning"]
+    call = {"function": {"name": "f", "arguments": rb'{"text":"\ud83d"}'.decode()}}
+    assert with_read_arguments([call])[0]["function"]["arguments"] == {"text": "\ufffd"}
+
+
+def test_halves_without_end_are_refused() -> None:
+    for count, is_read in ((surrogates.MAX_HALVES, True), (surrogates.MAX_HALVES + 1, False)):
+        data = b'{"prompt":"' + rb"\ud800" * count + b'"}'
+        if is_read:
+            assert decode(data, CompletionBody)[0].prompt == "\ufffd" * count
+        else:
+            with pytest.raises(ApiError, match="the body is not valid JSON"):
+                decode(data, CompletionBody)
+    assert without_halves(b'"\xff\xff\\ud800"') == b'"\xff\xff\\ud800"'

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_lite.client.prompt import encode
 from vllm_lite.client.text.chat_template import ChatTemplate, Message, Tool, with_read_arguments
-from vllm_lite.client.text.message_parts import joined, reasoning_fields
+from vllm_lite.client.text.message_parts import MAY_BE_EMPTY, joined, reasoning_fields
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError
 
@@ -110,7 +110,7 @@ def _plain(message: Message, place: int) -> Message:
     content = message.get("content")
     if isinstance(content, str):
         return message
-    if content is None and message["role"] == "assistant":
+    if content is None and message["role"] in MAY_BE_EMPTY:
         refusal = message.get("refusal")
         return {**message, "content": refusal if isinstance(refusal, str) else ""}
     if not isinstance(content, list):

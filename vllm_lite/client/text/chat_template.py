@@ -19,6 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from vllm_lite.client.text.surrogates import without_halves
 from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 
@@ -97,13 +98,21 @@ def with_read_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, An
         function = call.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
             try:
-                arguments = msgspec.json.decode(function["arguments"].encode(), type=dict[str, Any])
+                arguments = _read_arguments(function["arguments"].encode())
                 msgspec.msgpack.encode(arguments)
             except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError, OverflowError):
                 arguments = function["arguments"]
             function = {**function, "arguments": arguments}
         read.append({**call, "function": function})
     return read
+
+
+def _read_arguments(data: bytes) -> dict[str, Any]:
+    """Raises MsgspecError or RecursionError. A model may have written half a surrogate pair."""
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return msgspec.json.decode(without_halves(data), type=dict[str, Any])
 
 
 # ---- what it may use, and how it is rendered

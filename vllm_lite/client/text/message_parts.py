@@ -16,6 +16,9 @@ THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
 UNREADABLE = ("redacted_thinking",)
 """Parts that only the server that wrote them could read."""
 
+MAY_BE_EMPTY = ("assistant", "tool", "function")
+"""Roles whose messages may have null in the place of a content: calls alone, and tools that answer nothing."""
+
 
 def reasoning_fields(thought: str, *, calls_behind_text: bool = False) -> dict[str, str]:
     """What was thought before an answer, under the names that templates know it by. That of gpt-oss calls it `thinking`

@@ -5,6 +5,7 @@ framing.py     offers of other protocols, clients of HTTP/1.0
 auth.py        API keys, request ids
 body.py        reads and decodes a body, within limits
 unpack.py      packed bodies
+charsets.py    bodies that are not in UTF-8
 paths.py       paths as clients write them
 dialects.py    in which form errors are answered
 disconnect.py  notices that a client has disconnected, and ends what is done for it

@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.http.charsets import as_utf8
 from vllm_lite.server.http.disconnect import disconnected
 from vllm_lite.server.http.unpack import unpacked
-from vllm_lite.server.openai import bodies
+from vllm_lite.server.openai import bodies, decoding
 from vllm_lite.server.openai.bodies import GenerateBody, SamplingFields
 from vllm_lite.server.openai.errors import ApiError
 
@@ -64,8 +65,8 @@ class BodyReader:
         return await decoded(await self.receive(request, needs_type=needs_type), kind)
 
     async def receive(self, request: Request, *, needs_type: bool = True) -> bytes:
-        """The body as it is, which has to be declared as JSON: that a web page may not send to another site unasked.
-        Without `needs_type` that is asked of web pages alone, which browsers tell by these headers."""
+        """Return the body, in UTF-8 whatever it came in. It has to be declared as JSON: that a web page may not send to
+        another site unasked. Without `needs_type` that is asked of web pages alone, which browsers tell by headers."""
         media = request.headers.get("content-type", "").split(";")[0].strip().lower()
         is_page = "origin" in request.headers or "sec-fetch-site" in request.headers
         if media != "application/json" and (needs_type or is_page):
@@ -94,7 +95,7 @@ class BodyReader:
                 raise ApiError(408, text, headers={"Connection": "close"}) from error
         if refusal is not None:
             raise refusal
-        return bytes(data)
+        return await as_utf8(bytes(data), BIG_BYTES)
 
     def _refusal(self, request: Request, num_bytes: int, num_values: int) -> ApiError | None:
         """What is wrong with a body of which so much has come; None, and it is held, if nothing is."""
@@ -118,6 +119,11 @@ class BodyReader:
 async def decoded(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:
     """Do the same as decode(), in a thread if the body is long."""
     return await asyncio.to_thread(decode, data, kind) if len(data) > BIG_BYTES else decode(data, kind)
+
+
+async def top_level(data: bytes) -> tuple[bytes, dict[str, msgspec.Raw]]:
+    """Do the same as decoding.top_level(), in a thread if the body is long."""
+    return await asyncio.to_thread(decoding.top_level, data) if len(data) > BIG_BYTES else decoding.top_level(data)
 
 
 def decode(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:

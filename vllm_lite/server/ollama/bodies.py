@@ -5,7 +5,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.server.openai.bodies import MAX_FIELDS, MAX_MESSAGES, MAX_TOOLS, Tools
+from vllm_lite.server.openai.bodies import MAX_MESSAGES, MAX_TOOLS, Tools
+from vllm_lite.server.openai.decoding import MAX_FIELDS
 
 
 class OllamaOptions(msgspec.Struct, frozen=True):

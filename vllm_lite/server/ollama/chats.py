@@ -16,7 +16,7 @@ from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.forms import check_depth
 
 _SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
-_LEVELS = ("low", "medium", "high")
+_LEVELS = ("low", "medium", "high", "max")
 
 
 def chat_of(body: OllamaChatBody, max_model_len: int) -> ChatBody:

@@ -1,6 +1,7 @@
 """OpenAI's formats: what comes in, what goes out, and the document that describes both.
 
 bodies.py     the fields of request bodies, and which others are refused or ignored
+decoding.py   JSON into declared types
 forms.py      the form that an answer must have, and the tools that it may call, under all their names
 grammars.py   both, made into the grammar that travels
 formats.py    how the model writes calls and reasoning

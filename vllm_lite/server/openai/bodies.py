@@ -13,17 +13,15 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.protocol.params import MAX_BIASES, MAX_LOGPROBS, MAX_NAME_CHARS, SamplingParams
+from vllm_lite.server.openai.decoding import Fields, decode, top_level
 from vllm_lite.server.openai.errors import ApiError
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
-MAX_FIELDS = 256
 MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 256
 MAX_CHOICES = 1024
 """Choices of one request, those of all its prompts together."""
-SHOWN_CHARS = 160
-"""So much is shown of both ends of a long error."""
 _UNSAFE = re.compile(r"[^\w.-]")
 
 
@@ -342,20 +340,19 @@ _SPELLINGS[float] = _SPELLINGS[int]
 MAX_SPELLING = max(len(spelling) for known in _SPELLINGS.values() for spelling in known)
 
 B = TypeVar("B", bound=msgspec.Struct)
-_Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_FIELDS)]
 
 
 def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
     """Return the body, and the names of the fields that are ignored. Raises ApiError."""
-    fields = _decode(data, _Fields)
+    data, fields = top_level(data)
     ignored = _ignored(fields, kind)
     respelled = _respelled(fields, kind)
     if kind is GenerateBody and bytes(memoryview(fields.get("sampling_params", b""))[:1]) == b"{":
-        inner = _decode(fields["sampling_params"], _Fields)
+        inner = decode(fields["sampling_params"], Fields)
         ignored += _ignored(inner, GenerateParams)
         if more := _respelled(inner, GenerateParams):
             respelled["sampling_params"] = msgspec.Raw(msgspec.json.encode({**inner, **more}))
-    body: B = _decode(msgspec.json.encode({**fields, **respelled}) if respelled else data, kind)
+    body: B = decode(msgspec.json.encode({**fields, **respelled}) if respelled else data, kind)
     return body, ignored
 
 
@@ -388,7 +385,7 @@ def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list
     known = fields_of(kind)
     for name in fields.keys() - known:
         harmless = REFUSED.get(name, _ELSEWHERE.get(name))
-        if harmless is not None and not _means_nothing(_decode(fields[name], Any), harmless):
+        if harmless is not None and not _means_nothing(decode(fields[name], Any), harmless):
             where = "by this server" if name in REFUSED else "here"
             raise ApiError(400, f"{name} is not supported {where}{_REASONS.get(name, '')}", name)
     return sorted(fields.keys() - known - REFUSED.keys() - _ELSEWHERE.keys())
@@ -403,20 +400,6 @@ def warning(ignored: Iterable[str]) -> dict[str, str]:
     """The header that names ignored fields; their names come from a client, so only safe characters are kept."""
     names = [_UNSAFE.sub("?", name.encode("ascii", "replace").decode())[:64] for name in ignored][:16]
     return {"Warning": f'299 vllm-lite "ignored: {", ".join(names)}"'} if names else {}
-
-
-def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
-    """Numbers and flags may also be spelled as other servers take them: 16.0, "16", "true", 1."""
-    try:
-        return msgspec.json.decode(data, type=kind, strict=False)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        if len(message) > 2 * SHOWN_CHARS:  # it shows a stranger's value, of any length; where it stands is at the end
-            message = f"{message[:SHOWN_CHARS]} [...] {message[-SHOWN_CHARS:]}"
-        place = re.search(r"`\$\.?((\w+)[^`]*)`", message)
-        raise ApiError(400, message.replace("`$.", "`"), place.group(2) if place else None) from error
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
 
 
 def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:

@@ -12,7 +12,7 @@ from vllm_lite.client.prompt import PromptLike, TokensPrompt, check_text, encode
 from vllm_lite.client.text.chat_template import with_read_arguments
 from vllm_lite.client.text.detokenizer import Detokenizer, Vocabulary, vocabulary
 from vllm_lite.client.text.infill import Infill
-from vllm_lite.client.text.message_parts import Content, joined, reasoning_fields
+from vllm_lite.client.text.message_parts import MAY_BE_EMPTY, Content, joined, reasoning_fields
 from vllm_lite.client.text.template_process import Render
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError, VllmLiteError
@@ -276,7 +276,7 @@ def _more(message: ChatMessage, content: Content) -> dict[str, Any]:
 def content_of(message: ChatMessage, place: int = -1) -> Content:
     """Join the texts of all parts of a message, and what they say was thought."""
     content, where = message.content, f"messages[{place}].content"
-    if content is None and message.role == "assistant":
+    if content is None and message.role in MAY_BE_EMPTY:
         return Content(message.refusal or "")
     if content is None:
         raise ApiError(400, f"{where} is missing", "messages")

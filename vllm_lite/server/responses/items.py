@@ -109,7 +109,7 @@ def _call(item: Item, place: int) -> Item:
 def _call_output(item: Item, place: int) -> Item:
     if not isinstance(item.get("call_id"), str):
         raise _wrong(place, "a function_call_output needs the call_id of its function_call", ".call_id")
-    output = item.get("output")
+    output = "" if item.get("output") is None else item["output"]
     texts = _texts(output, f"input[{place}].output")
     parts = [{"type": "input_text", "text": text} for text in texts]
     return {"call_id": item["call_id"], "output": output if isinstance(output, str) else parts, "status": "completed"}

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_lite.server.generation import Asked, Generation, Made
+from vllm_lite.server.http.body import top_level
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.bodies import AbortBody, ChatBody, ChatsBody, CompletionBody
 from vllm_lite.server.openai.errors import ApiError
@@ -19,7 +20,6 @@ from vllm_lite.server.vllm.information import Information
 _KINDS = ("", "gen-", "cmpl-", "chatcmpl-")
 """What the id of a call begins with before the name that its client has given it."""
 Invoked = Callable[[Request, bytes, Collection[str]], Awaitable[Response | None]]
-_keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class VllmRoutes:
@@ -75,11 +75,7 @@ class VllmRoutes:
 
     async def invocations(self, request: Request) -> Response:
         """A chat, a completion, vectors or scores, as its fields say."""
-        data = await self._live.reader.receive(request)
-        try:
-            fields = _keys.decode(data).keys()
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise ApiError(400, f"the body is not a JSON object: {error}") from error
+        data, fields = await top_level(await self._live.reader.receive(request))
         if "messages" in fields and self._generation.generates:
             chat = await self._generation.asked(request, data, ChatBody)
             return self._respond(await self._generation.chat(chat), chat)

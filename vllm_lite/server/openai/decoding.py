@@ -1,0 +1,52 @@
+"""Decodes JSON of strangers into declared types, and says in one sentence what is wrong with it."""
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.client.text.surrogates import without_halves
+from vllm_lite.server.openai.errors import ApiError
+
+MAX_FIELDS = 256
+SHOWN_CHARS = 160
+"""So much is shown of both ends of a long error."""
+Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_FIELDS)]
+_IN_UTF8 = "application/json; charset=utf-8"
+
+
+class _MalformedError(ApiError):
+    """Something is not JSON."""
+
+
+def top_level(data: bytes) -> tuple[bytes, dict[str, msgspec.Raw]]:
+    """Return a body and its fields, which are not decoded yet. Where it has halves of surrogate pairs both are without.
+
+    Raises ApiError.
+    """
+    try:
+        return data, decode(data, Fields)
+    except _MalformedError:
+        mended = without_halves(data)
+        if mended == data:
+            raise
+        return mended, decode(mended, Fields)
+
+
+def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    """Numbers and flags may also be spelled as other servers take them: 16.0, "16", "true", 1. Raises ApiError."""
+    try:
+        return msgspec.json.decode(data, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        if len(message) > 2 * SHOWN_CHARS:  # it shows a stranger's value, of any length; where it stands is at the end
+            message = f"{message[:SHOWN_CHARS]} [...] {message[-SHOWN_CHARS:]}"
+        place = re.search(r"`\$\.?((\w+)[^`]*)`", message)
+        raise ApiError(400, message.replace("`$.", "`"), place.group(2) if place else None) from error
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x} of a text"
+        text = f"{byte} is not UTF-8 (PowerShell needs -ContentType {_IN_UTF8!r})"
+        raise ApiError(400, f"the body is not valid JSON: {text}") from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _MalformedError(400, f"the body is not valid JSON: {error}") from error
