@@ -334,6 +334,23 @@ def test_token_ids_on_request(api: OpenAI) -> None:
     assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == ids
 
 
+def test_a_streams_first_chunk_has_the_prompts_ids(api: OpenAI) -> None:
+    settings: Any = {"model": "demo", "max_tokens": 3, "extra_body": {"return_token_ids": True}}
+    prompts = [[5, 6, 7], [8, 9]]
+    chunks = list(api.completions.create(prompt=prompts, n=2, stream=True, **settings))
+    given = [(choice.index, choice.to_dict().get("prompt_token_ids")) for chunk in chunks for choice in chunk.choices]
+    assert [each for each in given if each[1] is not None] == [(0, [5, 6, 7]), (1, [5, 6, 7]), (2, [8, 9]), (3, [8, 9])]
+    assert all(ids is not None for _, ids in given[:4])
+    whole: Any = api.chat.completions.create(messages=MESSAGES, **settings)
+    for n in (1, 2):
+        chats = api.chat.completions.create(messages=MESSAGES, n=n, stream=True, **settings)
+        told = [chunk.to_dict().get("prompt_token_ids") for chunk in chats]
+        assert told == [whole.prompt_token_ids] + [None] * (len(told) - 1)
+        assert len(told) > n
+    plain = api.completions.create(model="demo", prompt=PROMPT, max_tokens=1, stream=True)
+    assert "token_ids" not in str([chunk.to_dict() for chunk in plain])
+
+
 def test_cached_tokens_are_told(api: OpenAI) -> None:
     settings: Any = {"model": "demo", "prompt": "A long beginning that is said twice. " * 8, "max_tokens": 1}
     usage = [api.completions.create(**settings).usage for _ in range(2)]

@@ -21,7 +21,8 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {  # body, prompts, params
     "only the prompt": (CompletionBody(**COMPLETION, echo=True, max_tokens=0, stream_options=USAGE), 1, {"n": 1}),
     "beams": (CompletionBody(**COMPLETION, stream_options=USAGE), 1, {"n": 2, "use_beam_search": True, "seed": None}),
     "ranked": (CompletionBody(**COMPLETION), 1, {"n": 1, "best_of": 2, "logprobs": 0}),
-    "ids": (GenerateBody(token_ids=[5, 6, 7], stream=True, resumable=True), 2, {"n": 1}),
+    "prompts' ids": (CompletionBody(**COMPLETION, return_token_ids=True), 2, {"n": 2}),
+    "ids": (GenerateBody(token_ids=[5, 6, 7], stream=True, resumable=True, return_token_ids=True), 2, {"n": 1}),
     "stop": (ChatBody(**CHAT), 1, {"n": 1, "stop": (" a",)}),
 }
 

@@ -102,7 +102,7 @@ class AnswerWriter:
         self._num_shown += 0 if self._style.only_scores else len(shown.token_ids)
 
     def opening(self) -> list[bytes]:
-        """Write the events that a stream begins with, before the first token."""
+        """Write the events that a stream begins with, before the first token: the prompt's ids, if they are shown."""
         return []
 
     def chunk(self, choice: "Choice", delta: CompletionOutput) -> bytes:
@@ -175,11 +175,16 @@ class AnswerWriter:
             "prompt_tokens_details": details,
         }
 
-    def _line(self, choice: bytes) -> bytes:
-        """Write one `data:` line with one choice."""
+    def _line(self, choice: bytes, prompt_ids: bytes = b"") -> bytes:
+        """Write one `data:` line with one choice; `prompt_ids` stands beside it."""
         if self._style.usage_always:
-            return b"".join((self._head, choice, b'],"usage":', _encode(self._usage(None)), b"}\n\n"))
-        return b"".join((self._head, choice, b"]", self._null_usage))
+            usage = _encode(self._usage(None))
+            return b"".join((self._head, choice, b"]", prompt_ids, b',"usage":', usage, b"}\n\n"))
+        return b"".join((self._head, choice, b"]", prompt_ids, self._null_usage))
+
+    def _prompt_ids(self, choice: "Choice") -> bytes:
+        """Return the field of a stream's first event that has the prompt's token ids; b"" if they are not shown."""
+        return b',"prompt_token_ids":' + _encode(choice.stream.prompt.token_ids) if self._style.prompt_ids else b""
 
     def _tail(self, delta: CompletionOutput) -> bytes:
         """Write the end of a choice in a stream, which follows its text and logprobs."""
@@ -214,10 +219,12 @@ class ChatWriter(AnswerWriter):
         self._echo = "".join(call.style.echo)
 
     def opening(self) -> list[bytes]:
-        """Write the role of each choice, and the echo if there is one."""
+        """Write the role of each choice, and the echo if there is one. The prompt's ids stand in the first event."""
         delta = {"role": "assistant", "content": self._echo}
         rest = b',"delta":' + _encode(delta) + b',"logprobs":null,"finish_reason":null}'
-        return [self._line(b'{"index":%d' % choice.index + rest) for choice in self._call.choices]
+        first, *others = self._call.choices
+        line = self._line(b'{"index":%d' % first.index + rest, self._prompt_ids(first))
+        return [line, *(self._line(b'{"index":%d' % choice.index + rest) for choice in others)]
 
     def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
         return {"delta": {"content": delta.text}, "logprobs": self._content_logprobs(delta)}
@@ -248,12 +255,14 @@ class CompletionWriter(AnswerWriter):
                 self._offsets[choice.index].next(self._spelling.of(token_id)[1])
 
     def opening(self) -> list[bytes]:
-        rest = b',"logprobs":null,"finish_reason":null}'
-        return [
-            self._line(b'{"index":%d,"text":' % choice.index + _encode(text) + rest)
-            for choice, text in zip(self._call.choices, self._echo, strict=True)
-            if text
-        ]
+        """Write the echo of each choice and its prompt's ids, if there are any."""
+        ids = b',"token_ids":[]' if self._style.token_ids else b""
+        lines = []
+        for choice, text in zip(self._call.choices, self._echo, strict=True):
+            if text or self._style.prompt_ids:
+                rest = _encode(text) + b',"logprobs":null' + ids + self._prompt_ids(choice) + b',"finish_reason":null}'
+                lines.append(self._line(b'{"index":%d,"text":' % choice.index + rest))
+        return lines
 
     def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
         return {"text": delta.text, "logprobs": self._logprobs(choice, delta)}
@@ -285,6 +294,15 @@ class TokensWriter(AnswerWriter):
 
     chunk_object = "generation.chunk"
     whole_object = "generation"
+
+    def opening(self) -> list[bytes]:
+        """Write the prompt's ids, if they are shown, beside the first choice, of which nothing is there yet."""
+        if not self._style.prompt_ids:
+            return []
+        first = self._call.choices[0]
+        text = b'"text":"",' if self._style.spells else b""
+        rest = b'"logprobs":null,"token_ids":[],"finish_reason":null}'
+        return [self._line(b'{"index":%d,' % first.index + text + rest, self._prompt_ids(first))]
 
     def _identity(self, kind: str) -> dict[str, Any]:
         mode = "text" if self._style.spells else "tokens"
