@@ -235,6 +235,8 @@ def test_no_tool_may_be_called(fields: dict[str, Any]) -> None:
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "must be none, auto, required, "),
         ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice", "got the type 'mcp'"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "it names no function"),
+        ({"tools": [TOOL], "tool_choice": {}}, "tool_choice", "it names no function"),
+        ({"tool_choice": {}}, "tool_choice", "there are no tools"),
         ({"tools": [TOOL], "tool_choice": {"function": {"name": "h"}}}, "tool_choice", "'h'; the tools are f"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "takes a mode"),
         (

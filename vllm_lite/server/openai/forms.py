@@ -132,12 +132,12 @@ def tools_of(body: ChatBody) -> ToolsWanted | None:
     """Return the tools that a chat may or must call; None if it has none, or none of them may be. Raises ApiError."""
     given, choice = body.tools or [], body.tool_choice
     tools = checked_tools(given)
-    if choice == "none" or (not tools and choice in (None, "auto", "", {})):
+    if choice == "none" or (not tools and choice in (None, "auto", "")):
         return None
     if not tools:
         raise ApiError(400, f"tool_choice is {choice!r}, and there are no tools; give some"[:200], "tool_choice")
     parallel = body.parallel_tool_calls is not False
-    if choice in (None, "auto", "", {}):
+    if choice in (None, "auto", ""):
         return ToolsWanted(given, tools, "auto", parallel)
     if choice == "required":
         return ToolsWanted(given, tools, "required", parallel)
