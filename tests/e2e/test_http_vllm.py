@@ -84,6 +84,17 @@ def test_what_is_rendered_generates_the_same(http: httpx.Client, more: dict[str,
     assert (generated["choices"][0]["logprobs"] is None) == ("logprobs" not in more)
 
 
+@pytest.mark.parametrize("more", [{}, {"output_mode": "text"}])
+def test_a_stream_of_token_ids_begins_with_the_prompts(http: httpx.Client, more: dict[str, str]) -> None:
+    body = {"token_ids": [5, 6], "sampling_params": FIXED, "stream": True, "return_token_ids": True, **more}
+    lines = http.post("/inference/v1/generate", json=body).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[5, 6]] + [None] * (len(chunks) - 1)
+    (first,) = chunks[0]["choices"]
+    assert (first["token_ids"], first.get("text")) == ([], "" if more else None)
+    assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 12
+
+
 def test_a_completion_is_rendered_prompt_by_prompt(http: httpx.Client) -> None:
     one, two = post(
         http, "/v1/completions/render", {"prompt": ["Once upon", "The cat"], **FIXED, "seed": 3, "priority": 2}
