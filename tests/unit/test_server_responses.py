@@ -16,10 +16,13 @@ from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.errors import ConfigError
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Spelling
-from vllm_lite.server.responses import items
+from vllm_lite.server.responses import history, items
+from vllm_lite.server.responses.client_tools import Item
 from vllm_lite.server.responses.event_log import EventLog
-from vllm_lite.server.responses.output import Output
+from vllm_lite.server.responses.history import text_in
+from vllm_lite.server.responses.output import Output, Shown
 from vllm_lite.server.responses.store import MemoryStore, Record, SqliteStore, Store, store_of
+from vllm_lite.server.responses.toolbox import Toolbox
 
 Make = Callable[[int, int], Store]
 
@@ -183,12 +186,12 @@ def test_a_file_that_is_no_store(tmp_path: Path) -> None:
 # ---- input
 
 
-def read(*given: Any) -> list[items.Item]:
-    return items.read(list(given), "resp_1", {})
+def read(*given: Any) -> list[Item]:
+    return items.read(list(given), "resp_1", {}).items
 
 
 def test_items_become_messages() -> None:
-    found = items.messages(
+    found = history.messages(
         "Be brief.",
         read(
             {"role": "developer", "content": "Be kind."},
@@ -202,6 +205,7 @@ def test_items_become_messages() -> None:
             {"role": "system", "content": "Now end."},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
         ),
+        Toolbox([]),
     )
     assert [(message.role, message.content) for message in found] == [
         ("system", "Be brief.\n\nBe kind."),
@@ -224,8 +228,8 @@ def test_packed_reasoning_comes_back() -> None:
         {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA-of-another-server"},
         {"type": "reasoning", "summary": [], "encrypted_content": packed[:-3]},
     )
-    assert items.text_in(one) == "Hm \N{BEAR FACE}."
-    assert items.text_in(other) == items.text_in(broken) == ""
+    assert text_in(one) == "Hm \N{BEAR FACE}."
+    assert text_in(other) == text_in(broken) == ""
 
 
 def test_an_item_knows_its_response() -> None:
@@ -237,7 +241,7 @@ def test_an_item_knows_its_response() -> None:
 
 def test_an_output_without_its_call() -> None:
     with pytest.raises(ApiError, match="no function_call before it has the call_id 'x'"):
-        items.messages(None, read({"type": "function_call_output", "call_id": "x", "output": ""}))
+        history.messages(None, read({"type": "function_call_output", "call_id": "x", "output": ""}), Toolbox([]))
 
 
 # ---- output
@@ -287,7 +291,7 @@ def test_reasoning_text_and_calls_are_items() -> None:
         "parallel_tool_calls": True,
     }
     parser: Any = Spoken(*deltas)
-    output = Output(response, parser, Spelling(None), log=log, top_logprobs=None, is_encrypted=True)
+    output = Output(response, parser, Spelling(None), log=log, shown=Shown(None, True, Toolbox([])))
     output.begin()
     for _ in deltas:
         output.feed(CompletionOutput(0, "", [1]))
@@ -302,6 +306,6 @@ def test_reasoning_text_and_calls_are_items() -> None:
     found = check_stream(list(events_in(log.text().decode().splitlines())))["output"]
     assert [item["type"] for item in found] == ["reasoning", "message", "function_call", "function_call", "message"]
     assert found[0]["content"] == [{"type": "reasoning_text", "text": "Hm, yes."}]
-    assert items.text_in(items.read([{**found[0], "content": None}], "resp_2", {})[0]) == "Hm, yes."
+    assert text_in(read({**found[0], "content": None})[0]) == "Hm, yes."
     assert [item.get("arguments") for item in found[2:4]] == ['{"a":1}', "{}"]
     assert [item["status"] for item in found] == ["completed"] * 4 + ["incomplete"]

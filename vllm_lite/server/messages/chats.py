@@ -30,9 +30,6 @@ _SAME = "stream temperature top_k top_p seed min_p ignore_eos priority cache_sal
 """Fields that a chat has under the same names."""
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """Efforts that chat templates have no word for."""
-_UNSTEADY = "x-anthropic-billing-header"
-"""A block of a system prompt that begins so is for Anthropic's proxies only. It differs from request to request, and no
-prefix behind it would ever be found in the cache."""
 
 
 def chat_of(body: CountTokensBody, max_model_len: int) -> ChatBody:
@@ -89,9 +86,7 @@ def _system(given: str | list[ContentBlock] | None) -> list[ChatMessage]:
         return []
     if isinstance(given, str):
         return [ChatMessage("system", given)]
-    parts = [_text(block, f"system[{place}]") for place, block in enumerate(given)]
-    steady: list[str | Part] = [part for part in parts if not (part.text or "").startswith(_UNSTEADY)]
-    return [ChatMessage("system", steady)]
+    return [ChatMessage("system", [_text(block, f"system[{place}]") for place, block in enumerate(given)])]
 
 
 def _messages(place: int, message: AnthropicMessage) -> Iterator[ChatMessage]:

@@ -7,6 +7,7 @@ value means nothing; any other is ignored, and the answer's Warning header names
 import re
 from collections.abc import Iterable
 from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
@@ -22,7 +23,9 @@ MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 256
 MAX_CHOICES = 1024
 """Choices of one request, those of all its prompts together."""
-_UNSAFE = re.compile(r"[^\w.-]")
+_UNSAFE = re.compile(r"[^\w.\[\] -]")
+MAX_NAMED = 16
+"""Names in one Warning."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -398,8 +401,16 @@ def _means_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
 
 def warning(ignored: Iterable[str]) -> dict[str, str]:
     """The header that names ignored fields; their names come from a client, so only safe characters are kept."""
-    names = [_UNSAFE.sub("?", name.encode("ascii", "replace").decode())[:64] for name in ignored][:16]
-    return {"Warning": f'299 vllm-lite "ignored: {", ".join(names)}"'} if names else {}
+    return warned({}, "ignored", ignored)
+
+
+def warned(headers: dict[str, str], what: str, names: Iterable[str]) -> dict[str, str]:
+    """`headers` with one more Warning, which says `what` happened to these; as they are if there are none."""
+    safe = [_UNSAFE.sub("?", name.encode("ascii", "replace").decode())[:64] for name in islice(names, MAX_NAMED)]
+    if not safe:
+        return headers
+    before = [headers["Warning"]] if "Warning" in headers else []
+    return {**headers, "Warning": ", ".join([*before, f'299 vllm-lite "{what}: {", ".join(safe)}"'])}
 
 
 def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:

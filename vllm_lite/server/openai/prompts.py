@@ -22,6 +22,7 @@ from vllm_lite.server.openai.bodies import MAX_PROMPTS, ChatBody, ChatMessage, C
 from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.openai.forms import check_depth
 from vllm_lite.server.openai.rendering import Renderer, TextTooLongError
+from vllm_lite.server.openai.steady import steady_message
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 NUM_TOKENIZERS = 2
@@ -255,10 +256,12 @@ def _several(given: Any) -> list[PromptLike]:
 def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Make messages as templates know them, with one text each."""
     plain = []
-    for place, message in enumerate(messages):
-        if message.role not in ROLES:
+    for place, given in enumerate(messages):
+        if given.role not in ROLES:
             known = ", ".join(ROLES)
-            raise ApiError(400, f"messages[{place}].role must be one of {known}, got {message.role!r}", "messages")
+            raise ApiError(400, f"messages[{place}].role must be one of {known}, got {given.role!r}", "messages")
+        if (message := steady_message(given)) is None:
+            continue
         content = content_of(message, place)
         plain.append({"role": message.role, "content": content.text, **_more(message, content)})
     return plain

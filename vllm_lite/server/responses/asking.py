@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.generation import Asked, Generation, Made
 from vllm_lite.server.openai.bodies import FORM, SAMPLING, ChatBody, ChatMessage
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.responses.bodies import LOGPROBS, ResponseBody
+from vllm_lite.server.responses.toolbox import Toolbox, shown_tool
 
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -18,24 +19,31 @@ _NAMES = {
 }
 """Fields of a chat, and what they are in a response."""
 _RENAMED = re.compile(r"\b(max_completion_tokens|max_tokens|messages|response_format)\b(?!`)")
-_TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 
-async def made(generation: Generation, asked: Asked[ResponseBody], messages: list[ChatMessage], call_id: str) -> Made:
+class Conversation(NamedTuple):
+    """What a request shows to the model: messages, and the tools that they and the request bring."""
+
+    messages: list[ChatMessage]
+    tools: Toolbox
+
+
+async def made(generation: Generation, asked: Asked[ResponseBody], shown: Conversation, call_id: str) -> Made:
     """Make the call, without starting it. With truncation the oldest messages are left out until the rest fits. Raises
     ApiError."""
     try:
-        return await _chat(generation, asked, messages, call_id)
+        return await _chat(generation, asked, shown, call_id)
     except ApiError as error:
         if asked.body.truncation != "auto" or error.code != "context_length_exceeded":
             raise _renamed(error) from error
         refusal = error
     # Rendering and tokenizing is what costs: the least number is found by halves.
-    least, most, found = 1, len(_rest(messages)) - 1, None
+    least, most, found = 1, len(_rest(shown.messages)) - 1, None
     while least <= most:
         middle = (least + most) // 2
         try:
-            found = await _chat(generation, asked, _without(messages, middle), call_id)
+            fewer = shown._replace(messages=_without(shown.messages, middle))
+            found = await _chat(generation, asked, fewer, call_id)
             most = middle - 1
         except ApiError as error:
             if error.code != "context_length_exceeded":
@@ -59,12 +67,12 @@ def _without(messages: list[ChatMessage], count: int) -> list[ChatMessage]:
     return [*messages[:start], *rest[count:]]
 
 
-async def _chat(generation: Generation, asked: Asked[ResponseBody], messages: list[ChatMessage], call_id: str) -> Made:
-    chat = Asked(asked.request, as_chat(asked.body, messages), asked.headers, asked.model)
+async def _chat(generation: Generation, asked: Asked[ResponseBody], shown: Conversation, call_id: str) -> Made:
+    chat = Asked(asked.request, as_chat(asked.body, shown), asked.headers, asked.model)
     return await generation.chat(chat, call_id)
 
 
-def as_chat(body: ResponseBody, messages: list[ChatMessage]) -> ChatBody:
+def as_chat(body: ResponseBody, shown: Conversation) -> ChatBody:
     """Make the chat that `body` is. Raises ApiError."""
     shared = {name: getattr(body, name) for name in (*SAMPLING, *FORM)}
     kwargs, effort = body.chat_template_kwargs, body.reasoning.effort if body.reasoning else None
@@ -75,27 +83,17 @@ def as_chat(body: ResponseBody, messages: list[ChatMessage]) -> ChatBody:
     has_logprobs = body.includes(LOGPROBS)
     return ChatBody(
         **shared,
-        messages=messages,
+        messages=shown.messages,
         max_completion_tokens=body.max_output_tokens,
         logprobs=has_logprobs,
         top_logprobs=(body.top_logprobs or 0) if has_logprobs else None,
         chat_template_kwargs=kwargs,
         add_special_tokens=body.add_special_tokens,
         reasoning_effort=effort,
-        tools=None if not body.tools else [_tool(tool, place) for place, tool in enumerate(body.tools)],
-        tool_choice=body.tool_choice,
+        tools=shown.tools.functions or None,
+        tool_choice=shown.tools.choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
     )
-
-
-def _tool(tool: dict[str, Any], place: int) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind != "function":
-        text = f"tools[{place}] is {str(kind)[:60]!r}; only functions are supported, which the client runs"
-        raise ApiError(400, text, f"tools[{place}]")
-    given = tool.get("function")
-    inner = given if isinstance(given, dict) else tool  # clients of chats nest it
-    return {"type": "function", "function": {name: inner[name] for name in _TOOL_FIELDS if inner.get(name) is not None}}
 
 
 def _format(body: ResponseBody) -> dict[str, Any] | None:
@@ -144,16 +142,10 @@ def response_object(body: ResponseBody, response_id: str, model: str, created: i
         "temperature": params.temperature,
         "text": {"format": shape, **({"verbosity": text.verbosity} if text and text.verbosity else {})},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [_shown_tool(tool) for tool in body.tools or ()],
+        "tools": [shown_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
-
-
-def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    given = tool.get("function")
-    inner = given if isinstance(given, dict) else tool
-    return {"type": "function", **{name: inner.get(name) for name in _TOOL_FIELDS}}

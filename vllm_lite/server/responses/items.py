@@ -6,18 +6,54 @@ An item's id has the id of its response in it, so that an item is found without 
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from vllm_lite.server.openai.bodies import CalledFunction, ChatMessage, ToolCall
 from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.responses.call_outputs import read_output
+from vllm_lite.server.responses.client_tools import CALLS, OUTPUTS, BadItemError, Item, read_call
 
-Item = dict[str, Any]
-"""An item as the API shows it: `type`, `id`, and what that type has."""
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "local_shell_call": "lsh",
+    "local_shell_call_output": "lsho",
+    "shell_call": "sh",
+    "shell_call_output": "sho",
+    "apply_patch_call": "apc",
+    "apply_patch_call_output": "apco",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
+    "additional_tools": "at",
+    "code_interpreter_call": "ci",
+    "file_search_call": "fs",
+    "mcp_call": "mcp",
+    "program": "prog",
+    "program_output": "progo",
+}
+"""Types of items that the model is shown, and what their ids begin with."""
+PROVIDED = {
+    "code_interpreter_call": ("code", "outputs"),
+    "file_search_call": ("queries", "results"),
+    "mcp_call": ("server_label", "name", "arguments", "output", "error"),
+    "program": ("code",),
+    "program_output": ("result",),
+}
+"""What a provider has done and found out, and the fields of it that become a text of the assistant."""
+_DROPPED = """
+compaction compaction_trigger computer_call computer_call_output configuration_update image_generation_call
+mcp_approval_request mcp_approval_response mcp_list_tools web_search_call
+"""
+DROPPED = frozenset(_DROPPED.split())
+"""Items that say nothing that a model could read, or only its provider can. Types that are nowhere in this file are
+newer than this server, and are dropped as well; the answer's Warning header names what was."""
 _ROLES = ("user", "system", "developer", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
-_OF_RESPONSE = re.compile(r"(?:msg|rs|fc|fco)_(.{1,200})_i?[0-9]{1,6}")
+_OF_RESPONSE = re.compile(f"(?:{'|'.join(PREFIXES.values())})_(.{{1,200}})_i?[0-9]{{1,6}}")
 _MAX_ID_CHARS = 256
 _MARK = "vl1."
 
@@ -64,27 +100,54 @@ def references(given: str | Sequence[Item] | None) -> Iterator[tuple[int, str]]:
             yield place, reference
 
 
-def read(given: str | Sequence[Item] | None, response_id: str, found: Mapping[int, Item]) -> list[Item]:
+class Read(NamedTuple):
+    """The input items that the model is shown, and where the others are, for the Warning header."""
+
+    items: list[Item]
+    left_out: list[str]
+
+
+def read(given: str | Sequence[Item] | None, response_id: str, found: Mapping[int, Item]) -> Read:
     """Check the input, and complete each item. `found` are those that it refers to, by place. Raises ApiError."""
     if given is None:
         raise ApiError(400, "input is missing: give a text or a list of items", "input")
     if isinstance(given, str):
         given = [{"type": "message", "role": "user", "content": given}]
-    return [
-        found[place] if place in found else _completed(item, place, response_id) for place, item in enumerate(given)
-    ]
+    shown, left_out = list[Item](), list[str]()
+    for place, item in enumerate(given):
+        if place in found:
+            shown.append(found[place])
+            continue
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if not isinstance(kind, str):
+            raise _wrong(place, f"type must be a text such as 'message', got {str(kind)[:60]!r}")
+        if kind in PREFIXES:
+            read_item, others = _completed(kind, item, place, response_id)
+            shown.append(read_item)
+            left_out += [f"input[{place}] {other}" for other in others]
+        else:
+            left_out.append(f"input[{place}] {kind}")
+    return Read(shown, left_out)
 
 
-def _completed(item: Item, place: int, response_id: str) -> Item:
-    kind = item.get("type") or ("message" if "role" in item else None)
-    reader = _READERS.get(kind) if isinstance(kind, str) else None
-    if reader is None:
-        known = ", ".join(_READERS)
-        raise _wrong(place, f"items of type {str(kind)[:60]!r} are not supported; those are {known}, item_reference")
+def _completed(kind: str, item: Item, place: int, response_id: str) -> tuple[Item, list[str]]:
+    """The item with all its fields, and the types of its parts that the model is not shown."""
     own = item.get("id")
     is_good = isinstance(own, str) and 0 < len(own) <= _MAX_ID_CHARS
-    name = own if is_good else item_id(str(kind), response_id, place, is_input=True)
-    return {"type": kind, "id": name, **reader(item, place)}
+    name = own if is_good else item_id(kind, response_id, place, is_input=True)
+    others = list[str]()
+    try:
+        if kind in CALLS:
+            fields = read_call({**item, "type": kind})
+        elif kind in OUTPUTS:
+            fields, others = read_output({**item, "type": kind})
+        elif kind in PROVIDED:
+            fields = {name: value for name, value in item.items() if name != "type"}
+        else:
+            fields = _READERS[kind](item, place)
+    except BadItemError as error:
+        raise _wrong(place, str(error), f".{error.field}") from error
+    return {"type": kind, "id": name, **fields}, others
 
 
 def _message(item: Item, place: int) -> Item:
@@ -96,23 +159,6 @@ def _message(item: Item, place: int) -> Item:
     texts = _texts(item.get("content"), f"input[{place}].content")
     kind = "output_text" if is_answer else "input_text"
     return {"role": role, "status": "completed", "content": [{"type": kind, "text": text, **more} for text in texts]}
-
-
-def _call(item: Item, place: int) -> Item:
-    found = {name: item.get(name) for name in ("call_id", "name", "arguments")}
-    for name, value in found.items():
-        if not isinstance(value, str):
-            raise _wrong(place, f"a function_call needs {name}, a text", f".{name}")
-    return {**found, "status": "completed"}
-
-
-def _call_output(item: Item, place: int) -> Item:
-    if not isinstance(item.get("call_id"), str):
-        raise _wrong(place, "a function_call_output needs the call_id of its function_call", ".call_id")
-    output = "" if item.get("output") is None else item["output"]
-    texts = _texts(output, f"input[{place}].output")
-    parts = [{"type": "input_text", "text": text} for text in texts]
-    return {"call_id": item["call_id"], "output": output if isinstance(output, str) else parts, "status": "completed"}
 
 
 def _reasoning(item: Item, place: int) -> Item:
@@ -129,12 +175,15 @@ def _reasoning(item: Item, place: int) -> Item:
     }
 
 
-_READERS = {
-    "message": _message,
-    "function_call": _call,
-    "function_call_output": _call_output,
-    "reasoning": _reasoning,
-}
+def _tools(item: Item, place: int) -> Item:
+    """Tools that come with the input; toolbox.py checks each of them."""
+    tools = item.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _wrong(place, "additional_tools need tools, a list of objects", ".tools")
+    return {"role": "developer", "tools": tools}
+
+
+_READERS = {"message": _message, "reasoning": _reasoning, "additional_tools": _tools}
 
 
 def _texts(content: Any, name: str) -> list[str]:
@@ -156,80 +205,3 @@ def _texts(content: Any, name: str) -> list[str]:
 
 def _wrong(place: int, text: str, field: str = "") -> ApiError:
     return ApiError(400, f"input[{place}]: {text}", f"input[{place}]{field}")
-
-
-# ---- as a chat
-
-
-def text_in(item: Item, field: str = "content") -> str:
-    content = item.get(field)
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.get("text", part.get("refusal", "")) for part in content or ())
-
-
-class _Answer:
-    """One message of the assistant, put together from its reasoning, its text and its calls."""
-
-    def __init__(self) -> None:
-        self.reasoning: list[str] = []
-        self.texts: list[str] = []
-        self.calls: list[ToolCall] = []
-
-    @property
-    def is_open_to_text(self) -> bool:
-        """Whether reasoning and texts may still be added: what comes behind a call is another message."""
-        return not self.calls
-
-    def message(self) -> ChatMessage | None:
-        if not (self.reasoning or self.texts or self.calls):
-            return None
-        return ChatMessage(
-            "assistant",
-            "\n".join(self.texts) if self.texts or not self.calls else None,
-            tool_calls=self.calls or None,
-            reasoning="\n".join(self.reasoning) or None,
-        )
-
-
-def messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMessage]:
-    """Make the messages of a chat. Instructions and what the system says first are one message, as many templates take
-    only one. Raises ApiError for the output of a call that was not made."""
-    system, found, answer = [instructions] if instructions else [], list[ChatMessage](), _Answer()
-    known = set()
-
-    def flush() -> None:
-        nonlocal answer
-        if (message := answer.message()) is not None:
-            found.append(message)
-        answer = _Answer()
-
-    for item in items:
-        kind, role = item["type"], item.get("role")
-        if kind == "reasoning":
-            if answer.texts or answer.calls:
-                flush()
-            answer.reasoning += [text_in(item) or text_in(item, "summary")]
-        elif kind == "function_call":
-            known.add(item["call_id"])
-            answer.calls.append(ToolCall(CalledFunction(item["name"], item["arguments"]), item["call_id"]))
-        elif kind == "message" and role == "assistant":
-            if not answer.is_open_to_text:
-                flush()
-            answer.texts.append(text_in(item))
-        else:
-            flush()
-            if kind == "function_call_output":
-                if item["call_id"] not in known:
-                    text = f"no function_call before it has the call_id {item['call_id'][:80]!r} of this output"
-                    raise ApiError(400, text, "input")
-                found.append(ChatMessage("tool", text_in(item, "output"), tool_call_id=item["call_id"]))
-            elif role == "user" or found:
-                found.append(ChatMessage("user" if role == "user" else "system", text_in(item)))
-            else:
-                system.append(text_in(item))
-    flush()
-    start = [ChatMessage("system", "\n\n".join(system))] if system else []
-    if not start and not found:
-        raise ApiError(400, "input is empty: give a text or a list of items", "input")
-    return start + found

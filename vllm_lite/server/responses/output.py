@@ -5,15 +5,29 @@ An item is opened by the first of its text and closed by the first of another's,
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.server.openai.logprobs import AnySpelling, Candidates, candidate, likeliest
 from vllm_lite.server.openai.parsing import MessageParser, PlainMessage
+from vllm_lite.server.responses.called import WrittenCall
+from vllm_lite.server.responses.client_tools import Item
 from vllm_lite.server.responses.event_log import EventLog
-from vllm_lite.server.responses.items import Item, encrypted, item_id
+from vllm_lite.server.responses.items import encrypted, item_id
+from vllm_lite.server.responses.toolbox import Toolbox
 
 _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}
+_ENDS = {("apply_patch_call", "incomplete"): "in_progress"}
+"""A status that the type of an item does not have, and the one that says it."""
+
+
+class Shown(NamedTuple):
+    """How the output is shown: `top_logprobs` candidates of each token of a text, None for no logprobs; reasoning also
+    packed; calls as those of the request's tools."""
+
+    top_logprobs: int | None
+    is_encrypted: bool
+    tools: Toolbox
 
 
 class Output:
@@ -26,26 +40,26 @@ class Output:
         spelling: AnySpelling,
         *,
         log: EventLog | None,
-        top_logprobs: int | None,
-        is_encrypted: bool,
+        shown: Shown,
     ) -> None:
-        """`response` is the response object, whose `output` and status this keeps true. `top_logprobs` candidates of
-        each token of a text are shown; None for no logprobs."""
+        """`response` is the response object, whose `output` and status this keeps true."""
         self.response = response
         self._items: list[Item] = response["output"]
         self._parser = parser
         self._spelling = spelling
         self._log = log
-        self._top = top_logprobs
-        self._is_encrypted = is_encrypted
+        self._top = shown.top_logprobs
+        self._is_encrypted = shown.is_encrypted
+        self._tools = shown.tools
         self._pieces: list[str] = []
-        """The text of the open item, or its arguments."""
+        """The text of the open item."""
         self._scores: list[dict[str, Any]] = []
         """Logprobs of the open item."""
         self._held: list[Candidates] = []
         """Candidates of tokens whose text has not been shown yet."""
-        self._call = -1
-        """The number of the open item's call, if that is one."""
+        self._call: WrittenCall | None = None
+        """The open item's call, if that is one."""
+        self._call_index = -1
         self._open: Item | None = None
         self.num_tokens = 0
 
@@ -111,12 +125,16 @@ class Output:
     def _called(self, call: dict[str, Any]) -> None:
         """Add to the arguments of the open call, or open another."""
         function = call["function"]
-        if self._open is None or self._open["type"] != "function_call" or call["index"] != self._call:
-            self._opened("function_call", call_id=call.get("id", ""), name=function.get("name", ""), arguments="")
-            self._call = call["index"]
+        if self._call is None or call["index"] != self._call_index:
+            written = WrittenCall(self._tools.tool(function.get("name", "")), call.get("id", ""))
+            self._opened(written.kind, **written.opened())
+            self._call, self._call_index = written, call["index"]
         if arguments := function.get("arguments"):
-            self._pieces.append(arguments)
-            self._add_to_item("response.function_call_arguments.delta", delta=arguments)
+            self._add_to_call(self._call, self._call.feed(arguments))
+
+    def _add_to_call(self, call: WrittenCall, delta: str) -> None:
+        if delta and call.events is not None:
+            self._add_to_item(f"response.{call.events}.delta", delta=delta)
 
     def _opened_text(self, kind: str) -> None:
         shape: Item = {"role": "assistant", "content": []} if kind == "message" else {"summary": []}
@@ -134,10 +152,13 @@ class Output:
         item = self._open
         if item is None:
             return
-        kind, text = item["type"], "".join(self._pieces)
-        if kind == "function_call":
-            item["arguments"] = text
-            self._add_to_item("response.function_call_arguments.done", arguments=text)
+        kind, text, call = item["type"], "".join(self._pieces), self._call
+        if call is not None:
+            fields, rest = call.close()
+            self._add_to_call(call, rest)
+            item.update(fields)
+            if call.events is not None:
+                self._add_to_item(f"response.{call.events}.done", **call.done(item))
         else:
             more = {"logprobs": [_short(each) for each in self._scores]} if kind == "message" else {}
             self._add_to_item(f"response.{_TEXT[kind]}.done", content_index=0, text=text, **more)
@@ -146,10 +167,10 @@ class Output:
             self._add_to_item("response.content_part.done", content_index=0, part=part)
             if kind == "reasoning" and self._is_encrypted:
                 item["encrypted_content"] = encrypted(text)
-        item["status"] = status
+        item["status"] = _ENDS.get((kind, status), status)
         self._add("response.output_item.done", output_index=len(self._items) - 1, item=item)
         self._open = None
-        self._pieces, self._scores, self._call = [], [], -1
+        self._pieces, self._scores, self._call = [], [], None
 
     def _part(self, kind: str, text: str, scores: Sequence[Any]) -> Item:
         part = {"type": _TEXT[kind], "text": text}

@@ -5,7 +5,6 @@ import os
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -19,16 +18,18 @@ from vllm_lite.server.http.auth import owner_of
 from vllm_lite.server.http.body import BIG_BYTES
 from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.live_requests import as_json
-from vllm_lite.server.openai.bodies import MAX_MESSAGES
+from vllm_lite.server.openai.bodies import MAX_MESSAGES, warned
 from vllm_lite.server.openai.chunks import AnswerWriter
 from vllm_lite.server.openai.errors import ApiError, in_use
-from vllm_lite.server.responses import asking, bodies, items
+from vllm_lite.server.responses import asking, bodies, history, items
+from vllm_lite.server.responses.asking import Conversation
 from vllm_lite.server.responses.bodies import ENCRYPTED, LOGPROBS, MAX_ID_CHARS, ResponseBody
+from vllm_lite.server.responses.client_tools import Item
 from vllm_lite.server.responses.event_log import EventLog
-from vllm_lite.server.responses.items import Item
-from vllm_lite.server.responses.output import Output
+from vllm_lite.server.responses.output import Output, Shown
 from vllm_lite.server.responses.runs import Run, Runs
 from vllm_lite.server.responses.store import Record, Store
+from vllm_lite.server.responses.toolbox import Toolbox
 from vllm_lite.server.vllm import rendered
 
 MAX_PAGE = 100
@@ -65,8 +66,8 @@ class ResponsesRoutes:
         body = asked.body
         bodies.check(body)
         response_id = await self._new_id(body)
-        own, messages = await self._messages(asked, response_id)
-        call, headers = await asking.made(self._generation, asked, messages, response_id)
+        own, shown, asked = await self._messages(asked, response_id)
+        call, headers = await asking.made(self._generation, asked, shown, response_id)
         params = call.streams[0].params
         log = EventLog() if body.stream or body.background else None
         spelling = self._live.writers.spelling
@@ -75,8 +76,9 @@ class ResponsesRoutes:
             self._live.writers.message(call, call.choices[0]),
             spelling.by_id if call.style.names_ids else spelling,
             log=log,
-            top_logprobs=params.logprobs if body.includes(LOGPROBS) else None,
-            is_encrypted=body.includes(ENCRYPTED),
+            shown=Shown(
+                params.logprobs if body.includes(LOGPROBS) else None, body.includes(ENCRYPTED), tools=shown.tools
+            ),
         )
         run = Run(call, output, own, log, owner=call.owner, is_kept=body.is_kept)
         self._runs.start(run)
@@ -97,8 +99,8 @@ class ResponsesRoutes:
         asked = await self._generation.read(request, ResponseBody)
         bodies.check(asked.body)
         response_id = _random_id()
-        _, messages = await self._messages(asked, response_id)
-        made = await asking.made(self._generation, asked, messages, response_id)
+        _, shown, asked = await self._messages(asked, response_id)
+        made = await asking.made(self._generation, asked, shown, response_id)
         tokens = {"object": "response.input_tokens", "input_tokens": made.call.num_prompt_tokens}
         return as_json(tokens, made.headers)
 
@@ -111,10 +113,10 @@ class ResponsesRoutes:
             text = "previous_response_id: what is rendered has all of its input; repeat the earlier items in it"
             raise ApiError(400, text, "previous_response_id")
         response_id = _random_id()
-        _, messages = await self._messages(asked, response_id)
-        chat = msgspec.structs.replace(asking.as_chat(body, messages), stream=body.stream)
+        _, shown, asked = await self._messages(asked, response_id)
+        chat = msgspec.structs.replace(asking.as_chat(body, shown), stream=body.stream)
         rendered.check(chat)
-        made = await asking.made(self._generation, asked, messages, response_id)
+        made = await asking.made(self._generation, asked, shown, response_id)
         return as_json(rendered.requests(made.call, chat, asked.model)[0], made.headers)
 
     async def retrieve(self, request: Request) -> Response:
@@ -237,17 +239,24 @@ class ResponsesRoutes:
             record = await self._store.get(record.id) or record
         return record
 
-    async def _messages(self, asked: Asked[ResponseBody], response_id: str) -> tuple[list[Item], Any]:
-        """The request's own input items, and the messages of the whole conversation. Raises ApiError."""
+    async def _messages(
+        self, asked: Asked[ResponseBody], response_id: str
+    ) -> tuple[list[Item], Conversation, Asked[ResponseBody]]:
+        """The request's own input items, what the model is shown of the whole conversation, and the request with a
+        Warning for what it is not shown. Raises ApiError."""
         body, request = asked.body, asked.request
         referred = {}
         for place, reference in items.references(body.input if isinstance(body.input, list) else None):
             referred[place] = await self._referred(place, reference, request)
-        own = items.read(body.input, response_id, referred)
+        own, left_out = items.read(body.input, response_id, referred)
         before = await self._before(body.previous_response_id, request)
         if len(before) + len(own) > MAX_MESSAGES:
             raise ApiError(400, f"a conversation has at most {MAX_MESSAGES} items, and this one has more", "input")
-        return own, items.messages(body.instructions, [*before, *own])
+        everything = [*before, *own]
+        tools = Toolbox(body.tools or (), history.later_tools(everything))
+        messages = history.messages(body.instructions, everything, tools)
+        headers = warned(asked.headers, "not shown to the model", [*tools.left_out, *left_out])
+        return own, Conversation(messages, tools), asked._replace(headers=headers)
 
     async def _referred(self, place: int, reference: str, request: Request) -> Item:
         response_id = items.response_of(reference)

@@ -17,8 +17,8 @@ from vllm_lite.server.calls.call import Call
 from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.calls.response import MANY_TOKENS, as_error
 from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.responses.client_tools import Item
 from vllm_lite.server.responses.event_log import EventLog
-from vllm_lite.server.responses.items import Item
 from vllm_lite.server.responses.output import Output
 from vllm_lite.server.responses.store import Record, Store
 

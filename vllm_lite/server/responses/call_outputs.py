@@ -1,0 +1,130 @@
+"""Outputs of calls that the client has run: checked when they come in, and as texts for the model."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_lite.server.responses.client_tools import BadItemError, Item, flat_name
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def read_output(item: Item) -> tuple[Item, list[str]]:
+    """Return what is kept of an output beside its type and id, and the types of its parts that are no text: the model
+    gets their types in the place of each. Raises BadItemError."""
+    kind = item["type"]
+    if kind == "local_shell_call_output":  # its id is that of the call
+        link = _text(item, "id" if item.get("call_id") is None else "call_id")
+        return {"id": link, "output": _text(item, "output"), "status": "completed"}, []
+    found: Item = (
+        {} if kind == "tool_search_output" and not item.get("call_id") else {"call_id": _text(item, "call_id")}
+    )
+    reader = _READERS.get(kind)
+    if reader is not None:
+        return {**found, "status": "completed", **reader(item)}, []
+    output, others = "" if item.get("output") is None else item["output"], list[str]()
+    if not isinstance(output, str):
+        output, others = _parts(item)
+    return {**found, "output": output, "status": "completed"}, others
+
+
+def call_of(item: Item) -> str | None:
+    """The id of the call that an output belongs to; None for none."""
+    return item.get("id") if item["type"] == "local_shell_call_output" else item.get("call_id")
+
+
+def output_text(item: Item) -> str:
+    """Return as a text what read_output() has checked."""
+    kind, output = item["type"], item.get("output")
+    if kind == "tool_search_output":
+        return "\n".join(["Tools that can be called now:", *_names_in(item["tools"])])
+    if kind == "apply_patch_call_output":
+        return f"{item['status']}: {output}" if output else str(item["status"])
+    if kind == "shell_call_output":
+        return "\n".join(_ran(each) for each in output or ())
+    return output if isinstance(output, str) else "\n".join(part["text"] for part in output or ())
+
+
+# ---- those with fields of their own
+
+
+def _shell(item: Item) -> Item:
+    output = item.get("output")
+    ran = [{"stdout": output}] if isinstance(output, str) else output
+    if not isinstance(ran, list) or not all(isinstance(each, dict) for each in ran):
+        raise BadItemError(item, "output", "a list of objects with stdout, stderr and outcome")
+    return {"output": [_one_command(each) for each in ran]}
+
+
+def _one_command(each: dict[str, Any]) -> Item:
+    outcome = each.get("outcome")
+    given = outcome if isinstance(outcome, dict) else {}
+    code = given.get("exit_code")
+    ended: Item = {"type": "exit", "exit_code": code if isinstance(code, int) else 0}
+    texts = {name: str(each.get(name) or "") for name in ("stdout", "stderr")}
+    return {**texts, "outcome": {"type": "timeout"} if given.get("type") == "timeout" else ended}
+
+
+def _patch(item: Item) -> Item:
+    status = item.get("status")
+    if status not in ("completed", "failed"):
+        raise BadItemError(item, "status", "which is completed or failed")
+    return {"status": status, **({"output": item["output"]} if isinstance(item.get("output"), str) else {})}
+
+
+def _search(item: Item) -> Item:
+    tools = item.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadItemError(item, "tools", "a list of objects")
+    return {"tools": tools, "execution": "client"}
+
+
+_READERS: dict[str, Callable[[Item], Item]] = {
+    "shell_call_output": _shell,
+    "apply_patch_call_output": _patch,
+    "tool_search_output": _search,
+}
+
+
+# ---- small things
+
+
+def _parts(item: Item) -> tuple[list[Item], list[str]]:
+    output = item.get("output")
+    if not isinstance(output, list):
+        raise BadItemError(item, "output", "a text or a list of parts")
+    found, others = list[Item](), list[str]()
+    for part in output:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+            text = part["text"]
+        elif isinstance(kind, str):
+            others.append(kind)
+            text = f"[{kind[:40]}, which is not shown]"
+        else:
+            raise BadItemError(item, "output", "whose parts have a type")
+        found.append({"type": "input_text", "text": text})
+    return found, others
+
+
+def _text(item: Item, name: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise BadItemError(item, name, "a text")
+    return str(item[name])
+
+
+def _ran(each: Item) -> str:
+    outcome = each["outcome"]
+    end = "timed out" if outcome["type"] == "timeout" else f"exit code {outcome['exit_code']}"
+    return "\n".join(text for text in (each["stdout"], each["stderr"], end) if text)
+
+
+def _names_in(tools: list[Item]) -> list[str]:
+    """The functions that these tools are for the model."""
+    found = list[str]()
+    for tool in tools:
+        inner, space = tool.get("tools"), None
+        if isinstance(inner, list):
+            space = str(tool.get("name"))
+        named = inner if isinstance(inner, list) else [tool]
+        found += [f"- {flat_name(space, str(each.get('name')))}" for each in named if isinstance(each, dict)]
+    return found

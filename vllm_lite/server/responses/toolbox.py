@@ -1,0 +1,174 @@
+"""The tools of one request: what becomes of each type of OpenAI's tools, and which tool a function of the model is.
+
+A tool that the client runs is a function (client_tools.py), one of a namespace a function with the namespace in front
+of its name. One that a provider would run is left out, and the answer's Warning header names it: an agent that sends
+`web_search` with every request goes on without it.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from vllm_lite.server.openai.bodies import MAX_TOOLS, FunctionTool
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.openai.forms import check_depth
+from vllm_lite.server.responses.client_tools import FORMS, TOOL_FIELDS, CallForm, flat_name
+
+Treatment = Literal["function", "namespace", "left out"]
+_PROVIDERS = """
+code_interpreter computer computer_use computer_use_preview file_search image_generation mcp programmatic_tool_calling
+web_search web_search_2025_08_26 web_search_preview web_search_preview_2025_03_11
+"""
+TREATMENTS: dict[str, Treatment] = {
+    **dict.fromkeys(FORMS, "function"),
+    "namespace": "namespace",
+    **dict.fromkeys(_PROVIDERS.split(), "left out"),
+}
+"""By the type of the tool. Types that are not here are left out as well: they are newer than this server."""
+
+
+class ClientTool(NamedTuple):
+    """A tool that the client runs: what its calls look like, and its name there."""
+
+    form: CallForm
+    name: str
+    namespace: str | None = None
+
+
+class Toolbox:
+    """Made of `tools` of the body, and of those that items of the input bring later. Raises ApiError.
+
+    functions  the tools as chats have them
+    left_out   the tools that the model is not shown, for the Warning header
+    """
+
+    def __init__(self, given: Iterable[Mapping[str, Any]], later: Iterable[tuple[str, Mapping[str, Any]]] = ()) -> None:
+        """`later` are tools with their places in the body."""
+        self.functions: list[dict[str, Any]] = []
+        self.left_out: list[str] = []
+        self._tools: dict[str, ClientTool] = {}
+        self._names: dict[tuple[str | None, str], str] = {}
+        for place, tool in enumerate(given):
+            self._add(tool, f"tools[{place}]", may_repeat=False)
+        for where, tool in later:
+            self._add(tool, where, may_repeat=True)
+        if len(self.functions) > MAX_TOOLS:
+            text = f"tools are {len(self.functions)}, those of namespaces included; at most {MAX_TOOLS}"
+            raise ApiError(400, text, "tools")
+
+    def tool(self, function: str) -> ClientTool:
+        """The tool that a function of the model is; one that the request does not have is passed on by its name."""
+        return self._tools.get(function) or ClientTool(FORMS["function"], function)
+
+    def function(self, name: str, namespace: str | None) -> str:
+        """The function that a tool is to the model."""
+        return self._names.get((namespace, name)) or flat_name(namespace, name)
+
+    def choice(self, given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        """A tool_choice as chats have it."""
+        if not isinstance(given, dict):
+            return given
+        if given.get("type") != "allowed_tools":
+            return given if "type" not in given else self._named(given, "tool_choice")
+        inner = given.get("allowed_tools", given)
+        allowed = inner.get("tools") if isinstance(inner, dict) else None
+        if not isinstance(allowed, list):
+            return given  # forms.py says what is wrong with it
+        found = [self._named(each, "tool_choice.tools") for each in allowed if self._is_shown(each)]
+        if not found:
+            raise ApiError(400, "tool_choice allows none of the tools that the model is shown", "tool_choice")
+        return {"type": "allowed_tools", "allowed_tools": {"mode": inner.get("mode", "auto"), "tools": found}}
+
+    # ---- one tool
+
+    def _add(self, tool: Mapping[str, Any], where: str, *, may_repeat: bool) -> None:
+        kind = tool.get("type")
+        if not isinstance(kind, str):
+            raise ApiError(400, f"{where}.type is missing; it is 'function' for one that the client runs", where)
+        if kind == "namespace":
+            self._add_all(tool, where, may_repeat=may_repeat)
+        elif not _is_for_client(tool):
+            self.left_out.append(f"{where} {kind}")
+        else:
+            self._add_function(FORMS[kind], tool, None, where, may_repeat=may_repeat)
+
+    def _add_all(self, space: Mapping[str, Any], where: str, *, may_repeat: bool) -> None:
+        """Add the tools of a namespace. What it says of itself goes to the first of them."""
+        name, tools, about = space.get("name"), space.get("tools"), space.get("description")
+        if not isinstance(name, str) or not isinstance(tools, list):
+            raise ApiError(400, f"{where}: a namespace needs a name and a list of tools", where)
+        for place, tool in enumerate(tools):
+            inner = f"{where}.tools[{place}]"
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if kind not in ("function", "custom"):
+                raise ApiError(400, f"{inner} is {str(kind)[:60]!r}; a namespace has functions and custom tools", where)
+            texts = [about if isinstance(about, str) and not place else "", tool.get("description") or ""]
+            described = {**tool, "description": "\n\n".join(text for text in texts if text)}
+            self._add_function(FORMS[kind], described, name, inner, may_repeat=may_repeat)
+
+    def _add_function(
+        self, form: CallForm, tool: Mapping[str, Any], namespace: str | None, where: str, *, may_repeat: bool
+    ) -> None:
+        function = form.function(tool)
+        if not isinstance(function.get("name"), str):
+            raise ApiError(400, f"{where}.name is missing", "tools")
+        key = (namespace, function["name"])
+        if may_repeat and key in self._names:
+            return
+        name = flat_name(*key)
+        while namespace is not None and name in self._tools:
+            name += "_"  # a tool outside of the namespace is called so
+        shown = {"type": "function", "function": {**function, "name": name}}
+        check_depth(shown, where, "tools")
+        try:
+            msgspec.convert(shown, FunctionTool)
+        except msgspec.ValidationError as error:
+            raise ApiError(400, f"{where}: {str(error).replace('`$.function.', '`')}", "tools") from error
+        if key in self._names:
+            raise ApiError(400, f"{where} is called {name[:100]!r} as another one is; names must differ", "tools")
+        self._names[key] = name
+        self._tools[name] = ClientTool(form, key[1], namespace)
+        self.functions.append(shown)
+
+    # ---- a choice
+
+    def _is_shown(self, choice: Any) -> bool:
+        return isinstance(choice, dict) and TREATMENTS.get(choice.get("type", "function"), "left out") == "function"
+
+    def _named(self, choice: dict[str, Any], where: str) -> dict[str, Any]:
+        kind = choice.get("type", "function")
+        if kind not in FORMS:
+            raise ApiError(400, f"{where} asks for {str(kind)[:60]!r}, which nobody runs here", "tool_choice")
+        name, inner = choice.get("name"), choice.get("function")
+        if kind not in ("function", "custom"):
+            name = kind
+        elif isinstance(inner, dict):
+            name = inner.get("name")
+        if not isinstance(name, str):
+            raise ApiError(400, f"{where} names no tool", "tool_choice")
+        space = choice.get("namespace")
+        found = self.function(name, space if isinstance(space, str) else None)
+        if found not in self._tools and space is None:
+            others = [flat for (_, other), flat in self._names.items() if other == name]
+            found = others[0] if len(others) == 1 else found
+        return {"type": "function", "function": {"name": found}}
+
+
+def _is_for_client(tool: Mapping[str, Any]) -> bool:
+    """Whether the client runs a tool; some types say it themselves."""
+    kind = tool["type"]
+    if kind == "shell":
+        place = tool.get("environment")
+        return place is None or (isinstance(place, dict) and place.get("type") == "local")
+    if kind == "tool_search":
+        return tool.get("execution") == "client"
+    return TREATMENTS.get(kind) == "function"
+
+
+def shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as the response object repeats it."""
+    if tool.get("type") != "function":
+        return dict(tool)
+    function = FORMS["function"].function(tool)
+    return {"type": "function", **{name: function.get(name) for name in TOOL_FIELDS}}
