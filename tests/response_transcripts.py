@@ -11,10 +11,11 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from vllm_lite.client.text.response.parser import ResponseParser
-from vllm_lite.client.text.response.pieces import Piece
+from vllm_lite.client.text.response.pieces import CallDelta, Event, Piece, ReasoningDelta
 from vllm_lite.client.text.response.template import Format
 
 Call = tuple[str, dict[str, Any]]
@@ -267,11 +268,29 @@ WRITERS: dict[str, Writer] = {
 
 @dataclass
 class Message:
-    """What all deltas of an output make together."""
+    """What all events of an output make together, and the order in which: text, or the number of a call."""
 
     reasoning: str
     content: str
     calls: list[list[str]]
+    order: list[tuple[str, str | int]]
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, CallDelta):
+            if event.name is not None:
+                assert event.index == len(self.calls), "calls come in order, each with its name once"
+                self.calls.append([event.name, ""])
+                self.order.append(("call", event.index))
+            assert self.order[-1] == ("call", event.index), "nothing comes inside a call"
+            self.calls[event.index][1] += event.arguments
+            return
+        assert event.text
+        kind = "reasoning" if isinstance(event, ReasoningDelta) else "content"
+        setattr(self, kind, getattr(self, kind) + event.text)
+        if self.order and self.order[-1][0] == kind:
+            self.order[-1] = (kind, f"{self.order[-1][1]}{event.text}")
+        else:
+            self.order.append((kind, event.text))
 
 
 def ids_of(tokens: tuple[str, ...]) -> dict[str, int]:
@@ -297,15 +316,12 @@ def pieces_of(text: str, ids: dict[str, int], rng: random.Random | None = None, 
 def read(
     response_format: Format, pieces: list[Piece], prefix: str = "", tools: list[dict[str, Any]] | None = TOOLS
 ) -> Message:
-    """Feed pieces one by one and put the deltas together."""
+    """Feed pieces one by one and put the events together."""
     parser = ResponseParser(response_format, prefix, tools)
-    message = Message("", "", [])
-    for delta in [*(parser.feed([piece]) for piece in pieces), parser.finish()]:
-        message.reasoning += delta.reasoning
-        message.content += delta.content
-        for call in delta.calls:
-            if call.name is not None:
-                assert call.index == len(message.calls), "calls come in order, each with its name once"
-                message.calls.append([call.name, ""])
-            message.calls[call.index][1] += call.arguments
+    message = Message("", "", [], [])
+    for events in [*(parser.feed([piece]) for piece in pieces), parser.finish()]:
+        for before, event in pairwise(events):
+            assert type(before) is not type(event) or isinstance(event, CallDelta), "a run is one event"
+        for event in events:
+            message.add(event)
     return message

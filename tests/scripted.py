@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
 
 Part = str | bytes
 SIZE = 128
@@ -58,7 +59,8 @@ def write_scripted(
     path.mkdir(parents=True, exist_ok=True)
     all_scripts = [each if isinstance(each, Script) else Script(each) for each in scripts]
     cut = [_cut(each.parts, tokens) for each in all_scripts]
-    ids = _write_tokenizer(path, [part for parts in cut for part in parts if part not in tokens], tokens)
+    library, ids = tokenizer_of([part for parts in cut for part in parts], tokens)
+    library.save(str(path / "tokenizer.json"))
     table, prompts = dict[int, int](), list[list[int | str]]()
     start = 1 + max((len(_cut(each.begun, tokens)) for each in all_scripts), default=0)
     for script, parts in zip(all_scripts, cut, strict=True):
@@ -98,8 +100,13 @@ def _cut(parts: str | Sequence[Part], tokens: Sequence[str]) -> Sequence[Part]:
     return re.findall("|".join([*map(re.escape, longest_first), "."]), parts, re.DOTALL)
 
 
-def _write_tokenizer(path: Path, parts: Sequence[Part], tokens: Sequence[str]) -> Mapping[Part, int]:
-    """Write a tokenizer.json that decodes every part as one token. Returns their ids."""
+def tokenizer_of(
+    parts: Sequence[Part], tokens: Sequence[str], *, special: bool = False
+) -> tuple["Tokenizer", Mapping[Part, int]]:
+    """Make a byte-level tokenizer that has each of `parts` as one token. Returns it, and the ids of parts and tokens.
+
+    `special`: the added `tokens` are special ones, which no text shows.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -107,17 +114,17 @@ def _write_tokenizer(path: Path, parts: Sequence[Part], tokens: Sequence[str]) -
     printable = {ord(letter): letter for letter in letters if ord(letter) < 256}
     others = iter(letter for letter in letters if ord(letter) >= 256)
     alphabet = {byte: printable[byte] if byte in printable else next(others) for byte in range(256)}
-    spelled = {part: "".join(alphabet[b] for b in (part.encode() if isinstance(part, str) else part)) for part in parts}
+    ordinary = dict.fromkeys(part for part in parts if part not in tokens)
+    spelled = {it: "".join(alphabet[b] for b in (it.encode() if isinstance(it, str) else it)) for it in ordinary}
     vocabulary = {text: place for place, text in enumerate(dict.fromkeys([*letters, *spelled.values()]))}
     library = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([FILL, END])
-    library.add_tokens([AddedToken(text, normalized=False) for text in tokens])
-    library.save(str(path / "tokenizer.json"))
+    library.add_tokens([AddedToken(text, normalized=False, special=special) for text in tokens])
     ids: dict[Part, int] = {part: vocabulary[text] for part, text in spelled.items()}
     known = library.get_vocab()
-    return ids | {text: known[text] for text in (FILL, END, *tokens)}
+    return library, ids | {text: known[text] for text in (FILL, END, *tokens)}
 
 
 def _write_model(path: Path, table: Sequence[int], num_positions: int, num_tokens: int) -> None:

@@ -12,7 +12,7 @@ from vllm_lite.client.text.response import template as template_module
 from vllm_lite.client.text.response.choose import choose, thinking_of
 from vllm_lite.client.text.response.json_value import JsonValue, Malformed
 from vllm_lite.client.text.response.parser import ResponseParser
-from vllm_lite.client.text.response.pieces import Piece
+from vllm_lite.client.text.response.pieces import Event, Piece, ReasoningDelta, TextDelta
 from vllm_lite.client.text.response.shipped import compose, descriptions, names_of
 from vllm_lite.client.text.response.template import read_template
 from vllm_lite.client.text.tokenizer import Tokenizer
@@ -31,6 +31,11 @@ def whole(text: str, response_format: Any = HERMES, **options: Any) -> tuple[str
         pieces = pieces_of(text, IDS, random.Random(seed), 1 if seed == 0 else 6)
         assert read(response_format, pieces, **options) == message
     return message.reasoning, message.content, message.calls
+
+
+def text_of(event: Event) -> str:
+    assert isinstance(event, ReasoningDelta | TextDelta)
+    return event.text
 
 
 # ---- calls that are none
@@ -288,8 +293,8 @@ def test_a_pattern_that_takes_too_long_ends_the_parsing(monkeypatch: pytest.Monk
     slow = read_template(spec, {})
     text = "x" * 400 + "z and <think> more y"
     parser = ResponseParser(slow, "", TOOLS)
-    deltas = [parser.feed([Piece(text[:300])]), parser.feed([Piece(text[300:])]), parser.finish()]
-    assert "".join(delta.reasoning + delta.content for delta in deltas) == text
+    events = [*parser.feed([Piece(text[:300])]), *parser.feed([Piece(text[300:])]), *parser.finish()]
+    assert "".join(text_of(event) for event in events) == text
     assert parser._is_broken
 
 
@@ -298,9 +303,9 @@ def test_a_pattern_waits_for_so_long_only() -> None:
     own = read_template(spec, {})
     parser = ResponseParser(own, "", TOOLS)
     text = "<a" + "b" * 5000
-    sent = "".join(parser.feed([Piece(letter)]).content for letter in text)
+    sent = "".join(text_of(event) for letter in text for event in parser.feed([Piece(letter)]))
     assert len(text) - len(sent) <= template_module.MAX_HELD_CHARS
-    assert sent + parser.finish().content == text
+    assert sent + "".join(map(text_of, parser.finish())) == text
 
 
 @pytest.mark.parametrize("opening", [{"open": ["<a", "<ab"]}, {"open_pattern": "<ab?"}])

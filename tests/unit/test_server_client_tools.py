@@ -17,6 +17,7 @@ from openai.types.responses.tool import Tool
 
 from tests.response_events import check_stream, checked, events_in
 from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.client.text.response.pieces import CallDelta
 from vllm_lite.server.openai.bodies import warned
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Spelling
@@ -386,16 +387,19 @@ def test_bad_items_are_named(item: dict[str, Any], param: str) -> None:
 
 
 class Spoken:
-    """A parser whose deltas the test has made."""
+    """A parser whose events the test has made, one for each delta."""
 
     num_reasoning = 0
 
-    def __init__(self, *fields: dict[str, Any]) -> None:
-        self._fields = list(fields)
+    def __init__(self, *events: CallDelta) -> None:
+        self._events = list(events)
 
-    def feed(self, delta: CompletionOutput) -> dict[str, Any]:
+    def feed(self, delta: CompletionOutput) -> list[CallDelta]:
         del delta
-        return self._fields.pop(0)
+        return [self._events.pop(0)]
+
+    def id_of(self, call: CallDelta) -> str:
+        return f"call_{call.index}"
 
 
 def test_each_kind_of_call_is_written_and_streamed() -> None:
@@ -409,12 +413,10 @@ def test_each_kind_of_call_is_written_and_streamed() -> None:
         ("unknown", "{}"),
         ("apply_patch", '{"patch": "+x"}'),
     ]
-    deltas: list[dict[str, Any]] = []
+    deltas: list[CallDelta] = []
     for index, (name, arguments) in enumerate(calls):
-        start = {"index": index, "id": f"call_{index}", "function": {"name": name, "arguments": ""}}
         parts = [arguments[: len(arguments) // 2], arguments[len(arguments) // 2 :]]
-        later = [{"index": index, "function": {"arguments": part}} for part in parts]
-        deltas += [{"tool_calls": [each]} for each in (start, *later)]
+        deltas += [CallDelta(index, name, ""), *[CallDelta(index, None, part) for part in parts]]
     log = EventLog()
     response: dict[str, Any] = {"id": "resp_1", "object": "response", "created_at": 1, "model": "demo"}
     response |= {"status": "in_progress", "output": [], "tools": tools}

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from vllm_lite.client.outputs import CompletionOutput, RequestMetrics
+from vllm_lite.client.text.response.pieces import CallDelta, Event, ReasoningDelta, TextDelta
 from vllm_lite.server.http.dialects import REQUEST_ID, Dialects
 from vllm_lite.server.messages import errors as messages_errors
 from vllm_lite.server.messages.answers import MessageWriter
@@ -21,43 +22,40 @@ from vllm_lite.server.ollama.chats import completion_of
 from vllm_lite.server.openai.errors import ApiError, shown
 from vllm_lite.server.openai.logprobs import Spelling
 
-FIELDS: list[dict[str, Any]] = [
-    {"reasoning": "I "},
-    {"reasoning": "look."},
-    {"content": "Let "},
-    {"content": "me."},
-    {"tool_calls": [{"index": 0, "id": "a", "type": "function", "function": {"name": "look", "arguments": ""}}]},
-    {"tool_calls": [{"index": 0, "function": {"arguments": '{"x": 1,'}}]},
-    {
-        "tool_calls": [
-            {"index": 0, "function": {"arguments": ' "y": {}}'}},
-            {"index": 1, "id": "b", "type": "function", "function": {"name": "ask", "arguments": "{}"}},
-        ]
-    },
-    {"content": "Done."},
+EVENTS: list[list[Event]] = [
+    [ReasoningDelta("I ")],
+    [ReasoningDelta("look.")],
+    [TextDelta("Let ")],
+    [TextDelta("me.")],
+    [CallDelta(0, "look", "")],
+    [CallDelta(0, None, '{"x": 1,')],
+    [CallDelta(0, None, ' "y": {}}'), CallDelta(1, "ask", "{}")],
+    [TextDelta("Done.")],
 ]
 """What is visible of an answer, delta by delta."""
-WHOLE: dict[str, Any] = {
-    "reasoning": "I look.",
-    "content": "Let me.",
-    "tool_calls": [
-        {"index": 0, "id": "a", "type": "function", "function": {"name": "look", "arguments": '{"x": 1, "y": {}}'}},
-        {"index": 1, "id": "b", "type": "function", "function": {"name": "ask", "arguments": '{"x": 1, "cut'}},
-    ],
-}
+WHOLE: list[Event] = [
+    ReasoningDelta("I look."),
+    TextDelta("Let me."),
+    CallDelta(0, "look", '{"x": 1, "y": {}}'),
+    TextDelta("And"),
+    CallDelta(1, "ask", '{"x": 1, "cut'),
+]
 
 
 class FakeMessage:
-    """Shows one of its fields for each delta."""
+    """Shows one of its lists of events for each delta."""
 
     num_reasoning = 2
-    has_calls = True
+    ends_in_call = True
 
-    def __init__(self, fields: Sequence[dict[str, Any]]) -> None:
-        self._fields = iter(fields)
+    def __init__(self, events: Sequence[list[Event]]) -> None:
+        self._events = iter(events)
 
-    def feed(self, _: CompletionOutput) -> dict[str, Any]:
-        return dict(next(self._fields))
+    def feed(self, _: CompletionOutput) -> list[Event]:
+        return next(self._events)
+
+    def id_of(self, call: CallDelta) -> str:
+        return "ab"[call.index]
 
 
 def delta(reason: Any = None, stop: Any = None) -> CompletionOutput:
@@ -74,12 +72,12 @@ def fake_call(deltas: Sequence[CompletionOutput]) -> Any:
     )
 
 
-def message_writer(fields: Sequence[dict[str, Any]], deltas: Sequence[CompletionOutput] = ()) -> MessageWriter:
-    return MessageWriter(fake_call(deltas), FakeMessage(fields), "r")  # type: ignore[arg-type]
+def message_writer(events: Sequence[list[Event]], deltas: Sequence[CompletionOutput] = ()) -> MessageWriter:
+    return MessageWriter(fake_call(deltas), FakeMessage(events), "r")  # type: ignore[arg-type]
 
 
-def ollama_writer(fields: Sequence[dict[str, Any]], deltas: Sequence[CompletionOutput] = ()) -> OllamaWriter:
-    return OllamaWriter(fake_call(deltas), FakeMessage(fields), Spelling(None), "chat")  # type: ignore[arg-type]
+def ollama_writer(events: Sequence[list[Event]], deltas: Sequence[CompletionOutput] = ()) -> OllamaWriter:
+    return OllamaWriter(fake_call(deltas), FakeMessage(events), Spelling(None), "chat")  # type: ignore[arg-type]
 
 
 def deltas_of(fields: Sequence[Any]) -> list[CompletionOutput]:
@@ -91,8 +89,8 @@ def events(data: bytes) -> list[dict[str, Any]]:
 
 
 def test_blocks_follow_each_other_and_one_is_open() -> None:
-    writer = message_writer(FIELDS)
-    data = b"".join(writer.chunk(None, each) for each in deltas_of(FIELDS))  # type: ignore[arg-type]
+    writer = message_writer(EVENTS)
+    data = b"".join(writer.chunk(None, each) for each in deltas_of(EVENTS))  # type: ignore[arg-type]
     found = events(data + b"".join(writer.closing()))
     told = [
         (
@@ -128,19 +126,19 @@ def test_blocks_follow_each_other_and_one_is_open() -> None:
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
     assert found[-2]["usage"]["input_tokens"] == 2
     assert found[-2]["usage"]["cache_read_input_tokens"] == 8
-    assert found[-2]["usage"]["output_tokens"] == len(FIELDS)
+    assert found[-2]["usage"]["output_tokens"] == len(EVENTS)
     assert message_writer([]).closing()[0] == b"", "an answer without content has no block"
 
 
 def test_a_call_that_was_cut_off_is_no_block() -> None:
     body = json.loads(message_writer([WHOLE], [delta("length")]).whole())
-    assert [block["type"] for block in body["content"]] == ["thinking", "text", "tool_use"]
+    assert [block["type"] for block in body["content"]] == ["thinking", "text", "tool_use", "text"]
     assert body["content"][2]["input"] == {"x": 1, "y": {}}
     assert body["stop_reason"] == "max_tokens"
 
 
 @pytest.mark.parametrize(
-    ("reason", "stop", "has_calls", "expected"),
+    ("reason", "stop", "ends_in_call", "expected"),
     [
         ("stop", None, False, ("end_turn", None)),
         ("stop", 7, False, ("end_turn", None)),
@@ -150,9 +148,9 @@ def test_a_call_that_was_cut_off_is_no_block() -> None:
         ("abort", None, False, ("pause_turn", None)),
     ],
 )
-def test_why_a_message_stops(reason: str, stop: Any, has_calls: bool, expected: tuple[str, str | None]) -> None:
-    message = FakeMessage([{"content": "x"}])
-    message.has_calls = has_calls
+def test_why_a_message_stops(reason: str, stop: Any, ends_in_call: bool, expected: tuple[str, str | None]) -> None:
+    message = FakeMessage([[TextDelta("x")]])
+    message.ends_in_call = ends_in_call
     writer = MessageWriter(fake_call([delta(reason, stop)]), message, "r")  # type: ignore[arg-type]
     body = json.loads(writer.whole())
     assert (body["stop_reason"], body["stop_sequence"]) == expected
@@ -167,8 +165,8 @@ def test_errors_in_the_middle_of_a_stream() -> None:
 
 
 def test_calls_are_lines_when_they_are_whole() -> None:
-    writer = ollama_writer(FIELDS)
-    data = b"".join(writer.chunk(None, each) for each in deltas_of(FIELDS))  # type: ignore[arg-type]
+    writer = ollama_writer(EVENTS)
+    data = b"".join(writer.chunk(None, each) for each in deltas_of(EVENTS))  # type: ignore[arg-type]
     messages = [json.loads(line)["message"] for line in data.splitlines()]
     assert "".join(message.get("thinking", "") for message in messages) == "I look."
     assert [message["tool_calls"][0]["function"] for message in messages if "tool_calls" in message] == [
@@ -177,7 +175,7 @@ def test_calls_are_lines_when_they_are_whole() -> None:
     ]
     end = json.loads(writer.closing()[0])
     assert (end["total_duration"], end["prompt_eval_duration"]) == (2_500_000_000, 500_000_000)
-    assert (end["eval_duration"], end["eval_count"], end["done_reason"]) == (2_000_000_000, len(FIELDS), "stop")
+    assert (end["eval_duration"], end["eval_count"], end["done_reason"]) == (2_000_000_000, len(EVENTS), "stop")
     assert json.loads(writer.ping)["message"]["content"] == "", "clients read every line as JSON"
 
 

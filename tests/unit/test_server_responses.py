@@ -13,6 +13,7 @@ import pytest
 
 from tests.response_events import check_stream, events_in
 from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.client.text.response.pieces import CallDelta, Event, ReasoningDelta, TextDelta
 from vllm_lite.errors import ConfigError
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Spelling
@@ -248,35 +249,31 @@ def test_an_output_without_its_call() -> None:
 
 
 class Spoken:
-    """A parser whose deltas the test has made."""
+    """A parser whose events the test has made, some for each delta."""
 
     num_reasoning = 3
 
-    def __init__(self, *fields: dict[str, Any]) -> None:
-        self._fields = list(fields)
+    def __init__(self, *events: list[Event]) -> None:
+        self._events = list(events)
 
-    def feed(self, delta: CompletionOutput) -> dict[str, Any]:
+    def feed(self, delta: CompletionOutput) -> list[Event]:
         del delta
-        return self._fields.pop(0)
+        return self._events.pop(0)
 
-
-def call(index: int, arguments: str, name: str | None = None) -> dict[str, Any]:
-    function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
-    return {"tool_calls": [{"index": index, "function": function, **({} if name is None else {"id": f"call_{index}"})}]}
+    def id_of(self, call: CallDelta) -> str:
+        return f"call_{call.index}"
 
 
 def test_reasoning_text_and_calls_are_items() -> None:
-    deltas = [
-        {"reasoning": "Hm"},
-        {"reasoning": ", yes."},
-        {"content": "I "},
-        {},
-        {"content": "look."},
-        call(0, "", "look"),
-        call(0, '{"a":'),
-        call(0, "1}"),
-        call(1, "{}", "ask"),
-        {"content": "Done."},
+    deltas: list[list[Event]] = [
+        [ReasoningDelta("Hm")],
+        [ReasoningDelta(", yes.")],
+        [TextDelta("I ")],
+        [],
+        [TextDelta("look.")],
+        [CallDelta(0, "look", "")],
+        [CallDelta(0, None, '{"a":')],
+        [CallDelta(0, None, "1}"), CallDelta(1, "ask", "{}"), TextDelta("Done.")],
     ]
     log = EventLog()
     response: dict[str, Any] = {

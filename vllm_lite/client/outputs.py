@@ -1,6 +1,6 @@
 """The results that a user gets, under vLLM's names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_lite.client.text.detokenizer import Mark
@@ -49,9 +49,36 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     marks: Sequence[Mark] = field(default=(), repr=False, compare=False)
     """Where added tokens of the vocabulary stand in `text`, for those who take it apart."""
+    ends: Sequence[int] = field(default=(), repr=False, compare=False)
+    """With logprobs, the place in `text` behind each token; fewer than there are tokens if those at the end have none.
+    """
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def singly(self) -> Iterator["CompletionOutput"]:
+        """Yield the parts that would have come if there had been one for each token. It needs the logprobs."""
+        count, at, num_marks = len(self.token_ids), 0, 0
+        for place in range(count - 1):
+            end = self.ends[place] if place < len(self.ends) else at
+            marks = []
+            while num_marks < len(self.marks):
+                mark = self.marks[num_marks]
+                if mark.num_before > place or mark.end > end:
+                    break
+                marks.append(Mark(mark.num_before - place, mark.start - at, mark.end - at, mark.token_id))
+                num_marks += 1
+            yield self._part(slice(place, place + 1), self.text[at:end], marks)
+            at = end
+        place = max(0, count - 1)
+        marks = [Mark(it[0] - place, it.start - at, it.end - at, it.token_id) for it in self.marks[num_marks:]]
+        last = self._part(slice(place, None), self.text[at:], marks)
+        last.finish_reason, last.stop_reason = self.finish_reason, self.stop_reason
+        yield last
+
+    def _part(self, tokens: slice, text: str, marks: Sequence[Mark]) -> "CompletionOutput":
+        scores = None if self.logprobs is None else self.logprobs[tokens]
+        return CompletionOutput(self.index, text, self.token_ids[tokens], logprobs=scores, marks=marks)
 
 
 @dataclass(slots=True)

@@ -32,6 +32,8 @@ class Sample:
         self.logprobs: list[dict[int, Logprob]] | None = [] if logprobs else None
         self.stop_reason: int | str | None = None
         self.text = ""
+        self.ends: list[int] = []
+        """With `logprobs`, how many characters could be shown behind each token."""
         self._detokenizer = detokenizer
         self._tokenizer = tokenizer
         self._is_named = is_named
@@ -116,8 +118,11 @@ class Sample:
         """Append new tokens, up to a stop string. `is_stop`: the last one is a stop token."""
         taken = len(token_ids)
         if self._detokenizer is not None:
-            hidden = is_stop and not self._include_stop
-            self.text += self._detokenizer.feed(token_ids[:-1] if hidden else token_ids)
+            shown = token_ids[:-1] if is_stop and not self._include_stop else token_ids
+            if self.logprobs is None:
+                self.text += self._detokenizer.feed(shown)
+            else:
+                self._feed_singly(shown)
             if self._detokenizer.stopped is not None:
                 taken = self._detokenizer.num_tokens - len(self.token_ids)
         self.token_ids += token_ids[:taken]
@@ -126,6 +131,11 @@ class Sample:
             new = zip(token_ids, entries, strict=False)
             self.logprobs += [candidates(self._tokenizer, *item, is_ranked=not self._is_named) for item in new]
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(entry.logprob for entry in entries)
+
+    def _feed_singly(self, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            self.text += "" if self._detokenizer is None else self._detokenizer.feed((token_id,))
+            self.ends.append(self.num_chars)
 
 
 class Cursor:
@@ -164,6 +174,7 @@ class Cursor:
             finish_reason=reason,
             stop_reason=sample.stop_reason,
             marks=sample.marks_between((start, num_chars), (self._num_tokens, self._num_chars)),
+            ends=[end - num_chars for end in sample.ends[start : self._num_tokens]],
         )
 
 

@@ -108,7 +108,7 @@ class LiveRequests:
         if len(call.choices) > MAX_CHOICES:
             text = f"a resumable stream has at most {MAX_CHOICES} choices, and this one has {len(call.choices)}"
             raise ApiError(400, text, "resumable")
-        marked = MarkedWriter(self.writers.of(call), call)
+        marked = MarkedWriter(self.writers.of(call, one_chunk=True), call)
         return CallResponse(call, marked, self.resumable.run, stream=True, headers=headers)
 
     async def load(self, _: Request) -> Response:

@@ -38,7 +38,9 @@ class Resumption:
         """Go on with a resumable stream, behind the event that the header Last-Event-ID names."""
         call_id = id_in(request)
         call = await self._found(call_id, owner_of(request, call_id))
-        marked = MarkedWriter(self._live.writers.of(call), call, request.headers.get("last-event-id", ""))
+        marked = MarkedWriter(
+            self._live.writers.of(call, one_chunk=True), call, request.headers.get("last-event-id", "")
+        )
         if marked.place.is_end:
             return Response(status_code=204)  # the EventSource of a browser asks again after a 200, not after this
         run = partial(self._resumable.resume, place=marked.place)

@@ -1,17 +1,19 @@
 """The answers of /v1/messages: a message of content blocks, or the events that make up one."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.client.text.response.arguments import arguments_of
+from vllm_lite.client.text.response.pieces import CallDelta, Event, ReasoningDelta, TextDelta
 from vllm_lite.server.calls.call import Call, Choice
 from vllm_lite.server.messages import errors
 from vllm_lite.server.openai.errors import ApiError
-from vllm_lite.server.openai.parsing import MessageParser, PlainMessage
+from vllm_lite.server.openai.parsing import MessageParser
 
 _encode = msgspec.json.encode
-_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
+_REASONS = {"length": "max_tokens", "abort": "pause_turn"}
 """Reasons of a stop by the engine's names; what somebody else has ended may be sent back to be continued."""
 
 
@@ -20,7 +22,7 @@ class MessageWriter:
 
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, call: Call, message: MessageParser | PlainMessage, request_id: str) -> None:
+    def __init__(self, call: Call, message: MessageParser, request_id: str) -> None:
         self._call = call
         self._message = message
         self._request_id = request_id
@@ -32,7 +34,7 @@ class MessageWriter:
         return [_event("message_start", message=self._fields([])), self.ping]
 
     def chunk(self, choice: Choice, delta: CompletionOutput) -> bytes:  # noqa: ARG002
-        return self._blocks.events(self._feed(delta))
+        return b"".join([self._written(event) for event in self._feed(delta)])
 
     def closing(self) -> list[bytes]:
         delta = {**self._stop, "stop_details": None, "container": None}
@@ -43,17 +45,45 @@ class MessageWriter:
         return b"event: error\ndata: " + _encode(errors.fields(error, self._request_id)) + b"\n\n"
 
     def whole(self) -> bytes:
-        content: list[dict[str, Any]] = []
-        for _, delta in self._call.reading.deltas():
-            content += _content(self._feed(delta), self._call.id)
-        return _encode(self._fields(content))
+        events = [event for _, delta in self._call.reading.deltas() for event in self._feed(delta)]
+        return _encode(self._fields(self._content(events)))
 
-    def _feed(self, delta: CompletionOutput) -> dict[str, Any]:
-        """The fields of a message that are visible now."""
+    def _written(self, event: Event) -> bytes:
+        """What is new, as events of the stream."""
+        if isinstance(event, TextDelta):
+            return self._blocks.text("text", event.text)
+        if isinstance(event, ReasoningDelta):
+            return self._blocks.text("thinking", event.text)
+        begun = b"" if event.name is None else self._blocks.begin_call(self._message.id_of(event), event.name)
+        return begun + self._blocks.arguments(event.arguments)
+
+    def _content(self, events: list[Event]) -> list[dict[str, Any]]:
+        """The blocks of a whole message. A call that was cut in its arguments is none."""
+        blocks: list[dict[str, Any]] = []
+        for event in events:
+            if isinstance(event, CallDelta):
+                if event.name is not None:
+                    blocks.append(
+                        {"type": "tool_use", "id": self._message.id_of(event), "name": event.name, "input": ""}
+                    )
+                blocks[-1]["input"] += event.arguments
+                continue
+            kind = "text" if isinstance(event, TextDelta) else "thinking"
+            if not blocks or blocks[-1]["type"] != kind:
+                more = {"citations": None} if kind == "text" else {"signature": self._call.id}
+                blocks.append({"type": kind, kind: "", **more})
+            blocks[-1][kind] += event.text
+        for block in blocks:
+            if block["type"] == "tool_use":
+                block["input"] = arguments_of(block["input"])
+        return [block for block in blocks if block.get("input", block) is not None]
+
+    def _feed(self, delta: CompletionOutput) -> list[Event]:
+        """What is visible now."""
         self._num_tokens += len(delta.token_ids)
         found = self._message.feed(delta)
         if (reason := delta.finish_reason) is not None:
-            if reason == "stop" and self._message.has_calls:
+            if reason == "stop" and self._message.ends_in_call:
                 self._stop["stop_reason"] = "tool_use"
             elif reason == "stop" and isinstance(delta.stop_reason, str):
                 self._stop = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
@@ -95,21 +125,18 @@ class _Blocks:
         self._index = -1
         self._kind: str | None = None
 
-    def events(self, fields: dict[str, Any]) -> bytes:
-        """Write what is new, in the order in which models write it."""
-        data = b""
-        if thinking := fields.get("reasoning"):
-            data += self._open("thinking", {"thinking": "", "signature": ""})
-            data += self._delta("thinking_delta", thinking=thinking)
-        if text := fields.get("content"):
-            data += self._open("text", {"text": "", "citations": None}) + self._delta("text_delta", text=text)
-        for call in fields.get("tool_calls", ()):
-            function = call["function"]
-            if "id" in call:
-                data += self.close() + self._open("tool_use", {"id": call["id"], "name": function["name"], "input": {}})
-            if function["arguments"]:
-                data += self._delta("input_json_delta", partial_json=function["arguments"])
-        return data
+    def text(self, kind: Literal["text", "thinking"], text: str) -> bytes:
+        """Write more of a text, in the open block if that is of its kind."""
+        fields = {"text": "", "citations": None} if kind == "text" else {"thinking": "", "signature": ""}
+        begun = b"" if self._kind == kind else self._open(kind, fields)
+        return begun + self._delta(f"{kind}_delta", **{kind: text})
+
+    def begin_call(self, call_id: str, name: str) -> bytes:
+        return self._open("tool_use", {"id": call_id, "name": name, "input": {}})
+
+    def arguments(self, text: str) -> bytes:
+        """Write more of the arguments of the open call."""
+        return self._delta("input_json_delta", partial_json=text) if text else b""
 
     def close(self) -> bytes:
         """End the open block, if there is one."""
@@ -120,9 +147,7 @@ class _Blocks:
         return signed + _event("content_block_stop", index=self._index)
 
     def _open(self, kind: str, fields: dict[str, Any]) -> bytes:
-        """Begin a block of this kind, unless the open one is."""
-        if self._kind == kind:
-            return b""
+        """End the open block, if there is one, and begin another."""
         before = self.close()
         self._kind = kind
         self._index += 1
@@ -134,20 +159,3 @@ class _Blocks:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **fields}) + b"\n\n"
-
-
-def _content(fields: dict[str, Any], signature: str) -> list[dict[str, Any]]:
-    """The blocks of a whole message. A call that was cut off in its arguments is none."""
-    blocks: list[dict[str, Any]] = []
-    if thinking := fields.get("reasoning"):
-        blocks.append({"type": "thinking", "thinking": thinking, "signature": signature})
-    if text := fields.get("content"):
-        blocks.append({"type": "text", "text": text, "citations": None})
-    for call in fields.get("tool_calls", ()):
-        function = call["function"]
-        try:
-            given = msgspec.json.decode(function["arguments"] or "{}", type=dict[str, Any])
-        except (msgspec.MsgspecError, RecursionError):
-            continue
-        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
-    return blocks

@@ -1,17 +1,20 @@
 """The answers of /api/chat and /api/generate: one object, or lines of objects."""
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.client.text.response.arguments import arguments_of
+from vllm_lite.client.text.response.pieces import CallDelta, TextDelta
 from vllm_lite.server.calls.call import Call, Choice
 from vllm_lite.server.ollama import errors
 from vllm_lite.server.openai import logprobs
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Spelling
-from vllm_lite.server.openai.parsing import MessageParser, PlainMessage
+from vllm_lite.server.openai.parsing import MessageParser
 
 _encode = msgspec.json.encode
 NS = 1_000_000_000
@@ -33,7 +36,7 @@ def said(kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
 class OllamaWriter:
     """Writes the answer of one call, which has one choice."""
 
-    def __init__(self, call: Call, message: MessageParser | PlainMessage, spelling: Spelling, kind: Kind) -> None:
+    def __init__(self, call: Call, message: MessageParser, spelling: Spelling, kind: Kind) -> None:
         self._call = call
         self._message = message
         self._spelling = spelling
@@ -41,8 +44,9 @@ class OllamaWriter:
         self._num_logprobs = call.streams[0].params.logprobs
         self._num_tokens = 0
         self._reason = "stop"
-        self._calls: list[dict[str, Any]] = []
-        """Calls whose arguments may not be whole yet."""
+        self._call_begun: tuple[CallDelta, str] | None = None
+        """The call whose arguments may not be whole yet, and its id."""
+        self._arguments: list[str] = []
 
     @property
     def ping(self) -> bytes:
@@ -53,9 +57,18 @@ class OllamaWriter:
         return []
 
     def chunk(self, choice: Choice, delta: CompletionOutput) -> bytes:  # noqa: ARG002
-        fields = self._feed(delta)
-        scores = self._scores(delta)
-        return self._line({**said(self._kind, fields), **scores}) if fields or scores else b""
+        """A line for each run of one kind; the first has the logprobs."""
+        scores, lines = self._scores(delta), list[dict[str, Any]]()
+        for name, value in self._feed(delta):
+            if lines and name in lines[-1]:
+                lines[-1][name] += value
+            else:
+                lines.append({name: value})
+        if scores and not lines:
+            lines.append({})
+        return b"".join(
+            self._line({**said(self._kind, fields), **({} if place else scores)}) for place, fields in enumerate(lines)
+        )
 
     def closing(self) -> list[bytes]:
         return [self._line({**said(self._kind, {}), **self._end()}, done=True)]
@@ -66,41 +79,38 @@ class OllamaWriter:
     def whole(self) -> bytes:
         fields, scores = dict[str, Any](), dict[str, Any]()
         for _, delta in self._call.reading.deltas():
-            fields |= self._feed(delta)
+            for name, value in self._feed(delta):
+                fields[name] = fields[name] + value if name in fields else value
             scores |= self._scores(delta)
         return self._line({**said(self._kind, fields), **scores, **self._end()}, done=True)[:-1]
 
     def _line(self, fields: dict[str, Any], *, done: bool = False) -> bytes:
         return _encode({"model": self._call.style.model, "created_at": created_at(), **fields, "done": done}) + b"\n"
 
-    def _feed(self, delta: CompletionOutput) -> dict[str, Any]:
-        """What is visible now; calls when they are whole."""
+    def _feed(self, delta: CompletionOutput) -> Iterator[tuple[str, Any]]:
+        """Yield the names of fields and what is visible of them now, in order; calls when they are whole."""
         self._num_tokens += len(delta.token_ids)
-        found = self._message.feed(delta)
-        fields = {name: found[key] for name, key in (("content", "content"), ("thinking", "reasoning")) if key in found}
-        calls: list[dict[str, Any]] = []
-        for call in found.get("tool_calls", ()):
-            if "id" in call:
-                calls += self._whole_calls()
-                self._calls = [{"id": call["id"], "index": call["index"], "name": call["function"]["name"], "text": ""}]
-            self._calls[-1]["text"] += call["function"]["arguments"]
+        for event in self._message.feed(delta):
+            if isinstance(event, CallDelta):
+                if event.name is not None:
+                    yield from self._whole_call()
+                    self._call_begun = event, self._message.id_of(event)
+                self._arguments.append(event.arguments)
+                continue
+            yield from self._whole_call()
+            yield "content" if isinstance(event, TextDelta) else "thinking", event.text
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
-            calls += self._whole_calls()
-        return {**fields, "tool_calls": calls} if calls else fields
+            yield from self._whole_call()
 
-    def _whole_calls(self) -> list[dict[str, Any]]:
-        """The call that has ended; none that was cut off in its arguments."""
-        calls, self._calls = self._calls, []
-        made = []
-        for call in calls:
-            try:
-                given = msgspec.json.decode(call["text"] or "{}", type=dict[str, Any])
-            except (msgspec.MsgspecError, RecursionError):
-                continue
-            function = {"index": call["index"], "name": call["name"], "arguments": given}
-            made.append({"id": call["id"], "function": function})
-        return made
+    def _whole_call(self) -> Iterator[tuple[str, Any]]:
+        """Yield the call that has ended, if there is one; none that was cut in its arguments."""
+        begun, given = self._call_begun, arguments_of("".join(self._arguments))
+        self._call_begun, self._arguments = None, []
+        if begun is not None and given is not None:
+            call, call_id = begun
+            function = {"index": call.index, "name": call.name, "arguments": given}
+            yield "tool_calls", [{"id": call_id, "function": function}]
 
     def _scores(self, delta: CompletionOutput) -> dict[str, Any]:
         if self._num_logprobs is None or not delta.logprobs:

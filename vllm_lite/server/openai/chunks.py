@@ -186,10 +186,11 @@ class AnswerWriter:
         """Return the field of a stream's first event that has the prompt's token ids; b"" if they are not shown."""
         return b',"prompt_token_ids":' + _encode(choice.stream.prompt.token_ids) if self._style.prompt_ids else b""
 
-    def _tail(self, delta: CompletionOutput) -> bytes:
-        """Write the end of a choice in a stream, which follows its text and logprobs."""
-        ids = b',"token_ids":' + _encode(delta.token_ids) if self._style.token_ids else b""
-        if delta.finish_reason is None:
+    def _tail(self, delta: CompletionOutput, *, is_first: bool = True, is_last: bool = True) -> bytes:
+        """Write the end of a choice in a stream, which follows its text and logprobs. Of the chunks that one delta
+        makes the first has its tokens, and the last one its end."""
+        ids = b',"token_ids":' + _encode(delta.token_ids if is_first else []) if self._style.token_ids else b""
+        if delta.finish_reason is None or not is_last:
             return ids + b',"finish_reason":null}'
         reasons = (b',"finish_reason":', _encode(delta.finish_reason), b',"stop_reason":', _encode(delta.stop_reason))
         return b"".join((ids, *reasons, b"}"))

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.client.text.response.pieces import CallDelta, Event, ReasoningDelta, TextDelta
 from vllm_lite.server.openai.chunks import AnswerWriter, ChatWriter, writer
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.logprobs import Spelling
-from vllm_lite.server.openai.parsing import CallIds, MessageParser, Parsing, PlainMessage
+from vllm_lite.server.openai.parsing import CallIds, MessageParser, Parsing
 
 if TYPE_CHECKING:
     from vllm_lite.server.calls.call import Call, Choice
@@ -21,20 +22,20 @@ class Writers:
         self.spelling = spelling
         self._formats = formats
 
-    def of(self, call: "Call") -> AnswerWriter:
-        """Make the writer for the call's style."""
+    def of(self, call: "Call", *, one_chunk: bool = False) -> AnswerWriter:
+        """Make the writer for the call's style. `one_chunk`: no delta makes several chunks, for who counts them."""
         style = call.style.parsing
         if style is None or self._formats is None:
             return writer(call, self.spelling)
         parsers = [_parser(self._formats, style, call, choice) for choice in call.choices]
-        return ParsedChatWriter(call, self.spelling, [each for each in parsers if each is not None])
+        return ParsedChatWriter(call, self.spelling, [each for each in parsers if each is not None], one_chunk)
 
-    def message(self, call: "Call", choice: "Choice") -> MessageParser | PlainMessage:
+    def message(self, call: "Call", choice: "Choice") -> MessageParser:
         """What takes one choice of a chat apart, for the writers of other dialects. It gets all of the choice's
         deltas."""
         style = call.style.parsing
         parser = None if style is None or self._formats is None else _parser(self._formats, style, call, choice)
-        return PlainMessage() if parser is None else parser
+        return MessageParser.of_content() if parser is None else parser
 
 
 def _parser(formats: Formats, style: Parsing, call: "Call", choice: "Choice") -> MessageParser | None:
@@ -48,11 +49,15 @@ def _parser(formats: Formats, style: Parsing, call: "Call", choice: "Choice") ->
 
 
 class ParsedChatWriter(ChatWriter):
-    """Writes `content`, `reasoning` and `tool_calls` of chats. Each choice has a parser, which gets all of its text."""
+    """Writes `content`, `reasoning` and `tool_calls` of chats. Each choice has a parser, which gets all of its text.
 
-    def __init__(self, call: "Call", spelling: Spelling, parsers: list[MessageParser]) -> None:
+    The fields of a delta have no order, so that each run of one of them is a chunk of its own.
+    """
+
+    def __init__(self, call: "Call", spelling: Spelling, parsers: list[MessageParser], one_chunk: bool) -> None:
         super().__init__(call, spelling)
         self._parsers = parsers
+        self._one_chunk = one_chunk
 
     def skip(self, choice: "Choice", shown: CompletionOutput) -> None:
         super().skip(choice, shown)
@@ -61,29 +66,60 @@ class ParsedChatWriter(ChatWriter):
     def chunk(self, choice: "Choice", delta: CompletionOutput) -> bytes:
         """The same as of other chats, but that most of a text may wait until it is certain what it is."""
         parser = self._parsers[choice.index]
-        fields = parser.feed(delta)
+        deltas = self._deltas(parser.feed(delta), parser)
         delta = self._shown(delta)
         delta.finish_reason = parser.finish_reason(delta.finish_reason)  # type: ignore[assignment]  # not the engine's
         has_tokens = bool(delta.token_ids) and (delta.logprobs is not None or self._style.token_ids)
-        if not (fields or delta.finish_reason is not None or has_tokens):
+        if not (deltas or delta.finish_reason is not None or has_tokens):
             return b""
-        new = {"delta": fields, "logprobs": self._content_logprobs(delta)}
-        return self._line(b'{"index":%d,' % choice.index + msgspec.json.encode(new)[1:-1] + self._tail(delta))
+        scores, last = self._content_logprobs(delta), max(len(deltas) - 1, 0)
+        lines = []
+        for place, fields in enumerate(deltas or [{}]):
+            new = {"delta": fields, "logprobs": scores if place == 0 else None}
+            tail = self._tail(delta, is_first=place == 0, is_last=place == last)
+            lines.append(self._line(b'{"index":%d,' % choice.index + msgspec.json.encode(new)[1:-1] + tail))
+        return b"".join(lines)
+
+    def _deltas(self, events: list[Event], parser: MessageParser) -> list[dict[str, Any]]:
+        """Make the `delta` of each chunk."""
+        deltas: list[dict[str, Any]] = []
+        for event in events:
+            fields: dict[str, Any]
+            if isinstance(event, CallDelta):
+                fields = {"tool_calls": [_call(event, parser)]}
+            elif isinstance(event, TextDelta):
+                fields = {"content": event.text}
+            else:
+                fields = {"reasoning": event.text, "reasoning_content": event.text}
+            if not deltas or not (self._one_chunk or fields.keys() == deltas[-1].keys()):
+                deltas.append(fields)
+            else:
+                before = deltas[-1]
+                before |= {key: before[key] + value if key in before else value for key, value in fields.items()}
+        return deltas
 
     def _whole_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
         parser = self._parsers[choice.index]
-        fields = parser.feed(delta)
+        content, reasoning, calls = [self._echo], list[str](), list[dict[str, Any]]()
+        for event in parser.feed(delta):
+            if isinstance(event, TextDelta):
+                content.append(event.text)
+            elif isinstance(event, ReasoningDelta):
+                reasoning.append(event.text)
+            elif event.name is not None:
+                calls.append(_call(event, parser))
+            else:
+                calls[-1]["function"]["arguments"] += event.arguments
         delta.finish_reason = parser.finish_reason(delta.finish_reason)  # type: ignore[assignment]  # not the engine's
-        calls = [
-            {name: value for name, value in call.items() if name != "index"} for call in fields.get("tool_calls", ())
-        ]
-        content, reasoning = self._echo + fields.get("content", ""), fields.get("reasoning")
+        text, thought = "".join(content), "".join(reasoning) or None
+        for call in calls:
+            del call["index"]
         message = {
             "role": "assistant",
-            "content": content if content or not calls else None,
+            "content": text if text or not calls else None,
             "refusal": None,
-            "reasoning": reasoning,
-            "reasoning_content": reasoning,
+            "reasoning": thought,
+            "reasoning_content": thought,
             **({"tool_calls": calls} if calls else {}),
         }
         return {"message": message, "logprobs": self._content_logprobs(delta)}
@@ -94,3 +130,10 @@ class ParsedChatWriter(ChatWriter):
             return usage
         num_reasoning = sum(parser.num_reasoning for parser in self._parsers)
         return {**usage, "completion_tokens_details": {"reasoning_tokens": num_reasoning}}
+
+
+def _call(call: CallDelta, parser: MessageParser) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": parser.id_of(call), "type": "function", "function": function}

@@ -3,14 +3,14 @@
 import string
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.client.text.response.arguments import arguments_of
 from vllm_lite.client.text.response.parser import ResponseParser
-from vllm_lite.client.text.response.pieces import CallDelta, Delta, Piece
+from vllm_lite.client.text.response.pieces import CallDelta, Event, Piece, ReasoningDelta, TextDelta
 from vllm_lite.protocol.structured import Thinking
 
 _LETTERS = string.ascii_letters + string.digits
@@ -54,62 +54,63 @@ class CallIds:
 
 
 class MessageParser:
-    """Makes the fields of a message of what one choice generates."""
+    """Makes the events of a message of what one choice generates: what a client is shown of it, in order."""
 
-    def __init__(self, parser: ResponseParser, style: Parsing, ids: CallIds, thinking: Thinking | None) -> None:
+    def __init__(
+        self, parser: ResponseParser | None, style: Parsing, ids: CallIds, thinking: Thinking | None = None
+    ) -> None:
+        """Without a `parser` all is content."""
         self._parser = parser
         self._style = style
         self._ids = ids
         self._thinking = _ThinkingCount(thinking)
-        self.has_calls = False
+        self._shows_all = style.include_reasoning and style.parallel
+        self._arguments: list[str] | None = None
+        """Parts of the arguments of the last call, None if there is no call."""
+
+    @classmethod
+    def of_content(cls) -> Self:
+        """Make one for a choice that is all content."""
+        return cls(None, Parsing(), CallIds(None, "", 0))
 
     @property
     def num_reasoning(self) -> int:
         """Tokens of the reasoning so far."""
         return self._thinking.count
 
-    def feed(self, delta: CompletionOutput) -> dict[str, Any]:
-        """Take what is new, and return what of it is visible now: fields of a message, tool calls by index."""
+    @property
+    def ends_in_call(self) -> bool:
+        """Whether there are calls, and the last one has all of its arguments."""
+        return self._arguments is not None and arguments_of("".join(self._arguments)) is not None
+
+    def id_of(self, call: CallDelta) -> str:
+        """The id of a call, by its first event."""
+        return self._ids.of(call)
+
+    def feed(self, delta: CompletionOutput) -> list[Event]:
+        """Take what is new, and return what of it is visible now."""
+        if self._parser is None:
+            return [TextDelta(delta.text)] if delta.text else []
         self._thinking.feed(delta.token_ids)
-        found = self._parser.feed(pieces(delta))
-        if delta.finish_reason is not None:
-            found = _joined(found, self._parser.finish())
-        return self._fields(found)
+        events = self._parser.feed(pieces(delta), is_last=delta.finish_reason is not None)
+        if not self._shows_all:
+            events = [event for event in events if self._is_shown(event)]
+        for event in events:
+            if isinstance(event, CallDelta):
+                if event.name is not None or self._arguments is None:
+                    self._arguments = []
+                self._arguments.append(event.arguments)
+        return events
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The reason that a client gets where the engine gave this one."""
-        return "tool_calls" if reason == "stop" and self.has_calls and not self._style.is_named else reason
+        """The reason that a client gets where the engine gave this one. A call that was cut is none to be answered."""
+        is_call = reason == "stop" and not self._style.is_named and self.ends_in_call
+        return "tool_calls" if is_call else reason
 
-    def _fields(self, delta: Delta) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        if delta.content:
-            fields["content"] = delta.content
-        if delta.reasoning and self._style.include_reasoning:
-            fields |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
-        calls = [self._call(call) for call in delta.calls if self._style.parallel or call.index == 0]
-        if calls:
-            self.has_calls = True
-            fields["tool_calls"] = calls
-        return fields
-
-    def _call(self, call: CallDelta) -> dict[str, Any]:
-        if call.name is None:
-            return {"index": call.index, "function": {"arguments": call.arguments}}
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"index": call.index, "id": self._ids.of(call), "type": "function", "function": function}
-
-
-class PlainMessage:
-    """The same for a choice that is all content."""
-
-    num_reasoning = 0
-    has_calls = False
-
-    def feed(self, delta: CompletionOutput) -> dict[str, Any]:
-        return {"content": delta.text} if delta.text else {}
-
-    def finish_reason(self, reason: str | None) -> str | None:
-        return reason
+    def _is_shown(self, event: Event) -> bool:
+        if isinstance(event, CallDelta):
+            return self._style.parallel or event.index == 0
+        return self._style.include_reasoning or not isinstance(event, ReasoningDelta)
 
 
 class _ThinkingCount:
@@ -148,17 +149,3 @@ def pieces(delta: CompletionOutput) -> list[Piece]:
     if at < len(text):
         found.append(Piece(text[at:]))
     return found
-
-
-def _joined(first: Delta, last: Delta) -> Delta:
-    """One delta of two. Parts of the same call, which follow each other, become one part."""
-    calls = [*first.calls, *last.calls]
-    if any(before.index == after.index for before, after in pairwise(calls)):
-        merged: list[CallDelta] = []
-        for call in calls:
-            if merged and merged[-1].index == call.index:
-                merged[-1] = CallDelta(call.index, merged[-1].name, merged[-1].arguments + call.arguments)
-            else:
-                merged.append(call)
-        calls = merged
-    return Delta(first.reasoning + last.reasoning, first.content + last.content, calls)

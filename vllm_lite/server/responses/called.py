@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_lite.client.text.response.arguments import arguments_of
 from vllm_lite.server.responses.client_tools import FORMS, Item, decoded
 from vllm_lite.server.responses.toolbox import ClientTool
 
@@ -28,6 +29,11 @@ class WrittenCall:
         self._call_id = call_id
         self._arguments = list[str]()
         self._input = _InputText() if tool.form is FORMS["custom"] else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all of its arguments."""
+        return arguments_of("".join(self._arguments)) is not None
 
     def opened(self) -> Item:
         """The fields of an item whose arguments are still to come."""

@@ -1,6 +1,7 @@
 """Output: what is generated, as the items of a response and as the events of its stream.
 
-An item is opened by the first of its text and closed by the first of another's, or by the end.
+An item is opened by the first of its text and closed by the first of another's, or by the end. A call whose arguments
+are cut is incomplete, however the response ended.
 """
 
 import time
@@ -8,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.client.text.response.pieces import CallDelta, ReasoningDelta, TextDelta
 from vllm_lite.server.openai.logprobs import AnySpelling, Candidates, candidate, likeliest
-from vllm_lite.server.openai.parsing import MessageParser, PlainMessage
+from vllm_lite.server.openai.parsing import MessageParser
 from vllm_lite.server.responses.called import WrittenCall
 from vllm_lite.server.responses.client_tools import Item
 from vllm_lite.server.responses.event_log import EventLog
@@ -36,7 +38,7 @@ class Output:
     def __init__(
         self,
         response: dict[str, Any],
-        parser: MessageParser | PlainMessage,
+        parser: MessageParser,
         spelling: AnySpelling,
         *,
         log: EventLog | None,
@@ -59,7 +61,6 @@ class Output:
         """Candidates of tokens whose text has not been shown yet."""
         self._call: WrittenCall | None = None
         """The open item's call, if that is one."""
-        self._call_index = -1
         self._open: Item | None = None
         self.num_tokens = 0
 
@@ -80,17 +81,23 @@ class Output:
         """Take what is new."""
         self.start()
         self.num_tokens += len(delta.token_ids)
-        fields = self._parser.feed(delta)
-        if self._top is not None:
-            self._held += delta.logprobs or ()
-        if text := fields.get("reasoning"):
+        if self._top is None:
+            self._feed(delta)
+            return
+        for each in delta.singly():  # so that each text has the logprobs of its own tokens
+            self._held += each.logprobs or ()
+            self._feed(each)
+
+    def _feed(self, delta: CompletionOutput) -> None:
+        for event in self._parser.feed(delta):
+            if isinstance(event, TextDelta):
+                self._text("message", event.text)
+                continue
             self._held.clear()
-            self._text("reasoning", text)
-        if text := fields.get("content"):
-            self._text("message", text)
-        for call in fields.get("tool_calls", ()):
-            self._held.clear()
-            self._called(call)
+            if isinstance(event, ReasoningDelta):
+                self._text("reasoning", event.text)
+            else:
+                self._called(event)
 
     def finish(self, status: str, usage: dict[str, Any], **more: Any) -> None:
         """End with `status`; `more` are fields of the response."""
@@ -122,15 +129,14 @@ class Output:
             more["logprobs"] = [_short(each) for each in new]
         self._add_to_item(f"response.{_TEXT[kind]}.delta", content_index=0, delta=text, **more)
 
-    def _called(self, call: dict[str, Any]) -> None:
-        """Add to the arguments of the open call, or open another."""
-        function = call["function"]
-        if self._call is None or call["index"] != self._call_index:
-            written = WrittenCall(self._tools.tool(function.get("name", "")), call.get("id", ""))
+    def _called(self, event: CallDelta) -> None:
+        """Open the item of a call, or add to its arguments."""
+        if event.name is not None:
+            written = WrittenCall(self._tools.tool(event.name), self._parser.id_of(event))
             self._opened(written.kind, **written.opened())
-            self._call, self._call_index = written, call["index"]
-        if arguments := function.get("arguments"):
-            self._add_to_call(self._call, self._call.feed(arguments))
+            self._call = written
+        if self._call is not None and event.arguments:
+            self._add_to_call(self._call, self._call.feed(event.arguments))
 
     def _add_to_call(self, call: WrittenCall, delta: str) -> None:
         if delta and call.events is not None:
@@ -157,6 +163,7 @@ class Output:
             fields, rest = call.close()
             self._add_to_call(call, rest)
             item.update(fields)
+            status = status if call.is_whole else "incomplete"
             if call.events is not None:
                 self._add_to_item(f"response.{call.events}.done", **call.done(item))
         else:

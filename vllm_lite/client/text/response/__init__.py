@@ -1,10 +1,14 @@
 """What a model wrote, taken apart while it arrives: reasoning, content and tool calls.
 
-pieces.py          what goes in and what comes out: Piece, Delta, CallDelta
+pieces.py          what goes in and what comes out: Piece, and events in the order of the output
 template.py        a format as data: fields and the literals and patterns between which they stand
 marks.py           added tokens as single characters, so that text that spells one is not one
 parser.py          ResponseParser: one pass over the pieces of one output
+begun.py           what a prompt has of the message already
+scan.py            the search for delimiters in text that is still arriving
+events.py          what is certain, one event for each run of a kind
 flow.py            text that streams
+unclosed.py        calls at the end of reasoning that nothing closes
 calls.py           what readers of calls share, and the reader of calls that make sense only as a whole
 json_value.py      one JSON value, checked while it arrives
 json_calls.py      calls as JSON
@@ -12,6 +16,7 @@ tagged_calls.py    calls as tags around keys and values
 pythonic_calls.py  calls as Python
 readers.py         which reader reads the calls of a field
 contents.py        kinds of content: what a complete text means
+arguments.py       the arguments of a call, once they are complete
 shipped.py         the formats that come with this package, formats/*.json
 choose.py          which format a model writes, and how its thinking begins and ends
 """

@@ -1,11 +1,11 @@
-"""What readers of tool calls share: where deltas go, and what a reader is."""
+"""What readers of tool calls share: where calls go, and what a reader is."""
 
 from collections.abc import Callable
 from typing import Protocol
 
+from vllm_lite.client.text.response.events import Events
 from vllm_lite.client.text.response.json_value import Malformed
 from vllm_lite.client.text.response.marks import Marks
-from vllm_lite.client.text.response.pieces import CallDelta
 
 MAX_UNSENT_CHARS = 16_384
 """How much of a call may wait for its name, or a value for its end. A longer one is content."""
@@ -16,39 +16,25 @@ MAX_CALLS = 128
 
 
 class CallSink:
-    """Numbers the calls of one output and collects their deltas."""
+    """Numbers the calls of one output and adds them to its events."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: Marks, events: Events) -> None:
         self.num_calls = 0
         self._marks = marks
-        self._name: str | None = None
-        self._parts: list[str] = []
-        self._deltas: list[CallDelta] = []
+        self._events = events
 
     def begin(self, name: str, place: int) -> None:
         """Begin the next call. Raises Malformed at `place` for a name that is none."""
         name = self._marks.spell(name).strip()
         if not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or self.num_calls >= MAX_CALLS:
             raise Malformed(place)
-        self._flush()
+        self._events.begin_call(self.num_calls, name)
         self.num_calls += 1
-        self._name = name
 
     def write(self, arguments: str) -> None:
         """Add to the arguments of the current call."""
-        self._parts.append(self._marks.spell_in_json(arguments))
-
-    def take(self) -> list[CallDelta]:
-        """Return the deltas since the last time, one for each call that has any."""
-        self._flush()
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    def _flush(self) -> None:
-        arguments = "".join(self._parts)
-        if self._name is not None or arguments:
-            self._deltas.append(CallDelta(self.num_calls - 1, self._name, arguments))
-        self._name, self._parts = None, []
+        if arguments:
+            self._events.add_arguments(self._marks.spell_in_json(arguments))
 
 
 class Rejected(Exception):

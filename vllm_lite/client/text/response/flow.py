@@ -1,13 +1,17 @@
 """The text of a field that streams: what is certain goes out, and white space at both ends of the whole does not."""
 
+from vllm_lite.client.text.response.events import Events
+from vllm_lite.client.text.response.pieces import ReasoningDelta, TextDelta
+
 
 class Flow:
-    """Collects the parts of one text. `is_blank` until it has something else than white space."""
+    """Adds the parts of one text to `events`. `is_blank` until it has something else than white space."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Events, kind: type[ReasoningDelta] | type[TextDelta]) -> None:
         self.is_blank = True
-        self._parts: list[str] = []
-        self._space = ""  # read, and sent as soon as something follows it
+        self._events = events
+        self._kind = kind
+        self._space = ""  # read, and added as soon as something follows it
         self._join: str | None = None  # stands between two parts instead of the white space there
 
     def begin(self, join: str | None) -> None:
@@ -16,28 +20,24 @@ class Flow:
             self._join, self._space = join, ""
 
     def write(self, text: str, *, strip: bool = True) -> None:
+        """Add `text`, of which white space at the end waits. Without `strip` all of it is added as it is."""
+        if not text:
+            return
         if not strip:
-            self._parts.append(self._space + text)
+            self._events.add_text(self._kind, self._space + text)
             self._space = ""
-            self.is_blank = self.is_blank and not text.strip()
+            self.is_blank = self.is_blank and text.isspace()
             return
         if text.isspace():
             if not self.is_blank and self._join is None:
                 self._space += text
             return
-        if not text:
-            return
         if self.is_blank or self._join is not None:
             text = text.lstrip()
         kept = text.rstrip()
-        self._parts.append(self._space + (self._join or "") + kept)
+        self._events.add_text(self._kind, self._space + (self._join or "") + kept)
         self._space, self._join, self.is_blank = text[len(kept) :], None, False
 
-    def take(self) -> str:
-        text = "".join(self._parts)
-        self._parts = []
-        return text
-
-    def forget(self) -> None:
-        """What was written so far was the prompt's."""
-        self._parts, self._space = [], ""
+    def forget_space(self) -> None:
+        """What was written so far was the prompt's, and so is the white space at its end."""
+        self._space = ""

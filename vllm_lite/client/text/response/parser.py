@@ -1,119 +1,149 @@
-"""ResponseParser: the pieces of one output in, the deltas of its message out.
+"""ResponseParser: the pieces of one output in, the events of its message out.
 
 It goes over the text once. In every state it looks for a few delimiters: outside of fields for what opens one, inside
 a field for what closes it. Text that may be the beginning of a delimiter waits for what follows; all other text goes
-to its field at once. A call that proves to be none is text again, from where it was not sent.
+to its field at once. A call that proves to be none is text again, from where it was not sent. So what comes out, all
+events together, does not depend on how the output was cut into pieces.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+from vllm_lite.client.text.response.begun import message_begun
 from vllm_lite.client.text.response.calls import CallReader, CallSink, Rejected
+from vllm_lite.client.text.response.events import Events
 from vllm_lite.client.text.response.flow import Flow
-from vllm_lite.client.text.response.pieces import Delta, Piece
+from vllm_lite.client.text.response.pieces import Event, Piece, ReasoningDelta, TextDelta
 from vllm_lite.client.text.response.readers import reader_of
-from vllm_lite.client.text.response.template import MAX_HELD_CHARS, Delimiter, Field, Format
+from vllm_lite.client.text.response.scan import Found, Scanner, Watched, scanner
+from vllm_lite.client.text.response.template import Field, Format
+from vllm_lite.client.text.response.unclosed import MAX_TAILS, Tail
 
-MAX_PREFIX_CHARS = 65_536
-"""How much of the end of a prompt is looked at for what begins the message."""
 MAX_STILL = 8
 """How often fields may open and close without any text between, before a character is taken as text."""
+MAX_RUN_CHARS = 4096
+"""So much text is gone over at a time: what waits for the end of a delimiter is gone over again."""
 
 
-class _Found(NamedTuple):
-    start: int
-    end: int
-    opens: bool
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """What the text belongs to from here on.
+
+    field       the field
+    reader      reads it, if it is one of calls
+    opening     the literal that opened it, which is text again if there is no call behind it
+    num_before  calls of the output before it
+    """
+
     field: Field
-    captures: dict[str, str]
+    reader: CallReader | None = None
+    opening: str = ""
+    num_before: int = 0
 
 
 class ResponseParser:
-    """Takes one output apart. One per sample; it is fed everything in order and then finished once."""
+    """Takes one output apart. One per sample; it is fed everything in order and then finished once.
+
+    _text, _place  text that has been read and not given to a field: what stands behind `_place`
+    _region        what it belongs to, if no delimiter stands before it
+    _tail          inside reasoning: text from `_region` on that may be calls which the output ends with
+    """
 
     def __init__(
-        self, response_format: Format, prefix: str = "", tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        response_format: Format,
+        prefix: str = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        is_tail: bool = False,
     ) -> None:
         """`prefix` is the rendered prompt, whose end may have begun the message. `tools` are those of the request
-        ({"type": "function", "function": {...}}); without any, what looks like a call is content."""
+        ({"type": "function", "function": {...}}); without any, what looks like a call is content. `is_tail`: what is
+        read is the end of reasoning that was not closed, taken for content."""
         self._format = response_format
         self._marks = response_format.marks
-        self._fields = [field for field in response_format.fields if field.open and (tools or field.role != "calls")]
+        self._tools = tools
         self._properties = properties_of(tools or ())
         self._text = ""
         self._place = 0
-        self._field = response_format.content
-        self._content = Flow()
-        self._reasoning = Flow()
-        self._sink = CallSink(response_format.marks)
-        self._reader: CallReader | None = None
-        self._opening = ""
-        self._num_before = 0  # calls before the current region of calls
+        self._events = Events()
+        self._content = Flow(self._events, TextDelta)
+        self._reasoning = Flow(self._events, ReasoningDelta)
+        self._calls = CallSink(response_format.marks, self._events)
+        self._outside = _Region(response_format.content)
+        self._region = self._outside
+        self._scanners: dict[tuple[Field, bool, bool], Scanner] = {}
+        self._tail: Tail | None = None
+        self._num_tails = MAX_TAILS if is_tail or not tools else 0
         self._num_still = 0
         self._is_broken = False
         self.has_reasoned = False
         """Whether reasoning was closed."""
-        self._prime(prefix)
+        opened = [field for field in response_format.fields if field.open and (tools or field.role != "calls")]
+        self._openers = [
+            Watched(field, field.open, opens=True, at_start=field.at_start)
+            for field in opened
+            if field.open and not (is_tail and field.role == "reasoning")
+        ]
+        if not is_tail:
+            self._prime(prefix)
 
     @property
     def is_reasoning(self) -> bool:
         """Whether what comes next belongs to the reasoning."""
-        return self._field.role == "reasoning"
+        return self._region.field.role == "reasoning"
 
-    def feed(self, pieces: Sequence[Piece]) -> Delta:
-        """Take the next pieces. Returns what is certain now and was not before."""
-        self._text += self._marks.text(pieces)
-        self._run(is_last=False)
-        return self._take()
+    def feed(self, pieces: Sequence[Piece], *, is_last: bool = False) -> list[Event]:
+        """Take the next pieces. Returns what is certain now and was not before, in the order of the output; after the
+        last ones all of the rest."""
+        self._read(self._marks.text(pieces))
+        if is_last:
+            self._end()
+        return self._events.take()
 
-    def finish(self) -> Delta:
+    def feed_text(self, text: str) -> list[Event]:
+        """Take text in which tokens are marks already."""
+        self._read(text)
+        return self._events.take()
+
+    def finish(self) -> list[Event]:
         """The output is over: what is open is closed as it is. Returns the rest."""
-        if self._reader is not None and self._reader.is_done:
+        return self.feed((), is_last=True)
+
+    def _read(self, text: str) -> None:
+        for start in range(0, len(text), MAX_RUN_CHARS):
+            self._text += text[start : start + MAX_RUN_CHARS]
+            self._run(is_last=False)
+
+    def _end(self) -> None:
+        if self._region.reader is not None and self._region.reader.is_done:
             self._text = ""  # what waits behind complete calls is the beginning of the literal that closes them
         self._run(is_last=True)
-        if self._reader is not None:
-            self._end_reader(self._reader)
-        return self._take()
-
-    def _take(self) -> Delta:
-        return Delta(self._reasoning.take(), self._content.take(), self._sink.take())
-
-    # ---- the end of the prompt
+        while self._tail is not None:
+            self._end_tail(self._tail)
+            self._run(is_last=True)
+        if self._region.reader is not None:
+            self._end_reader(self._region.reader)
 
     def _prime(self, prefix: str) -> None:
-        tail = self._message_begun(prefix)
-        self._text = tail
+        """Begin in the state in which the end of the prompt has left the message."""
+        allowed, self._num_tails = self._num_tails, MAX_TAILS
+        begun = message_begun(self._format, prefix)
+        self._text = begun
         self._run(is_last=False)
-        self._content.forget()
-        self._reasoning.forget()
-        self._place, self._text = 0, self._text[self._place :]
+        self._events.take()
+        self._content.forget_space()
+        self._reasoning.forget_space()
+        self._num_tails = allowed
         starts_in = self._format.starts_in
-        if starts_in is not None and self._field is self._format.content and not tail.strip():
-            self._field = starts_in
-
-    def _message_begun(self, prefix: str) -> str:
-        """Cut off what a prompt has of the message: all behind the last anchor; without one, a literal of the reasoning
-        at its very end."""
-        text = self._marks.literal(prefix[-MAX_PREFIX_CHARS:])
-        anchor = self._format.anchor
-        if anchor is not None:
-            try:
-                ends = [found.end() for found in anchor.pattern.finditer(text, timeout=anchor.seconds)]
-            except TimeoutError:
-                ends = []
-            if ends:
-                return text[ends[-1] :]
-        end = text.rstrip()
-        opening, closing = map(self._marks.literal, self._format.thinking or ("", ""))
-        if opening and end.endswith(opening):
-            return text[len(end) - len(opening) :]
-        if closing and end.endswith(closing):
-            return opening + text[len(end) - len(closing) :]
-        return ""
+        if starts_in is not None and self._region is self._outside and not begun.strip():
+            self._region = _Region(starts_in)
 
     # ---- one pass
 
     def _run(self, *, is_last: bool) -> None:
+        """Take all that is certain of the text that is there."""
         try:
             while self._step(is_last=is_last):
                 pass
@@ -123,21 +153,28 @@ class ResponseParser:
 
     def _step(self, *, is_last: bool) -> bool:
         """Take the text up to the next delimiter, and the delimiter. Returns whether to go on."""
-        found, sure_end = self._scan(is_last=is_last)
-        end = sure_end if found is None else found.start
-        before = self._place, self._field
-        if end > self._place:
-            field, self._num_still = self._field, 0
-            self._write(end)
-            if self._field is not field or self._place < end:
+        if self._place == len(self._text):
+            return False
+        found, end, again = None, len(self._text), False
+        if not self._is_broken:
+            found, end, again = self._scanner().scan(self._text, self._place, is_last=is_last)
+        place = self._place
+        if end > place:
+            self._num_still = 0
+            if not self._write(end):
                 return True
         if found is None:
-            return False
-        if self._reader is not None and self._reader.is_open and self._field.close and self._field.close.is_text:
+            return again
+        region = self._region
+        if region.reader is not None and region.reader.is_open and region.field.close and region.field.close.is_text:
             self._write(end + 1)
             return True
         self._pass(found)
-        self._num_still = self._num_still + 1 if (self._place, end) == (before[0], found.end) else 0
+        return self._goes_on(is_still=end == place and self._place == found.end == place)
+
+    def _goes_on(self, *, is_still: bool) -> bool:
+        """After a delimiter: delimiters that take no text could follow each other for ever."""
+        self._num_still = self._num_still + 1 if is_still else 0
         if self._num_still > MAX_STILL:
             self._num_still = 0
             if self._place == len(self._text):
@@ -145,114 +182,121 @@ class ResponseParser:
             self._write(self._place + 1)
         return True
 
-    def _scan(self, *, is_last: bool) -> tuple[_Found | None, int]:
-        """Find the first delimiter, the longest of those that begin there, and where text begins that may become one.
+    def _scanner(self) -> Scanner:
+        """Return what looks for the delimiters that would end the text of the region as it is now."""
+        field = self._region.field
+        may_open = may_call = False
+        if field is self._outside.field:
+            may_open = self._content.is_blank
+        elif field.role == "reasoning" and self._tail is None:
+            may_open = field is self._format.starts_in and self._reasoning.is_blank
+            may_call = self._num_tails < MAX_TAILS and self._content.is_blank and not self._calls.num_calls
+        key = field, may_open, may_call
+        found = self._scanners.get(key)
+        if found is None:
+            found = self._scanners[key] = scanner(*self._watched(*key))
+        return found
 
-        Raises TimeoutError for a pattern that takes too long.
-        """
-        if self._is_broken or self._place == len(self._text):
-            return None, len(self._text)
-        best: _Found | None = None
-        best_key: tuple[int, int, bool, str] | None = None
-        pending = len(self._text)
-        for field, delimiter, opens in self._watched():
-            found = self._search(field, delimiter, is_last=is_last)
-            if found is None:
-                continue
-            if not is_last and delimiter.is_pending(found, len(self._text)):
-                if len(self._text) - found.start() <= MAX_HELD_CHARS:
-                    pending = min(pending, found.start())
-                continue
-            key = (found.start(), found.start() - found.end(), not opens, field.name)
-            if best_key is None or key < best_key:
-                captures = {name: text for name, text in found.groupdict().items() if text is not None}
-                best, best_key = _Found(found.start(), found.end(), opens, field, captures), key
-        return (best if best is not None and best.start < pending else None), pending
-
-    def _watched(self) -> list[tuple[Field, Delimiter, bool]]:
-        field = self._field
-        if field is self._format.content:
-            watched = [(item, item.open, True) for item in self._fields if item.open]
-        elif field is self._format.starts_in and field.open and self._reasoning.is_blank:
-            watched = [(field, field.open, True)]
-        else:
-            watched = []
-        return [*watched, (field, field.close, False)] if field.close else watched
-
-    def _search(self, field: Field, delimiter: Delimiter, *, is_last: bool) -> Any:
-        if not field.at_start or field is self._field:
-            return delimiter.search(self._text, self._place, is_last=is_last)
-        if not self._content.is_blank:
-            return None
-        rest = self._text[self._place :]
-        start = len(self._text) - len(rest.lstrip())
-        return delimiter.match(self._text, start, is_last=is_last) if start < len(self._text) else None
+    def _watched(self, field: Field, may_open: bool, may_call: bool) -> list[Watched]:
+        """List the delimiters of a region of `field`. `may_open`: nothing was said yet that belongs to it. `may_call`:
+        inside reasoning, the calls may begin that the output ends with."""
+        watched: list[Watched] = []
+        if field is self._outside.field:
+            watched = [each for each in self._openers if may_open or not each.at_start]
+        elif field.role == "reasoning":
+            if may_open and field.open:
+                watched.append(Watched(field, field.open, opens=True))
+            if may_call:
+                calls = [it for it in self._openers if it.field.role in ("calls", "skipped") and not it.at_start]
+                watched += [it._replace(yields=True) for it in calls]
+        if field.close:
+            watched.append(Watched(field, field.close, opens=False))
+        return watched
 
     # ---- text and delimiters
 
-    def _write(self, end: int) -> None:
-        """Hand the text up to `end` to the current field. A reader may take less of it; then the field ends."""
+    def _write(self, end: int) -> bool:
+        """Give the text up to `end` to the region. Returns False if it did not take all of it: then its rest, which
+        may be another text than before, belongs to another region."""
         text = self._text[self._place : end]
-        if self._reader is None:
-            flow = self._reasoning if self._field.role == "reasoning" else self._content
-            flow.write(self._marks.spell(text), strip=self._field.arguments.get("strip", True) is not False)
-            self._place = end
-            return
+        self._place = end
+        region = self._region
+        if self._tail is not None:
+            return self._tail.feed(text) or self._drop_tail(self._tail)
+        if region.reader is None:
+            self._write_text(text, region.field)
+            return True
         try:
-            taken = self._reader.feed(text)
+            taken = region.reader.feed(text)
         except Rejected as error:
-            self._place = end
             self._reject(error.rest)
-            return
-        self._place += taken
+            return False
         rest = text[taken:]
-        if self._reader.is_done and (rest.strip() or (rest and self._field.close is None)):
-            self._place += len(rest) - len(rest.lstrip()) if self._field.close else 0
+        if region.reader.is_done and (rest.strip() or (rest and region.field.close is None)):
+            self._place -= len(rest.lstrip()) if region.field.close else len(rest)
             self._leave()
-        else:
-            self._place = end
+            return False
+        return True
 
-    def _pass(self, found: _Found) -> None:
+    def _write_text(self, text: str, field: Field) -> None:
+        flow = self._reasoning if field.role == "reasoning" else self._content
+        flow.write(self._marks.spell(text), strip=field.arguments.get("strip", True) is not False)
+
+    def _pass(self, found: Found) -> None:
+        """Take a delimiter, before which all text has been written."""
         self._place = found.end
+        region = self._region
         if found.opens:
-            if found.field is not self._field and found.field.role != "skipped":
+            if found.field is region.field:
+                return
+            if region.field.role == "reasoning":
+                self._begin_tail(found)
+            elif found.field.role != "skipped":
                 self._enter(found)
             return
-        reader, self_closed = self._reader, self._field
+        if self._tail is not None:
+            self._write_text(self._tail.text, region.field)
+            self._tail = None
         self._leave()
-        if reader is None or reader.is_done:
+        if region.reader is None or region.reader.is_done:
             return
         try:
-            reader.close()
+            region.reader.close()
         except Rejected as error:
-            if self._sink.num_calls == self._num_before:
-                self._field, self._reader = self_closed, reader
-                self._place = found.start
+            if self._calls.num_calls == region.num_before:
+                self._region, self._place = region, found.start
                 self._reject(error.rest)
             else:
                 self._content.write(self._marks.spell(error.rest))
 
-    def _enter(self, found: _Found) -> None:
-        self._field = field = found.field
+    def _enter(self, found: Found) -> None:
+        """Begin the region that a delimiter opens."""
+        field = found.field
         if field.role == "reasoning":
             self._reasoning.begin(field.join)
+            self._region = _Region(field)
         elif field.role == "content":
             self._content.begin(field.join)
+            self._region = _Region(field)
         else:
-            self._opening = self._text[found.start : found.end]
-            self._num_before = self._sink.num_calls
-            self._reader = reader_of(field, found.captures, self._sink, self._marks, self._properties)
+            opening = self._text[found.start : found.end]
+            reader = reader_of(field, found.captures, self._calls, self._marks, self._properties)
+            self._region = _Region(field, reader, opening, self._calls.num_calls)
 
     def _leave(self) -> None:
-        self.has_reasoned = self.has_reasoned or self._field.role == "reasoning"
-        self._field, self._reader = self._format.content, None
-        self._content.begin(self._field.join)
+        """End the region: what follows is content."""
+        self.has_reasoned = self.has_reasoned or self.is_reasoning
+        self._region = self._outside
+        self._content.begin(self._outside.field.join)
+
+    # ---- calls that are none
 
     def _reject(self, rest: str) -> None:
-        """This is no call, or no more of one: what was not sent of it is text, in which a call may begin again."""
-        has_sent = self._sink.num_calls > self._num_before
-        opening = "" if has_sent else self._opening
-        self._field, self._reader = self._format.content, None
+        """Take `rest`, which is all that was read of a region of calls and not sent, for text, in which a call may
+        begin again. The opening literal is text as well if nothing was sent."""
+        has_sent = self._calls.num_calls > self._region.num_before
+        opening = "" if has_sent else self._region.opening
+        self._region = self._outside
         self._text, self._place = rest + self._text[self._place :], 0
         if not opening and not has_sent:
             opening, self._place = self._text[:1], min(1, len(self._text))
@@ -262,22 +306,51 @@ class ResponseParser:
         """Close calls whose end is the end of the output; others stay as they are."""
         rest = ""
         if not reader.is_done:
-            if self._field.close is None and not reader.ends_itself:
+            if self._region.field.close is None and not reader.ends_itself:
                 try:
                     reader.close()
                 except Rejected as error:
                     rest = error.rest
             else:
                 rest = reader.cut()
-        opening = self._opening if self._sink.num_calls == self._num_before and not reader.is_done else ""
-        self._reader = None
+        has_none = self._calls.num_calls == self._region.num_before and not reader.is_done
+        opening = self._region.opening if has_none else ""
+        self._region = self._outside
         self._content.write(self._marks.spell(opening + rest))
 
     def _give_up(self) -> None:
+        """From here on all text belongs to the region that is open, or to the content."""
         self._is_broken = True
-        if self._reader is not None:
-            self._reject(self._reader.cut())
+        if self._region.reader is not None:
+            self._reject(self._region.reader.cut())
         self._write(len(self._text))
+
+    # ---- calls at the end of reasoning
+
+    def _begin_tail(self, found: Found) -> None:
+        """Keep what follows, as a delimiter inside reasoning may open the calls that the output ends with."""
+        self._num_tails += 1
+        self._place = max(found.end, found.start + 1)
+        parser = ResponseParser(self._format, "", self._tools, is_tail=True)
+        self._tail = Tail(parser, self._properties, self._text[found.start : self._place])
+
+    def _drop_tail(self, tail: Tail) -> bool:
+        """Take a tail for reasoning, in which another one may begin. Returns False, as there is other text now."""
+        self._tail = None
+        self._text, self._place = tail.text + self._text[self._place :], len(tail.opening)
+        self._write_text(tail.opening, self._region.field)
+        return False
+
+    def _end_tail(self, tail: Tail) -> None:
+        """The output is over: the tail is calls if all of it can be, and reasoning otherwise."""
+        calls = tail.finish()
+        if calls is None:
+            self._drop_tail(tail)
+            return
+        self._tail, self._region = None, self._outside
+        for name, arguments in calls:
+            self._calls.begin(name, 0)
+            self._calls.write(arguments)
 
 
 def properties_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -1,7 +1,8 @@
-"""What a parser of responses takes and what it gives."""
+"""What a parser of responses takes and what it gives: pieces of an output in, events of its message out."""
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 
 class Piece(NamedTuple):
@@ -14,9 +15,20 @@ class Piece(NamedTuple):
     token_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """What is new of the call `index`: its name once, in the first delta of the call, then parts of its arguments.
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
+    """More of the reasoning."""
+
+    text: str
+
+
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
+    """More of the content."""
+
+    text: str
+
+
+class CallDelta(msgspec.Struct, frozen=True, gc=False):
+    """More of the call `index`: its name once, in the first event of the call, then parts of its arguments.
 
     The parts of a complete call concatenate to one JSON object.
     """
@@ -26,13 +38,5 @@ class CallDelta:
     arguments: str
 
 
-@dataclass(slots=True)
-class Delta:
-    """What is new of a message. The kinds are in the order in which they were written, but not against each other."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+Event = ReasoningDelta | TextDelta | CallDelta
+"""More of a message. Events are in the order in which the model wrote them."""

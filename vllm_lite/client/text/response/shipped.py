@@ -69,7 +69,8 @@ def compose(calls: str | None, reasoning: str | None, added_tokens: Mapping[str,
         parts.append((*description(calls, "tool_calls"), "tool_calls"))
     anchors = [anchor for _, item, _ in parts for anchor in item.anchors]
     specs = [(name, part, getattr(item, part)) for name, item, part in parts]
-    specs += [(f"{name} skip", "skip", item.skip) for name, item, _ in parts if item.skip is not None]
+    skips = {f"{name} skip": item.skip for name, item, _ in parts if item.skip is not None}
+    specs += [(name, "skip", skip) for name, skip in skips.items()]
     thinking = [_thinking(item) for _, item, part in parts if part == "reasoning"]
     named = [*_texts([spec for _, _, spec in specs]), *anchors, *(text for pair in thinking if pair for text in pair)]
     marks = Marks(named, added_tokens, special_ids)

@@ -47,6 +47,8 @@ class Delimiter:
     """A literal begins with another one, so a match at the end of the text may still become a longer one."""
     is_text: bool = False
     """A literal that spells no token, so the text of an argument may contain it."""
+    seconds: float | None = None
+    """How long one search may take: only patterns of checkpoints need a limit, and to keep to one takes time."""
 
     def search(self, text: str, place: int, *, is_last: bool) -> Any:
         """Find the first match from `place` on, or its beginning at the end of the text. Raises TimeoutError."""
@@ -54,10 +56,6 @@ class Delimiter:
 
     def match(self, text: str, place: int, *, is_last: bool) -> Any:
         return self.pattern.match(text, place, partial=not is_last, timeout=self.seconds)
-
-    @property
-    def seconds(self) -> float | None:
-        return PATTERN_SECONDS if self.literals is None else None
 
     def is_pending(self, found: Any, length: int) -> bool:
         """Whether more text may change a match in a text of `length`."""
@@ -116,13 +114,14 @@ class Format:
 _NOTHING = Field("", "content")
 
 
-def delimiter(spec: Mapping[str, Any], key: str, marks: Marks, name: str) -> Delimiter | None:
-    """Read `key` (a literal or several) or `key`_pattern of a spec. Raises ModelError."""
+def delimiter(spec: Mapping[str, Any], key: str, marks: Marks, name: str, *, is_own: bool = False) -> Delimiter | None:
+    """Read `key` (a literal or several) or `key`_pattern of a spec, which `is_own` if it is a checkpoint's. Raises
+    ModelError."""
     literals, pattern = spec.get(key), spec.get(f"{key}_pattern")
     if literals is not None and pattern is not None:
         raise ModelError(f"{name}: has both {key!r} and '{key}_pattern'; give one of them")
     if pattern is not None:
-        return _pattern(pattern, marks, f"{name}: {key}_pattern")
+        return _pattern(pattern, marks, f"{name}: {key}_pattern", PATTERN_SECONDS if is_own else None)
     if literals is None:
         return None
     texts = [literals] if isinstance(literals, str) else literals
@@ -141,17 +140,18 @@ def _is_literal(text: Any) -> bool:
     return isinstance(text, str) and 0 < len(text) <= MAX_LITERAL_CHARS
 
 
-def _pattern(source: Any, marks: Marks, name: str) -> Delimiter:
+def _pattern(source: Any, marks: Marks, name: str, seconds: float | None = None) -> Delimiter:
     if not isinstance(source, str) or not 0 < len(source) <= MAX_PATTERN_CHARS:
         raise ModelError(f"{name} must be a regular expression of at most {MAX_PATTERN_CHARS} characters")
     try:
-        return Delimiter(regex.compile(marks.pattern(source), regex.DOTALL))
+        return Delimiter(regex.compile(marks.pattern(source), regex.DOTALL), seconds=seconds)
     except (regex.error, RecursionError, OverflowError) as error:
         raise ModelError(f"{name} is no regular expression: {error}") from error
 
 
 def field_of(name: str, spec: Any, marks: Marks, role: str | None = None) -> Field:
-    """Read one field. Raises ModelError that names it."""
+    """Read one field; one without a `role` is of a checkpoint, and has that of its name. Raises ModelError that names
+    it."""
     place = f"response_template field {name!r}"
     if not isinstance(spec, Mapping):
         raise ModelError(f"{place} must be an object, got {type(spec).__name__}")
@@ -170,8 +170,8 @@ def field_of(name: str, spec: Any, marks: Marks, role: str | None = None) -> Fie
     return Field(
         name=name,
         role=role or ROLES.get(name, "content"),
-        open=delimiter(spec, "open", marks, place),
-        close=delimiter(spec, "close", marks, place),
+        open=delimiter(spec, "open", marks, place, is_own=role is None),
+        close=delimiter(spec, "close", marks, place, is_own=role is None),
         kind=kind,
         arguments=arguments,
         join=spec.get("join") if isinstance(spec.get("join"), str) else None,
@@ -214,7 +214,7 @@ def read_template(spec: Any, added_tokens: Mapping[str, int], special_ids: Any =
         name=name,
         fields=fields,
         marks=marks,
-        anchor=delimiter(spec, "start_anchor", marks, "response_template"),
+        anchor=delimiter(spec, "start_anchor", marks, "response_template", is_own=True),
         thinking=thinking_literals(spec["fields"]),
     )
 

@@ -1,0 +1,69 @@
+"""Calls at the end of reasoning that nothing closes: some models write a call and stop without ending their thinking.
+
+What begins like a call inside reasoning is kept. If nothing but complete calls of known tools follows up to the end of
+the output, they are what the message says; otherwise all of it was reasoning.
+"""
+
+from collections.abc import Container
+from typing import Protocol
+
+from vllm_lite.client.text.response.arguments import arguments_of
+from vllm_lite.client.text.response.pieces import CallDelta, Event
+
+MAX_TAIL_CHARS = 131_072
+"""A longer one is reasoning."""
+MAX_TAILS = 32
+"""How often one output may begin what proves to be no call: each is read once more."""
+
+
+class TailParser(Protocol):
+    """Takes a text apart as if it were content."""
+
+    def feed_text(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]: ...
+
+
+class Tail:
+    """Text behind the literal that may begin the calls, from that literal on."""
+
+    def __init__(self, parser: TailParser, names: Container[str], opening: str) -> None:
+        """`names` are those of the tools that may be called."""
+        self.opening = opening
+        self._parser = parser
+        self._names = names
+        self._parts: list[str] = []
+        self._num_chars = 0
+        self._calls: list[tuple[str, list[str]]] = []
+        self._is_good = True
+        self.feed(opening)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def feed(self, text: str) -> bool:
+        """Take more text. Returns whether all of it may still be calls."""
+        self._parts.append(text)
+        self._num_chars += len(text)
+        self._is_good = self._is_good and self._num_chars <= MAX_TAIL_CHARS
+        self._is_good = self._is_good and self._take(self._parser.feed_text(text))
+        return self._is_good
+
+    def finish(self) -> list[tuple[str, str]] | None:
+        """The output is over. Returns names and arguments of the calls; None if it is not just complete ones."""
+        if not self._is_good or not self._take(self._parser.finish()) or not self._calls:
+            return None
+        calls = [(name, "".join(parts)) for name, parts in self._calls]
+        return calls if all(arguments_of(text) is not None for _, text in calls) else None
+
+    def _take(self, events: list[Event]) -> bool:
+        for event in events:
+            if not isinstance(event, CallDelta):
+                return False
+            if event.name is not None:
+                if event.name not in self._names:
+                    return False
+                self._calls.append((event.name, []))
+            self._calls[-1][1].append(event.arguments)
+        return True
