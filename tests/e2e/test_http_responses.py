@@ -26,6 +26,7 @@ from tests.http_server import Server, children, serving, until
 from tests.response_events import broken_stream, check_stream, checked, events_in
 
 KEY, OTHER_KEY = "sk-one", "sk-two"
+SMALL_BODIES = ("--max-request-bytes", "300000", "--served-model-name", "demo")
 FIXED: dict[str, Any] = {"model": "demo", "temperature": 0.0, "input": "Tell me a story."}
 TOOLS: Any = [
     {"type": "function", "name": name, "description": "it does", "parameters": SCHEMA, "strict": None}
@@ -440,3 +441,45 @@ def test_random_bodies_are_answered_or_refused(http: httpx.Client) -> None:
         if answer.status_code == 200 and "text/event-stream" not in answer.headers["content-type"]:
             checked(answer.json())
     assert {200, 400} <= statuses
+
+
+def test_what_waits_holds_the_bytes_of_its_body() -> None:
+    """Otherwise thousands of queued responses keep bodies of any size; what is over no longer counts."""
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x" * 280_000}]}
+    body: dict[str, Any] = {"model": "demo", "input": [thought, {"role": "user", "content": "Hi."}], "background": True}
+    with serving(*SMALL_BODIES) as server, httpx.Client(base_url=server.url, timeout=scaled(60)) as http:
+        assert http.post("/pause", params={"mode": "keep"}).status_code == 200
+        waiting = [http.post("/v1/responses", json=body) for _ in range(3)]
+        assert [answer.status_code for answer in waiting] == [200, 200, 429]
+        assert "bytes are being read" in waiting[2].json()["error"]["message"]
+        small = http.post("/v1/responses", json=body | {"input": "Hi."})
+        assert small.status_code == 200
+        cancelled = http.post(f"/v1/responses/{waiting[0].json()['id']}/cancel")
+        assert cancelled.json()["status"] == "cancelled"
+        assert http.post("/v1/responses", json=body).status_code == 200
+
+
+def test_a_small_request_is_as_large_as_what_it_refers_to() -> None:
+    """A conversation of more than a body may have is refused, in whatever way it is referred to."""
+    parts = [{"type": "input_text", "text": "x" * 1000}] * 200
+    with serving(*SMALL_BODIES) as server, httpx.Client(base_url=server.url, timeout=scaled(60)) as http:
+        thought = {"type": "reasoning", "summary": [], "content": [{**part, "type": "text"} for part in parts]}
+        body = {"model": "demo", "input": [thought, {"role": "user", "content": "Hi."}], "max_output_tokens": 2}
+        first = http.post("/v1/responses", json=body).json()
+        again = {"model": "demo", "input": "And?", "previous_response_id": first["id"], "max_output_tokens": 2}
+        second = http.post("/v1/responses", json=again)
+        assert second.status_code == 200, second.text
+        (name,) = [item["id"] for item in _listed(http, first["id"]) if item["type"] == "reasoning"]
+        twice = [{"type": "item_reference", "id": name}] * 2
+        for more in (
+            {"input": [*twice, {"role": "user", "content": "Hi."}]},
+            {"input": body["input"], "previous_response_id": first["id"]},
+        ):
+            refused = http.post("/v1/responses", json={**again, "previous_response_id": None, **more})
+            assert refused.status_code == 400, refused.text
+            assert "the earlier responses that this request refers to" in refused.json()["error"]["message"]
+
+
+def _listed(http: httpx.Client, response_id: str) -> list[Any]:
+    found: list[Any] = http.get(f"/v1/responses/{response_id}/input_items").json()["data"]
+    return found

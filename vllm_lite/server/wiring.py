@@ -109,7 +109,8 @@ class Application:
         )
         self._resumable = ResumableCalls(self.calls, config.stream_resume_s)
         self._store = store_of(config.responses_store, config.responses_store_bytes)
-        self._runs = Runs(self.calls, self._store, config.stream_resume_s)
+        self._reader = BodyReader(config, engine.session.welcome.max_model_len)
+        self._runs = Runs(self.calls, self._store, config.stream_resume_s, self._reader.release)
         self.app = self._wire(config, keys, engine, files)
 
     async def watch(self) -> None:
@@ -131,9 +132,10 @@ class Application:
         model = ServedModel(names, path, engine.max_model_len, files.defaults.params, card, root=config.model)
         model.session = link.session
         factory = StreamFactory(engine, files.tokenizer, most_tokens=files.defaults.max_tokens)
-        reader = BodyReader(config, engine.max_model_len)
         forces_usage = config.enable_force_include_usage
-        live = LiveRequests(self.calls, self._resumable, factory, reader, files.formats, forces_usage=forces_usage)
+        live = LiveRequests(
+            self.calls, self._resumable, factory, self._reader, files.formats, forces_usage=forces_usage
+        )
         told = TemplateVariables(config.default_chat_template_kwargs or {}, config.reasoning_effort_map or {})
         prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, told)
         generation = Generation(config, model, factory, prompts, live, files.formats)

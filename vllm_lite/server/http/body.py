@@ -34,6 +34,8 @@ BIG_BYTES = 256 * 1024
 RETRY_AFTER_S = 1
 _HELD = "vllm_lite.held_bytes"
 """In a request's scope: how many of the held bytes are its own."""
+_SIZE = "vllm_lite.request_size"
+"""In a request's scope: bytes and values of its body, and of what it takes from what the server keeps."""
 
 B = TypeVar("B", bound=msgspec.Struct)
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -47,7 +49,8 @@ class BodyReader:
         self._max_values = max(MAX_VALUES, max_model_len + SMALL_BYTES)
         self._timeout_s = config.body_timeout_s
         self.held_bytes = 0
-        """Bytes of the bodies that are not yet whole, and of those that are not yet tokenized."""
+        """Bytes of the bodies that are not yet whole, of those that are not yet tokenized, and of what is kept while a
+        response is generated."""
 
     def holding(self, endpoint: Endpoint) -> Endpoint:
         """Wrap `endpoint`: when it ends, the bytes of the body that it has read are no longer counted as held."""
@@ -59,6 +62,30 @@ class BodyReader:
                 self.held_bytes -= request.scope.pop(_HELD, 0)
 
         return held
+
+    def hold(self, request: Request, data: bytes | memoryview) -> None:
+        """Count `data`, which the request takes from what the server keeps, as a part of its body. Raises ApiError."""
+        num_bytes, num_values = request.scope.get(_SIZE, (0, 0))
+        num_bytes, num_values = num_bytes + len(data), num_values + _num_values(bytes(data))
+        request.scope[_SIZE] = num_bytes, num_values
+        if num_bytes > self._max_bytes or num_values > self._max_values:
+            text = (
+                f"the earlier responses that this request refers to have, with its body, {num_bytes} bytes and "
+                f"{num_values} lists, objects and commas; at most {self._max_bytes} and {self._max_values} are taken"
+            )
+            raise ApiError(400, text)
+        refusal = self._refusal(request, num_bytes, num_values)
+        if refusal is not None:
+            raise refusal
+
+    def hand_over(self, request: Request) -> int:
+        """Leave what the request holds to its caller, which gives the same number to release() once."""
+        held: int = request.scope.pop(_HELD, 0)
+        return held
+
+    def release(self, num_bytes: int) -> None:
+        """No longer count bytes that were handed over."""
+        self.held_bytes -= num_bytes
 
     async def read(self, request: Request, kind: type[B], *, needs_type: bool = True) -> tuple[B, dict[str, str]]:
         """Return the body, and the header that names the fields that are ignored."""
@@ -80,7 +107,7 @@ class BodyReader:
                 if refusal is None:
                     async for piece in unpacked(pieces, encoding):
                         data += piece
-                        num_values += piece.count(b",") + piece.count(b"[") + piece.count(b"{")
+                        num_values += _num_values(piece)
                         refusal = self._refusal(request, len(data), num_values)
                         if refusal is not None:
                             data.clear()
@@ -95,6 +122,7 @@ class BodyReader:
                 raise ApiError(408, text, headers={"Connection": "close"}) from error
         if refusal is not None:
             raise refusal
+        request.scope[_SIZE] = len(data), num_values
         return await as_utf8(bytes(data), BIG_BYTES)
 
     def _refusal(self, request: Request, num_bytes: int, num_values: int) -> ApiError | None:
@@ -114,6 +142,11 @@ class BodyReader:
 
     def _too_long(self) -> ApiError:
         return ApiError(413, f"a body may have at most {self._max_bytes} bytes", headers={"Connection": "close"})
+
+
+def _num_values(data: bytes) -> int:
+    """How many values a part of a body can begin at the most."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 async def decoded(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:

@@ -5,6 +5,7 @@ client_tools.py  tools that the client runs: as functions of the model, and thei
 call_outputs.py  outputs of such calls: checked, and as texts
 items.py         input items, as they are kept and listed
 toolbox.py       the tools of one request: what becomes of each type
+earlier.py       what a request takes of the responses before it, found once and counted
 history.py       items as the messages of a chat
 asking.py        a request as a chat, and as the response object that answers repeat
 called.py        one call while its arguments arrive

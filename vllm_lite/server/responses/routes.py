@@ -5,6 +5,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -14,8 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_lite.server.calls.response import PING_S
 from vllm_lite.server.generation import Asked, Generation
-from vllm_lite.server.http.auth import owner_of
-from vllm_lite.server.http.body import BIG_BYTES
+from vllm_lite.server.http.auth import holder_of, owner_of
 from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.bodies import MAX_MESSAGES, warned
@@ -25,9 +25,10 @@ from vllm_lite.server.responses import asking, bodies, history, items
 from vllm_lite.server.responses.asking import Conversation
 from vllm_lite.server.responses.bodies import ENCRYPTED, LOGPROBS, MAX_ID_CHARS, ResponseBody
 from vllm_lite.server.responses.client_tools import Item
+from vllm_lite.server.responses.earlier import Earlier, in_thread_if_long, is_running, named
 from vllm_lite.server.responses.event_log import EventLog
 from vllm_lite.server.responses.output import Output, Shown
-from vllm_lite.server.responses.runs import Run, Runs
+from vllm_lite.server.responses.runs import Run, Runs, Sender
 from vllm_lite.server.responses.store import Record, Store
 from vllm_lite.server.responses.toolbox import Toolbox
 from vllm_lite.server.vllm import rendered
@@ -56,7 +57,7 @@ class ResponsesRoutes:
             Route(path, self.retrieve, methods=["GET"]),
             Route(path, self.delete, methods=["DELETE"]),
             Route(path + "/cancel", self.cancel, methods=["POST"]),
-            Route(path + "/input_items", self.input_items, methods=["GET"]),
+            Route(path + "/input_items", self._live.reader.holding(self.input_items), methods=["GET"]),
         ]
 
     # ---- the routes
@@ -80,8 +81,9 @@ class ResponsesRoutes:
                 params.logprobs if body.includes(LOGPROBS) else None, body.includes(ENCRYPTED), tools=shown.tools
             ),
         )
-        run = Run(call, output, own, log, owner=call.owner, is_kept=body.is_kept)
+        run = Run(call, output, own, log, Sender(call.owner, holder_of(request)), is_kept=body.is_kept)
         self._runs.start(run)
+        run.held_bytes = self._live.reader.hand_over(request)  # it keeps what its body was, however long it waits
         if body.background:  # the other API servers shall know it, and one that is started again
             try:
                 await self._store.put(run.record())
@@ -127,7 +129,7 @@ class ResponsesRoutes:
         if not is_streamed:
             return _json(found.response)
         log = found.log if isinstance(found, Run) else await _log_of(found)
-        if log is None and isinstance(found, Record) and _is_running(found):
+        if log is None and isinstance(found, Record) and is_running(found):
             raise ApiError(409, f"the stream of response {found.id!r} is at another API server; connect again")
         if log is None:
             raise ApiError(400, f"response {found.id!r} has no stream: it was not asked for with stream or background")
@@ -144,7 +146,7 @@ class ResponsesRoutes:
         if isinstance(found, Run):
             found.was_deleted = True
             self._runs.cancel(found)
-        elif _is_running(found):
+        elif is_running(found):
             await self._live.end(found.id, request)
         await self._store.delete(found.id)
         return as_json({"id": found.id, "object": "response", "deleted": True})
@@ -160,7 +162,7 @@ class ResponsesRoutes:
             self._runs.cancel(found)
             await asyncio.shield(found.task)
             return _json(found.response)
-        if _is_running(found):
+        if is_running(found):
             await self._live.end(found.id, request)
             found = await self._settled(found)
         return _json(found.response)
@@ -173,18 +175,21 @@ class ResponsesRoutes:
         limit = _number(request, "limit", 20, least=1, most=MAX_PAGE)
         found = await self._found(request)
         record = found.record() if isinstance(found, Run) else found
-        shown = [*await self._before(record.previous, request), *_items_of(record)]
+        parts = [await in_thread_if_long(record.size, partial(named, record, has_outputs=False))]
+        before = self._earlier(request).chain(record.previous)
+        parts += [await in_thread_if_long(each.size, partial(named, each)) async for each in before]
+        shown = [item for part in reversed(parts) for item in part]
         if order == "desc":
             shown.reverse()
         after = request.query_params.get("after")
         if after is not None:
-            places = [place for place, item in enumerate(shown) if item["id"] == after]
+            places = [place for place, (name, _) in enumerate(shown) if name == after]
             if not places:
                 raise ApiError(400, f"after names {after[:80]!r}, which is no input item of this response", "after")
             shown = shown[places[0] + 1 :]
         page = shown[:limit]
-        ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
-        return as_json({"object": "list", "data": page, **ends, "has_more": len(shown) > limit})
+        ends = {"first_id": page[0][0] if page else "", "last_id": page[-1][0] if page else ""}
+        return as_json({"object": "list", "data": [data for _, data in page], **ends, "has_more": len(shown) > limit})
 
     # ---- what is known
 
@@ -211,7 +216,7 @@ class ResponsesRoutes:
         found = await self._find(response_id, request)
         if found is None:
             raise _unknown(response_id)
-        if isinstance(found, Record) and _is_running(found):
+        if isinstance(found, Record) and is_running(found):
             return await self._checked(found)
         return found
 
@@ -223,18 +228,19 @@ class ResponsesRoutes:
             if error.status != 404:
                 return record
             record = await self._settled(record)
-            if _is_running(record):
+            if is_running(record):
                 response = msgspec.json.decode(record.response)
                 error_of = {"code": "server_error", "message": "the server that generated it has ended"}
                 response.update(status="failed", error=error_of)
-                record = msgspec.structs.replace(record, response=msgspec.json.encode(response))
+                data = msgspec.json.encode(response)
+                record = msgspec.structs.replace(record, response=data, status="failed")
                 await self._store.put(record)
         return record
 
     async def _settled(self, record: Record) -> Record:
         """The record once the API server that ended the response has stored that, or after a while as it is."""
         deadline_s = time.monotonic() + SETTLE_S
-        while _is_running(record) and time.monotonic() < deadline_s:
+        while is_running(record) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
             record = await self._store.get(record.id) or record
         return record
@@ -245,11 +251,11 @@ class ResponsesRoutes:
         """The request's own input items, what the model is shown of the whole conversation, and the request with a
         Warning for what it is not shown. Raises ApiError."""
         body, request = asked.body, asked.request
-        referred = {}
+        earlier, referred = self._earlier(request), {}
         for place, reference in items.references(body.input if isinstance(body.input, list) else None):
-            referred[place] = await self._referred(place, reference, request)
+            referred[place] = await earlier.referred(place, reference)
         own, left_out = items.read(body.input, response_id, referred)
-        before = await self._before(body.previous_response_id, request)
+        before = await earlier.before(body.previous_response_id)
         if len(before) + len(own) > MAX_MESSAGES:
             raise ApiError(400, f"a conversation has at most {MAX_MESSAGES} items, and this one has more", "input")
         everything = [*before, *own]
@@ -258,34 +264,12 @@ class ResponsesRoutes:
         headers = warned(asked.headers, "not shown to the model", [*tools.left_out, *left_out])
         return own, Conversation(messages, tools), asked._replace(headers=headers)
 
-    async def _referred(self, place: int, reference: str, request: Request) -> Item:
-        response_id = items.response_of(reference)
-        found = None if response_id is None else await self._find(response_id, request)
-        record = found.record() if isinstance(found, Run) else found
-        for item in [] if record is None else _all_of(record):
-            if item["id"] == reference:
-                return item
-        raise ApiError(404, f"input[{place}] refers to {reference[:80]!r}, which is not kept", f"input[{place}].id")
+    def _earlier(self, request: Request) -> Earlier:
+        async def find(response_id: str) -> Record | None:
+            found = await self._find(response_id, request)
+            return found.record() if isinstance(found, Run) else found
 
-    async def _before(self, previous: str | None, request: Request) -> list[Item]:
-        """The conversation up to the response `previous` and its output, oldest first. Raises ApiError."""
-        field, chain, count, seen = "previous_response_id", list[list[Item]](), 0, set[str]()
-        while previous is not None:
-            found = await self._find(previous, request)
-            if found is None or previous in seen:
-                text = f"previous response {previous[:80]!r} is not kept here, or not with this API key"
-                raise ApiError(404, text, field, code="previous_response_not_found")
-            record = found.record() if isinstance(found, Run) else found
-            if _is_running(record):
-                raise ApiError(400, f"previous response {previous!r} has not ended; wait for its end", field)
-            seen.add(previous)
-            is_long = len(record.items) + len(record.response) > BIG_BYTES
-            chain.append(await asyncio.to_thread(_all_of, record) if is_long else _all_of(record))
-            count += len(chain[-1])
-            if count > MAX_MESSAGES:
-                raise ApiError(400, f"a conversation has at most {MAX_MESSAGES} items, and this one has more", field)
-            previous = record.previous
-        return [item for part in reversed(chain) for item in part]
+        return Earlier(find, partial(self._live.reader.hold, request))
 
 
 # ---- what is sent
@@ -390,30 +374,6 @@ def _json(data: bytes) -> Response:
 
 def _unknown(response_id: str) -> ApiError:
     return ApiError(404, f"no response {response_id[:80]!r} is kept here, or not with this API key", "response_id")
-
-
-def _is_running(record: Record) -> bool:
-    return msgspec.json.decode(record.response, type=_Status).status in ("queued", "in_progress")
-
-
-class _Status(msgspec.Struct):
-    status: str
-
-
-class _Outputs(msgspec.Struct):
-    output: list[Item]
-
-
-def _items_of(record: Record) -> list[Item]:
-    return msgspec.json.decode(record.items, type=list[Item])
-
-
-def _output_of(record: Record) -> list[Item]:
-    return msgspec.json.decode(record.response, type=_Outputs).output
-
-
-def _all_of(record: Record) -> list[Item]:
-    return [*_items_of(record), *_output_of(record)]
 
 
 async def _log_of(record: Record) -> EventLog | None:

@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,11 +29,18 @@ CLOSE_S = 2.0
 logger = log.get(__name__)
 
 
+class Sender(NamedTuple):
+    """Who asked for a response, in the words of a Record."""
+
+    owner: str
+    holder: str
+
+
 class Run:
     """One response that is being generated."""
 
     def __init__(
-        self, call: Call, output: Output, items: list[Item], log: EventLog | None, *, owner: str, is_kept: bool
+        self, call: Call, output: Output, items: list[Item], log: EventLog | None, sender: Sender, *, is_kept: bool
     ) -> None:
         """`items` are its own input. One that `is_kept` is stored at its end."""
         self.id = call.id
@@ -40,13 +48,15 @@ class Run:
         self.output = output
         self.items = msgspec.json.encode(items)
         self.log = log
-        self.owner = owner
+        self.owner, self.holder = sender
         self.is_kept = is_kept
         self.is_background = bool(output.response["background"])
         self.error: ApiError | None = None
         self.was_cancelled = False
         self.was_deleted = False
         self.num_readers = 0
+        self.held_bytes = 0
+        """Bytes of the request that count as held until the run ends."""
         self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when it is certain whether the engine takes the request."""
         self.task: asyncio.Task[None]
@@ -59,17 +69,20 @@ class Run:
     def record(self, events: bytes = b"") -> Record:
         first = self.log.first if self.log is not None else 0
         previous = self.output.response["previous_response_id"]
-        return Record(self.id, self.owner, previous, self.is_background, self.response, self.items, events, first)
+        status, kept = self.output.response["status"], (self.response, self.items, events, first)
+        return Record(self.id, self.owner, previous, self.is_background, *kept, self.holder, status)
 
 
 class Runs:
     """Holds the responses that this server generates. Every method is called on the loop."""
 
-    def __init__(self, calls: Calls, store: Store, resume_s: float) -> None:
-        """A response that is streamed to nobody for `resume_s` ends, unless it runs in the background."""
+    def __init__(self, calls: Calls, store: Store, resume_s: float, release: Callable[[int], None]) -> None:
+        """A response that is streamed to nobody for `resume_s` ends, unless it runs in the background. `release` takes
+        the bytes that a run held until its end."""
         self._calls = calls
         self._store = store
         self._resume_s = resume_s
+        self._release = release
         self._runs: dict[str, Run] = {}
 
     def __len__(self) -> int:
@@ -133,6 +146,7 @@ class Runs:
             if run.expiry is not None:
                 run.expiry.cancel()
             self._runs.pop(run.id, None)
+            self._release(run.held_bytes)
             if run.log is not None:
                 run.log.close()
             if not run.began.done():

@@ -44,6 +44,7 @@ class Record(msgspec.Struct, frozen=True):
     items     its own input items, a JSON list; those before it are its `previous` response's
     events    what its stream has sent, packed by zlib; b"" for one without a stream
     first     the sequence number of the first of these events
+    status    that of the response; "" in files of the first format, whose records are read for it
     """
 
     id: str
@@ -55,6 +56,7 @@ class Record(msgspec.Struct, frozen=True):
     events: bytes = b""
     first: int = 0
     holder: str = ""
+    status: str = ""
 
     @property
     def size(self) -> int:

@@ -1,0 +1,131 @@
+"""Earlier responses, as a request refers to them.
+
+A request of 100 bytes may refer to a conversation of megabytes. So each response is found and taken apart once for a
+request, in a thread if it is long, and its bytes count as those of the request's own body do.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from vllm_lite.server.http.body import BIG_BYTES
+from vllm_lite.server.openai.bodies import MAX_MESSAGES
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.responses import items
+from vllm_lite.server.responses.client_tools import Item
+from vllm_lite.server.responses.store import Record
+
+Find = Callable[[str], Awaitable[Record | None]]
+"""Finds what is kept of a response of the sender, by its id."""
+Hold = Callable[[bytes | memoryview], None]
+"""Counts bytes as a part of the request. Raises ApiError (400, 429)."""
+_RUNNING = ("queued", "in_progress")
+
+T = TypeVar("T")
+
+
+class Earlier:
+    """What one request takes of the responses before it. Every method raises ApiError."""
+
+    def __init__(self, find: Find, hold: Hold) -> None:
+        self._find = find
+        self._hold = hold
+        self._records: dict[str, Record | None] = {}
+        self._named: dict[str, dict[str, Raw]] = {}
+        self._items: dict[str, Item] = {}
+
+    async def referred(self, place: int, reference: str) -> Item:
+        """The item that `input[place]` refers to. Its bytes count for each reference: each is a part of the prompt."""
+        response_id = items.response_of(reference)
+        record = None if response_id is None else await self._record(response_id)
+        data = None if record is None else (await self._by_id(record)).get(reference)
+        if data is None:
+            raise ApiError(404, f"input[{place}] refers to {reference[:80]!r}, which is not kept", f"input[{place}].id")
+        self._hold(memoryview(data))
+        if reference not in self._items:
+            decode = partial(msgspec.json.decode, data, type=Item)
+            self._items[reference] = await in_thread_if_long(len(memoryview(data)), decode)
+        return self._items[reference]
+
+    async def before(self, previous: str | None) -> list[Item]:
+        """The conversation up to the response `previous` and its output, oldest first."""
+        parts, count = list[list[Item]](), 0
+        async for record in self.chain(previous):
+            parts.append(await in_thread_if_long(record.size, partial(_decoded, record)))
+            count += len(parts[-1])
+            if count > MAX_MESSAGES:
+                text = f"a conversation has at most {MAX_MESSAGES} items, and this one has more"
+                raise ApiError(400, text, "previous_response_id")
+        return [item for part in reversed(parts) for item in part]
+
+    async def chain(self, previous: str | None) -> AsyncIterator[Record]:
+        """Yield the response `previous` and those before it, newest first. Their bytes count."""
+        field, seen = "previous_response_id", set[str]()
+        while previous is not None:
+            record = await self._record(previous)
+            if record is None or previous in seen:
+                text = f"previous response {previous[:80]!r} is not kept here, or not with this API key"
+                raise ApiError(404, text, field, code="previous_response_not_found")
+            if is_running(record):
+                raise ApiError(400, f"previous response {previous!r} has not ended; wait for its end", field)
+            seen.add(previous)
+            self._hold(record.items)
+            self._hold(record.response)
+            yield record
+            previous = record.previous
+
+    async def _record(self, response_id: str) -> Record | None:
+        if response_id not in self._records:
+            self._records[response_id] = await self._find(response_id)
+        return self._records[response_id]
+
+    async def _by_id(self, record: Record) -> dict[str, Raw]:
+        if record.id not in self._named:
+            stored = await in_thread_if_long(record.size, partial(named, record))
+            self._named[record.id] = dict(reversed(stored))  # of two items with one id the first counts
+        return self._named[record.id]
+
+
+async def in_thread_if_long(num_bytes: int, work: Callable[[], T]) -> T:
+    """Do `work`, which goes through so many bytes."""
+    return await asyncio.to_thread(work) if num_bytes > BIG_BYTES else work()
+
+
+class _Status(msgspec.Struct):
+    status: str
+
+
+class _Id(msgspec.Struct):
+    id: str
+
+
+class _Outputs(msgspec.Struct):
+    output: list[Item]
+
+
+class _StoredOutputs(msgspec.Struct):
+    output: list[Raw]
+
+
+def is_running(record: Record) -> bool:
+    """Whether the response had not ended when it was recorded."""
+    status = record.status or msgspec.json.decode(record.response, type=_Status).status
+    return status in _RUNNING
+
+
+def named(record: Record, *, has_outputs: bool = True) -> list[tuple[str, Raw]]:
+    """Find the items of a response and their ids. The items are left as they are stored, in the record's memory."""
+    stored = msgspec.json.decode(record.items, type=list[Raw])
+    if has_outputs:
+        stored += msgspec.json.decode(record.response, type=_StoredOutputs).output
+    id_of = msgspec.json.Decoder(_Id)
+    return [(id_of.decode(data).id, data) for data in stored]
+
+
+def _decoded(record: Record) -> list[Item]:
+    output = msgspec.json.decode(record.response, type=_Outputs).output
+    return [*msgspec.json.decode(record.items, type=list[Item]), *output]
