@@ -104,8 +104,8 @@ def test_a_model_without_experts_has_nothing_to_count(caplog: pytest.LogCaptureF
 
 def test_more_series_than_a_scrape_should_have_are_refused(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model=str(oracle.path), device="cpu", expert_load_metrics=True)
-    monkeypatch.setattr("vllm_lite.client.launch.MAX_COUNTED_EXPERTS", 10)
+    monkeypatch.setattr("vllm_lite.checkpoint.fitting.MAX_COUNTED_EXPERTS", 10)
     resolve(config)
-    monkeypatch.setattr("vllm_lite.client.launch.MAX_COUNTED_EXPERTS", 9)
+    monkeypatch.setattr("vllm_lite.checkpoint.fitting.MAX_COUNTED_EXPERTS", 9)
     with pytest.raises(ConfigError, match=r"counts at most 9 experts, .* and this model has 10; leave it off"):
         resolve(config)

@@ -22,7 +22,8 @@ from vllm_lite.kernels import cpu
 from vllm_lite.protocol.control import Start
 from vllm_lite.protocol.step import BlockOp, Finish, ModelOutput, NewRequest, Preempt, Resume, SchedulerOutput
 from vllm_lite.tools.bench.step import step_bytes
-from vllm_lite.tools.plan import PlanConfig, _Sizes, load, make_plan
+from vllm_lite.tools.plan import PlanConfig, _Sizes, make_plan
+from vllm_lite.tools.plan_checkpoint import load
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.worker import Worker

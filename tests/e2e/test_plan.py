@@ -7,7 +7,8 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from vllm_lite import LLM
-from vllm_lite.tools.plan import PlanConfig, load, make_plan
+from vllm_lite.tools.plan import PlanConfig, make_plan
+from vllm_lite.tools.plan_checkpoint import load
 
 WINDOWS: dict[str, Any] = {
     "use_sliding_window": True,

@@ -26,7 +26,8 @@ from vllm_lite.runtime.machine import Gpu
 from vllm_lite.tools import cli
 from vllm_lite.tools import plan as planning
 from vllm_lite.tools.cli import main
-from vllm_lite.tools.plan import PlanConfig, load, make_plan, parse_bytes
+from vllm_lite.tools.plan import PlanConfig, make_plan, parse_bytes
+from vllm_lite.tools.plan_checkpoint import load
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 

@@ -18,9 +18,9 @@ import msgspec
 
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
+from vllm_lite.checkpoint.fitting import check_settings
 from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import check_sizes
 from vllm_lite.client import instances
 from vllm_lite.client.cached_blocks import socket_beside
@@ -52,8 +52,6 @@ LONGEST_SOCKET = "workers-99.9999"
 """The longest name of a socket in the engine's folder, that of a late group of workers (executor/select.py): a TMPDIR
 that is too long for it is refused at the start, and not when workers are replaced for the tenth time."""
 SPAWNS_ENGINE = "checks the model, starts the engine"
-MAX_COUNTED_EXPERTS = 16_384
-"""Each of them is a series of /metrics. The largest models in wide use have 58 layers of 256."""
 ENCODER_SEQS, ENCODER_TOKENS = 256, 2048
 """The texts and the tokens of a step of an encoder, if neither the user nor the longest text asks for more."""
 CPU_STEP_TOKENS = 4096
@@ -265,17 +263,12 @@ def resolve(
     elif gguf_files(Path(path)):  # whose tokenizer everybody is to find as files, the engine's grammars, too
         config = msgspec.structs.replace(config, tokenizer=str(conversion.folder_of(path)))
     spec = load_spec(path, config.model_impl, config.pooling)
-    if config.deterministic and spec.implementation == "transformers":
-        raise ConfigError(
-            f"deterministic needs a native implementation, which {spec.architecture} has not, or model_impl was set to "
-            "transformers: its operations may depend on what else is in a step"
-        )
+    check_settings(config, spec)
     if spec.encoder is not None:
         config = _for_encoder(config, spec)
-    spec.check_tensor_parallel(Shard.of(config))
     if config.distributed_executor_backend == "ray" and not _has_ray():
         raise ConfigError("distributed_executor_backend ray needs the package ray: pip install 'vllm-lite[ray]'")
-    _check_experts(config, spec)
+    _warn_of_experts(config, spec)
     if config.pooler_config is not None and spec.pooling is None:
         logger.warning("pooler_config does nothing: this model makes no vectors; ask for them with --convert embed")
     resolved = config.resolve(
@@ -324,20 +317,14 @@ def _with_large_steps(config: ResolvedConfig, spec: ModelSpec) -> ResolvedConfig
     return msgspec.structs.replace(config, max_num_batched_tokens=max(config.max_num_batched_tokens, most))
 
 
-def _check_experts(config: EngineConfig, spec: ModelSpec) -> None:
-    """Say what the settings for experts do not do. Raises ConfigError if there are too many to count."""
+def _warn_of_experts(config: EngineConfig, spec: ModelSpec) -> None:
+    """Say what the settings for experts do not do."""
     has_none = spec.experts is None
     if config.enable_expert_parallel and (has_none or config.tensor_parallel_size == 1):
         why = "the model has no experts" if has_none else "tensor_parallel_size is 1"
         logger.warning("enable_expert_parallel changes nothing: %s", why)
     if config.expert_load_metrics and has_none:
         logger.warning("expert_load_metrics counts nothing: the model has no experts")
-    num_counted = sum(own.experts.routing.num_experts for own in spec.layers if own.experts is not None)
-    if config.expert_load_metrics and num_counted > MAX_COUNTED_EXPERTS:
-        raise ConfigError(
-            f"expert_load_metrics counts at most {MAX_COUNTED_EXPERTS:,} experts, those of all layers together, and "
-            f"this model has {num_counted:,}; leave it off"
-        )
 
 
 def _check_free(address: str | None) -> None:

@@ -11,6 +11,7 @@ import torch
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import ENCODERS
+from vllm_lite.checkpoint.fitting import NO_ADAPTERS
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ConfigError, ModelError
@@ -176,7 +177,7 @@ def build(
     parts = Parts(spec, torch_dtype, torch.device(device), communicator, form=form, head_quantization=quantization)
     if sizes.adapters is not None:
         if not native:
-            raise ConfigError("enable_lora is for models with a native implementation, not for those of transformers")
+            raise ConfigError(NO_ADAPTERS)
         sizes.adapters.stored_rows = partial(stored_rows, spec)
         parts = replace(parts, adapters=sizes.adapters)
     return model_class(parts, sizes.max_model_len, sizes.max_num_tokens)

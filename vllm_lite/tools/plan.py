@@ -8,16 +8,13 @@ on a GPU the worker measures them.
 import re
 from collections.abc import Iterator
 from math import ceil
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.adapter_bytes import adapter_bytes
-from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
-from vllm_lite.checkpoint.headers import read_headers
+from vllm_lite.checkpoint.config_json import resolve_dtype
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.sizing import (
@@ -36,10 +33,9 @@ from vllm_lite.config import (
     DEVICE_DEFAULTS,
     GIB,
     EngineConfig,
-    demo_folder,
 )
 from vllm_lite.engine.blocks.groups import blocks_held, longest_sequence, make_groups
-from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_SCALE_BYTES
 from vllm_lite.runtime.machine import gpus, memory_limit_bytes
 from vllm_lite.runtime.nested_settings import Count
@@ -145,24 +141,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fits(self) -> bool:
         return not self.problems
-
-
-def load(config: EngineConfig) -> Checkpoint:
-    """Read config.json and the headers of the weights, and of a hub id no more than these. Raises ModelError."""
-    if config.model == DEMO_MODEL:
-        folder = Path(demo_folder())
-        return Checkpoint(load_spec(folder, config.model_impl, config.pooling), read_headers(folder))
-    source = hub.Source(config.model, config.revision, config.download_dir)
-    if hub.is_hub_id(config.model) and source.label is not None:
-        raise ModelError(f"{config.model}: a plan needs the header of the GGUF file; download it and give its path")
-    folder = Path(hub.local_folder(source, what="config"))
-    spec = load_spec(folder, config.model_impl, config.pooling)
-    try:
-        return Checkpoint(spec, read_headers(folder))
-    except ModelError:
-        if not hub.is_hub_id(config.model):
-            raise
-    return Checkpoint(spec, hub.remote_headers(source))
 
 
 def make_plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:

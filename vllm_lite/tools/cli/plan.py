@@ -8,7 +8,8 @@ import msgspec
 from vllm_lite.checkpoint.model_spec import describe_parameters
 from vllm_lite.config import GIB
 from vllm_lite.runtime.settings import add_flags as add_config_flags
-from vllm_lite.tools.plan import Plan, PlanConfig, RankPlan, load, make_plan
+from vllm_lite.tools.plan import Plan, PlanConfig, RankPlan, make_plan
+from vllm_lite.tools.plan_checkpoint import load
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,28 @@
+"""Whether an engine's settings go with a model, as far as its config.json says: what `serve` and `plan` both refuse."""
+
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import ConfigError
+
+MAX_COUNTED_EXPERTS = 16_384
+"""Each of them is a series of /metrics. The largest models in wide use have 58 layers of 256."""
+NO_ADAPTERS = "enable_lora is for models with a native implementation, not for those of transformers"
+
+
+def check_settings(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError, with what would do, for settings that the model cannot be served with."""
+    if spec.implementation == "transformers" and config.deterministic:
+        raise ConfigError(
+            f"deterministic needs a native implementation, which {spec.architecture} has not, or model_impl was set to "
+            "transformers: its operations may depend on what else is in a step"
+        )
+    if spec.implementation == "transformers" and config.enable_lora:
+        raise ConfigError(NO_ADAPTERS)
+    spec.check_tensor_parallel(Shard.of(config))
+    num_counted = sum(own.experts.routing.num_experts for own in spec.layers if own.experts is not None)
+    if config.expert_load_metrics and num_counted > MAX_COUNTED_EXPERTS:
+        raise ConfigError(
+            f"expert_load_metrics counts at most {MAX_COUNTED_EXPERTS:,} experts, those of all layers together, and "
+            f"this model has {num_counted:,}; leave it off"
+        )
