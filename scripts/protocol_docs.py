@@ -21,6 +21,7 @@ from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+import protocol_example
 
 from vllm_lite.engine import external
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, MAX_PASS_MESSAGES, MAX_PASS_S, SLOW_READER_S
@@ -101,6 +102,9 @@ def numbers() -> dict[str, object]:
         "pass_ms": round(1000 * MAX_PASS_S),
         "slow_reader_s": round(SLOW_READER_S),
         "keys_env": ENV,
+        "tokens_index": api.Tokens.__struct_fields__.index("index") + 1,
+        "finished_index": api.Finished.__struct_fields__.index("index") + 1,
+        "example": protocol_example.markdown(),
     }
 
 

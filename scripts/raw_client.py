@@ -39,12 +39,16 @@ def connect(address: str, keys: Path | None) -> "zmq.Socket[bytes]":
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)  # ZeroMQ tries again and again, for as long as nobody listens
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    if keys is not None:
-        own, engine = (keys / "client.key_secret").read_text(), (keys / "server.key").read_text()
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, key("public", own))
-        socket.setsockopt(zmq.CURVE_SECRETKEY, key("secret", own))
-        socket.setsockopt(zmq.CURVE_SERVERKEY, key("public", engine))
-    socket.connect(address)
+    try:
+        if keys is not None:
+            own, engine = (keys / "client.key_secret").read_text(), (keys / "server.key").read_text()
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, key("public", own))
+            socket.setsockopt(zmq.CURVE_SECRETKEY, key("secret", own))
+            socket.setsockopt(zmq.CURVE_SERVERKEY, key("public", engine))
+        socket.connect(address)
+    except (zmq.ZMQError, OSError, UnicodeDecodeError) as error:
+        socket.close()
+        sys.exit(f"raw_client: cannot connect to {address}, which must be ipc://PATH or tcp://HOST:PORT: {error}")
     return socket
 
 
@@ -69,7 +73,12 @@ def receive(socket: "zmq.Socket[bytes]", timeout_s: int, nudge: tuple[object, ..
         send(socket, *nudge)
     else:
         raise Lost(f"nothing came within {timeout_s} s; is the address right, are the keys?")
-    message = msgpack.unpackb(socket.recv())
+    try:
+        message = msgpack.unpackb(socket.recv())
+    except ValueError:
+        message = None
+    if not isinstance(message, list) or not message:
+        sys.exit("raw_client: what answers there is no engine; is the address right?")
     if message[0] == "dying" and message[2:] == NOT_FINAL:
         raise Dying(message[1])
     if message[:2] == ["refused", "say Hello first"]:
@@ -149,6 +158,8 @@ def main() -> int:
         sys.exit(f"raw_client: the tokenizer of {model} cannot be read here; give token ids")
     text = " ".join(args.prompt)
     prompt = tokenizer.encode(text).ids if tokenizer else [int(word) for word in args.prompt]
+    if max(prompt, default=0) > 0xFFFFFFFF:
+        sys.exit(f"raw_client: a token id is at most {0xFFFFFFFF}, got {max(prompt)}")
 
     shown, output = 0, []
     params = {"max_tokens": args.max_tokens, "temperature": args.temperature}
@@ -169,3 +180,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except Lost as lost:
         sys.exit(f"raw_client: {lost}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,7 +1,8 @@
 // Stream a completion from Node.js: node raw_client.mjs ADDRESS [--keys FOLDER] [--max-tokens N] TOKEN_ID...
 //
 // An example to copy: `npm install` beside it fetches ZeroMQ and msgpack; docs/protocol.md has all the rest. Prints the
-// token ids as they come. If the engine dies, the stream goes on in the one that takes its place. For a tcp address --keys is the folder that `vllm-lite keys` made for this client.
+// token ids as they come. If the engine dies, the stream goes on in the one that takes its place. For a tcp address --keys
+// is the folder that `vllm-lite keys` made for this client.
 
 import { randomBytes } from "node:crypto";
 import { readFileSync } from "node:fs";
@@ -14,6 +15,8 @@ const VERSION = 13;
 const LOAD_MS = 60_000, SILENCE_MS = 30_000, NUDGE_MS = 1_000;
 const HELLO = ["hello", VERSION, null], PING = ["ping"];
 
+const USAGE = "usage: node raw_client.mjs ADDRESS [--keys FOLDER] [--max-tokens N] TOKEN_ID...";
+
 class Failure extends Error {}
 // The engine is gone, and another one may take its place at the same address.
 class Lost extends Failure {}
@@ -23,13 +26,18 @@ function connect(address, keys) {
   const socket = new Dealer({ linger: 500, heartbeatInterval: 5_000, heartbeatTimeout: 30_000 });
   socket.reconnectInterval = 20; // ZeroMQ tries again and again, for as long as nobody listens
   socket.reconnectMaxInterval = 500;
-  if (keys !== undefined) {
-    const own = readFileSync(`${keys}/client.key_secret`, "utf8");
-    socket.curvePublicKey = key("public", own);
-    socket.curveSecretKey = key("secret", own);
-    socket.curveServerKey = key("public", readFileSync(`${keys}/server.key`, "utf8"));
+  try {
+    if (keys !== undefined) {
+      const own = readFileSync(`${keys}/client.key_secret`, "utf8");
+      socket.curvePublicKey = key("public", own);
+      socket.curveSecretKey = key("secret", own);
+      socket.curveServerKey = key("public", readFileSync(`${keys}/server.key`, "utf8"));
+    }
+    socket.connect(address);
+  } catch (error) {
+    socket.close();
+    throw new Failure(`cannot connect to ${address}, which must be ipc://PATH or tcp://HOST:PORT: ${error.message}`);
   }
-  socket.connect(address);
   return socket;
 }
 
@@ -55,7 +63,13 @@ async function receive(socket, timeoutMs, nudge) {
       await send(socket, ...nudge);
       continue;
     }
-    const message = decode(frame, { useBigInt64: true }); // epochs may be larger than a double holds exactly
+    let message;
+    try {
+      message = decode(frame, { useBigInt64: true }); // epochs may be larger than a double holds exactly
+    } catch {
+      message = null;
+    }
+    if (!Array.isArray(message)) throw new Failure("what answers there is no engine; is the address right?");
     const [tag, reason, isFinal] = message;
     if (tag === "dying" && isFinal === false) throw new Dying(reason);
     if (tag === "refused" && reason === "say Hello first") throw new Lost(reason);
@@ -118,10 +132,16 @@ async function* stream(address, keys, prompt, params) {
 
 async function main() {
   const options = { keys: { type: "string" }, "max-tokens": { type: "string", default: "50" } };
-  const { values, positionals } = parseArgs({ options, allowPositionals: true });
-  const [address, ...words] = positionals;
-  if (address === undefined || words.length === 0 || !words.every((word) => /^\d+$/.test(word))) {
-    throw new Failure("usage: node raw_client.mjs ADDRESS [--keys FOLDER] [--max-tokens N] TOKEN_ID...");
+  let given;
+  try {
+    given = parseArgs({ options, allowPositionals: true });
+  } catch (error) {
+    throw new Failure(`${error.message}; ${USAGE}`);
+  }
+  const { values, positionals: [address, ...words] } = given;
+  const isTokenId = (word) => /^\d+$/.test(word) && Number(word) < 2 ** 32;
+  if (address === undefined || words.length === 0 || !words.every(isTokenId) || !/^\d+$/.test(values["max-tokens"])) {
+    throw new Failure(USAGE);
   }
   const params = { max_tokens: Number(values["max-tokens"]), temperature: 0 };
   for await (const tokenIds of stream(address, values.keys, words.map(Number), params)) {

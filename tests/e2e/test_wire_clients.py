@@ -3,6 +3,8 @@
 import ast
 import asyncio
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -15,6 +17,7 @@ from subprocess import PIPE
 
 import msgspec
 import pytest
+import zmq
 
 from tests.deadlines import scaled
 from tests.fakes import FakeEngine
@@ -24,12 +27,16 @@ from vllm_lite import AsyncClient, EngineConfig, SamplingParams
 from vllm_lite.client.launch import Launched, launch
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import EngineError
-from vllm_lite.protocol.api import Dying, Generate, Ping
-from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.api import Dying, Finished, Generate, OutputBatch, Ping, Welcome
+from vllm_lite.protocol.codec import engine_to_client, pack_tokens
 from vllm_lite.transport import KeysOption
 from vllm_lite.transport.keys import make_client_keys, make_engine_keys
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import protocol_example  # noqa: E402 - found only once scripts/ is on the path
+
 NODE_MODULES = Path(os.environ.get("VLLM_LITE_NODE_MODULES", SCRIPTS / "node" / "node_modules"))
 """Where `make node-client` puts what the JavaScript client imports."""
 DEADLINE_S = scaled(60.0)
@@ -153,6 +160,45 @@ def test_a_text_where_there_is_a_tokenizer(engine: Launched, tiny_checkpoint: Pa
     assert whole.strip()
 
 
+def commands_of_readme(program: str) -> list[list[str]]:
+    """The words behind `program` in each line of README.md that runs it, and behind the address that it stands for."""
+    lines = re.findall(rf"^    \S+ ?\S*{program} (.*)$", (SCRIPTS.parent / "README.md").read_text(), re.MULTILINE)
+    found = [shlex.split(line, comments=True) for line in lines]
+    assert all(words.pop(0) == "ipc:///path/it/printed" for words in found)
+    return found
+
+
+def test_the_command_lines_of_the_readme(engine: Launched, node_client: list[str]) -> None:
+    text, token_ids = commands_of_readme("raw_client.py")
+    [of_node] = commands_of_readme("raw_client.mjs")
+    for words in (text, token_ids):
+        done = raw_client(engine.address, *words)
+        assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr
+    assert run(*node_client, engine.address, *of_node).stdout.split() == done.stdout.split()
+
+
+def test_the_bytes_of_the_documentation(engine: Launched) -> None:
+    """The engine takes the two that a client sends, and answers as many tokens as they ask for."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(engine.address)
+        dealer.send(msgspec.msgpack.encode(protocol_example.HELLO))
+        assert dealer.poll(int(DEADLINE_S * 1000))
+        assert isinstance(engine_to_client.decode(dealer.recv()), Welcome)
+        dealer.send(msgspec.msgpack.encode(protocol_example.GENERATE))
+        found: list[int] = []
+        ends: list[str] = []
+        while not ends:
+            assert dealer.poll(int(DEADLINE_S * 1000))
+            message = engine_to_client.decode(dealer.recv())
+            if isinstance(message, OutputBatch):
+                for output in message.outputs:
+                    found += output.token_ids
+                    ends += [output.reason] if isinstance(output, Finished) else []
+    assert (len(found), ends) == (3, ["length"])
+    assert found == stream(engine.address, prompt=list(protocol_example.PROMPT))[0][:3]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -203,6 +249,49 @@ def raw_client_of(request: pytest.FixtureRequest) -> list[str]:
         return [sys.executable, str(SCRIPTS / "raw_client.py")]
     command: list[str] = request.getfixturevalue("node_client")
     return command
+
+
+@pytest.mark.parametrize("raw_client_of", ["python", "node"], indirect=True)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["nonsense", "1"],
+            "cannot connect to nonsense, which must be ipc://PATH or tcp://HOST:PORT: Invalid argument",
+        ),
+        (["tcp://localhost", "1"], "cannot connect to tcp://localhost, which must be"),
+        (["http://127.0.0.1:8000", "1"], "cannot connect to http://127.0.0.1:8000, which must be"),
+        (["ipc:///" + "x" * 200, "1"], "which must be ipc://PATH or tcp://HOST:PORT: "),
+        (["ipc:///tmp/x", "1", "--keys", "/nowhere"], "cannot connect to ipc:///tmp/x, which must be"),
+        (["ipc:///tmp/x", "99999999999"], ""),
+        (["ipc:///tmp/x", "1", "--max-tokens", "many"], ""),
+        (["ipc:///tmp/x", "1", "--such", "none"], ""),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_one_line(raw_client_of: list[str], words: list[str], says: str) -> None:
+    """Nothing listens there, and nobody waits for it."""
+    done = run(*raw_client_of, *words)
+    assert done.returncode in (1, 2), done.stderr
+    assert says in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(("raw_client: ", "raw_client.py: error: "))
+    assert "Traceback" not in done.stderr
+    assert "    at " not in done.stderr, "of Node.js"
+
+
+@pytest.mark.parametrize("raw_client_of", ["python", "node"], indirect=True)
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request", b"\x01"])
+def test_another_service_at_the_address_is_one_line(raw_client_of: list[str], answer: bytes, tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/other"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        other.setsockopt(zmq.LINGER, 0)
+        other.bind(address)
+        with subprocess.Popen([*raw_client_of, address, "1"], stderr=PIPE, text=True) as client:
+            assert other.poll(int(DEADLINE_S * 1000))
+            other.send_multipart([other.recv_multipart()[0], answer])
+            said = client.communicate(timeout=DEADLINE_S)[1]
+    assert (client.returncode, said) == (1, "raw_client: what answers there is no engine; is the address right?\n")
 
 
 def next_generate(engine: FakeEngine) -> Generate:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import docs_tables  # noqa: E402 - found only once scripts/ is on the path
 
 from vllm_lite import __version__  # noqa: E402
+from vllm_lite.checkpoint.config_json import ENCODERS, FAMILIES  # noqa: E402
 from vllm_lite.protocol import PROTOCOL_VERSION  # noqa: E402
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"])
@@ -155,6 +156,18 @@ def test_the_glossary_is_short_and_sorted() -> None:
     ]
     assert terms == sorted(terms, key=str.lower)
     assert 40 <= len(terms) <= MAX_TERMS
+
+
+def test_models_that_only_transformers_cannot_serve_are_in_italics() -> None:
+    """Those that have a native implementation are served, whatever transformers' code of them does."""
+    section = (ROOT / "docs/models.md").read_text().split("Those in italics have a native implementation")[1]
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", section.split("\n\n", 2)[1], re.MULTILINE)
+    names = [name for row in rows[2:] for name in row.split(", ")]
+    served = [architecture.lower() for architecture in (*FAMILIES, *ENCODERS)]
+    assert len(names) > 10
+    for name in names:
+        stem = name.strip("* ").replace("-", "").lower()
+        assert any(each.startswith(stem) for each in served) is name.startswith("*"), name
 
 
 def test_every_page_is_in_the_index() -> None:
