@@ -199,3 +199,36 @@ def _arguments(events: list[tuple[str, str]]) -> str:
         for delta in deltas
         for call in delta.get("tool_calls", ())
     )
+
+
+def test_a_tool_with_an_odd_schema_is_called_and_named_in_a_warning(api: OpenAI) -> None:
+    """As agents' tools have them: one such schema among others made every demanded call a 400."""
+    odd: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "host": {"type": "string", "pattern": r"^(\w)\1(?!-)"},
+            "size": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            "ratio": {"type": "number", "minimum": 1e-9, "maximum": 1e308},
+            "more": {"$ref": "https://a.invalid/s.json"},
+            "kind": {"type": "any"},
+            "none": {"type": "object", "required": None},
+        },
+        "required": [],
+    }
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": "odd", "parameters": odd}},
+        {"type": "function", "function": {"name": "good", "parameters": {"type": "object", "properties": {}}}},
+    ]
+    fields: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "max_tokens": 200, "tools": tools}
+    fields |= {"temperature": 1.0, "seed": 5, "parallel_tool_calls": False}
+    answer = api.chat.completions.with_raw_response.create(**fields, tool_choice="required")
+    parsed: Any = answer.parse()
+    (call,) = parsed.choices[0].message.tool_calls
+    assert call.function.name in ("odd", "good")
+    wanted = ("kind: 'type'", "host: 'pattern'", "more: '$ref'")
+    named = ", ".join(f"tools odd #/properties/{each}" for each in wanted)
+    assert f'299 vllm-lite "not held: {named}"' in answer.headers["warning"]
+    assert "not held" not in api.chat.completions.with_raw_response.create(**fields).headers.get("warning", "")
+    tools[0]["function"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match=r"tool 'odd': the JSON schema at #/properties/kind: type is"):
+        api.chat.completions.create(**fields)

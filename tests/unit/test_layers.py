@@ -54,7 +54,7 @@ ONLY_IN = {
     "zmq": {"transport"},
     "tokenizers": {"client"},
     "llguidance": {"structured"},
-    "regex": {"checkpoint", "client"},
+    "regex": {"checkpoint", "client", "structured"},
     "ray": {"executor", "ray"},
     "dynamo": {"dynamo"},
     "transformers": {"models", "worker", "client", "tools.bench"},

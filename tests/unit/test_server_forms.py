@@ -16,7 +16,7 @@ from vllm_lite.server.openai import bodies, forms
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.formats import Formats
-from vllm_lite.server.openai.grammars import Grammars, StrictLevel
+from vllm_lite.server.openai.grammars import Grammars, Held, StrictLevel
 from vllm_lite.structured.compile import compile_grammar
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -45,14 +45,19 @@ def error_of(**fields: Any) -> ApiError:
 
 def held(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **fields: Any) -> str | None:
     """The grammar that holds the answer of such a chat."""
+    return held_with_notes(formats, level, **fields).params.grammar
 
-    async def main() -> SamplingParams:
+
+def held_with_notes(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **fields: Any) -> Held:
+    """The same, with what of the schemas is not held."""
+
+    async def main() -> Held:
         body = chat(**fields)
         request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
         form, tools = forms.form_of(body), forms.tools_of(body)
         return await Grammars(formats, level).held(SamplingParams(), form, tools, request)
 
-    return asyncio.run(main()).grammar
+    return asyncio.run(main())
 
 
 # ---- one form under many names
@@ -240,7 +245,10 @@ def test_no_tool_may_be_called(fields: dict[str, Any]) -> None:
         ({"tools": [TOOL], "tool_choice": {"function": {"name": "h"}}}, "tool_choice", "'h'; the tools are f"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "takes a mode"),
         (
-            {"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}], "tool_choice": "required"},
+            {
+                "tools": [{"function": {"name": "f", "strict": True, "parameters": {"type": "array"}}}],
+                "tool_choice": "required",
+            },
             "tools",
             "tool 'f'",
         ),
@@ -259,6 +267,34 @@ def test_tools_that_are_nested_too_deeply_are_refused() -> None:
         deep = {"properties": deep}
     error = error_of(tools=[{"function": {"name": "f", "parameters": deep}}])
     assert error.message == "tools[0] is nested more than 64 deep"
+
+
+def odd_tool(**more: Any) -> dict[str, Any]:
+    parameters = {"properties": {"p": {"type": "any", "pattern": "("}}, "required": None}
+    return {"type": "function", "function": {"name": "odd", "parameters": parameters, **more}}
+
+
+def test_an_odd_tool_beside_good_ones_is_named_in_a_note() -> None:
+    params, notes = held_with_notes(tools=[TOOL, odd_tool()], tool_choice="required")
+    assert notes == ("tools odd #/properties/p: 'type'", "tools odd #/properties/p: 'pattern'")
+    assert params.grammar is not None
+    assert held_with_notes(tools=[TOOL, odd_tool()]).notes == ()
+    assert (
+        "tool 'odd': the JSON schema at #/properties/p: type is 'any'"
+        in error_of(tools=[odd_tool(strict=True)]).message
+    )
+
+
+def test_what_a_form_does_not_hold_is_named_in_a_note() -> None:
+    schema = {"type": "string", "format": "uuid", "pattern": r"(.)(?!\1)"}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    params, notes = held_with_notes(response_format=form)
+    assert notes == ("response_format #: 'pattern'",)
+    assert params.grammar is not None
+    headers = bodies.warned({"Warning": '299 vllm-lite "ignored: x"'}, "not held", [*notes, 'a"\r\n' + "y" * 200])
+    assert headers["Warning"] == (
+        '299 vllm-lite "ignored: x", 299 vllm-lite "not held: response_format #: \'pattern\', a???' + "y" * 116 + '"'
+    )
 
 
 def test_only_what_is_demanded_or_strict_is_held() -> None:

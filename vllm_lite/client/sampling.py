@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import lru_cache
 
 import msgspec
 
@@ -9,6 +10,9 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.params import MAX_BAD_WORD_TOKENS, RequestOutputKind, SamplingParams
 from vllm_lite.protocol.structured import Thinking
+from vllm_lite.runtime import log
+
+logger = log.get(__name__)
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
@@ -63,11 +67,19 @@ def with_form(
 
 def check_form(params: SamplingParams) -> str:
     """Make the grammar of what `params` ask for. One that was made before is made quickly. Raises RequestError."""
-    from vllm_lite.structured.compile import compile_grammar  # llguidance is loaded when it is needed
+    from vllm_lite.structured.compile import compile_form  # llguidance is loaded when it is needed
 
     if params.structured_outputs is None:
         raise RequestError("structured_outputs is None, which has no grammar")
-    return compile_grammar(params.structured_outputs)
+    grammar, notes = compile_form(params.structured_outputs)
+    for note in notes:
+        _warn_once(note)
+    return grammar
+
+
+@lru_cache(256)
+def _warn_once(note: str) -> None:
+    logger.warning("structured_outputs: not held at %s", note)
 
 
 def wire_params(params: SamplingParams) -> SamplingParams:

@@ -157,12 +157,13 @@ class Generation:
         """`call_id` as for chats."""
         request, body = asked.request, asked.body
         params = bodies.sampling(body, self.model.defaults, _completion_changes(body))
-        params = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
+        params, notes = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
         prompts = with_marks(await self.prompts.of_completion(body, params, request), body.marks)
         if (infill := self.prompts.infill(body)) is not None and not params.ignore_eos:
             params = bodies.changed(params, stop_token_ids=[*params.stop_token_ids, *infill.ends])
         if len(prompts) * params.n > bodies.MAX_CHOICES:
             raise ApiError(400, f"n times the prompts are {len(prompts) * params.n}; at most {bodies.MAX_CHOICES}", "n")
+        asked = _noting(asked, notes)
         return await self._made(asked, prompts, params, echo=None if body.echo else (), call_id=call_id)
 
     async def chat(self, asked: Asked[ChatBody], call_id: str | None = None) -> Made:
@@ -171,7 +172,7 @@ class Generation:
         request, body = asked.request, asked.body
         params = bodies.sampling(body, {"max_tokens": None, **self.model.defaults}, _chat_changes(body))
         tools, form = forms.tools_of(body), forms.form_of(body)
-        params = await self._grammars.held(_budgeted(params, body), form, tools, request)
+        params, notes = await self._grammars.held(_budgeted(params, body), form, tools, request)
         prompt = await self.prompts.of_chat(body, params, request)
         parsing = None
         if self._formats is not None:
@@ -179,6 +180,7 @@ class Generation:
             params = self._thinking(params, prompt, is_forced=parsing is not None and parsing.is_forced)
         last = body.messages[-1]
         echo = (content_of(last).text,) if body.echo and last.role == "assistant" else ()
+        asked = _noting(asked, notes)
         headers = {**asked.headers, **self._unseen(tools, asked.headers)}
         return await self._made(asked._replace(headers=headers), [prompt], params, echo, parsing, call_id)
 
@@ -193,7 +195,8 @@ class Generation:
         params = bodies.sampling(body, {"max_tokens": None, **self.model.defaults}, _chat_changes(body))
         if params.n != 1:
             raise ApiError(400, f"n must be 1 for several chats at once, got {params.n}", "n")
-        params = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
+        params, notes = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
+        asked = _noting(asked, notes)
         prompts = [await self.prompts.of_chat(chat, params, request) for chat in chats]
         parsing = None
         if self._formats is not None:
@@ -212,7 +215,8 @@ class Generation:
         changes: dict[str, Any] = {"logprobs": given.logprobs, "detokenize": has_text}
         changes |= {name: value for name in ("cache_salt", "priority") if (value := getattr(body, name)) is not None}
         params = bodies.sampling(given, {"max_tokens": None, **self.model.defaults}, changes)
-        params = await self._grammars.held(_budgeted(params, given), forms.form_of(given), None, request)
+        params, notes = await self._grammars.held(_budgeted(params, given), forms.form_of(given), None, request)
+        asked = _noting(asked, notes)
         return await self._made(asked, with_marks([body.token_ids], body.marks), params)
 
     def replayed(self, body: ChatBody | CompletionBody, model: str, call_id: str, prompts: Sequence[list[int]]) -> Call:
@@ -319,6 +323,11 @@ class Generation:
             texts.append(await self.prompts.decode(ids, skip_special_tokens=skip) if text is None else text)
             await asyncio.sleep(0)
         return texts
+
+
+def _noting(asked: Asked[B], places: Sequence[str]) -> Asked[B]:
+    """Let the answer's headers name what is not held."""
+    return asked._replace(headers=bodies.warned(asked.headers, "not held", places))
 
 
 def _check_scores(streams: Sequence[RequestStream]) -> None:

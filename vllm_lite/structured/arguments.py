@@ -5,21 +5,25 @@ from typing import Any
 
 from vllm_lite.structured.call_shape import CallShape
 from vllm_lite.structured.check import check_schema
+from vllm_lite.structured.findings import Findings
 from vllm_lite.structured.lark import LarkWriter, quoted
 from vllm_lite.structured.literals import KEY, Keys, LiteralWriter, Notation, Resolver
+from vllm_lite.structured.loosening import loosened
 from vllm_lite.structured.schema import Schema, escaped
 
-_STRING = frozenset({"enum", "const", "minLength", "maxLength", "pattern", "format"})
+_STRING = frozenset({"enum", "const", "minLength", "maxLength", "pattern", "format", "allOf"})
 
 
-def arguments_rule(lark: LarkWriter, shape: CallShape, parameters: Schema, *, is_strict: bool) -> str:
+def arguments_rule(lark: LarkWriter, shape: CallShape, parameters: Schema, findings: Findings) -> str:
     """Write all arguments of a tool, and return what stands for them in the body of a rule.
 
-    A strict tool is refused where the format cannot hold its schema; of others what cannot be held is ignored. Raises
+    A strict tool is refused where the format cannot hold its schema; of others what cannot be held is left out. Raises
     RequestError, which names the place.
     """
+    if findings.is_lenient:
+        parameters = loosened(parameters, findings)
     check_schema(parameters)
-    resolver = Resolver(parameters, is_strict=is_strict)
+    resolver = Resolver(parameters, findings)
     match shape.arguments:
         case "json":
             return lark.schema(parameters)

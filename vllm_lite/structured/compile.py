@@ -1,7 +1,7 @@
 """From what a user asks for to the text of a grammar that travels."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
@@ -9,16 +9,29 @@ from vllm_lite.errors import RequestError
 from vllm_lite.protocol.structured import MAX_CHOICES, MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from vllm_lite.structured import schema as schemas
 from vllm_lite.structured.check import check_lark, check_regex, check_schema, check_text
-from vllm_lite.structured.closing import closed
+from vllm_lite.structured.findings import Findings
 from vllm_lite.structured.lark import quoted, regex
 from vllm_lite.structured.limits import MAX_OPTIONAL, MAX_OPTIONAL_IN_PART
+from vllm_lite.structured.preparing import prepared
 from vllm_lite.structured.schema import Schema
 from vllm_lite.structured.tags import tag_grammar
 
 ANY_OBJECT: Schema = {"type": "object"}
 
 
+class Compiled(NamedTuple):
+    """A grammar as it travels, and the places of its schema at which something is not held: `#/a: 'format'`."""
+
+    grammar: str
+    notes: tuple[str, ...] = ()
+
+
 def compile_grammar(wanted: StructuredOutputsParams) -> str:
+    """Make the grammar of `wanted` as compile_form() does."""
+    return compile_form(wanted).grammar
+
+
+def compile_form(wanted: StructuredOutputsParams) -> Compiled:
     """Make the grammar of `wanted`, as SamplingParams.grammar carries it, and check it under the limits.
 
     It takes less than a millisecond for most, and up to a second for the largest, without the GIL: call it in a thread
@@ -27,25 +40,26 @@ def compile_grammar(wanted: StructuredOutputsParams) -> str:
     """
     if wanted.whitespace_pattern is not None:
         check_regex(wanted.whitespace_pattern, "whitespace_pattern")
+    findings = Findings(is_lenient=False)
     options = schemas.options(compact=wanted.disable_any_whitespace, whitespace_pattern=wanted.whitespace_pattern)
 
     def prepare(schema: str | Mapping[str, Any] | bool) -> Schema:
         most = MAX_OPTIONAL if wanted.structural_tag is None else MAX_OPTIONAL_IN_PART
-        given = schemas.read(schema)
-        if wanted.disable_additional_properties:
-            given = closed(given)
-        return schemas.prepared(given, options, max_optional=most)
+        is_closed = wanted.disable_additional_properties
+        return prepared(schemas.read(schema), options, findings, max_optional=most, is_closed=is_closed)
 
     if wanted.regex is not None:
         check_regex(wanted.regex, "regex")
-        return check_lark(f"%llguidance {{}}\nstart: {regex(wanted.regex)}\n")
+        return Compiled(check_lark(f"%llguidance {{}}\nstart: {regex(wanted.regex)}\n"))
     if wanted.choice is not None:
-        return _choice_grammar(wanted.choice)
+        return Compiled(_choice_grammar(wanted.choice))
     if wanted.grammar is not None:
-        return _own_grammar(wanted.grammar)
+        return Compiled(_own_grammar(wanted.grammar))
     if wanted.structural_tag is not None:
-        return tag_grammar(wanted.structural_tag, prepare)
-    return check_schema(prepare(ANY_OBJECT if wanted.json is None else wanted.json))
+        grammar = tag_grammar(wanted.structural_tag, prepare)
+    else:
+        grammar = check_schema(prepare(ANY_OBJECT if wanted.json is None else wanted.json))
+    return Compiled(grammar, tuple(findings.notes))
 
 
 def _choice_grammar(choices: Sequence[str]) -> str:

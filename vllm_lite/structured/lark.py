@@ -7,6 +7,7 @@ that spells them in letters has not written them.
 import json
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 ANY_TEXT = "TEXT"
@@ -46,6 +47,10 @@ class LarkWriter:
         self._num_reserved = 0
         self._has_text = False
         self._texts_until: dict[str, str] = {}
+
+    def copy(self) -> "LarkWriter":
+        """Copy what has been written so far, to go back to it."""
+        return deepcopy(self)
 
     def rule(self, body: str, options: str = "") -> str:
         """Add a rule and return its name."""

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_lite.structured.findings import Findings, refusal
 from vllm_lite.structured.lark import LarkWriter, quoted
-from vllm_lite.structured.schema import OPTIONS, Schema, escaped, refusal, unescaped
+from vllm_lite.structured.schema import OPTIONS, Schema, escaped, target_of
 
 REMARKS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
 """Keywords that demand nothing."""
@@ -45,11 +46,11 @@ class Notation:
 
 
 class Resolver:
-    """Follows the `$ref`s of one schema, and refuses by name what of it a format cannot hold, if it `is_strict`."""
+    """Follows the `$ref`s of one schema, and finds what of it a format cannot hold."""
 
-    def __init__(self, root: Schema, *, is_strict: bool) -> None:
+    def __init__(self, root: Schema, findings: Findings) -> None:
         self.root = root
-        self.is_strict = is_strict
+        self._findings = findings
 
     def resolved(self, part: Any, pointer: str) -> tuple[Schema, str]:
         """The schema that `part` stands for, and its place. Raises RequestError for a `$ref` that leads nowhere."""
@@ -57,18 +58,15 @@ class Resolver:
             where = part.get("$ref") if isinstance(part, dict) else None
             if not isinstance(where, str):
                 return (part if isinstance(part, dict) else {}), pointer
-            target: Any = self.root
-            for step in where.lstrip("#").split("/")[1:]:
-                key = unescaped(step)
-                target = target.get(key) if isinstance(target, dict) else None
-            part, pointer = target, where.lstrip("#")
+            part, pointer = target_of(self.root, where), where.lstrip("#")
         raise refusal(pointer, "$ref leads to itself")
 
     def only(self, part: Schema, pointer: str, held: Iterable[str]) -> None:
-        """Raises RequestError for a keyword of a strict schema that is not `held`."""
-        over = [key for key in part if key not in REMARKS and key not in held and key not in (OPTIONS, *DEFINITIONS)]
-        if over and self.is_strict:
-            raise refusal(pointer, f"the format of the model's calls cannot hold the keyword {over[0]!r}")
+        """Take note of keywords that are not `held`. Raises RequestError for one of a strict schema."""
+        for key in part:
+            if key not in REMARKS and key not in held and key not in (OPTIONS, *DEFINITIONS):
+                text = f"the format of the model's calls cannot hold the keyword {key!r}"
+                self._findings.cannot(pointer, key, text)
 
     def alone(self, part: Schema) -> Schema:
         """`part` as a schema by itself, with the options and definitions of the root."""

@@ -3,9 +3,8 @@
 import re
 import time
 from collections.abc import Callable
-from typing import Any
 
-from vllm_lite.structured.schema import OPTIONS, Schema, escaped, subschemas, unescaped
+from vllm_lite.structured.schema import OPTIONS, Schema, escaped, subschemas, target_of
 
 SEARCH_S = 0.02
 """How long the search may take; it then names the place that it has come to."""
@@ -26,7 +25,7 @@ def place_in_schema(schema: Schema, message: str, fault_of: Callable[[Schema], s
     shared = {key: schema[key] for key in (OPTIONS, *_DEFINITIONS) if key in schema}
     pointer, part, visited = "", schema, {""}
     while True:
-        for at, inner in _parts(schema, pointer, part):
+        for at, inner in parts_of(schema, pointer, part):
             if time.monotonic() > deadline:
                 return pointer
             if at not in visited and fault_of({**shared, **inner}) == message:
@@ -37,26 +36,16 @@ def place_in_schema(schema: Schema, message: str, fault_of: Callable[[Schema], s
             return pointer
 
 
-def _parts(schema: Schema, pointer: str, part: Schema) -> list[tuple[str, Schema]]:
+def parts_of(schema: Schema, pointer: str, part: Schema) -> list[tuple[str, Schema]]:
+    """Return the parts directly in `part`, which is at `pointer` of `schema`, and where its `$ref` leads; each with its
+    JSON pointer. Definitions are parts of what refers to them only."""
     found = [(pointer + "".join(f"/{escaped(step)}" for step in steps), inner) for steps, inner in subschemas(part)]
     found = [(at, inner) for at, inner in found if at.split("/")[1] not in _DEFINITIONS or pointer]
     where = part.get("$ref")
     if isinstance(where, str) and where.startswith("#/"):
-        target = _resolved(schema, where[1:])
+        target = target_of(schema, where)
         found += [(where[1:], target)] if isinstance(target, dict) else []
     return found
-
-
-def _resolved(schema: Any, pointer: str) -> Any:
-    for step in pointer.split("/")[1:]:
-        key = unescaped(step)
-        if isinstance(schema, dict):
-            schema = schema.get(key)
-        elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
-            schema = schema[int(key)]
-        else:
-            return None
-    return schema
 
 
 def plain(message: str) -> str:

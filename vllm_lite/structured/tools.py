@@ -1,19 +1,22 @@
 """The grammar of tool calls, as a format writes them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from vllm_lite.errors import RequestError
 from vllm_lite.structured import schema as schemas
 from vllm_lite.structured.arguments import arguments_rule
 from vllm_lite.structured.call_shape import INDEX, CallShape, Choice, Tool
 from vllm_lite.structured.check import check_lark
-from vllm_lite.structured.closing import closed
+from vllm_lite.structured.findings import Findings
+from vllm_lite.structured.keywords import type_name
 from vllm_lite.structured.lark import LarkWriter
 from vllm_lite.structured.limits import MAX_OPTIONAL_IN_PART
-from vllm_lite.structured.schema import Schema, refusal
+from vllm_lite.structured.preparing import prepared
+from vllm_lite.structured.schema import Schema
 
-__all__ = ["CallShape", "Choice", "Tool", "tool_grammar"]
+__all__ = ["CallGrammar", "CallShape", "Choice", "Tool", "tool_grammar"]
 
 MAX_CALLS = 64
 MIN_TRIGGER_CHARS = 4
@@ -21,6 +24,14 @@ MIN_TRIGGER_CHARS = 4
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class CallGrammar(NamedTuple):
+    """A grammar as it travels, None if nothing has to be held; and what is left out of the schemas of tools that are
+    not strict: `f #/properties/a: 'not'`, or `f #` for all of a schema."""
+
+    text: str | None
+    notes: tuple[str, ...] = ()
 
 
 def tool_grammar(
@@ -31,30 +42,43 @@ def tool_grammar(
     parallel: bool = True,
     is_held: bool = False,
     added_tokens: Mapping[str, int] | None = None,
-) -> str | None:
+) -> CallGrammar:
     """Make the grammar, as it travels, of an output that calls `tools`.
 
     With `choice` "required" the output is one or more calls and nothing else; "named" is the same for the only tool of
-    `tools`, and exactly one call. With "auto" it is text in which calls may stand; None if no tool is strict, so that
-    nothing has to be held, unless names and form of calls are to be (`is_held`). Arguments of a strict tool follow its
-    schema, and so do those of others unless `choice` is "auto": but for them keywords that cannot be held are ignored.
-    Objects that name properties have no others, unless their schema says so. Without `parallel` there is at most one
-    call.
+    `tools`, and exactly one call. With "auto" it is text in which calls may stand; there is no grammar if no tool is
+    strict, so that nothing has to be held, unless names and form of calls are to be (`is_held`). Arguments of a strict
+    tool follow its schema, and so do those of others unless `choice` is "auto": but of them what cannot be held is left
+    out. Objects that name properties have no others, unless their schema says so. Without `parallel` there is at most
+    one call.
     `added_tokens` are texts and ids of the vocabulary that literals may contain.
 
-    Raises RequestError for a name or a schema that cannot be held.
+    Raises RequestError for a name, or the schema of a strict tool, that cannot be held.
     """
     if not tools or (choice == "named" and len(tools) != 1):
         raise RequestError(f"a call needs at least one tool, and a named call exactly one; got {len(tools)}")
     if choice == "auto" and not is_held and not any(tool.strict for tool in tools):
-        return None
+        return CallGrammar(None)
     for tool in tools:
         if not _NAME.fullmatch(tool.name):
             raise RequestError(f"a tool's name has 1 to 64 of A-Z, a-z, 0-9, '_', '-' and '.', got {tool.name[:100]!r}")
-    writer = _CallWriter(shape, added_tokens, MAX_CALLS if parallel and shape.is_parallel and choice != "named" else 1)
-    bodies = {tool.name: writer.body(tool, is_held=tool.strict or choice != "auto") for tool in tools}
-    start = writer.text_with_calls(bodies) if choice == "auto" else writer.calls(bodies)
-    return check_lark(writer.lark.grammar(start), "the grammar of the tools")
+
+    def written(held: Collection[str]) -> CallGrammar:
+        most = MAX_CALLS if parallel and shape.is_parallel and choice != "named" else 1
+        writer = _CallWriter(shape, added_tokens, most)
+        bodies = {tool.name: writer.body(tool, is_held=tool.name in held) for tool in tools}
+        start = writer.text_with_calls(bodies) if choice == "auto" else writer.calls(bodies)
+        return CallGrammar(check_lark(writer.lark.grammar(start), "the grammar of the tools"), tuple(writer.notes))
+
+    strict = {tool.name for tool in tools if tool.strict}
+    loose = {tool.name for tool in tools} - strict if choice != "auto" else set()
+    try:
+        return written(strict | loose)
+    except RequestError:
+        if not loose:
+            raise
+        text, notes = written(strict)  # all schemas together are too large
+        return CallGrammar(text, (*(f"{name} #" for name in sorted(loose)), *notes))
 
 
 class _CallWriter:
@@ -62,16 +86,23 @@ class _CallWriter:
 
     def __init__(self, shape: CallShape, added_tokens: Mapping[str, int] | None, most: int) -> None:
         self.lark = LarkWriter(added_tokens, {INDEX: "/[0-9]{1,3}/"})
+        self.notes: list[str] = []
         self._shape = shape
         self._most = most
 
     def body(self, tool: Tool, *, is_held: bool) -> str:
         """Return the body of a call of `tool`, whose arguments follow its schema if it `is_held`."""
+        findings, written = Findings(is_lenient=not tool.strict), self.lark.copy()
         try:
-            parameters = _parameters(tool, is_held)
-            arguments = arguments_rule(self.lark, self._shape, parameters, is_strict=tool.strict)
+            parameters = _parameters(tool if is_held else Tool(tool.name, {}), findings)
+            arguments = arguments_rule(self.lark, self._shape, parameters, findings)
         except RequestError as error:
-            raise RequestError(f"tool {tool.name!r}: {error}") from error
+            if tool.strict or not is_held:
+                raise RequestError(f"tool {tool.name!r}: {error}") from error
+            self.lark = written
+            self.notes.append(f"{tool.name} #")
+            return self.body(tool, is_held=False)
+        self.notes += (f"{tool.name} {note}" for note in findings.notes)
         return self.lark.rule(f"{arguments} {self.lark.literal(self._shape.call_end)}")
 
     def calls(self, bodies: Mapping[str, str]) -> str:
@@ -110,16 +141,14 @@ class _CallWriter:
         return f"({between} {named}){{0,{self._most - 1}}} {end}"
 
 
-def _parameters(tool: Tool, is_held: bool) -> Schema:
+def _parameters(tool: Tool, findings: Findings) -> Schema:
     """The schema of a tool's arguments, made ready. Raises RequestError for one that is no object's."""
-    if not is_held:
-        given: Schema = {}
-    elif tool.parameters is None:
-        given = _NO_ARGUMENTS
-    else:
-        given = schemas.read(tool.parameters)
-    if given.get("type", "object") != "object":
-        raise refusal("", f"the arguments of a tool are an object, got the type {given['type']!r}")
-    return schemas.prepared(
-        closed({"type": "object", **given}), schemas.options(lenient=not tool.strict), max_optional=MAX_OPTIONAL_IN_PART
-    )
+    given = _NO_ARGUMENTS if tool.parameters is None else schemas.read(tool.parameters)
+    kind = given.get("type")
+    kind = type_name(kind) if findings.is_lenient else kind
+    if kind not in (None, "object") and not (isinstance(kind, list) and "object" in kind):
+        findings.cannot("", "type", f"the arguments of a tool are an object, got the type {kind!r}")
+        given = {}
+    options = schemas.options(lenient=not tool.strict)
+    given = {**given, "type": "object"}
+    return prepared(given, options, findings, max_optional=MAX_OPTIONAL_IN_PART, is_closed=True)

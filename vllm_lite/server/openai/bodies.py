@@ -23,9 +23,9 @@ MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 256
 MAX_CHOICES = 1024
 """Choices of one request, those of all its prompts together."""
-_UNSAFE = re.compile(r"[^\w.\[\] -]")
-MAX_NAMED = 16
-"""Names in one Warning."""
+_UNSAFE = re.compile(r"[^\w.\[\]#/:'$~ -]")
+MAX_NAMED, MAX_NAMED_CHARS = 16, 120
+"""Names in one Warning, and characters of each."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -406,7 +406,10 @@ def warning(ignored: Iterable[str]) -> dict[str, str]:
 
 def warned(headers: dict[str, str], what: str, names: Iterable[str]) -> dict[str, str]:
     """`headers` with one more Warning, which says `what` happened to these; as they are if there are none."""
-    safe = [_UNSAFE.sub("?", name.encode("ascii", "replace").decode())[:64] for name in islice(names, MAX_NAMED)]
+    safe = [
+        _UNSAFE.sub("?", name.encode("ascii", "replace").decode())[:MAX_NAMED_CHARS]
+        for name in islice(names, MAX_NAMED)
+    ]
     if not safe:
         return headers
     before = [headers["Warning"]] if "Warning" in headers else []

@@ -4,7 +4,7 @@ That takes less than a millisecond for most and a second for the largest, mostly
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
@@ -16,10 +16,23 @@ from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.forms import ToolsWanted, WantedForm
 
+if TYPE_CHECKING:  # they import llguidance
+    from vllm_lite.structured.compile import Compiled
+    from vllm_lite.structured.tools import CallGrammar
+
 COMPILER = "vllm_lite.structured.compile"
 """Imported when it is needed, or before: it takes 20 ms and more."""
 NUM_THREADS = 2
+T = TypeVar("T")
 StrictLevel = Literal["auto", "function", "parameter"]
+
+
+class Held(NamedTuple):
+    """Params with the grammar that holds the output, and the places of schemas at which something is not held:
+    `response_format #/a: 'pattern'`, `tools f #/properties/b: 'not'`."""
+
+    params: SamplingParams
+    notes: tuple[str, ...] = ()
 
 
 class Grammars:
@@ -33,7 +46,7 @@ class Grammars:
 
     async def held(
         self, params: SamplingParams, form: WantedForm | None, tools: ToolsWanted | None, request: Request
-    ) -> SamplingParams:
+    ) -> Held:
         """Return `params` with the grammar that holds the output to `form`, or to calls of `tools`. Raises ApiError.
 
         Calls that are demanded leave no room for any other form. Where they may be made, an output is calls, or has
@@ -41,27 +54,30 @@ class Grammars:
         """
         is_held = tools is not None and (tools.is_forced or self._holds(tools))
         if form is None and not is_held:
-            return params
+            return Held(params)
         if self._formats is None:
             field = "tools" if form is None else form.field
             raise ApiError(
                 400, f"{field} needs a tokenizer to hold an answer to a form, and this model has none", field
             )
-        grammar = calls = None
+        grammar, notes = None, list[str]()
         if tools is not None:
             calls = await self._made(lambda: self._of_tools(tools, or_else=form is not None), "tools", request)
+            grammar = calls.text
+            notes += (f"tools {note}" for note in calls.notes)
         if form is not None and (tools is None or not tools.is_forced):
-            grammar = await self._made(lambda: _of_form(form, calls), form.field, request)
-        else:
-            grammar = calls
-        return params if grammar is None else changed(params, grammar=grammar)
+            calls_grammar = grammar
+            compiled = await self._made(lambda: _of_form(form, calls_grammar), form.field, request)
+            grammar = compiled.grammar
+            notes += (f"{form.field} {note}" for note in compiled.notes)
+        return Held(params if grammar is None else changed(params, grammar=grammar), tuple(notes))
 
     def _holds(self, tools: ToolsWanted) -> bool:
         """Whether calls that may be made are held to anything."""
         return self._strict_level != "auto" or any(tool.function.strict for tool in tools.allowed)
 
-    async def _made(self, make: Callable[[], str | None], field: str, request: Request) -> str | None:
-        def work(check: Callable[[], None]) -> str | None:
+    async def _made(self, make: Callable[[], T], field: str, request: Request) -> T:
+        def work(check: Callable[[], None]) -> T:
             check()
             return make()
 
@@ -70,12 +86,12 @@ class Grammars:
         except RequestError as error:
             raise refused(error, field) from error
 
-    def _of_tools(self, tools: ToolsWanted, *, or_else: bool) -> str | None:
+    def _of_tools(self, tools: ToolsWanted, *, or_else: bool) -> "CallGrammar":
         """The grammar of calls; with `or_else` they are not made within a text."""
-        from vllm_lite.structured.tools import Tool, tool_grammar
+        from vllm_lite.structured.tools import CallGrammar, Tool, tool_grammar
 
         if self._formats is None:
-            return None
+            return CallGrammar(None)
         functions = [tool.function for tool in tools.allowed]
         level = self._strict_level
         wanted = [Tool(each.name, each.parameters, bool(each.strict) or level == "parameter") for each in functions]
@@ -91,9 +107,9 @@ class Grammars:
         )
 
 
-def _of_form(form: WantedForm, calls: str | None) -> str:
-    from vllm_lite.structured.compile import compile_grammar
+def _of_form(form: WantedForm, calls: str | None) -> "Compiled":
+    from vllm_lite.structured.compile import compile_form
     from vllm_lite.structured.either import either
 
-    grammar = compile_grammar(form.params)
-    return grammar if calls is None else either(calls, grammar)
+    compiled = compile_form(form.params)
+    return compiled if calls is None else compiled._replace(grammar=either(calls, compiled.grammar))

@@ -1,0 +1,53 @@
+"""What of one schema cannot be held: refused by name and place, or left out of a schema that need not be strict."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from vllm_lite.errors import RequestError
+from vllm_lite.structured.regex_tree import NotHeldError
+
+MAX_NOTES = 100
+TRANSLATION_S = 1.5
+"""How long all patterns of one schema may take to be written in another way; the hardest take about a second."""
+T = TypeVar("T")
+
+
+def refusal(pointer: str, problem: str) -> RequestError:
+    """Make the error for the place `pointer` of a schema; the root is ""."""
+    return RequestError(f"the JSON schema at #{pointer}: {problem}")
+
+
+class Findings:
+    """Collects the places of one schema at which something is not held.
+
+    `notes` name the place as a JSON pointer and the keyword: `#/properties/a: 'not'`.
+    """
+
+    def __init__(self, *, is_lenient: bool) -> None:
+        self.is_lenient = is_lenient
+        self.notes: list[str] = []
+        self._left_s = TRANSLATION_S
+
+    def cannot(self, pointer: str, keyword: str, problem: str) -> None:
+        """Take note of a keyword, or of a value of it, that the caller leaves out. Raises RequestError, which says the
+        problem, if the schema has to be held as a whole."""
+        if not self.is_lenient:
+            raise refusal(pointer, problem)
+        self.note(pointer, keyword)
+
+    def note(self, pointer: str, keyword: str) -> None:
+        """Take note of something that is not held, even if the schema is strict."""
+        found = f"#{pointer}: {keyword!r}" if keyword else f"#{pointer}"
+        if len(self.notes) < MAX_NOTES and found not in self.notes:
+            self.notes.append(found)
+
+    def translated(self, work: Callable[[], T]) -> T:
+        """Do work that writes patterns in another way. Raises NotHeldError when that has taken too long already."""
+        if self._left_s < 0:
+            raise NotHeldError("the patterns before it took too long")
+        began_s = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._left_s -= time.monotonic() - began_s
