@@ -88,7 +88,7 @@ def test_nobody_runs_and_the_first_takes_from_those_behind() -> None:
 
 def test_demotions_do_not_starve_who_comes_back() -> None:
     """Beside a swapped sequence others grow by two blocks a step, into blocks that are cached. With room for it on the
-    device the swapped one is back after the steps that its blocks take, and one."""
+    device the swapped one is back after the steps that its blocks take, and as many of those that make way for it."""
     rig = Rig(131, 1, num_host_blocks=400, max_swap_blocks=3, preemption="swap", max_num_batched_tokens=200)
     rig.add("long", [1, 2, 3, 4, 5], max_tokens=80)
     rig.add("longer", [5, 4, 3, 2, 1], max_tokens=80)
@@ -102,7 +102,7 @@ def test_demotions_do_not_starve_who_comes_back() -> None:
     while sequence.status is not Status.RUNNING:
         rig.step()
         num_steps += 1
-    assert num_steps <= -(-sequence.num_tokens // 3) + 1
+    assert num_steps <= -(-2 * sequence.num_tokens // 3) + 1
     for _ in range(10):
         rig.step()
     assert rig.kv.counters.demoted_blocks > demoted, "the test is about steps that demote"
@@ -142,12 +142,12 @@ def test_nobody_is_loaded_in_parts_behind_one_that_lacks_blocks() -> None:
 
 
 def test_what_the_device_still_has_is_not_loaded() -> None:
-    rig = Rig(40, num_host_blocks=40, preemption="swap", max_num_batched_tokens=64)
+    rig = Rig(40, num_host_blocks=40, preemption="swap", max_num_batched_tokens=64, max_swap_blocks=6)
     sequence = rig.add("a", PROMPT[:18], max_tokens=5).sequences[0]
     rig.step()
     assert rig.kv.swap_out(sequence)
     assert rig.kv.counters.swapped_out_blocks == 5
-    assert rig.kv.swap_in(sequence, 19)
+    assert rig.kv.swap_in(sequence, 19), "the step may move one more"
     assert rig.kv.counters.swapped_in_blocks == 1, "its last block is not full, so nobody finds it"
     rig.drain()
 
@@ -170,15 +170,16 @@ def test_a_hit_on_the_host_may_be_longer_than_what_a_step_moves(depth: int) -> N
     assert rig.output("again") == rig.output("a")
 
 
-@pytest.mark.parametrize(("num_host_blocks", "max_swap_blocks", "kept"), [(50, 8, 8), (5, 8, 5), (50, 100, 20)])
+@pytest.mark.parametrize(
+    ("num_host_blocks", "max_swap_blocks", "kept"), [(50, 8, 20), (5, 8, 5), (5, 2, 5), (50, 100, 20)]
+)
 def test_of_what_is_evicted_the_prefix_is_demoted(num_host_blocks: int, max_swap_blocks: int, kept: int) -> None:
     rig = Rig(22, 2, num_host_blocks=num_host_blocks, max_swap_blocks=max_swap_blocks, max_num_batched_tokens=64)
     rig.add("a", PROMPT, max_tokens=1)
     rig.drain()
     rig.add("b", [VOCAB - 1] * 41, max_tokens=1)
-    rig.step()
-    assert rig.kv.counters.demoted_blocks == kept
     rig.drain()
+    assert rig.kv.counters.demoted_blocks == kept
     again = rig.add("again", PROMPT, max_tokens=1)
     rig.drain()
     assert again.num_cached_at_start == min(2 * kept, 39)

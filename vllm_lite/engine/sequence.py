@@ -11,7 +11,7 @@ from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue
 
 if TYPE_CHECKING:
-    from vllm_lite.engine.blocks.manager import Lookup
+    from vllm_lite.engine.blocks.prefix_hit import Lookup
     from vllm_lite.engine.blocks.state_place import StatePlace
     from vllm_lite.engine.request import Request
 
@@ -70,6 +70,8 @@ class Sequence:
     num_hashed_blocks: int = 0
     num_passed: int = 0
     """The number of later arrivals that were admitted while it waited."""
+    num_demoting: int = 0
+    """Steps in a row that did not admit it, because they first had to demote what its blocks evict."""
     lookup: "Lookup | None" = None
     """The last prefix lookup and admission verdict, while it waits."""
     forks_state: bool = False

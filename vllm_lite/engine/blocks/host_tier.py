@@ -36,23 +36,31 @@ class HostTier:
         """Unpin blocks, last first: a sequence's tail is dropped before its beginning."""
         self.pool.free([block_id - self.first_id for block_id in reversed(ids)])
 
+    def num_places(self, keys: Iterable[bytes]) -> int:
+        """How many places demote() would find for `keys` without a limit."""
+        return sum(host_id is None for host_id in self._fitting(keys).values())
+
     def demote(self, keys: Iterable[bytes], limit: int) -> list[tuple[bytes, int]]:
         """Find places for at most `limit` cached blocks that the device drops: (key, global id), while there is room.
 
         The first get places first, and are dropped last. A block that is here already takes no place, and counts as
         newly used.
         """
-        places: list[tuple[bytes, int]] = []
-        kept = []
-        for key in keys:
-            host_id = self.find(key)
-            if host_id is not None:
-                self.pin((host_id,))
-            elif len(places) < limit and self.pool.num_free:
-                (host_id,) = self.new_blocks((key,))
-                places.append((key, host_id))
-            else:
-                break
-            kept.append(host_id)
-        self.unpin(kept)
+        kept = self._fitting(keys)
+        self.pin([host_id for host_id in kept.values() if host_id is not None])  # no other shall have their places
+        lacking = [key for key, host_id in kept.items() if host_id is None][:limit]
+        places = list(zip(lacking, self.new_blocks(lacking), strict=True))
+        kept.update(places)
+        self.unpin([host_id for host_id in kept.values() if host_id is not None])
         return places
+
+    def _fitting(self, keys: Iterable[bytes]) -> dict[bytes, int | None]:
+        """The first of `keys`, as many as there is room for beside what is pinned, and the blocks that have them."""
+        fitting: dict[bytes, int | None] = {}
+        room = self.pool.num_free
+        for key in keys:
+            if not room:
+                break
+            fitting[key] = block_id = self.find(key)
+            room -= block_id is None or self.pool.is_free(block_id - self.first_id)
+        return fitting

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, common_hit, longest_sequence
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
+from vllm_lite.engine.blocks.prefix_hit import Lookup, PrefixHit
 from vllm_lite.engine.blocks.state_place import NO_SLOT
 from vllm_lite.engine.blocks.state_slots import StateSlots
 from vllm_lite.engine.blocks.swapping import Place, Swapping, num_held
@@ -27,30 +28,6 @@ from vllm_lite.protocol.step import States
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 _RETIRED = "computed before the cache was reset"
-
-
-class PrefixHit(NamedTuple):
-    """The cached blocks that a sequence begins with: their global ids per group, null where the window is past."""
-
-    tables: list[list[int]]
-    num_tokens: int
-    state: int = NO_SLOT
-    """The slot with the state behind them, of a model with recurrent layers, or its place on the host."""
-    reach: int = 0
-    """How many tokens have their KV cached: more than `num_tokens` where no state is kept behind them."""
-    is_coming: bool = False
-    """Whether the state behind more of them is being computed."""
-
-
-class Lookup(NamedTuple):
-    """The result of the last prefix lookup for a waiting sequence, so that not every step has to look again."""
-
-    admission: Admission
-    num_cached: int
-    next_keys: list[bytes]
-    """The key of the next block of the cached prefix, per group."""
-    supply: int
-    """The pool's free blocks plus those ever revived: admission lacks less only by as much as this grows."""
 
 
 class Growth(NamedTuple):
@@ -217,15 +194,17 @@ class KVCacheManager:
         """Share the hit, and allocate for all the tokens the sequence has; in a window for the first `num_tokens`.
 
         Call it after a verdict of OK. On a hit of the whole sequence every block is shared and only the last token is
-        computed again, for its logits; its KV is in the cache already and is not written. False: the hit lies on the
-        host and a step moves only so many blocks; the sequence is parked, and swap_in() goes on with it. Unless
-        `in_parts`, nothing is changed then.
+        computed again, for its logits; its KV is in the cache already and is not written. False: a step moves only so
+        many blocks. If the hit lies on the host, the sequence is parked, and swap_in() goes on with it; else, and
+        unless `in_parts`, it holds nothing, and what its blocks evict is being demoted.
         """
         position = min(hit.num_tokens, sequence.num_tokens - 1)
         first_host_id = self.pool.num_blocks
         num_on_host = sum(block_id >= first_host_id for ids in hit.tables for block_id in ids)
-        if not (in_parts or self.swapping.may_move(num_on_host)):
-            return False
+        if self.host is not None and not (in_parts and num_on_host):
+            count = num_on_host + sum(self._num_missing(sequence, num_tokens, hit.tables))
+            if not self.swapping.may_take(sequence, count, [block_id for ids in hit.tables for block_id in ids]):
+                return False
         # Hold all of it before anything is allocated: what is evicted and demoted for the new blocks must not be this.
         for group, table, ids in zip(self.groups, sequence.tables, hit.tables, strict=True):
             table.share([block_id if block_id < first_host_id else NULL_BLOCK for block_id in ids])
@@ -260,7 +239,8 @@ class KVCacheManager:
             for group in self.groups
             if write_from < num_tokens and sequence.tables[group.index].is_shared(first_written)
         ]
-        missing = [self._num_missing(table, num_tokens) for table in sequence.tables]
+        num_blocks = -(-num_tokens // self.block_size)
+        missing = [max(0, num_blocks - len(table.ids)) for table in sequence.tables]
         if sum(missing) + len(shared) > self.pool.num_free:
             return None
         replaced = []
@@ -287,10 +267,7 @@ class KVCacheManager:
     def _extend(self, sequence: Sequence, num_tokens: int, places: abc.Sequence[Place]) -> None:
         """Allocate the blocks that the sequence lacks, and load `places`. It is one allocation, so that of all blocks
         evicted for it those are demoted that are worth most."""
-        missing = [
-            self._num_missing(table, sequence.num_tokens if group.window is None else num_tokens)
-            for group, table in zip(self.groups, sequence.tables, strict=True)
-        ]
+        missing = self._num_missing(sequence, num_tokens, [table.ids for table in sequence.tables])
         ids = self.pool.get_new_blocks(len(places) + sum(missing))
         at = len(places)
         self.swapping.load(sequence, places, ids[:at])
@@ -299,8 +276,11 @@ class KVCacheManager:
             at += count
         self._set_slots(sequence)
 
-    def _num_missing(self, table: BlockTable, num_tokens: int) -> int:
-        return max(0, -(-num_tokens // self.block_size) - len(table.ids))
+    def _num_missing(self, sequence: Sequence, num_tokens: int, held: Iterable[abc.Sequence[int]]) -> list[int]:
+        """How many blocks each group lacks beside those `held` to admit a sequence: for all its tokens, and in a window
+        for the first `num_tokens`."""
+        ends = (sequence.num_tokens if group.window is None else num_tokens for group in self.groups)
+        return [max(0, -(-end // self.block_size) - len(ids)) for end, ids in zip(ends, held, strict=True)]
 
     def _set_slots(self, sequence: Sequence) -> None:
         if sequence.tables:
@@ -421,9 +401,10 @@ class KVCacheManager:
 
     def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:
         """Load the KV of a parked sequence, as much as the step may move, and make room for `num_tokens`. Call it after
-        a verdict of OK. False: the sequence stays parked, and the next step goes on; unless `in_parts`, nothing is
-        changed then."""
-        places, is_all = self.swapping.next_in(sequence, in_parts=in_parts)
+        a verdict of OK. False: the sequence stays parked, and the next step goes on; unless `in_parts`, it got no block
+        then."""
+        missing = self._num_missing(sequence, num_tokens, [table.ids for table in sequence.tables])
+        places, is_all = self.swapping.next_in(sequence, sum(missing), in_parts=in_parts)
         if not is_all:
             self.swapping.load(sequence, places, self.pool.get_new_blocks(len(places)))
             return False

@@ -5,7 +5,9 @@ A block is in one of these states: free (unhashed, in the free list), allocated 
 taken). Allocation takes from the head of the free list, freeing appends to its tail, a hit unlinks from the middle.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import islice
 
 from vllm_lite.errors import OutOfBlocks
 
@@ -143,6 +145,26 @@ class BlockPool:
         for observer in self.observers:
             observer.allocated(ids)
         return ids
+
+    def peek(self, count: int, spared: Container[int] = ()) -> list[Block]:
+        """The `count` blocks that get_new_blocks() would take if those `spared` were referenced; fewer if too few are
+        free."""
+        return list(islice((block for block in self._free if block.block_id not in spared), count))
+
+    def would_lose(self, count: int, spared: Container[int]) -> dict[bytes, int]:
+        """The contents that taking `count` blocks would leave in no block, with the blocks that have them; `spared` as
+        for peek(). The most recently used comes first."""
+        lost: dict[bytes, int] = {}
+        num_taken = Counter[bytes]()
+        for block in reversed(self.peek(count, spared)):
+            if (block_hash := block.block_hash) is not None:
+                lost[block_hash] = block.block_id
+                num_taken[block_hash] += 1
+        return {key: block_id for key, block_id in lost.items() if num_taken[key] == self._num_copies(key)}
+
+    def _num_copies(self, block_hash: bytes) -> int:
+        entry = self._cached.get(block_hash)
+        return len(entry) if isinstance(entry, dict) else int(entry is not None)
 
     def touch(self, ids: Sequence[int]) -> None:
         """Add one reference to each block; an evictable one leaves the free list. The null block is not counted.

@@ -6,6 +6,11 @@ leave the device from the end and come back from the beginning, and a step moves
 stays where it is until the next step. So a sequence of any length can move, and no step stalls longer than that.
 
 What a parked sequence still has on the device is taken from it when a running sequence needs the place.
+
+Cached blocks that the device reuses are demoted, and count as moves. Where a waiting sequence would evict more of them
+than the step may move, the step demotes as many ahead of their eviction: they stay on the device as well, the sequence
+waits, and a later step finds them on the host. A running sequence waits for no demotion: what its step may not move is
+lost.
 """
 
 from collections import abc
@@ -150,10 +155,11 @@ class Swapping:
         """Whether this step may move `num_blocks` more."""
         return num_blocks <= max(self._left, 0)
 
-    def next_in(self, sequence: Sequence, *, in_parts: bool) -> tuple[list[Place], bool]:
-        """The blocks of a parked sequence that this step may load, and whether those are all. Cached ones that are on
-        the device need no loading; the sequence holds them from now on. Unless `in_parts`, it is all or nothing."""
-        missing, present = [], []
+    def next_in(self, sequence: Sequence, num_new: int, *, in_parts: bool) -> tuple[list[Place], bool]:
+        """The blocks of a parked sequence that this step may load, and whether those are all, and `num_new` more may be
+        allocated with them. Cached ones that are on the device need no loading; the sequence holds them from now on.
+        Unless `in_parts`, it is all or nothing."""
+        missing, present, ids = [], [], list[int]()
         for group, table, host_ids in zip(self._groups, sequence.tables, sequence.host_ids or (), strict=True):
             for index, host_id in enumerate(host_ids):
                 if host_id == NULL_BLOCK or table.ids[index] != NULL_BLOCK:
@@ -164,16 +170,33 @@ class Swapping:
                     missing.append(Place(group, index))
                 else:
                     present.append((table, index, block_id))
-        if not (in_parts or self.may_move(len(missing))):
+                ids.append(host_id if block_id is None else block_id)
+        is_all = self.may_take(sequence, len(missing) + num_new, ids, ahead=not (in_parts and missing))
+        if not (in_parts or is_all):
             return [], False
         for table, index, block_id in present:
             self._pool.touch((block_id,))
             table.ids[index] = block_id
-        places = missing[: max(self._left, 0)]
+        places = missing if is_all else missing[: self._num_loadable(len(missing))]
         self._left -= len(places)
-        self._reserved = 0
         self._wanted += len(missing) - len(places)
-        return places, len(places) == len(missing)
+        return places, is_all
+
+    def _num_loadable(self, most: int) -> int:
+        """How many blocks the step may load, at most `most`, if it also demotes the cached ones in whose place they
+        come. It may load one in any case, so that the sequence comes in at last."""
+        left = self._left
+        if self._host is None or left <= 0:
+            return 0
+        room = self._host.pool.num_free
+        blocks = self._pool.peek(min(most, left))
+        for count, block in enumerate(blocks):
+            moves_out = room > 0 and block.block_hash is not None and self._host.find(block.block_hash) is None
+            room -= moves_out
+            left -= 1 + moves_out
+            if left < 0:
+                return max(count, 1)
+        return len(blocks)
 
     def load(self, sequence: Sequence, places: abc.Sequence[Place], block_ids: abc.Sequence[int]) -> None:
         """Fill new device blocks with the contents of `places` on the host."""
@@ -190,6 +213,32 @@ class Swapping:
 
     # ---- demotion
 
+    def may_take(self, sequence: Sequence, count: int, ids: abc.Sequence[int], *, ahead: bool = True) -> bool:
+        """Whether a waiting sequence may take `count` new blocks in this step: to load those of `ids` that are on the
+        host, and so that no cached content is lost for which the host has room. `ids` is its prefix, on either tier.
+
+        If not, as much as the step may move is demoted `ahead`, what was used last first. That is done for a sequence
+        in as many steps as its blocks take; others may take the moves or evict as much, and then it waits no longer.
+        """
+        host, self._reserved = self._host, 0
+        if host is None:
+            return True
+        on_host = [block_id for block_id in ids if block_id >= host.first_id]
+        limit = self._left - len(on_host)
+        if limit < 0:
+            return False
+        num_demoting, sequence.num_demoting = sequence.num_demoting, 0
+        if count <= limit:
+            return True
+        lost = self._pool.would_lose(count, set(ids))
+        host.pin(on_host)
+        may_take = host.num_places(lost) <= limit or num_demoting * self._max_blocks >= count
+        if ahead and not may_take:
+            self._keep(lost, limit)
+            sequence.num_demoting = num_demoting + 1
+        host.unpin(on_host)
+        return may_take
+
     def _demote(self, evicted: abc.Sequence[tuple[int, bytes]]) -> None:
         """Keep the contents of some cached blocks that the device is about to reuse. They come in the order of their
         last use, and the last used are kept first.
@@ -198,9 +247,13 @@ class Swapping:
         or in `evicted` and thereby kept before it.
         """
         limit = self._left - self._reserved
-        if self._host is None or limit <= 0:
+        if limit > 0:
+            self._keep({key: id_ for id_, key in reversed(evicted) if self._pool.get_cached_block(key) is None}, limit)
+
+    def _keep(self, lost: dict[bytes, int], limit: int) -> None:
+        """Move the first of the blocks `lost`, by their keys, to the host: `limit` at most, and while it has room."""
+        if self._host is None:
             return
-        lost = {key: block_id for block_id, key in reversed(evicted) if self._pool.get_cached_block(key) is None}
         places = self._host.demote(lost, limit)
         self._ops += [(BlockOp.SWAP_OUT, lost[key], host_id) for key, host_id in places]
         self._left -= len(places)

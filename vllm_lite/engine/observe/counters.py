@@ -7,7 +7,8 @@ they share evenly the time since the results before them, or, if none were under
 
 from collections import abc
 
-from vllm_lite.engine.blocks.manager import KVCacheManager, PrefixHit
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.prefix_hit import PrefixHit
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import FinishReason, Stats

@@ -6,8 +6,8 @@ That changes nothing: no block is touched and no token hashed, so a trace need n
 from collections.abc import Iterable
 from typing import Any
 
-from vllm_lite.engine.blocks.manager import PrefixHit
 from vllm_lite.engine.blocks.pool import NULL_BLOCK
+from vllm_lite.engine.blocks.prefix_hit import PrefixHit
 from vllm_lite.engine.blocks.swapping import num_held
 from vllm_lite.engine.blocks.verdict import Admission, Verdict
 from vllm_lite.engine.request import Request
@@ -107,7 +107,7 @@ def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: i
         return "waits_for_adapter"
     if found.verdict is not Verdict.OK:
         return "waits_for_state" if found.lacks_state else "waits_for_blocks"
-    if sequence.host_ids is not None and num_held(sequence):
+    if sequence.num_demoting or (sequence.host_ids is not None and num_held(sequence)):
         return "waits_for_swap"
     count = 1 if options.chunked_prefill else sequence.num_tokens
     is_full = scheduler.num_scheduled_tokens + count > scheduler.step_budget

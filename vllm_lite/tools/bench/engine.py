@@ -13,8 +13,9 @@ from typing import Any
 from vllm_lite.client.session import Session
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
-from vllm_lite.engine.blocks.manager import KVCacheManager, PrefixHit
+from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.prefix_hit import PrefixHit
 from vllm_lite.engine.policy import BUILT_IN, load
 from vllm_lite.engine.process import made_to_last
 from vllm_lite.engine.queues import Options
