@@ -21,7 +21,7 @@ Part = str | bytes
 SIZE = 128
 """Hidden size. The product of two codes of so many signs is at most about 64, and 128 of a code with itself: the margin
 is so wide that neither a lower precision nor a temperature of 1 matters."""
-FILL, END = "<|fill|>", "<|end|>"
+FILL, END = "<|filling|>", "<|scripted|>"
 MAX_SCRIPTED = 8192
 TEMPLATE = """{%- set found = namespace(number=0) -%}
 {%- for message in messages -%}
@@ -32,7 +32,7 @@ TEMPLATE = """{%- set found = namespace(number=0) -%}
 {%- endfor -%}
 {%- set prompts = PROMPTS -%}
 {%- set prompt = prompts[[found.number, prompts | length - 1] | min] -%}
-{{- '<|fill|>' * prompt[0] }}{{ prompt[1] -}}"""
+{{- '<|filling|>' * prompt[0] }}{{ prompt[1] -}}"""
 
 
 @dataclass(frozen=True)
