@@ -111,3 +111,47 @@ def test_half_of_a_surrogate_pair_does_not_end_a_session(http: httpx.Client, pat
 def test_a_tool_may_answer_nothing(http: httpx.Client, path: str, more: dict[str, Any]) -> None:
     answer = http.post(path, json={**BODIES[path], **more})
     assert answer.status_code == 200, answer.text
+
+
+# ---- browsers
+
+
+FORMS = {
+    "/v1/chat/completions": lambda error: error["error"]["message"],
+    "/v1/messages": lambda error: error["error"]["message"],
+    "/v1/responses": lambda error: error["error"]["message"],
+    "/api/chat": lambda error: error["error"],
+}
+REBOUND = {"Host": "evil.example:8000", "Origin": "http://evil.example:8000", "Sec-Fetch-Site": "same-origin"}
+CROSS = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
+
+
+@pytest.mark.parametrize(("headers", "flag"), [(REBOUND, "--allowed-hosts"), (CROSS, "--allowed-origins")])
+def test_a_page_of_a_stranger_is_refused_everywhere(http: httpx.Client, headers: dict[str, str], flag: str) -> None:
+    """Also where its name resolves to this machine. Errors have the form of the route's dialect."""
+    for path, message in FORMS.items():
+        answer = http.post(path, json=BODIES[path], headers=headers)
+        assert answer.status_code == 403
+        assert f"start it with {flag} " in message(answer.json())
+    for path in ("/", "/v1/models", "/models", "/health", "/metrics", "/api/tags", "/server_info", "/none"):
+        assert http.get(path, headers=headers).status_code == 403
+    assert http.post("/pause", headers=headers).status_code == 403
+    assert http.get("/health").status_code == 200
+
+
+def test_pages_of_this_machine_and_programs_may_call(http: httpx.Client) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    for origin, is_open in (
+        ("http://localhost:3000", True),
+        ("app://obsidian.md", True),
+        ("https://evil.example", False),
+    ):
+        answer = http.options("/v1/chat/completions", headers={"Origin": origin, **asked})
+        assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (
+            200 if is_open else 400,
+            is_open,
+        )
+        answer = http.post("/v1/chat/completions", json=CHAT, headers={"Origin": origin})
+        assert answer.status_code == (200 if is_open else 403)
+        assert answer.headers.get("access-control-allow-origin") == (origin if is_open else None)
+    assert http.post("/pause", headers={"Origin": "http://localhost:3000"}).status_code == 403

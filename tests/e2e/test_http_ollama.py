@@ -75,9 +75,9 @@ def test_a_body_needs_no_type_unless_a_web_page_sends_it(http: httpx.Client, kin
     content = json.dumps({**PROMPT, "stream": False}).encode()
     assert http.post("/api/generate", content=content, headers=headers).json()["done"]
     assert http.post("/api/show", content=b"{}", headers=headers).status_code == 200
-    for mark in ("Origin", "Sec-Fetch-Site"):
+    for mark, value in (("Origin", "http://localhost:3000"), ("Sec-Fetch-Site", "cross-site")):
         for path in ("/api/generate", "/api/chat", "/api/show", "/api/pull"):
-            answer = http.post(path, content=content, headers={**headers, mark: "http://evil.example"})
+            answer = http.post(path, content=content, headers={**headers, mark: value})
             assert answer.status_code == 415, path
             assert "application/json" in answer.json()["error"]
 

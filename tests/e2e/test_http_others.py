@@ -55,7 +55,7 @@ async def vanish(host: str, port: int, number: int) -> None:
     """Connect, say some of a request, perhaps all, perhaps read a part of the answer, and go without a word."""
     rng = random.Random(number)
     data = body_of(number, max_tokens=400, stream=rng.random() < 0.7)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     whole = head % len(data) + data
     reader, writer = await asyncio.open_connection(host, port)
     try:

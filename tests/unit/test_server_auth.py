@@ -1,20 +1,23 @@
-"""Who may call what: users' keys, admins' keys, and servers without."""
+"""Who may call what: users' keys, admins' keys, and servers without, which look at names, pages and proxies."""
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
-from vllm_lite.server.config import Keys
+from vllm_lite.server.app import DIALECTS
+from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.http.auth import AuthMiddleware, require_admin
+from vllm_lite.server.http.callers import Callers
 from vllm_lite.server.openai.errors import ApiError
 
 USER, ADMIN = "user-key", "admin-key"
 
 
-def status(
-    keys: Keys, key: str | None, path: str = "/reset_prefix_cache", *, is_local: bool = True, more: Any = ()
+def answer_to(
+    keys: Keys, callers: Callers, headers: Any, path: str = "/reset_prefix_cache", version: str = "1.1"
 ) -> tuple[int, str]:
     """The status of a request to `path`, an admin's route or not, and the body of its error."""
     sent: list[dict[str, Any]] = []
@@ -30,12 +33,17 @@ def status(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-    headers += more
-    scope = {"type": "http", "path": path, "method": "POST", "headers": headers}
-    asyncio.run(AuthMiddleware(app, keys, is_local=is_local)(scope, None, send))  # type: ignore[arg-type]
+    scope = {"type": "http", "path": path, "method": "POST", "headers": list(headers), "http_version": version}
+    asyncio.run(AuthMiddleware(app, keys, callers=callers, dialects=DIALECTS)(scope, None, send))  # type: ignore[arg-type]
     assert any(name == b"x-request-id" for name, _ in sent[0]["headers"])
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
+
+
+def status(
+    keys: Keys, key: str | None, path: str = "/reset_prefix_cache", *, is_local: bool = True, more: Any = ()
+) -> tuple[int, str]:
+    headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    return answer_to(keys, Callers("127.0.0.1", is_local), [*headers, *more], path)
 
 
 def test_no_web_page_changes_a_server_without_keys() -> None:
@@ -121,3 +129,181 @@ def test_two_keys_in_one_place_are_none(name: bytes) -> None:
     for given in (two, two[::-1]):
         assert status(BOTH, None, "/v1/completions", more=given)[0] == 401
     assert status(BOTH, None, "/v1/completions", more=two[:1] * 2)[0] == 200
+
+
+# ---- names, pages and proxies
+
+
+def called(headers: dict[str, str], path: str = "/v1/models", **settings: Any) -> tuple[int, str]:
+    """How a server of these settings answers a request with these headers."""
+    config = ServeConfig(**settings)
+    key = [(b"authorization", f"Bearer {key}".encode()) for key in config.api_key]
+    given = [*key, *((name.lower().encode(), value.encode()) for name, value in headers.items())]
+    return answer_to(config.keys(), Callers.of(config, config.keys()), given, path)
+
+
+OWN_NAMES = (
+    *("localhost", "LOCALHOST:8000", "localhost.", "demo.localhost:80", "127.0.0.1:8000", "127.8.9.1", "[::1]:8000"),
+    *("[::ffff:127.0.0.1]", "192.168.1.5:8000", "[fe80::1]", "", ":8000", "host.docker.internal:8000"),
+    *(socket.gethostname(), socket.gethostname().upper() + ":1"),
+)
+OTHER_NAMES = (
+    *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "evillocalhost"),
+    *("internal.evil.example", "evilinternal", "a b", "127.0.0.1@evil.example", "1.2.3", "[evil.example]:80"),
+)
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_a_server_that_trusts_its_machine_answers_to_its_names(name: str) -> None:
+    assert called({"Host": name})[0] == 200
+    assert called({})[0] == 200
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_no_page_reaches_it_by_a_name_that_resolves_to_it(name: str) -> None:
+    """DNS rebinding: the browser takes the page for the server's own, but says what it has resolved."""
+    for path in ("/v1/models", "/health", "/metrics", "/"):
+        code, text = called({"Host": name, "Origin": f"http://{name}", "Sec-Fetch-Site": "same-origin"}, path)
+        assert code == 403
+        assert "--allowed-hosts" in text
+    two = [(b"host", b"localhost"), (b"host", name.encode())]
+    for given in (two, two[::-1]):
+        config = ServeConfig()
+        assert answer_to(Keys(), Callers.of(config, Keys()), given, "/v1/models")[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_open"),
+    [
+        ({}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "::1"}, False),
+        ({"admin_api_key": (ADMIN,)}, False),
+        ({"allowed_hosts": ("other.example",)}, False),
+        ({"allowed_hosts": ()}, False),
+        ({"host": "0.0.0.0", "allowed_hosts": ("other.example",)}, False),
+        ({"api_key": (USER,), "allowed_hosts": ("other.example",)}, False),
+        ({"allowed_hosts": ("chat.example.org",)}, True),
+        ({"allowed_hosts": ("other.example", "CHAT.example.org.")}, True),
+        ({"allowed_hosts": ("*.example.org",)}, True),
+        ({"allowed_hosts": ("*",)}, True),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "chat.example.org", "allowed_hosts": ()}, True),
+        ({"api_key": (USER,)}, True),
+        ({"uds": "/tmp/socket"}, True),
+    ],
+)
+def test_who_answers_to_another_name(settings: dict[str, Any], is_open: bool) -> None:
+    assert called({"Host": "chat.example.org:443"}, **settings)[0] == (200 if is_open else 403)
+
+
+def test_a_wildcard_is_of_whole_labels() -> None:
+    for name in ("example.org", "evilexample.org", "chat.example.org.evil.example"):
+        assert called({"Host": name}, allowed_hosts=("*.example.org",))[0] == 403
+
+
+def test_a_name_is_refused_in_one_sentence_of_the_dialect() -> None:
+    sentence = "this server does not answer to the name 'evil.example' (header Host); start it with --allowed-hosts"
+    for path, form in (
+        ("/v1/chat/completions", '{"error":{"message":"%s'),
+        ("/v1/messages", '{"type":"error","error":{"type":"permission_error","message":"%s'),
+        ("/api/chat", '{"error":"%s'),
+    ):
+        code, text = called({"Host": "evil.example:8000"}, path)
+        assert (code, text[: len(form % sentence)]) == (403, form % sentence)
+    assert "--allowed-hosts NAME" in called({"Host": "a; rm -rf b"})[1]
+    assert len(called({"Host": "x" * 60_000})[1]) < 1000
+
+
+OWN_PAGES = (
+    *(
+        "http://localhost:3000",
+        "https://localhost",
+        "http://127.0.0.1:8000",
+        "http://[::1]:5",
+        "http://tauri.localhost",
+    ),
+    *("app://obsidian.md", "tauri://localhost", "vscode-webview://1a2b", "file://", "capacitor://localhost"),
+)
+OTHER_PAGES = (
+    *("https://evil.example", "http://localhost.evil.example", "http://evillocalhost", "http://127.0.0.1.evil.example"),
+    *(
+        "null",
+        "chrome-extension://abc",
+        "http://localhost:3000.evil.example",
+        "https://evil.example/app://x",
+        "evil",
+        "",
+    ),
+    *("http://0.0.0.0:8000", "http://localhost@evil.example"),
+)
+
+
+@pytest.mark.parametrize("origin", OWN_PAGES)
+def test_pages_of_this_machine_may_call_it(origin: str) -> None:
+    assert called({"Host": "localhost:8000", "Origin": origin})[0] == 200
+    assert called({"Host": "localhost:8000", "Origin": origin}, allowed_origins=())[0] == 403
+    assert called({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, allowed_origins=())[0] == 200
+
+
+@pytest.mark.parametrize("origin", OTHER_PAGES)
+def test_pages_of_strangers_may_not(origin: str) -> None:
+    code, text = called({"Host": "localhost:8000", "Origin": origin})
+    assert code == 403
+    assert "--allowed-origins" in text
+    assert "--allowed-origins null" not in text
+    assert called({"Host": "localhost:8000", "Origin": origin}, allowed_origins=("*",))[0] == 200
+    assert called({"Host": "localhost:8000", "Origin": origin}, api_key=(USER,))[0] == 200
+    assert called({"Host": "localhost:8000", "Origin": origin}, host="0.0.0.0")[0] == 200
+
+
+def test_the_page_that_a_proxy_shows_is_the_server_s_own() -> None:
+    """Whether the proxy keeps the Host header or writes its own."""
+    page = {"Origin": "https://chat.example.org"}
+    for host in ("chat.example.org", "127.0.0.1:8000"):
+        assert called({"Host": host, **page})[0] == 403
+        assert called({"Host": host, **page}, allowed_hosts=("chat.example.org",))[0] == 200
+    assert called({"Host": "localhost", **page}, allowed_origins=("https://chat.example.org",))[0] == 200
+    assert called({"Host": "localhost", **page}, allowed_origins=("https://other.example.org",))[0] == 403
+
+
+FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP", "Via")
+
+
+@pytest.mark.parametrize("name", FORWARDED)
+def test_a_proxy_does_not_lend_its_machine_to_strangers(name: str) -> None:
+    """It may be on this machine, and the client anywhere."""
+    for settings in ({}, {"uds": "/tmp/socket"}, {"allowed_hosts": ("*",)}):
+        code, text = called({"Host": "localhost", name: "203.0.113.7"}, "/reset_prefix_cache", **settings)
+        assert (code, "closed to what comes through a proxy" in text) == (403, True)
+        assert "--admin-api-key" in text
+    assert called({"Host": "localhost", name: "203.0.113.7"})[0] == 200
+
+
+def test_who_is_at_this_machine() -> None:
+    admin = "/reset_prefix_cache"
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "demo.localhost"):
+        assert called({"Host": host}, admin)[0] == 200
+    for host in ("192.168.1.5", "chat.example.org", "host.docker.internal"):
+        code, text = called({"Host": host}, admin, allowed_hosts=("*",))
+        assert (code, "another name than localhost" in text) == (403, True)
+    assert called({"Host": "mybox:80"}, admin, host="127.0.0.1", uds="/tmp/socket")[0] == 200, "no name led there"
+    assert called({"Host": "127.0.0.5:80"}, admin, host="127.0.0.5")[0] == 200
+    config = ServeConfig()
+    assert answer_to(Keys(), Callers.of(config, Keys()), [], version="1.0")[0] == 403, "as nginx calls it"
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 403),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Origin": "http://localhost:3000"}, 403),
+    ],
+)
+def test_pages_show_by_what_their_browser_sends(headers: dict[str, str], expected: int) -> None:
+    """An image or a script of a page has no Origin; what somebody typed has no site."""
+    code, text = called({"Host": "localhost", **headers}, "/reset_prefix_cache")
+    assert (code, "closed to web pages" in text) == (expected, expected == 403)

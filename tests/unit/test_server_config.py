@@ -103,24 +103,6 @@ def test_origins(words: str) -> None:
     assert load("--allowed-origins", words).allowed_origins == ("https://a", "https://b")
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ((), ("*",)),
-        (("--uds", "/tmp/socket"), ("*",)),
-        (("--allowed-origins", "[]"), ()),
-        (("--host", "0.0.0.0"), ()),
-        (("--api-key", "secret"), ()),
-        (("--admin-api-key", "secret"), ()),
-        (("--api-key", "secret", "--allowed-origins", "https://a"), ("https://a",)),
-        (("--host", "0.0.0.0", "--allowed-origins", "*"), ("*",)),
-    ],
-)
-def test_web_pages_may_call_what_only_this_machine_reaches(flags: tuple[str, ...], expected: tuple[str, ...]) -> None:
-    config = load(*flags)
-    assert config.origins(config.keys()) == expected
-
-
 def test_a_file_with_lists(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("served_model_name: [a, b]\napi_key: [one, two]\nallowed_origins: ['*']\n")

@@ -8,6 +8,7 @@ import pytest
 from vllm_lite.errors import ConfigError
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.http.auth import AuthMiddleware
+from vllm_lite.server.http.callers import Callers
 from vllm_lite.server.http.paths import PathMiddleware, plain
 from vllm_lite.server.openai import openapi
 
@@ -32,8 +33,8 @@ def seen(path: str, keys: Keys = Keys(), root: str = "") -> list[Any]:  # noqa: 
     async def send(_: Any) -> None:
         pass
 
-    scope = {"type": "http", "path": path, "method": "GET", "headers": []}
-    auth = AuthMiddleware(app, keys, is_local=True)
+    scope = {"type": "http", "path": path, "method": "GET", "headers": [], "http_version": "1.1"}
+    auth = AuthMiddleware(app, keys, callers=Callers("127.0.0.1", is_local=True))
     asyncio.run(PathMiddleware(auth, SHORT, root)(scope, None, send))  # type: ignore[arg-type]
     assert scope["path"] == path, "another's scope was changed"
     return paths

@@ -16,6 +16,7 @@ from vllm_lite import __version__
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.generation import Asked, Generation, Made
 from vllm_lite.server.http.auth import OPEN_PATHS, AuthMiddleware
+from vllm_lite.server.http.callers import LOCAL_PAGES, Callers
 from vllm_lite.server.http.dialects import Dialects
 from vllm_lite.server.http.paths import PathMiddleware
 from vllm_lite.server.live_requests import LiveRequests, as_json
@@ -164,14 +165,16 @@ def build(
     open_paths = OPEN_PATHS
     open_paths |= {METRICS_PATH} if config.public_metrics else frozenset()
     open_paths |= DOCS_PATHS if config.public_docs else frozenset()
-    auth = Middleware(AuthMiddleware, keys=keys, is_local=config.is_local, open_paths=open_paths, dialects=DIALECTS)
+    callers = Callers.of(config, keys)
+    auth = Middleware(AuthMiddleware, keys=keys, callers=callers, open_paths=open_paths, dialects=DIALECTS)
     short = frozenset(route.path.removeprefix(V1) for route in routes if route.path.startswith(f"{V1}/"))
     paths = Middleware(PathMiddleware, short=short - {route.path for route in routes}, root=config.root)
     middleware = [paths, Middleware(metrics.counting), auth]
-    if origins := config.origins(keys):
+    if config.allowed_origins or callers.local_pages:
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=origins,
+            allow_origins=config.allowed_origins or (),
+            allow_origin_regex=LOCAL_PAGES if callers.local_pages else None,
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,

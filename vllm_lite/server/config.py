@@ -1,7 +1,7 @@
 """ServeConfig: the settings of `vllm-lite serve`, which are an engine's and the HTTP server's own."""
 
 import re
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -61,11 +61,18 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="/tokenizer_info shows the tokenizer's settings and the chat template")
     ] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...] | None,
+        Meta(
+            description="names by which it may be called besides this machine's, *.example.org for all of a domain, "
+            "* for any (default: none if only this machine reaches it and it has no keys, else any)"
+        ),
+    ] = None
     allowed_origins: Annotated[
         tuple[str, ...] | None,
         Meta(
-            description="origins of web pages that may call this server, * for all, [] for none (CORS; default: * if "
-            "only this machine reaches it and it has no keys)"
+            description="origins of web pages that may call this server, * for all, [] for none (CORS; default: pages "
+            "of this machine if only it reaches the server and there are no keys, else none)"
         ),
     ] = None
     allowed_methods: Annotated[tuple[str, ...], Meta(description="what such pages may call")] = ("*",)
@@ -183,18 +190,12 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it."""
-        if self.uds is not None or self.host == "localhost":
-            return True
-        try:
-            return ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return self.uds is not None or is_loopback(self.host)
 
-    def origins(self, keys: Keys) -> tuple[str, ...]:
-        """Return the origins of web pages that may call it. The default is vLLM's where it opens nothing to others."""
-        if self.allowed_origins is not None:
-            return self.allowed_origins
-        return ("*",) if self.is_local and keys == Keys() else ()
+    def trusts_machine(self, keys: Keys) -> bool:
+        """Whether any program of this machine may use it, and a browser could for a stranger: none opens a socket
+        file."""
+        return self.is_local and self.uds is None and not keys.user
 
     def keys(self) -> Keys:
         """Return all API keys, those in files included. Raises ConfigError."""
@@ -207,6 +208,19 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         """Write all values as a file for --config. Keys are left out."""
         values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _SECRET}
         return msgspec.yaml.encode(msgspec.to_builtins(values)).decode()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is that of this machine, wherever it is looked up."""
+    name = host.lower().rstrip(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        address = ip_address(name)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _keys_in(name: str, path: str | None) -> list[str]:

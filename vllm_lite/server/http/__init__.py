@@ -2,6 +2,7 @@
 
 connection.py  limits of headers and of clients that do not read
 framing.py     offers of other protocols, clients of HTTP/1.0
+callers.py     names that the server answers to, web pages, proxies
 auth.py        API keys, request ids
 body.py        reads and decodes a body, within limits
 unpack.py      packed bodies

@@ -2,7 +2,7 @@
 
 A user's key opens what generates. Routes that change the server call require_admin(): they need an admin key, which
 opens all the rest as well. If there are API keys and no admin key, nobody may change the server; if there are no keys
-at all, those on this machine may, but no web page.
+at all, those on this machine may, but no web page, and nobody behind a proxy (callers.py).
 """
 
 import os
@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from hashlib import sha256
 from hmac import compare_digest
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_lite.server.config import Keys
+from vllm_lite.server.http.callers import Callers
 from vllm_lite.server.http.dialects import OPENAI, REQUEST_ID, Dialects
 from vllm_lite.server.openai.errors import ApiError
 
@@ -38,15 +40,15 @@ class AuthMiddleware:
         app: ASGIApp,
         keys: Keys,
         *,
-        is_local: bool,
+        callers: Callers,
         open_paths: frozenset[str] = OPEN_PATHS,
         dialects: Dialects = OPENAI,
     ) -> None:
-        """Without user keys everybody may call; `is_local`: only this machine can reach the server."""
+        """Without user keys everybody may call whom `callers` does not refuse."""
         self._app = app
         self._open_paths = open_paths
         self._users, self._admins = _digests(keys.user), _digests(keys.admin)
-        self._is_local = is_local
+        self._callers = callers
         self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,6 +64,9 @@ class AuthMiddleware:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
+        if refusal := self._callers.refusal(Headers(scope=scope)):
+            await self._dialects.response(scope, refusal)(scope, receive, send_with_id)
+            return
         authorization = _authorization(scope["headers"])
         is_user, is_admin = _is_among(self._users, authorization), _is_among(self._admins, authorization)
         if self._users and scope["path"] not in self._open_paths and not (is_user or is_admin):
@@ -69,20 +74,18 @@ class AuthMiddleware:
             await self._dialects.response(scope, error)(scope, receive, send_with_id)
             return
         scope[_KEY] = _digest_in(authorization) if is_user or is_admin else b""
-        scope[_NO_ADMIN] = None if is_admin else self._why_no_admin(authorization, is_page=b"origin" in headers)
+        scope[_NO_ADMIN] = None if is_admin else self._why_no_admin(authorization, scope)
         await self._app(scope, receive, send_with_id)
 
-    def _why_no_admin(self, authorization: bytes, *, is_page: bool) -> ApiError | None:
-        """`is_page`: a web page asks, which may be anybody's, in a browser of this machine."""
+    def _why_no_admin(self, authorization: bytes, scope: Scope) -> ApiError | None:
         if self._admins:
             return ApiError(403, "this needs an admin key") if authorization else _unknown("this needs an admin key")
         if self._users:
             return ApiError(403, f"this needs an admin key, and the server has none; start it with {_FLAGS}")
-        if self._is_local and not is_page:
+        strangers = self._callers.strangers(scope)
+        if strangers is None:
             return None
-        if is_page:
-            return ApiError(403, f"this is closed to web pages without keys; start the server with {_FLAGS}")
-        return ApiError(403, f"this is closed to a network without keys; start the server with {_FLAGS}")
+        return ApiError(403, f"this is closed to {strangers} without keys; start the server with {_FLAGS}")
 
 
 def _authorization(headers: Sequence[tuple[bytes, bytes]]) -> bytes:

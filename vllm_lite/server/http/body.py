@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.http.callers import is_page
 from vllm_lite.server.http.charsets import as_utf8
 from vllm_lite.server.http.disconnect import disconnected
 from vllm_lite.server.http.unpack import unpacked
@@ -95,8 +96,7 @@ class BodyReader:
         """Return the body, in UTF-8 whatever it came in. It has to be declared as JSON: that a web page may not send to
         another site unasked. Without `needs_type` that is asked of web pages alone, which browsers tell by headers."""
         media = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        is_page = "origin" in request.headers or "sec-fetch-site" in request.headers
-        if media != "application/json" and (needs_type or is_page):
+        if media != "application/json" and (needs_type or is_page(request.headers)):
             raise ApiError(415, f"the body must have Content-Type: application/json, got {media!r}")
         length = request.headers.get("content-length", "0")
         refusal = self._too_long() if length.isdecimal() and int(length) > self._max_bytes else None
