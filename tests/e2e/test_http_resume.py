@@ -214,7 +214,10 @@ def test_the_end_is_said_again_and_only_to_its_owner(connect: Connect) -> None:
     wire.start({**CHAT, "max_tokens": 10}, "short")
     events = events_in(wire.read())
     path = "/v1/requests/chatcmpl-short/stream"
-    assert connect(0, "another").ask("GET", path).status == 403
+    hidden = connect(0, "another").ask("GET", path)
+    unknown = connect(0, "another").ask("GET", path.replace("short", "none"))
+    assert hidden.status == unknown.status == 404
+    assert hidden.read() == unknown.read().replace(b"none", b"short")
     done = connect(0).ask("GET", path, last=events[-1][0])
     assert (done.status, done.read()) == (204, b"")
     again = connect(0)

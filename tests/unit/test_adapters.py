@@ -206,6 +206,28 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_end() -> None:
     assert engine.missing == ["a"]
 
 
+@pytest.mark.parametrize("name", ["a,b", "a\nb", "a\n", "a b", 'a"', "a\u2028", "x" * 129, "\x00"])
+def test_a_name_that_a_list_of_names_cannot_hold_is_refused(name: str) -> None:
+    """Metrics list the names of those that run, with commas; logs have one line for each."""
+    engine = Engine()
+    error = engine.answers[engine.load(name)]
+    assert error is not None
+    assert error.startswith("an adapter's name has letters, digits and . _ : / @ + - only")
+    assert "\n" not in error
+    assert engine.loader.infos == ()
+    with pytest.raises(ConfigError, match="lora_modules: an adapter's name has letters"):
+        EngineConfig.check({"enable_lora": True, "lora_modules": [{"name": name, "path": "/x"}]})
+
+
+@pytest.mark.parametrize("name", ["sql", "org/sql-lora.v2", "größe:1", "a@b+c", "x" * 128])
+def test_other_names_are_taken(name: str) -> None:
+    engine = Engine()
+    question = engine.load(name)
+    engine.drain()
+    assert engine.answers[question] is None
+    EngineConfig.check({"enable_lora": True, "lora_modules": [{"name": name, "path": "/x"}]})
+
+
 def test_an_adapter_that_cannot_be_read_is_refused_with_its_requests() -> None:
     engine = Engine()
     engine.worker.unreadable |= {"/bad", "/missing"}

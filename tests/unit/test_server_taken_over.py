@@ -203,7 +203,8 @@ LONG_ECHO = CompletionBody(prompt="x", stream=True, resumable=True, echo=True)
         ({"num_prompts": 2}, 409, "connect again"),
         ({"logprobs": 1}, 409, "more logprobs than are kept"),
         ({"body": ChatBody(messages=[ChatMessage("user", "Hi")], stream=True)}, 404, 'without "resumable": true'),
-        ({"key": b"other"}, 403, "another API key"),
+        ({"key": b"other"}, 404, "no request 'chatcmpl-1' can be resumed"),
+        ({"key": b"other", "n": 2}, 404, "no request 'chatcmpl-1' can be resumed"),
     ],
 )
 def test_what_cannot_be_taken_over(settings: dict[str, Any], status: int, says: str) -> None:

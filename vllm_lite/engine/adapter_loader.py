@@ -17,6 +17,7 @@ from vllm_lite.executor import blocking
 from vllm_lite.executor.base import Executor
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter, UnloadAdapter
 from vllm_lite.runtime import log
+from vllm_lite.runtime.nested_settings import wrong_adapter_name
 from vllm_lite.transport import Wakeup
 
 logger = log.get(__name__)
@@ -81,6 +82,8 @@ class AdapterLoader:
         known = self._adapters.get(message.name)
         if not self._config.enable_lora:
             return "this engine serves no adapters; start it with --enable-lora"
+        if wrong := wrong_adapter_name(message.name):
+            return wrong
         if message.name == self._config.served_model_name:
             return f"an adapter cannot be called {message.name!r}, as the model is"
         if len(self._adapters.by_number) >= MAX_ADAPTERS:

@@ -1,5 +1,6 @@
 """Settings that are written as JSON objects: values of single fields of EngineConfig."""
 
+import re
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -49,6 +50,16 @@ class LoraModulePath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return cls(name=name, path=path)
 
 
+_ADAPTER_NAME = re.compile(r"[\w.:/@+-]{1,128}")
+
+
+def wrong_adapter_name(name: str) -> str | None:
+    """Return what is wrong with the name of an adapter. Metrics list names with commas between them, in one line."""
+    if _ADAPTER_NAME.fullmatch(name):
+        return None
+    return f"an adapter's name has letters, digits and . _ : / @ + - only, 128 at most; got {name[:200]!r}"
+
+
 def check_adapters(
     modules: tuple[LoraModulePath, ...], max_loras: int, max_cpu_loras: int | None, *, enabled: bool
 ) -> None:
@@ -56,6 +67,8 @@ def check_adapters(
     names = [module.name for module in modules]
     if names and not enabled:
         raise ValueError("lora_modules needs enable_lora")
+    for wrong in filter(None, map(wrong_adapter_name, names)):
+        raise ValueError(f"lora_modules: {wrong}")
     if len(set(names)) < len(names):
         raise ValueError(f"the names of lora_modules must differ, got {', '.join(names)}")
     if max_cpu_loras is not None and max_cpu_loras < max_loras:

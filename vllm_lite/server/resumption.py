@@ -50,11 +50,11 @@ class Resumption:
         """The call, kept here or taken over from another server. Raises ApiError."""
         own = self._resumable.get(call_id)
         if own is not None:
-            _check(call_id, own.owner, owner, is_resumable=own.style.resumable)
+            self._check(call_id, own.owner, owner, is_resumable=own.style.resumable)
             if own.error is None or not await self._runs_elsewhere(call_id):
                 return own
-        elif self._calls.get(call_id) is not None:
-            raise _not_resumable(call_id)
+        elif (running := self._calls.get(call_id)) is not None:
+            self._check(call_id, running.owner, owner, is_resumable=False)
         elif self._calls.scoreboard.num_servers == 1:
             raise self._unknown(call_id)
         taken = await self._taken_over(call_id, owner)
@@ -80,7 +80,7 @@ class Resumption:
         except ApiError as error:
             raise (self._unknown(call_id) if error.status == 404 else error) from error
         context = members[0][0]
-        _check(call_id, context.owner, owner, is_resumable=context.style.resumable)
+        self._check(call_id, context.owner, owner, is_resumable=context.style.resumable)
         try:
             stream = restored(self._factory, members[0][1], for_fork=False) if _is_whole(members) else None
         except RequestError as error:
@@ -91,6 +91,13 @@ class Resumption:
         call = Call(call_id, [stream], context.style, are_forks=context.are_forks, num_inherited=0)
         call.created, call.owner = context.created, context.owner
         return call
+
+    def _check(self, call_id: str, started_by: str, owner: str, *, is_resumable: bool) -> None:
+        """Raises ApiError unless the sender may resume the call. Another's is to it as if it were not there."""
+        if started_by != owner:
+            raise self._unknown(call_id)
+        if not is_resumable:
+            raise ApiError(404, f'request {call_id!r} cannot be resumed: it was sent without "resumable": true')
 
     def _unknown(self, call_id: str) -> ApiError:
         which = f'those that were sent with "resumable": true can, for {self._resumable.resume_s:g} s'
@@ -105,15 +112,3 @@ def _is_whole(members: list[Member]) -> bool:
         return False
     params = state.content.params
     return params.n == 1 and not params.use_beam_search and not (context.are_forks and params.stop)
-
-
-def _check(call_id: str, started_by: str, owner: str, *, is_resumable: bool) -> None:
-    """Raises ApiError unless the call may be resumed by the sender."""
-    if not is_resumable:
-        raise _not_resumable(call_id)
-    if started_by != owner:
-        raise ApiError(403, f"request {call_id!r} was started with another API key; only that one resumes it")
-
-
-def _not_resumable(call_id: str) -> ApiError:
-    return ApiError(404, f'request {call_id!r} cannot be resumed: it was sent without "resumable": true')

@@ -3,7 +3,7 @@
 A name that a stranger owns may resolve to 127.0.0.1 (DNS rebinding). His page, in a browser on this machine, is then of
 the same origin as a server there, and no rule of browsers keeps it from calling. But it cannot hide the name: browsers
 send it as Host. So a server that trusts its machine, as it listens on loopback and asks for no keys, answers to names
-of this machine only, and to pages of it. An address is no name: whoever calls by one has resolved nothing.
+of this machine only, and to pages of it. An address is no name: who calls by one has resolved nothing.
 """
 
 import re

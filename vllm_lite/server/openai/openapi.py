@@ -116,7 +116,7 @@ _WIDER = {"max_tokens", "seed", "stop"}
 _ERRORS = {
     "400": "the request is at fault; `param` names the field",
     "401": "no valid API key",
-    "403": "an admin key is needed, or the one that the request was sent with",
+    "403": "an admin key is needed, or the server answers to no such name (Host) or page (Origin)",
     "404": "no such model, request or path",
     "408": "the body came too slowly, or the deadline of the request has passed",
     "409": "the request id is in use, the request to fork has finished, or another API server has the stream",

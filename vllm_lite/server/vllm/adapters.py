@@ -10,6 +10,7 @@ from starlette.routing import Route
 from vllm_lite.client.any_session import AnySession
 from vllm_lite.client.lora import LOAD_TIMEOUT_S
 from vllm_lite.protocol.adapters import AdapterAnswer
+from vllm_lite.runtime.nested_settings import wrong_adapter_name
 from vllm_lite.server.generation import Generation
 from vllm_lite.server.http.auth import require_admin
 from vllm_lite.server.openai.bodies import LoadAdapterBody, UnloadAdapterBody
@@ -33,6 +34,8 @@ class AdapterRoutes:
         name, path = body.lora_name, body.lora_path
         if not name or not path:
             raise InvalidUserInput(400, "Both 'lora_name' and 'lora_path' must be provided.")
+        if wrong := wrong_adapter_name(name):
+            raise InvalidUserInput(400, wrong, "lora_name")
         if name in self._model.names:
             raise InvalidUserInput(400, f"the model itself is called {name!r}; choose another lora_name", "lora_name")
         if name in self._model.adapters and not body.load_inplace:
