@@ -19,6 +19,8 @@ from vllm_lite.server.openai.bodies import (
     SamplingFields,
 )
 from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.pooling.bodies import EmbeddingBody, ScoreBody
+from vllm_lite.server.responses.bodies import ResponseBody
 
 
 def completion(**fields: Any) -> tuple[CompletionBody, list[str]]:
@@ -40,7 +42,7 @@ def test_unknown_fields_are_ignored_and_named() -> None:
     ("name", "value"),
     [
         *(("tools", [{}]), ("chat_template", "x"), ("functions", [{"a": 1}]), ("regex", "[ab]")),
-        ("return_hidden_states", True),
+        *(("return_hidden_states", True), ("trace_decode_token_ids", [5])),
         *(("tool_choice", "required"), ("function_call", "auto"), ("typical_p", 0.5)),
     ],
 )
@@ -56,6 +58,18 @@ def test_what_would_change_the_answer_is_refused(name: str, value: Any) -> None:
 def test_what_changes_nothing_is_not(name: str) -> None:
     for value in (None, *bodies.REFUSED[name]):
         assert completion(**{name: value})[1] == []
+
+
+def test_what_would_change_vectors_and_responses_is_refused() -> None:
+    for fields, kind in (
+        ({"padding": "max_length", "input": "x"}, EmbeddingBody),
+        ({"padding": "max_length", "text_1": "a", "text_2": "b"}, ScoreBody),
+        ({"previous_input_messages": [{"role": "user", "content": "a"}], "input": "x"}, ResponseBody),
+    ):
+        name = next(iter(fields))
+        with pytest.raises(ApiError, match=f"^{name} is not supported by this server: "):
+            bodies.read(msgspec.json.encode(fields), kind)
+    assert bodies.read(b'{"padding": "do_not_pad", "input": "x"}', EmbeddingBody)[1] == []
 
 
 def test_what_an_answer_must_be_is_not_said_of_a_fork() -> None:

@@ -291,8 +291,8 @@ FORM = frozenset(FormFields.__struct_fields__) - frozenset(SAMPLING)
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _ALWAYS_REFUSED = """
 audio chat_template custom_logit_processor documents ebnf features functions grammar json_schema logits_processors
-lora_path prediction prompt_embeds regex repetition_detection return_hidden_states return_prompt_text
-structural_tag watermarking web_search_options
+lora_path prediction previous_input_messages prompt_embeds regex repetition_detection return_hidden_states
+return_prompt_text structural_tag trace_decode_token_ids watermarking web_search_options
 """
 _OFF_AT_0 = """
 dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff mirostat mirostat_mode no_repeat_ngram_size smoothing_factor
@@ -303,6 +303,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_OFF_AT_0.split(), (0,)),
     "function_call": ("none",),
     "modalities": (["text"],),
+    "padding": ("do_not_pad",),
     "tfs": (1,),
     "typical_p": (1,),
     "verbosity": ("medium",),
@@ -327,6 +328,8 @@ _REASONS = {
     "json_schema": ": send it as structured_outputs or response_format",
     "regex": ": send it as structured_outputs",
     "ebnf": ": send it as structured_outputs",
+    "padding": ": a text is read at its own length",
+    "previous_input_messages": ": send previous_response_id, or all as input",
     "grammar": ": send it as structured_outputs",
     "structural_tag": ": send it as structured_outputs or response_format",
 }
