@@ -18,12 +18,16 @@ SCRIPTS: list[Script | str] = [
     f"<think>Hm.</think>\n\nI look.\n{CALL}",
     Script(["a ", "lot<", b"\xe7\x8c", b"\xab", "/x>"]),
     Script("So.</think>Yes.", begun="<think>"),
+    Script(f"I need to look.\n{CALL}", begun="<think>"),
+    f"Well.{CALL[: CALL.index('ris')]}",
 ]
 SAID = [
     ("Hello, 猫🙂 world.", None, 0),
     ("I look.", "Hm.", 1),
     ("a lot<猫/x>", None, 0),
     ("Yes.", "So.", 0),
+    (None, "I need to look.", 1),
+    ("Well.", None, 1),
 ]
 
 
@@ -63,3 +67,26 @@ def test_a_script_follows_the_results_of_tools(http: httpx.Client) -> None:
     turn = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     found = answer(http, user, *turn, {"role": "tool", "tool_call_id": "c", "content": "x"})
     assert found["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("number", "stop", "kinds", "reason"),
+    [
+        (1, None, ["thinking", "text", "tool_use"], "tool_use"),
+        (1, "ris", ["thinking", "text"], "stop_sequence"),
+        (4, None, ["thinking", "tool_use"], "tool_use"),
+        (4, "ris", ["thinking"], "stop_sequence"),
+        (5, None, ["text"], "end_turn"),
+    ],
+)
+def test_why_a_message_ends(http: httpx.Client, number: int, stop: str | None, kinds: list[str], reason: str) -> None:
+    """There is no `tool_use` without its block, and a call that ends reasoning which was not closed is one."""
+    body: dict[str, Any] = {"max_tokens": 200, "messages": [{"role": "user", "content": f"script {number}"}]}
+    body |= {"model": http.get("/v1/models").json()["data"][0]["id"], "stop_sequences": [] if stop is None else [stop]}
+    body["tools"] = [{"name": "look", "input_schema": {"type": "object"}}]
+    message = http.post("/v1/messages", json=body).json()
+    assert [block["type"] for block in message["content"]] == kinds
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)
+    stream = http.post("/v1/messages", json={**body, "stream": True}).text
+    assert f'"stop_reason":"{reason}"' in stream
+    assert stream.count('"type":"tool_use"') == kinds.count("tool_use") + (number == 5 or (number, stop) == (1, "ris"))

@@ -112,11 +112,13 @@ class ResponseParser:
         return self.feed((), is_last=True)
 
     def _read(self, text: str) -> None:
+        """Go over more of the output."""
         for start in range(0, len(text), MAX_RUN_CHARS):
             self._text += text[start : start + MAX_RUN_CHARS]
             self._run(is_last=False)
 
     def _end(self) -> None:
+        """Close what is open: nothing follows."""
         if self._region.reader is not None and self._region.reader.is_done:
             self._text = ""  # what waits behind complete calls is the beginning of the literal that closes them
         self._run(is_last=True)
@@ -130,8 +132,7 @@ class ResponseParser:
         """Begin in the state in which the end of the prompt has left the message."""
         allowed, self._num_tails = self._num_tails, MAX_TAILS
         begun = message_begun(self._format, prefix)
-        self._text = begun
-        self._run(is_last=False)
+        self._read(begun)
         self._events.take()
         self._content.forget_space()
         self._reasoning.forget_space()
@@ -173,7 +174,8 @@ class ResponseParser:
         return self._goes_on(is_still=end == place and self._place == found.end == place)
 
     def _goes_on(self, *, is_still: bool) -> bool:
-        """After a delimiter: delimiters that take no text could follow each other for ever."""
+        """Say whether there may be more behind a delimiter. One that `is_still` took no text and left the parser where
+        it was; after MAX_STILL of them a character is taken as text."""
         self._num_still = self._num_still + 1 if is_still else 0
         if self._num_still > MAX_STILL:
             self._num_still = 0
@@ -239,6 +241,7 @@ class ResponseParser:
         return True
 
     def _write_text(self, text: str, field: Field) -> None:
+        """Add to the reasoning or to the content."""
         flow = self._reasoning if field.role == "reasoning" else self._content
         flow.write(self._marks.spell(text), strip=field.arguments.get("strip", True) is not False)
 
@@ -331,8 +334,11 @@ class ResponseParser:
         """Keep what follows, as a delimiter inside reasoning may open the calls that the output ends with."""
         self._num_tails += 1
         self._place = max(found.end, found.start + 1)
+        opening = self._text[found.start : self._place]
         parser = ResponseParser(self._format, "", self._tools, is_tail=True)
-        self._tail = Tail(parser, self._properties, self._text[found.start : self._place])
+        self._tail = Tail(parser, self._properties, opening)
+        if not self._tail.feed(opening):
+            self._drop_tail(self._tail)
 
     def _drop_tail(self, tail: Tail) -> bool:
         """Take a tail for reasoning, in which another one may begin. Returns False, as there is other text now."""

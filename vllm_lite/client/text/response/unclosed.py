@@ -35,24 +35,20 @@ class Tail:
         self._parts: list[str] = []
         self._num_chars = 0
         self._calls: list[tuple[str, list[str]]] = []
-        self._is_good = True
-        self.feed(opening)
 
     @property
     def text(self) -> str:
         return "".join(self._parts)
 
     def feed(self, text: str) -> bool:
-        """Take more text. Returns whether all of it may still be calls."""
+        """Take more text, first of all the opening. Returns whether all of it may still be calls."""
         self._parts.append(text)
         self._num_chars += len(text)
-        self._is_good = self._is_good and self._num_chars <= MAX_TAIL_CHARS
-        self._is_good = self._is_good and self._take(self._parser.feed_text(text))
-        return self._is_good
+        return self._num_chars <= MAX_TAIL_CHARS and self._take(self._parser.feed_text(text))
 
     def finish(self) -> list[tuple[str, str]] | None:
         """The output is over. Returns names and arguments of the calls; None if it is not just complete ones."""
-        if not self._is_good or not self._take(self._parser.finish()) or not self._calls:
+        if not self._take(self._parser.finish()) or not self._calls:
             return None
         calls = [(name, "".join(parts)) for name, parts in self._calls]
         return calls if all(arguments_of(text) is not None for _, text in calls) else None
