@@ -252,6 +252,7 @@ def test_pages_of_strangers_may_not(origin: str) -> None:
     assert code == 403
     assert "--allowed-origins" in text
     assert "--allowed-origins null" not in text
+    assert called({"Origin": origin})[0] == 403
     assert called({"Host": "localhost:8000", "Origin": origin}, allowed_origins=("*",))[0] == 200
     assert called({"Host": "localhost:8000", "Origin": origin}, api_key=(USER,))[0] == 200
     assert called({"Host": "localhost:8000", "Origin": origin}, host="0.0.0.0")[0] == 200
@@ -282,7 +283,7 @@ def test_a_proxy_does_not_lend_its_machine_to_strangers(name: str) -> None:
 
 def test_who_is_at_this_machine() -> None:
     admin = "/reset_prefix_cache"
-    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "demo.localhost"):
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "[::ffff:127.0.0.1]", "demo.localhost"):
         assert called({"Host": host}, admin)[0] == 200
     for host in ("192.168.1.5", "chat.example.org", "host.docker.internal"):
         code, text = called({"Host": host}, admin, allowed_hosts=("*",))

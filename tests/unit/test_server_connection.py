@@ -12,7 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from tests.deadlines import scaled
 from vllm_lite.server.http import connection as connection_module
-from vllm_lite.server.http.connection import MAX_UNPARSED_BYTES, PIECE_BYTES, HttpConnection, with_timeouts
+from vllm_lite.server.http.connection import (
+    MAX_HEADER_BYTES,
+    MAX_UNPARSED_BYTES,
+    PIECE_BYTES,
+    HttpConnection,
+    with_timeouts,
+)
 from vllm_lite.server.processes import http_server as service_module
 from vllm_lite.server.processes.http_server import _Uvicorn
 
@@ -336,6 +342,26 @@ def test_what_is_wrong_behind_a_request_does_not_answer_it(garbage: bytes) -> No
         assert app.paths == ["/1", "/2"]
         assert answer.count(b"HTTP/1.1 200 ") == answer.count(b"0\r\n\r\n") == 2
         assert answer.count(b"HTTP/1.1 ") == 2
+
+    run(main)
+
+
+def test_headers_without_end_behind_a_request_are_not_kept() -> None:
+    async def main() -> None:
+        app = App()
+        app.may_answer.clear()
+        async with Bench(app) as bench:
+            await bench.send(GET % 1 + b"GET / HTTP/1.1\r\nX: ")
+            await bench.until(lambda: bool(app.paths))
+            await bench.send(b"y" * 2_000_000)
+            await bench.until(lambda: bench.connection._is_over)
+            assert bench.connection._header_bytes <= MAX_HEADER_BYTES + PIECE_BYTES
+            await bench.send(b"y" * 2_000_000)
+            assert bench.connection._header_bytes <= MAX_HEADER_BYTES + PIECE_BYTES
+            app.may_answer.set()
+            answer = b"".join([piece async for piece in bench.pieces()])
+        assert answer.endswith(b"*")
+        assert answer.count(b"HTTP/1.1 ") == 1
 
     run(main)
 
