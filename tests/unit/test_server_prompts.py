@@ -16,7 +16,7 @@ from vllm_lite.client.prompt import max_text_bytes, read_prompt
 from vllm_lite.client.sample import PromptScores, candidates
 from vllm_lite.client.stream import StreamFactory
 from vllm_lite.client.text.chat_template import ChatTemplate
-from vllm_lite.client.text.template_process import Render
+from vllm_lite.client.text.template_process import Render, Rendered
 from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import RequestError
@@ -48,17 +48,17 @@ class Here:
     )
     takes_tools = True
 
-    async def render(self, chat: Render, _: Callable[[], Awaitable[bool]]) -> str:
-        text = self.template.render(
+    async def render(self, chat: Render, _: Callable[[], Awaitable[bool]]) -> Rendered:
+        made = self.template.rendering(
             chat.messages,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             variables=chat.variables,
             tools=chat.tools,
         )
-        if len(text) > chat.max_chars:
-            raise TextTooLongError("too long", len(text))
-        return text
+        if len(made.text) > chat.max_chars:
+            raise TextTooLongError("too long", len(made.text))
+        return Rendered(*made)
 
 
 PROMPTS = Prompts(None, cast(Renderer, Here()), LIMITS.max_model_len)
@@ -69,12 +69,13 @@ def rendered(
 ) -> str:
     messages = [{"role": role, "content": "x"} for role in roles]
     body = bodies.read(msgspec.json.encode({"messages": messages, **fields}), kind)[0]
-    return asyncio.run(prompts.render(body, None, REQUEST))
+    return asyncio.run(prompts.render(body, None, REQUEST)).text
 
 
-@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
+@pytest.mark.parametrize("role", ROLES)
 def test_a_known_role_comes_to_the_template(role: str) -> None:
-    assert rendered("user", role) == f"user:x;{role}:x;"
+    """A developer's as the system's, by a template that does not name it."""
+    assert rendered("user", role) == f"user:x;{'system' if role == 'developer' else role}:x;"
 
 
 @pytest.mark.parametrize("role", ["narrator", "User", "user ", "system\n"])
@@ -131,7 +132,7 @@ def test_earlier_calls_come_to_the_template(arguments: Any, seen: str) -> None:
         {"role": "tool", "content": "7", "tool_call_id": "c1"},
     ]
     body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
-    assert asyncio.run(PROMPTS.render(body, None, REQUEST)) == f"assistant:[c1 f {seen}]hm;tool:7c1;"
+    assert asyncio.run(PROMPTS.render(body, None, REQUEST)).text == f"assistant:[c1 f {seen}]hm;tool:7c1;"
 
 
 HISTORY = [  # an assistant's message as a client sends it back, the text and the thought that templates get of it
@@ -155,9 +156,11 @@ def test_what_an_answer_had_may_come_back(message: dict[str, Any], text: str, th
     """Over HTTP and in Python alike."""
     messages = [{"role": "assistant", **message}]
     body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
-    assert asyncio.run(PROMPTS.render(body, None, REQUEST)) == f"assistant:{text}{thought};"
+    assert asyncio.run(PROMPTS.render(body, None, REQUEST)).text == f"assistant:{text}{thought};"
     (plain,) = plain_messages(messages)
-    assert (plain["content"], plain.get("reasoning_content", "")) == (text, thought)
+    texts = plain["content"] if isinstance(plain["content"], str) else [part["text"] for part in plain["content"]]
+    assert texts == text or "\n".join(texts) == text
+    assert plain.get("reasoning_content", "") == thought
 
 
 @pytest.mark.parametrize(

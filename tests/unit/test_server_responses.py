@@ -15,6 +15,7 @@ from tests.response_events import check_stream, events_in
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.text.response.pieces import CallDelta, Event, ReasoningDelta, TextDelta
 from vllm_lite.errors import ConfigError
+from vllm_lite.server.openai.bodies import Part
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Spelling
 from vllm_lite.server.responses import history, items
@@ -206,17 +207,19 @@ def test_items_become_messages() -> None:
             {"type": "function_call_output", "call_id": "1", "output": "bear"},
             {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "fox"}]},
             {"role": "system", "content": "Now end."},
+            {"role": "developer", "content": "In rhymes."},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
         ),
         Toolbox([]),
     )
     assert [(message.role, message.content) for message in found] == [
         ("system", "Be brief.\n\nBe kind."),
-        ("user", "a\nb"),
+        ("user", [Part("text", "a"), Part("text", "b")]),
         ("assistant", "I look."),
         ("tool", "bear"),
         ("tool", "fox"),
         ("system", "Now end."),
+        ("developer", "In rhymes."),
         ("assistant", "No."),
     ]
     assert found[2].reasoning == "Hm."

@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from vllm_lite.client.prompt import encode
-from vllm_lite.client.text.chat_template import ChatTemplate, Message, Tool, with_read_arguments
-from vllm_lite.client.text.message_parts import MAY_BE_EMPTY, joined, reasoning_fields
+from vllm_lite.client.text.chat_template import ChatTemplate, Tool, with_read_arguments
+from vllm_lite.client.text.left_out import described
+from vllm_lite.client.text.message_parts import MAY_BE_EMPTY, read_parts, reasoning_fields
+from vllm_lite.client.text.template_trials import Message
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError
+from vllm_lite.runtime import log
 
 Conversation = Sequence[Message]
 """The messages, the oldest first."""
+
+logger = log.get(__name__)
 
 
 class ChatTokenizer:
@@ -61,8 +66,9 @@ class ChatTokenizer:
 
         `chat_template` replaces the checkpoint's: Jinja, or a file with it. Raises RequestError or ModelError.
         """
-        text = self.template(chat_template).render(
-            plain_messages(conversation),
+        text = rendered(
+            self.template(chat_template),
+            conversation,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
@@ -81,6 +87,14 @@ class ChatTokenizer:
         return template
 
 
+def rendered(template: ChatTemplate, conversation: Conversation, **settings: Any) -> str:
+    """Render a conversation by ChatTemplate.rendering(), and log a warning of what is not in the prompt."""
+    made = template.rendering(plain_messages(conversation), **settings)
+    if made.left_out:
+        logger.warning("%s", described(made.left_out))
+    return made.text
+
+
 def checked_tools(tools: Any) -> Sequence[Tool] | None:
     """Return `tools` if each is a dict. Raises RequestError."""
     if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(each, Mapping) for each in tools)):
@@ -96,7 +110,7 @@ def conversations(messages: Any) -> list[Conversation]:
 
 
 def plain_messages(messages: Conversation) -> list[Message]:
-    """Bring messages into the form that templates expect, with one text each. Raises RequestError for a bad one."""
+    """Make messages as ChatTemplate takes them, each with a text or text parts. Raises RequestError for a bad one."""
     if not isinstance(messages, Sequence) or not messages:
         raise RequestError(f"a conversation must be a list of at least one message, got {str(messages)[:100]!r}")
     return [_plain(message, place) for place, message in enumerate(messages)]
@@ -115,6 +129,6 @@ def _plain(message: Message, place: int) -> Message:
         return {**message, "content": refusal if isinstance(refusal, str) else ""}
     if not isinstance(content, list):
         raise RequestError(f"messages[{place}].content must be a text or a list of parts, got {type(content).__name__}")
-    found = joined(content, f"messages[{place}].content")
+    found = read_parts(content, f"messages[{place}].content")
     thought = reasoning_fields(found.reasoning, calls_behind_text=bool(message.get("tool_calls") and found.text))
-    return {**thought, **message, "content": found.text}
+    return {**thought, **message, "content": found.for_template}

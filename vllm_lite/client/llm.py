@@ -206,15 +206,16 @@ class LLM:
         which needs add_generation_prompt=False, continues the last message. Raises as generate() does, and ModelError
         if there is no template or no tokenizer.
         """
-        from vllm_lite.client.chat import checked_tools, conversations, plain_messages
+        from vllm_lite.client.chat import checked_tools, conversations, rendered
 
         tokenizer, several = self.get_tokenizer(), conversations(messages)
         template = tokenizer.template(chat_template)
         prompts: list[PromptLike] = []
         for place, conversation in enumerate(several):
             with _named(f"conversation {place}" if len(several) > 1 else ""):
-                text = template.render(
-                    plain_messages(conversation),
+                text = rendered(
+                    template,
+                    conversation,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     variables=chat_template_kwargs,

@@ -85,7 +85,8 @@ class ApiRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either a prompt or messages", "prompt")
         if body.prompt is None:
-            ids = await self._prompts.of_chat(body, None, request)
+            found = await self._prompts.of_chat(body, None, request)
+            ids, headers = found.token_ids, found.warned(headers)
         else:
             is_special = body.add_special_tokens is not False
             ids = await self._prompts.of_text(body.prompt, is_special, None, request, "prompt")

@@ -3,7 +3,7 @@ body, has a call made of it here, and writes the answer itself."""
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -30,7 +30,7 @@ from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.forms import ToolsWanted
 from vllm_lite.server.openai.grammars import Grammars
 from vllm_lite.server.openai.parsing import Parsing
-from vllm_lite.server.openai.prompts import Check, Prompts, content_of, with_marks
+from vllm_lite.server.openai.prompts import MESSAGE_NAME, Check, Prompts, content_of, with_marks
 
 MAX_PROMPT_CANDIDATES = 1 << 18
 """In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
@@ -111,6 +111,8 @@ class Asked(NamedTuple, Generic[B]):
     body: B
     headers: dict[str, str]
     model: str
+    named: Callable[[int], str] = MESSAGE_NAME
+    """The name that the body has for a message of its chat, by the message's place."""
 
 
 class Made(NamedTuple):
@@ -173,15 +175,15 @@ class Generation:
         params = bodies.sampling(body, {"max_tokens": None, **self.model.defaults}, _chat_changes(body))
         tools, form = forms.tools_of(body), forms.form_of(body)
         params, notes = await self._grammars.held(_budgeted(params, body), form, tools, request)
-        prompt = await self.prompts.of_chat(body, params, request)
+        found = await self.prompts.of_chat(body, params, request)
+        prompt = found.token_ids
         parsing = None
         if self._formats is not None:
             parsing = _parsing(self._formats, body, tools)
             params = self._thinking(params, prompt, is_forced=parsing is not None and parsing.is_forced)
         last = body.messages[-1]
         echo = (content_of(last).text,) if body.echo and last.role == "assistant" else ()
-        asked = _noting(asked, notes)
-        headers = {**asked.headers, **self._unseen(tools, asked.headers)}
+        headers = self._unseen(tools, found.warned(_noting(asked, notes).headers, asked.named))
         return await self._made(asked._replace(headers=headers), [prompt], params, echo, parsing, call_id)
 
     async def chats(self, asked: Asked[ChatsBody]) -> Made:
@@ -196,13 +198,16 @@ class Generation:
         if params.n != 1:
             raise ApiError(400, f"n must be 1 for several chats at once, got {params.n}", "n")
         params, notes = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
-        asked = _noting(asked, notes)
-        prompts = [await self.prompts.of_chat(chat, params, request) for chat in chats]
+        prompts, headers = list[list[int]](), _noting(asked, notes).headers
+        for place, chat in enumerate(chats):
+            found = await self.prompts.of_chat(chat, params, request)
+            headers = found.warned(headers, f"messages[{place}][{{}}]".format)
+            prompts.append(found.token_ids)
         parsing = None
         if self._formats is not None:
             parsing = _parsing(self._formats, chats[0], None)
             params = self._thinking(params, prompts[0], is_forced=False)
-        return await self._made(asked, prompts, params, (), parsing)
+        return await self._made(asked._replace(headers=headers), prompts, params, (), parsing)
 
     async def tokens(self, asked: Asked[GenerateBody]) -> Made:
         request, body, given = asked.request, asked.body, asked.body.sampling_params
@@ -255,13 +260,13 @@ class Generation:
         return params if thinking is None else bodies.changed(params, thinking=thinking)
 
     def _unseen(self, tools: ToolsWanted | None, headers: dict[str, str]) -> dict[str, str]:
-        """The header that says so where the model is not shown the tools that it may call."""
+        """The headers, with a warning where the model is not shown the tools that it may call."""
         if tools is None or self.prompts.shows_tools:
-            return {}
+            return headers
         if not self._has_warned:
             self._has_warned = True
             logger.warning("a request has tools, and the model's chat template shows it none: %s", NO_TOOLS)
-        return {"Warning": ", ".join([*headers.values(), f'299 vllm-lite "{NO_TOOLS}"'])}
+        return bodies.with_warning(headers, NO_TOOLS)
 
     async def _made(
         self,

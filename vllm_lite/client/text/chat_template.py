@@ -7,10 +7,12 @@ a process whose time is (template_process.py).
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import msgspec
@@ -19,17 +21,28 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from vllm_lite.client.text.left_out import LeftOut, LeftOutFinder
+from vllm_lite.client.text.message_forms import fitted, has_lists, plain
 from vllm_lite.client.text.surrogates import without_halves
 from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.template_trials import SAMPLE_TOOL, Message, TemplateTrials
 from vllm_lite.errors import ModelError, RequestError
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Variables that the server sets, besides the names of special tokens."""
 
-Message = Mapping[str, Any]
-"""{"role": ..., "content": text, ...}"""
+MAX_LOOKED_AT_S = 0.2
+"""A prompt that took longer is not rendered once more to see what is not in it."""
+
 Tool = Mapping[str, Any]
 """{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}"""
+
+
+class Rendering(NamedTuple):
+    """A prompt's text, and which of the messages are not in it."""
+
+    text: str
+    left_out: tuple[LeftOut, ...] = ()
 
 
 class ChatTemplate:
@@ -40,9 +53,9 @@ class ChatTemplate:
         self.name = found.name
         self.special_tokens = found.special_tokens
         try:
-            self._template = self._for_tools = _environment().from_string(found.source)
-            if found.for_tools is not None:
-                self._for_tools = _environment().from_string(found.for_tools)
+            self._plain = _Variant(found.source, found.special_tokens, None)
+            for_tools = found.source if found.for_tools is None else found.for_tools
+            self._for_tools = _Variant(for_tools, found.special_tokens, [SAMPLE_TOOL])
         except Exception as error:  # besides its own errors: too deep, too large, blocks that Python cannot nest
             raise ModelError(f"{self.name}: the chat template cannot be read: {error}") from error
 
@@ -52,7 +65,11 @@ class ChatTemplate:
         found = TemplateSource.load(folder, template)
         return None if found is None else cls(found)
 
-    def render(
+    def render(self, messages: Sequence[Message], **settings: Any) -> str:
+        """Make the prompt as rendering() does, and do not look for what is left out."""
+        return self.rendering(messages, **settings, looks=False).text
+
+    def rendering(
         self,
         messages: Sequence[Message],
         *,
@@ -60,32 +77,64 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Tool] | None = None,
-    ) -> str:
-        """Make the prompt for `messages`, in which the model is shown `tools`.
+        looks: bool = True,
+    ) -> Rendering:
+        """Make the prompt for `messages`, in which the model is shown `tools`. A content is a text or a list of text
+        parts; the template gets each message in a form that it takes.
 
         `add_generation_prompt` ends it where the answer begins; `continue_final_message` ends it inside the last
-        message, to be continued. `variables` are further values for the template. Raises RequestError, also for an
-        error that the template itself raises.
+        message, to be continued. `variables` are further values for the template. With `looks`, what of `messages` is
+        not in the prompt is found. Raises RequestError, also for an error that the template itself raises.
         """
         variables = variables or {}
         if taken := sorted(variables.keys() & (RESERVED | self.special_tokens.keys())):
             raise RequestError(f"chat_template_kwargs cannot set {taken[0]!r}, which the server sets")
-        mark = ""
+        variant = self._for_tools if tools else self._plain
+        settings = {**variables, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        mark, given = "", messages
         if continue_final_message:
             mark = os.urandom(16).hex()  # random, so that no message contains it
-            messages = _marked(messages, mark, add_generation_prompt=add_generation_prompt)
+            given = _marked(messages, mark, add_generation_prompt=add_generation_prompt)
+        began_s = time.thread_time()
         try:
-            text = (self._for_tools if tools else self._template).render(
-                **self.special_tokens,
-                **variables,
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            text = variant.text(given, settings)
         except Exception as error:  # whatever a template does wrong; what it raises on purpose is a TemplateError
             raise RequestError(f"the model's chat template does not take these messages: {error}") from error
-        return _cut(text, mark) if mark else text
+        text = _cut(text, mark) if mark else text
+        if not looks or time.thread_time() - began_s > MAX_LOOKED_AT_S:
+            return Rendering(text)
+        return Rendering(text, variant.left_out(messages, text, settings))
+
+
+class _Variant:
+    """A template as chats with tools get it, or those without: compiled, and with what is known of it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], sample_tools: Sequence[Tool] | None) -> None:
+        """`sample_tools` stand for those of requests where something is tried."""
+        self._compiled = _environment().from_string(source)
+        self._special_tokens = special_tokens
+        self._sample = {"tools": sample_tools}
+        attempt = partial(self._render, settings={**self._sample, "add_generation_prompt": True})
+        self._trials = TemplateTrials(partial(_environment().parse, source), attempt)
+        self._finder = LeftOutFinder()
+
+    def text(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
+        """Render `messages` in a form that the template takes. Raises whatever the template raises."""
+        known = fitted(messages, self._trials)
+        try:
+            return self._render(known, settings)
+        except Exception:  # it takes lists of parts, but not in this place
+            if not has_lists(known):
+                raise
+            return self._render(plain(known), settings)
+
+    def left_out(self, messages: Sequence[Message], text: str, settings: Mapping[str, Any]) -> tuple[LeftOut, ...]:
+        """Find what is not in `text`, which was made of `messages`."""
+        settings = {**settings, **self._sample}
+        return self._finder.find(messages, text, settings, partial(self.text, settings=settings))
+
+    def _render(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
+        return self._compiled.render(**self._special_tokens, **settings, messages=messages, documents=None)
 
 
 def with_read_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -164,13 +213,17 @@ def _dict(*pairs: Any, **items: Any) -> dict[str, Any]:
 
 
 def _marked(messages: Sequence[Message], mark: str, *, add_generation_prompt: bool) -> list[Message]:
-    """Append `mark` to the last message, where the text of the prompt is to end."""
+    """Append `mark` to the last text of the last message, where the text of the prompt is to end."""
     if add_generation_prompt:
         raise RequestError("continue_final_message needs add_generation_prompt=false, as the answer has begun already")
-    if not messages or not isinstance(messages[-1].get("content"), str):
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str):
+        content += mark + " "
+    elif isinstance(content, list) and content:
+        content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark + " "}]
+    else:
         raise RequestError("continue_final_message needs a last message with a text to continue")
-    last = messages[-1]
-    return [*messages[:-1], {**last, "content": last["content"] + mark + " "}]
+    return [*messages[:-1], {**messages[-1], "content": content}]
 
 
 def _cut(text: str, mark: str) -> str:

@@ -1,4 +1,4 @@
-"""The parts of a message's content, as the dialects' clients send them back, as the one text that templates expect.
+"""The parts of a message's content, as the dialects' clients send them back, as the texts that templates expect.
 
 Besides text there is what an earlier answer was made of: a refusal, which is text of its own, and what was thought
 before it, which has a field of its own.
@@ -7,6 +7,7 @@ before it, which has a field of its own.
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from vllm_lite.client.text.template_trials import TextPart
 from vllm_lite.errors import RequestError
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -28,13 +29,24 @@ def reasoning_fields(thought: str, *, calls_behind_text: bool = False) -> dict[s
 
 
 class Content(NamedTuple):
-    text: str
+    """The texts of a content's parts; one text if it was no list."""
+
+    texts: str | list[str]
     reasoning: str = ""
 
+    @property
+    def text(self) -> str:
+        return self.texts if isinstance(self.texts, str) else "\n".join(self.texts)
 
-def joined(parts: Iterable[Any], where: str) -> Content:
-    """Join the texts of all parts, which are texts or dicts with a type, and their thoughts. `where` names the content
-    in errors. Raises RequestError for a part that is neither."""
+    @property
+    def for_template(self) -> str | list[TextPart]:
+        """The text, or parts as templates know them. A content without a word is an empty text."""
+        return [{"type": "text", "text": text} for text in self.texts] if isinstance(self.texts, list) else self.texts
+
+
+def read_parts(parts: Iterable[Any], where: str) -> Content:
+    """Take the texts of all parts, which are texts or dicts with a type, and join their thoughts. `where` names the
+    content in errors. Raises RequestError for a part that is neither."""
     texts, thoughts = list[str](), list[str]()
     for part in parts:
         kind = str(part.get("type")) if isinstance(part, Mapping) else ""
@@ -46,7 +58,7 @@ def joined(parts: Iterable[Any], where: str) -> Content:
             thoughts.append(_thought(part, THOUGHTS[kind], where))
         elif kind not in UNREADABLE:
             raise RequestError(f"{where} holds {(kind or type(part).__name__)[:60]!r}; only text is supported")
-    return Content("\n".join(texts), "\n".join(thoughts))
+    return Content(texts or "", "\n".join(thoughts))
 
 
 def _thought(part: Mapping[str, Any], field: str, where: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from vllm_lite.client.text.chat_template import ChatTemplate
+from vllm_lite.client.text.left_out import LeftOut
 from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 from vllm_lite.runtime.supervise import run_child
@@ -39,7 +40,7 @@ class RenderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Render(msgspec.Struct, frozen=True):
-    """The arguments of ChatTemplate.render. A text of more than `max_chars` is refused."""
+    """The arguments of ChatTemplate.rendering. A text of more than `max_chars` is refused."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
@@ -50,7 +51,10 @@ class Render(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
+    """`left_out` is what of the messages is not in the text."""
+
     text: str
+    left_out: tuple[LeftOut, ...] = ()
 
 
 class RenderRefused(msgspec.Struct, frozen=True, tag=True):
@@ -94,17 +98,18 @@ def _answer(template: ChatTemplate, data: bytes) -> bytes:
     too_much = RenderRefused(f"the model's chat template takes too much: {LIMIT}")
     try:
         asked = msgspec.msgpack.decode(data, type=Render)
-        text = template.render(
+        made = template.rendering(
             asked.messages,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
             variables=asked.variables,
             tools=asked.tools,
         )
-        if len(text) <= asked.max_chars:
-            return frame(Rendered(text))
-        made = f"the model's chat template makes a prompt of {len(text)} characters"
-        return frame(RenderRefused(f"{made}; at most {asked.max_chars} are tokenized", len(text)))
+        size = len(made.text)
+        if size <= asked.max_chars:
+            return frame(Rendered(made.text, made.left_out))
+        text = f"the model's chat template makes a prompt of {size} characters"
+        return frame(RenderRefused(f"{text}; at most {asked.max_chars} are tokenized", size))
     except RequestError as error:
         return frame(too_much if isinstance(error.__cause__, MemoryError) else RenderRefused(str(error)))
     except MemoryError:

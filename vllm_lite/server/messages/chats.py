@@ -55,6 +55,14 @@ def chat_of(body: CountTokensBody, max_model_len: int) -> ChatBody:
     )
 
 
+def name_of(body: CountTokensBody, place: int) -> str:
+    """The name that `body` has for a message of its chat, by the message's place."""
+    names = ["system" for _ in _system(body.system)]
+    for number, message in enumerate(body.messages):
+        names += [f"messages[{number}]" for _ in _messages(number, message)]
+    return names[place]
+
+
 def _sampled(body: MessagesBody, max_model_len: int) -> dict[str, Any]:
     user = None if body.metadata is None else body.metadata.user_id
     same = {name: getattr(body, name) for name in _SAME.split()}

@@ -1,6 +1,7 @@
 """The routes of Anthropic's API."""
 
 import os
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from vllm_lite.server.http.dialects import REQUEST_ID
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.messages.answers import MessageWriter
 from vllm_lite.server.messages.bodies import CountTokensBody, MessagesBody
-from vllm_lite.server.messages.chats import chat_of
+from vllm_lite.server.messages.chats import chat_of, name_of
 from vllm_lite.server.openai import forms
 from vllm_lite.server.openai.bodies import ChatBody
 from vllm_lite.server.vllm import rendered
@@ -58,12 +59,13 @@ class MessagesRoutes:
         chat = chat_of(asked.body, self._model.max_model_len)
         if not self._generation.knows_thinking:  # clients send a budget to every model; one without keeps to any
             chat = msgspec.structs.replace(chat, thinking_token_budget=None)
-        return Asked(request, chat, asked.headers, asked.model)
+        return Asked(request, chat, asked.headers, asked.model, partial(name_of, asked.body))
 
     async def count_tokens(self, request: Request) -> Response:
         asked = await self._generation.read(request, CountTokensBody)
         chat = chat_of(asked.body, self._model.max_model_len)
         forms.tools_of(chat)  # raises for bad ones
-        ids = await self._generation.prompts.of_chat(chat, None, request)
-        headers = {**asked.headers, "request-id": request.scope[REQUEST_ID]}
-        return as_json({"input_tokens": len(ids)}, headers)
+        found = await self._generation.prompts.of_chat(chat, None, request)
+        headers = found.warned(asked.headers, partial(name_of, asked.body))
+        headers = {**headers, "request-id": request.scope[REQUEST_ID]}
+        return as_json({"input_tokens": len(found.token_ids)}, headers)

@@ -18,6 +18,8 @@ from vllm_lite.server.openai.decoding import Fields, decode, top_level
 from vllm_lite.server.openai.errors import ApiError
 
 MAX_PROMPTS = 1024
+MAX_WARNING_CHARS = 2048
+"""A header of more characters gets no more warnings; clients refuse headers of 8 KiB and more."""
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 256
@@ -413,10 +415,13 @@ def warned(headers: dict[str, str], what: str, names: Iterable[str]) -> dict[str
         _UNSAFE.sub("?", name.encode("ascii", "replace").decode())[:MAX_NAMED_CHARS]
         for name in islice(names, MAX_NAMED)
     ]
-    if not safe:
-        return headers
-    before = [headers["Warning"]] if "Warning" in headers else []
-    return {**headers, "Warning": ", ".join([*before, f'299 vllm-lite "{what}: {", ".join(safe)}"'])}
+    return with_warning(headers, f"{what}: {', '.join(safe)}") if safe else headers
+
+
+def with_warning(headers: dict[str, str], text: str) -> dict[str, str]:
+    """`headers` with one more Warning, if there is room for it. Its text is ASCII without quotes."""
+    before = f"{headers['Warning']}, " if "Warning" in headers else ""
+    return headers if len(before) > MAX_WARNING_CHARS else {**headers, "Warning": f'{before}299 vllm-lite "{text}"'}
 
 
 def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:

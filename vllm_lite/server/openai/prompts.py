@@ -12,13 +12,21 @@ from vllm_lite.client.prompt import PromptLike, TokensPrompt, check_text, encode
 from vllm_lite.client.text.chat_template import with_read_arguments
 from vllm_lite.client.text.detokenizer import Detokenizer, Vocabulary, vocabulary
 from vllm_lite.client.text.infill import Infill
-from vllm_lite.client.text.message_parts import MAY_BE_EMPTY, Content, joined, reasoning_fields
-from vllm_lite.client.text.template_process import Render
+from vllm_lite.client.text.left_out import LeftOut, described
+from vllm_lite.client.text.message_parts import MAY_BE_EMPTY, Content, read_parts, reasoning_fields
+from vllm_lite.client.text.template_process import Render, Rendered
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.http.disconnect import Threads
-from vllm_lite.server.openai.bodies import MAX_PROMPTS, ChatBody, ChatMessage, CompletionBody, TokenizeBody
+from vllm_lite.server.openai.bodies import (
+    MAX_PROMPTS,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    TokenizeBody,
+    with_warning,
+)
 from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.openai.forms import check_depth
 from vllm_lite.server.openai.rendering import Renderer, TextTooLongError
@@ -27,6 +35,8 @@ from vllm_lite.server.openai.steady import steady_message
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 NUM_TOKENIZERS = 2
 """Long texts that are tokenized at a time, each of them in about 100 MB."""
+MESSAGE_NAME: Callable[[int], str] = "messages[{}]".format
+"""The name of a chat's message by its place."""
 SLICE_TOKENS = 16_384
 """Decoded in one go, in 10 ms."""
 
@@ -43,6 +53,18 @@ def with_marks(prompts: list[PromptLike], marks: list[int] | None) -> list[Promp
     if len(prompts) > 1 or not isinstance(prompts[0], list):
         raise ApiError(400, "marks count the tokens of one prompt; give it as a list of token ids", "marks")
     return [TokensPrompt(prompt_token_ids=prompts[0], marks=marks)]
+
+
+class ChatPrompt(NamedTuple):
+    """The token ids of a chat, and what of its messages is not in them."""
+
+    token_ids: list[int]
+    left_out: tuple[LeftOut, ...]
+
+    def warned(self, headers: dict[str, str], name: Callable[[int], str] = MESSAGE_NAME) -> dict[str, str]:
+        """The headers of the answer, with a warning of what is not in the prompt. `name` is that of a message by its
+        place."""
+        return with_warning(headers, described(self.left_out, name)) if self.left_out else headers
 
 
 class TemplateVariables(NamedTuple):
@@ -127,11 +149,12 @@ class Prompts:
 
     async def of_chat(
         self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request
-    ) -> list[int]:
+    ) -> ChatPrompt:
         """Token ids of the prompt, which has to fit into the context if there are `params`. Its special tokens are the
         template's, unless more are asked for."""
-        text = await self.render(body, params, request)
-        return await self.of_text(text, bool(body.add_special_tokens), params, request, "messages")
+        made = await self.render(body, params, request)
+        ids = await self.of_text(made.text, bool(body.add_special_tokens), params, request, "messages")
+        return ChatPrompt(ids, made.left_out)
 
     async def of_text(
         self, text: str, add_special_tokens: bool, params: SamplingParams | None, request: Request, field: str
@@ -145,8 +168,8 @@ class Prompts:
         except RequestError as error:
             raise refused(error, field) from error
 
-    async def render(self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request) -> str:
-        """Render the text of a chat, special tokens included."""
+    async def render(self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request) -> Rendered:
+        """Render the text of a chat, special tokens included, and find what is not in it."""
         if self._renderer is None:
             raise ApiError(
                 400,
@@ -160,8 +183,9 @@ class Prompts:
         variables = dict(self._told.defaults)
         if isinstance(body, ChatBody) and (effort := body.reasoning_effort) is not None:
             variables["reasoning_effort"] = self._told.efforts.get(effort, effort)
+        messages = _plain(body.messages or [])
         chat = Render(
-            messages=_plain(body.messages or []),
+            messages=list(messages.values()),
             add_generation_prompt=generated,
             continue_final_message=continued,
             variables={**variables, **given},
@@ -173,11 +197,13 @@ class Prompts:
             return not await request.is_disconnected()
 
         try:
-            return await self._renderer.render(chat, is_wanted)
+            made = await self._renderer.render(chat, is_wanted)
         except TextTooLongError as error:
             raise refused(too_many_bytes(error.num_chars, self._max_model_len, params), "messages") from error
         except VllmLiteError as error:
             raise refused(error, "messages") from error
+        places = list(messages)
+        return Rendered(made.text, tuple(each._replace(place=places[each.place]) for each in made.left_out))
 
     async def tokenized(self, work: Callable[[Check], T], prompts: Sequence[PromptLike], request: Request) -> T:
         """What `work` makes of `prompts`, whose texts it tokenizes: here, or in a thread if they are long."""
@@ -253,9 +279,9 @@ def _several(given: Any) -> list[PromptLike]:
     return list(given)
 
 
-def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Make messages as templates know them, with one text each."""
-    plain = []
+def _plain(messages: Sequence[ChatMessage]) -> dict[int, dict[str, Any]]:
+    """Make messages as ChatTemplate takes them, each with a text or text parts, by their places in the body."""
+    plain = {}
     for place, given in enumerate(messages):
         if given.role not in ROLES:
             known = ", ".join(ROLES)
@@ -263,7 +289,7 @@ def _plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         if (message := steady_message(given)) is None:
             continue
         content = content_of(message, place)
-        plain.append({"role": message.role, "content": content.text, **_more(message, content)})
+        plain[place] = {"role": message.role, "content": content.for_template, **_more(message, content)}
     return plain
 
 
@@ -277,7 +303,7 @@ def _more(message: ChatMessage, content: Content) -> dict[str, Any]:
 
 
 def content_of(message: ChatMessage, place: int = -1) -> Content:
-    """Join the texts of all parts of a message, and what they say was thought."""
+    """Take the texts of all parts of a message, and what they say was thought."""
     content, where = message.content, f"messages[{place}].content"
     if content is None and message.role in MAY_BE_EMPTY:
         return Content(message.refusal or "")
@@ -286,6 +312,6 @@ def content_of(message: ChatMessage, place: int = -1) -> Content:
     if isinstance(content, str):
         return Content(content)
     try:
-        return joined([part if isinstance(part, str) else msgspec.structs.asdict(part) for part in content], where)
+        return read_parts([part if isinstance(part, str) else msgspec.structs.asdict(part) for part in content], where)
     except RequestError as error:
         raise ApiError(400, str(error), "messages") from error

@@ -47,8 +47,11 @@ class Renderer:
         self.takes_tools = template.takes_tools
         self._start()
 
-    async def render(self, chat: template_process.Render, is_wanted: Callable[[], Awaitable[bool]]) -> str:
-        """The text of `chat`. Before it is rendered `is_wanted` says whether its client still waits for it.
+    async def render(
+        self, chat: template_process.Render, is_wanted: Callable[[], Awaitable[bool]]
+    ) -> template_process.Rendered:
+        """The text of `chat`, and what is not in it. Before it is rendered `is_wanted` says whether its client still
+        waits for it.
 
         Raises RequestError, also when the template takes too much, and EngineError if its process cannot be used.
         """
@@ -69,7 +72,7 @@ class Renderer:
             if answer.num_chars is not None:
                 raise TextTooLongError(answer.message, answer.num_chars)
             raise RequestError(answer.message)
-        return answer.text
+        return answer
 
     @property
     def pid(self) -> int:

@@ -80,7 +80,7 @@ class PoolingRoutes:
     async def embeddings(self, asked: Asked[Any]) -> Response:
         body = asked.body
         params = body.params(dimensions=body.dimensions)
-        prompts = await self._runs.prompts_of(body, asked.request)
+        prompts, asked = await self._runs.prompts_of(asked)
         call = await self._runs.pooled(asked, "embd", prompts, params, "embed")
         return self._vectors(asked, call, answers.embedding)
 
@@ -92,9 +92,8 @@ class PoolingRoutes:
         if size % 8 and not {"binary", "ubinary"}.isdisjoint(kinds):
             text = f"binary and ubinary need vectors of a multiple of 8 numbers, and these have {size}"
             raise ApiError(400, text, "embedding_types")
-        call = await self._runs.pooled(
-            asked, "embd", await self._runs.cohere_prompts(body, asked.request), body.params(), "embed"
-        )
+        prompts, asked = await self._runs.cohere_prompts(asked)
+        call = await self._runs.pooled(asked, "embd", prompts, body.params(), "embed")
         if body.truncate == "NONE" and body.max_tokens is not None:
             longest = max(len(stream.prompt.token_ids) for stream in call.streams)
             if longest > body.max_tokens:
@@ -114,7 +113,7 @@ class PoolingRoutes:
         body = asked.body
         task = body.task or self._runs.factory.first_task
         params = body.params(dimensions=body.dimensions)
-        prompts = await self._runs.prompts_of(body, asked.request)
+        prompts, asked = await self._runs.prompts_of(asked)
         call = await self._runs.pooled(asked, "pooling", prompts, params, task)
         return self._vectors(asked, call, answers.pooled)
 
@@ -128,7 +127,7 @@ class PoolingRoutes:
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
 
     async def classify(self, asked: Asked[Any]) -> Response:
-        prompts = await self._runs.prompts_of(asked.body, asked.request)
+        prompts, asked = await self._runs.prompts_of(asked)
         call = await self._runs.pooled(asked, "classify", prompts, asked.body.params(), "classify")
         item = partial(answers.classification, labels=self._labels)
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)

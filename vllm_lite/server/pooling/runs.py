@@ -44,8 +44,9 @@ class PoolingRuns:
         self.factory = factory
         self._window = window
 
-    async def prompts_of(self, body: InputFields, request: Request) -> list[PromptLike]:
-        """What a body has as input."""
+    async def prompts_of(self, asked: Asked[InputFields]) -> tuple[list[PromptLike], Asked[Any]]:
+        """What a body has as input, and the request, whose headers may have a warning more."""
+        body, request = asked.body, asked.request
         if (body.input is None) == (body.messages is None):
             raise ApiError(400, "give either input or messages", "input")
         if body.messages is not None:
@@ -53,29 +54,39 @@ class PoolingRuns:
             given = {name: getattr(body, name) for name in (*fields, "chat_template_kwargs")}
             if body.add_generation_prompt is None:  # there is nothing to be generated
                 given["add_generation_prompt"] = False
-            return [await self.generation.prompts.of_chat(ChatBody(**given), None, request)]
+            found = await self.generation.prompts.of_chat(ChatBody(**given), None, request)
+            return [found.token_ids], asked._replace(headers=found.warned(asked.headers))
         prompts = _several(body.input)
         if body.add_special_tokens is False:
-            return [await self._plain(prompt, request) for prompt in prompts]
-        return prompts
+            prompts = [await self._plain(prompt, request) for prompt in prompts]
+        return prompts, asked
 
-    async def cohere_prompts(self, body: CohereEmbedBody, request: Request) -> list[PromptLike]:
+    async def cohere_prompts(self, asked: Asked[CohereEmbedBody]) -> tuple[list[PromptLike], Asked[Any]]:
         """What a body of Cohere's API has, with the prompt of its `input_type`: before each text, as
-        sentence-transformers has it, and before the message of an input as a message of the system."""
+        sentence-transformers has it, and before the message of an input as a message of the system. And the request,
+        whose headers may have warnings more."""
+        body, request = asked.body, asked.request
         if body.images:
             raise ApiError(400, "images are not supported: models are served as text models here", "images")
         if (body.texts is None) == (body.inputs is None):
             raise ApiError(400, "give either texts or inputs", "texts")
         prompt = self._task_prompt(body.input_type)
         if body.texts is not None:
-            return [prompt + text for text in body.texts]
+            return [prompt + text for text in body.texts], asked
         system = [ChatMessage("system", prompt)] if prompt else []
         inputs: list[str | list[str | Part]] = [[*each.content] for each in body.inputs or ()]
         chats = [
             ChatBody(messages=[*system, ChatMessage("user", content)], add_generation_prompt=False)
             for content in inputs
         ]
-        return [await self.generation.prompts.of_chat(chat, None, request) for chat in chats]
+        prompts, headers = list[PromptLike](), asked.headers
+        for place, chat in enumerate(chats):
+            found = await self.generation.prompts.of_chat(chat, None, request)
+            headers = found.warned(
+                headers, [*["the prompt of input_type"] * len(system), f"inputs[{place}]"].__getitem__
+            )
+            prompts.append(found.token_ids)
+        return prompts, asked._replace(headers=headers)
 
     def _task_prompt(self, input_type: str | None) -> str:
         """The prompt of this name, "" for none. Cohere's clients always send a name: where the model has no prompts,

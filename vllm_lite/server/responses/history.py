@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from vllm_lite.server.openai.bodies import CalledFunction, ChatMessage, ToolCall
+from vllm_lite.server.openai.bodies import CalledFunction, ChatMessage, Part, ToolCall
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.steady import steady
 from vllm_lite.server.responses.call_outputs import call_of, output_text
@@ -18,6 +18,12 @@ def text_in(item: Item, field: str = "content") -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.get("text", part.get("refusal", "")) for part in content or ())
+
+
+def _content(item: Item) -> str | list[str | Part]:
+    """Return the text of a message; several are parts, which some templates write in another way than one text."""
+    content = item["content"]
+    return text_in(item) if len(content) < 2 else [Part("text", part["text"]) for part in content]
 
 
 def later_tools(items: Iterable[Item]) -> Iterator[tuple[str, Item]]:
@@ -91,7 +97,7 @@ def messages(instructions: str | None, items: Iterable[Item], tools: Toolbox) ->
         elif kind == "message":
             flush()
             if role == "user" or found:
-                found.append(ChatMessage("user" if role == "user" else "system", text_in(item)))
+                found.append(ChatMessage(item["role"], _content(item)))
             else:
                 system.append(steady(text_in(item)))
     flush()

@@ -55,7 +55,7 @@ class VllmRoutes:
         made = await self._generation.chat(asked, rendered.call_id("chatcmpl", request, body))
         found = rendered.requests(made.call, body, asked.model)[0]
         if body.return_token_offsets:
-            text = await self._generation.prompts.render(body, None, request)
+            text = (await self._generation.prompts.render(body, None, request)).text
             (found["token_offsets"],) = await self._generation.prompts.offsets([text], [found["token_ids"]], request)
         return as_json(found, made.headers)
 
