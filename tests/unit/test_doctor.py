@@ -17,10 +17,12 @@ import pytest
 from tests.deadlines import scaled
 from tests.fake_sys import make_sys
 from tests.unit.test_import_time import loaded_by
+from vllm_lite.errors import ConfigError, ModelError, VllmLiteError
 from vllm_lite.runtime import cpu_binding, machine
 from vllm_lite.runtime.cpu_binding import read_topology
+from vllm_lite.tools import plan_checkpoint
 from vllm_lite.tools.cli import main
-from vllm_lite.tools.doctor import checks, model
+from vllm_lite.tools.doctor import checks
 from vllm_lite.tools.doctor.bundle import HIDDEN, Redactor, write_bundle
 from vllm_lite.tools.doctor.checks import Line
 from vllm_lite.tools.doctor.model import chats, implementation
@@ -333,10 +335,23 @@ def test_a_model_is_asked_for_what_computes_it(tmp_path: Path, monkeypatch: pyte
     assert line() == ("OK", "LlamaForCausalLM: native, 2.8M parameters")
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(config | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}))
-    monkeypatch.setattr(model, "find_spec", lambda name: name == "transformers")
-    assert line() == ("OK", "StableLmForCausalLM: transformers, if its worker accepts it when it starts")
-    monkeypatch.setattr(model, "find_spec", lambda _: None)
-    assert line() == ("FAIL", "StableLmForCausalLM: transformers, which is not installed")
+    asked: list[Path] = []
+
+    def examined(error: VllmLiteError | None) -> None:
+        def check(_: object, folder: Path) -> None:
+            asked.append(folder)
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(plan_checkpoint, "check_implementation", check)
+
+    examined(None)
+    assert line() == ("OK", "StableLmForCausalLM: transformers, 2.8M parameters")
+    examined(ConfigError("this model needs transformers 5"))
+    assert line() == ("FAIL", "StableLmForCausalLM: this model needs transformers 5")
+    examined(ModelError("layer 0 attends 2 times in a step"))
+    assert line() == ("FAIL", "StableLmForCausalLM: layer 0 attends 2 times in a step")
+    assert asked == [tmp_path] * 3
     path.write_text("{}")
     level, text = line()
     assert (level, "architectures None" in text) == ("FAIL", True)

@@ -2,7 +2,6 @@
 sampling defaults."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_lite.tools.doctor.checks import Line
@@ -11,7 +10,9 @@ from vllm_lite.tools.doctor.checks import Line
 def implementation(folder: str) -> Iterator[Line]:
     """Say which architecture the model in `folder` has and what would compute it with --model-impl auto."""
     from vllm_lite.checkpoint.config_json import load_spec
-    from vllm_lite.errors import ModelError
+    from vllm_lite.config import EngineConfig
+    from vllm_lite.errors import ConfigError, ModelError
+    from vllm_lite.tools.plan_checkpoint import check_implementation
 
     try:
         spec = load_spec(folder)
@@ -20,11 +21,15 @@ def implementation(folder: str) -> Iterator[Line]:
         return
     if spec.implementation == "native":
         yield Line("OK", "model", f"{spec.architecture}: native, {spec.size()} parameters")
-    elif find_spec("transformers") is not None:
-        yield Line("OK", "model", f"{spec.architecture}: transformers, if its worker accepts it when it starts")
+        return
+    try:
+        check_implementation(EngineConfig(), Path(folder))
+    except ConfigError as error:  # the package is not there
+        yield Line("FAIL", "model", f"{spec.architecture}: {error}", "pip install 'vllm_lite[transformers]'")
+    except ModelError as error:
+        yield Line("FAIL", "model", f"{spec.architecture}: {error}", "serve a model of docs/models.md")
     else:
-        missing = f"{spec.architecture}: transformers, which is not installed"
-        yield Line("FAIL", "model", missing, "pip install 'vllm_lite[transformers]'")
+        yield Line("OK", "model", f"{spec.architecture}: transformers, {spec.size()} parameters")
 
 
 def chats(folder: str) -> Iterator[Line]:
