@@ -1,15 +1,16 @@
 """What of one schema cannot be held: refused by name and place, or left out of a schema that need not be strict."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from vllm_lite.errors import RequestError
 from vllm_lite.structured.regex_tree import NotHeldError
 
 MAX_NOTES = 100
-TRANSLATION_S = 1.5
-"""How long all patterns of one schema may take to be written in another way; the hardest take about a second."""
+ALLOWED_S = 1.0
+"""Most schemas take none of it, the hardest patterns about a second."""
 T = TypeVar("T")
 
 
@@ -18,16 +19,32 @@ def refusal(pointer: str, problem: str) -> RequestError:
     return RequestError(f"the JSON schema at #{pointer}: {problem}")
 
 
+class Allowance:
+    """How long the schemas of one request may still take beyond what most need."""
+
+    def __init__(self, seconds: float = ALLOWED_S) -> None:
+        self.left_s = seconds
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """Take off the time that is spent inside."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.left_s -= time.monotonic() - began_s
+
+
 class Findings:
     """Collects the places of one schema at which something is not held.
 
     `notes` name the place as a JSON pointer and the keyword: `#/properties/a: 'not'`.
     """
 
-    def __init__(self, *, is_lenient: bool) -> None:
+    def __init__(self, *, is_lenient: bool, allowance: Allowance | None = None) -> None:
         self.is_lenient = is_lenient
+        self.allowance = allowance or Allowance()
         self.notes: list[str] = []
-        self._left_s = TRANSLATION_S
 
     def cannot(self, pointer: str, keyword: str, problem: str) -> None:
         """Take note of a keyword, or of a value of it, that the caller leaves out. Raises RequestError, which says the
@@ -44,10 +61,7 @@ class Findings:
 
     def translated(self, work: Callable[[], T]) -> T:
         """Do work that writes patterns in another way. Raises NotHeldError when that has taken too long already."""
-        if self._left_s < 0:
+        if self.allowance.left_s < 0:
             raise NotHeldError("the patterns before it took too long")
-        began_s = time.monotonic()
-        try:
+        with self.allowance.spent():
             return work()
-        finally:
-            self._left_s -= time.monotonic() - began_s

@@ -7,7 +7,6 @@ that spells them in letters has not written them.
 import json
 import re
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
 ANY_TEXT = "TEXT"
@@ -48,9 +47,14 @@ class LarkWriter:
         self._has_text = False
         self._texts_until: dict[str, str] = {}
 
-    def copy(self) -> "LarkWriter":
-        """Copy what has been written so far, to go back to it."""
-        return deepcopy(self)
+    def mark(self) -> tuple[int, dict[str, str]]:
+        """Return a place to go back to."""
+        return len(self._rules), dict(self._texts_until)
+
+    def go_back(self, place: tuple[int, dict[str, str]]) -> None:
+        """Drop the rules that were written behind a place."""
+        del self._rules[place[0] :]
+        self._texts_until = place[1]
 
     def rule(self, body: str, options: str = "") -> str:
         """Add a rule and return its name."""

@@ -1,11 +1,12 @@
 """A schema that llguidance refuses, made looser until it is taken: for tools that need not be strict."""
 
 import time
+from contextlib import suppress
 from typing import Any
 
 from llguidance import LLMatcher
 
-from vllm_lite.structured.check import fault_of
+from vllm_lite.structured.check import fault_of, passed
 from vllm_lite.structured.findings import Findings
 from vllm_lite.structured.literals import DEFINITIONS, REMARKS
 from vllm_lite.structured.place import parts_of
@@ -24,14 +25,14 @@ def loosened(schema: Schema, findings: Findings) -> Schema:
 
     The findings name each of them. In the worst case any object is left.
     """
-    search = _Search(schema)
-    try:
+    search = _Search(schema, min(SEARCH_S, findings.allowance.left_s))
+    if not search.is_wrong(schema):
+        return schema
+    with findings.allowance.spent(), suppress(TimeoutError):
         for _ in range(MAX_ROUNDS):
+            search.loosen(findings)
             if not search.is_wrong(search.root):
                 return search.root
-            search.loosen(findings)
-    except TimeoutError:
-        pass
     findings.note("", "")
     return {"type": "object", OPTIONS: schema[OPTIONS]}
 
@@ -39,19 +40,25 @@ def loosened(schema: Schema, findings: Findings) -> Schema:
 class _Search:
     """Looks for what is wrong with one schema. `root` is what is left of it."""
 
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Schema, seconds: float) -> None:
         self.root = root
         self._num_checks = 0
-        self._deadline = time.monotonic() + SEARCH_S
+        self._deadline = time.monotonic() + seconds
 
     def is_wrong(self, part: Schema) -> bool:
         """Whether llguidance refuses `part` by itself. Raises TimeoutError when there were too many questions."""
-        self._num_checks += 1
-        if self._num_checks > MAX_CHECKS or time.monotonic() > self._deadline:
-            raise TimeoutError
         shared = {key: self.root[key] for key in DEFINITIONS if key in self.root}
         whole = {**shared, **part, OPTIONS: self.root[OPTIONS]}
-        return fault_of(LLMatcher.grammar_from_json_schema(schema_text(whole))) is not None
+        grammar = LLMatcher.grammar_from_json_schema(schema_text(whole))
+        if passed.has(grammar):
+            return False
+        self._num_checks += 1
+        if self._num_checks > 1 and (self._num_checks > MAX_CHECKS or time.monotonic() > self._deadline):
+            raise TimeoutError
+        if fault_of(grammar) is not None:
+            return True
+        passed.add(grammar)
+        return False
 
     def loosen(self, findings: Findings) -> None:
         """Take a keyword out of the deepest part that is wrong, or all of them if it takes more than one."""

@@ -9,7 +9,7 @@ from vllm_lite.structured import schema as schemas
 from vllm_lite.structured.arguments import arguments_rule
 from vllm_lite.structured.call_shape import INDEX, CallShape, Choice, Tool
 from vllm_lite.structured.check import check_lark
-from vllm_lite.structured.findings import Findings
+from vllm_lite.structured.findings import Allowance, Findings
 from vllm_lite.structured.keywords import type_name
 from vllm_lite.structured.lark import LarkWriter
 from vllm_lite.structured.limits import MAX_OPTIONAL_IN_PART
@@ -87,19 +87,21 @@ class _CallWriter:
     def __init__(self, shape: CallShape, added_tokens: Mapping[str, int] | None, most: int) -> None:
         self.lark = LarkWriter(added_tokens, {INDEX: "/[0-9]{1,3}/"})
         self.notes: list[str] = []
+        self._allowance = Allowance()
         self._shape = shape
         self._most = most
 
     def body(self, tool: Tool, *, is_held: bool) -> str:
         """Return the body of a call of `tool`, whose arguments follow its schema if it `is_held`."""
-        findings, written = Findings(is_lenient=not tool.strict), self.lark.copy()
+        findings = Findings(is_lenient=not tool.strict, allowance=self._allowance)
+        place = self.lark.mark()
         try:
             parameters = _parameters(tool if is_held else Tool(tool.name, {}), findings)
             arguments = arguments_rule(self.lark, self._shape, parameters, findings)
         except RequestError as error:
             if tool.strict or not is_held:
                 raise RequestError(f"tool {tool.name!r}: {error}") from error
-            self.lark = written
+            self.lark.go_back(place)
             self.notes.append(f"{tool.name} #")
             return self.body(tool, is_held=False)
         self.notes += (f"{tool.name} {note}" for note in findings.notes)
