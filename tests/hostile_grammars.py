@@ -125,6 +125,25 @@ def hostile_pattern(rng: random.Random) -> Form:
 # ---- regular expressions, choices
 
 
+def hostile_look_around(rng: random.Random) -> Form:
+    """Patterns with look-around, whose automata are large or empty, each of them another."""
+
+    def pattern(place: int) -> str:
+        most = size(rng, 60) + place
+        return rng.choice(
+            (
+                rf"^a*(?:\d{{0,{most}}}|(?=[\d.]{{1,{most + 3}}}0*$)\d{{0,{most}}}\.\d{{0,9}}0*$)$",
+                rf"(?!.*a.{{{most}}}b)(?=.*b.{{{most}}}a)",
+                "(?=" * size(rng, 60) + "a",
+                rf"^(?:(?!a|b{{{most}}})(?=.*c).)*$",
+                rf"(?:\b|\B|(?<!a)|(?=b)){{{most}}}",
+                rf"(?=\p{{L}})[\p{{L}}\p{{N}}]{{{most}}}",
+            )
+        )
+
+    return {"json": {"properties": {f"p{i}": {"type": "string", "pattern": pattern(i)} for i in range(size(rng, 100))}}}
+
+
 def hostile_regex(rng: random.Random) -> Form:
     n = size(rng, 100_000)
     return {
@@ -261,6 +280,7 @@ ATTACKS: tuple[Callable[[random.Random], Form], ...] = (
     no_schema,
     wrong_keywords,
     hostile_pattern,
+    hostile_look_around,
     hostile_regex,
     many_choices,
     doubling_rules,

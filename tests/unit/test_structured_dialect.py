@@ -201,6 +201,17 @@ def test_schemas_that_are_too_large_together_leave_the_names() -> None:
     assert not WALKER.takes(text, call("good", {"n": 3}))
 
 
+def test_what_was_written_of_a_schema_that_fails_is_dropped() -> None:
+    """The rule of `self` names that of `p`, which is never written: the reader of the format gives up at `far`."""
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(30)} | {"d30": {"type": "string"}}
+    inner = {"type": "object", "properties": {"self": {"$ref": "#/properties/p"}}}
+    p = {"type": "object", "properties": {"a": inner, "far": {"$ref": "#/$defs/d0"}}}
+    text, notes = calls_of({"type": "object", "properties": {"p": p}, "$defs": chain}, shape="python")
+    assert notes == ("odd #",)
+    assert text is not None
+    assert WALKER.takes(text, "[odd(p=1), good(n=1)]")
+
+
 JUNK = st.recursive(
     st.none()
     | st.booleans()
@@ -266,6 +277,16 @@ def test_the_order_of_keywords_changes_nothing(order: int, target: str) -> None:
     values: list[Any] = [[1, "hello"], [1, None], [1], [1, "x", True], []]
     judge = jsonschema.Draft7Validator(schema)
     assert taken(schema, *values) == [value for value in values if judge.is_valid(value)] == [[1], []]
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_properties_come_in_the_order_of_the_schema(is_first: bool) -> None:
+    own, inner = ({"properties": {name: {"type": "integer"}}} for name in "ba")
+    parts: list[dict[str, Any]] = [{"allOf": [inner]}, own] if is_first else [own, {"allOf": [inner]}]
+    schema = {"type": "object", "required": ["a", "b"], **parts[0], **parts[1]}
+    grammar = grammar_of(schema)
+    assert WALKER.takes(grammar, '{"a": 1, "b": 2}') is is_first
+    assert WALKER.takes(grammar, '{"b": 1, "a": 2}') is not is_first
 
 
 E15, INT64 = 10**15, 2**63
