@@ -1,0 +1,314 @@
+"""Attack a server as a stranger would, and print what each attack took: memory, and time of the server's loop.
+
+    python scripts/attack.py                                        # starts a server with the demo model
+    python scripts/attack.py --url http://127.0.0.1:8000 --pid 4711 --key sk-one --other-key sk-two
+
+It changes nothing but the store of responses. A server that is started here has two API keys and takes adapters; of
+another one the memory is that of `--pid` and its children, and attacks that need keys are left out without two of them.
+The exit status is 1 if an attack took more than the bars, or was answered otherwise than it should be.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.http_server import serving
+
+MAX_MB, MAX_MS = 100.0, 100.0
+"""Memory that an attack may take, and how long it may hold up the loop."""
+MB = 1_000_000
+PROBE = """
+import http.client, sys, time
+longest, end = 0.0, time.monotonic() + float(sys.argv[3])
+connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=60)
+while time.monotonic() < end and sys.stdin.readable():
+    begin = time.monotonic()
+    connection.request("GET", "/ping")
+    connection.getresponse().read()
+    longest = max(longest, time.monotonic() - begin)
+    print(longest * 1000, flush=True)
+    time.sleep(0.002)
+"""
+"""Asks again and again, in a process of its own, and says how long the longest answer took, in milliseconds."""
+
+
+class Row(NamedTuple):
+    """What an attack took."""
+
+    attack: str
+    answers: str
+    megabytes: float
+    milliseconds: float
+    took_s: float
+    problem: str
+
+
+@dataclass
+class Target:
+    """The server, what it is asked with, and the rows so far."""
+
+    url: str
+    key: str
+    other_key: str
+    pid: int | None
+    rows: list[Row] = field(default_factory=list)
+
+    def client(self, key: str | None = None) -> httpx.Client:
+        key = self.key if key is None else key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=300)
+
+    def memory(self) -> float:
+        """Megabytes of the server and its children; 0 where no process is known."""
+        if self.pid is None:
+            return 0.0
+        total = 0
+        for process in [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]:
+            try:
+                total += process.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+        return total / MB
+
+    def measure(self, name: str, attack: Callable[[], Counter[int]], check: Callable[[Counter[int]], str]) -> None:
+        """Run an attack and look meanwhile at the memory and at the loop."""
+        before, most, over = self.memory(), 0.0, threading.Event()
+
+        def look() -> None:
+            nonlocal most
+            while not over.wait(0.01):
+                most = max(most, self.memory())
+
+        watch = threading.Thread(target=look)
+        with self._probe() as longest_ms:
+            watch.start()
+            begin_s = time.monotonic()
+            try:
+                answers = attack()
+            finally:
+                took_s = time.monotonic() - begin_s
+                over.set()
+                watch.join()
+            held_ms = longest_ms()
+        more = max(0.0, most - before)
+        problem = check(answers)
+        problem += f" over {MAX_MB:g} MB" if more > MAX_MB else ""
+        problem += f" over {MAX_MS:g} ms" if held_ms > MAX_MS else ""
+        shown = ", ".join(f"{count} x {status}" for status, count in sorted(answers.items()))
+        self.rows.append(Row(name, shown, more, held_ms, took_s, problem.strip()))
+
+    @contextmanager
+    def _probe(self) -> Iterator[Callable[[], float]]:
+        url = httpx.URL(self.url)
+        command = [sys.executable, "-c", PROBE, url.host, str(url.port or 80), "600"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            longest = [0.0]
+
+            def read() -> None:
+                for line in process.stdout or ():
+                    longest[0] = float(line)
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            time.sleep(0.3)  # its own start
+            longest[0] = 0.0
+            try:
+                yield lambda: longest[0]
+            finally:
+                process.kill()
+                reader.join()
+
+
+def thought(num_bytes: int) -> dict[str, Any]:
+    """An item that takes room in the store, and none in the prompt."""
+    text = {"type": "reasoning_text", "text": "x" * num_bytes}
+    return {"type": "reasoning", "summary": [], "content": [text]}
+
+
+def stored(http: httpx.Client, *items: Any, **more: Any) -> tuple[str, list[str]]:
+    """Have the server keep a response. Returns its id, and those of its input items."""
+    body = {"input": [*items, {"role": "user", "content": "Hi."}], "max_output_tokens": 1, **more}
+    answer = http.post("/v1/responses", json=body)
+    answer.raise_for_status()
+    name: str = answer.json()["id"]
+    listed = http.get(f"/v1/responses/{name}/input_items", params={"order": "asc"})
+    listed.raise_for_status()
+    return name, [item["id"] for item in listed.json()["data"]]
+
+
+def ask(http: httpx.Client, body: Any, path: str = "/v1/responses") -> int:
+    return http.post(path, json=body).status_code
+
+
+def expect(*statuses: int) -> Callable[[Counter[int]], str]:
+    def check(answers: Counter[int]) -> str:
+        others = [status for status in answers if status not in statuses]
+        return f"answered {others}" if others else ""
+
+    return check
+
+
+# ---- the store of responses
+
+
+def references(target: Target) -> None:
+    with target.client() as http:
+        _, names = stored(http, thought(28 * MB), thought(10))
+        refer = [{"type": "item_reference", "id": names[1]}] * 400
+        body = {"input": [*refer, {"role": "user", "content": "Hi."}], "max_output_tokens": 1}
+        target.measure("400 references to 28 MB", lambda: Counter([ask(http, body)]), expect(200))
+        refer = [{"type": "item_reference", "id": names[0]}] * 40
+        body = {**body, "input": [*refer, {"role": "user", "content": "Hi."}]}
+        target.measure("40 references to an item of 28 MB", lambda: Counter([ask(http, body)]), expect(400))
+
+
+def conversations(target: Target) -> None:
+    with target.client() as http:
+        name, _ = stored(http, thought(24 * MB))
+        body = {"input": "And?", "previous_response_id": name, "max_output_tokens": 1}
+
+        def attack() -> Counter[int]:
+            with ThreadPoolExecutor(16) as pool:
+                return Counter(pool.map(lambda _: ask(http, body), range(16)))
+
+        target.measure("16 conversations of 24 MB at once", attack, expect(200, 429))
+        later, _ = stored(http, previous_response_id=stored(http, thought(15 * MB))[0])
+        path = f"/v1/responses/{later}/input_items?limit=1"
+
+        def pages() -> Counter[int]:
+            return Counter(http.get(path).status_code for _ in range(12))
+
+        target.measure("12 pages of one item of 15 MB", pages, expect(200))
+
+
+def queued(target: Target) -> None:
+    body = {"input": [thought(24 * MB), {"role": "user", "content": "Hi."}], "background": True}
+    slow = {"max_output_tokens": 1500, "ignore_eos": True}
+    with target.client() as http:
+
+        def attack() -> Counter[int]:
+            with ThreadPoolExecutor(4) as pool:
+                return Counter(pool.map(lambda _: ask(http, {**body, **slow}), range(20)))
+
+        target.measure("20 queued bodies of 24 MB", attack, expect(200, 429))
+
+
+def eviction(target: Target) -> None:
+    with target.client() as http, target.client(target.other_key) as other:
+        name, _ = stored(other)
+
+        def attack() -> Counter[int]:
+            for _ in range(5):
+                stored(http, thought(20 * MB))
+            return Counter([other.get(f"/v1/responses/{name}").status_code])
+
+        target.measure("5 answers of 20 MB, and another key's", attack, expect(200))
+
+
+# ---- who may call what
+
+
+def others(target: Target) -> None:
+    with target.client() as http, target.client(target.other_key) as other:
+        body = {"prompt": "Hi", "max_tokens": 1500, "ignore_eos": True, "stream": True, "request_id": "mine"}
+        with http.stream("POST", "/v1/completions", json={**body, "resumable": True}) as stream:
+            next(stream.iter_lines())
+            paths = ("/v1/requests/cmpl-mine/stream", "/v1/requests/cmpl-none/stream")
+            target.measure(
+                "the stream of another key, and none",
+                lambda: Counter(other.get(path).status_code for path in paths),
+                expect(404),
+            )
+
+
+def proxied(target: Target) -> None:
+    headers = ({"X-Forwarded-For": "203.0.113.7"}, {"Forwarded": "for=203.0.113.7"}, {"Via": "1.1 proxy"})
+
+    def attack() -> Counter[int]:
+        with target.client("") as http:
+            return Counter(http.post("/pause", headers=each).status_code for each in headers)
+
+    target.measure("pause without a key, through a proxy", attack, expect(401, 403))
+
+
+def aborts(target: Target) -> None:
+    with target.client() as http:
+        body = {"request_ids": [f"none-{number}" for number in range(1024)]}
+        target.measure(
+            "1,024 unknown requests to abort", lambda: Counter([ask(http, body, "/abort_requests")]), expect(200, 401, 403)
+        )
+
+
+# ---- files of a stranger
+
+
+def adapters(target: Target) -> None:
+    with tempfile.TemporaryDirectory() as folder, target.client() as http:
+        for name in ("pipe", "endless", "sparse"):
+            place = Path(folder, name)
+            place.mkdir()
+            config = place / "adapter_config.json"
+            if name == "pipe":
+                os.mkfifo(config)
+            elif name == "endless":
+                config.symlink_to("/dev/zero")
+            else:
+                with config.open("wb") as file:
+                    file.truncate(2**40)
+            body = {"lora_name": name, "lora_path": str(place)}
+            target.measure(
+                f"an adapter whose config is {name}",
+                lambda body=body: Counter([ask(http, body, "/v1/load_lora_adapter")]),  # type: ignore[misc]
+                expect(400, 401, 403),
+            )
+
+
+ATTACKS = [references, conversations, queued, eviction, others, proxied, aborts, adapters]
+NEED_TWO_KEYS = (eviction, others)
+
+
+def run(target: Target) -> int:
+    for attack in ATTACKS:
+        if attack in NEED_TWO_KEYS and not target.other_key:
+            continue
+        attack(target)
+    print(f"{'attack':<40}{'answers':<22}{'MB':>8}{'ms of the loop':>16}{'s':>8}  problem")
+    for row in target.rows:
+        print(
+            f"{row.attack:<40}{row.answers:<22}{row.megabytes:>8.1f}{row.milliseconds:>16.1f}{row.took_s:>8.2f}  "
+            f"{row.problem or '-'}"
+        )
+    return int(any(row.problem for row in target.rows))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="the server, without a path; one is started if none is given")
+    parser.add_argument("--pid", type=int, help="its process, whose memory is looked at, with its children's")
+    parser.add_argument("--key", default="", help="an API key of it")
+    parser.add_argument("--other-key", default="", help="another one")
+    args = parser.parse_args()
+    if args.url is not None:
+        return run(Target(args.url.rstrip("/"), args.key, args.other_key, args.pid))
+    keys = ["--api-key", "sk-one", "--api-key", "sk-two"]
+    with serving("--enable-lora", *keys, "--admin-api-key", "sk-admin") as server:
+        return run(Target(server.url, "sk-one", "sk-two", server.process.pid))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
