@@ -198,14 +198,18 @@ def conversations(target: Target) -> None:
 
 def queued(target: Target) -> None:
     body = {"input": [thought(24 * MB), {"role": "user", "content": "Hi."}], "background": True}
-    slow = {"max_output_tokens": 1500, "ignore_eos": True}
+    slow, names = {"max_output_tokens": 1500, "ignore_eos": True}, list[str]()
     with target.client() as http:
 
         def attack() -> Counter[int]:
             with ThreadPoolExecutor(4) as pool:
-                return Counter(pool.map(lambda _: ask(http, {**body, **slow}), range(20)))
+                answers = list(pool.map(lambda _: http.post("/v1/responses", json={**body, **slow}), range(20)))
+            names.extend(answer.json()["id"] for answer in answers if answer.is_success)
+            return Counter(answer.status_code for answer in answers)
 
         target.measure("20 queued bodies of 24 MB", attack, expect(200, 429))
+        for name in names:
+            http.post(f"/v1/responses/{name}/cancel")
 
 
 def eviction(target: Target) -> None:
@@ -250,7 +254,9 @@ def aborts(target: Target) -> None:
     with target.client() as http:
         body = {"request_ids": [f"none-{number}" for number in range(1024)]}
         target.measure(
-            "1,024 unknown requests to abort", lambda: Counter([ask(http, body, "/abort_requests")]), expect(200, 401, 403)
+            "1,024 unknown requests to abort",
+            lambda: Counter([ask(http, body, "/abort_requests")]),
+            expect(200, 401, 403),
         )
 
 

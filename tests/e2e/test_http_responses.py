@@ -451,7 +451,7 @@ def test_what_waits_holds_the_bytes_of_its_body() -> None:
         assert http.post("/pause", params={"mode": "keep"}).status_code == 200
         waiting = [http.post("/v1/responses", json=body) for _ in range(3)]
         assert [answer.status_code for answer in waiting] == [200, 200, 429]
-        assert "bytes are being read" in waiting[2].json()["error"]["message"]
+        assert "requests that wait or run keep" in waiting[2].json()["error"]["message"]
         small = http.post("/v1/responses", json=body | {"input": "Hi."})
         assert small.status_code == 200
         cancelled = http.post(f"/v1/responses/{waiting[0].json()['id']}/cancel")

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from starlette.requests import Request
+from starlette.responses import Response
 
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http.body import MAX_HELD, SMALL_BYTES, BodyReader
@@ -167,8 +168,34 @@ def test_all_requests_together_take_so_much() -> None:
     with pytest.raises(ApiError) as error:
         limits.hold(requests[-1], bytes(1 << 20))
     assert error.value.status == 429
-    held = limits.hand_over(requests[0])
-    assert held == (1 << 20) - SMALL_BYTES
-    assert limits.hand_over(requests[0]) == 0  # it is the caller's now
-    limits.release(held)
-    limits.hold(request(), bytes(1 << 20))
+
+
+def test_what_is_kept_has_room_of_its_own() -> None:
+    """Requests that wait for long keep no other body from being read."""
+
+    async def main() -> None:
+        limits = reader()
+        kept = []
+        for _ in range(MAX_HELD):
+            one = request()
+
+            async def endpoint(one: Request) -> Response:
+                limits.hold(one, bytes(1 << 20))
+                kept.append(limits.keep(one))
+                return Response()
+
+            await limits.holding(endpoint)(one)
+        assert kept == [(1 << 20) - SMALL_BYTES] * MAX_HELD
+        assert limits.held_bytes == 0
+        another = request()
+        limits.hold(another, bytes(1 << 20))
+        limits.keep(request())  # a small one
+        assert limits.kept_bytes == MAX_HELD * kept[0]
+        limits.kept_bytes += MAX_HELD * SMALL_BYTES  # now it is full
+        with pytest.raises(ApiError, match="requests that wait or run keep 2097152 bytes") as error:
+            limits.keep(another)
+        assert error.value.status == 429
+        limits.release(kept.pop())
+        limits.keep(another)
+
+    asyncio.run(main())

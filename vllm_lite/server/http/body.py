@@ -50,8 +50,10 @@ class BodyReader:
         self._max_values = max(MAX_VALUES, max_model_len + SMALL_BYTES)
         self._timeout_s = config.body_timeout_s
         self.held_bytes = 0
-        """Bytes of the bodies that are not yet whole, of those that are not yet tokenized, and of what is kept while a
-        response is generated."""
+        """Bytes of the bodies that are not yet whole, and of those that are not yet tokenized."""
+        self.kept_bytes = 0
+        """Bytes of bodies that are kept while their requests wait and run. They have as much room of their own: large
+        requests that take long keep no other body from being read."""
 
     def holding(self, endpoint: Endpoint) -> Endpoint:
         """Wrap `endpoint`: when it ends, the bytes of the body that it has read are no longer counted as held."""
@@ -79,14 +81,19 @@ class BodyReader:
         if refusal is not None:
             raise refusal
 
-    def hand_over(self, request: Request) -> int:
-        """Leave what the request holds to its caller, which gives the same number to release() once."""
-        held: int = request.scope.pop(_HELD, 0)
-        return held
+    def keep(self, request: Request) -> int:
+        """Count what the request holds as kept, also when its endpoint has ended. Returns how many bytes that are, for
+        release(). Raises ApiError if too much is kept."""
+        num_bytes: int = request.scope.get(_HELD, 0)
+        if self.kept_bytes + num_bytes > MAX_HELD * self._max_bytes:
+            text = f"requests that wait or run keep {self.kept_bytes} bytes, and this one is too much; try again later"
+            raise ApiError(429, text, headers={"Retry-After": str(RETRY_AFTER_S)})
+        self.kept_bytes += num_bytes
+        return num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """No longer count bytes that were handed over."""
-        self.held_bytes -= num_bytes
+        """No longer count bytes as kept."""
+        self.kept_bytes -= num_bytes
 
     async def read(self, request: Request, kind: type[B], *, needs_type: bool = True) -> tuple[B, dict[str, str]]:
         """Return the body, and the header that names the fields that are ignored."""

@@ -81,9 +81,9 @@ class ResponsesRoutes:
                 params.logprobs if body.includes(LOGPROBS) else None, body.includes(ENCRYPTED), tools=shown.tools
             ),
         )
-        run = Run(call, output, own, log, Sender(call.owner, holder_of(request)), is_kept=body.is_kept)
+        sender = Sender(call.owner, holder_of(request), self._live.reader.keep(request))
+        run = Run(call, output, own, log, sender, is_kept=body.is_kept)
         self._runs.start(run)
-        run.held_bytes = self._live.reader.hand_over(request)  # it keeps what its body was, however long it waits
         if body.background:  # the other API servers shall know it, and one that is started again
             try:
                 await self._store.put(run.record())

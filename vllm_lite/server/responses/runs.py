@@ -30,10 +30,11 @@ logger = log.get(__name__)
 
 
 class Sender(NamedTuple):
-    """Who asked for a response, in the words of a Record."""
+    """Who asked for a response, in the words of a Record, and the bytes of the body that are kept until its end."""
 
     owner: str
     holder: str
+    kept_bytes: int
 
 
 class Run:
@@ -48,19 +49,21 @@ class Run:
         self.output = output
         self.items = msgspec.json.encode(items)
         self.log = log
-        self.owner, self.holder = sender
+        self.sender = sender
         self.is_kept = is_kept
         self.is_background = bool(output.response["background"])
         self.error: ApiError | None = None
         self.was_cancelled = False
         self.was_deleted = False
         self.num_readers = 0
-        self.held_bytes = 0
-        """Bytes of the request that count as held until the run ends."""
         self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when it is certain whether the engine takes the request."""
         self.task: asyncio.Task[None]
         self.expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def owner(self) -> str:
+        return self.sender.owner
 
     @property
     def response(self) -> bytes:
@@ -70,7 +73,8 @@ class Run:
         first = self.log.first if self.log is not None else 0
         previous = self.output.response["previous_response_id"]
         status, kept = self.output.response["status"], (self.response, self.items, events, first)
-        return Record(self.id, self.owner, previous, self.is_background, *kept, self.holder, status)
+        owner, holder, _ = self.sender
+        return Record(self.id, owner, previous, self.is_background, *kept, holder, status)
 
 
 class Runs:
@@ -78,7 +82,7 @@ class Runs:
 
     def __init__(self, calls: Calls, store: Store, resume_s: float, release: Callable[[int], None]) -> None:
         """A response that is streamed to nobody for `resume_s` ends, unless it runs in the background. `release` takes
-        the bytes that a run held until its end."""
+        the number of bytes that a run kept until its end."""
         self._calls = calls
         self._store = store
         self._resume_s = resume_s
@@ -93,7 +97,11 @@ class Runs:
 
     def start(self, run: Run) -> None:
         """Start a response. Raises ApiError if it cannot be started."""
-        self._calls.start(run.call)
+        try:
+            self._calls.start(run.call)
+        except ApiError:
+            self._release(run.sender.kept_bytes)
+            raise
         self._runs[run.id] = run
         run.output.begin()
         if run.log is not None:
@@ -146,7 +154,7 @@ class Runs:
             if run.expiry is not None:
                 run.expiry.cancel()
             self._runs.pop(run.id, None)
-            self._release(run.held_bytes)
+            self._release(run.sender.kept_bytes)
             if run.log is not None:
                 run.log.close()
             if not run.began.done():
