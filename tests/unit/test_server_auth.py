@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from vllm_lite.server import config as config_module
 from vllm_lite.server.app import DIALECTS
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.http.auth import AuthMiddleware, require_admin
@@ -193,7 +194,8 @@ def test_no_page_reaches_it_by_a_name_that_resolves_to_it(name: str) -> None:
         ({"uds": "/tmp/socket"}, True),
     ],
 )
-def test_who_answers_to_another_name(settings: dict[str, Any], is_open: bool) -> None:
+def test_who_answers_to_another_name(settings: dict[str, Any], is_open: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "_address_of", lambda host: host)
     assert called({"Host": "chat.example.org:443"}, **settings)[0] == (200 if is_open else 403)
 
 

@@ -1,6 +1,7 @@
 """What `vllm-lite serve` can be told: an engine's settings and the server's own, in one layering."""
 
 import argparse
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.settings import add_flags
+from vllm_lite.server import config as config_module
 from vllm_lite.server.config import ServeConfig
 
 
@@ -76,13 +78,26 @@ def test_keys_of_admins(tmp_path: Path) -> None:
         (["--host", "::1"], True),
         (["--host", "127.8.8.8"], True),
         (["--host", "0.0.0.0"], False),
+        (["--host", "mybox"], True),
         (["--host", "example.org"], False),
+        (["--host", "unknown"], False),
         (["--host", "::"], False),
         (["--host", "0.0.0.0", "--uds", "/s"], True),
     ],
 )
-def test_who_can_reach_it(flags: list[str], local: bool) -> None:
+def test_who_can_reach_it(flags: list[str], local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is where it resolves to, as when the server listens there."""
+    found = {"mybox": "127.0.1.1", "example.org": "203.0.113.7"}
+
+    def resolved(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if host not in found:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found[host], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    config_module._address_of.cache_clear()
     assert load(*flags).is_local is local
+    config_module._address_of.cache_clear()
 
 
 def test_one_process_is_one_server() -> None:

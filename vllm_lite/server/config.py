@@ -1,6 +1,8 @@
 """ServeConfig: the settings of `vllm-lite serve`, which are an engine's and the HTTP server's own."""
 
 import re
+import socket
+from functools import cache
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -190,7 +192,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it."""
-        return self.uds is not None or is_loopback(self.host)
+        return self.uds is not None or is_loopback(self.host) or is_loopback(_address_of(self.host))
 
     def trusts_machine(self, keys: Keys) -> bool:
         """Whether any program of this machine may use it, and a browser could for a stranger: none opens a socket
@@ -221,6 +223,15 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+@cache
+def _address_of(host: str) -> str:
+    """The address that a server of this name listens on; the name if there is none."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4][0])
+    except (OSError, UnicodeError):
+        return host
 
 
 def _keys_in(name: str, path: str | None) -> list[str]:

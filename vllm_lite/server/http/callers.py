@@ -23,7 +23,7 @@ LOCAL_PAGES = (
 )
 """Origins of pages that this machine serves, and of programs on it that show pages: Ollama's, and those of phones."""
 _IS_LOCAL_PAGE = re.compile(LOCAL_PAGES).fullmatch
-_FORWARDED = ("x-forwarded-", "x-real-ip", "forwarded", "via")
+_FORWARDED = (b"x-forwarded-", b"x-real-ip", b"forwarded", b"via")
 """Headers that proxies add, or how they begin."""
 _PRIVATE = ("*.internal",)
 """A domain that no stranger can have a name in. Containers call their host by one."""
@@ -83,7 +83,7 @@ class Callers(NamedTuple):
             return "web pages"
         if not self.is_local:
             return "a network"
-        if scope["http_version"] == "1.0" or any(name.startswith(_FORWARDED) for name in headers):
+        if scope.get("http_version") == "1.0" or any(name.startswith(_FORWARDED) for name, _ in scope["headers"]):
             return "what comes through a proxy"  # nginx speaks HTTP/1.0 and adds nothing, unless it is set up to
         names = {name_in(given) for given in headers.getlist("host") if self.host} - {"", self.host}
         return None if all(map(is_loopback, names)) else "what calls it by another name than localhost"
