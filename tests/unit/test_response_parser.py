@@ -308,6 +308,16 @@ def test_a_pattern_waits_for_so_long_only() -> None:
     assert sent + "".join(map(text_of, parser.finish())) == text
 
 
+def test_what_is_too_long_hides_no_other_delimiter() -> None:
+    """However much of the text is there at once: what begins like a delimiter is text, and behind it may be one."""
+    spec = {**OWN, "fields": {"content": {}, "thinking": {"open_pattern": r"<a[^>]*>", "close": "</a>"}}}
+    own = read_template(spec, {})
+    text = f"1<a{'b' * 1500}<a>in</a>2"
+    for size in (1, 100, 1100, len(text)):
+        message = read(own, [Piece(text[place : place + size]) for place in range(0, len(text), size)])
+        assert (message.reasoning, message.content) == ("in", f"1<a{'b' * 1500}2")
+
+
 @pytest.mark.parametrize("opening", [{"open": ["<a", "<ab"]}, {"open_pattern": "<ab?"}])
 def test_the_longest_literal_opens(opening: dict[str, Any]) -> None:
     own = read_template({**OWN, "fields": {"content": {}, "thinking": {**opening, "close": ">"}}}, {})

@@ -130,11 +130,28 @@ def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     call = WRITERS["hermes"].calls([("files.write-all", {"text": "x" * 300})])
     assert len(message("hermes", f"<think>A{call}").calls) == 1
     monkeypatch.setattr(unclosed, "MAX_TAIL_CHARS", 200)
-    found = message("hermes", f"<think>A{call}")
-    assert (found.reasoning, found.calls) == (f"A{call}", [])
+    found = message("hermes", f"<think>A{call}{WRITERS['hermes'].calls([NOW])}")
+    assert (found.reasoning, found.calls) == (f"A{call}{WRITERS['hermes'].calls([NOW])}", [])
     sent, _ = streamed(f"<think>A{call}")
     assert len("".join(sent)) > 200
     short = WRITERS["hermes"].calls([NOW])
     monkeypatch.setattr(parser_module, "MAX_TAILS", 3)
     assert len(message("hermes", f"<think>{'<tool_call>' * 2}{short}").calls) == 1
     assert message("hermes", f"<think>{'<tool_call>' * 3}{short}").calls == []
+
+
+def test_the_end_does_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of many calls that are never closed could be tried there, with all text behind it."""
+    tried = []
+
+    class Counted(unclosed.Tail):
+        def finish(self) -> list[tuple[str, str]] | None:
+            tried.append(self.text)
+            return super().finish()
+
+    monkeypatch.setattr(parser_module, "Tail", Counted)
+    text = "<tool_call>\n<function=now>\n<parameter=text>x" * 10
+    response_format, ids, _ = formed("qwen3_coder")
+    found = read(response_format, pieces_of(f"<think>{text}", ids))
+    assert (found.reasoning, found.calls) == (text, [])
+    assert len(tried) == unclosed.MAX_TAILS_AT_END

@@ -18,7 +18,7 @@ from vllm_lite.client.text.response.pieces import Event, Piece, ReasoningDelta, 
 from vllm_lite.client.text.response.readers import reader_of
 from vllm_lite.client.text.response.scan import Found, Scanner, Watched, scanner
 from vllm_lite.client.text.response.template import Field, Format
-from vllm_lite.client.text.response.unclosed import MAX_TAILS, Tail
+from vllm_lite.client.text.response.unclosed import MAX_TAILS, MAX_TAILS_AT_END, Tail
 
 MAX_STILL = 8
 """How often fields may open and close without any text between, before a character is taken as text."""
@@ -122,7 +122,11 @@ class ResponseParser:
         if self._region.reader is not None and self._region.reader.is_done:
             self._text = ""  # what waits behind complete calls is the beginning of the literal that closes them
         self._run(is_last=True)
+        count = 0
         while self._tail is not None:
+            count += 1
+            if count == MAX_TAILS_AT_END:
+                self._num_tails = MAX_TAILS
             self._end_tail(self._tail)
             self._run(is_last=True)
         if self._region.reader is not None:
@@ -341,8 +345,10 @@ class ResponseParser:
             self._drop_tail(self._tail)
 
     def _drop_tail(self, tail: Tail) -> bool:
-        """Take a tail for reasoning, in which another one may begin. Returns False, as there is other text now."""
+        """Take a tail for reasoning, in which another one may begin unless it is too long. Returns False, as there is
+        other text now."""
         self._tail = None
+        self._num_tails = MAX_TAILS if tail.is_long else self._num_tails
         self._text, self._place = tail.text + self._text[self._place :], len(tail.opening)
         self._write_text(tail.opening, self._region.field)
         return False

@@ -11,9 +11,11 @@ from vllm_lite.client.text.response.arguments import arguments_of
 from vllm_lite.client.text.response.pieces import CallDelta, Event
 
 MAX_TAIL_CHARS = 131_072
-"""A longer one is reasoning."""
+"""A longer one is reasoning, and so is all that follows."""
 MAX_TAILS = 32
 """How often one output may begin what proves to be no call: each is read once more."""
+MAX_TAILS_AT_END = 4
+"""How many of those may prove to be none only at the end of the output, where all are read at once."""
 
 
 class TailParser(Protocol):
@@ -30,6 +32,7 @@ class Tail:
     def __init__(self, parser: TailParser, names: Container[str], opening: str) -> None:
         """`names` are those of the tools that may be called."""
         self.opening = opening
+        self.is_long = False
         self._parser = parser
         self._names = names
         self._parts: list[str] = []
@@ -43,8 +46,11 @@ class Tail:
     def feed(self, text: str) -> bool:
         """Take more text, first of all the opening. Returns whether all of it may still be calls."""
         self._parts.append(text)
+        room = MAX_TAIL_CHARS - self._num_chars
         self._num_chars += len(text)
-        return self._num_chars <= MAX_TAIL_CHARS and self._take(self._parser.feed_text(text))
+        is_good = self._take(self._parser.feed_text(text[:room]))
+        self.is_long = is_good and len(text) > room
+        return is_good and not self.is_long
 
     def finish(self) -> list[tuple[str, str]] | None:
         """The output is over. Returns names and arguments of the calls; None if it is not just complete ones."""
