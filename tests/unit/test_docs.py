@@ -25,6 +25,7 @@ import docs_tables  # noqa: E402 - found only once scripts/ is on the path
 from vllm_lite import __version__  # noqa: E402
 from vllm_lite.checkpoint.config_json import ENCODERS, FAMILIES  # noqa: E402
 from vllm_lite.protocol import PROTOCOL_VERSION  # noqa: E402
+from vllm_lite.server.config import ServeConfig  # noqa: E402
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"])
 EXPLAINED = ("architecture.md", "life-of-a-request.md")
@@ -156,6 +157,14 @@ def test_the_glossary_is_short_and_sorted() -> None:
     ]
     assert terms == sorted(terms, key=str.lower)
     assert 40 <= len(terms) <= MAX_TERMS
+
+
+def test_every_setting_is_on_a_page() -> None:
+    text = "\n".join(page.read_text() for page in PAGES if page.name not in ("protocol.md", "CHANGELOG.md"))
+    named = set(re.findall(r"--([a-z][a-z-]+)", text.replace("--no-", "--")))
+    named |= {word.replace("_", "-") for word in re.findall(r"\w+", text)}
+    silent = [name for name in ServeConfig.__struct_fields__ if name.replace("_", "-") not in named]
+    assert silent == [], "docs/command-line.md has a table for settings that no other page has"
 
 
 def test_models_that_only_transformers_cannot_serve_are_in_italics() -> None:
