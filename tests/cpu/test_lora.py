@@ -228,6 +228,8 @@ REFUSED = [
     ({"bias": "all"}, "bias is 'all'"),
     ({"init_lora_weights": "pissa_niter_4"}, "changes the base model as well"),
     ({"r": 0}, "r: Expected `int` >= 1"),
+    ({"r": 1024}, "r and rank_pattern say 1024, but "),
+    ({"r": 8, "rank_pattern": {"up_proj": 2}}, "say 2, 8, but "),
     ({"alpha_pattern": {"(": 3}}, "alpha_pattern is not a regular expression"),
     (
         {"alpha_pattern": {rf"(.+?)+?\1\1[!{index}]": 3 for index in range(9)}},

@@ -135,6 +135,7 @@ class _Scales:
 
     def __init__(self, config: _Config, source: Path) -> None:
         self._config, self._source = config, source
+        self._ranks = {config.r, *(config.rank_pattern or {}).values()}
         self._until_s = time.thread_time() + PATTERN_TIMEOUT_S
         self._named: dict[str, tuple[int, float]] = {}
         self._expressions: list[tuple[int, float, Any]] = []
@@ -145,6 +146,10 @@ class _Scales:
                 self._expressions.append((place, alpha, self._compiled(pattern)))
 
     def of(self, module: str, rank: int) -> float:
+        """Return the scale of a layer whose matrices have `rank`. Raises ModelError if the config has no such rank."""
+        if rank not in self._ranks:
+            known = ", ".join(map(str, sorted(self._ranks)[:8]))
+            raise ModelError(f"{self._source}: r and rank_pattern say {known}, but {shown(module)} has rank {rank}")
         parts = module.split(".")
         ends = (".".join(parts[start:]) for start in range(len(parts)))
         behind = len(self._named) + len(self._expressions), self._config.lora_alpha
