@@ -4,10 +4,13 @@ where it writes the parts. What a template takes as it is given is rendered as t
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from vllm_lite.client.text import template_trials
 from vllm_lite.client.text.chat_template import ChatTemplate
+from vllm_lite.client.text.message_forms import fitted
 from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.client.text.template_syntax import looks_into_content, names_role
 from vllm_lite.errors import RequestError
@@ -207,6 +210,22 @@ def test_a_template_that_refuses_what_is_tried_gets_what_is_given() -> None:
     assert rendered(picky + ECHO, *chat) == "<user>a\nb" * 5
 
 
+def test_a_slow_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it gets what is given; a developer is the system to it."""
+    attempts = []
+
+    def attempt(chat: Sequence[Any]) -> str:
+        attempts.append(chat)
+        return "nothing"
+
+    monkeypatch.setattr(template_trials, "MAX_TRIAL_S", -1.0)
+    trials = template_trials.TemplateTrials(lambda: jinja2.Environment().parse(EITHER), attempt)
+    chat = [DEVELOPER, said("a", "b"), ANSWER, USER]
+    for _ in range(2):
+        assert fitted(chat, trials) == [{**DEVELOPER, "role": "system"}, *chat[1:]]
+        assert len(attempts) == 1
+
+
 def test_tools_are_there_when_forms_are_tried() -> None:
     source = "{% if tools | length != 1 %}{{ raise_exception('tools') }}{% endif %}" + EITHER
     assert rendered(source, said("a", "b"), tools=TOOLS) == "<user>[a][b]"
@@ -243,14 +262,10 @@ def test_a_list_can_be_continued(oracle: Any, text: str) -> None:
     ],
 )
 def test_whether_a_template_looks_into_contents(source: str, looks: bool) -> None:
-    import jinja2
-
     assert looks_into_content(jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)) is looks
 
 
 def test_a_role_is_named_by_a_literal() -> None:
-    import jinja2
-
     parse = jinja2.Environment().parse
     assert names_role(parse("{% if role in ['system', 'developer'] %}{% endif %}"), "developer")
     assert not names_role(parse("the developer {{ 'a developer' }}{{ developer }}"), "developer")

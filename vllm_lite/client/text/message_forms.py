@@ -2,8 +2,8 @@
 
 Where all is well a message stays as it is given, which is how transformers hands it to the template:
 
-role `developer`    stays for a template that names it; otherwise it becomes `system`, or `user` where a template writes
-                    no system message, as many do in the middle of a chat
+role `developer`    stays for a template that names it; otherwise it becomes `system`. Where a template writes no system
+                    message, as many do in the middle of a chat, it stays if it comes out, or becomes `user`
 instructions        of a system or developer at the beginning stay apart if the template writes each of them; otherwise
                     they become one message
 a list of parts     stays a list where the template writes every part of it for that role; otherwise the texts are

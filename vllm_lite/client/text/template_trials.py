@@ -4,6 +4,7 @@ A text in a trial is a mark. A trial succeeds if every mark comes out, and nothi
 that prints a list as Python or JSON does not write its parts. Each trial is rendered once, when its result is needed.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -27,6 +28,9 @@ SAMPLE_TOOL = {
     "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
 }
 """A tool for conversations that are only tried."""
+MAX_TRIAL_S = 0.05
+"""Processor time of one trial. A template that takes more is not tried again, and gets messages as they are given: its
+time is limited, and what it has to render comes first."""
 _ONE, _OTHER, _LEAK = "qzonezq", "qzotherzq", "qzleakzq"
 _CALL_ID = "call00000"
 """Nine letters and digits, which all templates take."""
@@ -53,6 +57,7 @@ class TemplateTrials:
         self._attempt = attempt
         self._found: dict[tuple[str, str], bool] = {}
         self._roles: dict[bool, str] = {}
+        self._is_slow = False
 
     @cached_property
     def looks_inside(self) -> bool:
@@ -103,10 +108,15 @@ class TemplateTrials:
                     yield role
 
     def _comes_out(self, chat: Sequence[Message], marks: Sequence[str]) -> bool:
+        if self._is_slow:
+            return False
+        began_s = time.thread_time()
         try:
             text = self._attempt(chat)
         except Exception:  # whatever the template does with a conversation that is not to its liking
             return False
+        finally:
+            self._is_slow = time.thread_time() - began_s > MAX_TRIAL_S
         return all(mark in text for mark in marks) and _LEAK not in text
 
 
