@@ -1,13 +1,10 @@
 """The arguments of a call, once they are complete."""
 
-import re
 from typing import Any
 
 import msgspec
 
-_ESCAPES = re.compile(
-    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
-)
+from vllm_lite.client.text.surrogates import without_halves
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:
@@ -16,12 +13,15 @@ def arguments_of(text: str) -> dict[str, Any] | None:
     The escape of half a surrogate pair, which no other JSON may contain, is read as U+FFFD.
     """
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError):
-        whole = _ESCAPES.sub(lambda found: r"\ufffd" if found[1] else found[0], text)
-    if whole == text:
+        data = text.encode()
+    except UnicodeEncodeError:
         return None
+    given = _object(data)
+    return _object(without_halves(data)) if given is None else given
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
     try:
-        return msgspec.json.decode(whole, type=dict[str, Any])
+        return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
         return None
