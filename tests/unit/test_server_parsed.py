@@ -318,16 +318,19 @@ def test_a_tag_that_could_begin_a_stop_string_is_still_one() -> None:
 # ---- streams that are gone on with
 
 
-@pytest.mark.parametrize("logprobs", [None, 1])
-def test_a_stream_goes_on_behind_any_of_its_events(logprobs: int | None) -> None:
+@pytest.mark.parametrize(("logprobs", "count"), [(None, None), (1, None), (None, 2), (1, 3)])
+def test_a_stream_goes_on_behind_any_of_its_events(logprobs: int | None, count: int | None) -> None:
+    """Also where one of `count` deltas has reasoning, text and calls: each event has a place of its own."""
     ids = tokens(TRANSCRIPT)
+    cuts = range(1, len(ids)) if count is None else range(len(ids) // count, len(ids), len(ids) // count)
     fields: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
 
     async def play(stage: ParsedStage) -> tuple[list[tuple[str, str]], list[list[str]]]:
         first = stage.begin(Parsing(TOOLS), stream_options=None, **fields)
         await settle()
-        await say(stage, ids, range(1, len(ids)), logprobs=logprobs is not None)
+        await say(stage, ids, cuts, logprobs=logprobs is not None)
         await first.ended()
+        assert first.data.count(b"id: ") == first.data.count(b"data: ")
         events, rests = events_in(first.data), []
         for last, _ in events[:-1]:
             again = await stage.resume(last=last)

@@ -75,7 +75,7 @@ class ResponseParser:
         self._region = self._outside
         self._scanners: dict[tuple[Field, bool, bool], Scanner] = {}
         self._tail: Tail | None = None
-        self._num_tails = MAX_TAILS if is_tail or not tools else 0
+        self._num_tails = MAX_TAILS  # none begins in the prompt, and none in a tail
         self._num_still = 0
         self._is_broken = False
         self.has_reasoned = False
@@ -88,6 +88,7 @@ class ResponseParser:
         ]
         if not is_tail:
             self._prime(prefix)
+            self._num_tails = 0 if tools else MAX_TAILS
 
     @property
     def is_reasoning(self) -> bool:
@@ -134,13 +135,11 @@ class ResponseParser:
 
     def _prime(self, prefix: str) -> None:
         """Begin in the state in which the end of the prompt has left the message."""
-        allowed, self._num_tails = self._num_tails, MAX_TAILS
         begun = message_begun(self._format, prefix)
         self._read(begun)
         self._events.take()
         self._content.forget_space()
         self._reasoning.forget_space()
-        self._num_tails = allowed
         starts_in = self._format.starts_in
         if starts_in is not None and self._region is self._outside and not begun.strip():
             self._region = _Region(starts_in)
