@@ -28,6 +28,8 @@ PROGRAMS = ROOT / "scripts" / "clients"
 DEMO = ROOT / "vllm_lite" / "demo_model"
 PAGE = ROOT / "docs" / "clients.md"
 FLAGS = ("--served-model-name", "demo", "--dtype", "float32", "--convert", "embed")
+BEHIND = "\n## Agents\n"
+"""What follows in the page is not of this script."""
 TIMEOUT_S = 900.0
 INSTALL_S = 600.0
 NODE = "node"
@@ -104,34 +106,35 @@ def main() -> int:
     chosen = [each for each in CLIENTS if not words or any(word in " ".join(each).lower() for word in words)]
     with tempfile.TemporaryDirectory() as folder:
         root = (args.environments or Path(folder)).absolute()
-        missing = {name: install(root / name, name) for name in dict.fromkeys(each.environment for each in chosen)}
+        names = dict.fromkeys(each.environment for each in chosen)
+        missing = {name: install(root / name, PACKAGES[name], is_node=name == NODE) for name in names}
         for name in (name for name, why in missing.items() if why):
             print(f"not tried, those of {name}: {missing[name]}", flush=True)
         with serving(str(DEMO), *FLAGS) as server:
             there = [each for each in chosen if not missing[each.environment]]
             outcomes = [attempt(each, root / each.environment, server.url) for each in there]
     if args.write:
-        PAGE.write_text(page(outcomes))
+        PAGE.write_text(page(outcomes) + "".join(PAGE.read_text().partition(BEHIND)[1:]))
     return 1 if any(missing.values()) or any(outcome.error for outcome in outcomes) else 0
 
 
 # ---- environments
 
 
-def install(folder: Path, name: str) -> str:
-    """Make an environment, unless it is there. Returns why it is not, or nothing."""
+def install(folder: Path, packages: tuple[str, ...], *, is_node: bool) -> str:
+    """Make an environment of these packages, unless it is there. Returns why it is not, or nothing."""
     if (folder / "done").exists():
         return ""
     folder.mkdir(parents=True, exist_ok=True)
-    if name == NODE:
+    if is_node:
         (folder / "package.json").write_text('{"private": true, "type": "module"}')
-        commands = [["npm", "install", "--silent", *PACKAGES[name]]]
+        commands = [["npm", "install", "--silent", *packages]]
     else:
         python = str(folder / "bin" / "python")
         installer = (
             ["uv", "pip", "install", "--python", python] if shutil.which("uv") else [python, "-m", "pip", "install"]
         )
-        commands = [[sys.executable, "-m", "venv", str(folder)], [*installer, "-q", *PACKAGES[name]]]
+        commands = [[sys.executable, "-m", "venv", str(folder)], [*installer, "-q", *packages]]
     for command in commands:
         try:
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S, check=False)
