@@ -32,6 +32,17 @@ def test_flags_of_both_kinds() -> None:
     assert (engine.max_model_len, engine.enable_prefix_caching) == (1000, False)
 
 
+def test_none_is_the_name_of_no_parser(tmp_path: Path) -> None:
+    """As a flag, in the environment and in a file; where nothing is said the parser is found out."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("tool-call-parser: none\nreasoning-parser: none\n")
+    flags = ["--tool-call-parser", "none", "--reasoning-parser", "none"]
+    env = {"VLLM_LITE_TOOL_CALL_PARSER": "none", "VLLM_LITE_REASONING_PARSER": "none"}
+    for config in (load(*flags), load(env=env), load(file=file)):
+        assert (config.tool_call_parser, config.reasoning_parser) == ("none", "none")
+    assert (load().tool_call_parser, load().reasoning_parser) == ("auto", "auto")
+
+
 @pytest.mark.parametrize(("given", "meant"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
 def test_types_have_other_names(given: str, meant: str) -> None:
     assert load("--dtype", given).dtype == meant

@@ -126,12 +126,11 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Meta(description='JSON, e.g. {"medium":"low"}: what the template is told in the place of a reasoning effort'),
     ] = None
     tool_call_parser: Annotated[
-        str | None,
-        Meta(description="format in which the model writes tool calls, by vLLM's name (default: found out), or none"),
-    ] = None
+        str, Meta(description="format in which the model writes tool calls, by vLLM's name; auto: found out; or none")
+    ] = "auto"
     reasoning_parser: Annotated[
-        str | None, Meta(description="format in which the model writes its reasoning, in the same way, or none")
-    ] = None
+        str, Meta(description="format in which the model writes its reasoning, in the same way; auto, or none")
+    ] = "auto"
     enable_auto_tool_choice: Annotated[
         bool, Meta(description="taken for vLLM's sake: it is always on where a format of calls is known")
     ] = False

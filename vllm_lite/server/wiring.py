@@ -83,10 +83,14 @@ class ModelFiles:
 
     def _formats(self, config: ServeConfig, resolved: ResolvedConfig, template: str | None) -> Formats | None:
         """Raises ConfigError for a format that is not known."""
-        names = config.tool_call_parser, config.reasoning_parser
+        calls, reasoning = (
+            None if name in ("auto", "") else name for name in (config.tool_call_parser, config.reasoning_parser)
+        )
         if self.tokenizer is None:
             return None
-        formats = Formats.of(resolved.tokenizer, self.tokenizer, names, template, architectures_of(resolved.model))
+        formats = Formats.of(
+            resolved.tokenizer, self.tokenizer, (calls, reasoning), template, architectures_of(resolved.model)
+        )
         importlib.import_module(grammars.COMPILER)  # now, not while the first request that needs it waits
         logger.info("tool calls: %s, reasoning: %s (%s)", formats.calls, formats.reasoning, formats.choice.why)
         return formats
