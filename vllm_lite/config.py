@@ -282,7 +282,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         about("file that decisions are recorded in, for replay and why; an older one is kept as FILE.previous"),
     ] = None
     kv_events_config: Annotated[
-        KVEventsConfig | None, about('JSON, e.g. {"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:5557"}')
+        KVEventsConfig | None,
+        about('JSON, e.g. {"enable_kv_cache_events":true,"endpoint":"ipc:///run/llm/events"}'),
     ] = None
 
     def __post_init__(self) -> None:

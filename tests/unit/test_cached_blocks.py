@@ -108,6 +108,7 @@ def test_where_engines_publish() -> None:
 
     assert endpoints(EngineConfig(), addresses) == []  # type: ignore[arg-type]
     assert found(endpoint=socket_beside(addresses[0])) == ["ipc:///tmp/vl-a/kv-events", "ipc:///tmp/vl-b/kv-events"]
+    assert found() == ["ipc:///tmp/vl-a/kv-events", "ipc:///tmp/vl-b/kv-events"]
     assert found(endpoint="ipc:///tmp/mine.0") == ["ipc:///tmp/mine.0", "ipc:///tmp/mine.1"]
     assert found(endpoint="tcp://127.0.0.1:5557") == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
     assert found(hash_format="int") == []

@@ -347,6 +347,16 @@ def test_the_setting_is_read_from_json() -> None:
     assert not KVEventsConfig().enabled
 
 
+def test_without_an_endpoint_events_go_where_no_other_user_comes() -> None:
+    config = KVEventsConfig(enable_kv_cache_events=True)
+    assert not config.is_on_tcp
+    assert config.of_engine(2).in_folder("/run/vl-2").endpoint == "ipc:///run/vl-2/kv-events"
+    chosen = KVEventsConfig(endpoint="tcp://127.0.0.1:5557")
+    assert chosen.is_on_tcp
+    assert chosen.of_engine(2).in_folder("/run/vl-2").endpoint == "tcp://127.0.0.1:5559"
+    assert KVEventsConfig(replay_endpoint="tcp://127.0.0.1:5558").is_on_tcp
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [

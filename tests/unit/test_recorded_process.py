@@ -2,6 +2,7 @@
 and socket, and what is left when the process ends."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from vllm_lite.trace.reader import TraceReader
 from vllm_lite.trace.segments import segment_paths
 from vllm_lite.trace.story import story
 from vllm_lite.transport import Connection
+from vllm_lite.transport.publisher import MAX_REPLAYS, SLICE_BATCHES
 
 PATIENCE_S = scaled(60.0)
 STUB_WORKER = "vllm_lite.tools.bench.stub_worker"
@@ -107,8 +109,8 @@ def test_a_trace_goes_on_when_processes_die(tmp_path: Path, request: pytest.Fixt
 def test_an_engine_process_records_and_publishes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     run_dir = tmp_path / "run"  # goes with the process
     run_dir.mkdir()
-    endpoint, trace = f"ipc://{tmp_path}/events", tmp_path / "trace"
-    events = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": f"{endpoint}-again"}
+    replays, trace = f"ipc://{tmp_path}/events-again", tmp_path / "trace"
+    events = {"enable_kv_cache_events": True, "replay_endpoint": replays}
     config = EngineConfig.check({"record": str(trace), "kv_events_config": events, "log_level": "error"})
     config = config.resolve(max_position_embeddings=4096, dtype="float32", model_path="stub")
     settings = EngineSettings(config, f"ipc://{run_dir}/c", str(run_dir), STUB_WORKER)
@@ -121,10 +123,11 @@ def test_an_engine_process_records_and_publishes(tmp_path: Path, request: pytest
     ended = ask(connection, generate, Finished)
     assert isinstance(ended, Finished)
     assert ended.reason == "length"
+    assert (run_dir / "kv-events").is_socket(), "where no other user comes"
 
     client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     request.addfinalizer(lambda: client.close(0))
-    client.connect(f"{endpoint}-again")
+    client.connect(replays)
     client.send_multipart([b"", bytes(8)])
     batches = []
     while client.poll(int(1000 * PATIENCE_S)):
@@ -136,10 +139,28 @@ def test_an_engine_process_records_and_publishes(tmp_path: Path, request: pytest
     assert stored == [*range(40), *[1] * 8], "48 tokens of 49 fill three blocks"
     assert abs(batches[0][0] - time.time()) < 60
 
+    for number in range(3 * SLICE_BATCHES):
+        ask(
+            connection,
+            msgspec.structs.replace(generate, request_id=f"{number}", prompt=pack_tokens([number] * 16)),
+            Finished,
+        )
+    clients: list[zmq.Socket[bytes]] = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(MAX_REPLAYS)]
+    started_s, num_batches = time.monotonic(), 0
+    for each in clients:
+        request.addfinalizer(partial(each.close, 0))
+        each.connect(replays)
+        each.send_multipart([b"", bytes(8)])
+    for each in clients:
+        while each.poll(int(1000 * PATIENCE_S)) and each.recv_multipart()[2]:
+            num_batches += 1
+    assert num_batches > MAX_REPLAYS * 3 * SLICE_BATCHES
+    assert time.monotonic() - started_s < scaled(3.0), "an idle engine sends one part after the other"
+
     child.stop(10.0)
     replay = Replay(str(trace)).run()
     assert replay.divergence is None
     assert not replay.reader.cut_off
-    assert replay.scheduler.counters.generated_tokens == 9
+    assert replay.scheduler.counters.generated_tokens == 9 * (1 + 3 * SLICE_BATCHES)
     assert story("mine", TraceReader(str(trace)))[-1].endswith("after 9 tokens of output.")
     assert not list(tmp_path.glob("events*"))

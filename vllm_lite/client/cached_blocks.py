@@ -11,11 +11,10 @@ from vllm_lite.client.routing import PrefixRouter
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.runtime import log
 from vllm_lite.runtime.addresses import offset
+from vllm_lite.runtime.nested_settings import KV_EVENTS_SOCKET
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.subscriber import Subscriber
 
-SOCKET = "kv-events"
-"""The name of the socket in an engine's folder, beside that of its clients."""
 IDLE_S = 60.0
 JOIN_S = 2.0
 
@@ -24,7 +23,7 @@ logger = log.get(__name__)
 
 def socket_beside(address: str) -> str:
     """Where an engine publishes that clients reach at `address`, unless its user has said otherwise."""
-    return f"{address.rpartition('/')[0]}/{SOCKET}"
+    return f"{address.rpartition('/')[0]}/{KV_EVENTS_SOCKET}"
 
 
 def endpoints(config: ResolvedConfig, addresses: Sequence[str]) -> list[str]:
@@ -33,7 +32,7 @@ def endpoints(config: ResolvedConfig, addresses: Sequence[str]) -> list[str]:
     events = config.kv_events_config
     if events is None or not events.enabled or events.hash_format != "bytes":
         return []
-    if events.endpoint == socket_beside(addresses[0]):
+    if events.endpoint is None or events.endpoint == socket_beside(addresses[0]):
         return [socket_beside(address) for address in addresses]
     first = events.endpoint.removesuffix(".0") if events.endpoint.startswith("ipc://") else events.endpoint
     return [offset(first, rank) for rank in range(len(addresses))]

@@ -23,7 +23,6 @@ from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.sizing import check_sizes
 from vllm_lite.client import instances
-from vllm_lite.client.cached_blocks import socket_beside
 from vllm_lite.client.connection import RUN_DIR
 from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
@@ -232,9 +231,11 @@ def spawn(config: ResolvedConfig, *, publishes: bool = False) -> Launched:
     run_dir = tempfile.mkdtemp(prefix=RUN_DIR)  # mode 0700
     try:
         address = config.address or _private_address(config, run_dir)
-        if publishes and config.enable_prefix_caching and config.kv_events_config is None:
-            events = KVEventsConfig(enable_kv_cache_events=True, endpoint=socket_beside(address))
-            config = msgspec.structs.replace(config, kv_events_config=events)
+        events = config.kv_events_config
+        if publishes and config.enable_prefix_caching and events is None:
+            events = KVEventsConfig(enable_kv_cache_events=True)
+        if events is not None:
+            config = msgspec.structs.replace(config, kv_events_config=events.in_folder(run_dir))
         return Launched(config, address, run_dir)
     except BaseException:
         supervise.remove_dir(run_dir)

@@ -137,7 +137,9 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
 
     async def kv_event_sources(self) -> list[KvEventSource]:
         events = self._launched.config.kv_events_config if self._launched is not None else None
-        return [ZmqSource(events.endpoint, events.topic)] if events is not None and events.enabled else []
+        if events is None or not events.enabled or events.endpoint is None:
+            return []
+        return [ZmqSource(events.endpoint, events.topic)]
 
     def component_metrics_dp_ranks(self) -> list[int]:
         return [0]

@@ -96,7 +96,11 @@ class EngineProcess:
         core.adapter_loader.on_listed = lambda: self._port.say_adapters(core.adapter_loader.infos)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             rank, rejoins_s = self._config.data_parallel_rank, time.time() if self._settings.life > 1 else None
-            self._kv_events = KVEventStream(self._config.kv_events_config, core.kv, rank, rejoins_s)
+            events = self._config.kv_events_config.in_folder(self._settings.run_dir)
+            self._kv_events = KVEventStream(events, core.kv, rank, rejoins_s)
+            logger.info("KV events are published at %s", events.endpoint)
+            if events.is_on_tcp:
+                logger.warning("every user of this machine can read prompts in the KV events, as they go over TCP")
         self._port.open(
             api.Welcome(
                 version=PROTOCOL_VERSION,
@@ -211,7 +215,10 @@ class EngineProcess:
         if self._port.gathers():
             return GATHER_MS
         is_idle = not (core.scheduler.requests or self._port.owes() or self._stats_log.owes)
-        return IDLE_LOOK_MS if is_idle else HEARTBEAT_MS
+        patience_ms = IDLE_LOOK_MS if is_idle else HEARTBEAT_MS
+        if self._kv_events is not None and self._kv_events.patience_ms is not None:
+            return min(patience_ms, self._kv_events.patience_ms)
+        return patience_ms
 
     def _handle(self, core: EngineCore, operations: Operations, peer: bytes, message: api.FromClient) -> None:
         if isinstance(message, api.Generate):

@@ -76,7 +76,7 @@ class EngineReplica:
         self._launched: Launched = await asyncio.to_thread(launch, settings)
         self._session = self._launched.session
         self._cached = ReportedBlocks(self._session.welcome.num_blocks)
-        if can_follow(events):
+        if can_follow(events) and events.endpoint is not None:
             self._cached.follow(Subscriber(events.endpoint))
         self._watching = asyncio.ensure_future(end_without_raylet())
         self._memory = Memory(self._number, await self._stats())
@@ -235,6 +235,8 @@ def _events(settings: EngineConfig, number: int) -> KVEventsConfig:
     for this replica alone, at a socket that only this user can open and that ends with the engine."""
     wanted = settings.kv_events_config
     if wanted is not None and wanted.enabled:
+        if wanted.endpoint is None:
+            return msgspec.structs.replace(wanted, endpoint=private_endpoint())
         return wanted.of_engine(number)
     return KVEventsConfig(enable_kv_cache_events=True, endpoint=private_endpoint(), buffer_steps=1)
 

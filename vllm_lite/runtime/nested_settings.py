@@ -75,26 +75,33 @@ def check_adapters(
         raise ValueError(f"max_cpu_loras must be at least max_loras ({max_loras}), got {max_cpu_loras}")
 
 
+KV_EVENTS_SOCKET = "kv-events"
+"""The name of the socket in an engine's folder."""
+
+
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How routers learn which prefixes are cached here: a ZeroMQ PUB socket publishes events, another repeats batches.
 
-    Events carry token ids, so endpoints are on this machine only: tcp://127.0.0.1:PORT or ipc://PATH. `event_format`
-    is how vLLM's consumers expect an event: "array" up to its version 0.23, "map" since. `hash_format` "int" gives
-    the last 64 bits of a block's hash, for those that want numbers.
+    Events carry the prompts' token ids, so endpoints are on this machine only: ipc://PATH, which only this user can
+    open, or tcp://127.0.0.1:PORT, which all its users can. Without one it is a socket in the engine's own folder, which
+    its log names. `event_format` is how vLLM's consumers expect an event: "array" up to its version 0.23, "map" since.
+    `hash_format` "int" gives the last 64 bits of a block's hash, for those that want numbers.
     """
 
     enable_kv_cache_events: bool = False
     publisher: Literal["zmq", "null"] = "zmq"
-    endpoint: str = "tcp://127.0.0.1:5557"
+    endpoint: str | None = None
     replay_endpoint: str | None = None
     buffer_steps: Count = 10_000
-    hwm: Count = 100_000
+    hwm: Count = 10_000
     topic: str = ""
     event_format: Literal["array", "map"] = "array"
     hash_format: Literal["bytes", "int"] = "bytes"
 
     def __post_init__(self) -> None:
-        for endpoint in (self.endpoint, self.replay_endpoint or self.endpoint):
+        for endpoint in (self.endpoint, self.replay_endpoint):
+            if endpoint is None:
+                continue
             if not endpoint.startswith(("ipc:///", "tcp://127.0.0.1:", "tcp://[::1]:")):
                 raise ValueError(
                     f"KV events carry token ids and stay on this machine: give tcp://127.0.0.1:PORT or ipc:///PATH, "
@@ -107,10 +114,20 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def enabled(self) -> bool:
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
+    @property
+    def is_on_tcp(self) -> bool:
+        """Whether other users of this machine can connect."""
+        return any((endpoint or "").startswith("tcp://") for endpoint in (self.endpoint, self.replay_endpoint))
+
     def of_engine(self, rank: int) -> "KVEventsConfig":
         """Where one of several engines publishes, as in vLLM."""
+        endpoint = self.endpoint and offset(self.endpoint, rank)
         replay = self.replay_endpoint and offset(self.replay_endpoint, rank)
-        return msgspec.structs.replace(self, endpoint=offset(self.endpoint, rank), replay_endpoint=replay)
+        return msgspec.structs.replace(self, endpoint=endpoint, replay_endpoint=replay)
+
+    def in_folder(self, folder: str) -> "KVEventsConfig":
+        """Where an engine publishes whose own folder this is: there, unless its user has said where."""
+        return self if self.endpoint else msgspec.structs.replace(self, endpoint=f"ipc://{folder}/{KV_EVENTS_SOCKET}")
 
 
 POOLING_TYPES = ("LAST", "MEAN", "CLS")

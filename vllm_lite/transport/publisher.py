@@ -3,9 +3,13 @@
 A message is (topic, sequence number, payload), the number in eight bytes, most significant first. A request for a
 replay is the first number wanted; it is answered with (number, payload) for every batch that is still kept, and an
 end marker of number -1 without payload.
+
+Each call of serve() sends a part of one replay only, and a peer gets no more than it reads. So a pass of the engine's
+loop takes a millisecond, however many peers ask for however much, and the batches lie in memory once.
 """
 
 import os
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +22,30 @@ from vllm_lite.transport.interface import Pollable
 
 END = (-1).to_bytes(8, "big", signed=True)
 MAX_REQUEST_BYTES = 64
+MAX_KEPT_BYTES = 64 * 1024 * 1024
+"""Older batches than these are not repeated, however many are to be kept."""
+SLICE_BATCHES = 64
+"""The most batches that are sent in one call of serve(), and that wait for a peer that does not read."""
+SLICE_BYTES = 1024 * 1024
+"""The call ends earlier once it has sent as much."""
+MAX_REPLAYS = 8
+"""Replays under way; a request beyond that is not answered."""
+MAX_REQUESTS = 64
+"""The most requests that are read in one call of serve()."""
+STALL_S = 10.0
+"""A replay ends if its peer reads nothing for so long."""
+NEXT_SLICE_MS = 1
+STALLED_MS = 5
+
+
+class _Replay:
+    """What a peer is still to get: the batches from `number` on, and from `end` on nothing but the end marker."""
+
+    __slots__ = ("end", "number", "stalled_since_s")
+
+    def __init__(self, number: int, end: int) -> None:
+        self.number, self.end = number, end
+        self.stalled_since_s: float | None = None
 
 
 class Publisher:
@@ -29,15 +57,17 @@ class Publisher:
         """Raises EngineError if an endpoint cannot be bound."""
         self.next_number = 0
         self._topic = topic.encode()
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._kept_bytes = 0
         self._endpoints: list[str] = []
         self._replay: zmq.Socket[bytes] | None = None
+        self._replays: dict[bytes, _Replay] = {}
+        """Replays under way by their peers, in the order of their turns."""
         self._sockets: list[zmq.Socket[bytes]] = []
         try:
             self._pub = self._bind(zmq.PUB, endpoint, high_water_mark)
             if replay_endpoint is not None:
-                # A ROUTER drops what does not fit into its queue; a whole replay has to.
-                self._replay = self._bind(zmq.ROUTER, replay_endpoint, 2 * (buffer_steps + 1))
+                self._replay = self._bind(zmq.ROUTER, replay_endpoint, SLICE_BATCHES)
         except BaseException:
             self.close()
             raise
@@ -48,6 +78,8 @@ class Publisher:
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # of what comes in
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a peer has gone, or does not read
         mask = os.umask(0o177)  # a socket file is for this user only
         try:
             socket.bind(endpoint)
@@ -59,27 +91,78 @@ class Publisher:
         return socket
 
     def publish(self, payload: bytes) -> None:
+        if len(self._kept) == self._kept.maxlen:
+            self._forget_oldest()
+        self._kept.append((self.next_number, payload))
+        self._kept_bytes += len(payload)
+        while self._kept_bytes > MAX_KEPT_BYTES:
+            self._forget_oldest()
         number = self.next_number.to_bytes(8, "big")
         self.next_number += 1
-        self._kept.append((number, payload))
         with suppress(zmq.Again):  # a PUB socket drops rather than say so; either way replay has it
             self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 
+    def _forget_oldest(self) -> None:
+        _, payload = self._kept.popleft()
+        self._kept_bytes -= len(payload)
+
+    # ---- replays
+
     def serve(self) -> None:
-        """Answer the replays asked for since the last call."""
-        while self._replay is not None:
+        """Read the requests for replays, and send the next part of one."""
+        if self._replay is None:
+            return
+        self._read_requests(self._replay)
+        if self._replays:
+            peer, replay = next(iter(self._replays.items()))
+            del self._replays[peer]
+            if self._send_slice(self._replay, peer, replay):
+                self._replays[peer] = replay  # behind the others
+
+    def _read_requests(self, socket: "zmq.Socket[bytes]") -> None:
+        """A peer that asks again gets what it asked for last."""
+        for _ in range(MAX_REQUESTS):
             try:
-                frames = self._replay.recv_multipart(zmq.NOBLOCK)
+                frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) == 3 and len(frames[2]) == 8:
-                self._send_again(self._replay, frames[0], frames[2])
+            if len(frames) != 3 or len(frames[2]) != 8:
+                continue
+            if frames[0] in self._replays or len(self._replays) < MAX_REPLAYS:
+                self._replays[frames[0]] = _Replay(int.from_bytes(frames[2], "big"), self.next_number)
 
-    def _send_again(self, socket: "zmq.Socket[bytes]", peer: bytes, start: bytes) -> None:
-        wanted = [item for item in self._kept if item[0] >= start]
-        with suppress(zmq.ZMQError):  # it went away while it was answered
-            for number, payload in [*wanted, (END, b"")]:
-                socket.send_multipart((peer, b"", number, payload), zmq.NOBLOCK)
+    def _send_slice(self, socket: "zmq.Socket[bytes]", peer: bytes, replay: _Replay) -> bool:
+        """Send a peer its next batches. Returns whether there are more for it."""
+        first = self._kept[0][0] if self._kept else self.next_number
+        num_bytes = 0
+        try:
+            for _ in range(SLICE_BATCHES):
+                number = max(replay.number, first)
+                if number >= replay.end:
+                    socket.send_multipart((peer, b"", END, b""), zmq.NOBLOCK)
+                    return False
+                if num_bytes > SLICE_BYTES:
+                    break
+                payload = self._kept[number - first][1]
+                # Large payloads are shared with the queue of the peer, not copied to it.
+                socket.send_multipart((peer, b"", number.to_bytes(8, "big"), payload), zmq.NOBLOCK, copy=False)
+                num_bytes += len(payload)
+                replay.number, replay.stalled_since_s = number + 1, None
+        except zmq.Again:
+            now_s = time.monotonic()
+            replay.stalled_since_s = replay.stalled_since_s or now_s
+            return now_s - replay.stalled_since_s < STALL_S
+        except zmq.ZMQError:  # it has gone
+            return False
+        return True
+
+    @property
+    def patience_ms(self) -> int | None:
+        """How long serve() need not be called again, though nothing comes; None: for ever."""
+        if not self._replays:
+            return None
+        moves = any(replay.stalled_since_s is None for replay in self._replays.values())
+        return NEXT_SLICE_MS if moves else STALLED_MS
 
     def pollables(self) -> Sequence[Pollable]:
         """The sockets that become readable when serve() has something to do."""

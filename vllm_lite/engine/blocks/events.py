@@ -155,10 +155,10 @@ class KVEventStream:
     def __init__(
         self, config: KVEventsConfig, kv: KVCacheManager, rank: int = 0, rejoins_s: float | None = None
     ) -> None:
-        """`rejoins_s` is the time of day if another engine had this one's place before. Raises EngineError if an
-        endpoint cannot be bound."""
+        """`config` has an endpoint; `rejoins_s` is the time of day if another engine had this one's place before.
+        Raises EngineError if an endpoint cannot be bound."""
         self._publisher = Publisher(
-            config.endpoint, config.replay_endpoint, config.topic, config.buffer_steps, config.hwm
+            config.endpoint or "", config.replay_endpoint, config.topic, config.buffer_steps, config.hwm
         )
         self._events = KVEvents(config, kv, self._publisher.publish, rank)
         self._silent_until_s = 0.0
@@ -167,6 +167,11 @@ class KVEventStream:
             self._silent_until_s = rejoins_s + REJOIN_S
         self.pollables = self._publisher.pollables
         self.close = self._publisher.close
+
+    @property
+    def patience_ms(self) -> int | None:
+        """How long serve() need not be called again, though nothing happens; None: for ever."""
+        return self._publisher.patience_ms
 
     def serve(self, now_s: float) -> None:
         """Publish new events and answer consumers that missed some. The engine calls this once per pass of its loop."""
