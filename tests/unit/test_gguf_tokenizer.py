@@ -67,7 +67,7 @@ def bytes_model(pre: str) -> tokenizers.Tokenizer:
     """BPE of bytes, trained on words that are cut as `pre` says."""
     empty = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
     words = WORDS[pre]
-    empty["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": words.steps()}
+    empty["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": list(words.steps)}
     empty["model"]["ignore_merges"] = words.whole_words
     library = tokenizers.Tokenizer.from_str(json.dumps(empty))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -250,7 +250,9 @@ def test_a_tokenizer_beside_the_file_wins(tmp_path: Path) -> None:
 
 
 def damaged() -> Iterator[Any]:
-    yield {"ggml.model": "bert"}, "its tokenizer 'bert' is not supported; supported: gpt2, llama"
+    yield {"ggml.model": "rwkv"}, "its tokenizer 'rwkv' is not supported; supported: gpt2, whitespace, gemma4, llama"
+    yield {"ggml.model": "t5"}, "unknown_token_id is missing, or no token"
+    yield {"ggml.model": "t5", "ggml.unknown_token_id": 0}, r"scores has 0 numbers for \d+ tokens"
     yield {"ggml.pre": "new"}, "how its tokenizer cuts words .*'new'.* is not known; supported: gpt-2"
     yield {"ggml.merges": ["a b"]}, "merges has 'a b', whose parts are no tokens"
     yield {"ggml.merges": ["x a"], "tokens": ["a", "xa"]}, "merges has 'x a', whose parts are no tokens"

@@ -109,7 +109,7 @@ def _check(tokenizer: Any, ids_of: Callable[[str], list[int]] | None) -> None:
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False)
         back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        if back != text:
+        if back != text and not (getattr(tokenizer, "folds_texts", False) and _folded(back) == _folded(text)):
             raise _UnprovedError(f"what transformers makes of it turns {text!r} into {back!r}")
     if ids_of is None:
         return
@@ -117,6 +117,11 @@ def _check(tokenizer: Any, ids_of: Callable[[str], list[int]] | None) -> None:
         ids, wanted = tokenizer.encode(text, add_special_tokens=False), ids_of(text)
         if ids != wanted:
             raise _UnprovedError(f"what transformers makes of it has the tokens {ids} for {text!r}, and not {wanted}")
+
+
+def _folded(text: str) -> str:
+    """The text without its spaces and capitals, which WordPiece and unigram models do not keep."""
+    return "".join(text.casefold().split())
 
 
 # ---- the libraries
@@ -188,6 +193,7 @@ class _Gguf:
 
         self._made = GgufTokenizer(file)
         self._library = Tokenizer.from_str(msgspec.json.encode(self._made.make()).decode())
+        self.folds_texts = self._made.folds_texts
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
