@@ -21,7 +21,7 @@ QUICK := $(filter-out $(SLOW:%=tests/unit/test_%.py),$(wildcard tests/unit/test_
          $(wildcard tests/cpu/test_input_batch.py tests/cpu/test_logit_rules.py tests/cpu/test_cache_engine.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick test-wheel coverage check format protocol docs node-client bench clean
+.PHONY: help venv demo test quick real test-wheel coverage check format protocol docs node-client bench clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -50,6 +50,10 @@ test: $(STAMP)  ## run the whole test suite
 quick: $(STAMP)  ## lint and the tests that take less than a minute
 	$(BIN)/ruff check --quiet $(SOURCES)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -q $(QUICK) $(ARGS)
+
+real: $(STAMP)  ## fetch real checkpoints, tokenizers and templates into the user's cache, test with them
+	$(BIN)/python scripts/fetch_real.py
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/real $(ARGS)
 
 test-wheel: $(STAMP)  ## build the wheel, install it elsewhere, run the suite against it
 	PYTHON=$(PYTHON) .ci/test-wheel -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
