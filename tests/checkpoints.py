@@ -98,7 +98,7 @@ def _shake_vectors(model: Any) -> None:
         for name, bias in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith("layer_scalar"):
                 bias.normal_(0.8, 0.1)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 bias.normal_(0.0, 0.2)
                 if bias.dim() == 2:  # nobody goes to one expert, and everybody to another
                     bias[0, 1:3] = torch.tensor([-10.0, 10.0])

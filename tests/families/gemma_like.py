@@ -181,6 +181,23 @@ def gemma4(name: str, controls: Mapping[str, Any], **settings: Any) -> Variant:
     return Variant(name, "Gemma4TextConfig", "Gemma4ForCausalLM", own | settings, controls)
 
 
+def unified_text(name: str, controls: Mapping[str, Any], **settings: Any) -> Variant:
+    own = dict(gemma4(name, controls, **settings).settings)
+    del own["hidden_size_per_layer_input"]
+    return Variant(name, "Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM", own, controls)
+
+
+def gemma4_unified(name: str, controls: Mapping[str, Any], **text: Any) -> Variant:
+    """A model in which what is seen and heard passes the layers as tokens do."""
+    settings = {
+        "text_config": unified_text(name, controls, **text).settings,
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 96},
+        "audio_config": {"audio_embed_dim": 16},
+        "tie_word_embeddings": True,
+    }
+    return Variant(name, "Gemma4UnifiedConfig", "Gemma4UnifiedForConditionalGeneration", settings, controls)
+
+
 GEMMA4 = [
     gemma4(
         "gemma4",
@@ -237,6 +254,21 @@ GEMMA4 = [
             "tie_word_embeddings": True,
         },
         {"K and V of another layer": _other_kv, "norm of values": drop(value_norm=False)},
+    ),
+    gemma4_unified(
+        "gemma4-unified",
+        {"window": drop_in_layers(without_window), "norm of values": drop(value_norm=False)},
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=6.0,
+    ),
+    unified_text(
+        "gemma4-unified-shared",
+        {"K and V of another layer": _other_kv},
+        num_hidden_layers=5,
+        layer_types=[SLIDING, FULL, SLIDING, SLIDING, FULL],
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
     ),
 ]
 GLM = [

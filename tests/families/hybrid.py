@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from tests.families.mixtures import routing
 from tests.families.variant import Control, Variant, drop, drop_in_layers
 from vllm_lite.checkpoint.model_spec import LayerSpec, NormSpec
 
@@ -109,6 +110,16 @@ def nemotron(name: str, **settings: Any) -> Variant:
     return Variant(name, "NemotronHConfig", "NemotronHForCausalLM", NEMOTRON | settings, controls)
 
 
+def next_(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
+    settings = RECURRENT | EXPERTS | settings
+    return Variant(name, "Qwen3NextConfig", "Qwen3NextForCausalLM", settings, controls)
+
+
+def lfm2_moe(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
+    own = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 22, "routed_scaling_factor": 1.4}
+    return Variant(name, "Lfm2MoeConfig", "Lfm2MoeForCausalLM", LFM2 | own | settings, controls)
+
+
 VARIANTS = [
     qwen("qwen3.5", "Qwen3_5", CONTROLS, {}),
     qwen("qwen3.5-moe", "Qwen3_5Moe", {}, EXPERTS | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
@@ -117,4 +128,8 @@ VARIANTS = [
     nemotron("nemotron-h"),
     nemotron("nemotron-h-moe", **NEMOTRON_MOE),
     Variant("lfm2", "Lfm2Config", "Lfm2ForCausalLM", LFM2),
+    lfm2_moe("lfm2-moe", {"sum": routing(renormalize=False), "scale": routing(scale=1.0)}),
+    lfm2_moe("lfm2-moe-no-bias", {}, use_expert_bias=False, norm_topk_prob=False, num_dense_layers=1),
+    next_("qwen3-next", CONTROLS | {"sum": routing(renormalize=False)}),
+    next_("qwen3-next-some", {}, norm_topk_prob=False, mlp_only_layers=[1], tie_word_embeddings=True),
 ]

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import torch
 
-from tests.families.llama_like import YARN, halves
+from tests.families.llama_like import PIXTRAL, YARN, halves, without_growth
 from tests.families.mixtures import routing
 from tests.families.variant import Control, Variant, drop_in_layers
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
@@ -80,6 +80,18 @@ def round_by_head(reference: Any, spec: ModelSpec, rounded: Callable[[torch.Tens
         )
 
 
+def mistral4(name: str, settings: dict[str, Any], controls: dict[str, Control]) -> Variant:
+    rope = MSCALE | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "partial_rotary_factor": 8 / 28}
+    usual = {"n_routed_experts": 5, "q_lora_rank": 20, "rope_parameters": rope}
+    return Variant(name, "Mistral4Config", "Mistral4ForCausalLM", SIZES | usual | settings, controls)
+
+
+def glm_lite(name: str, settings: dict[str, Any], controls: dict[str, Control]) -> Variant:
+    usual = {"n_routed_experts": 6, "q_lora_rank": 20, "routed_scaling_factor": 1.8}
+    own = {key: value for key, value in SIZES.items() if key != "first_k_dense_replace"}
+    return Variant(name, "Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", own | usual | settings, controls)
+
+
 VARIANTS = [
     deepseek(
         "V2",
@@ -115,5 +127,32 @@ VARIANTS = [
         {"q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "rope_interleave": False}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "norm_topk_prob": False},
         {"scoring": routing(scoring="softmax")},
+    ),
+    mistral4(
+        "mistral4",
+        {"first_k_dense_replace": 0},
+        {
+            "growth": drop_in_layers(without_growth),
+            "magnitude": drop_in_layers(scaled_plainly),
+            "sum": routing(renormalize=False),
+        },
+    ),
+    mistral4("mistral4-groups", GROUPS | {"norm_topk_prob": False}, {"group score": routing(group_score="max")}),
+    Variant(
+        "mistral3-mistral4",
+        "Mistral3Config",
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": SIZES
+            | {"model_type": "mistral4", "n_routed_experts": 5, "q_lora_rank": 20, "num_hidden_layers": 2},
+            "vision_config": PIXTRAL,
+            "tie_word_embeddings": False,
+        },
+    ),
+    glm_lite("glm4-moe-lite", {}, {"neighbours": drop_in_layers(halves), "scale": routing(scale=1.0)}),
+    glm_lite(
+        "glm4-moe-lite-kinds",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+        {"groups": routing(num_groups=1)},
     ),
 ]

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from tests.families.variant import Variant, drop, drop_in_layers, without_rope_scaling, without_window
+from tests.families.variant import Control, Variant, drop, drop_in_layers, without_rope_scaling, without_window
 from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.checkpoint.rope import LongRope, Rope
 
@@ -17,6 +17,19 @@ SIX_HEADS = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 MINISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+
+
+PIXTRAL = {
+    "model_type": "pixtral",
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+"""What sees images."""
 
 
 def without_growth(layer: LayerSpec) -> LayerSpec:
@@ -50,6 +63,10 @@ def rotated_everywhere(layer: LayerSpec) -> LayerSpec:
     return msgspec.structs.replace(layer, rope=layer.rope or Rope(2e6))
 
 
+def same_theta(layer: LayerSpec) -> LayerSpec:
+    return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, theta=1e4))
+
+
 def usual_scale(layer: LayerSpec) -> LayerSpec:
     own = layer.attention
     return msgspec.structs.replace(layer, attention=msgspec.structs.replace(own, scale=own.head_size**-0.5))
@@ -79,16 +96,17 @@ def phi3(name: str, settings: dict[str, Any], **controls: Any) -> Variant:
 
 def mistral3(name: str, text: dict[str, Any], *, tied: bool, **controls: Any) -> Variant:
     """A model that also sees images."""
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     settings = {
         "text_config": {"vocab_size": 387} | text,
-        "vision_config": {"model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14} | vision,
+        "vision_config": PIXTRAL,
         "tie_word_embeddings": tied,
     }
     return Variant(f"mistral3-{name}", "Mistral3Config", "Mistral3ForConditionalGeneration", settings, controls)
 
 
-def qwen_vl(name: str, generation: str, vision: dict[str, Any], **text: Any) -> Variant:
+def qwen_vl(
+    name: str, generation: str, vision: dict[str, Any], controls: dict[str, Control] | None = None, **text: Any
+) -> Variant:
     """A Qwen that also sees images, whose marks are no tokens of the prompt."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
     heads = {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -99,7 +117,7 @@ def qwen_vl(name: str, generation: str, vision: dict[str, Any], **text: Any) -> 
         "tie_word_embeddings": text.get("tie_word_embeddings", False),
         **{mark: 385 + index for index, mark in enumerate(marks)},
     }
-    return Variant(name, f"{generation}Config", f"{generation}ForConditionalGeneration", settings)
+    return Variant(name, f"{generation}Config", f"{generation}ForConditionalGeneration", settings, controls or {})
 
 
 CALM = {"initializer_range": 0.15}
@@ -208,6 +226,28 @@ GRANITE = [
         | CALM,
     ),
 ]
+GRANITE_SWA = [
+    Variant(
+        "granite-swa",
+        "GraniteSWAConfig",
+        "GraniteSWAForCausalLM",
+        SIX_HEADS
+        | GRANITE_FACTORS
+        | {"num_hidden_layers": 4, "sliding_window": 31, "layer_rope_theta": [0, 500, 10000, 500]}
+        | {"tie_word_embeddings": True, "vocab_size": 389, "head_dim": 16},
+        {
+            "window": drop_in_layers(without_window),
+            "no rope": drop_in_layers(rotated_everywhere),
+            "thetas": drop_in_layers(same_theta),
+        },
+    ),
+    Variant(
+        "granite-swa-plain",
+        "GraniteSWAConfig",
+        "GraniteSWAForCausalLM",
+        CALM | {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 70, "attention_bias": True},
+    ),
+]
 SMOLLM3 = [
     Variant(
         "smollm3-tied",
@@ -276,6 +316,56 @@ EXAONE = [
         | {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
     ),
 ]
+ARCEE = [
+    Variant(
+        "arcee",
+        "ArceeConfig",
+        "ArceeForCausalLM",
+        SIX_HEADS | {"rope_parameters": YARN, "vocab_size": 387},
+        {"relu": drop(activation="relu"), "yarn": drop_in_layers(without_rope_scaling)},
+    ),
+    Variant(
+        "arcee-biases",
+        "ArceeConfig",
+        "ArceeForCausalLM",
+        CALM | {"num_attention_heads": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+]
+APERTUS = [
+    Variant(
+        "apertus",
+        "ApertusConfig",
+        "ApertusForCausalLM",
+        {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 387},
+        {"llama 3's rope": drop_in_layers(without_rope_scaling)},
+    ),
+    Variant(
+        "apertus-plain",
+        "ApertusConfig",
+        "ApertusForCausalLM",
+        CALM
+        | {"num_attention_heads": 4, "num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+    ),
+]
+HUNYUAN = [
+    Variant(
+        "hunyuan",
+        "HunYuanDenseV1Config",
+        "HunYuanDenseV1ForCausalLM",
+        SIX_HEADS
+        | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}},
+        {"theta": drop_in_layers(lambda layer: msgspec.structs.replace(layer, rope=Rope(1e4)))},
+    ),
+    Variant(
+        "hunyuan-tied",
+        "HunYuanDenseV1Config",
+        "HunYuanDenseV1ForCausalLM",
+        CALM
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "attention_bias": True}
+        | {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+]
 ROPES = [
     Variant(
         "llama-yarn",
@@ -288,4 +378,18 @@ ROPES = [
     llama("dynamic", {"rope_type": "dynamic", "factor": 3.0}, 150, max_position_embeddings=64),
     llama("longrope", longrope(12, 64)),
 ]
-VARIANTS: list[Variant] = [*QWEN, *SEED_OSS, *MISTRAL, *GRANITE, *SMOLLM3, *PHI3, *ERNIE, *EXAONE, *ROPES]
+VARIANTS: list[Variant] = [
+    *QWEN,
+    *SEED_OSS,
+    *MISTRAL,
+    *GRANITE,
+    *GRANITE_SWA,
+    *SMOLLM3,
+    *PHI3,
+    *ERNIE,
+    *EXAONE,
+    *ARCEE,
+    *APERTUS,
+    *HUNYUAN,
+    *ROPES,
+]

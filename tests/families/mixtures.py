@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tests.families.llama_like import SIX_HEADS
+from tests.families.llama_like import SIX_HEADS, qwen_vl
 from tests.families.variant import Control, Variant, drop, drop_in_layers, without_rope_scaling, without_window
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec
@@ -92,6 +92,12 @@ MULTIPLIERS = {
 RENORMALIZED = {"sum": routing(renormalize=False)}
 
 
+def qwen_vl_moe(name: str, controls: dict[str, Control], **text: Any) -> Variant:
+    own = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "pad_token_id": 0}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 72, "deepstack_visual_indexes": [0]}
+    return qwen_vl(name, "Qwen3VLMoe", vision, controls, **(own | text))
+
+
 VARIANTS = [
     qwen3("qwen3-moe", {"one expert": routing(experts_per_token=1)}, mlp_only_layers=[1]),
     qwen3("qwen3-moe-renormalized", RENORMALIZED, norm_topk_prob=True, decoder_sparse_step=2),
@@ -106,6 +112,10 @@ VARIANTS = [
         sliding_window=31,
         num_experts=6,
         num_experts_per_tok=1,
+    ),
+    qwen_vl_moe("qwen3-vl-moe", RENORMALIZED, head_dim=24),
+    qwen_vl_moe(
+        "qwen3-vl-moe-some", {}, head_dim=24, mlp_only_layers=[0], num_hidden_layers=3, moe_intermediate_size=36
     ),
     mixtral("mixtral", RENORMALIZED, sliding_window=None),
     mixtral("mixtral-one-expert", {"window": drop_in_layers(without_window)}, num_experts_per_tok=1, sliding_window=31),

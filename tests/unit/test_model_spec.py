@@ -1,6 +1,7 @@
 """config.json in its old and new spelling gives one ModelSpec, and what is not supported is refused by name."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,11 @@ def config(name: str = "llama_new") -> dict[str, Any]:
 
 
 HEADS = AttentionSpec(32, 8, 128, scale=128**-0.5)
+
+
+def stem(architecture: str) -> str:
+    """What a message calls it, which has the endings of all of them once."""
+    return re.sub("(ForConditionalGeneration|ForCausalLM|Model)$", "", architecture)
 
 
 def group_of(layers, window=None, **heads):
@@ -224,8 +230,8 @@ def test_a_model_without_eos_has_none(tmp_path):
     ("changes", "words"),
     [
         ({"architectures": ["MPNetForMaskedLM"]}, ["MPNetForMaskedLM", "ForCausalLM"]),
-        ({"architectures": None}, ["architectures", *FAMILIES]),
-        ({"architectures": [3]}, ["architectures", *FAMILIES]),
+        ({"architectures": None}, ["architectures", *map(stem, FAMILIES)]),
+        ({"architectures": [3]}, ["architectures", *map(stem, FAMILIES)]),
         ({"hidden_size": "4096"}, ["hidden_size", "'4096'", "int"]),
         ({"hidden_size": 0}, ["hidden_size", "0", ">= 1"]),
         ({"hidden_size": True}, ["hidden_size", "True", "int"]),

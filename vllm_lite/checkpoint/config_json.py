@@ -3,6 +3,7 @@
 What is not supported is refused here, by name, before any weight is opened.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -31,6 +32,8 @@ from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.runtime.nested_settings import PoolingOptions
 
 FAMILIES = {
+    "ApertusForCausalLM": "apertus",
+    "ArceeForCausalLM": "arcee",
     "BloomForCausalLM": "bloom",
     "Cohere2ForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek",
@@ -47,20 +50,27 @@ FAMILIES = {
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4ForConditionalGeneration": "gemma4",
     "GemmaForCausalLM": "gemma",
+    "Gemma4UnifiedForCausalLM": "gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4",
     "Glm4ForCausalLM": "glm",
     "Glm4MoeForCausalLM": "glm_moe",
+    "Glm4MoeLiteForCausalLM": "glm_moe_lite",
     "GlmForCausalLM": "glm",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeHybridForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granite",
     "GraniteMoeSharedForCausalLM": "granite",
+    "GraniteSWAForCausalLM": "granite_swa",
+    "HunYuanDenseV1ForCausalLM": "hunyuan",
     "InternLM3ForCausalLM": "llama",
     "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral",
     "MinistralForCausalLM": "mistral",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Mistral4ForCausalLM": "mistral",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo",
@@ -75,11 +85,13 @@ FAMILIES = {
     "Qwen2_5_VLForConditionalGeneration": "qwen",
     "Qwen3ForCausalLM": "qwen",
     "Qwen3MoeForCausalLM": "qwen_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
     "Qwen3VLForConditionalGeneration": "qwen",
+    "Qwen3VLMoeForConditionalGeneration": "qwen_moe",
     "SeedOssForCausalLM": "llama",
     "SmolLM3ForCausalLM": "smollm3",
     "Starcoder2ForCausalLM": "starcoder2",
@@ -103,6 +115,7 @@ ENCODERS = {
 """The same of encoders, without a head, with one for tokens, which nobody reads, or with one for labels."""
 CAUSAL, CLASSIFIER, HEADLESS = "ForCausalLM", "ForSequenceClassification", "Model"
 """What the names of a decoder's architectures end in: with a head for tokens, with one for labels, without any."""
+ENDINGS = ("ForConditionalGeneration", "ForMaskedLM", CAUSAL, CLASSIFIER, HEADLESS)
 NO_OPTIONS = PoolingOptions()
 OUTER_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 """What a multimodal model says for all of it. It wins over its text part, into which transformers writes defaults: an
@@ -215,15 +228,26 @@ def _parse_config(model_impl: str, older: dict[str, Any] | None, raw_json: Any) 
     families = FAMILIES | ENCODERS
     if name is None or (name not in families and model_impl == "native"):
         names = raw_json.get("architectures") if isinstance(raw_json, dict) else None
-        raise ModelError(f"architectures {names!r} is not supported; supported: {', '.join(families)}")
+        raise ModelError(f"architectures {names!r} is not supported; supported: {_listed(families)}")
     if name not in families or (model_impl == "transformers" and name in FAMILIES):
         return read_generic(name, _text_part(raw_json))
     if raw_json.get("is_causal") is False and name in FAMILIES:
         raise ModelError("is_causal false is not supported: the tokens of a decoder see those before them only")
     family: Family = resolve_name(f"vllm_lite.checkpoint.families.{families[name]}:FAMILIES")[name]
     text = _text_part(raw_json)
+    kind = text.get("model_type")
+    family = family.by_type.get(kind, family) if isinstance(kind, str) else family
     named = {family.aliases.get(key, key): value for key, value in text.items()}
     return family.read(name, convert(named, family.config))
+
+
+def _listed(architectures: Iterable[str]) -> str:
+    """Their names, those with one ending together: there are too many for a sentence that has each of them whole."""
+    by_ending: dict[str, list[str]] = {}
+    for name in architectures:
+        stem, ending = next((name.removesuffix(end), end) for end in (*ENDINGS, "") if name.endswith(end))
+        by_ending.setdefault(ending, []).append(stem)
+    return "; ".join(f"{' '.join(stems)}{f' (each {ending})' * bool(ending)}" for ending, stems in by_ending.items())
 
 
 def _text_part(raw_json: dict[str, Any]) -> dict[str, Any]:

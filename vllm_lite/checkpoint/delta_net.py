@@ -94,7 +94,13 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net"):
             return shape
         if layer == "out_proj":
             return shape[0], self.value_width
-        rows = {"in_proj_qkv": self.conv_channels, "conv1d": self.conv_channels, "in_proj_z": self.value_width}
+        rows = {
+            "in_proj_qkvz": self.conv_channels + self.value_width,
+            "in_proj_ba": 2 * self.num_value_heads,
+            "in_proj_qkv": self.conv_channels,
+            "conv1d": self.conv_channels,
+            "in_proj_z": self.value_width,
+        }
         return rows.get(layer, self.num_value_heads), *shape[1:]
 
     def parameters(self, hidden_size: int) -> int:

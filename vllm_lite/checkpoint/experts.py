@@ -54,6 +54,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
     biases: bool = False
     """Whether the router and the matrices of each expert have one; the shared MLP has none."""
     stored: Stored = "separate"
+    transposed: bool = False
+    """Whether matrices of all experts in one tensor are stored as [experts, inputs, outputs]."""
     gated: bool = True
     """Whether the MLPs have a gate, the shared one too."""
 

@@ -1,4 +1,5 @@
-"""How the files of a checkpoint store the experts of a layer: in one tensor or each by itself; dense or not. No torch.
+"""How the files of a checkpoint store the experts of a layer: in one tensor or each by itself, transposed or not, dense
+or not. No torch.
 
 config.json does not say it, and one family is published in several ways: as it was trained, and as transformers 5 keeps
 it in memory, which has bitsandbytes leave experts dense that transformers 4 had it quantize. The headers of the files
@@ -18,29 +19,40 @@ from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ModelError
 
 EXPERTS = ".mlp.experts."
-FUSED = f"{EXPERTS}gate_up_proj"
+FUSED, FUSED_DOWN = f"{EXPERTS}gate_up_proj", f"{EXPERTS}down_proj"
 
 
 def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
     """`spec` with its experts stored as the files of `folder` have them; as it is, where there are no files or none of
     experts. Files that are missing or damaged change nothing: who loads them says what is wrong."""
     try:
-        names = [name for stored in read_headers(folder) if EXPERTS in (name := canonical(stored))]
+        headers = read_headers(folder)
+        shapes = {name: header.shape for stored, header in headers.items() if EXPERTS in (name := canonical(stored))}
     except (ModelError, OSError):
         return spec
-    if not names or spec.experts is None:
+    names, own = list(shapes), spec.experts
+    if not names or own is None:
         return spec
     if isinstance(spec.quantization, (BitsAndBytes4, BitsAndBytes8)) and not any(map(_has_scales, names)):
         dense = (*spec.quantization.dense, f"{PART}{EXPERTS}")
         spec = msgspec.structs.replace(spec, quantization=msgspec.structs.replace(spec.quantization, dense=dense))
-    return _stored_as(spec, "fused" if any(FUSED in name for name in names) else "separate")
+    if not any(FUSED in name for name in names):
+        return _stored_as(spec, "separate")
+    turned = {
+        FUSED: (spec.hidden_size, 2 * own.intermediate_size),
+        FUSED_DOWN: (own.intermediate_size, spec.hidden_size),
+    }
+    found = {end: [shape[1:] for name, shape in shapes.items() if name.endswith(end)] for end in turned}
+    transposed = all(found[end] and set(found[end]) == {shape} for end, shape in turned.items())
+    return _stored_as(spec, "fused", transposed=transposed)
 
 
-def _stored_as(spec: ModelSpec, stored: Stored) -> ModelSpec:
+def _stored_as(spec: ModelSpec, stored: Stored, *, transposed: bool = False) -> ModelSpec:
     def changed(layer: LayerSpec) -> LayerSpec:
         if layer.experts is None:
             return layer
-        return msgspec.structs.replace(layer, experts=msgspec.structs.replace(layer.experts, stored=stored))
+        experts = msgspec.structs.replace(layer.experts, stored=stored, transposed=transposed)
+        return msgspec.structs.replace(layer, experts=experts)
 
     return msgspec.structs.replace(spec, layers=tuple(map(changed, spec.layers)))
 

@@ -53,6 +53,9 @@ EXPERT_PARTS = (
     (".mlp.moe_statics.", ".mlp.gate."),
     (".mlp.gate.moe_statics.", ".mlp.gate."),
     (".mlp.router.", ".mlp.gate."),
+    (".feed_forward.experts.", ".mlp.experts."),
+    (".feed_forward.gate.", ".mlp.gate."),
+    (".feed_forward.expert_bias", ".mlp.gate.e_score_correction_bias"),
     (".router.proj.", ".mlp.gate."),
     (".router.", ".mlp.gate."),
 )
@@ -76,6 +79,7 @@ OTHER_PARTS = (
     "visual.",
     "vision_tower.",
     "vision_model.",
+    "vision_embedder.",
     "multi_modal_projector.",
     "audio_tower.",
     "embed_vision.",

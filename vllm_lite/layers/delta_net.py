@@ -1,6 +1,7 @@
 """A Gated DeltaNet layer: what stands in a decoder layer where others have attention. It keeps a state and no KV."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,22 @@ class DeltaNetNames(NamedTuple):
     norm: str = "norm.weight"
     output: str = "out_proj"
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The tensors of Q, K, V, z, b and a."""
+        return self.mixed, self.mixed, self.mixed, self.z, self.b, self.a
+
+
+def rows_by_key_head(key_heads: Split, sizes: Sequence[int]) -> tuple[Split, ...]:
+    """Rows of a tensor in which each key head has parts of these sizes, one behind the other: for each part those of
+    the heads that a rank holds."""
+    each, ends = sum(sizes), tuple(accumulate(sizes))
+    held = range(key_heads.start, key_heads.end)
+    return tuple(
+        Split.of(key_heads.total * each, [head * each + row for head in held for row in range(end - size, end)])
+        for size, end in zip(sizes, ends, strict=True)
+    )
+
 
 class DeltaNetBlock(RecurrentBlock):
     """Ranks share the heads: each has some key heads and the value heads that these serve."""
@@ -46,15 +63,18 @@ class DeltaNetBlock(RecurrentBlock):
             Split(whole.conv_channels, 2 * whole.key_width + values.start, values.size),
         )
         hidden = Split.whole(parts.spec.hidden_size)
-        self.projections = parts.linear(hidden, *self.mixed, values, self.heads, self.heads, bias=False)
+        self.projections = parts.linear(hidden, *self.projected(key_heads), bias=False)
         self.output = parts.row_parallel(values, hidden, bias=False)
         self.op = delta_net_op(own, parts.device, parts.dtype)
+
+    def projected(self, key_heads: Split) -> tuple[Split, ...]:  # noqa: ARG002 (a family's)
+        """The rows of Q, K, V, z, b and a that a rank holds, each in the tensor that `names` has for it."""
+        return (*self.mixed, self.heads.times(self.whole.value_size), self.heads, self.heads)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of it under `prefix`, like "model.layers.0.linear_attn."."""
         names, spec, heads = self.names, self.whole, self.heads
-        projections = (names.mixed, names.mixed, names.mixed, names.z, names.b, names.a)
-        yield self.projections.group(*(f"{prefix}{name}" for name in projections))
+        yield self.projections.group(*(f"{prefix}{name}" for name in names.projections))
         conv = tuple(
             WeightSlot(
                 f"{prefix}{names.conv}",
@@ -77,3 +97,17 @@ class DeltaNetBlock(RecurrentBlock):
         """Keep what lies beside the projections; conv: float32 [conv_channels, 1, conv_size]."""
         by_tap = conv[:, 0].T.contiguous()
         self.weights = DeltaNetWeights(by_tap, decay.exp(), dt_bias, norm, self.eps)
+
+
+class ByKeyHead(DeltaNetBlock):
+    """A layer whose files have Q, K, V and z in one tensor, and b and a in another, each by key head: behind what a key
+    head has of one stands what its value heads have of the next."""
+
+    names = DeltaNetNames(mixed="in_proj_qkvz", z="in_proj_qkvz", b="in_proj_ba", a="in_proj_ba")
+
+    def projected(self, key_heads: Split) -> tuple[Split, ...]:
+        """As DeltaNetBlock's."""
+        spec = self.whole
+        each = spec.num_value_heads // spec.num_key_heads
+        wide = rows_by_key_head(key_heads, (spec.key_size, spec.key_size, *(each * spec.value_size,) * 2))
+        return (*wide, *rows_by_key_head(key_heads, (each, each)))

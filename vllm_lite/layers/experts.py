@@ -96,7 +96,7 @@ class Experts:
         own = parts.without_adapters()
         own = own if parts.device.type == "cpu" else replace(own, form=WidenedForm(parts.form, "experts"))
         first = parts.shard.rank == 0 or parts.shard.expert_parallel  # of the ranks that have a part of an expert
-        biases, turned = spec.biases, names.transposed
+        biases, turned = spec.biases, names.transposed or spec.transposed
         self.gate_up = [own.linear(hidden, *rows, bias=biases, transposed=turned, stacked=stacked) for stacked in held]
         self.down = [
             own.linear(inner, hidden, bias=biases, transposed=turned, stacked=stacked, adds_bias=first)

@@ -34,6 +34,7 @@ class LatentAttention:
         if whole.latent is None or whole.rope is None:
             raise ModelError(f"layer {layer} has no latent attention with a rotated part")
         self.spec = spec = whole.latent
+        self.grows = whole.query_growth is not None
         self.ops = ops_for(parts.device)
         self.kind = parts.kinds.index(own)
         self.kv_scales: KVScales | None = None
@@ -81,6 +82,8 @@ class LatentAttention:
         own = rows.by_kind[self.kind]
         self.first.forward(x, out=own.qkv)
         self.prepare(own)
+        if self.grows and rows.query_growth is not None:
+            self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
         backend.write_kv(own.heads, kv, batch, self.group, self.kv_scales)
 
     def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:

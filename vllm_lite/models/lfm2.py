@@ -1,12 +1,13 @@
-"""LFM2: gated short convolutions, and full attention every few layers."""
+"""LFM2: gated short convolutions, and full attention every few layers; with experts or not."""
 
 from typing import ClassVar
 
 from vllm_lite.layers.attention_block import Attention, AttentionBlock, AttentionNames
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.mlp import GatedMLP, GatedNames
+from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.short_conv import ShortConvBlock
-from vllm_lite.models.decoder import DecoderNames
+from vllm_lite.models.decoder import DecoderNames, Layer
 from vllm_lite.models.hybrid import Hybrid
 
 
@@ -29,9 +30,27 @@ class ConvLayer(AttentionLayer):
     attention_block: ClassVar = ShortConvBlock
 
 
+class SparseAttentionLayer(AttentionLayer):
+    """The parts of experts are called here as those of other families."""
+
+    names: ClassVar = AttentionLayer.names._replace(mlp="mlp")
+
+
+class SparseConvLayer(ConvLayer):
+    """As SparseAttentionLayer."""
+
+    names: ClassVar = ConvLayer.names._replace(mlp="mlp")
+
+
 class Lfm2(Hybrid):
     """Its last norm is called after the embedding, with which the head is tied."""
 
     names: ClassVar = DecoderNames(norm="model.embedding_norm")
     layer: ClassVar = AttentionLayer
     recurrent_layer: ClassVar = ConvLayer
+
+    def make_layer(self, parts: Parts, index: int) -> Layer:
+        own = parts.spec.layers[index]
+        if own.experts is None:
+            return super().make_layer(parts, index)
+        return SparseAttentionLayer(parts, index) if own.recurrent is None else SparseConvLayer(parts, index)

@@ -81,6 +81,9 @@ class Family(NamedTuple):
     """Called as read(architecture, the converted config)."""
     aliases: Mapping[str, str] = {}
     """Keys that are called otherwise in this family: its name -> that of RawConfig."""
+    by_type: Mapping[str, "Family"] = {}
+    """Architectures whose text part may be of several families are read by the one of its `model_type`, if it is known.
+    """
 
 
 class EncoderParts(NamedTuple):
@@ -219,7 +222,7 @@ def decoder(
 ) -> ModelSpec:
     """The model of these layers. `own`: what else the family sets of a ModelSpec."""
     usual: dict[str, Any] = {
-        "activation": activation_of(raw.hidden_act),
+        "activation": own.get("activation") or activation_of(raw.hidden_act),
         "tie_word_embeddings": raw.tie_word_embeddings,
         "bos_token_id": raw.bos_token_id,
         "eos_token_ids": as_ids(raw.eos_token_id),

@@ -1,5 +1,6 @@
 """DeepSeek V2 and V3, and those that are V3 by another name: latent attention, experts behind the first layers."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -8,7 +9,7 @@ from msgspec import Meta
 from vllm_lite.checkpoint.experts import ExpertsSpec, RoutingSpec
 from vllm_lite.checkpoint.families.common import Family, RawConfig, decoder, rope_of
 from vllm_lite.checkpoint.latent import LatentSpec
-from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
+from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, QueryGrowth
 from vllm_lite.checkpoint.rope import yarn_magnitude
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError
@@ -51,24 +52,24 @@ class DeepseekV3Config(DeepseekConfig, kw_only=True):
 def _v2(architecture: str, raw: DeepseekV2Config) -> ModelSpec:
     if raw.norm_topk_prob:
         raise ModelError("norm_topk_prob true is not supported: implementations of DeepSeek V2 differ in what it means")
-    groups = _groups(raw) if raw.topk_method == "group_limited_greedy" else (1, 1)
-    routing = _routing(raw, groups)
-    return _deepseek(architecture, raw, routing, interleaved=True)
+    groups = groups_of(raw) if raw.topk_method == "group_limited_greedy" else (1, 1)
+    return latent_decoder(architecture, raw, routing_of(raw, groups), interleaved=True)
 
 
-def _v3(architecture: str, raw: DeepseekV3Config) -> ModelSpec:
+def read_v3(architecture: str, raw: DeepseekV3Config, sparse: Sequence[bool] | None = None) -> ModelSpec:
+    """DeepSeek V3, or one that is like it. `sparse` as for `latent_decoder`."""
     routing = msgspec.structs.replace(
-        _routing(raw, _groups(raw)),
+        routing_of(raw, groups_of(raw)),
         scoring="sigmoid",
         renormalize=raw.norm_topk_prob,
         epsilon=1e-20,
         choice_bias=True,
         group_score="top two",
     )
-    return _deepseek(architecture, raw, routing, interleaved=raw.rope_interleave)
+    return latent_decoder(architecture, raw, routing, interleaved=raw.rope_interleave, sparse=sparse)
 
 
-def _groups(raw: DeepseekConfig) -> tuple[int, int]:
+def groups_of(raw: DeepseekConfig) -> tuple[int, int]:
     """How many groups there are, and from how many of them a token chooses."""
     groups, chosen = raw.n_group or 1, raw.topk_group or 1
     if raw.n_routed_experts % groups or chosen > groups:
@@ -80,7 +81,8 @@ def _groups(raw: DeepseekConfig) -> tuple[int, int]:
     return groups, chosen
 
 
-def _routing(raw: DeepseekConfig, groups: tuple[int, int]) -> RoutingSpec:
+def routing_of(raw: DeepseekConfig, groups: tuple[int, int]) -> RoutingSpec:
+    """How tokens choose by config.json, with what DeepSeek V2 has where that does not say it."""
     if raw.num_experts_per_tok > raw.n_routed_experts:
         raise ModelError(
             f"num_experts_per_tok {raw.num_experts_per_tok} exceeds the {raw.n_routed_experts} of n_routed_experts"
@@ -95,7 +97,16 @@ def _routing(raw: DeepseekConfig, groups: tuple[int, int]) -> RoutingSpec:
     )
 
 
-def _deepseek(architecture: str, raw: DeepseekConfig, routing: RoutingSpec, *, interleaved: bool) -> ModelSpec:
+def latent_decoder(
+    architecture: str,
+    raw: DeepseekConfig,
+    routing: RoutingSpec,
+    *,
+    interleaved: bool,
+    sparse: Sequence[bool] | None = None,
+    growth: QueryGrowth | None = None,
+) -> ModelSpec:
+    """The model of these numbers. `sparse`: for each layer whether it has experts; None = all but the first few do."""
     if raw.attention_bias:
         raise ModelError("attention_bias true is not supported with latent attention; it must be false")
     latent = LatentSpec(
@@ -107,9 +118,10 @@ def _deepseek(architecture: str, raw: DeepseekConfig, routing: RoutingSpec, *, i
     )
     shared = (raw.n_shared_experts or 0) * raw.moe_intermediate_size
     experts = ExpertsSpec(routing, raw.moe_intermediate_size, shared)
+    sparse = sparse or [index >= raw.first_k_dense_replace for index in range(raw.num_hidden_layers)]
     layers = tuple(
-        LayerSpec(attention, rope, experts=experts if index >= raw.first_k_dense_replace else None, latent=latent)
-        for index in range(raw.num_hidden_layers)
+        LayerSpec(attention, rope, query_growth=growth, experts=experts if has_experts else None, latent=latent)
+        for has_experts in sparse
     )
     return decoder(architecture, raw, layers, NormSpec(raw.rms_norm_eps), raw.intermediate_size)
 
@@ -127,5 +139,5 @@ def _scale(raw: DeepseekConfig, latent: LatentSpec) -> float:
 
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(DeepseekV2Config, _v2, {"num_experts": "n_routed_experts"}),
-    "DeepseekV3ForCausalLM": Family(DeepseekV3Config, _v3, {"num_local_experts": "n_routed_experts"}),
+    "DeepseekV3ForCausalLM": Family(DeepseekV3Config, read_v3, {"num_local_experts": "n_routed_experts"}),
 }

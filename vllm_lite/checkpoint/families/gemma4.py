@@ -67,6 +67,15 @@ class Gemma4Config(RawConfig, kw_only=True):
     moe_intermediate_size: Size | None = None
 
 
+class Gemma4UnifiedConfig(Gemma4Config, kw_only=True):
+    """Images and sounds pass the layers as tokens do; of these none has vectors for each layer, or experts."""
+
+    max_position_embeddings: Size = 262_144
+    sliding_window: Size = 1024
+    hidden_size_per_layer_input: Literal[0] = 0
+    enable_moe_block: Literal[False] = False
+
+
 def _heads(raw: Gemma4Config, kind: str, layer: int) -> AttentionSpec:
     """transformers writes what full layers have otherwise as `per_layer_config`, published files under two keys."""
     own: dict[str, Any] = {}
@@ -162,4 +171,6 @@ def _gemma4(architecture: str, raw: Gemma4Config) -> ModelSpec:
     )
 
 
+UNIFIED = ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration")
 FAMILIES = dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), Family(Gemma4Config, _gemma4))
+FAMILIES |= dict.fromkeys(UNIFIED, Family(Gemma4UnifiedConfig, _gemma4))

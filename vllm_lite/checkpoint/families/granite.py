@@ -67,10 +67,11 @@ def _granite(architecture: str, raw: GraniteConfig, experts: ExpertsSpec | None 
     attention = msgspec.structs.replace(attention_of(raw), scale=raw.attention_multiplier)
     windows = full_attention(raw)
     layers = layers_of(attention, windows, [rope_of(raw, attention.head_size)] * len(windows))
-    return _scaled(architecture, raw, layers if experts is None else with_experts(layers, experts))
+    return scaled(architecture, raw, layers if experts is None else with_experts(layers, experts))
 
 
-def _scaled(architecture: str, raw: GraniteConfig, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+def scaled(architecture: str, raw: GraniteConfig, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+    """The model of these layers, with the factors on token vectors, blocks and logits."""
     return llama_like(
         architecture,
         raw,
@@ -112,8 +113,8 @@ def _hybrid(architecture: str, raw: GraniteHybridConfig) -> ModelSpec:
     if raw.num_local_experts:
         routing = routing_of(raw.num_local_experts, raw.num_experts_per_tok, renormalize=True)
         experts = ExpertsSpec(routing, raw.intermediate_size, raw.shared_intermediate_size, stored="fused")
-        return _scaled(architecture, raw, with_experts(layers, experts))
-    return _scaled(architecture, msgspec.structs.replace(raw, intermediate_size=raw.shared_intermediate_size), layers)
+        return scaled(architecture, raw, with_experts(layers, experts))
+    return scaled(architecture, msgspec.structs.replace(raw, intermediate_size=raw.shared_intermediate_size), layers)
 
 
 FAMILIES = {

@@ -1,10 +1,11 @@
-"""LFM2: gated short convolutions, and full attention with normed heads every few layers."""
+"""LFM2: gated short convolutions, and full attention with normed heads every few layers; with experts or not."""
 
 from math import ceil
 from typing import Annotated
 
 from msgspec import Meta
 
+from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import (
     FULL,
     Family,
@@ -14,6 +15,7 @@ from vllm_lite.checkpoint.families.common import (
     layer_types_of,
     rope_of,
 )
+from vllm_lite.checkpoint.families.mixture import Index, NumExperts, routing_of, with_experts
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.short_conv import ShortConvSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
@@ -39,6 +41,18 @@ class Lfm2Config(RawConfig, kw_only=True):
     """Likewise."""
 
 
+class Lfm2MoeConfig(Lfm2Config, kw_only=True):
+    intermediate_size: Size = 7168
+    block_auto_adjust_ff_dim: bool = False
+    num_dense_layers: Index = 2
+    num_experts: NumExperts = 32
+    num_experts_per_tok: NumExperts = 4
+    moe_intermediate_size: Size = 1792
+    use_expert_bias: bool = True
+    norm_topk_prob: bool = True
+    routed_scaling_factor: Positive = 1.0
+
+
 def _inner(raw: Lfm2Config) -> int:
     """Elements between the matrices of the MLPs, of which config.json has what they would be without a gate."""
     size = raw.block_ff_dim or raw.intermediate_size
@@ -50,7 +64,7 @@ def _inner(raw: Lfm2Config) -> int:
     return raw.block_multiple_of * ceil(int(raw.block_ffn_dim_multiplier * size) / raw.block_multiple_of)
 
 
-def _lfm2(architecture: str, raw: Lfm2Config) -> ModelSpec:
+def _layers(raw: Lfm2Config) -> tuple[LayerSpec, ...]:
     if raw.conv_bias:
         raise ModelError("conv_bias true is not supported; convolutions have no bias in this family")
     attention = attention_of(raw)
@@ -60,10 +74,34 @@ def _lfm2(architecture: str, raw: Lfm2Config) -> ModelSpec:
     types = layer_types_of(raw, lambda layer: FULL if indices is None or layer in indices else CONV, (FULL, CONV))
     if FULL not in types:
         raise ModelError(f"layer_types has no {FULL}; at least one layer must keep KV")
-    layers = tuple(full if kind == FULL else conv for kind in types)
+    return tuple(full if kind == FULL else conv for kind in types)
+
+
+def _decoder(architecture: str, raw: Lfm2Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
     tied = raw.tie_word_embeddings if raw.tie_embedding is None else raw.tie_embedding
     norm = NormSpec(raw.norm_eps)
     return decoder(architecture, raw, layers, norm, _inner(raw), qk_norm="head", tie_word_embeddings=tied)
 
 
-FAMILIES = {"Lfm2ForCausalLM": Family(Lfm2Config, _lfm2)}
+def _lfm2(architecture: str, raw: Lfm2Config) -> ModelSpec:
+    return _decoder(architecture, raw, _layers(raw))
+
+
+def _lfm2_moe(architecture: str, raw: Lfm2MoeConfig) -> ModelSpec:
+    routing = routing_of(
+        raw.num_experts,
+        raw.num_experts_per_tok,
+        scoring="sigmoid",
+        choice_bias=raw.use_expert_bias,
+        renormalize=raw.norm_topk_prob,
+        epsilon=1e-6,
+        scale=raw.routed_scaling_factor,
+    )
+    experts = ExpertsSpec(routing, raw.moe_intermediate_size)
+    return _decoder(architecture, raw, with_experts(_layers(raw), experts, lambda index: index >= raw.num_dense_layers))
+
+
+FAMILIES = {
+    "Lfm2ForCausalLM": Family(Lfm2Config, _lfm2),
+    "Lfm2MoeForCausalLM": Family(Lfm2MoeConfig, _lfm2_moe),
+}

@@ -1,10 +1,14 @@
-"""Mistral, Ministral, Ministral 3 and Mistral Small: windows, YaRN, and queries that grow with their position."""
+"""Mistral, Ministral and Mistral Small, up to Mistral 4: windows, YaRN, and queries that grow with their position.
+
+Mistral 4 has DeepSeek's latent attention, and experts that a softmax chooses.
+"""
 
 from typing import Any
 
 import msgspec
 
-from vllm_lite.checkpoint.families.common import FULL, SLIDING, Family, layer_types_of, windows_of
+from vllm_lite.checkpoint.families.common import FULL, SLIDING, Family, RawConfig, layer_types_of, windows_of
+from vllm_lite.checkpoint.families.deepseek import DeepseekConfig, Index, groups_of, latent_decoder, routing_of
 from vllm_lite.checkpoint.families.llama import LlamaConfig, llama_layers, llama_like, window_of
 from vllm_lite.checkpoint.model_spec import ModelSpec, QueryGrowth
 from vllm_lite.checkpoint.typed_json import Positive, Size, convert
@@ -20,10 +24,23 @@ MINISTRAL3_ROPE: dict[str, Any] = {
     "llama_4_scaling_beta": 0.1,
 }
 """Where config.json has none."""
+MISTRAL4_ROPE: dict[str, Any] = MINISTRAL3_ROPE | {
+    "rope_theta": 1e4,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+}
+"""The same of Mistral 4."""
 
 
 class MistralConfig(LlamaConfig, kw_only=True):
     model_type: str = ""
+
+
+class Mistral4Config(DeepseekConfig, kw_only=True):
+    rms_norm_eps: Positive = 1e-6
+    n_shared_experts: Index | None = 1
+    norm_topk_prob: bool = True
+    rope_interleave: bool = True
 
 
 class _Growth(msgspec.Struct):
@@ -53,7 +70,7 @@ def _ministral3(architecture: str, raw: MistralConfig) -> ModelSpec:
     return llama_like(architecture, raw, tuple(msgspec.structs.replace(layer, query_growth=growth) for layer in layers))
 
 
-def _growth(raw: MistralConfig) -> QueryGrowth | None:
+def _growth(raw: RawConfig) -> QueryGrowth | None:
     said = convert(raw.rope_parameters or raw.rope_scaling, _Growth, within="rope_parameters")
     if said.llama_4_scaling_beta is None:
         return None
@@ -61,17 +78,32 @@ def _growth(raw: MistralConfig) -> QueryGrowth | None:
     return QueryGrowth(said.llama_4_scaling_beta, original)
 
 
-def _mistral3(architecture: str, raw: MistralConfig) -> ModelSpec:
-    """The text part of a model that also sees images."""
-    readers = {"mistral": _mistral, "ministral3": _ministral3}
-    if raw.model_type not in readers:
-        raise ModelError(f"text_config.model_type {raw.model_type!r} is not supported; supported: {', '.join(readers)}")
-    return readers[raw.model_type](architecture, raw)
+def _mistral4(architecture: str, raw: Mistral4Config) -> ModelSpec:
+    """The share of a head that is rotated counts in the whole head, which is Q's before it is absorbed."""
+    values = raw.rope_parameters or raw.rope_scaling or MISTRAL4_ROPE
+    raw.rope_parameters = {key: value for key, value in values.items() if key != "partial_rotary_factor"}
+    raw.partial_rotary_factor = None
+    routing = msgspec.structs.replace(
+        routing_of(raw, groups_of(raw)), renormalize=raw.norm_topk_prob, epsilon=1e-20, group_score="top two"
+    )
+    return latent_decoder(architecture, raw, routing, interleaved=raw.rope_interleave, growth=_growth(raw))
 
 
+def _unknown(_architecture: str, raw: MistralConfig) -> ModelSpec:
+    raise ModelError(f"text_config.model_type {raw.model_type!r} is not supported; supported: {', '.join(TEXT_PARTS)}")
+
+
+MISTRAL4 = Family(Mistral4Config, _mistral4, {"num_local_experts": "n_routed_experts"})
+TEXT_PARTS = {
+    "mistral": Family(MistralConfig, _mistral),
+    "ministral3": Family(MistralConfig, _ministral3),
+    "mistral4": MISTRAL4,
+}
+"""What writes text in models that also see images, by its model_type."""
 FAMILIES = {
+    "Mistral4ForCausalLM": MISTRAL4,
     "MistralForCausalLM": Family(MistralConfig, _mistral),
     "MinistralForCausalLM": Family(MistralConfig, _ministral),
     "Ministral3ForCausalLM": Family(MistralConfig, _ministral3),
-    "Mistral3ForConditionalGeneration": Family(MistralConfig, _mistral3),
+    "Mistral3ForConditionalGeneration": Family(MistralConfig, _unknown, by_type=TEXT_PARTS),
 }

@@ -62,7 +62,8 @@ def _recurrent(raw: Qwen35Config) -> DeltaNetSpec:
     )
 
 
-def _layers(raw: Qwen35Config) -> tuple[LayerSpec, ...]:
+def hybrid_layers(raw: Qwen35Config) -> tuple[LayerSpec, ...]:
+    """The layers by their types, without experts."""
     if not raw.attn_output_gate:
         raise ModelError("attn_output_gate false is not supported; full attention has a gate in this family")
     attention = attention_of(raw, default_head_dim=HEAD_DIM)
@@ -76,14 +77,15 @@ def _layers(raw: Qwen35Config) -> tuple[LayerSpec, ...]:
     return tuple(full if kind == FULL else linear for kind in types)
 
 
-def _decoder(architecture: str, raw: Qwen35Config, layers: tuple[LayerSpec, ...], inner: int) -> ModelSpec:
+def hybrid_decoder(architecture: str, raw: Qwen35Config, layers: tuple[LayerSpec, ...], inner: int) -> ModelSpec:
+    """The model of these layers; `inner`: elements between the matrices of its MLPs."""
     norm = NormSpec(raw.rms_norm_eps, "wide rms", plus_one=True)
     own: dict[str, Any] = {"qk_norm": "head", "qkv_bias": raw.attention_bias, "output_bias": raw.attention_bias}
     return decoder(architecture, raw, layers, norm, inner, **own)
 
 
 def _dense(architecture: str, raw: Qwen35DenseConfig) -> ModelSpec:
-    return _decoder(architecture, raw, _layers(raw), raw.intermediate_size)
+    return hybrid_decoder(architecture, raw, hybrid_layers(raw), raw.intermediate_size)
 
 
 def _mixture(architecture: str, raw: Qwen35MoeConfig) -> ModelSpec:
@@ -91,7 +93,7 @@ def _mixture(architecture: str, raw: Qwen35MoeConfig) -> ModelSpec:
     shared = raw.shared_expert_intermediate_size
     experts = ExpertsSpec(routing, raw.moe_intermediate_size, shared_intermediate_size=shared, shared_gate=True)
     # No layer has a dense MLP; the size only has to be one that ranks can share.
-    return _decoder(architecture, raw, with_experts(_layers(raw), experts), raw.moe_intermediate_size)
+    return hybrid_decoder(architecture, raw, with_experts(hybrid_layers(raw), experts), raw.moe_intermediate_size)
 
 
 FAMILIES = {

@@ -1,4 +1,7 @@
-"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 whose layers have experts, all or every so many of them."""
+"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 whose layers have experts, all or every so many of them.
+
+Of the models that also see images (VL) it is the text part, whose files have the experts' matrices transposed.
+"""
 
 from typing import Annotated, Any
 
@@ -11,7 +14,7 @@ from vllm_lite.checkpoint.families.llama import llama_layers, llama_like
 from vllm_lite.checkpoint.families.mixture import Index, NumExperts, routing_of, with_experts
 from vllm_lite.checkpoint.families.qwen import QwenConfig, qwen_windows
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.typed_json import Size
+from vllm_lite.checkpoint.typed_json import Positive, Size
 
 
 class QwenMoeConfig(QwenConfig, kw_only=True):
@@ -59,7 +62,19 @@ def _qwen3(architecture: str, raw: QwenMoeConfig) -> ModelSpec:
     return _decoder(architecture, raw, qwen_windows(raw), {}, qk_norm="head")
 
 
+class Qwen3VLMoeConfig(QwenMoeConfig, kw_only=True):
+    norm_topk_prob: bool = True
+    rope_theta: Positive | None = 500_000.0
+
+
+def _qwen3_vl(architecture: str, raw: Qwen3VLMoeConfig) -> ModelSpec:
+    """Whose weights are renormalized whatever config.json says."""
+    raw.norm_topk_prob = True
+    return _qwen3(architecture, raw)
+
+
 FAMILIES = {
     "Qwen2MoeForCausalLM": Family(Qwen2MoeConfig, _qwen2),
     "Qwen3MoeForCausalLM": Family(QwenMoeConfig, _qwen3, {"num_local_experts": "num_experts"}),
+    "Qwen3VLMoeForConditionalGeneration": Family(Qwen3VLMoeConfig, _qwen3_vl, {"num_local_experts": "num_experts"}),
 }

@@ -1,0 +1,42 @@
+"""Apertus: Llama with norms on Q and K, whose MLPs have no gate and an activation with weights (xIELU)."""
+
+from typing import Any
+
+from vllm_lite.checkpoint.families.common import Family
+from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.typed_json import Positive
+from vllm_lite.errors import ModelError
+
+XIELU = "xielu"
+ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 12e6,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+"""Where config.json has none."""
+
+
+class ApertusConfig(LlamaConfig, kw_only=True):
+    hidden_act: str = XIELU
+    rms_norm_eps: Positive = 1e-5
+    qk_norm: bool = True
+    post_norm: bool = False
+
+
+def _apertus(architecture: str, raw: ApertusConfig) -> ModelSpec:
+    for name, value in {"hidden_act": XIELU, "qk_norm": True, "post_norm": False, "mlp_bias": False}.items():
+        if getattr(raw, name) != value:
+            raise ModelError(f"{name} {getattr(raw, name)} is not supported; it must be {value} in this family")
+    if raw.rope_parameters is None and raw.rope_scaling is None:
+        raw.rope_parameters = ROPE if raw.rope_theta is None else ROPE | {"rope_theta": raw.rope_theta}
+    layers = llama_layers(raw, full_attention(raw), theta=ROPE["rope_theta"])
+    weights = 4 * len(layers)  # of the activations
+    own = {"qk_norm": "head", "gated_mlp": False, "activation": XIELU, "extra_parameters": weights}
+    return llama_like(architecture, raw, layers, **own)
+
+
+FAMILIES = {"ApertusForCausalLM": Family(ApertusConfig, _apertus)}

@@ -1,0 +1,33 @@
+"""Qwen3-Next: Qwen3.5's layers with experts; recurrent ones have their projections in two tensors, by key head."""
+
+from vllm_lite.checkpoint.experts import ExpertsSpec
+from vllm_lite.checkpoint.families.common import Family
+from vllm_lite.checkpoint.families.mixture import Index, routing_of, with_experts
+from vllm_lite.checkpoint.families.qwen3_5 import Qwen35MoeConfig, hybrid_decoder, hybrid_layers
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.typed_json import Size
+
+
+class Qwen3NextConfig(Qwen35MoeConfig, kw_only=True):
+    intermediate_size: Size = 5632
+    norm_topk_prob: bool = True
+    decoder_sparse_step: Size = 1
+    mlp_only_layers: tuple[Index, ...] | None = None
+
+
+def _qwen3_next(architecture: str, raw: Qwen3NextConfig) -> ModelSpec:
+    routing = routing_of(raw.num_experts, raw.num_experts_per_tok, renormalize=raw.norm_topk_prob)
+    shared = raw.shared_expert_intermediate_size
+    experts = ExpertsSpec(routing, raw.moe_intermediate_size, shared_intermediate_size=shared, shared_gate=True)
+    dense = frozenset(raw.mlp_only_layers or ())
+
+    def sparse(index: int) -> bool:
+        return index not in dense and (index + 1) % raw.decoder_sparse_step == 0
+
+    layers = with_experts(hybrid_layers(raw), experts, sparse)
+    # Where no layer has a dense MLP its size only has to be one that ranks can share.
+    inner = raw.moe_intermediate_size if all(own.experts for own in layers) else raw.intermediate_size
+    return hybrid_decoder(architecture, raw, layers, inner)
+
+
+FAMILIES = {"Qwen3NextForCausalLM": Family(Qwen3NextConfig, _qwen3_next)}

@@ -1,0 +1,53 @@
+"""Apertus: Llama with an activation that has weights, in MLPs without a gate."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+
+from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
+from vllm_lite.layers.mlp import MLP
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
+from vllm_lite.models.decoder import Decoder
+
+
+class XieluMLP(MLP):
+    """xIELU (Huang and Schlag 2024): a x^2 + beta x above 0, c (exp(min(x, eps)) - 1 - x) + beta x elsewhere, where a
+    is softplus(alpha_p) and c is beta + softplus(alpha_n). Ranks hold all four numbers."""
+
+    factors: tuple[torch.Tensor, ...]  # a, c, beta, eps: float32 [1] each, by `load`
+
+    def __init__(self, parts: Parts, size: int | None = None) -> None:
+        super().__init__(parts, size)
+        self.device = parts.device
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> None:
+        """As MLP's."""
+        self.up.forward(x, out=rows.activated)
+        above, below, beta, eps = self.factors
+        wide = rows.activated.float()
+        curved = torch.where(wide > 0, above * wide * wide, below * (torch.expm1(torch.minimum(wide, eps)) - wide))
+        rows.activated.copy_(curved.add_(beta * wide))
+        self.down.forward(rows.activated, out=rows.hidden)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """As MLP's, and what the activation has."""
+        yield from super().weight_groups(prefix)
+        slots = [(whole_slot(f"{prefix}act_fn.{name}", 1),) for name in ("alpha_p", "alpha_n", "beta", "eps")]
+        yield WeightGroup(tuple(WeightStack(slot, torch.float32, self.device) for slot in slots), self.load)
+
+    def load(self, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: torch.Tensor, eps: torch.Tensor) -> None:
+        """Keep what the activation has: float32 [1] each."""
+        softplus = torch.nn.functional.softplus
+        self.factors = softplus(alpha_p), beta + softplus(alpha_n), beta, eps
+
+
+class ApertusLayer(DecoderLayer):
+    names: ClassVar = LayerNames(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
+    mlp_block = XieluMLP
+
+
+class Apertus(Decoder):
+    layer = ApertusLayer
