@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -143,6 +145,29 @@ def test_a_template_has_only_so_much_memory(source: str) -> None:
             assert await text_of(renderer, chat([USER])) == "ok"
 
     run(main)
+
+
+def test_a_chat_that_memory_has_no_room_for_is_the_only_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process goes on: its end would be a 503 for others, too."""
+    large = "x" * 3_000_000
+
+    def bounded(size: int = 0) -> bytearray:
+        if size > 2_000_000:
+            raise MemoryError
+        return bytearray(size)
+
+    monkeypatch.setattr(template_process, "bytearray", bounded, raising=False)
+    monkeypatch.setattr(template_process, "_limit_cpu", lambda _: None)
+    ours, theirs = socket.socketpair()
+    template = ChatTemplate(TemplateSource("{{ messages[0].content | length }}", TOKENS))
+    with theirs, ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(template_process.serve, theirs, template)
+        with ours:
+            ours.settimeout(DEADLINE_S)
+            for content, answer in ((large, "takes too much"), ("hello", "5"), (large, "takes too much"), ("hi", "2")):
+                ours.sendall(template_process.frame(chat([{"role": "user", "content": content}])))
+                assert answer in bytes(template_process.read_frame(ours)).decode(errors="replace")
+        serving.result(DEADLINE_S)
 
 
 def test_a_text_has_only_so_many_characters() -> None:

@@ -65,6 +65,8 @@ class RenderRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = Rendered | RenderRefused
+_TOO_MUCH = RenderRefused(f"the model's chat template takes too much: {LIMIT}")
+_PIECE_BYTES = 1 << 20
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -87,15 +89,26 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
             return 0
         gc.freeze()
         wire.sendall(frame(Rendered("")))
-        while data := read_frame(wire):
-            _limit_cpu(MAX_CPU_S)
-            wire.sendall(_answer(template, data))
+        serve(wire, template)
     return 0
 
 
-def _answer(template: ChatTemplate, data: bytes) -> bytes:
+def serve(wire: socket.socket, template: ChatTemplate) -> None:
+    """Answer one chat after another, also those for which there is no memory, until the socket is closed."""
+    while True:
+        try:
+            data = read_frame(wire)
+        except MemoryError:
+            wire.sendall(frame(_TOO_MUCH))
+            continue
+        if not data:
+            return
+        _limit_cpu(MAX_CPU_S)
+        wire.sendall(_answer(template, data))
+
+
+def _answer(template: ChatTemplate, data: bytes | bytearray) -> bytes:
     """Make the frame of the answer here, as encoding takes memory too."""
-    too_much = RenderRefused(f"the model's chat template takes too much: {LIMIT}")
     try:
         asked = msgspec.msgpack.decode(data, type=Render)
         made = template.rendering(
@@ -111,9 +124,9 @@ def _answer(template: ChatTemplate, data: bytes) -> bytes:
         text = f"the model's chat template makes a prompt of {size} characters"
         return frame(RenderRefused(f"{text}; at most {asked.max_chars} are tokenized", size))
     except RequestError as error:
-        return frame(too_much if isinstance(error.__cause__, MemoryError) else RenderRefused(str(error)))
+        return frame(_TOO_MUCH if isinstance(error.__cause__, MemoryError) else RenderRefused(str(error)))
     except MemoryError:
-        return frame(too_much)
+        return frame(_TOO_MUCH)
     except UnicodeEncodeError as error:
         return frame(
             RenderRefused(f"the model's chat template makes a prompt that is not valid Unicode: {error.reason}")
@@ -125,20 +138,29 @@ def _limit_cpu(limit_s: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
-def read_frame(wire: socket.socket) -> bytes:
-    """Read one frame; b"" at the end."""
-    length = int.from_bytes(_read_exactly(wire, LENGTH_BYTES), "little")
-    return _read_exactly(wire, length) if length <= MAX_FRAME_BYTES else b""
+def read_frame(wire: socket.socket) -> bytearray:
+    """Read one frame; nothing at the end. Raises MemoryError for one that is too large; the next can be read."""
+    length = int.from_bytes(_read_into(wire, bytearray(LENGTH_BYTES)), "little")
+    if length > MAX_FRAME_BYTES:
+        return bytearray()
+    try:
+        data = bytearray(length)
+    except MemoryError:
+        for start in range(0, length, _PIECE_BYTES):
+            _read_into(wire, bytearray(min(_PIECE_BYTES, length - start)))
+        raise
+    return _read_into(wire, data)
 
 
-def _read_exactly(wire: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        piece = wire.recv(min(count - len(data), 1 << 20))
-        if not piece:
-            return b""
-        data += piece
-    return bytes(data)
+def _read_into(wire: socket.socket, data: bytearray) -> bytearray:
+    """Fill `data`. Returns it, or nothing if the socket is closed."""
+    place, view = 0, memoryview(data)
+    while place < len(data):
+        count = wire.recv_into(view[place:])
+        if not count:
+            return bytearray()
+        place += count
+    return data
 
 
 if __name__ == "__main__":
