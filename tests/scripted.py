@@ -73,7 +73,9 @@ def write_scripted(
     assert num_rows <= MAX_SCRIPTED, f"the scripts have {start} tokens"
     _write_model(path, [table.get(place, ids[END]) for place in range(num_rows)], num_positions, num_tokens)
     template = TEMPLATE.replace("PROMPTS", json.dumps(prompts))
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": END}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": template, "eos_token": END, "bos_token": FILL})
+    )
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

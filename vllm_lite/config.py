@@ -452,6 +452,9 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_kvcache_space: float
     data_parallel_rank: int = 0
     """Which of the engines it is."""
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer besides those that the model's own files name: what its tokenizer and its chat template
+    say, which workers do not read."""
 
     @property
     def ranks_on_machine(self) -> int:

@@ -307,14 +307,15 @@ def test_a_model_is_asked_for_its_template_and_formats(tmp_path: Path) -> None:
     demo = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
     for name in ("tokenizer.json", "config.json"):
         (tmp_path / name).write_bytes((demo / name).read_bytes())
-    (line, *others, _, defaults) = chats(str(tmp_path))
+    (line, *others, _, ends, defaults) = chats(str(tmp_path))
+    assert (ends.level, ends.name) == ("OK", "end tokens")
     assert (defaults.name, defaults.text) == ("sampling defaults", "none (vllm)")
     assert (line.level, line.name) == ("WARN", "chat template")
     assert ["no format is known" in other.text for other in others] == [True, True]
     template = "{{ messages }}<think></think><tool_call>{{ 1 }}</tool_call>"
     (tmp_path / "chat_template.jinja").write_text(template)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
-    (line, calls, reasoning, why, defaults) = chats(str(tmp_path))
+    (line, calls, reasoning, why, _, defaults) = chats(str(tmp_path))
     assert defaults.text == f"temperature 0.6 ({tmp_path / 'generation_config.json'})"
     assert line.text == str(tmp_path / "chat_template.jinja")
     assert (calls.text, reasoning.text) == ("hermes", "qwen3")

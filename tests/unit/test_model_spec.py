@@ -214,11 +214,12 @@ def test_rope_scaling_in_its_oldest_form_says_type(tmp_path):
         (None, (7,)),
         ({}, (7,)),
         ({"eos_token_id": None}, (7,)),
-        ({"eos_token_id": 8}, (8,)),
-        ({"eos_token_id": [8, 9]}, (8, 9)),
+        ({"eos_token_id": 8}, (8, 7)),
+        ({"eos_token_id": [8, 9]}, (8, 9, 7)),
+        ({"eos_token_id": [8, 7, 8]}, (8, 7)),
     ],
 )
-def test_eos_ids_of_generation_config_come_first(tmp_path, generation, expected):
+def test_eos_ids_of_generation_config_come_before_those_of_config(tmp_path, generation, expected):
     assert load(tmp_path, config() | {"eos_token_id": 7}, generation).eos_token_ids == expected
 
 

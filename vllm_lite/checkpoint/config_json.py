@@ -15,6 +15,7 @@ from vllm_lite.checkpoint.families.common import Family, as_ids
 from vllm_lite.checkpoint.families.generic import read_generic
 from vllm_lite.checkpoint.fused_experts import as_stored
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
+from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
 from vllm_lite.checkpoint.pooling import (
     HeadSpec,
@@ -117,18 +118,19 @@ CAUSAL, CLASSIFIER, HEADLESS = "ForCausalLM", "ForSequenceClassification", "Mode
 """What the names of a decoder's architectures end in: with a head for tokens, with one for labels, without any."""
 ENDINGS = ("ForConditionalGeneration", "ForMaskedLM", CAUSAL, CLASSIFIER, HEADLESS)
 NO_OPTIONS = PoolingOptions()
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 OUTER_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 """What a multimodal model says for all of it. It wins over its text part, into which transformers writes defaults: an
 EOS id where the model has two, or that the head is not tied."""
 
 
-class _RawGenerationConfig(msgspec.Struct):
+class _RawEnds(msgspec.Struct):
     eos_token_id: TokenId | list[TokenId] | None = None
 
 
 def load_spec(path: str | Path, model_impl: str = "auto", options: PoolingOptions = NO_OPTIONS) -> ModelSpec:
-    """Read `config.json` (and the EOS ids of `generation_config.json`) of the checkpoint folder `path`. A head that it
-    calls tied is not if the files hold another. A GGUF file, or a folder with one, says all that itself.
+    """Read `config.json` of the checkpoint folder `path`. Its end tokens are those of `generation_config.json` as well.
+    A head that it calls tied is not if the files hold another. A GGUF file, or a folder with one, says all that itself.
 
     `model_impl`: whether a class of this package computes the model ("native") or one of "transformers"; with "auto"
     the latter does where there is no native one. `options` say how it is to be pooled, and change config.json.
@@ -140,17 +142,29 @@ def load_spec(path: str | Path, model_impl: str = "auto", options: PoolingOption
         return _converted(gguf.spec(partial(_parse_config, "native", None)), {}, None, options)
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
-    spec = read_json(folder / "config.json", partial(_parse_folder, folder, model_impl, options))
+    spec = read_json(folder / CONFIG_FILE, partial(_parse_folder, folder, model_impl, options))
     if spec.tie_word_embeddings and has_own_head(folder):
         spec = msgspec.structs.replace(spec, tie_word_embeddings=False, tied_in_config_only=True)
     if spec.experts is not None:
         spec = as_stored(spec, folder)
     if spec.implementation == "transformers":
         spec = msgspec.structs.replace(spec, folder=str(folder))
-    if (folder / "generation_config.json").exists():
-        eos = read_json(folder / "generation_config.json", _parse_generation_config)
-        spec = msgspec.structs.replace(spec, eos_token_ids=eos) if eos else spec
-    return spec
+    ends = dict.fromkeys((*_generation_ends(folder), *spec.eos_token_ids))
+    return msgspec.structs.replace(spec, eos_token_ids=tuple(ends))
+
+
+def end_ids_by_file(path: str | Path, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Map the names of the files that name end tokens to the ids, for a checkpoint at `path` that says `spec`. What no
+    file says, but the architecture's own configuration class does, stands under the architecture's name. Raises
+    ModelError."""
+    folder = Path(path)
+    if files := gguf_files(folder):
+        found = {files[0].name: spec.eos_token_ids}
+    else:
+        found = {GENERATION_FILE: _generation_ends(folder), CONFIG_FILE: read_json(folder / CONFIG_FILE, _config_ends)}
+    named = {token for ids in found.values() for token in ids}
+    found[spec.architecture] = tuple(token for token in spec.eos_token_ids if token not in named)
+    return {name: ids for name, ids in found.items() if ids}
 
 
 def _parse_folder(folder: Path, model_impl: str, options: PoolingOptions, raw_json: Any) -> ModelSpec:
@@ -260,5 +274,14 @@ def _text_part(raw_json: dict[str, Any]) -> dict[str, Any]:
     return inner | {key: raw_json[key] for key in OUTER_KEYS if raw_json.get(key) is not None}
 
 
-def _parse_generation_config(raw_json: Any) -> tuple[int, ...]:
-    return as_ids(convert(raw_json, _RawGenerationConfig).eos_token_id)
+def _generation_ends(folder: Path) -> tuple[int, ...]:
+    file = folder / GENERATION_FILE
+    return read_json(file, _ends) if file.exists() else ()
+
+
+def _config_ends(raw_json: Any) -> tuple[int, ...]:
+    return _ends(_text_part(raw_json) if isinstance(raw_json, dict) else raw_json)
+
+
+def _ends(raw_json: Any) -> tuple[int, ...]:
+    return as_ids(convert(raw_json, _RawEnds).eos_token_id)

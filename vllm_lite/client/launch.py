@@ -28,13 +28,14 @@ from vllm_lite.client.instances import Process, Record
 from vllm_lite.client.session import Session
 from vllm_lite.client.supervisor import EngineSupervisor
 from vllm_lite.client.text import conversion
+from vllm_lite.client.text.end_tokens import find_end_tokens, writes_text
 from vllm_lite.config import (
     DEMO_MODEL,
     EngineConfig,
     ResolvedConfig,
     demo_folder,
 )
-from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.errors import ConfigError, EngineError, ModelError
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log, supervise
@@ -183,18 +184,20 @@ def launch(
     meanwhile: Callable[[ResolvedConfig], None] = lambda _: None,
     *,
     streams: bool = True,
+    template: str | None = None,
 ) -> Launched:
     """Start one engine with `config` and wait until it serves, or until `stopped()`, which is asked now and then.
 
     `meanwhile` is called with the resolved config while the engine starts; what it raises ends the engine. `streams`:
-    whether anybody waits for next tokens, or for whole results alone.
+    whether anybody waits for next tokens, or for whole results alone. `template`: the chat template, if not the
+    checkpoint's.
     Raises ModelError or ConfigError before any process starts, EngineError or ModelError if the engine cannot start.
     """
     if config.data_parallel_size > 1:
         raise ConfigError(
             f"data_parallel_size is {config.data_parallel_size}, and one engine is started here; use `serve` or LLM"
         )
-    resolved = resolve(config, stopped, streams=streams)
+    resolved = resolve(config, stopped, streams=streams, template=template)
     _check_free(resolved.address)
     _check_tcp(resolved)
     launched = spawn(resolved)
@@ -243,10 +246,14 @@ def spawn(config: ResolvedConfig, *, publishes: bool = False) -> Launched:
 
 
 def resolve(
-    config: EngineConfig, stopped: Callable[[], bool] = lambda: False, *, streams: bool = True
+    config: EngineConfig,
+    stopped: Callable[[], bool] = lambda: False,
+    *,
+    streams: bool = True,
+    template: str | None = None,
 ) -> ResolvedConfig:
-    """Choose every default of `config`, and download its model and tokenizer where they are hub ids. `streams`: as
-    launch() has it.
+    """Choose every default of `config`, and download its model and tokenizer where they are hub ids. `streams` and
+    `template`: as launch() has them.
 
     Raises ModelError or ConfigError, and EngineError if `stopped()` during a download.
     """
@@ -280,6 +287,8 @@ def resolve(
     )
     if not streams and config.max_num_batched_tokens is None:
         resolved = _with_large_steps(resolved, spec)
+    if writes_text(spec):
+        resolved = msgspec.structs.replace(resolved, end_token_ids=_end_token_ids(resolved, spec, template))
     value_bytes = KV_DTYPE_BYTES[resolved.kv_cache_dtype]
     scale_bytes = KV_SCALE_BYTES.get(resolved.kv_cache_dtype, 0)
     block_bytes = spec.kv_block_bytes(resolved.block_size, value_bytes, resolved.tensor_parallel_size, scale_bytes)
@@ -288,6 +297,18 @@ def resolve(
     check_sizes(resolved, block_bytes, memory_limit_bytes())
     check_binding(resolved.cpu_bind, resolved.ranks_on_machine, resolved.device)
     return resolved
+
+
+def _end_token_ids(config: ResolvedConfig, spec: ModelSpec, template: str | None) -> tuple[int, ...]:
+    """The end tokens of the tokenizer and the chat template. None of a damaged file, which the client reports."""
+    try:
+        found = find_end_tokens(config.model, config.tokenizer, spec, template)
+    except ModelError as error:
+        logger.debug("end tokens: %s", error)
+        return ()
+    if (problem := found.problem) is not None:
+        logger.warning("%s: %s", config.model, problem)
+    return found.ids
 
 
 def _has_ray() -> bool:

@@ -68,11 +68,12 @@ def launch_engines(
     meanwhile: Callable[[ResolvedConfig], None] = lambda _: None,
     *,
     streams: bool = True,
+    template: str | None = None,
 ) -> Launched | LaunchedEngines:
     """As launch(), for as many engines as `config` says."""
     if config.data_parallel_size == 1:
-        return launch(config, stopped, meanwhile, streams=streams)
-    resolved = resolve(config, stopped, streams=streams)
+        return launch(config, stopped, meanwhile, streams=streams, template=template)
+    resolved = resolve(config, stopped, streams=streams, template=template)
     seed = resolved.prefix_hash_seed or os.urandom(16).hex()  # the router computes the engines' hashes
     resolved = msgspec.structs.replace(resolved, prefix_hash_seed=seed)
     with ExitStack() as started:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.int8_rows import scale_bytes
@@ -74,7 +75,8 @@ class Worker:
         self.progress = progress
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         spec, world = load_spec(config.model, config.model_impl, config.pooling), config.tensor_parallel_size
-        self.spec = examine(spec, self.dtype, config.max_model_len).shared_by(world)
+        spec = examine(spec, self.dtype, config.max_model_len).shared_by(world)
+        self.spec = replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *config.end_token_ids))))
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.device = device or open_device(config, rank)
         self.limits = _limits(config, self.spec)

@@ -14,6 +14,8 @@ EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilo
 FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 """Tensors with what each pair of a head turns slower by; those of Llama 3.1 are the same for all lengths."""
 END_TOKENS = ("eos", "eot", "eom")
+HARMONY = "gpt-oss"
+"""The architecture whose `eot`, <|end|>, closes each channel of an answer, of which another may follow."""
 MAX_PAIRS = 4096
 """Factors of rope, one for each pair of a head."""
 
@@ -48,7 +50,7 @@ def config_of(header: Header) -> dict[str, Any]:
         "max_position_embeddings": of.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": of.token("bos"),
-        "eos_token_id": _ends(of) or None,
+        "eos_token_id": end_ids(of) or None,
         "dtype": _dtype(header),
         "rope_theta": of.number("rope.freq_base", None),
         "rope_parameters": _rope(of),
@@ -77,9 +79,9 @@ def _matrix(of: Metadata, name: str) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _ends(of: Metadata) -> list[int]:
-    """The tokens with which an answer ends."""
-    ids = (of.token(name) for name in END_TOKENS)
+def end_ids(of: Metadata) -> list[int]:
+    """The tokens that end an answer, as far as the file gives them names."""
+    ids = (of.token(name) for name in END_TOKENS if not (name == "eot" and of.architecture == HARMONY))
     return list(dict.fromkeys(id_ for id_ in ids if id_ is not None))
 
 

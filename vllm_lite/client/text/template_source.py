@@ -85,6 +85,15 @@ class TemplateSource(msgspec.Struct, frozen=True):
             raise ModelError(f"{error}: it is no file with a chat template{names}") from error
 
 
+def special_tokens(folder: str | Path) -> dict[str, str]:
+    """Read the texts of the special tokens of the checkpoint in `folder` by their names, such as eos_token. Raises
+    ModelError."""
+    tokens: dict[str, str] = {}
+    for place in (*conversion.made(folder), Path(folder)):
+        tokens |= _special_tokens(place, read_json(place / CONFIG_FILE))
+    return tokens
+
+
 class _Named(NamedTuple):
     """A template's Jinja text, and what errors call it."""
 

@@ -33,7 +33,12 @@ def serve(config: ServeConfig) -> int:
     files: list[ModelFiles] = []
     try:
         try:
-            launched = launch_engines(config.engine(), stop.is_set, lambda engine: files.append(_load(config, engine)))
+            launched = launch_engines(
+                config.engine(),
+                stop.is_set,
+                lambda engine: files.append(_load(config, engine)),
+                template=config.chat_template,
+            )
         except VllmLiteError:
             if stop.is_set():
                 return 0

@@ -61,4 +61,26 @@ def chats(folder: str) -> Iterator[Line]:
         advice = "" if found else f"name one with {flag} if the model has it"
         yield Line("OK", name, found or "no format is known; what a model writes of it is content", advice)
     yield Line("OK", "formats chosen", formats.choice.why)
+    yield from _ends(folder)
     yield Line("OK", "sampling defaults", str(defaults))
+
+
+def _ends(folder: str) -> Iterator[Line]:
+    """Say which tokens end an answer, and who says so of each."""
+    from vllm_lite.checkpoint.config_json import load_spec
+    from vllm_lite.client.text.end_tokens import find_end_tokens, writes_text
+    from vllm_lite.errors import ModelError
+
+    try:
+        spec = load_spec(folder)
+        if not writes_text(spec):
+            return
+        found = find_end_tokens(folder, folder, spec, renders=True)
+    except ModelError:  # `implementation` says so
+        return
+    shown = "; ".join(found.lines())
+    if (problem := found.problem) is not None:
+        advice = "name the right one in generation_config.json" if shown else "name one in generation_config.json"
+        yield Line("WARN", "end tokens", f"{shown}. {problem}" if shown else problem, advice)
+    else:
+        yield Line("OK", "end tokens", shown)
