@@ -5,6 +5,7 @@ VllmLiteError
  +-- ModelError         a checkpoint cannot be served
  +-- RequestError       one request cannot be served; no other request notices
  |    +-- ContextLengthError  it is longer than the context
+ |    |    +-- PooledLengthError  it has a text to pool that is longer
  |    +-- GrammarError        its grammar cannot be followed
  +-- ProtocolError      a message that is malformed, too large, or of another protocol version
  +-- OutOfBlocks        the KV pool has fewer free blocks than were asked for (also a ValueError)
@@ -46,6 +47,20 @@ class ContextLengthError(RequestError):
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens, but you requested {max_tokens or 0} "
             f"output tokens and your prompt contains at least {num_prompt} input tokens; {advice}"
+        )
+
+
+class PooledLengthError(ContextLengthError):
+    """A text that is to be pooled is longer than the context; nothing is generated behind it. The message begins as
+    that of ContextLengthError does."""
+
+    def __init__(self, max_model_len: int, num_tokens: int | None, where: str = "") -> None:
+        """`num_tokens` is None if they were not counted to the end; `where` says which of several texts it is."""
+        count = f"{num_tokens} tokens" if num_tokens is not None else "more"
+        RequestError.__init__(
+            self,
+            f"{where}This model's maximum context length is {max_model_len} tokens, but the text has {count}; give "
+            "truncate_prompt_tokens to keep some of them, -1 as many as fit",
         )
 
 

@@ -14,7 +14,8 @@ from tests.deadlines import scaled
 from tests.unit.test_server_response import FACTORY, TOKENIZER, FakeSession
 from vllm_lite.client.session import Session
 from vllm_lite.client.stream import Event
-from vllm_lite.protocol.api import Descriptions, ExternalAborted, Finished, RequestState, TokenLogprobs, Tokens
+from vllm_lite.protocol.api import Descriptions, Finished, RequestState, TokenLogprobs, Tokens
+from vllm_lite.protocol.external import ExternalAborted, ExternalFound
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.calls.dispatcher import Dispatcher
@@ -44,6 +45,9 @@ class StageSession(FakeSession):
         self.messages: list[Any] = []
         self.known: list[RequestState] = []
         self.ended_externally: list[str] = []
+        self.looked_for: list[list[str]] = []
+        self.external_ids: set[str] = set()
+        """Those that have live requests, of other servers."""
 
     def submit(self, message: Any, sink: Callable[[list[Event]], None], own: Any = None, _: Any = None) -> None:
         super().submit(message, sink, own)
@@ -52,6 +56,10 @@ class StageSession(FakeSession):
     def describe(self, *, external_id: str, with_content: bool = False) -> "Future[Descriptions]":
         del external_id, with_content
         return _answered(Descriptions(self.known))
+
+    def find_external(self, external_ids: Sequence[str]) -> "Future[ExternalFound]":
+        self.looked_for.append(list(external_ids))
+        return _answered(ExternalFound([each for each in external_ids if each in self.external_ids]))
 
     def abort_external(self, external_id: str) -> "Future[ExternalAborted]":
         self.ended_externally.append(external_id)

@@ -4,12 +4,15 @@ import re
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from tests.unit.test_server_response import FACTORY
+from vllm_lite.client.pooling import PoolingFactory
 from vllm_lite.errors import ContextLengthError
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.pooling import PoolerInfo, PoolingParams
 from vllm_lite.server.openai.errors import ApiError, refused
 
 LENGTH = 2048
@@ -59,6 +62,21 @@ def test_openais_package_knows_the_code() -> None:
         api.completions.create(model="demo", prompt="x")
     assert (caught.value.status_code, caught.value.code) == (400, "context_length_exceeded")
     assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"), [("word " * 3000, r"\d{4,} tokens"), ("word " * 40_000, "more"), ([5] * 2049, "2049 tokens")]
+)
+def test_a_text_to_pool_has_no_output_to_be_shortened(prompt: Any, count: str) -> None:
+    limits = msgspec.structs.replace(FACTORY.limits, pooler=PoolerInfo(("embed",), size=8))
+    factory = PoolingFactory(limits, FACTORY.tokenizer)
+    with pytest.raises(ContextLengthError, match=f"but the text has {count};") as caught:
+        factory.make([[5], prompt], PoolingParams(), "embed", ["a", "b"])
+    answer = refused(caught.value, "input")
+    assert answer.message.startswith("text 1: This model's maximum context length is 2048 tokens")
+    assert "output" not in answer.message
+    assert b"context_length_exceeded" in answer.body()
+    assert factory.make([[5] * 2048], PoolingParams(), "embed", ["a"])
 
 
 def test_what_fits_is_no_overflow() -> None:

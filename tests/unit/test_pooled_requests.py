@@ -133,7 +133,7 @@ def test_a_trace_with_them_is_replayed(tmp_path: Path) -> None:
         (Pooling("classify"), 3, "cannot be asked to classify; it can be asked to embed or token_embed"),
         (Pooling("embed", dimensions=9), 3, "dimensions must be at most the 8 of the model, got 9"),
         (Pooling("embed"), 0, "the prompt is empty"),
-        (Pooling("embed"), 41, "the text has 41 tokens, and this model takes at most 40"),
+        (Pooling("embed"), 41, "maximum context length is 40 tokens, but the text has 41 tokens"),
         (None, 3, "this model generates no text; it can be asked to embed or token_embed"),
     ],
 )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol import api, codec, control, operations, step
 from vllm_lite.protocol.codec import Codec, pack_tokens, unpack_tokens
+from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.histograms import Histogram, RequestHistograms
 from vllm_lite.protocol.params import MAX_SEED, LogitRules, Sampling, SamplingParams
 
@@ -57,7 +58,8 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, api.Generate("r", b"", PARAMS, external_id="cmpl-r", context=b"any")),
     (codec.client_to_engine, api.ForkRequest("r", "s", 1, PARAMS, "cmpl-s", b"any")),
     (codec.client_to_engine, api.Describe(external_id="cmpl-r", with_content=True)),
-    (codec.client_to_engine, api.AbortExternal("cmpl-r")),
+    (codec.client_to_engine, FindExternal(("cmpl-r", "gen-r"))),
+    (codec.client_to_engine, AbortExternal("cmpl-r")),
     (codec.client_to_engine, api.ResetPrefixCache()),
     (codec.client_to_engine, operations.PauseGeneration("wait", clear_cache=False)),
     (codec.client_to_engine, operations.ResumeGeneration()),
@@ -65,7 +67,8 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.client_to_engine, operations.WakeUp(("weights", "scheduling"))),
     (codec.client_to_engine, operations.UpdateWeights("/folder")),
     (codec.engine_to_client, operations.OperationDone("no", bad_input=True)),
-    (codec.engine_to_client, api.ExternalAborted(2)),
+    (codec.engine_to_client, ExternalFound(["cmpl-r"])),
+    (codec.engine_to_client, ExternalAborted(2)),
     (
         codec.engine_to_client,
         api.Descriptions(

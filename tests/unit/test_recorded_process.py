@@ -18,6 +18,7 @@ from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import Finished, Generate, Heartbeat, Hello, OutputBatch, Ping, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
+from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime import supervise
 from vllm_lite.trace.reader import TraceReader
@@ -30,7 +31,9 @@ PATIENCE_S = scaled(60.0)
 STUB_WORKER = "vllm_lite.tools.bench.stub_worker"
 
 
-def ask(connection: Connection, message: Hello | Generate | Ping, answer: type) -> object:
+def ask(
+    connection: Connection, message: Hello | Generate | Ping | FindExternal | AbortExternal, answer: type
+) -> object:
     connection.send(client_to_engine.encode(message))
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
@@ -164,3 +167,20 @@ def test_an_engine_process_records_and_publishes(tmp_path: Path, request: pytest
     assert replay.scheduler.counters.generated_tokens == 9 * (1 + 3 * SLICE_BATCHES)
     assert story("mine", TraceReader(str(trace)))[-1].endswith("after 9 tokens of output.")
     assert not list(tmp_path.glob("events*"))
+
+
+def test_an_engine_process_finds_live_requests_by_their_external_ids(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    config = EngineConfig.check({"log_level": "error"})
+    config = config.resolve(max_position_embeddings=4096, dtype="float32", model_path="stub")
+    settings = EngineSettings(config, f"ipc://{tmp_path}/run/c", f"{tmp_path}/run", STUB_WORKER)
+    engine, connection = started(settings, request)
+    stop_worker(engine)
+    params = SamplingParams(max_tokens=9, ignore_eos=True, seed=0)
+    generate = Generate("mine", pack_tokens(range(40)), params, external_id="cmpl-mine")
+    connection.send(client_to_engine.encode(generate))
+    asked = FindExternal(("", "mine", "cmpl-mine", "gen-mine"))
+    assert ask(connection, asked, ExternalFound) == ExternalFound(["cmpl-mine"])
+    assert ask(connection, AbortExternal("cmpl-mine"), ExternalAborted) == ExternalAborted(1)
+    assert ask(connection, asked, ExternalFound) == ExternalFound([])

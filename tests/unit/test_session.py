@@ -13,11 +13,9 @@ from vllm_lite.client.stream import Event, Failure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol.api import (
     Abort,
-    AbortExternal,
     Describe,
     Descriptions,
     Dying,
-    ExternalAborted,
     Finished,
     Generate,
     GetStats,
@@ -30,6 +28,7 @@ from vllm_lite.protocol.api import (
     Tokens,
 )
 from vllm_lite.protocol.codec import engine_to_client
+from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime.silence import Silence
 from vllm_lite.runtime.wakeup import Wakeup
@@ -167,12 +166,14 @@ def test_garbage_is_counted_and_does_no_harm() -> None:
 def test_each_kind_of_question_has_its_own_answers() -> None:
     with FakeEngine() as engine, session_with(engine) as session:
         stats, state, reset = session.request_stats(), session.describe(["a", "b"]), session.reset_prefix_cache()
-        aborted = session.abort_external("y")
+        aborted, found = session.abort_external("y"), session.find_external(["y", "z"])
         late = session.describe(external_id="c", with_content=True)
         engine.expect(GetStats)
         assert engine.expect(Describe).request_ids == ("a", "b")
         engine.expect(ResetPrefixCache)
         assert engine.expect(AbortExternal) == AbortExternal("y")
+        assert engine.expect(FindExternal) == FindExternal(("y", "z"))
+        engine.send(ExternalFound(["z"]))
         assert engine.expect(Describe) == Describe((), "c", with_content=True)
         engine.send(ExternalAborted(1))
         engine.send(PrefixCacheReset(1, 2, 3))
@@ -182,6 +183,7 @@ def test_each_kind_of_question_has_its_own_answers() -> None:
         assert state.result(DEADLINE_S) == Descriptions([])
         assert stats.result(DEADLINE_S) == Stats(*range(11))
         assert aborted.result(DEADLINE_S) == ExternalAborted(1)
+        assert found.result(DEADLINE_S) == ExternalFound(["z"])
         assert not late.done()
         engine.die()
         with pytest.raises(EngineDeadError):

@@ -9,13 +9,15 @@ from vllm_lite.errors import EngineError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.api import FromClient, Stats
+from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import Operation, OperationDone
 
 STATS_TIMEOUT_S = 10.0
 ANSWERS = (
     Stats,
     api.Descriptions,
-    api.ExternalAborted,
+    ExternalFound,
+    ExternalAborted,
     api.PrefixCacheReset,
     OperationDone,
     AdapterAnswer,
@@ -44,9 +46,13 @@ class Asking(ABC):
         future fails with EngineError if the engine does."""
         return self.ask(api.Describe(tuple(request_ids), external_id, with_content), api.Descriptions)
 
-    def abort_external(self, external_id: str) -> "Future[api.ExternalAborted]":
+    def find_external(self, external_ids: Sequence[str]) -> "Future[ExternalFound]":
+        """Ask which of these external ids have live requests, of any client. Fails as describe() does."""
+        return self.ask(FindExternal(tuple(external_ids)), ExternalFound)
+
+    def abort_external(self, external_id: str) -> "Future[ExternalAborted]":
         """Have the engine end all requests, of any client, that have this external id. Fails as describe() does."""
-        return self.ask(api.AbortExternal(external_id), api.ExternalAborted)
+        return self.ask(AbortExternal(external_id), ExternalAborted)
 
     def reset_prefix_cache(self) -> "Future[api.PrefixCacheReset]":
         """Have the engine empty its prefix cache. The future fails with EngineError if the engine does."""

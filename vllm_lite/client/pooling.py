@@ -13,7 +13,7 @@ from vllm_lite.client.outputs import RequestMetrics
 from vllm_lite.client.prompt import Prompt, PromptLike, check_text, checked_ids, unwrap
 from vllm_lite.client.text.pairs import Pair, encode_pair, reranker_prompt
 from vllm_lite.client.text.tokenizer import Tokenizer
-from vllm_lite.errors import RequestError, VllmLiteError
+from vllm_lite.errors import ContextLengthError, PooledLengthError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import Finished, Generate, Welcome
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
@@ -257,18 +257,17 @@ class PoolingFactory:
     def _check_text(self, text: str, wire: SamplingParams, where: str) -> None:
         try:
             check_text(text, self.tokenizer, self.limits.max_model_len + 1, wire)
+        except ContextLengthError as error:
+            raise PooledLengthError(self.limits.max_model_len, None, where) from error
         except RequestError as error:
-            raise type(error)(f"{where}{error}") if type(error) is RequestError else error from error
+            raise RequestError(f"{where}{error}") from error
 
     def _check_length(self, token_ids: Sequence[int], where: str) -> None:
         longest = self.limits.max_model_len
         if not token_ids:
             raise RequestError(f"{where}{NO_TEXT}")
         if len(token_ids) > longest:
-            raise RequestError(
-                f"{where}the text has {len(token_ids)} tokens, and this model takes at most {longest}; give "
-                "truncate_prompt_tokens to keep some of them, -1 as many as fit"
-            )
+            raise PooledLengthError(longest, len(token_ids), where)
 
 
 def _place(place: int, count: int) -> str:

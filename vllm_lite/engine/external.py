@@ -64,6 +64,9 @@ class ExternalRequests:
             self._ended.setdefault(name, []).append(ended)
             self._count(ended, 1)
 
+    def is_live(self, external_id: str) -> bool:
+        return external_id in self._live
+
     def live(self, external_id: str) -> list[Request]:
         return list(self._live.get(external_id, {}).values())
 

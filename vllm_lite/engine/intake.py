@@ -12,7 +12,7 @@ from vllm_lite.engine.observe.recorder import Recorder
 from vllm_lite.engine.request import Produced, Request, stop_ids
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.errors import ContextLengthError, RequestError
+from vllm_lite.errors import ContextLengthError, PooledLengthError, RequestError
 from vllm_lite.protocol.api import ForkRequest, Generate
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.control import Ready
@@ -190,7 +190,7 @@ class Intake:
             self._check_length(num_prompt, num_output, max_tokens)
         elif num_prompt > self._scheduler.max_len:
             longest = self._scheduler.max_len
-            raise RequestError(f"the text has {num_prompt} tokens, and this model takes at most {longest}")
+            raise PooledLengthError(longest, num_prompt)
         elif num_output or message.params.n > 1 or message.params.use_beam_search:
             raise RequestError("a request that is pooled has one sample, without output")
         for sample in message.samples:

@@ -26,6 +26,7 @@ from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION, api
 from vllm_lite.protocol.adapters import LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import Operation
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
@@ -238,11 +239,14 @@ class EngineProcess:
         elif isinstance(message, api.Describe):
             with_content = message.with_content
             self._port.send(peer, core.describe(message.request_ids, message.external_id, with_content=with_content))
-        elif isinstance(message, api.AbortExternal):
+        elif isinstance(message, FindExternal):
+            external = core.scheduler.queues.external
+            self._port.send(peer, ExternalFound([*filter(external.is_live, message.external_ids)]))
+        elif isinstance(message, AbortExternal):
             requests = core.scheduler.queues.external.live(message.external_id)
             for request in requests:
                 self._abort(core, request)
-            self._port.send(peer, api.ExternalAborted(len(requests)))
+            self._port.send(peer, ExternalAborted(len(requests)))
         elif isinstance(message, api.ResetPrefixCache):
             self._port.send(peer, core.reset_prefix_cache())
         elif isinstance(message, Operation):

@@ -5,6 +5,7 @@ structured.py  the form that an output must have
 pooling.py  what a user may ask of vectors and scores
 api.py      client <-> engine
 adapters.py  client <-> engine: LoRA adapters that come and go
+external.py  client <-> engine: requests by the ids under which users know them
 histograms.py  what Stats consists of
 operations.py  client -> engine: pause, sleep, other weights
 step.py     engine -> worker -> engine, once per step
@@ -14,7 +15,7 @@ codec.py    one encoder and decoder per direction, with version and size limits
 
 import msgspec
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """Raised by one with every change of a struct; Hello refuses any other version by name."""
 
 

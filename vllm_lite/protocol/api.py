@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from vllm_lite.protocol import Message
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList, LoadAdapter, UnloadAdapter
+from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, ExternalId, FindExternal
 from vllm_lite.protocol.histograms import BlockHistograms, Counts, RequestHistograms
 from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
@@ -22,8 +23,6 @@ MAX_CONTEXT_BYTES = 64 * 1024
 MAX_MARKS = 4096
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
-ExternalId = Annotated[str, Meta(max_length=256)]
-"""Empty if the request has none."""
 Context = Annotated[bytes, Meta(max_length=MAX_CONTEXT_BYTES)]
 TokenBytes = Annotated[bytes, Meta(max_length=MAX_PROMPT_BYTES)]
 Pooled = Annotated[bytes, Meta(max_length=MAX_POOLED_BYTES)]
@@ -130,15 +129,6 @@ class Describe(Message, tag="describe"):
     request_ids: Annotated[tuple[RequestId, ...], Meta(max_length=1024)] = ()
     external_id: ExternalId = ""
     with_content: bool = False
-
-
-class AbortExternal(Message, tag="abort_external"):
-    """End the requests that have an external id, of any client; answered by ExternalAborted.
-
-    Their streams end as by Abort.
-    """
-
-    external_id: ExternalId
 
 
 class ResetPrefixCache(Message, tag="reset_prefix_cache"):
@@ -448,12 +438,6 @@ class Descriptions(Message, tag="descriptions"):
     ended: list[EndedRequest] = msgspec.field(default_factory=list)
 
 
-class ExternalAborted(Message, tag="aborted"):
-    """How many live requests had the external id, and end now."""
-
-    num_requests: int
-
-
 class PrefixCacheReset(Message, tag="prefix_cache_reset"):
     """Counts the cached blocks that were forgotten, and the live sequences whose blocks will not be found."""
 
@@ -470,6 +454,7 @@ FromClient = (
     | Ping
     | GetStats
     | Describe
+    | FindExternal
     | AbortExternal
     | ResetPrefixCache
     | Operation
@@ -486,6 +471,7 @@ ToClient = (
     | Heartbeat
     | Stats
     | Descriptions
+    | ExternalFound
     | ExternalAborted
     | PrefixCacheReset
     | OperationDone

@@ -21,6 +21,7 @@ from vllm_lite.protocol import api
 from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.api import Dying, Finished, FromClient, Generate, OutputBatch, Stats, Tokens
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import OperationDone
 from vllm_lite.ray.broadcast import broadcast
 from vllm_lite.ray.catch_up import Memory, State, steps, take
@@ -222,7 +223,8 @@ def _answer_to(question: FromClient) -> type[Any]:
     kinds: dict[type[Any], type[Any]] = {
         api.GetStats: Stats,
         api.Describe: api.Descriptions,
-        api.AbortExternal: api.ExternalAborted,
+        FindExternal: ExternalFound,
+        AbortExternal: ExternalAborted,
         api.ResetPrefixCache: api.PrefixCacheReset,
         LoadAdapter: AdapterAnswer,
         UnloadAdapter: AdapterAnswer,

@@ -4,6 +4,7 @@ The engine knows all requests, so each of several API servers answers for any of
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -41,7 +42,7 @@ _WHY = {
     "waits_for_seat": "all places in the batch are taken (--max-num-seqs)",
     "waits_for_adapter": "its adapter is being loaded, or others take all places for adapters (--max-loras)",
     "waits_for_budget": "the steps have no tokens left for it (--max-num-batched-tokens)",
-    "waits_for_swap": "its blocks are on the host, and a step moves only so many (--max-swap-blocks-per-step)",
+    "waits_for_swap": "it, or what makes way for it, is moved between device and host (--max-swap-blocks-per-step)",
     "waits_for_state": "its recurrent state is being computed by another, or no slot is free (--state-cache-space)",
     "waits_for_step": "the next step takes it in",
     "waits_for_result": "it had to give way while its latest token was computed, which is on its way",
@@ -152,6 +153,25 @@ class LiveRequests:
         if not await self.end(call_id, request):
             raise _not_running(call_id)
         return as_json({"id": call_id, "object": "request", "deleted": True})
+
+    async def end_first(self, names: Sequence[Sequence[str]], request: Request) -> None:
+        """End, of each group of ids, the first call that runs and is of the sender of `request`. The engine is asked
+        once for all that do not run here, however many there are. Raises ApiError when the others have ended."""
+        elsewhere = [each for ids in names for each in ids if len(each) <= MAX_ID_CHARS and self._own(each) is None]
+        running: set[str] = set()
+        error: ApiError | None = None
+        try:
+            if elsewhere:
+                found = await self.calls.ask(lambda session: session.find_external(elsewhere))
+                running.update(found.external_ids)
+        except ApiError as refusal:  # what runs here ends also while the engine is being replaced
+            error = refusal
+        for ids in names:
+            for call_id in ids:
+                if (call_id in running or self._own(call_id) is not None) and await self.end(call_id, request):
+                    break
+        if error is not None:
+            raise error
 
     async def end(self, call_id: str, request: Request) -> bool:
         """End a call for the sender of `request`. False: none of this name runs, or it is another key's. Raises

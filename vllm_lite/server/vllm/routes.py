@@ -91,10 +91,7 @@ class VllmRoutes:
     async def abort(self, request: Request) -> Response:
         """End requests, by their ids or by the names that their clients gave them. Those that do not run are none."""
         body, headers = await self._live.reader.read(request, AbortBody)
-        for name in body.request_ids:
-            for kind in _KINDS:
-                if await self._live.end(kind + name, request):
-                    break
+        await self._live.end_first([[kind + name for kind in _KINDS] for name in body.request_ids], request)
         return Response(headers=headers)
 
     def _respond(self, made: Made, asked: Asked[Any]) -> Response:
