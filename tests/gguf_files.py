@@ -174,16 +174,18 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: s
 
 
 def quantized(array: np.ndarray, kind: str) -> np.ndarray:
-    """gguf-py quantizes to the older types; of a K-quant it can read any bytes, so random ones with small scales are
-    taken."""
+    """gguf-py quantizes to the older types; of K-quants and lattices it can read any bytes, so random ones with small
+    scales are taken."""
     number = gguf.GGMLQuantizationType[kind]
-    halves = {"Q4_K": (0, 2), "Q6_K": (208,)}.get(kind)
+    halves = {"Q4_K": (0, 2), "Q6_K": (208,), "IQ2_XXS": (0,), "IQ3_S": (0,), "IQ1_S": (0,), "NVFP4": ()}.get(kind)
     if halves is None:
         return gguf.quants.quantize(array, number)
     elements, num_bytes = gguf.GGML_QUANT_SIZES[number]
     blocks = np.random.default_rng(array.size).integers(0, 256, (array.size // elements, num_bytes), dtype=np.uint8)
     for at in halves:
         blocks[:, at : at + 2] = np.full((len(blocks), 1), 4e-4, np.float16).view(np.uint8)
+    if kind == "NVFP4":  # scales of a byte
+        blocks[:, :4] = 2
     return blocks.reshape(*array.shape[:-1], -1)
 
 

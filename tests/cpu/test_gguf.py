@@ -101,13 +101,33 @@ KINDS_OF_PARTS = {
 }
 
 
-def kind_of(name: str) -> str:
-    return KINDS_OF_PARTS[name.split(".")[-2]]
+SMALL_KINDS_OF_PARTS = KINDS_OF_PARTS | {
+    "attn_q": "IQ2_XXS",
+    "attn_k": "IQ3_S",
+    "attn_v": "IQ1_S",
+    "attn_output": "TQ1_0",
+    "ffn_gate": "TQ2_0",
+    "ffn_up": "NVFP4",
+    "ffn_down": "IQ3_S",
+    "token_embd": "IQ3_S",
+}
 
 
 @pytest.mark.usefixtures("float_products")
-def test_blocks_multiply_as_the_floats_they_stand_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "label"),
+    [
+        (KINDS_OF_PARTS, "GGUF Q4_0, Q4_K, Q5_1, Q6_K, Q8_0"),
+        (SMALL_KINDS_OF_PARTS, "GGUF IQ1_S, IQ2_XXS, IQ3_S, NVFP4, Q6_K, TQ1_0, TQ2_0"),
+    ],
+    ids=["large", "small"],
+)
+def test_blocks_multiply_as_the_floats_they_stand_for(tmp_path: Path, kinds: dict[str, str], label: str) -> None:
     """Q and K are of one type and V of another, gate is in blocks and up is not."""
+
+    def kind_of(name: str) -> str:
+        return kinds[name.split(".")[-2]]
+
     sizes: dict[str, Any] = {
         "hidden_size": 256,
         "intermediate_size": 256,
@@ -125,7 +145,7 @@ def test_blocks_multiply_as_the_floats_they_stand_for(tmp_path: Path) -> None:
         assert not hasattr(embedding, "weight"), "there is no dense table"
     quantization = load_spec(blocks).quantization
     assert quantization is not None
-    assert quantization.label == "GGUF Q4_0, Q4_K, Q5_1, Q6_K, Q8_0"
+    assert quantization.label == label
     assert load_spec(blocks).dtype == "bfloat16"
     assert load_spec(floats).dtype == "float32"
 

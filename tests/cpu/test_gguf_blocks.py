@@ -21,7 +21,7 @@ from vllm_lite.layers.weight_form import LinearShape
 
 CPU = torch.device("cpu")
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-HALVES |= {"Q6_K": (208,), "MXFP4": ()}
+HALVES |= {"Q6_K": (208,), "MXFP4": (), "TQ1_0": (52,), "TQ2_0": (64,), "NVFP4": (), "IQ1_M": ()}
 """Where a block has its float16 numbers; others have one, at the beginning."""
 needs_native = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
@@ -37,6 +37,8 @@ def blocks(kind: str, num_rows: int, per_row: int) -> torch.Tensor:
         each[:, at : at + 2] = halves.view(np.uint8)
     if kind == "MXFP4":
         each[:, 0] = rng.integers(120, 132, len(each))
+    if kind == "IQ1_M":  # the highest of its four bits of exponent is the sign and one more
+        each[:, 55] = each[:, 55] & 191
     return torch.from_numpy(found)
 
 
@@ -123,8 +125,8 @@ def test_the_types_have_the_sizes_that_gguf_py_knows() -> None:
 
 def test_a_type_that_is_not_supported_is_named() -> None:
     for take in (take_apart, native.take_apart, native.pack_blocks):
-        with pytest.raises(ModelError, match=r"IQ1_S are not supported; supported: Q4_0"):
-            take(BlockRows("IQ1_S", torch.zeros(1, 50, dtype=torch.uint8)))
+        with pytest.raises(ModelError, match=r"Q1_0 are not supported; supported: Q4_0"):
+            take(BlockRows("Q1_0", torch.zeros(1, 18, dtype=torch.uint8)))
         with pytest.raises(ModelError, match=r"rows of 35 bytes are no whole blocks of type Q8_0, which have 34"):
             take(BlockRows("Q8_0", torch.zeros(1, 35, dtype=torch.uint8)))
 

@@ -12,7 +12,7 @@ import transformers
 from tests.unit.test_gguf_tokenizer import TEXTS, bytes_file, file_with
 from vllm_lite.client.text import conversion_process
 from vllm_lite.client.text.gguf_tokenizer import GgufTokenizer
-from vllm_lite.client.text.pre_tokenizers import WORDS
+from vllm_lite.client.text.pre_tokenizers import UNNAMED, WORDS
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 
@@ -257,7 +257,10 @@ def test_files_without_a_name_are_cut_as_their_architecture_is(
     found = GgufTokenizer(bytes_file(tmp_path / "m.gguf", **unnamed))
     for architecture, name in (("falcon", "falcon"), ("gptneox", "mpt"), ("qwen2", "qwen2")):
         found.values = {**found.values, "general.architecture": architecture}
-        assert found.make()["pre_tokenizer"] == _steps(name)
+        made_of = found.make()
+        assert made_of["pre_tokenizer"] == _steps(name)
+        assert (made_of["normalizer"] is not None) is WORDS[name].nfc
+    assert UNNAMED["gptneox"] == "mpt", "which are cut as GPT-2's are, and composed"
     assert not caplog.records
     found.values = {**found.values, "general.architecture": "llama"}
     assert found.make()["pre_tokenizer"] == _steps("default")

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 
 from vllm_lite.errors import ModelError
+from vllm_lite.kernels import gguf_small_blocks as small
+from vllm_lite.kernels.gguf_parts import Parts, half, nibbles
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, UINT8, GroupedWeight
 
 IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
@@ -18,14 +20,7 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -
 """MXFP4's values."""
 
 
-class _Parts(NamedTuple):
-    """What blocks are made of."""
-
-    codes: torch.Tensor
-    """uint8 [blocks, elements]"""
-    scales: torch.Tensor
-    """float32 [blocks, groups]"""
-    minima: torch.Tensor | None = None
+ELEMENTS_AT_ONCE = 1 << 20
 
 
 class Layout(NamedTuple):
@@ -35,7 +30,7 @@ class Layout(NamedTuple):
     num_bytes: int
     values: torch.Tensor
     group_size: int
-    parts: Callable[[torch.Tensor], _Parts]
+    parts: Callable[[torch.Tensor], Parts]
     """Called with uint8 [blocks, num_bytes]."""
     has_minima: bool = False
 
@@ -75,9 +70,9 @@ def take_apart(rows: BlockRows) -> GroupedWeight:
 
 def layout(rows: BlockRows) -> tuple[Layout, int]:
     """The layout of the type, and how many blocks a row has. Raises ModelError, as `take_apart`."""
-    if rows.kind not in _KINDS:
-        raise ModelError(f"blocks of type {rows.kind} are not supported; supported: {', '.join(_KINDS)}")
-    own, row_bytes = _KINDS[rows.kind], rows.blocks.shape[1]
+    if rows.kind not in _LAYOUTS:
+        raise ModelError(f"blocks of type {rows.kind} are not supported; supported: {', '.join(_LAYOUTS)}")
+    own, row_bytes = _LAYOUTS[rows.kind], rows.blocks.shape[1]
     if row_bytes % own.num_bytes or rows.blocks.dtype != torch.uint8:
         raise ModelError(
             f"rows of {row_bytes} bytes are no whole blocks of type {rows.kind}, which have {own.num_bytes}"
@@ -85,18 +80,20 @@ def layout(rows: BlockRows) -> tuple[Layout, int]:
     return own, row_bytes // own.num_bytes
 
 
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """The float16 at byte `at` of each block -> float32 [blocks, 1]."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+def is_native(kind: str) -> bool:
+    """Whether the native library takes blocks of this type apart."""
+    return kind not in _SMALL
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., n] -> [..., 2 n]: all low halves, then all high ones."""
-    packed, size = packed.contiguous(), packed.shape[-1]
-    out = packed.new_empty(*packed.shape[:-1], 2 * size)
-    torch.bitwise_and(packed, 15, out=out[..., :size])
-    torch.bitwise_right_shift(packed, 4, out=out[..., size:])
-    return out
+def take_apart_by_rows(rows: BlockRows) -> GroupedWeight:
+    """As `take_apart`, some rows at a time: integers between blocks and codes take dozens of bytes for each weight."""
+    own, blocks_per_row = layout(rows)
+    count = max(1, ELEMENTS_AT_ONCE // max(1, blocks_per_row * own.elements))
+    if count >= len(rows.blocks):
+        return take_apart(rows)
+    parts = [take_apart(rows._replace(blocks=some)) for some in rows.blocks.split(count)]
+    codes, scales = (torch.cat(each) for each in zip(*((part.codes, part.scales) for part in parts), strict=True))
+    return parts[0]._replace(codes=codes, scales=scales)
 
 
 def _bits(words: torch.Tensor) -> torch.Tensor:
@@ -104,30 +101,30 @@ def _bits(words: torch.Tensor) -> torch.Tensor:
     return ((words.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
 
 
-def _q4_0(blocks: torch.Tensor) -> _Parts:
-    return _Parts(_nibbles(blocks[:, 2:]), _half(blocks, 0))
+def _q4_0(blocks: torch.Tensor) -> Parts:
+    return Parts(nibbles(blocks[:, 2:]), half(blocks, 0))
 
 
-def _q4_1(blocks: torch.Tensor) -> _Parts:
-    return _Parts(_nibbles(blocks[:, 4:]), _half(blocks, 0), -_half(blocks, 2))
+def _q4_1(blocks: torch.Tensor) -> Parts:
+    return Parts(nibbles(blocks[:, 4:]), half(blocks, 0), -half(blocks, 2))
 
 
-def _q5_0(blocks: torch.Tensor) -> _Parts:
-    return _Parts(_nibbles(blocks[:, 6:]) + (_bits(blocks[:, 2:6]) << 4) + 112, _half(blocks, 0))
+def _q5_0(blocks: torch.Tensor) -> Parts:
+    return Parts(nibbles(blocks[:, 6:]) + (_bits(blocks[:, 2:6]) << 4) + 112, half(blocks, 0))
 
 
-def _q5_1(blocks: torch.Tensor) -> _Parts:
-    return _Parts(_nibbles(blocks[:, 8:]) + (_bits(blocks[:, 4:8]) << 4), _half(blocks, 0), -_half(blocks, 2))
+def _q5_1(blocks: torch.Tensor) -> Parts:
+    return Parts(nibbles(blocks[:, 8:]) + (_bits(blocks[:, 4:8]) << 4), half(blocks, 0), -half(blocks, 2))
 
 
-def _q8_0(blocks: torch.Tensor) -> _Parts:
-    return _Parts(blocks[:, 2:] ^ 128, _half(blocks, 0))
+def _q8_0(blocks: torch.Tensor) -> Parts:
+    return Parts(blocks[:, 2:] ^ 128, half(blocks, 0))
 
 
-def _mxfp4(blocks: torch.Tensor) -> _Parts:
+def _mxfp4(blocks: torch.Tensor) -> Parts:
     """The scale is a power of two; that of 0 is the smallest there is."""
     exponents = blocks[:, :1].float() - 127
-    return _Parts(_nibbles(blocks[:, 1:]), torch.exp2(exponents))
+    return Parts(nibbles(blocks[:, 1:]), torch.exp2(exponents))
 
 
 def _twos(packed: torch.Tensor) -> torch.Tensor:
@@ -137,21 +134,21 @@ def _twos(packed: torch.Tensor) -> torch.Tensor:
     return ((halves >> shifts) & 3).flatten(1)
 
 
-def _q2_k(blocks: torch.Tensor) -> _Parts:
+def _q2_k(blocks: torch.Tensor) -> Parts:
     both = blocks[:, :16]
-    scales, minima = _half(blocks, 80) * (both & 15), _half(blocks, 82) * (both >> 4)
-    return _Parts(_twos(blocks[:, 16:80].contiguous()), scales, minima)
+    scales, minima = half(blocks, 80) * (both & 15), half(blocks, 82) * (both >> 4)
+    return Parts(_twos(blocks[:, 16:80].contiguous()), scales, minima)
 
 
-def _q3_k(blocks: torch.Tensor) -> _Parts:
+def _q3_k(blocks: torch.Tensor) -> Parts:
     """The third bit is stored as whether 4 is not subtracted; 16 scales of 6 bits lie in 12 bytes."""
     high = blocks[:, :32].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(1, 8, 1) & 1
     codes = _twos(blocks[:, 32:96].contiguous()) + (high.flatten(1) << 2) + 124
     packed = blocks[:, 96:108]
-    low = _nibbles(packed[:, :8])
+    low = nibbles(packed[:, :8])
     top = (packed[:, 8:].unsqueeze(1) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 4, 1) & 3).flatten(1)
     scales = (low | top << 4).float() - 32
-    return _Parts(codes, _half(blocks, 108) * scales)
+    return Parts(codes, half(blocks, 108) * scales)
 
 
 def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,36 +161,36 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _in_pairs(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [blocks, 128] -> [blocks, 256]: of each 32 bytes the low halves, then the high ones."""
-    return _nibbles(packed.reshape(len(packed), 4, 32)).flatten(1)
+    return nibbles(packed.reshape(len(packed), 4, 32)).flatten(1)
 
 
-def _q4_k(blocks: torch.Tensor) -> _Parts:
+def _q4_k(blocks: torch.Tensor) -> Parts:
     scales, minima = _six_bits(blocks[:, 4:16])
-    return _Parts(_in_pairs(blocks[:, 16:]), _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+    return Parts(_in_pairs(blocks[:, 16:]), half(blocks, 0) * scales, half(blocks, 2) * minima)
 
 
-def _q5_k(blocks: torch.Tensor) -> _Parts:
+def _q5_k(blocks: torch.Tensor) -> Parts:
     scales, minima = _six_bits(blocks[:, 4:16])
     high = blocks[:, 16:48].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(1, 8, 1) & 1
     codes = _in_pairs(blocks[:, 48:]) | high.flatten(1) << 4
-    return _Parts(codes, _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+    return Parts(codes, half(blocks, 0) * scales, half(blocks, 2) * minima)
 
 
-def _q6_k(blocks: torch.Tensor) -> _Parts:
+def _q6_k(blocks: torch.Tensor) -> Parts:
     low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
     tops = high >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1) & 3
-    codes = _nibbles(low).flatten(1) | tops.flatten(1) << 4
+    codes = nibbles(low).flatten(1) | tops.flatten(1) << 4
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return _Parts(codes + 96, _half(blocks, 208) * scales)
+    return Parts(codes + 96, half(blocks, 208) * scales)
 
 
-def _iq4_xs(blocks: torch.Tensor) -> _Parts:
+def _iq4_xs(blocks: torch.Tensor) -> Parts:
     """8 scales of 6 bits: high pairs in 2 bytes, low halves in 4."""
     high = blocks[:, 2:4].unsqueeze(2) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
     low = blocks[:, 4:8].unsqueeze(2) >> torch.tensor([0, 4], dtype=torch.uint8) & 15
     scales = (low.flatten(1) | high.flatten(1) << 4).float() - 32
-    codes = _nibbles(blocks[:, 8:].reshape(len(blocks), 8, 16)).flatten(1)
-    return _Parts(codes, _half(blocks, 0) * scales)
+    codes = nibbles(blocks[:, 8:].reshape(len(blocks), 8, 16)).flatten(1)
+    return Parts(codes, half(blocks, 0) * scales)
 
 
 _KINDS = {
@@ -211,5 +208,19 @@ _KINDS = {
     "IQ4_XS": Layout(256, 136, IQ4, 32, _iq4_xs),
     "MXFP4": Layout(32, 17, FP4, 32, _mxfp4),
 }
-BLOCK = {name: (kind.elements, kind.num_bytes) for name, kind in _KINDS.items()}
+_SMALL = {
+    "IQ2_XXS": Layout(256, 66, small.IQ2, 32, small.iq2_xxs),
+    "IQ2_XS": Layout(256, 74, small.IQ2, 16, small.iq2_xs),
+    "IQ2_S": Layout(256, 82, small.IQ2, 16, small.iq2_s),
+    "IQ3_XXS": Layout(256, 98, small.IQ3_XXS, 32, small.iq3_xxs),
+    "IQ3_S": Layout(256, 110, small.IQ3_S, 32, small.iq3_s),
+    "IQ1_S": Layout(256, 50, small.IQ1, 32, small.iq1_s),
+    "IQ1_M": Layout(256, 56, small.IQ1, 16, small.iq1_m),
+    "TQ1_0": Layout(256, 54, INT4, 256, small.tq1_0),
+    "TQ2_0": Layout(256, 66, INT4, 256, small.tq2_0),
+    "NVFP4": Layout(64, 36, FP4, 16, small.nvfp4),
+}
+"""Those that only torch takes apart."""
+_LAYOUTS = _KINDS | _SMALL
+BLOCK = {name: (kind.elements, kind.num_bytes) for name, kind in _LAYOUTS.items()}
 """Elements and bytes of a block of each type that is supported."""

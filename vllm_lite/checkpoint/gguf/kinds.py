@@ -52,7 +52,10 @@ KINDS = {
 """By their numbers in the file."""
 BY_NAME = {kind.name: kind for kind in KINDS.values()}
 NUMBERS = {kind.name: number for number, kind in KINDS.items()}
-READ = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+READ = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"),
+)
 """Blocks that kernels/gguf_blocks.py takes apart."""
 FLOATS = ("F32", "F16", "BF16")
 """Those that are no blocks: each element is a number."""

@@ -38,9 +38,20 @@ BLOCK_BITS = {
     "IQ4_NL": 4.5,
     "IQ4_XS": 4.5,
     "MXFP4": 4.5,
+    "IQ2_XXS": 5,
+    "IQ2_XS": 6,
+    "IQ2_S": 6,
+    "IQ3_XXS": 5,
+    "IQ3_S": 5,
+    "IQ1_S": 5,
+    "IQ1_M": 6,
+    "TQ1_0": 4.125,
+    "TQ2_0": 4.125,
+    "NVFP4": 5,
 }
 """Bits of a weight of GGUF in memory, with its part of scales and minima."""
 GPU_BLOCK_BITS = {"Q4_0": 4.5, "Q4_1": 6, "Q5_0": 8.5, "Q5_1": 10, "Q8_0": 8.5, "Q4_K": 6, "Q5_K": 10}
+GPU_BLOCK_BITS |= {"TQ1_0": 4.0625, "TQ2_0": 4.0625}
 """The same on a GPU, of those that it keeps: a minimum makes two float32 numbers of a scale."""
 GPU_GROUP = 32
 """Inputs that share a scale there, or a multiple."""

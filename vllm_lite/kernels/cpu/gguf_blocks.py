@@ -8,10 +8,10 @@ import torch
 from vllm_lite.checkpoint.gguf.kinds import NUMBERS
 from vllm_lite.kernels.cpu.dtypes import dtype_code
 from vllm_lite.kernels.cpu.group_scales import BLOCK, INTEGERS, NO_MINIMA
-from vllm_lite.kernels.cpu.grouped import Record, Values, grouped_size, int32_order
+from vllm_lite.kernels.cpu.grouped import Record, Values, grouped_size, int32_order, pack_grouped
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
-from vllm_lite.kernels.gguf_blocks import BlockRows, Layout, layout
+from vllm_lite.kernels.gguf_blocks import BlockRows, Layout, is_native, layout, take_apart_by_rows
 from vllm_lite.kernels.grouped import GroupedWeight
 
 _TAKE_APART_TYPES = (pointer, int64, int64)
@@ -47,8 +47,10 @@ class _Rows(ctypes.Structure):
 
 
 def take_apart(given: BlockRows) -> GroupedWeight:
-    """As `kernels.gguf_blocks.take_apart`, bit for bit, on the library's threads."""
+    """As `kernels.gguf_blocks.take_apart`, bit for bit, on the library's threads, if it knows the type."""
     own, blocks_per_row = layout(given)
+    if not is_native(given.kind):
+        return take_apart_by_rows(given)
     rows = _side_by_side(given.blocks)
     num_rows, num_inputs = len(rows), blocks_per_row * own.elements
     codes = torch.empty(num_rows, num_inputs, dtype=torch.uint8)
@@ -70,6 +72,8 @@ def pack_blocks(given: BlockRows) -> tuple[Record, tuple[torch.Tensor, ...]]:
     rows = _side_by_side(given.blocks)
     if 0 in rows.shape or rows.device.type != "cpu":
         raise ValueError(f"blocks must be a matrix on the CPU, got {list(rows.shape)} on {rows.device.type}")
+    if not is_native(given.kind):
+        return pack_grouped(take_apart_by_rows(given))
     values = Values.of(own.values)
     scale_type = _scale_type(given.kind, own)
     record = values.record((len(rows), blocks_per_row * own.elements), own.group_size)
