@@ -37,7 +37,8 @@ def hold_names(pointer: str, part: Schema, findings: Findings) -> None:
 def _list_names(part: Schema, listed: list[str]) -> None:
     others = part.get("additionalProperties", True)
     own = part.get("properties", {})
-    part["properties"] = {name: own.get(name, others) for name in [*own, *listed] if name in listed}
+    allowed = set(listed)
+    part["properties"] = {name: own.get(name, others) for name in [*own, *listed] if name in allowed}
     part["additionalProperties"] = False
     del part["propertyNames"]
 

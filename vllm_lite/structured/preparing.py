@@ -6,7 +6,7 @@ that need not be strict, is held without it. Keywords that say nothing about the
 and so do unknown ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -169,8 +169,10 @@ def _drop_idle(part: Schema) -> None:
     if part.get("maxItems", 2) < 2:
         _drop(part, "uniqueItems")
     needed = part.get("dependentRequired")
-    if isinstance(needed, dict) and all(_are_in(names, part.get("required", ())) for names in needed.values()):
-        _drop(part, "dependentRequired")
+    if isinstance(needed, dict):
+        required = set(part.get("required", ()))  # of a stranger's schema, which may list 100,000
+        if all(_are_in(names, required) for names in needed.values()):
+            _drop(part, "dependentRequired")
     if "additionalItems" in part and not isinstance(part.get("items"), list):
         _drop(part, "additionalItems")
 
@@ -180,8 +182,8 @@ def _drop(part: Schema, *keys: str) -> None:
         part.pop(key, None)
 
 
-def _are_in(names: Any, required: Any) -> bool:
-    return isinstance(names, list) and all(name in required for name in names)
+def _are_in(names: Any, required: Container[str]) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) and name in required for name in names)
 
 
 def _hold_unevaluated(part: Schema) -> None:

@@ -1,6 +1,7 @@
 """JSON schemas as data: reading and writing them, their parts, and the places of these."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 from urllib.parse import unquote
@@ -62,8 +63,8 @@ def read(given: str | Mapping[str, Any] | bool) -> Schema:
 def _object(pairs: list[tuple[str, Any]]) -> Schema:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise RequestError(f"the JSON schema has the key {twice!r} twice in one object")
     return found
 
