@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -242,13 +243,19 @@ def test_a_choice_of_several_leaves_out_what_is_left_out() -> None:
         ([{"type": "web_search"}, {"type": "function"}], r"tools\[1\]\.name is missing"),
         ([{"type": "function", "name": "x" * 300}], r"tools\[0\]: .*length"),
         ([{**AGENTS, "tools": [{"type": "namespace"}]}], r"tools\[0\]\.tools\[0\] is 'namespace'"),
+        ([{**AGENTS, "tools": [{"type": "function", "name": "x", "description": 3}]}], r"\[0\]: .*description"),
         ([{"type": "namespace", "name": "x"}], r"tools\[0\]: a namespace needs a name and a list of tools"),
-        ([{**AGENTS, "tools": [{**PATCH, "name": f"a{i}"} for i in range(129)]}], "tools are 129"),
+        ([{**AGENTS, "tools": [{**PATCH, "name": f"a{i}"} for i in range(129)]}], "tools are over 128"),
     ],
 )
 def test_bad_tools_are_named(tools: list[Any], says: str) -> None:
     with pytest.raises(ApiError, match=says):
         Toolbox(tools)
+
+
+def test_a_choice_of_thousands_is_not_looked_through() -> None:
+    several = {"type": "allowed_tools", "tools": [PATCH] * 129}
+    assert Toolbox([PATCH]).choice(several) is several  # chats refuse it
 
 
 # ---- calls
@@ -381,6 +388,49 @@ def test_bad_items_are_named(item: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         items.read([item], "resp_1", {})
     assert caught.value.param == param
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["", "x", "function", "shell", "namespace"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "name", "tools"]), inner),
+    max_leaves=6,
+)
+
+
+def objects_with_another(given: list[dict[str, Any]], data: st.DataObject) -> list[dict[str, Any]]:
+    """Copy `given` with anything in the place of one part; bodies.py lets through objects only."""
+    each = data.draw(st.integers(0, len(given) - 1))
+    changed = [*given[:each], with_another(given[each], data), *given[each + 1 :]]
+    return [item for item in changed if isinstance(item, dict)]
+
+
+def with_another(value: Any, data: st.DataObject) -> Any:
+    """Copy `value` with anything in the place of one of its parts."""
+    if isinstance(value, (dict, list)) and value and data.draw(st.integers(0, 3)):
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key, copy = data.draw(st.sampled_from(keys)), value.copy()
+        copy[key] = with_another(value[key], data)
+        return copy
+    return data.draw(ANYTHING)
+
+
+@hypothesis.given(st.data())
+def test_whatever_tools_and_choices_hold_is_taken_or_named(data: st.DataObject) -> None:
+    tools: list[dict[str, Any]] = [{"type": "function", "name": "look"}, PATCH, AGENTS, SEARCH, {"type": "shell"}]
+    choice = {"type": "allowed_tools", "tools": [{"type": "custom", "name": "apply_patch"}]}
+    with suppress(ApiError):
+        Toolbox(objects_with_another(tools, data)).choice(with_another(choice, data))
+
+
+@hypothesis.given(st.data())
+def test_whatever_items_hold_is_taken_or_named(data: st.DataObject) -> None:
+    provided = [{"type": kind, "id": "x", **dict.fromkeys(fields, "x")} for kind, fields in items.PROVIDED.items()]
+    later = {"type": "additional_tools", "tools": [PATCH]}
+    given: list[dict[str, Any]] = [{"role": "user", "content": "hello"}, *EXAMPLES, *provided, later]
+    with suppress(ApiError):
+        read = items.read(objects_with_another(given, data), "resp_1", {}).items
+        assert all(isinstance(item["id"], str) for item in read)
+        history.messages(None, read, Toolbox([], history.later_tools(read)))
 
 
 # ---- the answer

@@ -23,7 +23,7 @@ from vllm_lite.server.responses.client_tools import Item
 from vllm_lite.server.responses.event_log import EventLog
 from vllm_lite.server.responses.history import text_in
 from vllm_lite.server.responses.output import Output, Shown
-from vllm_lite.server.responses.store import MemoryStore, Record, SqliteStore, Store, store_of
+from vllm_lite.server.responses.store import HOLDER_OF_THE_MOST, MemoryStore, Record, SqliteStore, Store, store_of
 from vllm_lite.server.responses.toolbox import Toolbox
 
 Make = Callable[[int, int], Store]
@@ -171,6 +171,17 @@ def test_a_file_of_the_first_format_goes_on(tmp_path: Path) -> None:
             store.close()
 
     asyncio.run(main())
+
+
+def test_a_full_file_is_not_read_through(tmp_path: Path) -> None:
+    """The holders' sums are found in an index: behind the records they would take reading all of these."""
+    path = tmp_path / "store.db"
+    SqliteStore(str(path), 5000, 100).close()
+    with sqlite3.connect(path) as file:
+        for by in ("count(*)", "sum(size)"):
+            plan = [row[-1] for row in file.execute(f"EXPLAIN QUERY PLAN {HOLDER_OF_THE_MOST.format(by)}")]
+            assert "SCAN responses USING COVERING INDEX holdings" in plan
+    file.close()
 
 
 def test_a_file_that_is_no_store(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def _completed(kind: str, item: Item, place: int, response_id: str) -> tuple[Ite
         elif kind in OUTPUTS:
             fields, others = read_output({**item, "type": kind})
         elif kind in PROVIDED:
-            fields = {name: value for name, value in item.items() if name != "type"}
+            fields = {key: value for key, value in item.items() if key not in ("type", "id")}
         else:
             fields = _READERS[kind](item, place)
     except BadItemError as error:

@@ -29,8 +29,10 @@ CREATE TABLE IF NOT EXISTS responses(
     place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, size INTEGER NOT NULL, data BLOB NOT NULL,
     holder TEXT NOT NULL DEFAULT '')
 """
+_INDEX = "CREATE INDEX IF NOT EXISTS holdings ON responses(holder, place, size)"
+"""Without it the whole file would be read at each response beyond the limit: the holder lies behind the data."""
 _FROM_1 = "ALTER TABLE responses ADD COLUMN holder TEXT NOT NULL DEFAULT ''"
-_MOST = "SELECT holder FROM responses GROUP BY holder ORDER BY {} DESC, max(place) LIMIT 1"
+HOLDER_OF_THE_MOST = "SELECT holder FROM responses GROUP BY holder ORDER BY {} DESC, max(place) LIMIT 1"
 """The holder of the most by count(*) or sum(size)."""
 
 T = TypeVar("T")
@@ -173,6 +175,7 @@ class SqliteStore:
             if version not in (0, 1, _VERSION):
                 raise sqlite3.DatabaseError(f"its format is {version}, and this server knows {_VERSION}")
             file.execute(_SCHEMA if version != 1 else _FROM_1)
+            file.execute(_INDEX)
             file.execute(f"PRAGMA user_version={_VERSION}")
         return file
 
@@ -214,7 +217,7 @@ class SqliteStore:
             count, size = self._file.execute("SELECT count(*), sum(size) FROM responses").fetchone()
             while count > self._max_responses or size > self._max_bytes:
                 by = "count(*)" if count > self._max_responses else "sum(size)"
-                (holder,) = self._file.execute(_MOST.format(by)).fetchone()
+                (holder,) = self._file.execute(HOLDER_OF_THE_MOST.format(by)).fetchone()
                 place, its_size = self._file.execute(
                     "SELECT place, size FROM responses WHERE holder = ? ORDER BY place LIMIT 1", (holder,)
                 ).fetchone()

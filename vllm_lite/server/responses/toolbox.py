@@ -53,9 +53,6 @@ class Toolbox:
             self._add(tool, f"tools[{place}]", may_repeat=False)
         for where, tool in later:
             self._add(tool, where, may_repeat=True)
-        if len(self.functions) > MAX_TOOLS:
-            text = f"tools are {len(self.functions)}, those of namespaces included; at most {MAX_TOOLS}"
-            raise ApiError(400, text, "tools")
 
     def tool(self, function: str) -> ClientTool:
         """The tool that a function of the model is; one that the request does not have is passed on by its name."""
@@ -73,7 +70,7 @@ class Toolbox:
             return given if "type" not in given else self._named(given, "tool_choice")
         inner = given.get("allowed_tools", given)
         allowed = inner.get("tools") if isinstance(inner, dict) else None
-        if not isinstance(allowed, list):
+        if not isinstance(allowed, list) or len(allowed) > MAX_TOOLS:
             return given  # forms.py says what is wrong with it
         found = [self._named(each, "tool_choice.tools") for each in allowed if self._is_shown(each)]
         if not found:
@@ -103,8 +100,7 @@ class Toolbox:
             kind = tool.get("type") if isinstance(tool, dict) else None
             if kind not in ("function", "custom"):
                 raise ApiError(400, f"{inner} is {str(kind)[:60]!r}; a namespace has functions and custom tools", where)
-            texts = [about if isinstance(about, str) and not place else "", tool.get("description") or ""]
-            described = {**tool, "description": "\n\n".join(text for text in texts if text)}
+            described = _with_more(tool, about) if isinstance(about, str) and not place else tool
             self._add_function(FORMS[kind], described, name, inner, may_repeat=may_repeat)
 
     def _add_function(
@@ -127,6 +123,8 @@ class Toolbox:
             raise ApiError(400, f"{where}: {str(error).replace('`$.function.', '`')}", "tools") from error
         if key in self._names:
             raise ApiError(400, f"{where} is called {name[:100]!r} as another one is; names must differ", "tools")
+        if len(self.functions) == MAX_TOOLS:
+            raise ApiError(400, f"tools are over {MAX_TOOLS}, those of namespaces and items included", "tools")
         self._names[key] = name
         self._tools[name] = ClientTool(form, key[1], namespace)
         self.functions.append(shown)
@@ -134,12 +132,12 @@ class Toolbox:
     # ---- a choice
 
     def _is_shown(self, choice: Any) -> bool:
-        return isinstance(choice, dict) and TREATMENTS.get(choice.get("type", "function"), "left out") == "function"
+        return isinstance(choice, dict) and str(choice.get("type", "function")) in FORMS
 
     def _named(self, choice: dict[str, Any], where: str) -> dict[str, Any]:
-        kind = choice.get("type", "function")
+        kind = str(choice.get("type", "function"))
         if kind not in FORMS:
-            raise ApiError(400, f"{where} asks for {str(kind)[:60]!r}, which nobody runs here", "tool_choice")
+            raise ApiError(400, f"{where} asks for {kind[:60]!r}, which nobody runs here", "tool_choice")
         name, inner = choice.get("name"), choice.get("function")
         if kind not in ("function", "custom"):
             name = kind
@@ -153,6 +151,12 @@ class Toolbox:
             others = [flat for (_, other), flat in self._names.items() if other == name]
             found = others[0] if len(others) == 1 else found
         return {"type": "function", "function": {"name": found}}
+
+
+def _with_more(tool: Mapping[str, Any], about: str) -> dict[str, Any]:
+    """Put `about` before the description of a tool; one that is no text stays, to be refused."""
+    own = tool.get("description") or ""
+    return {**tool, "description": "\n\n".join(filter(None, (about, own))) if isinstance(own, str) else own}
 
 
 def _is_for_client(tool: Mapping[str, Any]) -> bool:
