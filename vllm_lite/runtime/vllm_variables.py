@@ -131,6 +131,7 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE ADAPTIVE_VERIFICATION_*", KERNELS),
     Flags("CPU_ATTN_SPLIT_KV CPU_INT4_W4A8 CPU_MOE_PREPACK CPU_SGL_KERNEL ZENTORCH_WEIGHT_PREPACK", KERNELS),
     Flags("FLOAT32_MATMUL_PRECISION", "products of float32 are computed in float32"),
+    Flags("SYSTEM_START_DATE", TEMPLATE),
 )
 """Variables that would change nothing of an answer here."""
 
@@ -145,7 +146,6 @@ REFUSED: tuple[Flags, ...] = (
     Flags("SKIP_MODEL_NAME_VALIDATION", "give the names that clients use by --served-model-name"),
     Flags("DEBUG_LOG_API_SERVER_RESPONSE", "answers are not logged"),
     Flags("ENABLE_COHERE_API", "there are Cohere's routes for vectors and rankings, and none for chats"),
-    Flags("SYSTEM_START_DATE", TEMPLATE),
     Flags("MOE_ROUTING_SIMULATION_STRATEGY", "tokens go to the experts that the model chooses"),
     Flags("TORCH_PROFILER_*", "there is no such thing; see vllm-lite bench"),
 )
