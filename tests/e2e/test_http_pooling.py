@@ -117,7 +117,7 @@ def test_the_openai_package_gets_vectors(server: Server, embedder: Path) -> None
             ({"input": TEXTS[0], "dimensions": 65}, "dimensions must be at most the 64"),
             ({"input": "word " * 900}, "truncate_prompt_tokens"),
             ({"input": []}, "got an empty list"),
-            ({"input": ["x", "word " * 900]}, "text 1: the text has"),
+            ({"input": ["x", "word " * 900]}, "text 1: This model.s maximum context length is 160 tokens"),
             ({"input": [[1, 400]]}, "token ids must be between 0 and 383"),
         ]
         for wrong, message in bad:
