@@ -160,6 +160,9 @@ def test_config_and_generation_config_both_count(tmp_path: Path) -> None:
     assert found.problem is not None, "the tokenizer names none of theirs"
     it.write("generation_config.json", {"eos_token_id": [it.ids[END], 1]})
     assert it.found().problem is None, "one file has the tokens of both others"
+    it.write("generation_config.json", {"eos_token_id": 1})
+    it.write("config.json", json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": [1, it.ids[END]]})
+    assert it.found().problem is None, "the first and the last meet in the second"
 
 
 def test_nobody_names_an_end(tmp_path: Path) -> None:
@@ -188,6 +191,13 @@ def test_an_architecture_that_has_an_end_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     found = find_end_tokens(tmp_path, tmp_path, load_spec(tmp_path))
     assert found.named == {"GPT2LMHeadModel": (50256,)}
+
+
+def test_an_id_of_config_that_the_user_overrides(tmp_path: Path) -> None:
+    Written(tmp_path, eos_token_id=3)
+    options = EngineConfig.check({"hf_overrides": {"eos_token_id": 5}}).pooling
+    found = find_end_tokens(tmp_path, tmp_path, load_spec(tmp_path, options=options))
+    assert found.named == {"LlamaForCausalLM": (5,)}
 
 
 @pytest.mark.parametrize(("architecture", "expected"), [("llama", [1, 2, 3]), ("gpt-oss", [1, 3])])
@@ -258,6 +268,20 @@ def test_gpt_oss_does_not_end_at_the_end_of_a_channel(tmp_path: Path, in_process
         ends = it.texts(renders=renders)
         assert "<|end|>" not in ends
         assert ends == {"<|return|>", "<|endoftext|>"} | ({"<|call|>"} if has_template else set())
+
+
+def test_gpt_oss_with_a_template_that_writes_no_channels(tmp_path: Path, in_process: None) -> None:
+    it = Written(tmp_path, HARMONY_TOKENS)
+    it.tokenizer("{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|return|>{% endfor %}")
+    assert it.texts() == {"<|return|>", "<|call|>", "<|endoftext|>"}
+
+
+def test_one_sure_end_does_not_make_others_so(tmp_path: Path, in_process: None) -> None:
+    """As in the template of Muse: a message has parts, each with `<|eom|>` behind it, and ends with `<|eot|>`."""
+    it = Written(tmp_path, ["<|eot|>", "<|eom|>"])
+    parts = "{% if m.reasoning %}{{ m.reasoning }}<|eom|>{% endif %}{{ m.content }}<|eot|>"
+    it.tokenizer(f"{{% for m in messages %}}{parts}{{% endfor %}}", eos_token=END)
+    assert it.texts() == {END, "<|eot|>"}
 
 
 def test_a_known_spelling_that_stands_within_messages_is_no_end(tmp_path: Path, in_process: None) -> None:

@@ -155,8 +155,8 @@ def load_spec(path: str | Path, model_impl: str = "auto", options: PoolingOption
 
 def end_ids_by_file(path: str | Path, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Map the names of the files that name end tokens to the ids, for a checkpoint at `path` that says `spec`. What no
-    file says, but the architecture's own configuration class does, stands under the architecture's name. Raises
-    ModelError."""
+    file says, but the architecture's own configuration class or the user does, stands under the architecture's name,
+    and what the user overrides stands nowhere. Raises ModelError."""
     folder = Path(path)
     if files := gguf_files(folder):
         found = {files[0].name: spec.eos_token_ids}
@@ -164,7 +164,8 @@ def end_ids_by_file(path: str | Path, spec: ModelSpec) -> dict[str, tuple[int, .
         found = {GENERATION_FILE: _generation_ends(folder), CONFIG_FILE: read_json(folder / CONFIG_FILE, _config_ends)}
     named = {token for ids in found.values() for token in ids}
     found[spec.architecture] = tuple(token for token in spec.eos_token_ids if token not in named)
-    return {name: ids for name, ids in found.items() if ids}
+    in_force = {name: tuple(token for token in ids if token in spec.eos_token_ids) for name, ids in found.items()}
+    return {name: ids for name, ids in in_force.items() if ids}
 
 
 def _parse_folder(folder: Path, model_impl: str, options: PoolingOptions, raw_json: Any) -> ModelSpec:
