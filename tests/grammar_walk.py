@@ -86,4 +86,4 @@ class Walker:
 
     def text(self, tokens: list[int]) -> str:
         pieces = pieces_with(self.added)
-        return b"".join(pieces[token] for token in tokens).decode()
+        return b"".join(pieces[token] for token in tokens).decode(errors="replace")  # a walk may stop inside a letter

@@ -143,18 +143,46 @@ def tagged(begin: str, tag: str, end: str) -> Callable[[list[Call]], str]:
     return lambda calls: "\n".join(map(one, calls))
 
 
-def gemma_value(value: Any) -> str:
+def gemma_value(value: Any, quote: str) -> str:
     if isinstance(value, str):
-        return f'<|"|>{value}<|"|>'
+        return f"{quote}{value}{quote}"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{gemma_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{gemma_value(item, quote)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(gemma_value, value)) + "]"
+        return "[" + ",".join(gemma_value(item, quote) for item in value) + "]"
     return dumps(value)
 
 
-def gemma(calls: list[Call]) -> str:
-    return "".join(f"<|tool_call>call:{name}{gemma_value(args)}<tool_call|>" for name, args in calls)
+def gemma(begin: str, quote: str, end: str) -> Callable[[list[Call]], str]:
+    return lambda calls: "".join(f"{begin}call:{name}{gemma_value(args, quote)}{end}" for name, args in calls)
+
+
+def in_block(block: str, prefix: str, kinds: tuple[str, str] = ("", "")) -> Callable[[list[Call]], str]:
+    """Write all calls in one block of invoke and parameter tags, whose names begin with `prefix`. `kinds` are written
+    behind the name of a text and of a value of JSON."""
+
+    def shown(key: str, value: Any) -> str:
+        is_text = isinstance(value, str)
+        text = value if is_text else dumps(value)
+        return f'<{prefix}parameter name="{key}"{kinds[0 if is_text else 1]}>{text}</{prefix}parameter>\n'
+
+    def one(call: Call) -> str:
+        tags = "".join(shown(key, value) for key, value in call[1].items())
+        return f'<{prefix}invoke name="{call[0]}">\n{tags}</{prefix}invoke>\n'
+
+    return lambda calls: f"<{block}>\n{''.join(map(one, calls))}</{block}>"
+
+
+def minicpm(calls: list[Call]) -> str:
+    def shown(value: Any) -> str:
+        text = value if isinstance(value, str) else dumps(value)
+        return f"<![CDATA[{text}]]>" if isinstance(value, str) and re.search("[<&\n]", text) else text
+
+    def one(call: Call) -> str:
+        tags = "".join(f'<param name="{key}">{shown(value)}</param>' for key, value in call[1].items())
+        return f'<function name="{call[0]}">{tags}</function>'
+
+    return "\n".join(map(one, calls))
 
 
 def thinks(begin: str, end: str) -> Callable[[str], str]:
@@ -244,7 +272,7 @@ WRITERS: dict[str, Writer] = {
     "gemma4": Writer(
         ("gemma4", "gemma4"),
         ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
-        gemma,
+        gemma("<|tool_call>", '<|"|>', "<tool_call|>"),
         lambda text: f"<|channel>thought\n{text}\n<channel|>",
     ),
     "granite": Writer(
@@ -260,6 +288,87 @@ WRITERS: dict[str, Writer] = {
         thinks("<|START_THINKING|>", "<|END_THINKING|>"),
     ),
     "jamba": Writer(("jamba", None), (), listed("name", "arguments", "<tool_calls>", "</tool_calls>")),
+    "hunyuan": Writer(
+        ("hunyuan_a13b", "hunyuan_a13b"), (), listed("name", "arguments", "<tool_calls>", "</tool_calls>"), THINK
+    ),
+    "nemotron": Writer(
+        ("nemotron_json", "qwen3"),
+        ("<TOOLCALL>", "</TOOLCALL>"),
+        listed("name", "arguments", "<TOOLCALL>", "</TOOLCALL>"),
+        THINK,
+    ),
+    "apertus": Writer(
+        ("apertus", "apertus"),
+        tuple(f"<|{name}_{edge}|>" for name in ("tools", "inner") for edge in ("prefix", "suffix")),
+        lambda calls: f"<|tools_prefix|>{dumps([{name: arguments} for name, arguments in calls])}<|tools_suffix|>",
+        thinks("<|inner_prefix|>", "<|inner_suffix|>"),
+    ),
+    "seed_oss": Writer(
+        ("seed_oss", "seed_oss"),
+        ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
+        tagged(
+            "<seed:tool_call>\n<function=NAME>\n",
+            "<parameter=KEY>VALUE</parameter>\n",
+            "</function>\n</seed:tool_call>",
+        ),
+        thinks("<seed:think>", "</seed:think>"),
+    ),
+    "ernie45": Writer(
+        ("ernie45", "ernie45"),
+        (*CALL_TOKENS, *THINK_TOKENS, "<response>", "</response>"),
+        each('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
+        THINK,
+    ),
+    "gigachat3": Writer(
+        ("gigachat3", None),
+        ("<|function_call|>", "<|message_sep|>", "<|role_sep|>"),
+        each('<|function_call|>{"name": "NAME", "arguments": ', "}", ""),
+    ),
+    "gigachat3, role": Writer(
+        ("gigachat3", None),
+        ("<|message_sep|>", "<|role_sep|>"),
+        each('<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "NAME", "arguments": ', "}", ""),
+    ),
+    "minimax_m2": Writer(
+        ("minimax_m2", "minimax_m2"),
+        ("<minimax:tool_call>", "</minimax:tool_call>", *THINK_TOKENS),
+        in_block("minimax:tool_call", ""),
+        THINK,
+        special=False,
+    ),
+    "deepseek_v32": Writer(
+        ("deepseek_v32", "deepseek_v32"),
+        ("｜DSML｜", *THINK_TOKENS),
+        in_block("｜DSML｜function_calls", "｜DSML｜", (' string="true"', ' string="false"')),
+        THINK,
+        special=False,
+    ),
+    "deepseek_v4": Writer(
+        ("deepseek_v4", "deepseek_v4"),
+        ("｜DSML｜", *THINK_TOKENS),
+        in_block("｜DSML｜tool_calls", "｜DSML｜", (' string="true"', ' string="false"')),
+        THINK,
+        special=False,
+    ),
+    "functiongemma": Writer(
+        ("functiongemma", None),
+        ("<start_function_call>", "<end_function_call>", "<escape>"),
+        gemma("<start_function_call>", "<escape>", "<end_function_call>"),
+    ),
+    "phi4_mini": Writer(("phi4_mini_json", None), (), listed("name", "arguments", "functools", "")),
+    "phi4_mini, tokens": Writer(
+        ("phi4_mini_json", None),
+        ("<|tool_call|>", "<|/tool_call|>"),
+        listed("name", "arguments", "<|tool_call|>", "<|/tool_call|>"),
+    ),
+    "xlam": Writer(("xlam", None), (), listed("name", "arguments", "", ""), text_first=False),
+    "xlam, fenced": Writer(("xlam", None), (), listed("name", "arguments", "```json\n", "\n```"), text_first=False),
+    "internlm": Writer(
+        ("internlm", None),
+        ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+        each('<|action_start|><|plugin|>\n{"name": "NAME", "arguments": ', "}<|action_end|>", ""),
+    ),
+    "minicpm5": Writer(("minicpm5", "qwen3"), (), minicpm, THINK),
 }
 
 

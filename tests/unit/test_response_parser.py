@@ -369,9 +369,6 @@ def test_how_a_format_is_chosen(tokenizer: Tokenizer, tmp_path: Any) -> None:
     assert (made.calls, made.reasoning) == ("qwen3_coder", None)
     made = choose(None, tokenizer, template="<tool_call> </tool_call> <arg_key> <arg_value>")
     assert made.calls == "glm45"
-    made = choose(None, tokenizer, template="nothing", architectures=["Qwen3ForCausalLM"])
-    assert made.format is None
-    assert "no format" in made.why
     assert choose(None, tokenizer, architectures=["GptOssForCausalLM"]).calls == "openai"
     made = choose(None, tokenizer, names=("mistral", "none"), template="<tool_call> </tool_call> <think>")
     assert (made.calls, made.reasoning) == ("mistral", None)

@@ -54,20 +54,22 @@ class _Tagged:
         parts = []
         for name, part in named.items():
             value = self._value(part, f"/properties/{escaped(name)}")
-            pair = self._lark.rule(f"{begin} {quoted(name)} {behind} {value}")
+            pair = self._lark.rule(f"{begin} {quoted(name)} {value}")
             parts.append(pair if name in root.get("required", ()) else f"{pair}?")
         return self._lark.rule(" ".join(parts))
 
     def _value(self, given: Any, pointer: str) -> str:
-        end = self._lark.literal(self._shape.value_end)
+        """Return what follows a key: the end of its tag, a value and the closing tag."""
+        end, behind = self._lark.literal(self._shape.value_end), self._lark.literal(self._shape.key_end)
         part, pointer = self._resolver.resolved(given, pointer)
         choices = part.get("enum", [part["const"]] if "const" in part else None)
         if choices and all(isinstance(choice, str) for choice in choices):
-            return f"({' | '.join(map(quoted, choices))}) {end}"
+            return f"{behind} ({' | '.join(map(quoted, choices))}) {end}"
         if not self._may_be_text(part, pointer):
-            return f"{self._lark.schema(self._resolver.alone(part))} {end}"
+            behind = self._lark.literal(self._shape.json_key_end or self._shape.key_end)
+            return f"{behind} {self._lark.schema(self._resolver.alone(part))} {end}"
         self._resolver.only(part, pointer, ("type", "anyOf"))
-        return self._text()
+        return f"{behind} {self._text()}"
 
     def _text(self) -> str:
         """Free text. It ends where its closing tag begins, whether or not a line break stands before that, as readers

@@ -38,6 +38,8 @@ class CallShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
     key_begin: str = ""
     key_end: str = ""
+    json_key_end: str = ""
+    """Stands in the place of `key_end` before a value that is JSON, if that is another literal."""
     value_end: str = ""
     quote: str = ""
 

@@ -91,11 +91,11 @@ class LarkWriter:
         return text in self._tokens
 
     def trigger(self, begin: str) -> str:
-        """Return the part of `begin` that text_until() takes: its first added token, or all text before that."""
+        """Return the part of `begin` that text_until() takes: what ends with its first added token, or all of it."""
         found = self._split.search(begin)
         if found is None:
             return begin
-        return begin[: found.start()] or found[0]
+        return begin[: found.end() if found[0] in self._tokens or not found.start() else found.start()]
 
     def schema(self, schema: Mapping[str, Any]) -> str:
         """Write JSON that follows a schema, which has its options in it."""
@@ -107,11 +107,18 @@ class LarkWriter:
         return ANY_TEXT
 
     def text_until(self, end: str) -> str:
-        """Write any text up to the first place of `end`, and `end`, which is one added token or has none in it."""
+        """Write any text up to the first place of `end`, and `end`, which has no added token in it but at its end."""
         if end not in self._texts_until:
-            is_token = end in self._parts
-            body = f"{self.text()} {self._parts[end] if is_token else quoted(end)}"
-            self._texts_until[end] = self.rule(body, "" if is_token else "[lazy]")
+            found = self._split.search(end)
+            before = end if found is None else end[: found.start()]
+            if found is None:
+                body = f"{self.text()} {quoted(end)}"
+            elif not before:
+                body = f"{self.text()} {self._parts[end]}"
+            else:  # text and `before` are one terminal: any text would take all of `before` as well
+                terminal = self.terminal(rf"/(.|\n)*{regex(re.escape(before))[1:]}")
+                body = f"{terminal} {self._parts[found[0]]}"
+            self._texts_until[end] = self.rule(body, "[lazy]" if found is None else "")
         return self._texts_until[end]
 
     def grammar(self, start: str) -> str:

@@ -1,12 +1,14 @@
 """What readers of tool calls share: where calls go, and what a reader is."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from vllm_lite.client.text.response.events import Events
 from vllm_lite.client.text.response.json_value import Malformed
 from vllm_lite.client.text.response.marks import Marks
 
+PropertiesOf = Callable[[str], Mapping[str, Any]]
+"""Finds the JSON schemas of a tool's parameters by its name; none for a tool that is not known."""
 MAX_UNSENT_CHARS = 16_384
 """How much of a call may wait for its name, or a value for its end. A longer one is content."""
 MAX_WHOLE_CHARS = 1_048_576

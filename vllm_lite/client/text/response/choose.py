@@ -1,14 +1,18 @@
-"""Which format a model writes: its own response_template, else the flags, else its chat template, else its kind."""
+"""Which format a model writes: its own response_template, else what the flags name, else the one whose literals are in
+its chat template, else in its vocabulary, else the one of its architecture."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_lite.client.text.response import shipped
 from vllm_lite.client.text.response.parser import ResponseParser
+from vllm_lite.client.text.response.shipped import Description
 from vllm_lite.client.text.response.template import Format, read_template
+from vllm_lite.client.text.template_literals import stands_free, template_literals
 from vllm_lite.client.text.template_source import CONFIG_FILE, MAX_FILE_BYTES
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
@@ -50,7 +54,9 @@ def choose(
         return Choice(
             own, name if own.has_calls else None, name if own.has_reasoning else None, f"{CONFIG_FILE} has it"
         )
-    found = [_part(part, name, template, architectures) for part, name in zip(_PARTS, names, strict=True)]
+    texts = None if template is None else template_literals(template)
+    evidence = _Evidence(texts, tokenizer.added_tokens, frozenset(architectures))
+    found = [_part(part, name, evidence) for part, name in zip(_PARTS, names, strict=True)]
     (calls, calls_why), (reasoning, reasoning_why) = found
     if calls is None and reasoning is None:
         return Choice(None, None, None, "; ".join(dict.fromkeys([calls_why, reasoning_why])))
@@ -59,29 +65,63 @@ def choose(
 
 
 _PARTS = ("tool_calls", "reasoning")
+_TOKEN = re.compile(r"[<\[].*[>\]]")
+_Weight = tuple[bool, int]
+"""How well a format fits: whether it is that of the architecture, and how long the literals are that were found."""
 
 
-def _part(part: str, name: str | None, template: str | None, architectures: Sequence[str]) -> tuple[str | None, str]:
+class _Evidence(NamedTuple):
+    """What is known of a model when its format is chosen: the texts of its chat template (None if there is none), the
+    added tokens of its vocabulary, and its architectures."""
+
+    template: str | None
+    tokens: Container[str]
+    architectures: frozenset[str]
+
+
+def _part(part: str, name: str | None, evidence: _Evidence) -> tuple[str | None, str]:
     """Choose the format of calls or of reasoning. Returns its name and why."""
     if name == NONE:
         return None, "off by a flag"
     if name is not None:
         return shipped.description(name, part)[0], "named by a flag"
     candidates = {own: item for own, item in shipped.descriptions().items() if getattr(item, part) is not None}
-    best, most = None, 0
-    for own, item in candidates.items():
-        for texts in item.fingerprints:
-            length = sum(map(len, texts))
-            if length > most and template is not None and all(text in template for text in texts):
-                best, most = own, length
-    if best is not None:
-        return best, "the chat template has its literals"
-    if template is not None:
-        return None, "the chat template has the literals of no format"
-    for own, item in candidates.items():
-        if set(item.architectures) & set(architectures):
-            return own, f"the architecture is {architectures[0]}"
-    return None, "there is no chat template, and the architecture is of no format"
+    for weigh, why in (
+        (_in_template, "the chat template has its literals"),
+        (_in_vocabulary, "the vocabulary has its tokens"),
+        (_of_architecture, f"the architecture is {', '.join(sorted(evidence.architectures))}"),
+    ):
+        weights = {own: weight for own, item in candidates.items() if (weight := weigh(item, evidence)) is not None}
+        if weights:
+            return max(weights, key=lambda own: weights[own]), why
+    template = (
+        "there is no chat template" if evidence.template is None else "the chat template has literals of no format"
+    )
+    return None, f"{template}, the vocabulary has the tokens of none, and the architecture is of none"
+
+
+def _in_template(item: Description, evidence: _Evidence) -> _Weight | None:
+    """Weigh a format by those of its literals that the template has; None if it lacks some of each list."""
+    template = evidence.template
+    if template is None:
+        return None
+    found = [texts for texts in item.fingerprints if all(stands_free(text, template) for text in texts)]
+    return (False, max(sum(map(len, texts)) for texts in found)) if found else None
+
+
+def _in_vocabulary(item: Description, evidence: _Evidence) -> _Weight | None:
+    """Weigh a format by its literals that are added tokens; None if the vocabulary lacks one that looks like one.
+
+    Several formats may have the same tokens: then the architecture's is the one.
+    """
+    shaped = [[text for text in texts if _TOKEN.fullmatch(text)] for texts in item.fingerprints]
+    found = [texts for texts in shaped if texts and all(text in evidence.tokens for text in texts)]
+    is_own = not evidence.architectures.isdisjoint(item.architectures)
+    return (is_own, max(sum(map(len, texts)) for texts in found)) if found else None
+
+
+def _of_architecture(item: Description, evidence: _Evidence) -> _Weight | None:
+    return None if evidence.architectures.isdisjoint(item.architectures) else (True, 0)
 
 
 def _own(folder: str | Path) -> Any:

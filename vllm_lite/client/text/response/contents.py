@@ -4,6 +4,7 @@ The kinds are those of transformers' response templates. They apply to a text th
 tagged_calls.py read the common ones while they arrive.
 """
 
+import ast
 import json
 import math
 import re
@@ -196,12 +197,32 @@ def _one_of(**words: Any) -> Callable[[str], Any]:
 
 def _container(kind: type) -> Callable[[str], Any]:
     def read(text: str) -> Any:
-        value = json.loads(text)
+        try:
+            value = _finite_json(text)
+        except ValueError:
+            value = _python_literal(text)
         if not isinstance(value, kind):
             raise ValueError(text)  # noqa: TRY004 - the text is wrong, not the program
         return value
 
     return read
+
+
+def _finite_json(text: str) -> Any:
+    """Read JSON whose numbers JSON can write again: 1e999 and NaN are read as none that it can. Raises ValueError."""
+    value = json.loads(text)
+    json.dumps(value, allow_nan=False)
+    return value
+
+
+def _python_literal(text: str) -> Any:
+    """Read a container as chat templates write it that print values as Python does. Raises ValueError."""
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value, allow_nan=False)
+    except (TypeError, SyntaxError, MemoryError) as error:
+        raise ValueError("this is no literal") from error
+    return value
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
@@ -219,6 +240,6 @@ def loose_value(text: str, types: Sequence[str]) -> Any:
     if types:
         return coerced(text, types)
     try:
-        return json.loads(text)
+        return _finite_json(text)
     except (ValueError, RecursionError):
         return text

@@ -266,6 +266,26 @@ class EnvelopeReader(_Reader):
             raise Malformed(place)
 
 
+class NamedReader(EnvelopeReader):
+    """Objects whose only key is the name of a call and its value the arguments, in a list: [{"f": {}}, {"g": {}}]."""
+
+    def __init__(self, sink: CallSink) -> None:
+        super().__init__(sink, Envelope())
+
+    def _begin_value(self, text: str, place: int) -> int:
+        if text[place] != "{":
+            raise Malformed(place)
+        self._begin(self._key, place)
+        self._is_streaming = True
+        self._begin_value_of("arguments", self._only_end)
+        return place
+
+    def _only_end(self, text: str, place: int) -> int:
+        if text[place] != "}":
+            raise Malformed(place)
+        return self._end_object(place)
+
+
 def _object(value: str, place: int) -> str:
     """Read arguments that are no object: none at all, or the text of one. Raises Malformed for others."""
     text = json.loads(value)

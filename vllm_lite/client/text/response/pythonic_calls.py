@@ -5,7 +5,8 @@ import json
 import re
 from typing import Any
 
-from vllm_lite.client.text.response.calls import MAX_UNSENT_CHARS, CallSink, Rejected
+from vllm_lite.client.text.response.calls import MAX_UNSENT_CHARS, CallSink, PropertiesOf, Rejected
+from vllm_lite.client.text.response.contents import coerced, schema_types
 from vllm_lite.client.text.response.json_value import MAX_DEPTH, Malformed
 
 _WORD = re.compile(r"[\w.\-]+")
@@ -19,8 +20,9 @@ class PythonicReader:
 
     ends_itself = True
 
-    def __init__(self, sink: CallSink) -> None:
+    def __init__(self, sink: CallSink, properties_of: PropertiesOf) -> None:
         self.is_done = False
+        self._properties_of = properties_of
         self._sink = sink
         self._step = self._open
         self._called = ""
@@ -149,7 +151,7 @@ class PythonicReader:
         return place + len(text)
 
     def _end_value(self, letter: str, place: int) -> int:
-        value = json.dumps(_literal("".join(self._value), place), ensure_ascii=False)
+        value = json.dumps(self._typed(_literal("".join(self._value), place)), ensure_ascii=False)
         self._begin(place)
         self._sink.write(("{" if not self._num_arguments else ", ") + json.dumps(self._word, ensure_ascii=False))
         self._sink.write(f": {value}")
@@ -160,6 +162,11 @@ class PythonicReader:
         else:
             self._step = self._key
         return place + 1
+
+    def _typed(self, value: Any) -> Any:
+        """Read a text where the schema wants none: Llama 4's template puts all values of history between quotes."""
+        types = schema_types(self._properties_of(self._called).get(self._word))
+        return coerced(value, types) if isinstance(value, str) and "string" not in types else value
 
     def _begin(self, place: int) -> None:
         """Send the name, now that something was written that belongs to a call."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_lite.client.text.response import contents
 from vllm_lite.client.text.response.calls import CallReader, CallSink, WholeReader
-from vllm_lite.client.text.response.json_calls import ArgumentsReader, Envelope, EnvelopeReader
+from vllm_lite.client.text.response.json_calls import ArgumentsReader, Envelope, EnvelopeReader, NamedReader
 from vllm_lite.client.text.response.json_value import JSON, Dialect
 from vllm_lite.client.text.response.marks import Marks
 from vllm_lite.client.text.response.pythonic_calls import PythonicReader
@@ -24,15 +24,21 @@ def reader_of(
 ) -> CallReader:
     """Make the reader of one region of `field`. `captures` are the groups of its opening pattern."""
     name = captures.get("name") if _name_is_captured(field) else None
+
+    def properties_of(called: str) -> Mapping[str, Any]:
+        return properties.get(marks.spell(called).strip(), {})
+
     if field.kind == "pythonic":
-        return PythonicReader(sink)
+        return PythonicReader(sink, properties_of)
     if field.kind == "xml-inline" and name is not None and "tags" in field.arguments:
         tags = Tags(**{key: marks.literal(text) for key, text in field.arguments["tags"].items()})
-        return TaggedReader(sink, name, tags, properties.get(marks.spell(name).strip(), {}))
+        return TaggedReader(sink, name, tags, properties_of)
     if field.kind == "json":
         dialect, envelope = _dialect(field.arguments, marks), _envelope(field)
         if name is not None and dialect is not None:
             return ArgumentsReader(sink, name, dialect)
+        if field.arguments.get("name_is_key"):
+            return NamedReader(sink)
         if dialect is JSON and envelope is not None:
             return EnvelopeReader(sink, envelope)
 
@@ -76,7 +82,7 @@ def _dialect(arguments: Mapping[str, Any], marks: Marks) -> Dialect | None:
     """Find how this JSON differs from JSON; None if it can only be read as a whole."""
     delimiters = [(marks.literal(a), marks.literal(b)) for a, b in arguments.get("string_delims", [])]
     bare = bool(arguments.get("unquoted_keys", False))
-    if any(len(text) != 1 for pair in delimiters for text in pair):
+    if arguments.get("whole") or any(len(text) != 1 for pair in delimiters for text in pair):
         return None
     if not delimiters and not bare:
         return None if arguments.get("allow_non_json") else JSON

@@ -20,8 +20,9 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     `tool_calls`, `reasoning` and `skip` are fields as in a response_template; what opens `skip` is dropped. `anchors`
     are what a prompt may have before the message. `fingerprints`: a chat template that contains all texts of one of
-    these lists is of this format. `thinking` has the literals for a budget of reasoning where they are not those of
-    the field. `shape` is what a grammar of calls needs: structured/tools.py's CallShape.
+    these lists is of this format, and so is a vocabulary that has those of them that look like tokens. `thinking` has
+    the literals for a budget of reasoning where they are not those of the field. `shape` is what a grammar of calls
+    needs: structured/tools.py's CallShape.
     """
 
     models: str

@@ -2,40 +2,58 @@
 when they are complete, as only then their type is sure."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from vllm_lite.client.text.response.calls import MAX_KEY_CHARS, MAX_UNSENT_CHARS, CallSink, Rejected
+from vllm_lite.client.text.response.calls import (
+    MAX_KEY_CHARS,
+    MAX_NAME_CHARS,
+    MAX_UNSENT_CHARS,
+    CallSink,
+    PropertiesOf,
+    Rejected,
+)
 from vllm_lite.client.text.response.contents import loose_value, schema_types
 from vllm_lite.client.text.response.json_value import Malformed
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The literals around a key and its value. `trim` says what is no part of a value: "line" takes one line break
-    from each end, "space" all white space, "" nothing."""
+    """The literals around a key and its value.
+
+    trim        what is no part of a value: "line" takes one line break from each end, "space" all white space, ""
+                nothing
+    kind_mark   stands behind a key, and behind it "true" if its value is a string, "false" if it is JSON
+    wrap_open   may stand before a value that is a text with any letters, which ends with wrap_close
+    call_open   begins another call in the same region. Its name ends with name_close, and each call with call_close
+    """
 
     key_open: str
     key_close: str
     value_close: str
     value_open: str = ""
     trim: str = "line"
+    kind_mark: str = ""
+    wrap_open: str = ""
+    wrap_close: str = ""
+    call_open: str = ""
+    name_close: str = ""
+    call_close: str = ""
 
 
 class TaggedReader:
     """Reads tags one after another. The JSON that it sends is its own: {, a key and a value for each tag, }."""
 
     is_open = False
-    is_done = False
     ends_itself = False
 
-    def __init__(self, sink: CallSink, name: str, tags: Tags, properties: Mapping[str, Any]) -> None:
-        """`properties` are the schemas of the tool's parameters."""
+    def __init__(self, sink: CallSink, name: str, tags: Tags, properties_of: PropertiesOf) -> None:
         self._sink = sink
         self._name = name
+        self._opening = ""  # what was read of a call but the first before it begins
         self._tags = tags
-        self._properties = properties
+        self._properties_of = properties_of
+        self._properties = properties_of(name)
         self._step = self._between
         self._text = ""
         self._place = 0  # what stands before it in the text is used
@@ -43,7 +61,14 @@ class TaggedReader:
         self._has_begun = False
         self._num_keys = 0
         self._types: tuple[str, ...] = ()
+        self._value_close = tags.value_close
+        self._trim = tags.trim
         self._is_new = True  # no part of the current value was sent
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a call of several is complete, behind which there need not be another."""
+        return self._step == self._behind_call
 
     def feed(self, text: str) -> int:
         self._text += text
@@ -58,31 +83,54 @@ class TaggedReader:
         return len(text)
 
     def close(self) -> None:
-        if self._step == self._in_value:  # a model that forgot to close its last value
+        if self._step in (self._at_value, self._in_value):  # a model that forgot to close its last value
             self._end_value(len(self._text))
-        elif self._text[self._place :].strip():
+        elif self._text[self._place :].strip() or self._step == self._in_name:
             raise self._rejected()
-        self._begin()
-        self._sink.write("}" if self._num_keys else "{}")
+        if self._step != self._behind_call:
+            self._end_call()
 
     def cut(self) -> str:
         if not self._has_begun:
-            return self._text
+            return self._opening + self._text
         if self._step == self._in_value and self._streams:
-            self._send(self._sure_end(self._tags.value_close), is_last=True)
+            self._send(self._sure_end(self._value_close), is_last=True)
         return ""
 
     # ---- one step each: find the next literal and use what stands before it; False if there is none yet
 
     def _between(self) -> bool:
-        found = self._find(self._tags.key_open)
-        end = self._sure_end(self._tags.key_open) if found < 0 else found
-        if self._text[self._place : end].strip():
-            raise self._rejected()
+        call_close = self._tags.call_close
+        if call_close and self._begins_with(call_close):
+            self._end_call()
+            self._go_on(self._text.index(call_close, self._place) + len(call_close), self._behind_call)
+            return True
+        found = self._find_next(self._tags.key_open, *([call_close] if call_close else ()))
         if found < 0:
             return False
         self._begin()
         self._go_on(found + len(self._tags.key_open), self._in_key)
+        return True
+
+    def _behind_call(self) -> bool:
+        found = self._find_next(self._tags.call_open)
+        if found < 0:
+            return False
+        self._opening = self._tags.call_open
+        self._go_on(found + len(self._tags.call_open), self._in_name)
+        return True
+
+    def _in_name(self) -> bool:
+        found = self._find(self._tags.name_close)
+        if (len(self._text) if found < 0 else found) - self._place > MAX_NAME_CHARS:
+            raise self._rejected()
+        if found < 0:
+            return False
+        self._name = self._text[self._place : found]
+        self._opening += self._name + self._tags.name_close
+        self._properties = self._properties_of(self._name)
+        self._num_keys = 0
+        self._go_on(found + len(self._tags.name_close), self._between)
         return True
 
     def _in_key(self) -> bool:
@@ -91,29 +139,46 @@ class TaggedReader:
             raise self._rejected()
         if found < 0:
             return False
-        key = self._text[self._place : found].strip()
+        key, is_string = self._text[self._place : found].strip(), ""
+        if self._tags.kind_mark:
+            key, _, is_string = key.partition(self._tags.kind_mark)
         self._types = schema_types(self._properties.get(key))
+        if is_string:
+            self._types = ("string",) if is_string == "true" else ()
+        self._value_close, self._trim = self._tags.value_close, self._tags.trim
         self._sink.write(("{" if not self._num_keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         self._num_keys += 1
         self._is_new = True
-        self._go_on(found + len(self._tags.key_close), self._before_value if self._tags.value_open else self._in_value)
+        behind = self._before_value if self._tags.value_open else self._at_value
+        self._go_on(found + len(self._tags.key_close), behind)
         return True
 
     def _before_value(self) -> bool:
         found = self._find(self._tags.value_open)
         if found < 0:
             return False
-        self._go_on(found + len(self._tags.value_open), self._in_value)
+        self._go_on(found + len(self._tags.value_open), self._at_value)
+        return True
+
+    def _at_value(self) -> bool:
+        wrap_open = self._tags.wrap_open
+        if wrap_open and self._text.startswith(wrap_open, self._place):
+            self._value_close, self._trim = self._tags.wrap_close + self._tags.value_close, ""
+            self._go_on(self._place + len(wrap_open), self._in_value)
+            return True
+        if wrap_open and wrap_open.startswith(self._text[self._place :]):
+            return False
+        self._step = self._in_value
         return True
 
     def _in_value(self) -> bool:
-        found = self._find(self._tags.value_close)
+        found = self._find(self._value_close)
         if found < 0:
             if self._streams:
-                self._send(self._sure_end(self._tags.value_close), is_last=False)
+                self._send(self._sure_end(self._value_close), is_last=False)
             return False
         self._end_value(found)
-        self._go_on(found + len(self._tags.value_close), self._between)
+        self._go_on(found + len(self._value_close), self._between)
         return True
 
     # ---- values
@@ -144,7 +209,7 @@ class TaggedReader:
             self._place = end
 
     def _trimmed(self, text: str, *, start: bool = True, end: bool = True) -> str:
-        match self._tags.trim:
+        match self._trim:
             case "space":
                 text = text.lstrip() if start else text
                 return text.rstrip() if end else text
@@ -159,6 +224,18 @@ class TaggedReader:
         found = self._text.find(literal, max(self._place, self._seen - len(literal)))
         self._seen = len(self._text)
         return found
+
+    def _find_next(self, literal: str, *others: str) -> int:
+        """Find a literal before which nothing but white space may stand, or one of `others`. Raises Rejected."""
+        found = self._find(literal)
+        end = min(self._sure_end(each) for each in (literal, *others)) if found < 0 else found
+        if self._text[self._place : end].strip():
+            raise self._rejected()
+        return found
+
+    def _begins_with(self, literal: str) -> bool:
+        """Whether `literal` comes next, behind white space."""
+        return self._text[self._place :].lstrip().startswith(literal)
 
     def _sure_end(self, literal: str) -> int:
         """Where the text ends that cannot be the beginning of `literal`."""
@@ -178,9 +255,15 @@ class TaggedReader:
             except Malformed as error:
                 raise self._rejected() from error
             self._has_begun = True
+            self._opening = ""
+
+    def _end_call(self) -> None:
+        self._begin()
+        self._sink.write("}" if self._num_keys else "{}")
+        self._has_begun = False
 
     def _rejected(self) -> Rejected:
         """What has begun is completed, as the JSON is our own; the rest is what was not used."""
         if self._has_begun and self._step == self._between:
             self._sink.write("}" if self._num_keys else "{}")
-        return Rejected(self._text[self._place :])
+        return Rejected(self._opening + self._text[self._place :])

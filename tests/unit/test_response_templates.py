@@ -1,0 +1,143 @@
+"""Real chat templates: the format that is chosen for each reads the call that the template renders.
+
+The templates are not committed. `$VLLM_LITE_REAL` names a folder that has them, as *.jinja at any depth.
+"""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.response_transcripts import WRITERS, pieces_of, read
+from vllm_lite.client.text.chat_template import ChatTemplate
+from vllm_lite.client.text.response.choose import choose
+from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.errors import RequestError
+
+ROOT = Path(os.environ.get("VLLM_LITE_REAL") or "/nonexistent")
+FILES = {path.stem.removeprefix("tool_chat_template_"): path for path in sorted(ROOT.rglob("*.jinja"))}
+NO_TOKENS: Any = SimpleNamespace(added_tokens={}, special_ids=())
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Looks the weather up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "A city."},
+                "days": {"type": "integer", "description": "How many days."},
+            },
+            "required": ["city"],
+        },
+    },
+}
+ARGUMENTS = {"city": "Paris", "days": 3}
+USER: dict[str, Any] = {"role": "user", "content": "What is the weather like in Paris?"}
+CALLING: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call00001", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+    ],
+}
+EXPECTED = {
+    "Apertus-8B-Instruct": ("apertus", "apertus"),
+    "ByteDance-Seed-OSS": ("seed_oss", "seed_oss"),
+    "GigaChat3-10B-A1.8B": ("gigachat3", None),
+    "GigaChat3.1-10B-A1.8B": ("gigachat3", None),
+    "GLM-4.6": ("glm45", "glm45"),
+    "LFM2.5-8B-A1B": ("lfm2", "qwen3"),
+    "MiniMax-M2": ("minimax_m2", "minimax_m2"),
+    "MiniMax-M3": (None, None),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("qwen3_coder", "qwen3"),
+    "NVIDIA-Nemotron-Nano-v2": ("nemotron_json", "qwen3"),
+    "Qwen-Qwen3-0.6B": ("hermes", "qwen3"),
+    "Qwen3-Coder": ("qwen3_coder", None),
+    "deepseek-ai-DeepSeek-V3.1": ("deepseek_v31", "qwen3"),
+    "deepseek-ai-DeepSeek-V3.2": ("deepseek_v32", "deepseek_v32"),
+    "deepseek-ai-DeepSeek-V4": ("deepseek_v4", "deepseek_v4"),
+    "fireworks-ai-llama-3-firefunction-v2": ("phi4_mini_json", None),
+    "functiongemma": ("functiongemma", None),
+    "google-gemma-4-31B-it": ("gemma4", "gemma4"),
+    "hunyuan_a13b": ("hunyuan_a13b", "hunyuan_a13b"),
+    "internlm2_tool": ("internlm", None),
+    "llama4_pythonic": ("pythonic", None),
+    "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
+    "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", "mistral"),
+    "moonshotai-Kimi-K2": ("kimi_k2", "kimi_k2"),
+    "openai-gpt-oss-120b": ("openai", "openai"),
+    "openbmb-MiniCPM5-1B": ("minicpm5", "qwen3"),
+    "phi4_mini": ("phi4_mini_json", None),
+    "xlam_llama": ("xlam", None),
+    "xlam_qwen": ("xlam", None),
+}
+"""File without its prefix and ending -> formats of calls and of reasoning."""
+OTHERWISE = {
+    "gemma3_pythonic": "no comma between two arguments",
+    "llama3.2_pythonic": "texts without quotes",
+    "toolace": "texts without quotes",
+    "phi4_mini": "arguments as Python prints them, without the word before the calls",
+}
+"""Templates that do not render calls as they ask the model to write them."""
+
+
+def _common(one: str, other: str) -> str:
+    """The text that both begin with."""
+    return next((one[:end] for end in range(len(one), 0, -1) if other.startswith(one[:end])), "")
+
+
+def rendered_call(template: ChatTemplate) -> tuple[str, str] | None:
+    """Render a prompt and the message behind it that calls. None if the template takes no calls, or leaves them out."""
+    try:
+        ending, plain, full = (
+            template.render(messages, tools=[TOOL], add_generation_prompt=ends)
+            for messages, ends in (([USER], True), ([USER], False), ([USER, CALLING], False))
+        )
+    except RequestError:
+        return None
+    prompt = ending if full.startswith(ending) else _common(plain, full)
+    message = full[len(prompt) :]
+    return (prompt, message) if "get_weather" in message else None
+
+
+@pytest.mark.skipif(not FILES, reason="$VLLM_LITE_REAL names no folder with chat templates")
+@pytest.mark.parametrize("name", FILES or ["none"])
+def test_a_call_that_a_template_renders_comes_back(name: str) -> None:
+    source = FILES[name].read_text()
+    choice = choose(None, NO_TOKENS, template=source)
+    if name in EXPECTED:
+        assert (choice.calls, choice.reasoning) == EXPECTED[name]
+    rendered = rendered_call(ChatTemplate(TemplateSource(source, {"bos_token": "<s>", "eos_token": "</s>"})))
+    if rendered is None or choice.calls is None or name in OTHERWISE:
+        return
+    assert choice.format is not None
+    prompt, text = rendered
+    message = read(choice.format, pieces_of(text, {}), prompt, [TOOL])
+    assert [(called, json.loads(arguments)) for called, arguments in message.calls] == [("get_weather", ARGUMENTS)]
+
+
+OTHERS = {
+    "deepseek_v3": "<think>",
+    "gemma4": "<|channel>",
+    "gigachat3": "<|role_sep|><|message_sep|>",
+    "openai": "<|start|>",
+}
+"""Literals of a format that stand elsewhere in its templates."""
+ASKED_FOR = {"hermes, text", "llama3_json", "pythonic", "xlam", "xlam, fenced", "phi4_mini", "hunyuan", "ernie45"}
+"""Writers whose calls have not all literals of their format: the instructions of its templates have the others."""
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name not in ASKED_FOR])
+def test_a_template_that_writes_a_call_is_of_its_format(name: str) -> None:
+    """The writers stand for the real templates where there are none."""
+    writer = WRITERS[name]
+    text = writer.calls([("get_weather", ARGUMENTS)])
+    choice = choose(None, NO_TOKENS, template=f"{{{{ {json.dumps(text + ' ' + OTHERS.get(name, ''))} }}}}")
+    assert choice.calls == writer.names[0]
+    assert choice.format is not None
+    message = read(choice.format, pieces_of(text, {}), tools=[TOOL])
+    assert [(called, json.loads(arguments)) for called, arguments in message.calls] == [("get_weather", ARGUMENTS)]
