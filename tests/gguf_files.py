@@ -45,6 +45,8 @@ ARCHITECTURES = {
     "GPTNeoXForCausalLM": "gptneox",
     "FalconForCausalLM": "falcon",
     "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2moe",
+    "Ministral3ForCausalLM": "mistral3",
     "GraniteMoeSharedForCausalLM": "granitemoe",
     "GraniteMoeHybridForCausalLM": "granitehybrid",
     "NemotronHForCausalLM": "nemotron_h",
@@ -53,7 +55,7 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
 }
-PERMUTED = ("llama", "granite", "granitemoe", "smollm3", *MAMBA)
+PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "smollm3", *MAMBA)
 HEAD_BY_HEAD = ("bloom", "gptneox", "falcon")
 """Whose checkpoints have Q, K and V of each KV head together."""
 PLUS_ONE = ("gemma", "gemma2", "gemma3", *DELTA_NET)
@@ -92,6 +94,7 @@ NUMBERS = {
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
     "first_k_dense_replace": "leading_dense_block_count",
+    "num_dense_layers": "leading_dense_block_count",
     "clip_qkv": "attention.clamp_kqv",
     "sliding_window": "attention.sliding_window",
     "kv_lora_rank": "attention.kv_lora_rank",
@@ -119,14 +122,15 @@ def write_gguf(
     rows: dict[str, int] | None = None,
     joins: bool = False,
 ) -> Path:
-    """Write the checkpoint folder to `file`; `more`: further metadata. Norms and biases remain float32. `dense`: as
-    float32 what blocks stand for. `rows`: further tensors, of so many elements. `joins`: gate and up of
-    experts. Returns the file."""
+    """Write the checkpoint folder to `file`; `more`: further metadata, or another architecture. Norms and biases
+    remain float32. `dense`: as float32 what blocks stand for. `rows`: further tensors, of so many elements. `joins`:
+    gate and up of experts. Returns the file."""
     config = json.loads((checkpoint / "config.json").read_text())
-    architecture = _architecture(config)
+    more = dict(more or {})
+    architecture = more.pop("general.architecture", _architecture(config))
     file.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(file, architecture)
-    for key, value in (_metadata(architecture, config) | (more or {})).items():
+    for key, value in (_metadata(architecture, config) | more).items():
         if isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, bool):
@@ -245,12 +249,22 @@ def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
 
 def _lfm2(config: dict[str, Any]) -> dict[str, Any]:
     attends = [kind == "full_attention" for kind in config["layer_types"]]
-    inner, unit = int(2 * config["intermediate_size"] / 3), config["block_multiple_of"]
-    return {
+    inner, unit = int(2 * config["intermediate_size"] / 3), config.get("block_multiple_of", 256)
+    own = {"feed_forward_length": -(-inner // unit) * unit} if "num_experts" not in config else {}
+    return own | {
         "attention.head_count_kv": [each * config["num_key_value_heads"] for each in attends],
         "attention.layer_norm_rms_epsilon": config["norm_eps"],
-        "feed_forward_length": -(-inner // unit) * unit,
         "shortconv.l_cache": config["conv_L_cache"],
+    }
+
+
+def _ministral3(config: dict[str, Any]) -> dict[str, Any]:
+    rope = config["rope_parameters"] or {}
+    if "llama_4_scaling_beta" not in rope:
+        return {}
+    return {
+        "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
+        "attention.temperature_scale": rope["llama_4_scaling_beta"],
     }
 
 
@@ -259,6 +273,8 @@ OWN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "gptneox": _neox,
     "deepseek2": _deepseek,
     "lfm2": _lfm2,
+    "lfm2moe": _lfm2,
+    "mistral3": _ministral3,
     "granitemoe": lambda config: {"expert_shared_feed_forward_length": config.get("shared_intermediate_size", 0)},
     "granitehybrid": gguf_hybrids.granite,
     "nemotron_h": gguf_hybrids.nemotron,
@@ -334,8 +350,10 @@ def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> d
             if name.endswith("kv_b_proj.weight"):
                 stored |= _by_head(names.get_name(name.removesuffix(".kv_b_proj.weight") + ".k_b_proj"), tensor, config)
                 continue
-            here, index = _without_expert(name.replace("correction_bias", "correction.bias"))
+            named = name.replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
+            here, index = _without_expert(named)
             here = here.removeprefix("transformer.") if architecture == "bloom" else here
+            here = here.replace("model.layers", "layers") if ".feed_forward.experts." in here else here
             here = gguf_hybrids.looked_up(here) if architecture in (*MAMBA, *DELTA_NET) else here
             found = names.get_name(here, try_suffixes=(".weight", ".bias"))
             if found is None:

@@ -33,6 +33,11 @@ def _mixtral(of: Metadata) -> dict[str, Any]:
     }
 
 
+def _mistral3(of: Metadata) -> dict[str, Any]:
+    """Mistral Small 3.1 and its like are Llamas; the queries of Ministral 3 grow with their position, see `config`."""
+    return {} if of.number("attention.temperature_scale", None) else {"architectures": ["LlamaForCausalLM"]}
+
+
 def _olmoe(of: Metadata) -> dict[str, Any]:
     found = experts(of)
     own = {key: found[key] for key in ("num_experts", "num_experts_per_tok")}
@@ -215,6 +220,10 @@ ARCHITECTURES = {
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe, changes=_gate_row),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
+    "qwen2vl": Architecture("Qwen2ForCausalLM"),
+    "qwen3vl": Architecture("Qwen3ForCausalLM"),
+    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
+    "mistral3": Architecture("Ministral3ForCausalLM", _mistral3, is_interleaved=True),
     "gemma": Architecture("GemmaForCausalLM", plus_one=True),
     "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, names.SANDWICH, plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, names.SANDWICH, plus_one=True),

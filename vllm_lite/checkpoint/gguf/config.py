@@ -130,6 +130,8 @@ def _rope(of: Metadata) -> dict[str, Any] | None:
             "mscale_all_dim": magnitude,
             "beta_fast": of.number("rope.scaling.yarn_beta_fast", None),
             "beta_slow": of.number("rope.scaling.yarn_beta_slow", None),
+            "llama_4_scaling_beta": of.number("attention.temperature_scale", None) or None,
+            "original_max_position_embeddings": of.integer("rope.scaling.original_context_length", None),
         }
     )
 

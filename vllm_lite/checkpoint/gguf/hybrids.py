@@ -28,6 +28,19 @@ def _lfm2(of: Metadata) -> dict[str, Any]:
     }
 
 
+def _lfm2_moe(of: Metadata) -> dict[str, Any]:
+    found = experts(of)
+    return _lfm2(of) | {
+        "num_experts": found["num_experts"],
+        "num_experts_per_tok": found["num_experts_per_tok"],
+        "moe_intermediate_size": found["moe_intermediate_size"],
+        "num_dense_layers": of.integer("leading_dense_block_count", 0),
+        "use_expert_bias": any("exp_probs_b" in name for name in of.tensors),
+        "norm_topk_prob": of.flag("expert_weights_norm", default=True),
+        "routed_scaling_factor": of.number("expert_weights_scale", 1.0),
+    }
+
+
 def _granite(of: Metadata) -> dict[str, Any]:
     """Granite 4. Without experts the MLP is what is called shared."""
     heads, inner = of.whole_numbers(KV_HEADS), of.integer("ssm.inner_size")
@@ -143,6 +156,7 @@ def _of_delta_net(of: Metadata) -> Changes:
 
 HYBRIDS = {
     "lfm2": Architecture("Lfm2ForCausalLM", _lfm2, names.LFM2, _of_convolutions, by_layer=(KV_HEADS,)),
+    "lfm2moe": Architecture("Lfm2MoeForCausalLM", _lfm2_moe, names.LFM2, _of_convolutions, by_layer=(KV_HEADS,)),
     "granitehybrid": Architecture(
         "GraniteMoeHybridForCausalLM",
         _granite,
