@@ -22,6 +22,8 @@ from vllm_lite.protocol.api import Stats
 BLOCK = 8
 TIE = 1e-4
 """Beams whose scores are closer than this may change places."""
+TOKENIZERS_EOS = 2
+"""The id of `</s>` in the tokenizer of tests.checkpoints."""
 PROMPTS = make_prompts([1, 7, 8, 9, 40], seed=3)
 NUM_BEAM_TOKENS = 10
 DEADLINE_S = scaled(100.0)
@@ -178,7 +180,9 @@ def test_the_models_own_end_tokens_end_a_beam(llama: Reference, stop_tokens: tup
         found = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=12, length_penalty=0.5))
         asked = SamplingParams(use_beam_search=True, n=3, max_tokens=12, length_penalty=0.5)
         outputs = llm.generate(PROMPTS, asked, use_tqdm=False)
-    params = SamplingParams(n=3, max_tokens=12, length_penalty=0.5, stop_token_ids=stop_tokens[:3])
+        ends = llm.engine.eos_token_ids
+    assert set(ends) == {*stop_tokens[:3], TOKENIZERS_EOS}
+    params = SamplingParams(n=3, max_tokens=12, length_penalty=0.5, stop_token_ids=ends)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert_beams(expected_beams(llama, prompt, params), output, params)
         assert all(one.stop_reason is None for one in output.outputs)
