@@ -44,12 +44,12 @@ def changed(shape: AttentionShape, **changes: Any) -> AttentionShape:
 def step_batch(
     lengths: Sequence[tuple[int, int]],  # query_len, seq_len
     block_tables: Sequence[torch.Tensor],  # per group
-    slot_mapping: Sequence[torch.Tensor],  # per group; their length is the step's number of tokens
+    slot_mapping: Sequence[torch.Tensor],  # per group; their length is the step's number of tokens, if there is any
     token_ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> StepBatch:
     lens = HostLens(*np.array(lengths, np.int32).reshape(-1, 2).T)
-    num_tokens = len(slot_mapping[0])
+    num_tokens = len(slot_mapping[0]) if slot_mapping else int(lens.query_lens.sum())
     starts = np.concatenate(([0], np.cumsum(lens.query_lens)))
     return StepBatch(
         num_tokens=num_tokens,

@@ -57,3 +57,20 @@ def test_a_stack_of_another_number_is_refused(tmp_path: Path) -> None:
     model = build(load_spec(path), "float32", "cpu", Sizes(8, 8))
     with pytest.raises(ModelError, match=r"1 of another shape: .*gate_up_proj \(4, 44, 96\), not \(5, 44, 96\)"):
         load_weights(model, path)
+
+
+def test_matrices_of_all_experts_may_be_stored_transposed(tmp_path: Path) -> None:
+    """As Qwen3-VL's are published; transformers takes both, and writes what it has in memory."""
+    made = next(variant for variant in VARIANTS if variant.name == "qwen3-vl-moe").make(tmp_path / "made")
+    usual = Oracle(made)
+    tensors = load_file(made / "model.safetensors")
+    turned = {name: tensor.mT.contiguous() if ".mlp.experts." in name else tensor for name, tensor in tensors.items()}
+    save_file(turned, made / "model.safetensors", {"format": "pt"})
+    published = Oracle(made)
+    assert usual.spec.experts is not None
+    assert published.spec.experts is not None
+    assert (usual.spec.experts.transposed, published.spec.experts.transposed) == (False, True)
+    assert torch.equal(published.logits, usual.logits)
+    assert torch.equal(Paged(published).run(usual.tokens, 1000), Paged(usual).run(usual.tokens, 1000))
+    for logits in on_ranks(2, lambda rank: Paged(published, model=published.load(rank)).run(usual.tokens, 1000)):
+        assert (logits - usual.logits).abs().max() < 1e-3

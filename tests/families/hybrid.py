@@ -120,6 +120,14 @@ def lfm2_moe(name: str, controls: dict[str, Control], **settings: Any) -> Varian
     return Variant(name, "Lfm2MoeConfig", "Lfm2MoeForCausalLM", LFM2 | own | settings, controls)
 
 
+def mamba2(name: str, **settings: Any) -> Variant:
+    own: dict[str, Any] = {"num_heads": 4, "head_dim": 32, "state_size": 25, "n_groups": 1, "chunk_size": 16}
+    own |= {"initializer_range": 0.1}
+    own["time_step_limit"] = [0.0, 100.0]  # transformers writes an infinity that it cannot read
+    controls = {"eps": drop(norm=NormSpec(0.5))}
+    return Variant(name, "Mamba2Config", "Mamba2ForCausalLM", own | settings, controls)
+
+
 VARIANTS = [
     qwen("qwen3.5", "Qwen3_5", CONTROLS, {}),
     qwen("qwen3.5-moe", "Qwen3_5Moe", {}, EXPERTS | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
@@ -130,6 +138,8 @@ VARIANTS = [
     Variant("lfm2", "Lfm2Config", "Lfm2ForCausalLM", LFM2),
     lfm2_moe("lfm2-moe", {"sum": routing(renormalize=False), "scale": routing(scale=1.0)}),
     lfm2_moe("lfm2-moe-no-bias", {}, use_expert_bias=False, norm_topk_prob=False, num_dense_layers=1),
+    mamba2("mamba2"),
+    mamba2("mamba2-tied", tie_word_embeddings=True, head_dim=16, num_heads=8, conv_kernel=3),
     next_("qwen3-next", CONTROLS | {"sum": routing(renormalize=False)}),
     next_("qwen3-next-some", {}, norm_topk_prob=False, mlp_only_layers=[1], tie_word_embeddings=True),
 ]

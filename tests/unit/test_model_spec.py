@@ -371,3 +371,36 @@ def test_resolve_dtype(tmp_path):
 def test_no_torch_is_imported():
     code = "import sys, vllm_lite.checkpoint.model_spec; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_granite_with_windows_sees_everything_in_every_fourth_layer(tmp_path):
+    raw = config() | {
+        "architectures": ["GraniteSWAForCausalLM"],
+        "num_hidden_layers": 5,
+        "layer_rope_theta": [0, 1, 2, 3, 4],
+    }
+    spec = load(tmp_path, raw)
+    assert [layer.attention.window for layer in spec.layers] == [None, 128, 128, 128, None]
+    assert [layer.rope and layer.rope.theta for layer in spec.layers] == [None, 1, 2, 3, 4]
+    assert "layer_rope_theta has 1 entries for 5 layers" in refusal(tmp_path, raw | {"layer_rope_theta": [0]})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "says"),
+    [
+        ("ApertusForCausalLM", {"hidden_act": "silu"}, "hidden_act silu is not supported; it must be xielu"),
+        ("ApertusForCausalLM", {"hidden_act": "xielu", "post_norm": True}, "post_norm True"),
+        ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}, "use_qk_norm false"),
+        (
+            "HunYuanDenseV1ForCausalLM",
+            {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "alpha": 10.0}},
+            "head_dim 2 is too small",
+        ),
+        ("Mistral3ForConditionalGeneration", {"model_type": "llama"}, "mistral, ministral3, mistral4"),
+        ("Mamba2ForCausalLM", {"num_heads": 32, "n_groups": 8}, "n_groups 8"),
+        ("Mamba2ForCausalLM", {"num_heads": 3, "n_groups": 1}, "3 num_heads of 128 are not expand"),
+    ],
+)
+def test_newer_families_refuse_by_name(tmp_path, architecture, changes, says):
+    raw = config() | {"hidden_act": "silu", "head_dim": 128, "architectures": [architecture]} | changes
+    assert says in refusal(tmp_path, raw)

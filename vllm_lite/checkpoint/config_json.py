@@ -68,6 +68,7 @@ FAMILIES = {
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2",
     "LlamaForCausalLM": "llama",
+    "Mamba2ForCausalLM": "mamba2",
     "Ministral3ForCausalLM": "mistral",
     "MinistralForCausalLM": "mistral",
     "Mistral3ForConditionalGeneration": "mistral",

@@ -419,12 +419,14 @@ def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGr
     all such sizes that one is taken for which padding plus groups are fewest, both in layers: a padded layer costs
     memory in every block, a group costs tables and slots in every step. 14 full and 14 sliding layers make 1 + 1
     groups of 14; 4 full and 22 sliding make 1 + 6 of 4, two of them padding; 3 full and 1 sliding make 3 + 1 of 1.
-    Layers that keep no KV, or attend to that of another, are in no group.
+    Layers that keep no KV, or attend to that of another, are in no group; where all are so there is none.
     """
     kinds: dict[AttentionSpec, list[int]] = {}
     for index, layer in enumerate(layers):
         if layer.keeps_kv:
             kinds.setdefault(layer.attention, []).append(index)
+    if not kinds:
+        return ()
     held = {kind: kind.per_rank(Shard(0, world)) for kind in kinds}
     widths = {kind: own.cached_size for kind, own in held.items()}  # of a layer in a block, per token
     widest, total = max(widths.values()), sum(widths[kind] * len(members) for kind, members in kinds.items())

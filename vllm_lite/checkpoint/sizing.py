@@ -31,7 +31,7 @@ def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | Non
 
     A number of blocks wins over a number of bytes, that over a share of the device. On a CPU there is always an answer.
     """
-    if not block_bytes:  # an encoder keeps no KV
+    if not block_bytes:  # an encoder keeps no KV, nor does a model all of whose layers keep states
         return MIN_BLOCKS
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override

@@ -106,7 +106,8 @@ class KVCacheManager:
 
     def find_cached(self, sequence: Sequence) -> PrefixHit:
         """The longest cached beginning of `sequence` on either tier. Takes no reference."""
-        if not self.pool.enable_caching or not self.groups or sequence.unscored:
+        keeps_nothing = not self.groups and self.states is None
+        if not self.pool.enable_caching or keeps_nothing or sequence.unscored:
             return PrefixHit([[] for _ in self.groups], 0)
         self._hash_tokens(sequence, sequence.num_tokens)
         hashes, found = sequence.block_hashes, dict[tuple[int, int], int | None]()
