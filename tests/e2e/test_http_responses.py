@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import httpx
 import jsonschema
+import msgspec
 import openai
 import pydantic
 import pytest
@@ -369,6 +370,7 @@ def test_several_servers_share_a_file(tmp_path: Path) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "nobody"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "poem"}}}, "text.format"),
+        ({"text": {"format": {"type": "text", "any": msgspec.json.decode(b"[" * 200 + b"]" * 200)}}}, "text.format"),
         ({"background": True, "store": False}, "background"),
         ({"truncation": "some"}, "truncation"),
         ({"include": ["everything"]}, "include"),

@@ -194,10 +194,11 @@ def _allowed(
     return ToolsWanted(given, found, mode, parallel)
 
 
-def check_depth(value: Any, name: str, param: str) -> None:
-    """Raises ApiError for a value that is nested more deeply than a template should have to follow."""
+def check_depth(value: Any, name: str, param: str, most: int = MAX_DEPTH) -> None:
+    """Raises ApiError for a value that is nested more deeply than a template should have to follow, or than can be
+    encoded: a thread has decoded it, whose stack was almost empty."""
     level = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(most):
         level = [
             inner
             for each in level
@@ -206,4 +207,4 @@ def check_depth(value: Any, name: str, param: str) -> None:
         ]
         if not level:
             return
-    raise ApiError(400, f"{name} is nested more than {MAX_DEPTH} deep", param)
+    raise ApiError(400, f"{name} is nested more than {most} deep", param)

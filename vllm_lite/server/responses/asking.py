@@ -8,6 +8,7 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.generation import Asked, Generation, Made
 from vllm_lite.server.openai.bodies import FORM, SAMPLING, ChatBody, ChatMessage
 from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.openai.forms import check_depth
 from vllm_lite.server.responses.bodies import LOGPROBS, ResponseBody
 from vllm_lite.server.responses.toolbox import Toolbox, shown_tool
 
@@ -19,6 +20,8 @@ _NAMES = {
 }
 """Fields of a chat, and what they are in a response."""
 _RENAMED = re.compile(r"\b(max_completion_tokens|max_tokens|messages|response_format)\b(?!`)")
+MAX_FORMAT_DEPTH = 128
+"""Deeper than any schema that is compiled, and still encoded."""
 
 
 class Conversation(NamedTuple):
@@ -99,6 +102,7 @@ def as_chat(body: ResponseBody, shown: Conversation) -> ChatBody:
 def _format(body: ResponseBody) -> dict[str, Any] | None:
     """Return what text.format is in a chat."""
     given = body.text.format if body.text else None
+    check_depth(given, "text.format", "text.format", MAX_FORMAT_DEPTH)
     if given is None or given.get("type") != "json_schema" or "json_schema" in given:
         return given
     if not isinstance(given.get("schema"), dict):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.openai.forms import check_depth
 from vllm_lite.server.responses.call_outputs import read_output
 from vllm_lite.server.responses.client_tools import CALLS, OUTPUTS, BadItemError, Item, read_call
 
@@ -147,6 +148,7 @@ def _completed(kind: str, item: Item, place: int, response_id: str) -> tuple[Ite
             fields = _READERS[kind](item, place)
     except BadItemError as error:
         raise _wrong(place, str(error), f".{error.field}") from error
+    check_depth(fields, f"input[{place}]", f"input[{place}]")
     return {"type": kind, "id": name, **fields}, others
 
 

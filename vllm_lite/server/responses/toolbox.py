@@ -66,6 +66,7 @@ class Toolbox:
         """A tool_choice as chats have it."""
         if not isinstance(given, dict):
             return given
+        check_depth(given, "tool_choice", "tool_choice")
         if given.get("type") != "allowed_tools":
             return given if "type" not in given else self._named(given, "tool_choice")
         inner = given.get("allowed_tools", given)
@@ -81,6 +82,7 @@ class Toolbox:
 
     def _add(self, tool: Mapping[str, Any], where: str, *, may_repeat: bool) -> None:
         kind = tool.get("type")
+        check_depth(tool, where, "tools")
         if not isinstance(kind, str):
             raise ApiError(400, f"{where}.type is missing; it is 'function' for one that the client runs", where)
         if kind == "namespace":
@@ -116,7 +118,6 @@ class Toolbox:
         while namespace is not None and name in self._tools:
             name += "_"  # a tool outside of the namespace is called so
         shown = {"type": "function", "function": {**function, "name": name}}
-        check_depth(shown, where, "tools")
         try:
             msgspec.convert(shown, FunctionTool)
         except msgspec.ValidationError as error:
