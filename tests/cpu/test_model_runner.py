@@ -20,6 +20,8 @@ from vllm_lite.protocol.step import (
     SchedulerOutput,
     SetToken,
 )
+from vllm_lite.worker import forward
+from vllm_lite.worker.sampling import logprobs
 
 # ---- the same tokens as transformers
 
@@ -263,7 +265,31 @@ def test_a_chunk_that_samples_nothing_answers_nothing(driver: Driver) -> None:
 def test_progress_grows_in_every_layer(driver: Driver) -> None:
     count = driver.progress.count
     driver.run(new_request(0, [5, 6, 7], [1]))
-    assert driver.progress.count == count + 2 + 1, "two layers and the step"
+    assert driver.progress.count == count + 2 + 1 + 1, "two layers, the head and the step"
+
+
+def test_progress_grows_while_a_large_head_works(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are scored, and rows sampled, so many at a time that a heartbeat has something to say."""
+    prompt = make_prompt(41, seed=6)
+    scored = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 4 * driver.worker.runner.model.spec.vocab_size)
+    monkeypatch.setattr(forward, "HEAD_ROWS", 2)
+    count = driver.progress.count
+    driver.run(new_request(0, prompt, [1, 2, 3], sampling=scored))
+    assert driver.progress.count == count + 2 + 40 // 4 + 1 + 1, "layers, scores, the head, the step"
+    count = driver.progress.count
+    driver.run(*(new_request(handle, prompt[:5], [10 + handle]) for handle in range(1, 6)))
+    assert driver.progress.count == count + 2 + 3 + 1, "five rows of which two are multiplied at once"
+
+
+def test_rows_that_the_head_multiplies_in_turn_have_the_same_logits(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = driver.worker.runner.eager
+    hidden = torch.randn(5, driver.worker.runner.model.spec.hidden_size)
+    whole = eager.head(hidden).clone()
+    monkeypatch.setattr(forward, "HEAD_ROWS", 2)
+    assert torch.allclose(eager.head(hidden), whole, atol=1e-5)
 
 
 def test_a_step_of_another_generation_is_refused(driver: Driver) -> None:

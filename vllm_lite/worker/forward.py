@@ -17,6 +17,11 @@ LEAST_PAIRS = 256 * 256
 """So many pairs of a query and a token that it may attend to take one layer longer than planning attention again."""
 
 
+HEAD_ROWS = 128
+"""Rows of one product with the LM head on a CPU: enough that reading its weight does not count, and so few that the
+plainest kernels show progress with the largest vocabularies as well."""
+
+
 class Forward(Protocol):
     """One way to run the model on a step."""
 
@@ -37,7 +42,7 @@ class EagerForward:
         kv_caches: list[torch.Tensor],  # per layer: [num_blocks, 2, num_kv_heads, block_size, head_size]
         backend: AttentionBackend,
         device: torch.device,
-        progress: Callable[[], None] = lambda: None,  # called once a layer
+        progress: Callable[[], None] = lambda: None,  # called once a layer, and for each product with the head
     ) -> None:
         self.model = model
         self.kv_caches = kv_caches
@@ -51,7 +56,21 @@ class EagerForward:
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Logits are made of those rows only whose next token is wanted."""
-        return self.model.logits(self.hidden(inputs))
+        return self.head(self.hidden(inputs))
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:  # [num_wanted, hidden_size] -> float32 [num_wanted, vocab]
+        """Multiply rows with the LM head, on a CPU at most HEAD_ROWS at a time."""
+        num_rows = len(hidden)
+        if self.device.type != "cpu" or num_rows <= HEAD_ROWS:
+            logits = self.model.logits(hidden)
+            self.progress()
+            return logits
+        logits = self.model.empty_logits(num_rows)
+        for first in range(0, num_rows, HEAD_ROWS):
+            rows = slice(first, first + HEAD_ROWS)
+            self.model.logits(hidden[rows], logits[rows])
+            self.progress()
+        return logits
 
     def hidden(self, inputs: StepInputs) -> torch.Tensor:  # [num_wanted, hidden_size]
         batch = StepBatch(

@@ -171,8 +171,10 @@ class ModelRunner:
         num_scored = 0 if inputs.scoring is None else len(inputs.scoring.positions)
         scored_at, pooled_at = len(hidden) - num_pooled - num_scored, len(hidden) - num_pooled
         found = self._pool(hidden[pooled_at:], inputs) if inputs.pooling is not None else ([], [])
-        prompts = None if inputs.scoring is None else score(self.model, hidden[scored_at:pooled_at], inputs.scoring)
-        return self.model.logits(hidden[:scored_at]), prompts, found
+        prompts = None
+        if inputs.scoring is not None:
+            prompts = score(self.model, hidden[scored_at:pooled_at], inputs.scoring, self.progress.advance)
+        return self.eager.head(hidden[:scored_at]), prompts, found
 
     def _pool(self, hidden: torch.Tensor, inputs: StepInputs) -> tuple[Pooled, Failed]:
         """What the prompts that the step completes asked for; rank 0 alone says."""

@@ -4,7 +4,7 @@ A prompt's tokens get their logprobs while the prompt is computed, whatever the 
 computes its prompt again goes on with the first token that has none yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -128,8 +128,10 @@ def score(
     model: Model,
     hidden: torch.Tensor,  # [num_scored, hidden_size]
     scoring: StepScoring,
+    progress: Callable[[], None] = lambda: None,
 ) -> list[tuple[Handle, PromptLogprobs]]:
     """Score the prompt tokens, some rows at a time: a whole prompt's logits would take more memory than the model.
+    `progress` is called after each product, which for a large vocabulary takes as long as a layer.
 
     All ranks make logits and each looks at a share of the rows. Rank 0 reports, the others return nothing.
     """
@@ -151,6 +153,7 @@ def score(
         found = share.exchange(communicator, found)
         if is_first:
             entries += report(found, num_top[rows])
+        progress()
     if not is_first:
         return []
     ends = np.cumsum(counts).tolist()
