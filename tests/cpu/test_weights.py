@@ -273,3 +273,44 @@ def test_a_bar_is_shown_on_terminals_only(originals, monkeypatch, is_terminal):
     monkeypatch.setattr(sys, "stderr", stream)
     load(originals["whole"])
     assert ("loading weights" in stream.getvalue()) == is_terminal
+
+
+def split(path, *names):
+    """Deal the tensors of a single-file checkpoint out to files without an index."""
+    tensors = load_file(path / SINGLE_FILE)
+    (path / SINGLE_FILE).unlink()
+    for number, name in enumerate(names):
+        save_file({key: tensors[key] for key in sorted(tensors)[number :: len(names)]}, path / name)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("weights.safetensors",),
+        ("gptq_model-4bit-128g.safetensors",),
+        ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        ("one.safetensors", "two.safetensors", "three.safetensors"),
+    ],
+)
+def test_files_of_any_name_are_loaded_without_an_index(copy, originals, names):
+    path = copy()
+    split(path, *names)
+    save_file({"tok_embeddings.weight": torch.zeros(2)}, path / "consolidated.safetensors")
+    save_file({"a.lora_A.weight": torch.zeros(2)}, path / "adapter_model.safetensors")
+    found, wanted = load(path), load(originals["whole"])
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_tensor_in_two_files_without_an_index_is_refused(copy):
+    path = copy()
+    (path / SINGLE_FILE).rename(path / "float32.safetensors")
+    shutil.copy(path / "float32.safetensors", path / "other.safetensors")
+    assert "float32.safetensors and other.safetensors both hold" in refusal(path)
+
+
+def test_a_missing_file_of_a_numbered_series_is_named(copy):
+    path = copy()
+    split(path, "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors")
+    with pytest.raises(ModelError, match=r"model-00002-of-00003\.safetensors is missing, one of 3 files"):
+        weight_files(path)

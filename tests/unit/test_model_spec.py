@@ -248,7 +248,7 @@ def test_a_model_without_eos_has_none(tmp_path):
         ({"sliding_window": 4096}, ["sliding_window 4096", "full attention"]),
         ({"sliding_window": 4096, "use_sliding_window": True}, ["sliding_window 4096"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, ["sliding_window", "0", ">= 1"]),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0.5}, ["sliding_window", "float"]),
         (QWEN3 | {"layer_types": ["chunked_attention"]}, ["layer_types", "chunked_attention", "sliding_attention"]),
         (QWEN3 | {"layer_types": ["full_attention"]}, ["layer_types has 1 entries for 32 layers"]),
         (QWEN3 | {"layer_types": ["sliding_attention"] * 32}, ["layer_types", "use_sliding_window"]),
@@ -404,3 +404,26 @@ def test_granite_with_windows_sees_everything_in_every_fourth_layer(tmp_path):
 def test_newer_families_refuse_by_name(tmp_path, architecture, changes, says):
     raw = config() | {"hidden_act": "silu", "head_dim": 128, "architectures": [architecture]} | changes
     assert says in refusal(tmp_path, raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "odd", "usual"),
+    [
+        ("mistral_new", {"sliding_window": 0}, {"sliding_window": None}),
+        ("mistral_new", {"sliding_window": -1}, {"sliding_window": None}),
+        ("llama_new", {"dtype": "auto"}, {"dtype": None}),
+        ("llama_new", {"dtype": None, "torch_dtype": "auto"}, {"dtype": None}),
+        ("llama_new", {"bos_token_id": -1}, {"bos_token_id": None}),
+        ("llama_new", {"eos_token_id": -1}, {"eos_token_id": None}),
+        ("llama_new", {"eos_token_id": [7, -1]}, {"eos_token_id": [7]}),
+    ],
+)
+def test_values_that_say_there_is_none_are_none(
+    tmp_path: Path, name: str, odd: dict[str, Any], usual: dict[str, Any]
+) -> None:
+    assert load(tmp_path, config(name) | odd) == load(tmp_path, config(name) | usual)
+
+
+def test_an_end_token_of_minus_one_in_generation_config_is_none(tmp_path: Path) -> None:
+    given = config() | {"eos_token_id": 5}
+    assert load(tmp_path, given, {"eos_token_id": -1}) == load(tmp_path, given, {})

@@ -17,6 +17,7 @@ from vllm_lite.checkpoint.fused_experts import as_stored
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
+from vllm_lite.checkpoint.odd_values import without_blanks
 from vllm_lite.checkpoint.pooling import (
     HeadSpec,
     PoolingSpec,
@@ -246,11 +247,11 @@ def _parse_config(model_impl: str, older: dict[str, Any] | None, raw_json: Any) 
         names = raw_json.get("architectures") if isinstance(raw_json, dict) else None
         raise ModelError(f"architectures {names!r} is not supported; supported: {_listed(families)}")
     if name not in families or (model_impl == "transformers" and name in FAMILIES):
-        return read_generic(name, _text_part(raw_json))
+        return read_generic(name, without_blanks(_text_part(raw_json)))
     if raw_json.get("is_causal") is False and name in FAMILIES:
         raise ModelError("is_causal false is not supported: the tokens of a decoder see those before them only")
     family: Family = resolve_name(f"vllm_lite.checkpoint.families.{families[name]}:FAMILIES")[name]
-    text = _text_part(raw_json)
+    text = without_blanks(_text_part(raw_json))
     kind = text.get("model_type")
     family = family.by_type.get(kind, family) if isinstance(kind, str) else family
     named = {family.aliases.get(key, key): value for key, value in text.items()}
@@ -286,4 +287,5 @@ def _config_ends(raw_json: Any) -> tuple[int, ...]:
 
 
 def _ends(raw_json: Any) -> tuple[int, ...]:
-    return as_ids(convert(raw_json, _RawEnds).eos_token_id)
+    raw = without_blanks(raw_json) if isinstance(raw_json, dict) else raw_json
+    return as_ids(convert(raw, _RawEnds).eos_token_id)

@@ -2,6 +2,8 @@
 
 import math
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -14,6 +16,9 @@ from vllm_lite.runtime.untrusted_files import read_bounded
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+NO_WEIGHTS = ("consolidated", "adapter_", "optimizer", ".")
+"""How safetensors begin that hold no weights of the model, or the same ones under the names of another program."""
+_SHARD = re.compile(r"(.+)-(\d{3,6})-of-(\d{3,6})\.safetensors")
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 FLOAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -68,7 +73,8 @@ class _Index(msgspec.Struct):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Find the safetensors files of a checkpoint folder: one file, or the shards that its index names.
+    """Find the safetensors files of a checkpoint folder: one file, the shards that its index names, or without either
+    all that there are, if no two of them have one tensor.
 
     Raises ModelError when there are none, or when the index is damaged or names a file outside the folder.
     """
@@ -77,6 +83,8 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{folder / SINGLE_FILE}: is not a file; a safetensors file is expected")
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
+    if not index.exists() and (named := unindexed(file.name for file in folder.glob("*.safetensors"))):
+        return _apart([folder / name for name in named])
     if not index.exists():
         others = sorted(file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth"))
         hint = f"; {', '.join(others[:3])} cannot be used, as only safetensors and GGUF are read" if others else ""
@@ -85,6 +93,33 @@ def weight_files(folder: Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise ModelError(f"{index}: names the file {file.name!r}, which is missing")
+    return files
+
+
+def unindexed(names: Iterable[str]) -> list[str]:
+    """Choose the weights among the names of a folder without an index, sorted: safetensors of any name but those that
+    hold something else. Raises ModelError for numbered files of which some are missing."""
+    found = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith(NO_WEIGHTS))
+    for series, total in {(match[1], match[3]) for name in found if (match := _SHARD.fullmatch(name))}:
+        held = {int(match[2]) for name in found if (match := _SHARD.fullmatch(name)) and match[1] == series}
+        if len(held) < int(total):
+            first = next(number for number in range(1, int(total) + 1) if number not in held)
+            raise ModelError(
+                f"{series}-{first:0{len(total)}}-of-{total}.safetensors is missing, one of {int(total)} files"
+            )
+    return found
+
+
+def _apart(files: list[Path]) -> list[Path]:
+    """Return `files`, of which no two have one tensor: nothing says which of them would be right."""
+    holders: dict[str, Path] = {}
+    for file in files:
+        for name in _header(file, Tensor)[0]:
+            if (other := holders.setdefault(name, file)) is not file:
+                raise ModelError(
+                    f"{file.parent}: {other.name} and {file.name} both hold {shown(name)}, and no {INDEX_FILE} says "
+                    "which is meant; remove one of them"
+                )
     return files
 
 

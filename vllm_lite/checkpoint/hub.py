@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
 from vllm_lite.checkpoint.gguf.files import choose, first_files, listed
-from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, Tensor, shards, weight_files
+from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, Tensor, shards, unindexed, weight_files
 from vllm_lite.checkpoint.quantization.older import OLDER_FILES
 from vllm_lite.errors import EngineError, ModelError, VllmLiteError
 from vllm_lite.runtime import log
@@ -135,6 +135,8 @@ def _weight_names(siblings: Sequence[str], folder: Path) -> Iterator[str]:
         yield SINGLE_FILE
     elif INDEX_FILE in siblings:
         yield from shards(folder / INDEX_FILE)
+    elif named := unindexed(name for name in siblings if "/" not in name):
+        yield from named
     else:
         if first_files(siblings):
             raise _Lacks(f"has its weights in GGUF files; give one as ORG/MODEL:LABEL: {listed(siblings)}")
