@@ -325,6 +325,17 @@ def test_a_model_is_asked_for_its_template_and_formats(tmp_path: Path) -> None:
     assert not list(chats(str(tmp_path / "x"))), "another line says that it is not there"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "made"), [("BertModel", "vectors"), ("BertForSequenceClassification", "scores")]
+)
+def test_an_encoder_is_not_asked_for_a_template(tmp_path: Path, architecture: str, made: str) -> None:
+    config = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 64, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": "bert", **config}))
+    (line,) = chats(str(tmp_path))
+    assert (line.level, line.name, line.text) == ("OK", "chats", f"none: the model makes {made}, and no text")
+
+
 def test_a_model_is_asked_for_what_computes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def line() -> tuple[str, str]:
         (found,) = implementation(str(tmp_path))

@@ -1,4 +1,8 @@
-"""Text to token ids and back with the `tokenizers` library: the same ids as transformers.AutoTokenizer's."""
+"""Text to token ids and back with the `tokenizers` library: the ids that tokenizer.json says.
+
+They are those of transformers' plain class of tokenizers. Its classes of Llama and GPT-2 build the steps anew since
+version 5, whatever the file says of them: where the two differ, the file is followed.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import wraps

@@ -32,6 +32,20 @@ def implementation(folder: str) -> Iterator[Line]:
         yield Line("OK", "model", f"{spec.architecture}: transformers, {spec.size()} parameters")
 
 
+def _instead_of_text(folder: str) -> str | None:
+    """What the model makes if it generates no text; None if it does, or cannot be read."""
+    from vllm_lite.checkpoint.config_json import load_spec
+    from vllm_lite.errors import ModelError
+
+    try:
+        pooling = load_spec(folder).pooling
+    except ModelError:  # `implementation` says so
+        return None
+    if pooling is None or pooling.generates:
+        return None
+    return "vectors" if pooling.head is None else "scores"
+
+
 def chats(folder: str) -> Iterator[Line]:
     """Say what would be in force for the model in `folder` without flags."""
     from vllm_lite.client.generation_config import generation_defaults
@@ -41,6 +55,9 @@ def chats(folder: str) -> Iterator[Line]:
     from vllm_lite.server.openai.formats import Formats, architectures_of
 
     if not Path(folder).exists():  # `implementation` says so
+        return
+    if (made := _instead_of_text(folder)) is not None:
+        yield Line("OK", "chats", f"none: the model makes {made}, and no text")
         return
     try:
         tokenizer, template = Tokenizer.load(folder), TemplateSource.load(folder)
