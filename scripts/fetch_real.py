@@ -4,7 +4,7 @@
     python scripts/fetch_real.py --small         # a small model and an encoder, as CI does
     python scripts/fetch_real.py --from FOLDER   # archives that lie in FOLDER already are not downloaded
 
-They go to $VLLM_LITE_REAL, else to vllm-lite/real in the user's cache, and stay there: a call that is repeated goes on
+They go to $REAL_CHECKPOINTS, else to vllm-lite/real in the user's cache, and stay there: a call that is repeated goes on
 where the last one ended, and what is there with the right checksum is kept. The exit status is 1 if a package is
 missing in the end; with `--go-on` only if one is not what its checksum says.
 """
@@ -43,7 +43,7 @@ class WrongFileError(Exception):
 
 def real_folder() -> Path:
     """The cache: one folder for each package, by its name in the table."""
-    given = os.environ.get("VLLM_LITE_REAL")
+    given = os.environ.get("REAL_CHECKPOINTS")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(given) if given else Path(cache) / "vllm-lite" / "real"
 

@@ -62,7 +62,7 @@ def load(server: Server) -> int:
 def test_a_chat(server: Server, env: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     with typing("chat", "--url", server.url, env=env) as user:
-        user.wait_for(rf"demo_model at {server.url}.*\n> $")
+        user.wait_for(rf"demo_model at {server.url}.*\n.*temperature 0\.7, top_p 0\.95, min_p 0\.05; /set .*\n> $")
         user.say("/set temperature 0")
         user.wait_for(PROMPT)
         user.say("Tell me a story about a cat.")

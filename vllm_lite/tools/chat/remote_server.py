@@ -4,7 +4,7 @@ import json
 import os
 import ssl
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
@@ -16,6 +16,11 @@ DEFAULT_URL = "http://localhost:8000"
 CONNECT_S = 10.0
 SILENCE_S = 600.0
 """How long a server may send nothing at all; ours sends something every 15 s."""
+MILD = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
+"""What is sampled with where neither the model nor the user says anything. Servers take a temperature of 1 then, and
+small models answer nonsense to what they know at that."""
+SERVED_BY = "# served by vllm_lite"
+"""How the server of this package says in /api/show whose answer that is."""
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -89,6 +94,8 @@ class RemoteServer:
         self.address = Address.parse(url)
         self.api_key = api_key
         self.why = why
+        self.defaults: Mapping[str, Any] = {}
+        """What requests get that say nothing themselves; the server has its own where this has none."""
         self._model = model
         transport = httpx.HTTPTransport(uds=self.address.uds) if self.address.uds is not None else None
         self._http = httpx.Client(transport=transport, **client_settings(self.address, api_key))
@@ -113,6 +120,16 @@ class RemoteServer:
                     raise RemoteError(text) from error
         return self._model
 
+    def take_mild_defaults(self) -> Mapping[str, Any]:
+        """Have `defaults` be MILD if the server is of this package, and says nothing of sampling for its model. Returns
+        what they are."""
+        with suppress(httpx.HTTPError, ValueError, AttributeError):
+            said = self._http.post("/api/show", json={"model": self.model}).json()
+            own = {line.partition(" ")[0] for line in said.get("parameters", "").splitlines()}
+            if said.get("modelfile", "").startswith(SERVED_BY) and not own & {*MILD, "top_k"}:
+                self.defaults = MILD
+        return self.defaults
+
     def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Pieces:
         """Stream the answer to `messages`. Closing the iterator aborts it on the server."""
         return self._stream("/v1/chat/completions", {"messages": list(messages), **sampling})
@@ -122,7 +139,13 @@ class RemoteServer:
         return self._stream("/v1/completions", {"prompt": prompt, **sampling})
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Pieces:
-        whole = {"model": self.model, **body, "stream": True, "stream_options": {"include_usage": True}}
+        whole = {
+            "model": self.model,
+            **self.defaults,
+            **body,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         with self._failures(), self._http.stream("POST", path, json=whole) as response:
             if response.status_code != httpx.codes.OK:
                 check(self.address, response.status_code, response.read())

@@ -25,6 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with server_flags.server(arguments, server_flags.private_config(arguments)) as remote:
         model, terminal, is_quick = remote.model, Terminal(), arguments.quick is not None
+        mild = server_flags.mild_defaults(arguments, remote)
         conversation = Conversation(arguments.system_prompt, server_flags.sampling(arguments))
         chat = Chat(remote, terminal, conversation, can_retry=not is_quick)
         if is_quick:
@@ -33,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
         if terminal.is_interactive:
             where = "" if arguments.folder else f" at {remote.address.shown}"
             terminal.note(f"{model}{where}. /help lists commands; Ctrl-C stops an answer.")
+            if mild:
+                terminal.note(f"{mild}; /set changes that.")
         return _talk(chat, terminal)
 
 

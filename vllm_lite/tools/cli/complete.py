@@ -33,6 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     given = arguments.text if arguments.quick is None else arguments.quick
     with server_flags.server(arguments, server_flags.private_config(arguments)) as remote:
         terminal = Terminal()
+        mild = server_flags.mild_defaults(arguments, remote)
+        if terminal.is_interactive and mild:
+            terminal.note(f"{mild}.")
         if given is None and terminal.is_interactive:
             return _lines(arguments, remote, terminal)
         if given is None:

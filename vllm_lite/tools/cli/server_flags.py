@@ -42,6 +42,16 @@ def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def mild_defaults(arguments: argparse.Namespace, remote: "RemoteServer") -> str:
+    """Have `remote` sample less boldly than a server does, where neither the model nor the user says how. Returns a
+    note that says so, or an empty text."""
+    if {"temperature", "top_p", "top_k"} & sampling(arguments).keys():
+        return ""
+    taken = remote.take_mild_defaults()
+    shown = ", ".join(f"{name} {value:g}" for name, value in taken.items())
+    return f"the model does not say how to sample it: {shown}" if taken else ""
+
+
 def _object(text: str) -> dict[str, Any]:
     """Read a JSON object."""
     try:
