@@ -43,8 +43,8 @@ def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def mild_defaults(arguments: argparse.Namespace, remote: "RemoteServer") -> str:
-    """Have `remote` sample less boldly than a server does, where neither the model nor the user says how. Returns a
-    note that says so, or an empty text."""
+    """Have `remote` sample less boldly than a server does, where neither the model nor the user says how. Returns
+    the sentence that says so, empty if they do."""
     if {"temperature", "top_p", "top_k"} & sampling(arguments).keys():
         return ""
     taken = remote.take_mild_defaults()
