@@ -92,6 +92,11 @@ MULTIPLIERS = {
 RENORMALIZED = {"sum": routing(renormalize=False)}
 
 
+def minimax(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
+    own = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22, "rotary_dim": 12}
+    return Variant(name, "MiniMaxM2Config", "MiniMaxM2ForCausalLM", SIX_HEADS | own | settings, controls)
+
+
 def qwen_vl_moe(name: str, controls: dict[str, Control], **text: Any) -> Variant:
     own = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "pad_token_id": 0}
     vision = {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 72, "deepstack_visual_indexes": [0]}
@@ -117,6 +122,8 @@ VARIANTS = [
     qwen_vl_moe(
         "qwen3-vl-moe-some", {}, head_dim=24, mlp_only_layers=[0], num_hidden_layers=3, moe_intermediate_size=36
     ),
+    minimax("minimax-m2", RENORMALIZED | {"sigmoid": routing(scoring="softmax")}),
+    minimax("minimax-m2-whole-heads", {}, rotary_dim=24, num_experts_per_tok=2, tie_word_embeddings=True),
     mixtral("mixtral", RENORMALIZED, sliding_window=None),
     mixtral("mixtral-one-expert", {"window": drop_in_layers(without_window)}, num_experts_per_tok=1, sliding_window=31),
     olmoe("olmoe", {"no sum": routing(renormalize=True), "clip": drop(qkv_clip=0.0)}, clip_qkv=0.7),

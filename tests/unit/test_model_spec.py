@@ -397,6 +397,11 @@ def test_granite_with_windows_sees_everything_in_every_fourth_layer(tmp_path):
             "head_dim 2 is too small",
         ),
         ("Mistral3ForConditionalGeneration", {"model_type": "llama"}, "mistral, ministral3, mistral4"),
+        (
+            "MiniMaxM2ForCausalLM",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 130},
+            "rotary_dim 130 is more than head_dim 128",
+        ),
         ("Mamba2ForCausalLM", {"num_heads": 32, "n_groups": 8}, "n_groups 8"),
         ("Mamba2ForCausalLM", {"num_heads": 3, "n_groups": 1}, "3 num_heads of 128 are not expand"),
     ],

@@ -70,6 +70,7 @@ FAMILIES = {
     "Lfm2MoeForCausalLM": "lfm2",
     "LlamaForCausalLM": "llama",
     "Mamba2ForCausalLM": "mamba2",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "mistral",
     "MinistralForCausalLM": "mistral",
     "Mistral3ForConditionalGeneration": "mistral",

@@ -46,6 +46,8 @@ EXPERT_PARTS = (
     (".block_sparse_moe.router.", ".mlp.gate."),
     (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
     (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+    (".block_sparse_moe.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+    (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
     (".block_sparse_moe.", ".mlp."),
     (".shared_mlp.input_linear.", ".mlp.shared_experts.gate_up_proj."),
     (".shared_mlp.output_linear.", ".mlp.shared_experts.down_proj."),

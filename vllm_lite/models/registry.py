@@ -63,6 +63,7 @@ MODELS = {
     "Lfm2MoeForCausalLM": "vllm_lite.models.lfm2:Lfm2",
     "LlamaForCausalLM": "vllm_lite.models.llama:Llama",
     "Mamba2ForCausalLM": "vllm_lite.models.nemotron_h:NemotronH",
+    "MiniMaxM2ForCausalLM": "vllm_lite.models.llama:Llama",
     "Ministral3ForCausalLM": "vllm_lite.models.llama:Llama",
     "MinistralForCausalLM": "vllm_lite.models.llama:Llama",
     "Mistral3ForConditionalGeneration": "vllm_lite.models.deepseek:Mistral",

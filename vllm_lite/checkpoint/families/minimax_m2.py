@@ -1,0 +1,39 @@
+"""MiniMax M2: Llama with rope on a part of each head, norms over all heads, and experts that sigmoids choose."""
+
+from vllm_lite.checkpoint.experts import ExpertsSpec
+from vllm_lite.checkpoint.families.common import Family
+from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
+from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.typed_json import Size
+from vllm_lite.errors import ModelError
+
+THETA, HEAD_DIM = 5e6, 128
+"""Where config.json does not say."""
+
+
+class MiniMaxM2Config(LlamaConfig, kw_only=True):
+    num_local_experts: NumExperts
+    num_experts_per_tok: NumExperts
+    rotary_dim: Size | None = None
+    """So many elements of each head turn."""
+    use_qk_norm: bool = True
+    use_routing_bias: bool = True
+    scoring_func: str = "sigmoid"
+
+
+def _minimax(architecture: str, raw: MiniMaxM2Config) -> ModelSpec:
+    for name, value in {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"}.items():
+        if getattr(raw, name) != value:
+            raise ModelError(f"{name} {getattr(raw, name)} is not supported; it must be {value}")
+    size = raw.head_dim or HEAD_DIM
+    if raw.rotary_dim is not None and raw.rotary_dim > size:
+        raise ModelError(f"rotary_dim {raw.rotary_dim} is more than head_dim {size}")
+    share = (raw.rotary_dim or size) / size
+    layers = llama_layers(raw, full_attention(raw), head_dim=HEAD_DIM, theta=THETA, partial_rotary_factor=share)
+    given = {"scoring": "sigmoid", "choice_bias": True, "renormalize": True}
+    experts = ExpertsSpec(routing_of(raw.num_local_experts, raw.num_experts_per_tok, **given), raw.intermediate_size)
+    return llama_like(architecture, raw, with_experts(layers, experts), qk_norm="all heads")
+
+
+FAMILIES = {"MiniMaxM2ForCausalLM": Family(MiniMaxM2Config, _minimax, {"num_experts": "num_local_experts"})}
