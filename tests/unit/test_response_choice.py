@@ -2,11 +2,13 @@
 
 # ruff: noqa: RUF001 - DeepSeek's literals have such letters
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.response_transcripts import TOOLS, WRITERS, pieces_of, read
 from vllm_lite.client.text.response.choose import choose
 from vllm_lite.client.text.response.shipped import descriptions
 from vllm_lite.client.text.template_literals import UNKNOWN, stands_free, template_literals
@@ -132,3 +134,30 @@ def test_each_fingerprint_chooses_its_format(name: str) -> None:
         calls, reasoning = chosen(" ".join(texts))
         assert name in (calls, reasoning)
         assert item.tool_calls is None or calls == name
+
+
+# ---- templates of the writers, which stand for the real ones
+
+OTHERS = {
+    "deepseek_v3": "<think>",
+    "gemma4": "<|channel>",
+    "gigachat3": "<|role_sep|><|message_sep|>",
+    "openai": "<|start|>",
+}
+"""Literals of a format that stand elsewhere in its templates."""
+ASKED_FOR = {"hermes, text", "llama3_json", "pythonic", "xlam", "xlam, fenced", "phi4_mini", "hunyuan", "ernie45"}
+"""Writers whose calls have not all literals of their format: the instructions of its templates have the others."""
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name not in ASKED_FOR])
+def test_a_template_that_writes_a_call_is_of_its_format(name: str) -> None:
+    writer = WRITERS[name]
+    tokenizer: Any = SimpleNamespace(added_tokens={}, special_ids=())
+    text = writer.calls([("get_weather", {"city": "Paris", "days": 3})])
+    choice = choose(None, tokenizer, template=f"{{{{ {json.dumps(text + ' ' + OTHERS.get(name, ''))} }}}}")
+    assert choice.calls == writer.names[0]
+    assert choice.format is not None
+    message = read(choice.format, pieces_of(text, {}), tools=TOOLS)
+    assert [(called, json.loads(arguments)) for called, arguments in message.calls] == [
+        ("get_weather", {"city": "Paris", "days": 3})
+    ]

@@ -199,11 +199,20 @@ def test_a_name_may_be_a_key() -> None:
         ('[{"": {}}]', [], '[{"": {}}]'),
         ('["f"]', [], '["f"]'),
         ('[{"f": {}, "g": {}}]', [["f", "{}"]], ', "g": {}}]'),
+        ('[{"f": {}]', [["f", "{}"]], "]"),
+        ('[{"f": {}x', [["f", "{}"]], "x"),
     ],
 )
 def test_other_objects_are_no_calls(text: str, calls: list[list[str]], rest: str) -> None:
     opening = "" if calls else "<|tools_prefix|>"
     assert whole("apertus", f"<|tools_prefix|>{text}<|tools_suffix|>") == (f"{opening}{rest}<|tools_suffix|>", calls)
+
+
+def test_a_value_of_python_is_what_the_schema_says() -> None:
+    """Llama 4's template puts all values of history between quotes."""
+    assert given("pythonic", "[f(days='3', text='4', list=['5'], deep=\"{'a': 1}\", more='6')]") == [
+        {"days": 3, "text": "4", "list": ["5"], "deep": {"a": 1}, "more": "6"}
+    ]
 
 
 # ---- JSON without a literal of its own
