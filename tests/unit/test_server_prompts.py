@@ -182,6 +182,17 @@ def test_a_part_without_its_text_is_refused(part: dict[str, Any], error: str) ->
     assert caught.value.message.endswith(error)
 
 
+def test_arguments_of_earlier_calls_may_be_nested_but_not_deeply() -> None:
+    deep: Any = 1
+    for _ in range(70):
+        deep = {"in": deep}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": deep}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
+    with pytest.raises(ApiError, match=r"^messages\[1\]\.tool_calls is nested more than 64 deep"):
+        asyncio.run(PROMPTS.render(body, None, REQUEST))
+
+
 def test_variables_of_a_template_may_be_nested_but_not_deeply() -> None:
     assert rendered("user", chat_template_kwargs={"deep": {"in": [5]}}) == "user:x;5"
     deep: Any = 1

@@ -289,6 +289,8 @@ def _plain(messages: Sequence[ChatMessage]) -> dict[int, dict[str, Any]]:
         if (message := steady_message(given)) is None:
             continue
         content = content_of(message, place)
+        for call in message.tool_calls or ():
+            check_depth(call.function.arguments, f"messages[{place}].tool_calls", "messages")
         plain[place] = {"role": message.role, "content": content.for_template, **_more(message, content)}
     return plain
 
