@@ -36,6 +36,7 @@ def chosen(
         ("{# a model may write <tool_call> or </tool_call> #}{{ x }}", None),
         ("{% set d = '｜DSML｜' %}{{ '<' + d + 'function_calls>' }}", "deepseek_v32"),
         ("{% set d = '｜DSML｜' %}{{ '<' + d + 'tool_calls>' }}", "deepseek_v4"),
+        ("{% set d = '｜DSML｜' %}{{ '<' + d + 'tool_calls>' }}{% set d = '｜DSML｜' %}", "deepseek_v4"),
         ("{% set d = 'a' %}{% set d = '｜DSML｜' %}{{ '<' + d + 'function_calls>' }}", None),
         ('{% generation %}{{ "<function name=\\"" }}{% endgeneration %}<param name="x">', "minicpm5"),
         ("{{ 'Call functools[{\"name\": 1}]' }}", "phi4_mini_json"),

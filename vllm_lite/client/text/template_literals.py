@@ -63,15 +63,13 @@ def _goes_on(neighbour: str, edge: str, brackets: str) -> bool:
 
 
 def _constants(tree: nodes.Template) -> dict[str, str]:
-    """Find the names that are set once, to a text that is known."""
+    """Find the names that are only ever set to one text: a checkpoint's two templates may both set them."""
     found: dict[str, str] = {}
-    counts: dict[str, int] = {}
     for each in tree.find_all(nodes.Assign):
         if isinstance(each.target, nodes.Name):
-            name = each.target.name
-            counts[name] = counts.get(name, 0) + 1
-            found[name] = _folded(each.node, found)
-    return {name: text for name, text in found.items() if counts[name] == 1 and text and UNKNOWN not in text}
+            name, text = each.target.name, _folded(each.node, found)
+            found[name] = text if found.get(name, text) == text else UNKNOWN
+    return {name: text for name, text in found.items() if text and UNKNOWN not in text}
 
 
 def _folded(node: nodes.Node, constants: Mapping[str, str]) -> str:
