@@ -10,7 +10,7 @@ from tests.cpu.test_native_linear import random
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME, KINDS, READ
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels import cpu
+from vllm_lite.kernels import cpu, gguf_blocks
 from vllm_lite.kernels.cpu import gguf_blocks as native
 from vllm_lite.kernels.cpu.linear import PackedWeight
 from vllm_lite.kernels.gguf_blocks import BLOCK, BlockRows, take_apart
@@ -49,6 +49,25 @@ def test_blocks_are_taken_apart_as_gguf_py_does_it(kind: str) -> None:
     assert found.shape == (6, 3 * BLOCK[kind][0])
     expected = gguf.quants.dequantize(some.numpy(), gguf.GGMLQuantizationType[kind])
     assert np.array_equal(dequantize(found).numpy(), expected)
+
+
+def test_every_scale_of_nvfp4_is_that_of_gguf_py() -> None:
+    """Among them the one that is not a number, and those with the bit that no scale has."""
+    some = torch.full((64, 36), 0x11, dtype=torch.uint8)
+    some[:, :4] = torch.arange(256, dtype=torch.uint8).view(64, 4)
+    expected = gguf.quants.dequantize(some.numpy(), gguf.GGMLQuantizationType.NVFP4)
+    assert np.array_equal(dequantize(take_apart(BlockRows("NVFP4", some))).numpy(), expected)
+
+
+def test_blocks_that_only_torch_knows_are_taken_apart_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = BlockRows("IQ2_XS", blocks("IQ2_XS", 7, 2), torch.arange(512).flip(0))
+    whole = native.take_apart(rows)
+    monkeypatch.setattr(gguf_blocks, "ELEMENTS_AT_ONCE", 1024)
+    found = native.take_apart(rows)
+    assert torch.equal(found.codes, whole.codes)
+    assert torch.equal(found.scales, whole.scales)
+    assert found.order is rows.order
+    assert torch.equal(dequantize(found), dequantize(take_apart(rows)))
 
 
 @needs_native

@@ -2,12 +2,15 @@
 beside transformers."""
 
 import unicodedata
+from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.real.models import PAGE
+from vllm_lite.client.text.gguf_tokenizer import GgufTokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
@@ -68,6 +71,19 @@ def test_a_vocabulary_without_vectors_gives_texts_back(real: Callable[[str], Pat
     for text in ("Hello, world! 123", "نص", "   deep   space\n\n"):
         found = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
         assert found == (" ".join(text.split()) if name == "nomic-bert-moe" else text)
+
+
+def test_a_unigram_vocabulary_has_the_ids_of_xlm_roberta(real: Callable[[str], Path]) -> None:
+    from transformers import XLMRobertaTokenizer
+
+    file = real("llama-cpp") / "ggml-vocab-nomic-bert-moe.gguf"
+    made: Any = GgufTokenizer(file).make()
+    table: Any = b64decode(made["normalizer"]["precompiled_charsmap"])
+    theirs = XLMRobertaTokenizer(vocab=made["model"]["vocab"], _spm_precompiled_charsmap=table)
+    tokenizer = Tokenizer.load(file)
+    texts = Path(file.with_name("ggml-vocab-qwen35.gguf.inp")).read_bytes().decode().split(SEPARATOR)
+    for text in (*TEXTS, PAGE, *texts):
+        assert tokenizer.encode(text) == theirs.encode(text), text
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
