@@ -115,6 +115,7 @@ def test_the_architecture_comes_last() -> None:
     assert chosen("x", (), ("GptOssForCausalLM",)) == ("openai", "openai")
     assert chosen("x", ("<|tools_prefix|>",), ("GptOssForCausalLM",)) == ("apertus", "apertus")
     assert chosen("x", ("<other>",), ("LlamaForCausalLM",)) == (None, None)
+    assert chosen(None, (), ("MiniMaxM2ForCausalLM",)) == ("minimax_m2", "minimax_m2")
 
 
 def test_the_answer_says_why() -> None:
