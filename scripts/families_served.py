@@ -47,6 +47,7 @@ REFUSALS = {
     "other": (
         "cannot be served through transformers",
         "has no language model for",
+        "supported are full_attention and sliding_attention",
         "merged weights",
         "latent attention",
     ),
