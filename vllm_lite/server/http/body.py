@@ -69,7 +69,8 @@ class BodyReader:
     def hold(self, request: Request, data: bytes | memoryview) -> None:
         """Count `data`, which the request takes from what the server keeps, as a part of its body. Raises ApiError."""
         num_bytes, num_values = request.scope.get(_SIZE, (0, 0))
-        num_bytes, num_values = num_bytes + len(data), num_values + _num_values(bytes(data))
+        num_bytes += len(data)
+        num_values += _num_values(bytes(data)) if num_bytes <= self._max_bytes else 0  # what is too long is not read
         request.scope[_SIZE] = num_bytes, num_values
         if num_bytes > self._max_bytes or num_values > self._max_values:
             text = (
