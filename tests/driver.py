@@ -91,14 +91,15 @@ class Driver:
             self.run(*(Continue(handle, 1, []) for handle in handles))
 
 
-def new_request(handle: int, prompt: list[int], blocks: list[int], **fields: Any) -> NewRequest:
+def new_request(handle: int, prompt: list[int], blocks: list[int] | None, **fields: Any) -> NewRequest:
+    """The request of a prompt with its blocks; None for a model without KV."""
     values: dict[str, Any] = {
         "num_computed": 0,
         "num_cached": 0,
         "num_tokens": len(prompt),
         "sampling": GREEDY,
     } | fields
-    return NewRequest(handle, pack_tokens(prompt), len(prompt), block_ids=[blocks], **values)
+    return NewRequest(handle, pack_tokens(prompt), len(prompt), block_ids=[] if blocks is None else [blocks], **values)
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:

@@ -209,7 +209,7 @@ def test_sizes_of_a_header_are_those_of_the_file(tmp_path: Path) -> None:
     for offsets, shape in (([0, 8], [1 << 40, 1 << 40]), ([0, 1 << 60], [1 << 59]), ([-8, 0], [4]), ([0, 8], [-2, -2])):
         header = f'{{"x": {{"dtype": "BF16", "shape": {shape}, "data_offsets": {offsets}}}}}'.encode()
         (tmp_path / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-        with pytest.raises(ModelError, match="not within the file"):
+        with pytest.raises(ModelError, match=r"not within the file|not a valid safetensors file"):
             locate(tmp_path)
 
 

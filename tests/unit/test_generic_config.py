@@ -126,7 +126,7 @@ def test_which_implementation(tmp_path: Path) -> None:
     llama |= {"rope_scaling": None, "num_attention_heads": 4}
     for chosen, expected in (("auto", "native"), ("native", "native"), ("transformers", "transformers")):
         assert read(tmp_path, chosen, **llama).implementation == expected
-    refusal = r"architectures .'NovelForCausalLM'. is not supported; supported: .*LlamaForCausalLM"
+    refusal = r"architectures .'NovelForCausalLM'. is not supported; supported: .* Llama .*each ForCausalLM"
     with pytest.raises(ModelError, match=refusal):
         read(tmp_path, "native")
 

@@ -56,7 +56,7 @@ HOSTILE = {
     "a long name": (LLAMA | {"architectures": ["A" * 10**6]}, "does not write text"),
     "a long number": (LLAMA | {"hidden_size": "7" * 10**6}, "hidden_size: Expected `int`, got `str`"),
     "many layers": (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers: Expected `int` <= 10000"),
-    "a negative window": (LLAMA | {"sliding_window": -1}, "sliding_window: Expected `int` >= 1"),
+    "a window without end": (LLAMA | {"sliding_window": 2**40}, "sliding_window: Expected `int` <= 2147483647"),
     "a part that is a list": (LLAMA | {"text_config": [1]}, "text_config [1] is not an object"),
     "an endless rope": (LLAMA | {"rope_scaling": YARN}, "rope_scaling.factor: Expected `float` <= 1000000.0"),
     "not a number": (json.dumps(LLAMA | {"rope_theta": float("nan")}), "not valid JSON"),
