@@ -66,6 +66,7 @@ class Target:
     key: str
     other_key: str
     pid: int | None
+    admin_key: str = ""
     rows: list[Row] = field(default_factory=list)
 
     def client(self, key: str | None = None) -> httpx.Client:
@@ -264,7 +265,7 @@ def aborts(target: Target) -> None:
 
 
 def adapters(target: Target) -> None:
-    with tempfile.TemporaryDirectory() as folder, target.client() as http:
+    with tempfile.TemporaryDirectory() as folder, target.client(target.admin_key or target.key) as http:
         for name in ("pipe", "endless", "sparse"):
             place = Path(folder, name)
             place.mkdir()
@@ -313,7 +314,7 @@ def main() -> int:
         return run(Target(args.url.rstrip("/"), args.key, args.other_key, args.pid))
     keys = ["--api-key", "sk-one", "--api-key", "sk-two"]
     with serving("--enable-lora", *keys, "--admin-api-key", "sk-admin") as server:
-        return run(Target(server.url, "sk-one", "sk-two", server.process.pid))
+        return run(Target(server.url, "sk-one", "sk-two", server.process.pid, "sk-admin"))
 
 
 if __name__ == "__main__":
