@@ -48,7 +48,7 @@ while time.monotonic() < end and sys.stdin.readable():
 
 
 class Row(NamedTuple):
-    """What an attack took."""
+    """Result of one attack: its answers, memory in MB, the loop's longest stall in ms, seconds, and what was wrong."""
 
     attack: str
     answers: str

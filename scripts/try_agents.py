@@ -148,7 +148,7 @@ def ran(command: list[str], work: Path, env: dict[str, str]) -> tuple[str, str]:
 
 
 def missing(output: str, work: Path, recorder: Recorder) -> str:
-    """What a turn lacks that ended well, or nothing."""
+    """Name the missing part of a turn that ended well; None if it is whole."""
     refused = [each for each in recorder.exchanges if each.status >= 400 and each.method == "POST"]
     if refused:
         return f"{refused[0].path} answered {refused[0].status}: {refused[0].answer[:200].decode(errors='replace')}"

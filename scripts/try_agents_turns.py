@@ -1,4 +1,4 @@
-"""What the scripted model of try_agents.py plays for each agent: one call that writes a file, then a text.
+"""Turns that the scripted model of try_agents.py plays for each agent: one call that writes a file, then a text.
 
 tests/scripted_turns.py makes the checkpoint. Its chat template chooses by the tools of a request and by its last
 message, so that the model needs to be told nothing about who asks.

@@ -29,7 +29,7 @@ DEMO = ROOT / "vllm_lite" / "demo_model"
 PAGE = ROOT / "docs" / "clients.md"
 FLAGS = ("--served-model-name", "demo", "--dtype", "float32", "--convert", "embed")
 BEHIND = "\n## Agents\n"
-"""What follows in the page is not of this script."""
+"""End of this script's part of the page."""
 TIMEOUT_S = 900.0
 INSTALL_S = 600.0
 NODE = "node"

@@ -108,7 +108,7 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def expected(oracle: Any, prompt: list[int], count: int) -> list[int]:
-    """What transformers continues with, greedily."""
+    """Return the tokens that transformers continues with, greedily."""
     ids = torch.tensor([prompt])
     settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     output = oracle.generate(ids, attention_mask=torch.ones_like(ids), **settings)

@@ -394,7 +394,7 @@ DIALECTS: dict[str, Callable[[Case, Sequence[int]], list[Item]]] = {
 
 
 def in_order(items: Sequence[Item]) -> list[Item]:
-    """What was said, without what only some dialects tell of it, and without calls that were cut: only some show them,
+    """The items said, without what only some dialects tell of it, and without calls that were cut: only some show them,
     between two texts or two reasonings that are one without them."""
     said = [item[:3] if item[0] == "call" else item[:2] for item in items if item[0] != "end"]
     whole: list[Item] = []

@@ -153,7 +153,7 @@ def locate(folder: Path) -> dict[str, Place]:
 
 
 def locate_in(file: Path) -> dict[str, Place]:
-    """Where the floats of one safetensors file lie. Raises ModelError."""
+    """Find the places of the floats in one safetensors file. Raises ModelError."""
     found = {}
     stat = file.stat()
     tensors, start = _header(file, _Located)

@@ -60,7 +60,7 @@ class _Config(msgspec.Struct):
 
 
 class LoraModule(NamedTuple):
-    """What an adapter has for one linear layer: where its matrices A [rank, inputs] and B [outputs, rank] lie."""
+    """An adapter's matrices for one linear layer: the places of A [rank, inputs] and B [outputs, rank] in the file."""
 
     rank: int
     scale: float

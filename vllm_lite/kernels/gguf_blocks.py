@@ -220,7 +220,7 @@ _SMALL = {
     "TQ2_0": Layout(256, 66, INT4, 256, small.tq2_0),
     "NVFP4": Layout(64, 36, FP4, 16, small.nvfp4),
 }
-"""Those that only torch takes apart."""
+"""Kinds of blocks that only torch takes apart."""
 _LAYOUTS = _KINDS | _SMALL
 BLOCK = {name: (kind.elements, kind.num_bytes) for name, kind in _LAYOUTS.items()}
 """Elements and bytes of a block of each type that is supported."""

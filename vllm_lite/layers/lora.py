@@ -160,7 +160,7 @@ class Site:
                 )
 
     def read(self, modules: Mapping[str, LoraModule]) -> Any:
-        """What this rank holds of an adapter's `modules`, which were checked, packed. Raises OSError."""
+        """Read and pack this rank's part of an adapter's `modules`, which check() has passed. Raises OSError."""
         down = {name: _tensor(module.down) for name, module in modules.items()}
         up = {name: _tensor(module.up) for name, module in modules.items()}
         inputs, dtype = self.shape.inputs, self.shape.dtype

@@ -12,7 +12,7 @@ KV_SCALE_BYTES = {"int8": 4}
 
 
 class KVShape(Protocol):
-    """What resolve() needs to know of a model's KV cache. A ModelSpec is one."""
+    """Facts about a model's KV cache that resolve() needs. A ModelSpec has them."""
 
     @property
     def kv_groups(self) -> tuple[Any, ...]: ...

@@ -1,4 +1,4 @@
-"""Where settings are written: YAML and TOML files, and the environment. Nothing is converted or checked here."""
+"""Sources of settings: YAML and TOML files, and the environment. Nothing is converted or checked here."""
 
 import re
 import tomllib
@@ -85,6 +85,6 @@ def is_of_service(variable: str, text: str) -> bool:
 
 
 def unread(variable: str, names: Collection[str]) -> str:
-    """What to say of a variable that is no setting."""
+    """Return the sentence about a variable that is no setting."""
     near = get_close_matches(variable.removeprefix(ENV_PREFIX).lower(), names, 1)
     return f"{variable} is not read" + (f"; did you mean {ENV_PREFIX}{near[0].upper()}?" if near else "")

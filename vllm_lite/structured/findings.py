@@ -1,4 +1,4 @@
-"""What of one schema cannot be held: refused by name and place, or left out of a schema that need not be strict."""
+"""Parts of one schema that cannot be held: refused by name and place, or left out where it is not strict."""
 
 import time
 from collections.abc import Callable, Iterator

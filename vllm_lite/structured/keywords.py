@@ -19,7 +19,7 @@ _OTHER_NAMES = {
     "bool": "boolean",
     "none": "null",
 }
-"""What a type is called in other languages, and in data sets of tool calls."""
+"""Names of types in other languages, and in data sets of tool calls."""
 COUNTS = (
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     *("minContains", "maxContains"),

@@ -32,7 +32,7 @@ _IDLE: Mapping[str, tuple[Any, ...]] = {
 }
 """Values with which these keywords demand nothing, so that they are dropped."""
 MAX_REFERENCES = 64
-"""How many `$ref`s may lead to each other before there is anything else."""
+"""Most `$ref`s that may lead to each other before there is anything else."""
 _ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")
 """They demand nothing by themselves, and llguidance refuses them."""
 _DIALECTS = ("json-schema.org/draft-0", "json-schema.org/draft/20")

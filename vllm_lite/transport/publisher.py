@@ -39,7 +39,7 @@ STALLED_MS = 5
 
 
 class _Replay:
-    """What a peer is still to get: the batches from `number` on, and from `end` on nothing but the end marker."""
+    """Rest of a peer's replay: the batches from `number` on, and from `end` on nothing but the end marker."""
 
     __slots__ = ("end", "number", "stalled_since_s")
 

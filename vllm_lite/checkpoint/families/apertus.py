@@ -17,7 +17,7 @@ ROPE: dict[str, Any] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-"""Where config.json has none."""
+"""Default where config.json has none."""
 
 
 class ApertusConfig(LlamaConfig, kw_only=True):

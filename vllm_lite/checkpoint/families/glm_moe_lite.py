@@ -13,7 +13,7 @@ class Glm4MoeLiteConfig(DeepseekV3Config, kw_only=True):
     rms_norm_eps: Positive = 1e-5
     first_k_dense_replace: Index = 1
     mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
-    """Which wins over the number of dense layers."""
+    """Kind of each layer; it wins over the number of dense layers."""
 
 
 def _glm(architecture: str, raw: Glm4MoeLiteConfig) -> ModelSpec:

@@ -23,7 +23,7 @@ from vllm_lite.checkpoint.typed_json import Positive
 from vllm_lite.errors import ModelError
 
 WINDOW = 128
-"""Where config.json does not say."""
+"""Default where config.json does not say."""
 
 
 class GraniteSWAConfig(GraniteConfig, kw_only=True):

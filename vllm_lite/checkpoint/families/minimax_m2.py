@@ -9,7 +9,7 @@ from vllm_lite.checkpoint.typed_json import Size
 from vllm_lite.errors import ModelError
 
 THETA, HEAD_DIM = 5e6, 128
-"""Where config.json does not say."""
+"""Default where config.json does not say."""
 
 
 class MiniMaxM2Config(LlamaConfig, kw_only=True):

@@ -99,7 +99,7 @@ TEXT_PARTS = {
     "ministral3": Family(MistralConfig, _ministral3),
     "mistral4": MISTRAL4,
 }
-"""What writes text in models that also see images, by its model_type."""
+"""Text parts of models that also see images, by their model_type."""
 FAMILIES = {
     "Mistral4ForCausalLM": MISTRAL4,
     "MistralForCausalLM": Family(MistralConfig, _mistral),

@@ -68,7 +68,7 @@ class Qwen3VLMoeConfig(QwenMoeConfig, kw_only=True):
 
 
 def _qwen3_vl(architecture: str, raw: Qwen3VLMoeConfig) -> ModelSpec:
-    """Whose weights are renormalized whatever config.json says."""
+    """Architectures whose expert weights are renormalized whatever config.json says."""
     raw.norm_topk_prob = True
     return _qwen3(architecture, raw)
 

@@ -66,7 +66,7 @@ def _text_of(content: str | Sequence[TextPart]) -> str:
 
 
 def _num_instructions(messages: Sequence[Message]) -> int:
-    """How many messages of the system or a developer stand at the beginning."""
+    """Number of messages of the system or a developer at the beginning."""
     roles = (SYSTEM, DEVELOPER)
     return next((place for place, each in enumerate(messages) if each.get("role") not in roles), len(messages))
 

@@ -37,7 +37,7 @@ class HostTier:
         self.pool.free([block_id - self.first_id for block_id in reversed(ids)])
 
     def num_places(self, keys: Iterable[bytes]) -> int:
-        """How many places demote() would find for `keys` without a limit."""
+        """Number of places that demote() would find for `keys` without a limit."""
         return sum(host_id is None for host_id in self._fitting(keys).values())
 
     def demote(self, keys: Iterable[bytes], limit: int) -> list[tuple[bytes, int]]:

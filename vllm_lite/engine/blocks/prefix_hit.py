@@ -1,4 +1,4 @@
-"""What of a waiting sequence is cached: the blocks and the state that it would begin with, and when to look again."""
+"""A waiting sequence's hit in the prefix cache: the blocks and the state to begin with, and when to look again."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class PrefixHit(NamedTuple):
     state: int = NO_SLOT
     """The slot with the state behind them, of a model with recurrent layers, or its place on the host."""
     reach: int = 0
-    """How many tokens have their KV cached: more than `num_tokens` where no state is kept behind them."""
+    """Number of tokens whose KV is cached: more than `num_tokens` where no state is kept behind them."""
     is_coming: bool = False
     """Whether the state behind more of them is being computed."""
 

@@ -113,7 +113,7 @@ def owner_of(request: Request, call_id: str) -> str:
 
 
 def holder_of(request: Request) -> str:
-    """What stands for the sender's key in what is kept, "" without keys: those with the same key share it."""
+    """Digest of the sender's key for what is kept, "" without keys: senders with one key share it."""
     digest: bytes = request.scope[_KEY]
     return sha256(digest + b"holder").hexdigest()[:32] if digest else ""
 

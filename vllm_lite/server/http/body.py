@@ -153,7 +153,7 @@ class BodyReader:
 
 
 def _num_values(data: bytes) -> int:
-    """How many values a part of a body can begin at the most."""
+    """Largest number of values that a part of a body can begin."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 

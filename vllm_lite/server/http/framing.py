@@ -1,4 +1,4 @@
-"""What HTTP/1.1 has servers do with a request's head and frame, and uvicorn leaves undone.
+"""Duties of an HTTP/1.1 server with a request's head and frame that uvicorn leaves undone.
 
 Offers    A request may offer another protocol (`Upgrade: h2c` of Java's HttpClient, `websocket`). A server that ignores
           the offer answers as if it were not there; the parser would take all behind the head for that protocol, and

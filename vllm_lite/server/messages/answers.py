@@ -49,7 +49,7 @@ class MessageWriter:
         return _encode(self._fields(self._content(events)))
 
     def _written(self, event: Event) -> bytes:
-        """What is new, as events of the stream."""
+        """Write the new parts as events of the stream."""
         if isinstance(event, TextDelta):
             return self._blocks.text("text", event.text)
         if isinstance(event, ReasoningDelta):

@@ -45,7 +45,7 @@ class PoolingRuns:
         self._window = window
 
     async def prompts_of(self, asked: Asked[InputFields]) -> tuple[list[PromptLike], Asked[Any]]:
-        """What a body has as input, and the request, whose headers may have a warning more."""
+        """Return the input of a body, and the request, whose headers may have a warning more."""
         body, request = asked.body, asked.request
         if (body.input is None) == (body.messages is None):
             raise ApiError(400, "give either input or messages", "input")

@@ -25,7 +25,7 @@ MAX_FORMAT_DEPTH = 128
 
 
 class Conversation(NamedTuple):
-    """What a request shows to the model: messages, and the tools that they and the request bring."""
+    """Content that a request shows to the model: messages, and the tools that they and the request bring."""
 
     messages: list[ChatMessage]
     tools: Toolbox

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Earlier:
-    """What one request takes of the responses before it. Every method raises ApiError."""
+    """Earlier responses as one request takes from them. Every method raises ApiError."""
 
     def __init__(self, find: Find, hold: Hold) -> None:
         self._find = find

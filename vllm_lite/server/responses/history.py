@@ -35,7 +35,7 @@ def later_tools(items: Iterable[Item]) -> Iterator[tuple[str, Item]]:
 
 
 def _provided(item: Item) -> str:
-    """What a provider has done, as a text. Pictures among its results are left out."""
+    """Write a provider's action as a text. Pictures among its results are left out."""
     given = {name: item[name] for name in PROVIDED[item["type"]] if item.get(name)}
     if isinstance(given.get("outputs"), list):
         given["outputs"] = [each["logs"] for each in given["outputs"] if isinstance(each, dict) and "logs" in each]

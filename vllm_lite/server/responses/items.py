@@ -44,7 +44,7 @@ PROVIDED = {
     "program": ("code",),
     "program_output": ("result",),
 }
-"""What a provider has done and found out, and the fields of it that become a text of the assistant."""
+"""Items of a provider's actions, and their fields that become a text of the assistant."""
 _DROPPED = """
 compaction compaction_trigger computer_call computer_call_output configuration_update image_generation_call
 mcp_approval_request mcp_approval_response mcp_list_tools web_search_call

@@ -33,7 +33,7 @@ def implementation(folder: str) -> Iterator[Line]:
 
 
 def _instead_of_text(folder: str) -> str | None:
-    """What the model makes if it generates no text; None if it does, or cannot be read."""
+    """Name the output of a model that generates no text; None if it does, or cannot be read."""
     from vllm_lite.checkpoint.config_json import load_spec
     from vllm_lite.errors import ModelError
 

@@ -1,4 +1,4 @@
-"""What readers of tool calls share: where calls go, and what a reader is."""
+"""Parts that readers of tool calls share: the sink of their calls, and the interface of a reader."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol

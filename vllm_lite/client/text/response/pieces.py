@@ -1,4 +1,4 @@
-"""What a parser of responses takes and what it gives: pieces of an output in, events of its message out."""
+"""Input and output of a parser of responses: pieces of an output in, events of its message out."""
 
 from typing import NamedTuple
 
