@@ -1,8 +1,8 @@
 """Write what the documents count and list from the sources: make docs
 
 The table of folders in docs/architecture.md holds the first sentence of each folder's docstring, in the order of the
-layers; that of families in docs/models.md names each architecture with its files and its test checkpoints; the README's
-reading list says how many files and lines it names. With --check nothing is written, and the exit
+layers; that of families in docs/models.md names each architecture with its files and its test checkpoints; the reading
+list of docs/life-of-a-request.md says how many files and lines it names. With --check nothing is written, and the exit
 status is 1 if a document is out of date.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "vllm_lite"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-README = ROOT / "README.md"
+LIFE = ROOT / "docs" / "life-of-a-request.md"
 MODELS = ROOT / "docs" / "models.md"
 FOLDERS = re.compile(r"(<!-- folders: written by `make docs` -->\n).*?(<!-- end -->)", re.DOTALL)
 FAMILIES = re.compile(r"(<!-- families: written by `make docs` -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -83,14 +83,14 @@ def models(text: str) -> str:
 
 
 def reading_list(text: str) -> list[Path]:
-    """The files that the README's reading list names."""
+    """The files that the reading list of docs/life-of-a-request.md names."""
     section = text.split("## A weekend's reading", 1)[1].split("\n## ", 1)[0]
     names = [name for row in READING.findall(section) for name in re.findall(r"`([^`]+)`", row)]
     return [PACKAGE / name for name in names]
 
 
-def readme(text: str) -> str:
-    """README.md with today's count of the lines to read, unless it says so within 3 %."""
+def life(text: str) -> str:
+    """docs/life-of-a-request.md with today's count of the lines to read, unless it says so within 3 %."""
     paths = [path for path in reading_list(text) if path.exists()]
     lines = sum(path.read_text().count("\n") for path in paths)
     said = COUNT.search(text)
@@ -105,7 +105,7 @@ def files() -> dict[Path, str]:
     """The documents and what should be in them."""
     return {
         ARCHITECTURE: architecture(ARCHITECTURE.read_text()),
-        README: readme(README.read_text()),
+        LIFE: life(LIFE.read_text()),
         MODELS: models(MODELS.read_text()),
     }
 

@@ -5,6 +5,7 @@ dotted name is a module of the package; a link leads to a file and, behind #, to
 explain the engine every CamelCase name is one of the sources.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -144,10 +145,26 @@ def test_every_folder_says_its_purpose() -> None:
 
 
 def test_the_reading_list() -> None:
-    paths = docs_tables.reading_list((ROOT / "README.md").read_text())
+    paths = docs_tables.reading_list(docs_tables.LIFE.read_text())
     assert 35 <= len(paths) <= 45
     assert [str(path) for path in paths if not path.exists()] == []
     assert len(set(paths)) == len(paths)
+    assert [str(path) for path in paths if num_code_lines(path) < 20] == []
+
+
+def num_code_lines(path: Path) -> int:
+    """Lines of a Python file that are no comments, docstrings or blanks."""
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = text.replace(ast.get_docstring(node, clean=False) or "\0", "")
+    return sum(bool(line.strip(' "')) and not line.strip().startswith("#") for line in text.splitlines())
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 720, "the README is for a newcomer with two minutes: put details on a page of docs/"
+    assert text.count("\n") <= 100
 
 
 def test_the_glossary_is_short_and_sorted() -> None:
