@@ -30,7 +30,6 @@ class Chats:
     ) -> None:
         self.path = variant.make(path / variant.name)
         spec = load_spec(self.path)
-        self.has_kv = any(layer.keeps_kv for layer in spec.layers)
         self.reference = transformers_model(self.path, spec.architecture, "float32")
         self.reference.generation_config.eos_token_id = None
         space = slots * spec.state_bytes() / GIB
@@ -88,12 +87,7 @@ def test_turns_of_several_chats_go_on_where_they_stopped(chats: Chats) -> None:
     assert chats.check(prompts) == [0] * 6
     longer = [[*prompt, *chats.expected(prompt), *words(9, 5)] for prompt in prompts]
     found = chats.check(longer)
-    possible = [(len(prompt) - 5 - 1) // 16 * 16 for prompt in longer]
-    if chats.has_kv:
-        assert possible == found
-    else:  # the states at the ends of prompts are found, of those in answers not all
-        of_prompts = [len(prompt) // 16 * 16 for prompt in prompts]
-        assert all(least <= each <= most for least, each, most in zip(of_prompts, found, possible, strict=True))
+    assert [(len(prompt) - 5 - 1) // 16 * 16 for prompt in longer] == found
 
 
 def test_an_edited_turn_begins_at_the_end_of_the_message_before(chats: Chats) -> None:

@@ -19,7 +19,7 @@ configurations = st.fixed_dictionaries(
         "num_blocks": st.integers(6, 40),
         "block_size": st.sampled_from([1, 4, 8]),
         "enable_prefix_caching": st.booleans(),
-        "windows": st.sampled_from([(None,), (None,), (5,), (8,), (None, 6), (None, 3, 9)]),
+        "windows": st.sampled_from([(), (None,), (None,), (5,), (8,), (None, 6), (None, 3, 9)]),
         "num_host_blocks": st.sampled_from([0, 3, 12, 60]),
         "max_swap_blocks_per_step": st.sampled_from([1, 3, 10**9]),
         "num_state_slots": st.sampled_from([0, 0, 3, 9]),

@@ -21,7 +21,7 @@ configurations = st.fixed_dictionaries(
         "num_blocks": st.integers(6, 40),
         "block_size": st.sampled_from([1, 2, 4, 8]),
         "caching": st.booleans(),
-        "windows": st.sampled_from([(None,), (None,), (5,), (8,), (None, 6), (None, 3, 9), (None, 6, 6)]),
+        "windows": st.sampled_from([(), (None,), (None,), (5,), (8,), (None, 6), (None, 3, 9), (None, 6, 6)]),
         "num_host_blocks": st.sampled_from([0, 3, 12, 60]),
         "max_swap_blocks": st.sampled_from([1, 2, 5, 10**9]),
         "preemption": st.sampled_from(["recompute", "swap", "swap"]),

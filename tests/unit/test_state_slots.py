@@ -17,8 +17,11 @@ from vllm_lite.protocol.params import SamplingParams
 PROMPT = list(range(1, 31))
 
 
-def rig_with(num_slots: int) -> Rig:
-    return Rig(60, num_state_slots=num_slots, max_num_batched_tokens=64)
+WITH_KV_OR_WITHOUT = pytest.mark.parametrize("windows", [(None,), ()], ids=["beside KV", "alone"])
+
+
+def rig_with(num_slots: int, windows: tuple[int | None, ...] = (None,)) -> Rig:
+    return Rig(60, num_state_slots=num_slots, windows=windows, max_num_batched_tokens=64)
 
 
 def cached(request: Request) -> int:
@@ -33,8 +36,9 @@ def run(rig: Rig, name: str, prompt: list[int], marks: tuple[int, ...] = (), max
     return request
 
 
-def test_the_next_turn_begins_at_the_last_block_that_the_answer_filled() -> None:
-    rig = rig_with(20)
+@WITH_KV_OR_WITHOUT
+def test_the_next_turn_begins_at_the_last_block_that_the_answer_filled(windows: tuple[int | None, ...]) -> None:
+    rig = rig_with(20, windows)
     first = run(rig, "first", PROMPT, max_tokens=11)
     assert cached(first) == 0
     tokens = PROMPT + rig.output("first")  # 41, of which 40 are computed
@@ -42,8 +46,9 @@ def test_the_next_turn_begins_at_the_last_block_that_the_answer_filled() -> None
     assert cached(run(rig, "first again", PROMPT)) == 28
 
 
-def test_a_state_is_saved_at_marks_and_an_edited_turn_begins_there() -> None:
-    rig = rig_with(20)
+@WITH_KV_OR_WITHOUT
+def test_a_state_is_saved_at_marks_and_an_edited_turn_begins_there(windows: tuple[int | None, ...]) -> None:
+    rig = rig_with(20, windows)
     run(rig, "first", PROMPT, marks=(5, 13, 22))
     assert cached(run(rig, "edited", [*PROMPT[:23], 40, 41, 42])) == 20
     assert cached(run(rig, "earlier", [*PROMPT[:15], 40, 41, 42])) == 12

@@ -96,8 +96,7 @@ class KVCacheManager:
         sequence.forks_state = self.states is not None
         if self.pool.enable_caching:
             sequence.hash_root = self.hasher.root(extra_keys)
-        if not self.groups:
-            sequence.num_slots = sequence.max_len
+        sequence.num_slots = self._num_slots(sequence, 0)
 
     def register_fork(self, parent: Sequence, child: Sequence) -> None:
         """Register `child`, which cannot share the blocks of `parent` now and finds those that are cached."""
@@ -250,7 +249,7 @@ class KVCacheManager:
             self.swapping.copy(src, dst)
             replaced.append((index, first_written, dst))
         new_ids = [table.append(count) for table, count in zip(sequence.tables, missing, strict=True)]
-        self._set_slots(sequence)
+        sequence.num_slots = self._num_slots(sequence, num_tokens)
         if write_from >= num_tokens:  # nothing is written yet, so a shared block is still to be copied
             sequence.num_slots = num_tokens
         states = () if self.states is None else self.states.next_places(sequence)
@@ -275,7 +274,7 @@ class KVCacheManager:
         for table, count in zip(sequence.tables, missing, strict=True):
             table.ids += ids[at : at + count]
             at += count
-        self._set_slots(sequence)
+        sequence.num_slots = self._num_slots(sequence, sequence.num_tokens)
 
     def _num_missing(self, sequence: Sequence, num_tokens: int, held: Iterable[abc.Sequence[int]]) -> list[int]:
         """How many blocks each group lacks beside those `held` to admit a sequence: for all its tokens, and in a window
@@ -283,9 +282,12 @@ class KVCacheManager:
         ends = (sequence.num_tokens if group.window is None else num_tokens for group in self.groups)
         return [max(0, -(-end // self.block_size) - len(ids)) for end, ids in zip(ends, held, strict=True)]
 
-    def _set_slots(self, sequence: Sequence) -> None:
+    def _num_slots(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many positions can be computed before the next call of grow(), which has made room for `num_tokens`.
+        States alone take no room, but are saved by grow() at the end of each block."""
         if sequence.tables:
-            sequence.num_slots = min(len(table.ids) for table in sequence.tables) * self.block_size
+            return min(len(table.ids) for table in sequence.tables) * self.block_size
+        return sequence.max_len if self.states is None else -(-num_tokens // self.block_size) * self.block_size
 
     def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Cache the blocks that the first `num_tokens` tokens fill. Those tokens must be final, and their KV written by
@@ -350,7 +352,7 @@ class KVCacheManager:
             table.free()
         self.swapping.leave(sequence)
         sequence.num_computed = sequence.num_cached = sequence.num_hashed_blocks = 0
-        sequence.num_slots = 0 if self.groups else sequence.max_len
+        sequence.num_slots = self._num_slots(sequence, 0)
 
     # ---- swapping
 
