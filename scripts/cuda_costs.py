@@ -38,7 +38,8 @@ from vllm_lite.protocol.step import Entry, Finish
 from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.device import Device
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu" / "check")]
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 RECURRENT = (("short_conv", "4, false"), ("delta_rule", "128, 128"), ("mamba", "128, 64"), ("mamba", "256, 64"))

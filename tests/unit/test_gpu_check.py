@@ -21,7 +21,8 @@ from vllm_lite.parallel.gloo import GlooCommunicator
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check"
 CPU = torch.device("cpu")
-sys.path.insert(0, str(ROOT / "scripts"))
+CHECK = ROOT / "tests" / "gpu" / "check"
+sys.path.insert(0, str(CHECK))
 
 import gpu_check_linear as linear  # noqa: E402
 import gpu_check_main as main  # noqa: E402
@@ -156,7 +157,7 @@ def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None
             except ModuleNotFoundError as error:
                 print(name, error.name)
     """
-    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+    path = os.pathsep.join([str(ROOT), str(CHECK)])
     env = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
@@ -167,7 +168,7 @@ def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None
 
 
 def test_cases_whose_packages_are_missing_are_skipped_with_a_word() -> None:
-    part = parts.Part("cases", [str(ROOT / "scripts" / "gpu_check_cases.py"), "sampler_cases", "--emulate"])
+    part = parts.Part("cases", [str(CHECK / "gpu_check_cases.py"), "sampler_cases", "--emulate"])
     part.command[:1] = ["-c", HIDE_AND_RUN, part.command[0]]
     if not (ROOT / "tests" / "kernels" / "sampler_cases.py").exists():
         pytest.skip("no cases that need more")
@@ -261,12 +262,10 @@ CASES = """
 
 
 def test_cases_go_on_behind_one_that_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "scripts").mkdir()
-    for name in ("gpu_check_parts.py",):
-        (tmp_path / "scripts" / name).write_text((ROOT / "scripts" / name).read_text())
-    script = tmp_path / "scripts" / "gpu_check_cases.py"
+    (tmp_path / "gpu_check_parts.py").write_text((CHECK / "gpu_check_parts.py").read_text())
+    script = tmp_path / "gpu_check_cases.py"
     script.write_text("from gpu_check_parts import emit\n" + textwrap.dedent(CASES))
-    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    monkeypatch.setattr(parts, "FOLDER", tmp_path)
     results = parts.run_cases("some", [], time.monotonic() + scaled(60))
     assert results.passed == 3
     assert list(results.failures) == ["1 wrong", "2 crash", "4 poison"]

@@ -15,7 +15,8 @@ from tests.deadlines import scaled
 from tests.kernels import emulator
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+CHECK = ROOT / "tests" / "gpu" / "check"
+sys.path.insert(0, str(CHECK))
 
 import gpu_check_main as main  # noqa: E402
 import gpu_check_parts as parts  # noqa: E402
@@ -265,7 +266,7 @@ def test_a_sanitizer_that_refuses_the_device_is_no_failure(on_path: Path, tmp_pa
 
 
 def test_a_case_is_run_alone_as_the_sanitizer_does(tmp_path: Path) -> None:
-    command = [str(ROOT / "scripts" / "gpu_check_cases.py"), "masks_cases", "--emulate", "--only", "1"]
+    command = [str(CHECK / "gpu_check_cases.py"), "masks_cases", "--emulate", "--only", "1"]
     found = list(parts.run_part(parts.Part("cases", command), check_of(tmp_path).deadline_s))
     assert [event["begin"] for event in found if "begin" in event] == [1]
 
@@ -311,9 +312,7 @@ def test_rules_say_what_holds_first() -> None:
 
 def test_rules_look_at_rows_that_the_stages_make() -> None:
     """A kernel that no script names would never be measured."""
-    scripts = "".join(
-        path.read_text() for path in (ROOT / "scripts").glob("gpu_check_*.py") if "rules" not in path.name
-    )
+    scripts = "".join(path.read_text() for path in CHECK.glob("gpu_check_*.py") if "rules" not in path.name)
     asked: set[str] = set()
 
     class Asked(rules.Rows):

@@ -15,7 +15,7 @@ import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 LIBRARY = Path("vllm_lite", "_native", "libvllm_lite_cpu.so")
 WHEEL_FOLDERS = (".whl", "wheels", "../wheels")
 ASK = "from vllm_lite.kernels import cpu; print(cpu.available())"

@@ -35,7 +35,7 @@ def ours(folder: str, emulate: bool) -> Generate:
     return generate
 
 
-def vllm(folder: str, emulate: bool) -> Generate:  # noqa: ARG001
+def vllm(folder: str, emulate: bool) -> Generate:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
     llm = LLM(folder, load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, **LIMITS)

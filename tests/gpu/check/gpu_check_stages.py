@@ -19,7 +19,8 @@ import gpu_check_tools as tools
 from gpu_check_parts import CaseResults, Event, Part, python_path, run_cases, run_part
 from gpu_check_prepare import NativeBuild, unpack_wheels, wheel_folder
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = Path(__file__).resolve().parent
 END_TO_END_MODEL = "random-500m"
 CASES_AS_TESTS = "tests/gpu/test_kernels_on_device.py"
 """The file whose cases the stage `cases` has run already."""
@@ -276,7 +277,7 @@ class Check:
                 self.skip("engines", self._engineless("an engine") or "no model could be written")
                 return
             for engine, python in pythons.items():
-                command = [python, str(ROOT / "scripts" / "gpu_check_engines.py"), engine, folder, *self.mode]
+                command = [python, str(FOLDER / "gpu_check_engines.py"), engine, folder, *self.mode]
                 done = self._command(command, self.seconds / (2 if engine == "ours" else 1))
                 figures = last_json(done["out"])
                 if figures is None or done["status"] != 0:
@@ -311,7 +312,7 @@ class Check:
     # ---- how they run
 
     def _events(self, name: str, script: str, *options: str) -> None:
-        part = Part(name, [str(ROOT / "scripts" / script), *options, *self.mode])
+        part = Part(name, [str(FOLDER / script), *options, *self.mode])
         self.take(name, run_part(part, time.monotonic() + self.seconds))
         for problem in part.problems:
             self.problem(f"{name}: {problem}")
@@ -338,7 +339,7 @@ class Check:
                 status: int | None = subprocess.run(
                     command,
                     cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "scripts")} | (environment or {}),
+                    env=os.environ | {"PYTHONPATH": python_path(ROOT, FOLDER)} | (environment or {}),
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     timeout=seconds,

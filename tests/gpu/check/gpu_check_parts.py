@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = Path(__file__).resolve().parent
 QUIET_S = 90.0
 """A process that says nothing for so long hangs: no case and no compilation takes a third of it."""
 MAX_RESTARTS = 8
@@ -47,7 +48,7 @@ def python_path(*folders: Path) -> str:
 
 def run_part(part: Part, deadline_s: float) -> Iterator[Event]:
     """Run it, yield its events as they come and print other lines. Ends it at the deadline, or when it is quiet."""
-    environment = os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "scripts"), "PYTHONFAULTHANDLER": "1"}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT, FOLDER), "PYTHONFAULTHANDLER": "1"}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, *part.command],
@@ -79,7 +80,7 @@ def _events(part: Part, process: "subprocess.Popen[str]", deadline_s: float) -> 
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
-        assert process.stdout is not None  # noqa: S101 (a pipe was asked for)
+        assert process.stdout is not None
         for line in process.stdout:
             lines.put(line)
         lines.put(None)
@@ -135,7 +136,7 @@ def run_cases(name: str, options: list[str], deadline_s: float) -> CaseResults:
     results = CaseResults(name)
     first = 0
     for _ in range(MAX_RESTARTS):
-        part = Part(name, [str(ROOT / "scripts" / "gpu_check_cases.py"), name, "--first", str(first), *options])
+        part = Part(name, [str(FOLDER / "gpu_check_cases.py"), name, "--first", str(first), *options])
         running: tuple[int, str] | None = None
         for event in run_part(part, deadline_s):
             if "begin" in event:

@@ -14,7 +14,8 @@ from typing import Any
 
 from gpu_check_parts import python_path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = Path(__file__).resolve().parent
 SANITIZER, PROFILER = "compute-sanitizer", "ncu"
 CHECKS = ("memcheck", "racecheck")
 SOUND = ("decode_attention_cases", "prefill_attention_cases", "sampler_cases")
@@ -42,7 +43,7 @@ def installed(tool: str) -> bool:
 
 def run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
     """The exit status (None: it was stopped, or could not be started) and all that the command printed."""
-    environment = os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "scripts")}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT, FOLDER)}
     try:
         with subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -60,7 +61,7 @@ def run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
 
 def sanitize(name: str, cases: Sequence[int], seconds: float, options: Sequence[str]) -> Iterator[dict[str, Any]]:
     """What both checks say of these cases of a file; an event each, as parts emit them."""
-    script = [sys.executable, str(ROOT / "scripts" / "gpu_check_cases.py"), name, *options]
+    script = [sys.executable, str(FOLDER / "gpu_check_cases.py"), name, *options]
     script += ["--only", ",".join(map(str, cases))]
     for check in CHECKS:
         command = [SANITIZER, "--tool", check, "--error-exitcode", "9", "--print-limit", "5", *script]
@@ -84,7 +85,7 @@ def profile(seconds: float, options: Sequence[str]) -> Iterator[dict[str, Any]]:
     command = [PROFILER, "--csv", "--clock-control", "none", "-k", f"regex:{KERNELS}"]
     for section in SECTIONS:
         command += ["--section", section]
-    command += [sys.executable, str(ROOT / "scripts" / "gpu_check_once.py"), *options]
+    command += [sys.executable, str(FOLDER / "gpu_check_once.py"), *options]
     status, out = run(command, seconds)
     launches = metrics_of(out)
     for number, (kernel, values) in enumerate(launches):
