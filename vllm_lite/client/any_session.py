@@ -28,7 +28,7 @@ class AnySession(Asking):
     @property
     @abstractmethod
     def welcome(self) -> Welcome:
-        """What the engines can do, each of them."""
+        """Abilities that all engines have in common."""
 
     @property
     @abstractmethod

@@ -22,13 +22,13 @@ logger = log.get(__name__)
 
 
 def socket_beside(address: str) -> str:
-    """Where an engine publishes that clients reach at `address`, unless its user has said otherwise."""
+    """The default endpoint of KV events of the engine at `address`."""
     return f"{address.rpartition('/')[0]}/{KV_EVENTS_SOCKET}"
 
 
 def endpoints(config: ResolvedConfig, addresses: Sequence[str]) -> list[str]:
-    """Where the engines at `addresses` publish; `config` is the first one's. Empty if they say nothing that is of use
-    here: their user wants no events, or hashes that are cut off."""
+    """Endpoints of KV events of the engines at `addresses`; `config` is the first one's. Empty if they say nothing that
+    is of use here: their user wants no events, or hashes that are cut off."""
     events = config.kv_events_config
     if events is None or not events.enabled or events.hash_format != "bytes":
         return []

@@ -30,7 +30,7 @@ Alive = Callable[[], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an engine is reached, and with which keys: the folder of a client's, or False for none."""
+    """An engine's address and the keys for it: the folder of a client's, or False for none."""
 
     address: str
     keys: KeysOption = None

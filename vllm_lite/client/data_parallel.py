@@ -65,7 +65,7 @@ class DataParallelSession(AnySession):
 
     @property
     def welcome(self) -> Welcome:
-        """What the engines can do, each of them."""
+        """Abilities that all engines have in common."""
         shortest = min(member.welcome.max_model_len for member in self.members)
         return msgspec.structs.replace(self.members[0].welcome, max_model_len=shortest)
 

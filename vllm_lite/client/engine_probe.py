@@ -56,7 +56,7 @@ class EngineProbe:
 
     @property
     def patience_s(self) -> float:
-        """How long the engine may be silent now."""
+        """Seconds that the engine may be silent now."""
         return self._silence_s if self.is_ready or self._is_stopped else self._start_s
 
     def read_last(self) -> None:

@@ -54,7 +54,7 @@ class GenerationOverrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class GenerationDefaults(NamedTuple):
-    """What requests get that say nothing themselves.
+    """Sampling defaults of requests.
 
     `params` are fields of SamplingParams. `max_tokens` bounds every request, whatever it asks for; None is no bound: a
     checkpoint's own max_new_tokens is a recommendation, one that the user sets is a limit. `because` says where all

@@ -267,7 +267,7 @@ def _memory() -> dict[int, tuple[int, int]]:
 
 
 def _workers(engine: int, sizes: dict[int, tuple[int, int]]) -> tuple[WorkerProcess, ...]:
-    """Those of the engine's children that have a worker's name, which each gives itself (worker/process.py)."""
+    """The engine's children that have a worker's name, which each gives itself (worker/process.py)."""
     found = []
     for pid, (parent, num_bytes) in sizes.items():
         if parent == engine:

@@ -25,7 +25,7 @@ A = TypeVar("A")
 
 
 def gathered(asked: "list[Future[A]]", join: Callable[[A, A], A], *, needs_all: bool = False) -> "Future[A]":
-    """What those say who answer at all, joined; the last one's error if nobody does, or any one's if `needs_all`."""
+    """All answers joined into one; the last error if there is no answer, or any error if `needs_all`."""
     result: Future[A] = Future()
     lock, missing = threading.Lock(), [len(asked)]
 
@@ -76,7 +76,7 @@ def joined(one: Any, other: Any) -> Any:
 
 
 def _add(one: Any, other: Any) -> Any:
-    """What only one has is kept: another engine may not have begun to measure it."""
+    """Add two statistics; one that a side lacks counts as the other's, as an engine may not have measured it yet."""
     if one is None or other is None:
         return other if one is None else one
     if isinstance(one, Histogram):

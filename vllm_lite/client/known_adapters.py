@@ -20,7 +20,7 @@ class KnownAdapters:
         self.by_name = has | {name: info for name, info in self._reloading.items() if name not in has}
 
     def load_again(self, listed: Iterable[AdapterInfo]) -> list[LoadAdapter]:
-        """What to ask of a new engine, which has those of its configuration and not yet the others."""
+        """Messages that load the adapters which a new engine lacks: it has those of its configuration alone."""
         has = {info.name for info in listed}
         self._reloading = {name: info for name, info in self.by_name.items() if name not in has}
         return [LoadAdapter(0, info.name, info.path, parent=info.parent) for info in self._reloading.values()]

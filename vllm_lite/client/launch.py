@@ -206,7 +206,7 @@ def launch(
 
 
 def finish(launched: "Starting", stopped: Callable[[], bool], meanwhile: Callable[[ResolvedConfig], None]) -> None:
-    """What launch() does while the engine starts."""
+    """Work of launch() while the engine starts."""
     log.moment("server", SPAWNS_ENGINE)
     try:
         meanwhile(launched.config)

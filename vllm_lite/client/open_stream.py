@@ -102,14 +102,15 @@ class OpenStream:
         return ends
 
     def _left_ms(self) -> int | None:
-        """What is left of the deadline, if there is one."""
+        """Milliseconds left until the deadline, None without one."""
         return None if self._deadline_ms is None else self._deadline_ms - int(1000 * (monotonic() - self._started_s))
 
     def _pop(self, sample: int) -> int:
         return self._known_from + len(self.tokens.pop(sample))
 
     def again(self, request_id: str) -> Generate | Event:
-        """What starts this request in an engine that does not know it; or its end, if there is no way to."""
+        """The message that starts this request in an engine that does not know it; its failure if that is
+        impossible."""
         request = self.request
         if request is None or self._known_from:
             missing = "its prompt and the tokens it began with are not known here"

@@ -158,12 +158,12 @@ class PoolingFactory:
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
-        """What the model can be asked for."""
+        """Tasks that the model can do."""
         return self.limits.pooler.tasks
 
     @property
     def first_task(self) -> PoolingTask:
-        """What it is asked for where no task is named."""
+        """The task of requests that name none."""
         return self.tasks[0] if self.tasks else "embed"
 
     def check_task(self, task: PoolingTask, params: PoolingParams) -> None:
@@ -243,7 +243,7 @@ class PoolingFactory:
     # ---- inside
 
     def _num_kept(self, params: PoolingParams) -> int | None:
-        """How many tokens of a prompt are kept; None means all."""
+        """Number of a prompt's tokens to keep; None means all."""
         if params.truncate_prompt_tokens == -1:
             return self.limits.max_model_len
         return params.truncate_prompt_tokens
@@ -271,7 +271,7 @@ class PoolingFactory:
 
 
 def _place(place: int, count: int) -> str:
-    """What stands before an error, to say which of several texts it is about."""
+    """Prefix of an error that tells the text it is about, if there are several."""
     return f"text {place}: " if count > 1 else ""
 
 

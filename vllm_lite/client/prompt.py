@@ -45,8 +45,8 @@ class Prompt:
 
 
 def message_ends(token_ids: list[int], limits: Welcome) -> tuple[int, ...]:
-    """Where messages end: templates write the model's end token behind each. Of too many the first and the last are
-    kept."""
+    """Positions at which messages end: templates write the model's end token behind each. Of too many the first and the
+    last are kept."""
     if not limits.wants_marks:
         return ()
     ends = frozenset(limits.eos_token_ids)
@@ -105,7 +105,7 @@ def read_prompt(
 
 
 def _num_kept(params: SamplingParams, limits: Welcome) -> int | None:
-    """How many tokens of a prompt are kept; None means all."""
+    """Number of a prompt's tokens to keep; None means all."""
     if params.truncate_prompt_tokens != -1:
         return params.truncate_prompt_tokens
     return max(1, limits.max_model_len - (params.max_tokens or 1))

@@ -90,8 +90,8 @@ class PrefixRouter(Generic[E]):
         return Choice(chosen, cached[chosen])
 
     def _share_gained(self, engine: E, num_cached: int, num_blocks: int) -> float:
-        """What is gained by the cache of `engine`, as a share of the prompt: 1 if all of it is there, 0 if nothing is
-        and nothing has to be evicted."""
+        """Gain by the cache of `engine`, as a share of the prompt: 1 if all of it is there, 0 if nothing is and nothing
+        has to be evicted."""
         if not num_blocks:
             return 0.0
         room = self._capacity.get(engine, 0) - len(self._cached.get(engine, ())) - len(self._sent.get(engine, ()))

@@ -66,12 +66,13 @@ class Sample:
 
     @property
     def marks(self) -> Sequence[Mark]:
-        """Where added tokens stand in the text, or will when that has come so far."""
+        """Positions of added tokens in the text, also of those whose text is still to arrive."""
         return () if self._detokenizer is None else self._detokenizer.marks
 
     @property
     def num_chars(self) -> int:
-        """How much of the text may be shown: before the end no part of an added token, which would not be one."""
+        """Number of characters of the text that may be shown: before the end no part of an added token, which would not
+        be one."""
         count = len(self.text)
         if self.finish_reason is None:
             for mark in reversed(self.marks):

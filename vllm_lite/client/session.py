@@ -123,7 +123,7 @@ class Session(AnySession):
 
     @property
     def welcome(self) -> Welcome:
-        """What the engine says of itself; it is another one's when one has taken its place."""
+        """The engine's abilities; those of its successor once it was replaced."""
         return self._welcome
 
     @property

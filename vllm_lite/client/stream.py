@@ -101,7 +101,7 @@ class RequestStream:
         return self._generate()
 
     def own_message(self) -> Generate | None:
-        """What a fork sends to an engine that does not know its parent; None of a stream that is no fork."""
+        """The message of a fork to an engine that does not know its parent; None if the stream is no fork."""
         return None if self._parent_id is None else self._generate()
 
     def _generate(self) -> Generate:

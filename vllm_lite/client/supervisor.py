@@ -48,7 +48,7 @@ class Owner(Protocol):
 
 
 class _End(NamedTuple):
-    """How a life ended: as its process did (`status`), and why as far as is known (`cause`)."""
+    """The end of a life: the exit of its process (`status`), and the reason as far as known (`cause`)."""
 
     status: str
     cause: str

@@ -1,1 +1,1 @@
-"""What every process needs around its own work: logs, settings, child processes, this machine. No torch."""
+"""Common needs of every process: logs, settings, child processes, this machine. No torch."""

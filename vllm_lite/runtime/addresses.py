@@ -1,4 +1,4 @@
-"""Where processes listen: ipc:// for this machine, tcp:// for others."""
+"""Addresses of listening processes: ipc:// for this machine, tcp:// for others."""
 
 import os
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Which cores, threads and memory the workers of one CPU machine get: `--cpu-bind auto|none|LIST`. No torch.
+"""Cores, threads and memory for the workers of one CPU machine: `--cpu-bind auto|none|LIST`. No torch.
 
 Ranks that share a model wait for each other several times in each layer, so the slowest of them sets the speed of all:
 two ranks on the same core, or a rank whose memory belongs to another socket, slow the whole group down. `auto`
@@ -39,7 +39,7 @@ class Core(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """What of this machine the process may use."""
+    """The part of this machine that the process may use."""
 
     cores: tuple[Core, ...]
     """Ordered by node, then by number."""
@@ -61,7 +61,7 @@ class Topology(NamedTuple):
 
 
 class Binding(NamedTuple):
-    """What one worker gets."""
+    """Cores, threads and memory of one worker."""
 
     cpus: tuple[int, ...]
     """Hardware threads that its threads may run on, ascending; none: it is not bound."""
@@ -93,7 +93,8 @@ def read_topology(sys: Path = SYS, allowed: Collection[int] | None = None) -> To
 def plan_binding(
     cpu_bind: str, rank: int, world: int, cpu_threads: int | None, topology: Topology | None = None
 ) -> Binding:
-    """What worker `rank` of `world` on this machine gets. `cpu_threads` is what the user says of its threads.
+    """Cores, threads and memory of worker `rank` of `world` on this machine. `cpu_threads` is what the user says of its
+    threads.
 
     Raises ConfigError for a list that does not fit the workers or the machine.
     """
@@ -124,7 +125,7 @@ def check_binding(cpu_bind: str, world: int, device: str, topology: Topology | N
 
 
 def threads_of_the_user() -> int | None:
-    """What OMP_NUM_THREADS asks for in each worker; None where it is not set, or is no number."""
+    """Threads of each worker by OMP_NUM_THREADS; None where it is not set, or is no number."""
     outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(outermost) if outermost.isdecimal() and int(outermost) > 0 else None
 

@@ -1,4 +1,4 @@
-"""What this machine has, found without importing torch: memory, cores, and a GPU that workers could use."""
+"""Facts about this machine, found without importing torch: memory, cores, and a GPU that workers could use."""
 
 import os
 import re

@@ -80,7 +80,7 @@ KV_EVENTS_SOCKET = "kv-events"
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How routers learn which prefixes are cached here: a ZeroMQ PUB socket publishes events, another repeats batches.
+    """Events that tell routers the prefixes cached here: a ZeroMQ PUB socket publishes events, another repeats batches.
 
     Events carry the prompts' token ids, so endpoints are on this machine only: ipc://PATH, which only this user can
     open, or tcp://127.0.0.1:PORT, which all its users can. Without one it is a socket in the engine's own folder, which
@@ -120,13 +120,13 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return any((endpoint or "").startswith("tcp://") for endpoint in (self.endpoint, self.replay_endpoint))
 
     def of_engine(self, rank: int) -> "KVEventsConfig":
-        """Where one of several engines publishes, as in vLLM."""
+        """Settings with the endpoint of one of several engines, as in vLLM."""
         endpoint = self.endpoint and offset(self.endpoint, rank)
         replay = self.replay_endpoint and offset(self.replay_endpoint, rank)
         return msgspec.structs.replace(self, endpoint=endpoint, replay_endpoint=replay)
 
     def in_folder(self, folder: str) -> "KVEventsConfig":
-        """Where an engine publishes whose own folder this is: there, unless its user has said where."""
+        """Settings with an endpoint in the engine's own folder, unless the user has named one."""
         return self if self.endpoint else msgspec.structs.replace(self, endpoint=f"ipc://{folder}/{KV_EVENTS_SOCKET}")
 
 
@@ -134,7 +134,7 @@ POOLING_TYPES = ("LAST", "MEAN", "CLS")
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model pools, where that is to be otherwise than its files say. Names are vLLM's; the later ones win.
+    """Overrides of a model's own way to pool. Names are vLLM's; the later ones win.
 
     `task` is the only one that it then can be asked for; a classifier of pairs still scores.
     """
@@ -153,7 +153,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PoolingOptions(NamedTuple):
-    """What the user says of how a model is to be pooled; the settings of these names say it."""
+    """The user's settings for pooling, by the names of the settings."""
 
     convert: str | None = "auto"
     pooler_config: PoolerConfig = PoolerConfig()

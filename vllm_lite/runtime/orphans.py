@@ -1,4 +1,4 @@
-"""What children leave behind that were killed: their own children. They end by themselves, but that takes a moment.
+"""Children of killed children. They end by themselves, but that takes a moment.
 
 A child's parent is the last of its arguments (runtime/supervise.py), so it is found even when its parent is gone.
 """

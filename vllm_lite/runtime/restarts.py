@@ -23,7 +23,7 @@ class RestartLimit:
 
     @property
     def causes(self) -> str:
-        """What was counted in the window, with the first cause, which is likely to be the root of all others, and the
+        """The deaths counted in the window, with the first cause, which is likely to be the root of all others, and the
         last one if it is another. Of a single death it is just its cause, and "" before the first."""
         if not self._deaths:
             return ""

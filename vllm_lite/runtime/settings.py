@@ -185,7 +185,7 @@ def add_flags(parser: argparse._ActionsContainer, kind: type[Settings], only: Co
 
 
 def _default(value: Any) -> str:
-    """How --help shows a default; one that says nothing is left out."""
+    """A default as --help shows it; "" for one that says nothing."""
     if isinstance(value, tuple):
         value = " ".join(map(str, value))
     shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
@@ -193,7 +193,7 @@ def _default(value: Any) -> str:
 
 
 def _metavar(name: str, hint: Any) -> str:
-    """How --help shows a flag's value: all values of a fixed set, N for a whole number, else the name's last part."""
+    """A flag's value as --help shows it: all values of a fixed set, N for a whole number, else the name's last part."""
     if Literal in _types(hint):
         return "{" + ",".join(_choices(hint)) + "}"
     return "N" if int in _types(hint) else name.rsplit("_", 1)[-1].upper()

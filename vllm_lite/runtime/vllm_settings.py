@@ -224,7 +224,7 @@ def known() -> Mapping[str, tuple[Flags, bool]]:
 
 
 def find(door: str, name: str, value: Any) -> list[Given]:
-    """What was given as `name` at a `door`, which is how an answer calls it; nothing if vLLM has no such flag.
+    """Settings of vLLM's given as `name` at a `door`, the name in answers; empty if vLLM has no such flag.
 
     An object is taken apart where its keys have answers of their own: structured_outputs_config with a backend.
     """

@@ -1,5 +1,5 @@
-"""What a body asks for, as a call that may start. Every dialect that answers chats makes a ChatBody of its own
-body, has a call made of it here, and writes the answer itself."""
+"""Calls made of request bodies. Every dialect that answers chats makes a ChatBody of its own body, has a call made of
+it here, and writes the answer itself."""
 
 import asyncio
 import time
@@ -51,9 +51,9 @@ logger = log.get(__name__)
 
 @dataclass
 class ServedModel:
-    """What is served, and under which names. `path` is another name that is taken but not shown; `defaults` are
-    SamplingParams where a request says nothing; `root` is what the names stand for. Adapters are models with names of
-    their own: `session` knows which there are at the moment."""
+    """The served model and its names. `path` is another name that is taken but not shown; `defaults` are SamplingParams
+    where a request says nothing; `root` is what the names stand for. Adapters are models with names of their own:
+    `session` knows which there are at the moment."""
 
     names: tuple[str, ...]
     path: str | None
@@ -66,12 +66,12 @@ class ServedModel:
 
     @property
     def adapters(self) -> Mapping[str, AdapterInfo]:
-        """Those that requests may name."""
+        """Adapters that requests may name."""
         return {} if self.session is None else self.session.adapters
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """What lists of models show: the model's names, then the adapters."""
+        """Names for lists of models: the model's, then the adapters'."""
         return *self.names, *self.adapters
 
     def adapter_of(self, name: str) -> str:
@@ -353,7 +353,7 @@ def _budgeted(params: SamplingParams, body: FormFields) -> SamplingParams:
 
 
 def _parsing(formats: Formats, body: ChatBody, tools: ToolsWanted | None) -> Parsing | None:
-    """How the answers of a chat are taken apart; None if all of them is content."""
+    """The parsing of a chat's answers into calls, reasoning and content; None if all of it is content."""
     parsing = Parsing(
         tools=() if tools is None else tuple(tools.given),
         is_forced=tools is not None and tools.is_forced,

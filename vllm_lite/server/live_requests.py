@@ -113,7 +113,7 @@ class LiveRequests:
         return CallResponse(call, marked, self.resumable.run, stream=True, headers=headers)
 
     async def load(self, _: Request) -> Response:
-        """How many requests run; with several servers how many on each, and which one answers."""
+        """Number of running requests; of several servers the number on each, and the one that answers."""
         loads = self._scoreboard.loads()
         several = {"servers": loads, "server": self._scoreboard.number} if len(loads) > 1 else {}
         return as_json({"server_load": sum(loads), **several})

@@ -38,6 +38,6 @@ class LlamaCppRoutes:
         )
 
     async def slots(self, _: Request) -> Response:
-        """Which of them are at work, by the number of sequences that run on this server."""
+        """State of all slots, by the number of sequences that run on this server."""
         num_busy, n_ctx = self._calls.dispatcher.num_sequences, self._model.max_model_len
         return as_json([{"id": i, "n_ctx": n_ctx, "is_processing": i < num_busy} for i in range(self._num_slots)])

@@ -54,7 +54,7 @@ class Scrape:
 
 @dataclass
 class Exposition(Collector):
-    """What prometheus_client makes of a scrape of each engine. There is no registry: two of them share nothing."""
+    """Metrics for prometheus_client from a scrape of each engine. There is no registry: two of them share nothing."""
 
     scrapes: Sequence[Scrape]
     model_name: str
@@ -231,7 +231,7 @@ def _swapped(at: Scrape) -> Values:
 
 
 def _restarts(at: Scrape) -> Values:
-    """Those of workers by their cause, and how often the engine itself was replaced."""
+    """Restarts of workers by their cause, and of the engine itself."""
     counts = {**dict.fromkeys(get_args(RestartCause), 0), **at.stats.restarts, "engine": at.stats.life - 1}
     return {(cause,): count for cause, count in counts.items()}
 

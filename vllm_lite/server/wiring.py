@@ -78,7 +78,7 @@ class ModelFiles:
         self.defaults = generation_defaults(resolved.model, config.generation_config, config.override_generation_config)
 
     def card(self) -> dict[str, str | None]:
-        """What /v1/models says of the model's template and formats."""
+        """The model's template and formats as /v1/models shows them."""
         return {"chat_template": self.template, **({} if self.formats is None else self.formats.card())}
 
     def _formats(self, config: ServeConfig, resolved: ResolvedConfig, template: str | None) -> Formats | None:
@@ -118,7 +118,7 @@ class Application:
         self.app = self._wire(config, keys, engine, files)
 
     async def watch(self) -> None:
-        """What is looked at again and again, until it is cancelled."""
+        """Run the periodic checks until cancelled."""
         await asyncio.gather(self.calls.watch(), self._resumable.watch())
 
     async def end_runs(self) -> None:
@@ -172,5 +172,5 @@ def _limits(config: ServeConfig, resolved: ResolvedConfig, num_servers: int) -> 
 
 
 def _tasks(engine: Welcome) -> list[str]:
-    """What the model can be asked for."""
+    """Tasks that the model can do."""
     return [*(["generate"] if engine.pooler.generates else []), *engine.pooler.tasks]

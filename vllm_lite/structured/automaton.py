@@ -118,7 +118,7 @@ class _Elimination:
         return self._out[_FIRST][_LAST].text
 
     def _weight(self, state: int) -> int:
-        """How much text it takes to do without `state`."""
+        """Number of characters by which the expression grows if `state` is removed."""
         loop = self._out[state].get(state)
         sources = [self._out[source][state] for source in self._into[state] if source != state]
         targets = [part for target, part in self._out[state].items() if target != state]

@@ -1,4 +1,4 @@
-"""How a format writes tool calls: the data that a grammar of calls is made of. It imports nothing of llguidance."""
+"""The shape of a format's tool calls: the data that a grammar of calls is made of. It imports nothing of llguidance."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ INDEX = "{index}"
 
 
 class CallShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a format writes calls, as the literals around their parts:
+    """A format's way to write calls, as the literals around their parts:
 
         begin  call_begin NAME name_end ARGUMENTS call_end  between  call_begin ... call_end  end
 

@@ -20,7 +20,7 @@ def refusal(pointer: str, problem: str) -> RequestError:
 
 
 class Allowance:
-    """How long the schemas of one request may still take beyond what most need."""
+    """Seconds left for the schemas of one request that take unusually long."""
 
     def __init__(self, seconds: float = ALLOWED_S) -> None:
         self.left_s = seconds

@@ -1,6 +1,5 @@
-"""How large a grammar may be, and how much work it may make: one set of limits for the clients that check grammars and
-the workers that follow them, so that what a client lets through a worker takes.
-"""
+"""Bounds on the size of a grammar and on the work it causes: one set of limits for the clients that check grammars and
+the workers that follow them, so that what a client lets through a worker takes."""
 
 from llguidance import LLParserLimits
 

@@ -24,7 +24,8 @@ _HELD = {
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """How keys are written: `write` one that is known, `any` in a grammar, `behind` between a key and its value."""
+    """A language's way to write keys: `write` for one that is known, `any` in a grammar, `behind` between a key and its
+    value."""
 
     write: Callable[[str], str]
     any: str
@@ -33,7 +34,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """How a language writes values. `string` takes a schema, None where any string may stand."""
+    """A language's way to write values. `string` takes a schema, None where any string may stand."""
 
     true: str
     false: str

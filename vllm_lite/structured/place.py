@@ -1,4 +1,4 @@
-"""Where the fault of a grammar is. llguidance says what it is, and for a schema not where."""
+"""The position of a grammar's fault. llguidance says what it is, and for a schema not where."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""What the sources of masks share: the interface, and bitmasks as arrays of uint32 with one bit for each token."""
+"""Common parts of the sources of masks: the interface, and bitmasks as arrays of uint32 with one bit for each token."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol

@@ -21,7 +21,7 @@ class Phase(Enum):
 
 
 class State(NamedTuple):
-    """Where an output is. `matched` tokens of the mark that would end the phase are its last ones; `thought` counts the
+    """An output's phase. `matched` tokens of the mark that would end the phase are its last ones; `thought` counts the
     tokens since thinking began; `inner` counts those that the grammar has accepted."""
 
     phase: Phase
@@ -44,7 +44,7 @@ class ThinkingSource:
 
     @property
     def _forced_end(self) -> tuple[int, ...]:
-        """What is left of the mark that ends thinking, if the budget is spent."""
+        """Tokens left of the mark that ends thinking, once the budget is spent."""
         state, budget = self._states[-1], self._thinking.budget
         is_spent = state.phase is Phase.OPEN and budget is not None and state.thought >= budget
         return self._thinking.end[state.matched :] if is_spent else ()

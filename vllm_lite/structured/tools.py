@@ -135,7 +135,7 @@ class _CallWriter:
         return self.lark.rule(" | ".join(f"{self.lark.literal(name + end)} {body}" for name, body in bodies.items()))
 
     def _rest(self, named: str) -> str:
-        """What may follow the first call: others, and the end."""
+        """The grammar after the first call: further calls, and the end."""
         end = self.lark.literal(self._shape.end)
         if self._most == 1:
             return end

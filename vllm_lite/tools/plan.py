@@ -1,4 +1,4 @@
-"""What a model takes on a machine, and what fits beside it, computed from config.json and the headers of its weights.
+"""Memory of a model on a machine, and room beside it, computed from config.json and the headers of its weights.
 
 KV blocks, graphs and swap space are computed by the engine's own arithmetic (checkpoint/sizing.py and
 engine/blocks/groups.py). Weights are exact. Activations, and what a process has in use beside all that, are estimates:
@@ -72,7 +72,7 @@ class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one of several ranks holds. Sizes in bytes; what is not here is about the same for all."""
+    """Share of one of several ranks. Sizes in bytes; what is not here is about the same for all."""
 
     rank: int
     num_heads: int
@@ -85,8 +85,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed and what fits, for one device: a GPU, which has one rank, or a CPU machine with all ranks. Of
-    several GPUs it is the first, which has most to hold. Sizes in bytes."""
+    """Needs and capacity of one device: a GPU, which has one rank, or a CPU machine with all ranks. Of several GPUs it
+    is the first, which has most to hold. Sizes in bytes."""
 
     model: str
     architecture: str
@@ -230,7 +230,7 @@ class _Sizes:
         return (self.chunk * row + tables) * dtype_bytes + scratch
 
     def _expert_row(self, dtype_bytes: int) -> int:
-        """What experts need beside an MLP for one token, in elements: the logits and the choice, the shared expert, and
+        """Memory of experts beside an MLP for one token, in elements: the logits and the choice, the shared expert, and
         of each chosen expert what lies between its matrices and, in float32, what it gives."""
         experts, spec = self.spec.experts, self.spec
         if experts is None:

@@ -214,7 +214,7 @@ class CacheReset(_Record, frozen=True, tag=9):
 
 
 class Kept(_Record, frozen=True):
-    """What an unfinished request has when its workers die: the output tokens of all its samples that go on, and the
+    """Progress of an unfinished request when its workers die: the output tokens of all its samples that go on, and the
     number of its prompt tokens that are scored (Request.num_scored)."""
 
     number: int

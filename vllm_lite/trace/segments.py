@@ -14,7 +14,7 @@ from vllm_lite.trace.records import Header
 
 
 def segment_path(path: str, life: int) -> str:
-    """Where the engine of this life records, if `--record` names `path`."""
+    """The file that the engine of this life records to, if `--record` names `path`."""
     return path if life <= 1 else f"{path}.{life}"
 
 
@@ -36,7 +36,7 @@ def segment_paths(path: str) -> list[str]:
 
 
 def header_of(path: str) -> Header:
-    """What the file at `path` begins with. Raises ProtocolError if it is no trace."""
+    """Header of the trace at `path`. Raises ProtocolError if it is no trace."""
     reader = TraceReader(path)
     reader.close()
     return reader.header

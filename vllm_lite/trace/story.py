@@ -52,7 +52,7 @@ def describe_decisions(decisions: list[Decision], ids: dict[int, str]) -> str:
 
 
 def sentence(decision: Decision, ids: dict[int, str]) -> str:
-    """What happened to the sequence a decision is about."""
+    """A sentence about the sequence that a decision names."""
     code = Code(decision[0])
     numbers = dict(zip(FIELDS[code], decision[3:], strict=True))
     return _SENTENCES[code](numbers, ids)
@@ -301,8 +301,8 @@ class _Story:
 
 
 def story(request_id: str, *segments: TraceReader) -> list[str]:
-    """What happened to a request in the `segments` of a trace, one sentence a line, with seconds since it arrived.
-    Raises RequestError if it is in no record. An id that was used again has its later story behind the first."""
+    """The story of a request in the `segments` of a trace, one sentence a line, with seconds since it arrived. Raises
+    RequestError if it is in no record. An id that was used again has its later story behind the first."""
     found = _Story(request_id)
     lines = [line for reader in segments for line in found.segment(reader)]
     if not lines:

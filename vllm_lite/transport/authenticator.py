@@ -77,7 +77,8 @@ class Authenticator:
 
 
 class _Questions:
-    """Where ZeroMQ asks: one place in a process, so that all its authenticators share the thread that listens there."""
+    """The socket of ZeroMQ's questions: one in a process, so that all its authenticators share the thread that
+    listens."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

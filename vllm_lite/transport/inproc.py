@@ -36,7 +36,7 @@ class _Queue:
 
 
 class _Channel:
-    """What both sides of an address share; the side that comes first makes it."""
+    """State that both sides of an address share; the side that comes first makes it."""
 
     def __init__(self) -> None:
         self.inbox = _Queue()  # of the listener, filled by connections even before there is one

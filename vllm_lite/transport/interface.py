@@ -28,7 +28,7 @@ class Delivery(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tcp:
-    """Where a listener is reached from other machines, and the folder of its keys, None: by anybody, in the clear."""
+    """Address of a listener for other machines, and the folder of its keys, None: open to anybody, in the clear."""
 
     address: str
     keys: str | Path | None

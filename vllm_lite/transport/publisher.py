@@ -158,7 +158,7 @@ class Publisher:
 
     @property
     def patience_ms(self) -> int | None:
-        """How long serve() need not be called again, though nothing comes; None: for ever."""
+        """Milliseconds until serve() has to be called again even if nothing arrives; None: never."""
         if not self._replays:
             return None
         moves = any(replay.stalled_since_s is None for replay in self._replays.values())

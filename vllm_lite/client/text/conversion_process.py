@@ -58,7 +58,7 @@ _UNMAPPED = "failed to map segment"
 
 
 class _UnprovedError(Exception):
-    """What the libraries make of a tokenizer is not that tokenizer, or cannot be known to be."""
+    """A converted tokenizer differs from its original, or cannot be shown to equal it."""
 
 
 def main(settings: ConversionSettings, stop: Wakeup) -> int:
@@ -184,7 +184,7 @@ def _tekken_ids(file: Path) -> Callable[[str], list[int]]:
 
 
 class _Gguf:
-    """What the checks ask of a tokenizer, by the library that will read it."""
+    """A tokenizer as the checks need it, read by the library that will serve it."""
 
     def __init__(self, file: Path) -> None:
         from tokenizers import Tokenizer

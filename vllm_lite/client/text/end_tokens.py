@@ -90,8 +90,8 @@ class EndTokens(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the sources, in one sentence: they fall apart into such as name other tokens, or there is
-        no token at all."""
+        """The contradiction among the sources, in one sentence: they fall apart into such as name other tokens, or
+        there is no token at all."""
         if not self.ids:
             return "no file, no vocabulary and no template names a token that ends an answer: max_tokens alone does"
         (one, ids), *rest = [item for item in self.named.items() if item[0] != VOCABULARY] or [("", ())]

@@ -51,7 +51,7 @@ SPACES_TO_PIECES = {"type": "Replace", "pattern": {"String": " "}, "content": SP
 
 
 class GgufTokenizer:
-    """What a file says of its tokens, checked."""
+    """The tokenizer of a GGUF file, checked."""
 
     def __init__(self, file: Path) -> None:
         """Raises ModelError for a file whose tokenizer is damaged, or of a kind that is not supported."""
@@ -133,7 +133,7 @@ class GgufTokenizer:
         }
 
     def _words(self) -> Words:
-        """How the file says that its texts are cut; where it does not say it, as its architecture is known to."""
+        """The file's way to cut texts into words; its architecture's where it names none."""
         architecture = self.values.get("general.architecture")
         name = self.model if self.model in WORDS else self.values.get(f"{KEY}pre", UNNAMED.get(str(architecture)))
         if name is None:
@@ -150,7 +150,7 @@ class GgufTokenizer:
         return WORDS[str(name)]
 
     def _unknowns(self) -> dict[str, Any]:
-        """How a model of characters takes one that it has no token for."""
+        """Treatment of characters without a token."""
         unknown = self._token_id("unknown_token_id")
         return {
             "unk_token": None if unknown is None else self.tokens[unknown],
@@ -270,7 +270,7 @@ class GgufTokenizer:
         return _between(self.tokens, first, last)
 
     def _merges(self) -> list[list[str]]:
-        """Those whose parts and result are tokens."""
+        """Merges whose parts and result are tokens."""
         found = []
         for text in self._texts("merges"):
             left = text[:1] + text[1:].partition(" ")[0]  # a part may begin with a space

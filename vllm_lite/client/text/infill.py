@@ -43,7 +43,7 @@ _MARK = "\n"
 
 
 class Infill:
-    """How one model is asked for a gap."""
+    """Prompts of one model for a gap in a text."""
 
     def __init__(self, tokenizer: Tokenizer, names: _Names) -> None:
         self._tokenizer = tokenizer
@@ -71,7 +71,7 @@ class Infill:
         return [*self._special(), *(tail + head if self._names.behind_first else head + tail), *self._middle]
 
     def _special(self) -> list[int]:
-        """What the tokenizer puts before any text."""
+        """Tokens that the tokenizer puts before any text."""
         return [token for token in self._tokenizer.encode("") if token in self._tokenizer.special_ids][:1]
 
     def _encoded(self, text: str) -> list[int]:

@@ -1,5 +1,5 @@
-"""Which messages of a chat a template leaves out of the prompt, without an error: a role that it does not know, a
-second system prompt, a text beside calls.
+"""Messages of a chat that a template leaves out of the prompt, without an error: a role that it does not know, a second
+system prompt, a text beside calls.
 
 It is seen by rendering the chat with a mark for each text and each call: one whose mark does not come out was left out.
 That costs as much as the prompt itself, so what was seen is remembered for each message in its context: its kind, those

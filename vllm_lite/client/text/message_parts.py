@@ -22,8 +22,8 @@ MAY_BE_EMPTY = ("assistant", "tool", "function")
 
 
 def reasoning_fields(thought: str, *, calls_behind_text: bool = False) -> dict[str, str]:
-    """What was thought before an answer, under the names that templates know it by. That of gpt-oss calls it `thinking`
-    and refuses it where the answer has both a text and calls."""
+    """Reasoning before an answer, under the names that templates know it by. That of gpt-oss calls it `thinking` and
+    refuses it where the answer has both a text and calls."""
     names = ["reasoning_content", "reasoning", *([] if calls_behind_text else ["thinking"])]
     return dict.fromkeys(names, thought) if thought else {}
 

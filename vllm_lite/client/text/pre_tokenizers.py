@@ -72,7 +72,7 @@ _GPT2_BYTES = {**BYTES, "use_regex": True}
 
 
 class Words(NamedTuple):
-    """How the texts of one family become words."""
+    """Rules by which one family cuts texts into words."""
 
     steps: tuple[dict[str, Any], ...]
     """The steps of tokenizer.json's pre_tokenizer. Each cuts every word that the one before left."""

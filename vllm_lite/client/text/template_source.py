@@ -1,4 +1,4 @@
-"""Where a chat template lies: in the checkpoint's folder, in a file, or in what the user wrote.
+"""The source of a chat template: in the checkpoint's folder, in a file, or in what the user wrote.
 
 A checkpoint has one template, or several with names. `default` is the usual one; chats with tools get `tool_use` where
 there is one. Files win over tokenizer_config.json, as in transformers:

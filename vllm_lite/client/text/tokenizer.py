@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 def longest_first(lengths: Sequence[int], room: int) -> tuple[int, int]:
-    """How many tokens two texts keep that have `room` together: the longer one is cut, until both are alike."""
+    """Numbers of tokens that two texts keep within `room`: the longer one is cut, until both are alike."""
     short, long = sorted(lengths)
     if short + long > room:
         long = max(short, room - short)
@@ -158,8 +158,8 @@ class Tokenizer:
 
     @_encoding
     def offsets(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Where in `text` each of its `token_ids` stands, as (start, end) in characters; (0, 0) for a special token
-        that the file's post-processor adds. None if `text` is tokenized otherwise."""
+        """Offsets of `token_ids` in `text`, as (start, end) in characters; (0, 0) for a special token that the file's
+        post-processor adds. None if `text` is tokenized otherwise."""
         for add_special_tokens in (False, True):
             encoding = self._placed(text, add_special_tokens=add_special_tokens)
             if encoding.ids == token_ids:

@@ -22,7 +22,7 @@ are answered without the echo, and calls are taken apart as if the tools had no 
 
 
 class CallContext(msgspec.Struct, frozen=True):
-    """What any API server needs to know of a call, beside its tokens: the engine keeps it with each of the streams.
+    """Facts about a call, beside its tokens, that any API server may need: the engine keeps them with each stream.
 
     `index` is the stream's among `num_streams`; they are `are_forks` of one request, or have a prompt each. `owner`
     stands for the API key that the call was started with, "" for none.
@@ -56,7 +56,7 @@ class Choice:
             self._cursor = Cursor(sample_index, sample, shown.num_tokens, shown.num_chars, has_ended=shown.has_ended)
 
     def part(self, shown: Shown) -> CompletionOutput:
-        """What a reader has of it who has been shown so much."""
+        """The sample's output behind the part that a reader has been shown."""
         if self.stream.ends_at_once:
             return self.stream.output().outputs[self._sample_index]
         sample = self.stream.samples[self._sample_index]
@@ -65,7 +65,7 @@ class Choice:
         return found
 
     def delta(self) -> CompletionOutput | None:
-        """What is new since the last call, None if nothing is. An error is the whole call's, which reports it."""
+        """Output since the last call, None if there is none. An error is the whole call's, which reports it."""
         if self._cursor is not None:
             return self._cursor.delta()
         if self._rank is None or not self.stream.finished:
@@ -157,7 +157,7 @@ class Call:
         return CallContext(self.created, index, count, self.are_forks, style, self.owner)
 
     def message(self, index: int) -> Generate | ForkRequest:
-        """What starts stream `index` in the engine, where any API server finds it by the call's id."""
+        """The message that starts stream `index` in the engine, where any API server finds it by the call's id."""
         context = msgspec.msgpack.encode(self.context(index))
         return msgspec.structs.replace(self.streams[index].message(), external_id=self.id, context=context)
 

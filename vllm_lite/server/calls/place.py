@@ -24,7 +24,7 @@ _FORM = re.compile(r"([0-9]{1,4})-([0-2])((?:-[0-9]{1,9}\.[0-9]{1,9}!?){1,64})",
 
 
 class Shown:
-    """What of one choice has been shown: tokens, characters, and its end."""
+    """The part of one choice that has been shown: tokens, characters, and its end."""
 
     __slots__ = ("has_ended", "num_chars", "num_tokens")
 
@@ -40,7 +40,7 @@ class Shown:
 
 
 class Place:
-    """How much of a stream has been shown; it moves on with each event.
+    """A position in a stream of events; each event moves it forward.
 
     `num_opened` counts events of the opening. `closing` is 0 before the closing, 1 behind the usage, 2 at the end.
     """

@@ -26,7 +26,7 @@ A = TypeVar("A")
 
 
 class QueueLimits(NamedTuple):
-    """How much may run and wait on this server, which has its share of what the engine takes if there are several.
+    """Bounds on sequences that run and wait on this server: its share of the engine's if there are several servers.
 
     capacity           sequences in the batch
     max_queued         sequences that may wait for it

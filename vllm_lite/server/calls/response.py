@@ -129,7 +129,7 @@ class CallResponse(Response):
         )
 
     async def _made(self, make: Callable[[], bytes], *, is_long: bool) -> bytes:
-        """What `make` returns, in a thread if that takes long: the candidates of one token take 20 us or more."""
+        """Call `make`, in a thread if it takes long: the candidates of one token take 20 us or more."""
         return await asyncio.to_thread(make) if is_long else make()
 
 

@@ -1,4 +1,4 @@
-"""What guards a route: limits of connections and bodies, API keys, clients that disconnect.
+"""Guards of routes: limits of connections and bodies, API keys, clients that disconnect.
 
 connection.py  limits of headers and of clients that do not read
 framing.py     offers of other protocols, clients of HTTP/1.0

@@ -106,8 +106,8 @@ def require_admin(request: Request) -> None:
 
 
 def owner_of(request: Request, call_id: str) -> str:
-    """What stands for the sender's key with this call, "" without keys. Nobody learns the key from it, nor which calls
-    have the same one."""
+    """An opaque name of the sender's key, other for each call; "" without keys. Nobody learns the key from it, nor
+    which calls have the same one."""
     digest: bytes = request.scope[_KEY]
     return sha256(digest + call_id.encode()).hexdigest()[:32] if digest else ""
 

@@ -134,7 +134,7 @@ class BodyReader:
         return await as_utf8(bytes(data), BIG_BYTES)
 
     def _refusal(self, request: Request, num_bytes: int, num_values: int) -> ApiError | None:
-        """What is wrong with a body of which so much has come; None, and it is held, if nothing is."""
+        """The error of a body of this size so far; None, and the bytes count as held, if it is within limits."""
         if num_bytes > self._max_bytes:
             return self._too_long()
         if num_values > self._max_values:

@@ -20,8 +20,8 @@ class Threads:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
 
     async def run(self, work: Callable[[Callable[[], None]], T], receive: Receive) -> T:
-        """What `work(check)` returns. It never starts if the client disconnects before; later `check()` raises, so that
-        it can stop. Raises ApiError when the client has disconnected."""
+        """Run `work(check)` in a thread and return its result. It never starts if the client disconnects before; later
+        `check()` raises, so that it can stop. Raises ApiError when the client has disconnected."""
         gone = threading.Event()
 
         def check() -> None:

@@ -79,7 +79,7 @@ class MessageWriter:
         return [block for block in blocks if block.get("input", block) is not None]
 
     def _feed(self, delta: CompletionOutput) -> list[Event]:
-        """What is visible now."""
+        """Events for the newly visible part."""
         self._num_tokens += len(delta.token_ids)
         found = self._message.feed(delta)
         if (reason := delta.finish_reason) is not None:

@@ -1,4 +1,4 @@
-"""What a request of Anthropic's API may say, as structs. Fields that none of them has are ignored."""
+"""Request bodies of Anthropic's API, as structs. Fields that none of them has are ignored."""
 
 from typing import Annotated, Any, Literal
 

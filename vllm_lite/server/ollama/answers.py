@@ -26,7 +26,7 @@ def created_at() -> str:
 
 
 def said(kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
-    """What the model has said, in the form of a route."""
+    """The model's text in the form of a route's answer."""
     text = fields.pop("content", "")
     if kind == "generate":
         return {"response": text, **fields}

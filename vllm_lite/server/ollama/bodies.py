@@ -1,4 +1,4 @@
-"""What a request of Ollama's API may say, as structs. Fields that none of them has are ignored."""
+"""Request bodies of Ollama's API, as structs. Fields that none of them has are ignored."""
 
 from typing import Annotated, Any
 
@@ -47,8 +47,8 @@ class OllamaMessage(msgspec.Struct, frozen=True):
 
 
 class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What chats and completions share. An answer is a stream unless `stream` is false. The model is always loaded:
-    `keep_alive` changes nothing."""
+    """Fields that chats and completions share. An answer is a stream unless `stream` is false. The model is always
+    loaded: `keep_alive` changes nothing."""
 
     model: str | None = None
     stream: bool | None = None

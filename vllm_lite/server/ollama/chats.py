@@ -92,7 +92,8 @@ def _form(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _of_chat(body: OllamaBody) -> dict[str, Any]:
-    """What only chats have: whether the model thinks, under the names that templates have for it, and logprobs."""
+    """Fields that only chats have: whether the model thinks, under the names that templates have for it, and
+    logprobs."""
     fields: dict[str, Any] = {}
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}

@@ -18,7 +18,7 @@ NEVER = "9999-12-31T23:59:59Z"
 
 @dataclass(frozen=True)
 class OllamaModel:
-    """What does not change while the model is served. `template` is shown, "" for none."""
+    """Facts about the model that do not change while it is served. `template` is shown, "" for none."""
 
     served: ServedModel
     size_bytes: int

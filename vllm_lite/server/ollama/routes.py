@@ -141,7 +141,7 @@ class OllamaRoutes:
         return CallResponse(call, writer, live.calls.run, stream=is_stream, headers=headers)
 
     def _loaded(self, asked: Asked[Any], kind: Kind) -> Response:
-        """What a request without a prompt is for: that the model is loaded, or need not be any longer."""
+        """Answer a request without a prompt, which asks to load the model, or to unload it."""
         reason = "unload" if asked.body.keep_alive in (0, "0", "0s") else "load"
         fields = {"model": asked.model, "created_at": created_at(), **said(kind, {}), "done": True}
         line = msgspec.json.encode({**fields, "done_reason": reason}) + b"\n"

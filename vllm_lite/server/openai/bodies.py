@@ -1,4 +1,4 @@
-"""What a request may say, as structs. One table says which fields are passed on, refused or ignored.
+"""Request bodies of OpenAI's API, as structs. One table says which fields are passed on, refused or ignored.
 
 Fields of sampling are passed on to SamplingParams; one that a later version will have is refused by name, unless its
 value means nothing; any other is ignored, and the answer's Warning header names it.
@@ -73,7 +73,8 @@ class SamplingFields(_PassedOn, frozen=True, kw_only=True):
 
 
 class FormFields(SamplingFields, frozen=True, kw_only=True):
-    """What the output has to be, under all the names that clients know, which forms.py reads. Forks refuse them."""
+    """Constraints on the output's form, under all the names that clients know, which forms.py reads. Forks refuse
+    them."""
 
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
@@ -101,7 +102,7 @@ class ForkBody(FormFields, frozen=True, kw_only=True):
 
 
 class Body(ForkBody, frozen=True, kw_only=True):
-    """What completions and chats share: a fork's fields, and these. `return_token_offsets` is for /render."""
+    """Fields that completions and chats share: a fork's fields, and these. `return_token_offsets` is for /render."""
 
     model: str | None = None
     add_special_tokens: bool | None = None
@@ -184,7 +185,7 @@ class FunctionTool(msgspec.Struct, frozen=True):
 
 
 class ChatFields(Body, frozen=True, kw_only=True):
-    """What a chat has beside its messages."""
+    """Fields of a chat beside its messages."""
 
     echo: bool | None = None
     max_completion_tokens: int | None = None

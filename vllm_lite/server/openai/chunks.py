@@ -23,7 +23,7 @@ _encode = msgspec.json.encode
 
 
 class AnswerStyle(msgspec.Struct, frozen=True):
-    """How a call is answered, as its body asks. A fork is answered in the style of the request that it goes on from.
+    """Style of a call's answer, as its body asks. A fork is answered in the style of the request that it goes on from.
 
     kind            what the ids of such calls begin with
     model           the name of the model
@@ -106,7 +106,7 @@ class AnswerWriter:
         return []
 
     def chunk(self, choice: "Choice", delta: CompletionOutput) -> bytes:
-        """What is new of `choice`, as a chunk of the stream; b"" if nothing of it is visible."""
+        """A chunk of the stream with the new part of `choice`; b"" if nothing of it is visible."""
         delta = self._shown(delta)
         has_tokens = bool(delta.token_ids) and (delta.logprobs is not None or self._style.token_ids)
         if not (delta.text or delta.finish_reason is not None or has_tokens):
@@ -155,7 +155,7 @@ class AnswerWriter:
         return self._new_fields(choice, delta)
 
     def _shown(self, delta: CompletionOutput) -> CompletionOutput:
-        """What of `delta` is shown, without what was generated if only the prompt was asked for."""
+        """The visible part of `delta`, without generated tokens if only the prompt was asked for."""
         if self._style.only_scores:
             reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
             delta = CompletionOutput(delta.index, "", [], None, delta.logprobs and [], reason)

@@ -60,7 +60,7 @@ class ApiError(Exception):
 
 
 class InvalidUserInput(ApiError):
-    """What vLLM's routes for adapters call a mistake in a body."""
+    """A mistake in a body, under the name that vLLM's routes for adapters use."""
 
     kind = "InvalidUserInput"
 

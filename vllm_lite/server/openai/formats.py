@@ -80,7 +80,7 @@ class Formats:
         return self._fallback
 
     def shape(self) -> CallShape:
-        """How calls that are demanded are written."""
+        """Shape of calls that a request demands."""
         found = self.format(is_forced=True)
         return msgspec.convert(dict(found.shape or {}) if found is not None else {}, CallShape)
 
@@ -89,7 +89,7 @@ class Formats:
         return self.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
 
     def thinking(self, token_ids: Sequence[int], *, is_forced: bool) -> Thinking | None:
-        """How the output of this prompt thinks; None if it does not."""
+        """Rules for thinking in the output of this prompt; None if it does not think."""
         found = self.format(is_forced=is_forced)
         return None if found is None else thinking_of(found, self.tokenizer, self.tail(token_ids))
 
@@ -108,5 +108,5 @@ class Formats:
         return ResponseParser(found, self.tail(token_ids), tools)
 
     def card(self) -> dict[str, str | None]:
-        """What /v1/models says."""
+        """The formats as /v1/models shows them."""
         return {"tool_call_format": self.calls, "reasoning_format": self.reasoning, "format_because": self.choice.why}

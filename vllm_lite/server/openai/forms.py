@@ -1,4 +1,5 @@
-"""What a request wants its answer to be: one form of structured outputs, and the tools that may or must be called.
+"""The form that a request demands of its answer: one form of structured outputs, and the tools that may or must be
+called.
 
 Clients know many names for the same. Here they become StructuredOutputsParams and ToolsWanted; grammars.py makes the
 grammar of both.

@@ -31,8 +31,7 @@ class Writers:
         return ParsedChatWriter(call, self.spelling, [each for each in parsers if each is not None], one_chunk)
 
     def message(self, call: "Call", choice: "Choice") -> MessageParser:
-        """What takes one choice of a chat apart, for the writers of other dialects. It gets all of the choice's
-        deltas."""
+        """A parser for one choice of a chat, for the writers of other dialects. It gets all of the choice's deltas."""
         style = call.style.parsing
         parser = None if style is None or self._formats is None else _parser(self._formats, style, call, choice)
         return MessageParser.of_content() if parser is None else parser

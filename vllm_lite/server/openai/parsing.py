@@ -17,7 +17,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class Parsing(msgspec.Struct, frozen=True):
-    """How the answers of a chat are taken apart; other API servers need it to go on with a stream.
+    """Settings for the parsing of a chat's answers; other API servers need it to go on with a stream.
 
     tools              as the request has them; () where calls are not looked for
     is_forced          calls are demanded, so they are written even by a model whose own format is not known

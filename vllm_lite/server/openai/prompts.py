@@ -68,7 +68,7 @@ class ChatPrompt(NamedTuple):
 
 
 class TemplateVariables(NamedTuple):
-    """What a template is given by the server: `defaults` are variables that a chat may set otherwise, `efforts` what
+    """Template variables that the server sets: `defaults` are variables that a chat may set otherwise, `efforts` what
     stands for a reasoning effort."""
 
     defaults: Mapping[str, Any] = MappingProxyType({})
@@ -134,7 +134,7 @@ class Prompts:
             raise refused(error, "prompt") from error
 
     def infill(self, body: CompletionBody) -> Infill | None:
-        """How the model is asked for what stands between a prompt and a suffix; None without a suffix."""
+        """The prompt for text between a prompt and a suffix; None without a suffix."""
         if not body.suffix:
             return None
         if body.echo:
@@ -206,7 +206,7 @@ class Prompts:
         return Rendered(made.text, tuple(each._replace(place=places[each.place]) for each in made.left_out))
 
     async def tokenized(self, work: Callable[[Check], T], prompts: Sequence[PromptLike], request: Request) -> T:
-        """What `work` makes of `prompts`, whose texts it tokenizes: here, or in a thread if they are long."""
+        """Call `work`, which tokenizes `prompts`: here, or in a thread if they are long."""
         if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= LONG_TEXT_CHARS:
             return work(lambda: None)
         return await self._threads.run(work, request.receive)
@@ -229,7 +229,7 @@ class Prompts:
     async def offsets(
         self, texts: Sequence[str | None], token_ids: Sequence[list[int]], request: Request
     ) -> list[msgspec.Raw | None]:
-        """Where in each text its tokens stand, in characters, as JSON; None if these are not its tokens."""
+        """Offsets of each text's tokens, in characters, as JSON; None if these are not its tokens."""
         words = self.tokenizer
 
         def work(check: Check) -> list[msgspec.Raw | None]:

@@ -86,7 +86,7 @@ class Renderer:
             self._end(0.0)
 
     async def _asked(self, data: bytes) -> template_process.Answer:
-        """What the process answers. Raises OSError, ModelError, or RequestError if it has ended of it."""
+        """The process's answer to `data`. Raises OSError, ModelError, or RequestError if it has ended of it."""
         if self._is_closed:
             raise OSError(CLOSED)
         if self._wire is not None and _has_ended(self._wire):  # somebody has killed it

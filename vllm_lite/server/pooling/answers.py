@@ -78,7 +78,7 @@ async def _sent(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def fields(call: PoolingCall, model: str) -> dict[str, Any]:
-    """What stands beside the data."""
+    """Fields beside the data."""
     count = call.num_prompt_tokens
     cached = sum(stream.num_cached_tokens for stream in call.streams)
     details = {"cached_tokens": cached} if cached else None

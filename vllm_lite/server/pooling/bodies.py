@@ -1,4 +1,4 @@
-"""What a request for vectors or scores may say, as structs, under the names that vLLM, OpenAI, Jina and Cohere use."""
+"""Request bodies for vectors and scores, as structs, under the names that vLLM, OpenAI, Jina and Cohere use."""
 
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
 class PoolingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What all of them share. `normalize` is an older name of `use_activation`, `activation` of classifiers'."""
+    """Fields that all of them share. `normalize` is an older name of `use_activation`, `activation` of classifiers'."""
 
     model: str | None = None
     user: Name | None = None
@@ -82,7 +82,7 @@ class EmbeddingBody(InputFields, frozen=True, kw_only=True):
 
     @property
     def encoding(self) -> Encoding:
-        """How base64 and bytes have numbers."""
+        """Encoding of numbers in base64 and bytes."""
         return Encoding(self.embed_dtype or "float32", self.endianness or "native")
 
 
@@ -132,7 +132,7 @@ Side = str | Texts
 
 
 class PairFields(PoolingFields, frozen=True, kw_only=True):
-    """What scores and rankings share: how much of each side is read; 0 is all of it."""
+    """Fields that scores and rankings share: the tokens read of each side; 0 is all of them."""
 
     max_tokens_per_query: int | None = None
     max_tokens_per_doc: int | None = None

@@ -18,7 +18,7 @@ from vllm_lite.server.openai.chunks import AnswerStyle
 
 
 class Window:
-    """What of one call may be in the engine at a time: some steps of the engine, whatever the length of the texts."""
+    """Bound on one call's texts in the engine at a time: some steps of work, whatever the length of the texts."""
 
     STEPS = 3
 
@@ -59,13 +59,13 @@ class PoolingCall:
         return CallContext(self.created, index, self.num_texts, are_forks=False, style=self.style, owner=self.owner)
 
     def message(self, index: int) -> Generate:
-        """What starts stream `index` in the engine, where any API server finds it by the call's id."""
+        """The message that starts stream `index` in the engine, where any API server finds it by the call's id."""
         context = msgspec.msgpack.encode(self.context(index))
         return msgspec.structs.replace(self.streams[index].message(), external_id=self.id, context=context)
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences the engine has of it at a time."""
+        """Largest number of its sequences in the engine at a time."""
         return min(self.num_texts, self.window.max_texts)
 
     @property

@@ -16,7 +16,7 @@ _NUM_BYTES = {"float32": FLOAT_BYTES, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1
 
 
 class Encoding(NamedTuple):
-    """How base64 and bytes have numbers."""
+    """Type and byte order of numbers in base64 and bytes."""
 
     dtype: EmbedDtype = "float32"
     endianness: Endianness = "native"

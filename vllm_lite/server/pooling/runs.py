@@ -62,7 +62,7 @@ class PoolingRuns:
         return prompts, asked
 
     async def cohere_prompts(self, asked: Asked[CohereEmbedBody]) -> tuple[list[PromptLike], Asked[Any]]:
-        """What a body of Cohere's API has, with the prompt of its `input_type`: before each text, as
+        """Texts of a body of Cohere's API, with the prompt of its `input_type`: before each text, as
         sentence-transformers has it, and before the message of an input as a message of the system. And the request,
         whose headers may have warnings more."""
         body, request = asked.body, asked.request

@@ -37,8 +37,8 @@ logger = log.get(__name__)
 
 
 class ApiServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an API server is started with. `engine` is resolved, `addresses` are those of all
-    engines; `listener` and `scoreboard` are open descriptors."""
+    """Settings of an API server's process. `engine` is resolved, `addresses` are those of all engines; `listener` and
+    `scoreboard` are open descriptors."""
 
     config: ServeConfig
     keys: Keys

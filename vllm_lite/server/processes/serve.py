@@ -122,7 +122,7 @@ def _remove_stale(path: str) -> None:
 
 
 def _check_tls(config: ServeConfig) -> None:
-    """What uvicorn would meet when the engine has started already. Raises ConfigError."""
+    """Check TLS files before the engine starts, as uvicorn would only afterwards. Raises ConfigError."""
     if config.ssl_certfile is None and config.ssl_ca_certs is None:
         return
     import ssl  # the engine of a server without TLS need not wait for it

@@ -24,8 +24,8 @@ _ENDS = {("apply_patch_call", "incomplete"): "in_progress"}
 
 
 class Shown(NamedTuple):
-    """How the output is shown: `top_logprobs` candidates of each token of a text, None for no logprobs; reasoning also
-    packed; calls as those of the request's tools."""
+    """Style of the shown output: `top_logprobs` candidates of each token of a text, None for no logprobs; reasoning
+    also packed; calls as those of the request's tools."""
 
     top_logprobs: int | None
     is_encrypted: bool

@@ -97,7 +97,7 @@ class ResponsesRoutes:
         return WholeResponse(run, self._runs.attach(run), headers)
 
     async def count(self, request: Request) -> Response:
-        """How many tokens the prompt would have."""
+        """Count the tokens of the prompt."""
         asked = await self._generation.read(request, ResponseBody)
         bodies.check(asked.body)
         response_id = _random_id()

@@ -1,4 +1,4 @@
-"""What /derender takes: what /inference/v1/generate has answered, and the request that was rendered for it."""
+"""Request bodies of /derender: an answer of /inference/v1/generate, and the request that was rendered for it."""
 
 from typing import Annotated, Any, Literal
 
@@ -53,7 +53,7 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 class StreamState(msgspec.Struct, frozen=True):
-    """What a client carries from one chunk of a stream to the next, as it was given it."""
+    """State that a client carries unchanged from one chunk of a stream to the next."""
 
     output_token_ids: TokenIds = []
     role_sent: bool = False
@@ -61,7 +61,7 @@ class StreamState(msgspec.Struct, frozen=True):
 
 
 class DerenderFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What both have; without `stream` there is one answer, with it one chunk."""
+    """Fields of both bodies; without `stream` there is one answer, with it one chunk."""
 
     model: str | None = None
     stream: bool = False

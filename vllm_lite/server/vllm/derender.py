@@ -141,7 +141,7 @@ class DerenderRoutes:
         return as_json({"chunk": answer, "stream_state": msgspec.to_builtins(behind)}, asked.headers)
 
     def _written(self, call: Call, state: StreamState, choice: GeneratedChoice | None) -> Any:
-        """What is new behind the tokens of `state`; no choice if there is none."""
+        """The output after the tokens of `state`; no choice if there is none."""
         writer, place, stream = self._live.writers.of(call, one_chunk=True), call.choices[0], call.streams[0]
         ids = state.output_token_ids
         scores = None if stream.params.logprobs is None else Scores([ScoredToken(token_id, 0.0) for token_id in ids])

@@ -1,4 +1,4 @@
-"""What the server and its tokenizer are: for those who may change the server, or where a flag opens it."""
+"""Information on the server and its tokenizer, for those who may change the server, or where a flag opens it."""
 
 import os
 import platform

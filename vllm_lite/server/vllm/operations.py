@@ -74,7 +74,7 @@ class Operations:
         return as_json({"is_sleeping": (await self._calls.stats()).sleep_level is not None})
 
     async def world_size(self, request: Request) -> Response:
-        """How many workers there are, of all engines unless `include_dp` is false."""
+        """Number of workers, of all engines unless `include_dp` is false."""
         require_admin(request)
         alone = request.query_params.get("include_dp", "true").lower() in ("false", "0")
         return as_json({"world_size": self._config.tensor_parallel_size if alone else self._config.ranks_on_machine})

@@ -1,4 +1,4 @@
-"""What a body asks for, as bodies of /inference/v1/generate: tokenized here, generated elsewhere."""
+"""Request bodies of /inference/v1/generate made of chats and completions: tokenized here, generated elsewhere."""
 
 from typing import Any
 

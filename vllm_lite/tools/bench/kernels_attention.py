@@ -254,7 +254,7 @@ def _kv_bytes(batch: Case) -> int:
 
 
 def _flops(batch: Case) -> float:
-    """What both products have, of the keys that each row sees."""
+    """Floating-point operations of both products, over the keys that each row sees."""
     seen = sum(query_len * (seq_len - (query_len - 1) / 2) for query_len, seq_len in batch.lengths)
     return 4 * batch.spec.head_size * batch.spec.num_heads * seen
 

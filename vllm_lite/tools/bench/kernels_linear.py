@@ -41,7 +41,7 @@ OTHERS = ("torch", "onednn")
 
 
 class Choice(NamedTuple):
-    """What is measured."""
+    """Shapes, types and forms to measure."""
 
     shapes: Sequence[tuple[int, int]] = ((4096, 1024), (4096, 4096), (2048, 768))
     """Outputs and inputs."""

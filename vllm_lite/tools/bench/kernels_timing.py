@@ -1,4 +1,4 @@
-"""How the kernel benches take times, and the speed of memory that they hold them against.
+"""Clocks of the kernel benches, and the speed of memory to compare with.
 
 The shortest of many calls counts: that is what a call costs when nothing else needs the machine.
 """
@@ -50,7 +50,7 @@ def best_times(
 
 
 def read_bandwidth_gb_s(num_threads: int, num_bytes: int = 512 << 20) -> float:
-    """What `num_threads` of our threads read from memory on huge pages."""
+    """Read bandwidth of `num_threads` of our threads from memory on huge pages, in GB/s."""
     cpu.set_num_threads(num_threads)
     data = zeros(num_bytes, torch.uint8).fill_(1)
     read = function("vllm_lite_read", (pointer, int64), int64)
@@ -65,7 +65,7 @@ def multiply_registers(dtype: torch.dtype, rounds: int) -> int:
 
 
 def peak_gflop_s(num_threads: int, dtype: torch.dtype, rounds: int = 100_000) -> float:
-    """What `num_threads` of our threads multiply and add in registers."""
+    """GFLOP/s of `num_threads` of our threads that multiply and add in registers."""
     cpu.set_num_threads(num_threads)
     (seconds,) = best_times(clock_for(num_threads), [lambda: multiply_registers(dtype, rounds)], 0, min_rounds=8)
     return multiply_registers(dtype, rounds) / seconds / 1e9

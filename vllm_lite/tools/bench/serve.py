@@ -185,7 +185,7 @@ async def _fitting(api: Endpoint, requests: Sequence[LoadItem], request_rate: fl
 
 
 def _count_missing_usage(outcomes: Sequence[Outcome], tokenizer: Tokenizer | None) -> None:
-    """Where a server sent no usage, count the tokens of the text or, without a tokenizer, its chunks."""
+    """Count the tokens of texts without usage from the server or, without a tokenizer, their chunks."""
     for outcome in outcomes:
         if not outcome.error and not outcome.output_len:
             counted = tokenizer.encode(outcome.text, add_special_tokens=False) if tokenizer is not None else []

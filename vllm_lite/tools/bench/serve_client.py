@@ -61,7 +61,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class Outcome:
-    """What became of a request. It takes the events of its stream. Times are perf_counter's, lengths are in tokens;
+    """The outcome of a request. It takes the events of its stream. Times are perf_counter's, lengths are in tokens;
     `error` is "" for a request that was served to its end."""
 
     __slots__ = ("chunks_s", "error", "input_len", "is_complete", "output_len", "start_s", "texts")

@@ -76,7 +76,7 @@ def run(model: str, num_streams: int, context: int, num_steps: int, settings: di
 
 
 def step_bytes(config: ResolvedConfig, spec: ModelSpec, num_streams: int, context: int) -> int:
-    """What a decode step has to read: the KV of the contexts and all weights, but of the embedding some rows, and
+    """Bytes that a decode step has to read: the KV of the contexts and all weights, but of the embedding some rows, and
     no expert that no sequence is likely to be sent to."""
     embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
     weights = spec.active_parameters(num_streams) - embedding

@@ -4,7 +4,7 @@ import unicodedata
 
 
 class WordWrap:
-    """What a terminal has to print for a text that arrives in pieces.
+    """Terminal output for a text that arrives in pieces.
 
     A piece is shown at once, its last word as well, which may go on; a word that becomes too long for its line is
     taken back and begins the next one. One that fills a whole line stays whole for who copies it, like everything
@@ -64,7 +64,7 @@ class WordWrap:
 
 
 def num_columns(char: str) -> int:
-    """How many columns a terminal gives to a character."""
+    """Number of columns of a character in a terminal."""
     if char.isascii():
         return 1
     if unicodedata.combining(char) or unicodedata.category(char) in ("Mn", "Me", "Cf"):

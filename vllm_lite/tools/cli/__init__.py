@@ -45,7 +45,7 @@ CLOSED_PIPE = 141
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Where there are many flags, the line `usage` names only those that must be given."""
+    """A help text whose line `usage` names only required flags where there are many."""
 
     def add_usage(
         self,

@@ -1,4 +1,5 @@
-"""What is installed, what works on this machine, and what to do about the rest. Exit status 1 if something does not."""
+"""Show what is installed, what works on this machine, and what to do about the rest. Exit status 1 if something does
+not."""
 
 import argparse
 import json

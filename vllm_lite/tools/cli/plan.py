@@ -1,5 +1,5 @@
-"""What MODEL takes on a machine, what fits beside it, and the flags for that: from config.json and the headers of its
-weights alone. Exit status 1 if what is asked is impossible, with what would make it possible."""
+"""Show what MODEL takes on a machine, what fits beside it, and the flags for that: from config.json and the headers of
+its weights alone. Exit status 1 if what is asked is impossible, with what would make it possible."""
 
 import argparse
 

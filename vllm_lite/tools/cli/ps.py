@@ -54,7 +54,7 @@ def row(instance: Instance) -> dict[str, Any]:
 
 
 def num_restarts(stats: Stats) -> int:
-    """How often workers of this engine were replaced, and engines before it."""
+    """Number of replaced workers of this engine, and of engines before it."""
     return sum(count for cause, count in stats.restarts.items() if cause != "engine") + stats.life - 1
 
 

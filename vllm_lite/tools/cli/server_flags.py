@@ -26,7 +26,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """What to sample with, and the settings of a private server."""
+    """Add flags for sampling, and for the settings of a private server."""
     for name, kind in SAMPLING.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
@@ -85,7 +85,7 @@ def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | No
 
 
 def private_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"] | None:
-    """How to load the config of a private server; None if no MODEL is given."""
+    """A function that loads the config of a private server; None if no MODEL is given."""
     if arguments.folder is None:
         if arguments.config is not None:
             raise ConfigError("--config is for a server of its own; give a model as well")

@@ -153,7 +153,7 @@ def torch_build() -> Iterator[Line]:
 
 
 def _between_gpus(found: dict[str, Any]) -> Iterator[Line]:
-    """What several GPUs need to hold a model together."""
+    """Needs of several GPUs that hold a model together."""
     if found["peers"]:
         pairs = ", ".join(f"{first}-{second}" for first, second in found["peers"])
         yield Line("WARN", "peer access", f"not between GPUs {pairs}", "what they exchange goes through host memory")

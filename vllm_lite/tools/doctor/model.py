@@ -1,4 +1,4 @@
-"""What the files of one model say: whose code computes it, its chat template, formats of tool calls and reasoning,
+"""Facts from the files of one model: whose code computes it, its chat template, formats of tool calls and reasoning,
 sampling defaults."""
 
 from collections.abc import Iterator

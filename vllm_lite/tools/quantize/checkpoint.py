@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 
 class Written(NamedTuple):
-    """What was written."""
+    """Facts about the written checkpoint."""
 
     folder: Path
     num_quantized: int
@@ -78,7 +78,8 @@ def quantize_checkpoint(source: Path, out: Path, scheme: str, progress: Progress
 
 
 def _check_source(source: Path) -> frozenset[str]:
-    """What is `quantizable` of the checkpoint. Raises ModelError unless it is a dense one that could be served."""
+    """Names of the checkpoint's `quantizable` matrices. Raises ModelError unless it is a dense one that could be
+    served."""
     spec = load_spec(source, "native")
     if isinstance(spec.quantization, Gguf):
         raise ModelError(f"{source}: is of GGUF, and serve takes it as it is; a checkpoint in safetensors is expected")

@@ -1,4 +1,4 @@
-"""What becomes of one matrix, in the forms of compressed-tensors, and what config.json says of it.
+"""Forms of compressed-tensors for one matrix, and their entries in config.json.
 
 https://github.com/vllm-project/compressed-tensors has the forms; vLLM reads all of these, and so does this package.
 """
@@ -16,7 +16,7 @@ LARGEST_FLOAT8 = 448.0
 
 
 class Scheme(NamedTuple):
-    """How matrices are quantized."""
+    """A way to quantize matrices."""
 
     form: str
     """compressed-tensors' name of how they are stored."""

@@ -1,4 +1,4 @@
-"""What a model wrote, taken apart while it arrives: reasoning, content and tool calls.
+"""A model's output, parsed while it arrives: reasoning, content and tool calls.
 
 pieces.py          what goes in and what comes out: Piece, and events in the order of the output
 template.py        a format as data: fields and the literals and patterns between which they stand

@@ -1,5 +1,5 @@
-"""Which format a model writes: its own response_template, else what the flags name, else the one whose literals are in
-its chat template, else in its vocabulary, else the one of its architecture."""
+"""Choice of the format that a model writes: its own response_template, else what the flags name, else the one whose
+literals are in its chat template, else in its vocabulary, else the one of its architecture."""
 
 import json
 import re
@@ -71,8 +71,8 @@ _Weight = tuple[bool, int]
 
 
 class _Evidence(NamedTuple):
-    """What is known of a model when its format is chosen: the texts of its chat template (None if there is none), the
-    added tokens of its vocabulary, and its architectures."""
+    """Evidence for the choice of a model's format: the texts of its chat template (None if there is none), the added
+    tokens of its vocabulary, and its architectures."""
 
     template: str | None
     tokens: Container[str]

@@ -39,5 +39,5 @@ class Flow:
         self._space, self._join, self.is_blank = text[len(kept) :], None, False
 
     def forget_space(self) -> None:
-        """What was written so far was the prompt's, and so is the white space at its end."""
+        """Drop the white space at the end of the text so far, which belongs to the prompt."""
         self._space = ""

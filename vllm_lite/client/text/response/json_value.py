@@ -22,7 +22,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class Malformed(Exception):
-    """What a model wrote contradicts its format. `place` is the first character that does."""
+    """A model's output contradicts its format. `place` is the first character that does."""
 
     def __init__(self, place: int) -> None:
         super().__init__(f"malformed at character {place}")
@@ -31,7 +31,7 @@ class Malformed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What is allowed beyond JSON: keys that are bare words, and strings between single characters of their own."""
+    """Allowances beyond JSON: keys that are bare words, and strings between single characters of their own."""
 
     bare_keys: bool = False
     delimiters: tuple[tuple[str, str], ...] = ()
@@ -143,7 +143,7 @@ class JsonValue:
         return place + 1
 
     def _behind(self, text: str, place: int, out: list[str]) -> int:
-        """Behind a value inside an object or a list."""
+        """Read on after a value inside an object or a list."""
         place = self._skip_space(text, place, out)
         if place == len(text):
             return place

@@ -28,7 +28,7 @@ MAX_RUN_CHARS = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """What the text belongs to from here on.
+    """The field that the text belongs to from here on.
 
     field       the field
     reader      reads it, if it is one of calls

@@ -1,4 +1,4 @@
-"""Which reader reads the calls of a field."""
+"""Choice of the reader for the calls of a field."""
 
 import json
 import re

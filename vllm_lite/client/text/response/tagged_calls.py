@@ -238,7 +238,7 @@ class TaggedReader:
         return self._text[self._place :].lstrip().startswith(literal)
 
     def _sure_end(self, literal: str) -> int:
-        """Where the text ends that cannot be the beginning of `literal`."""
+        """End of the text that cannot belong to a beginning of `literal`."""
         for length in range(min(len(literal) - 1, len(self._text) - self._place), 0, -1):
             if self._text.endswith(literal[:length]):
                 return len(self._text) - length
@@ -263,7 +263,7 @@ class TaggedReader:
         self._has_begun = False
 
     def _rejected(self) -> Rejected:
-        """What has begun is completed, as the JSON is our own; the rest is what was not used."""
+        """Complete the arguments begun, as their JSON is our own; the rest of the text is unused."""
         if self._has_begun and self._step == self._between:
             self._sink.write("}" if self._num_keys else "{}")
         return Rejected(self._opening + self._text[self._place :])

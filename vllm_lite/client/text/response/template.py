@@ -39,7 +39,7 @@ MAX_HELD_CHARS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Delimiter:
-    """What opens or closes a field: one of several literals, or a pattern."""
+    """A mark that opens or closes a field: one of several literals, or a pattern."""
 
     pattern: Any
     literals: tuple[str, ...] | None = None
