@@ -1,1 +1,1 @@
-"""What a model folder, file or hub id holds, read without torch: config.json, tensor headers, sizes."""
+"""Contents of a model folder, file or hub id, read without torch: config.json, tensor headers, sizes."""

@@ -1,4 +1,4 @@
-"""What LoRA adapters take in memory that adapt every linear layer, by the model's numbers alone. No torch."""
+"""Memory of LoRA adapters that adapt every linear layer, by the model's numbers alone. No torch."""
 
 from msgspec.structs import replace
 

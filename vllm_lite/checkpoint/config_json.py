@@ -172,7 +172,7 @@ def end_ids_by_file(path: str | Path, spec: ModelSpec) -> dict[str, tuple[int, .
 
 
 def _parse_folder(folder: Path, model_impl: str, options: PoolingOptions, raw_json: Any) -> ModelSpec:
-    """What config.json and the files beside it say of the model and of its pooler."""
+    """Read the model and its pooler from config.json and the files beside it."""
     raw = raw_json | (options.hf_overrides or {}) if isinstance(raw_json, dict) else raw_json
     name = _architecture(raw)
     modules = read_modules(folder)
@@ -269,7 +269,7 @@ def _listed(architectures: Iterable[str]) -> str:
 
 
 def _text_part(raw_json: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says of the model that writes text: `text_config` where the model is more than that."""
+    """The part of config.json for the model that writes text: `text_config` where the model is more than that."""
     inner = raw_json.get("text_config")
     if inner is None:
         return raw_json

@@ -42,7 +42,8 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net"):
 
     @property
     def projected_size(self) -> int:
-        """What the first projections give of a token: Q, K and V, the gate z, and b and a of each value head."""
+        """Elements of a token that the first projections give: Q, K and V, the gate z, and b and a of each value
+        head."""
         return self.conv_channels + self.value_width + 2 * self.num_value_heads
 
     @property
@@ -52,7 +53,7 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net"):
 
     @property
     def shared(self) -> str:
-        """What ranks share."""
+        """A name for the parts that ranks share."""
         return f"{self.num_key_heads} key heads of recurrent layers"
 
     @property

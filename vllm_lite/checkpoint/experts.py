@@ -12,7 +12,7 @@ Stored = Literal["separate", "fused"]
 
 
 class RoutingSpec(msgspec.Struct, frozen=True):
-    """How a token chooses its experts, and by what each one's output is multiplied.
+    """Routing of a token to its experts, and the weights of their outputs.
 
     Scores are those of all experts. Those chosen have the highest score plus bias, within the chosen groups; of equal
     ones the first is taken. Their weights are the scores, without the bias.
@@ -42,7 +42,7 @@ class RoutingSpec(msgspec.Struct, frozen=True):
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True):
-    """What a layer has instead of an MLP. Each expert is an MLP with the model's activation."""
+    """Experts of a layer, in place of an MLP. Each expert is an MLP with the model's activation."""
 
     routing: RoutingSpec
     intermediate_size: int
@@ -61,16 +61,16 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
 
     @property
     def matrices(self) -> int:
-        """How many an expert has."""
+        """Number of an expert's matrices."""
         return 2 + self.gated
 
     def held(self, shard: Shard) -> Split:
-        """Which experts a rank has something of."""
+        """Experts of which a rank holds a part."""
         num_experts = self.routing.num_experts
         return Split.near_even(num_experts, shard) if shard.expert_parallel else Split.whole(num_experts)
 
     def inner(self, shard: Shard) -> Split:
-        """What a rank has of the elements between the matrices of each of those."""
+        """A rank's part of the elements between the matrices of each of its experts."""
         size = self.intermediate_size
         return Split.whole(size) if shard.expert_parallel else Split.even(size, shard)
 

@@ -1,5 +1,5 @@
-"""How the files of a checkpoint store the experts of a layer: in one tensor or each by itself, transposed or not, dense
-or not. No torch.
+"""Storage of a layer's experts in a checkpoint's files: in one tensor or each by itself, transposed or not, dense or
+not. No torch.
 
 config.json does not say it, and one family is published in several ways: as it was trained, and as transformers 5 keeps
 it in memory, which has bitsandbytes leave experts dense that transformers 4 had it quantize. The headers of the files

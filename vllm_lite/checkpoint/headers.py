@@ -44,7 +44,7 @@ class _Located(Tensor, frozen=True):
 
 
 class Place(NamedTuple):
-    """Where a tensor lies."""
+    """A tensor's file, position, type and shape."""
 
     file: Path
     offset: int
@@ -147,8 +147,8 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
 
 
 def locate(folder: Path) -> dict[str, Place]:
-    """Where the floats of the checkpoint in `folder` lie, by their names; other types are left out. Raises ModelError
-    for a tensor that is not within its file."""
+    """Positions of the floats of the checkpoint in `folder`, by their names; other types are left out. Raises
+    ModelError for a tensor that is not within its file."""
     return {name: place for file in weight_files(folder) for name, place in locate_in(file).items()}
 
 
@@ -179,7 +179,7 @@ def read_file_header(file: Path) -> dict[str, Tensor]:
 
 
 def identity(stat: os.stat_result) -> tuple[int, ...]:
-    """What is another as soon as a file is replaced, or written."""
+    """Numbers that differ as soon as a file is replaced or written."""
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 

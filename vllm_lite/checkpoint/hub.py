@@ -79,7 +79,7 @@ class Source(NamedTuple):
 
     @property
     def label(self) -> str | None:
-        """Which of a repository's GGUF files is wanted, like Q4_K_M in org/model:Q4_K_M; None: none is named."""
+        """The label of the wanted GGUF file of a repository, like Q4_K_M in org/model:Q4_K_M; None: none is named."""
         return self.name.partition(":")[2] or None
 
 

@@ -23,7 +23,7 @@ _WITHOUT = "give --kv-cache-dtype bfloat16 or int8 to do without"
 
 
 class KVScales(NamedTuple):
-    """What the codes of one layer's float8 cache are multiplied with."""
+    """Scales of the codes in one layer's float8 cache."""
 
     key: float = 1.0
     value: float = 1.0

@@ -10,7 +10,7 @@ import msgspec
 
 
 class LatentSpec(msgspec.Struct, frozen=True):
-    """How Q comes from the hidden state, and K and V from the latent."""
+    """Sizes of a latent attention: Q of the hidden state, K and V of the latent."""
 
     rank: int
     """Elements of the latent."""

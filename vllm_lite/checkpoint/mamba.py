@@ -40,7 +40,8 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
 
     @property
     def projected_size(self) -> int:
-        """What the first projection gives of a token: the gate z, then x, b and c, and the time step of each head."""
+        """Elements of a token that the first projection gives: the gate z, then x, b and c, and the time step of each
+        head."""
         return self.value_width + self.conv_channels + self.num_heads
 
     @property
@@ -58,7 +59,7 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
 
     @property
     def shared(self) -> str:
-        """What ranks share."""
+        """A name for the parts that ranks share."""
         groups = f" in {self.num_groups} groups" if self.num_groups > 1 else ""
         return f"{self.num_heads} heads of recurrent layers{groups}"
 

@@ -1,4 +1,4 @@
-"""What a model is, in numbers: one frozen `ModelSpec`, which `config_json.load_spec` reads. No torch.
+"""A model in numbers: one frozen `ModelSpec`, which `config_json.load_spec` reads. No torch.
 
 The engine, the client, the planner and the worker all size things by it.
 """
@@ -27,7 +27,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class AttentionSpec(msgspec.Struct, frozen=True):
-    """How a layer attends: all that a KV cache and an attention backend have to know of it."""
+    """Attention of a layer, as far as a KV cache and an attention backend have to know it."""
 
     num_heads: int
     num_kv_heads: int
@@ -60,7 +60,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
     @property
     def cached_parts(self) -> int:
-        """How many parts the cache keeps: 2 for K and V, 1 where V is a part of K."""
+        """Number of parts in the cache: 2 for K and V, 1 where V is a part of K."""
         return 2 if self.value_size is None else 1
 
     @property
@@ -74,7 +74,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
     def heads(self, shard: Shard) -> HeadSplit:
-        """Which heads a rank holds. Raises ConfigError if so many ranks cannot share them."""
+        """Heads of a rank. Raises ConfigError if so many ranks cannot share them."""
         if not self.fits(shard.world):
             raise ConfigError(
                 f"tensor_parallel_size {shard.world} does not fit {self.num_heads} heads with {self.num_kv_heads} KV "
@@ -91,7 +91,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         return self.block_sparse is None or self.num_heads % world == 0
 
     def per_rank(self, shard: Shard) -> "AttentionSpec":
-        """How the layer attends with the heads that a rank holds. Raises ConfigError if ranks cannot share them."""
+        """The layer's attention with a rank's heads. Raises ConfigError if ranks cannot share them."""
         query, kv = self.heads(shard)
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[query.start : query.end]
         sparse = self.block_sparse
@@ -111,7 +111,7 @@ class QueryGrowth(msgspec.Struct, frozen=True):
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
-    """What one layer has of its own."""
+    """One layer of a model."""
 
     attention: AttentionSpec
     rope: Rope | None
@@ -187,7 +187,7 @@ class NormSpec(msgspec.Struct, frozen=True):
 
 
 class EncoderSpec(msgspec.Struct, frozen=True):
-    """What a model has that reads each text as a whole, all tokens at once, and keeps no KV."""
+    """Parts of a model that reads each text as a whole, all tokens at once, and keeps no KV."""
 
     num_positions: int = 0
     """Rows of its table of learned positions, 0 if there is none."""
@@ -212,15 +212,15 @@ class LayerGroup(msgspec.Struct, frozen=True):
         return "full" if self.window is None else "sliding"
 
     def kv_shape(self, block_size: int, row_extra: int = 0) -> tuple[int, int, int, int, int]:
-        """What is kept in one block: [num_layers, 2, num_kv_heads, block_size, head_size + row_extra]; with 1 in place
-        of 2 where V is a part of K. `row_extra`: elements that a head of a token takes for its scale."""
+        """Shape of one block: [num_layers, 2, num_kv_heads, block_size, head_size + row_extra]; with 1 in place of 2
+        where V is a part of K. `row_extra`: elements that a head of a token takes for its scale."""
         own = self.attention
         return len(self.layers), own.cached_parts, own.num_kv_heads, block_size, own.head_size + row_extra
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model is, in numbers: a decoder, unless it is an `encoder`. `config_json.load_spec` reads it, and checks
-    every field."""
+    """A model in numbers: a decoder, unless it is an `encoder`. `config_json.load_spec` reads it, and checks every
+    field."""
 
     architecture: str
     vocab_size: int
@@ -296,7 +296,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """Those of every layer that has experts; families whose layers differ in them are refused."""
+        """Experts of every layer that has some; families whose layers differ in them are refused."""
         return next((own.experts for own in self.layers if own.experts is not None), None)
 
     def per_rank(self, shard: Shard) -> "ModelSpec":
@@ -389,12 +389,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return embeddings + layers + norm + self.extra_parameters
 
     def active_parameters(self, num_tokens: int = 1) -> int:
-        """Those that a step of so many tokens passes: all but the experts that none of them is likely to be sent to."""
+        """Parameters that a step of so many tokens passes: all but the experts that none of them is likely to be sent
+        to."""
         sparse = [own.experts for own in self.layers if own.experts is not None]
         return self.num_parameters() - sum(own.idle_parameters(self.hidden_size, num_tokens) for own in sparse)
 
     def size(self) -> str:
-        """How many parameters it has, for people."""
+        """Number of parameters, for people."""
         return describe_parameters(self.num_parameters(), self.active_parameters())
 
     def _attention_parameters(self, layer: LayerSpec) -> int:

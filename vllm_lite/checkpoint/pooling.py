@@ -1,4 +1,4 @@
-"""What a checkpoint says of its pooler: which hidden states become a text's vector, and what follows them. No torch.
+"""A checkpoint's pooler: the hidden states that become a text's vector, and the parts after them. No torch.
 
 sentence-transformers writes modules.json, which lists the parts of a model of vectors; a classifier's config.json names
 its labels. A checkpoint that says neither may be asked to pool by `--convert`, or otherwise by `--pooler-config`.
@@ -45,7 +45,7 @@ class DenseSpec(msgspec.Struct, frozen=True):
 
 
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a number for each label of the pooled state: output(norm(activation(dense(x)))).
+    """A head that makes a number for each label of the pooled state: output(norm(activation(dense(x)))).
 
     Names are those of the checkpoint's tensors; an empty one means that there is no such part. `tokens` are those whose
     rows of the LM head are taken in place of an output: the difference of the second's and the first's.
@@ -61,7 +61,7 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How hidden states become vectors, or numbers for labels if there is a `head`."""
+    """Rules that make vectors of hidden states, or numbers for labels if there is a `head`."""
 
     kind: Kind
     tasks: tuple[str, ...]
@@ -169,7 +169,7 @@ class SentenceModules(msgspec.Struct, frozen=True):
 
 
 def read_modules(folder: Path) -> SentenceModules | None:
-    """What modules.json lists; None where there is no such file, or it describes no vectors. Raises ModelError."""
+    """Parts listed by modules.json; None without such a file, or if it describes no vectors. Raises ModelError."""
     if not (folder / MODULES_FILE).exists():
         return None
     modules = read_json(folder / MODULES_FILE, lambda raw: convert(raw, list[_Module]))
@@ -197,8 +197,7 @@ def read_modules(folder: Path) -> SentenceModules | None:
 
 
 def task_prompts(folder: Path) -> dict[str, str]:
-    """What stands before a text, by what the text is to be used for, as the folder of a model of vectors says it; {}
-    for one that does not."""
+    """Prefixes of texts by the use of their vectors, as a model's folder lists them; {} for one that does not."""
     for name, key in (("config.json", "task_instructions"), ("config_sentence_transformers.json", "prompts")):
         try:
             prompts = msgspec.json.decode(read_bounded(folder / name))[key]

@@ -1,4 +1,4 @@
-"""What one rank holds of a checkpoint's tensor, by the tensor's name: for plans, which are made without a model.
+"""One rank's part of a checkpoint's tensor, by the tensor's name: for plans, which are made without a model.
 
 A worker asks the weight slots of its model's layers, which are made with torch; `vllm-lite plan` answers without it.
 Tests hold the two against each other, for every family. A tensor whose name is not known here counts as held whole, so
@@ -119,7 +119,7 @@ def _layer_of(path: list[str], spec: ModelSpec) -> LayerSpec:
 
 
 def _part(layer: str, path: list[str], size: int, spec: ModelSpec, shard: Shard) -> int:
-    """How much of an axis of `size` is this rank's."""
+    """This rank's part of an axis of `size`."""
     if layer in ("embed_tokens", "embed_tokens_per_layer", "lm_head"):
         return Split.vocabulary(size, shard).size
     if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", *_UP, *_DOWN):

@@ -21,7 +21,7 @@ _MAX_CHARS = 120
 
 
 class Weights(NamedTuple):
-    """What a checkpoint says of itself without being loaded."""
+    """A checkpoint's spec and shapes, read without loading it."""
 
     spec: ModelSpec
     shapes: dict[str, tuple[int, ...]]
@@ -59,7 +59,7 @@ def check_same_model(folder: str, new: Weights, served: Weights) -> None:
 
 
 def _difference(new: object, old: object) -> str:
-    """Where two values that consist of parts differ first."""
+    """The first difference of two values that consist of parts."""
     if isinstance(new, tuple) and isinstance(old, tuple):
         if len(new) != len(old):
             return f"of which there are {len(new)}, not {len(old)}"

@@ -80,7 +80,7 @@ Scaling = Linear | Dynamic | Llama3 | Yarn | LongRope | Proportional
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """How the heads of a layer are rotated."""
+    """Rotation of a layer's heads."""
 
     theta: float
     scaling: Scaling | None = None
@@ -92,7 +92,7 @@ class Rope(msgspec.Struct, frozen=True):
     """What turns is multiplied by it."""
 
     def order(self, head_size: int) -> tuple[int, ...] | None:
-        """Where each element of a head as the kernels see it stands in the checkpoint's head; None: in the same order.
+        """Position in the checkpoint's head of each element of a head as kernels see it; None: in the same order.
 
         Kernels turn element i with element i + head_size / 2, so what does not turn is shared out behind both halves.
         The same order on Q and K leaves every score as it is.
@@ -100,13 +100,13 @@ class Rope(msgspec.Struct, frozen=True):
         return _order(self.rotary_size or head_size, head_size, self.interleaved)
 
     def reach(self, max_position_embeddings: int) -> int:
-        """How long a sequence may become, where config.json's number may be that before the context was extended."""
+        """Largest length of a sequence; config.json's number may be that before the context was extended."""
         if isinstance(self.scaling, Dynamic | Yarn):
             return max(max_position_embeddings, int(self.scaling.factor * self.scaling.original))
         return max_position_embeddings
 
     def pinned(self, max_model_len: int) -> str | None:
-        """What follows for all requests from how long a sequence may become, in a few words; None: nothing."""
+        """The consequence of the largest length for all requests, in a few words; None: there is none."""
         scaling = self.scaling
         if not isinstance(scaling, Dynamic | LongRope) or (isinstance(scaling, LongRope) and scaling.is_fixed):
             return None
@@ -155,7 +155,7 @@ class RawRope(msgspec.Struct):
 
 
 class RopeContext(msgspec.Struct, frozen=True):
-    """What config.json says of rope outside of its parameters, and what the family knows."""
+    """Facts for a rope from outside of its parameters: other keys of config.json, and the family's."""
 
     head_size: int
     max_position_embeddings: int

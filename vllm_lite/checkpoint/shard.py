@@ -1,4 +1,4 @@
-"""How the ranks that hold a model together share its dimensions: which part of each is whose. No torch."""
+"""Shares of the ranks that hold a model together in each of its dimensions. No torch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

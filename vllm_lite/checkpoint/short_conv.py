@@ -18,7 +18,7 @@ class ShortConvSpec(msgspec.Struct, frozen=True, tag="short_conv"):
 
     @property
     def projected_size(self) -> int:
-        """What the first projection gives of a token: b, c and x."""
+        """Elements of a token that the first projection gives: b, c and x."""
         return 3 * self.channels
 
     @property
@@ -36,7 +36,7 @@ class ShortConvSpec(msgspec.Struct, frozen=True, tag="short_conv"):
 
     @property
     def shared(self) -> str:
-        """What ranks share."""
+        """A name for the parts that ranks share."""
         return f"{self.channels} channels of convolutions"
 
     def fits(self, world: int) -> bool:

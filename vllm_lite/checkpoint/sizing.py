@@ -26,7 +26,7 @@ GRAPH_BYTES = 8 << 20
 
 
 def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | None:
-    """How many blocks the configuration gives the KV cache; None if the device has to be profiled. A block takes
+    """Number of blocks that the configuration gives the KV cache; None if the device has to be profiled. A block takes
     `block_bytes` on each rank.
 
     A number of blocks wins over a number of bytes, that over a share of the device. On a CPU there is always an answer.
@@ -60,8 +60,8 @@ def num_host_states(swap_space_gib: float, state_bytes: int) -> int:
 
 
 def num_state_slots(config: ResolvedConfig, state_bytes: int) -> int:
-    """How many slots of so many bytes the states of recurrent layers get on each worker, the unused one included; 0 for
-    a model that has no such layers. Raises ConfigError, with a size that would do, if no sequence could run."""
+    """Number of slots of so many bytes for states of recurrent layers on each worker, the unused one included; 0 for a
+    model that has no such layers. Raises ConfigError, with a size that would do, if no sequence could run."""
     if state_bytes == 0:
         return 0
     space = DEFAULT_STATE_GIB if config.state_cache_space is None else config.state_cache_space

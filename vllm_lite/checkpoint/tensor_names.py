@@ -1,4 +1,4 @@
-"""What a tensor of a checkpoint is called here: the same in a model alone as in the text part of a larger one.
+"""The canonical name of a checkpoint's tensor: the same in a model alone as in the text part of a larger one.
 
 Models are also stored without the prefix that their class adds (GPT-2's "transformer."), and within a multimodal model
 under a prefix of the wrapper's. `canonical` takes these away, for the loader and for the planner. Tables of tokens and

@@ -1,4 +1,4 @@
-"""What the weights of a checkpoint take in memory, by the headers of its files: exactly, and without a model."""
+"""Memory of a checkpoint's weights, by the headers of its files: exactly, and without a model."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -28,7 +28,7 @@ class Checkpoint(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Those of the tensors that a model takes, by their canonical names."""
+        """Shapes of the tensors that a model takes, by their canonical names."""
         tied, unread = self.spec.tie_word_embeddings, self.spec.unread_layers
         named = {canonical(stored_as): tensor.shape for stored_as, tensor in self.tensors.items()}
         return {name: shape for name, shape in named.items() if not is_ignored(name, tied=tied, unread_layers=unread)}

@@ -1,1 +1,1 @@
-"""What runs the engine's steps: the interface, the choice by configuration, worker processes, and a simulation."""
+"""Execution of the engine's steps: the interface, the choice by configuration, worker processes, and a simulation."""

@@ -46,7 +46,7 @@ class Executor(Watched, Protocol):
         in place of the configuration's."""
 
     def ready(self) -> Ready | None:
-        """What all of them can do together, once the model is loaded everywhere; None before that.
+        """Common abilities of all workers, once the model is loaded everywhere; None before that.
 
         Raises ModelError or ConfigError if they cannot load it, EngineError if that takes longer than `timeout_s`.
         """
@@ -73,7 +73,7 @@ class Executor(Watched, Protocol):
         """Have them forget it; no step that is submitted later has it."""
 
     def adapters_read(self) -> list[AdapterRead]:
-        """What they say of adapters: of each once, that all have read it or why one cannot."""
+        """Answers on adapters: of each once, that all workers have read it or why one cannot."""
 
     def expert_tokens(self) -> list[list[int]]:
         """For each layer how many tokens each of its experts has got from this group; empty if nobody counts them."""

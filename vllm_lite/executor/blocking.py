@@ -51,7 +51,7 @@ def read_adapter(
 
 
 def find_out(executor: Executor) -> Failure:
-    """What happened to the workers, after a WorkersLostError. It takes half a second at most."""
+    """Find the cause of a WorkersLostError. It takes half a second at most."""
     while (failure := executor.failure()) is None:
         transport.wait(CAUSE_LOOK_S, executor)
     return failure

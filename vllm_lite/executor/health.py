@@ -27,7 +27,7 @@ raises included, may be the consequence of what another rank is about to say."""
 
 
 class RankHealth:
-    """What the engine has heard from the worker of one rank, and of it. Times are those of time.monotonic()."""
+    """The engine's knowledge of the health of one rank's worker. Times are those of time.monotonic()."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

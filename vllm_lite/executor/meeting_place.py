@@ -1,4 +1,5 @@
-"""Where the ranks of one worker group meet: their common memory and a private folder, which the engine makes for them.
+"""The meeting place of one worker group's ranks: their common memory and a private folder, which the engine makes for
+them.
 
 A rank that has a model to itself meets nobody, and gets neither.
 """
@@ -23,12 +24,12 @@ class MeetingPlace:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What a worker's process has to inherit."""
+        """Descriptors that a worker's process has to inherit."""
         return () if self._memory is None else (self._memory,)
 
     def invite(self, *, in_thread: bool) -> WorkerGroup | None:
-        """What one worker has to know. The worker closes the descriptor in it: a process inherits one of its own, a
-        thread of this process gets a duplicate."""
+        """The meeting place as one worker has to know it. The worker closes the descriptor in it: a process inherits
+        one of its own, a thread of this process gets a duplicate."""
         if self._memory is None:
             return None
         return WorkerGroup(os.dup(self._memory) if in_thread else self._memory, self._folder)

@@ -53,7 +53,7 @@ logger = log.get(__name__)
 
 
 class WorkerState:
-    """What the engine knows of the worker of one rank: its process, its health, and its answers during the start."""
+    """State of one rank's worker: its process, its health, and its answers during the start."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -91,7 +91,7 @@ class Deadline:
 
 
 class WorkerTcp(NamedTuple):
-    """Where workers report over tcp, and the folder of the keys that they are given, None: in the clear."""
+    """Address for workers that report over tcp, and the folder of their keys, None: in the clear."""
 
     listen: Tcp
     worker_keys: str | None
@@ -384,7 +384,7 @@ class MultiprocExecutor:
 
 
 def _agreed(answers: list[Ready]) -> Ready:
-    """What all workers together can do: the fewest blocks, the largest ones. Raises EngineError if they differ in what
+    """Common abilities of all workers: the fewest blocks, the largest ones. Raises EngineError if they differ in what
     must be equal."""
     first = answers[0]
     for other in answers[1:]:

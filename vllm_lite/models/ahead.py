@@ -1,4 +1,4 @@
-"""Which weights a rank will want packed, by the names of a checkpoint's tensors, before there is a model. No torch.
+"""The weights that a rank will want packed, by the names of a checkpoint's tensors, before there is a model. No torch.
 
 A worker has native threads pack them while it imports torch. This knows the names that most families share. What it
 does not know, or a model wants otherwise, `weights.load_weights` packs as the model says: a weight counts only if its

@@ -1,4 +1,4 @@
-"""What all decoder-only models have in common: token vectors, layers, a last norm, logits.
+"""Common parts of all decoder-only models: token vectors, layers, a last norm, logits.
 
 Read `Decoder.forward`, then the orders in layers/decoder_layer.py. Activations live in `Buffers`: `residual` is the
 stream that every block adds to; `hidden` is what a block reads and what it gives back.
@@ -46,7 +46,7 @@ class Layer(Protocol):
 
 
 class DecoderNames(NamedTuple):
-    """What a checkpoint calls the parts of a model."""
+    """A checkpoint's names for the parts of a model."""
 
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}."

@@ -1,4 +1,4 @@
-"""What all encoders have in common: token vectors and what is added to them, layers that see each text as a whole.
+"""Common parts of all encoders: token vectors and their additions, layers that see each text as a whole.
 
 There is no KV cache and there are no logits: what comes out are hidden states, for the pooler. A family is a subclass
 that names its layers and its tensors.
@@ -33,7 +33,7 @@ TABLES = (".position_ids", ".token_type_ids", ".inv_freq")
 
 
 class EncoderNames(NamedTuple):
-    """What a checkpoint calls the parts of a model; an empty name is a part that it has not."""
+    """A checkpoint's names for the parts of a model; an empty name is a part that it has not."""
 
     embedding: str = "embeddings.word_embeddings"
     positions: str = "embeddings.position_embeddings"

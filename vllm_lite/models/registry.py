@@ -115,7 +115,7 @@ TRANSFORMERS = "vllm_lite.models.transformers.model:TransformersModel"
 
 
 class Model(Protocol):
-    """What the worker needs of a model. Shapes and lifetimes as in `llama.Llama`."""
+    """A model as the worker needs it. Shapes and lifetimes as in `llama.Llama`."""
 
     spec: ModelSpec
     communicator: Communicator
@@ -152,7 +152,7 @@ class Model(Protocol):
 
 
 class Sizes(NamedTuple):
-    """What a model's tables and buffers are made for."""
+    """Sizes of a model's tables and buffers."""
 
     max_model_len: int
     """Positions go up to it."""

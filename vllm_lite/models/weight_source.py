@@ -80,7 +80,7 @@ class _InGguf:
         return shape if kind.name in FLOATS else (*shape[:-1], shape[-1] // kind.elements * kind.num_bytes)
 
     def mapped(self) -> torch.Tensor:
-        """What was changed is a copy, and its pages of the file are given back."""
+        """The tensor from the mapped file; a changed one is a copy, and its pages of the file are given back."""
         tensor = self.tensor
         row = torch.frombuffer(self.mapping, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
         stored = row.view(FLOATS.get(self.dtype, torch.uint8)).view(self._in_blocks(tensor.shape))
@@ -134,7 +134,7 @@ def _open(file: Path, stack: ExitStack) -> Any:
 
 
 def _damage(file: Path) -> str | None:
-    """What is wrong with a file that safetensors refuses, where its header says enough to name a tensor."""
+    """The damage of a file that safetensors refuses, if its header says enough to name a tensor."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:

@@ -386,9 +386,9 @@ class SampleState(Message):
 
 
 class RequestContent(Message):
-    """What a live request consists of. `output` holds the tokens of its first sample so far; `logprobs` are those of
-    the last `len(logprobs)` of them. The engine keeps logprobs of requests with an external id and one sample, and
-    forgets those of a request that come to be too many."""
+    """Contents of a live request. `output` holds the tokens of its first sample so far; `logprobs` are those of the
+    last `len(logprobs)` of them. The engine keeps logprobs of requests with an external id and one sample, and forgets
+    those of a request that come to be too many."""
 
     params: SamplingParams
     prompt: TokenBytes

@@ -37,6 +37,6 @@ class AbortExternal(Message, tag="abort_external"):
 
 
 class ExternalAborted(Message, tag="aborted"):
-    """How many live requests had the external id, and end now."""
+    """The number of live requests that had the external id, and end now."""
 
     num_requests: int

@@ -1,4 +1,4 @@
-"""What an engine counts and measures, as parts of the message Stats."""
+"""Counts and measurements of an engine, as parts of the message Stats."""
 
 from bisect import bisect_left
 

@@ -42,7 +42,7 @@ GREEDY_BELOW = 1e-5
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream holds."""
+    """Content of each output of a stream."""
 
     CUMULATIVE = 0
     """All so far."""
@@ -53,7 +53,7 @@ class RequestOutputKind(Enum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How to continue one prompt. Names and defaults are those that vLLM's users know.
+    """Parameters for the continuation of one prompt. Names and defaults are those that vLLM's users know.
 
     A token is drawn in this order. What is not in `allowed_token_ids`, what would complete one of `bad_words` in the
     output, and, before `min_tokens`, what would end it, is ruled out. `logit_bias` is added. `repetition_penalty`
@@ -224,7 +224,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def for_worker(
         self, sample: int, num_prompt: int, stop_ids: Collection[int], num_candidates: int | None, *, unscored: bool
     ) -> "Sampling":
-        """What the workers need to know to sample one sequence: sample `sample` of a prompt of `num_prompt` tokens.
+        """Parameters for the workers to sample one sequence: sample `sample` of a prompt of `num_prompt` tokens.
 
         `stop_ids` end it. A beam is searched with the `num_candidates` most likely tokens of each position. `unscored`
         says that logprobs of the prompt may be wanted of this sequence.
@@ -262,7 +262,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class LogitRules(Message):
-    """What changes a sequence's logits before one of them is drawn; SamplingParams says how, and in which order.
+    """Changes to a sequence's logits before a token is drawn; SamplingParams says how, and in which order.
 
     Ids are within the vocabulary; no id has two biases.
     """
@@ -288,7 +288,7 @@ _NO_RULES = LogitRules()
 
 
 class Sampling(Message):
-    """What the sampler needs to know of a sequence. `sample` is its index among the samples of one prompt."""
+    """Parameters of one sequence for the sampler. `sample` is its index among the samples of one prompt."""
 
     temperature: float
     """0 for a greedy sequence."""

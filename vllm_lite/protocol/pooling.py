@@ -19,7 +19,7 @@ MAX_POOLED_BYTES = 32 * 1024 * 1024
 
 
 class Pooling(Message):
-    """What the workers make of a prompt's hidden states.
+    """The task of workers on a prompt's hidden states.
 
     `dimensions` keeps so many of a vector's first elements, 0 all of them. `use_activation`: a vector gets its norm 1,
     a number goes through the model's sigmoid or softmax. The tokens from `second_at` on are the second text of a pair,
@@ -35,7 +35,7 @@ class Pooling(Message):
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How to pool one prompt. Names and defaults are those that vLLM's users know.
+    """Parameters for the pooling of one prompt. Names and defaults are those that vLLM's users know.
 
     `task` is what the call asks for, if it is not given here. `dimensions` needs a model that was trained for shorter
     vectors (matryoshka), or one that does not say. `use_activation`, older `normalize`, decides whether vectors get the
@@ -73,7 +73,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def activation(self) -> bool | None:
-        """What is asked for under either name; None: nothing."""
+        """The activation asked for under either name; None: none is."""
         return self.normalize if self.use_activation is None else self.use_activation
 
 
@@ -82,7 +82,7 @@ _Checked = msgspec.defstruct("_Checked", [(name, hint, None) for name, hint in P
 
 
 class PoolerInfo(Message):
-    """What a model's pooler can do: `tasks`, () if it has none. `generates`: the model also continues prompts.
+    """Abilities of a model's pooler: `tasks`, () if it has none. `generates`: the model also continues prompts.
 
     `size` counts the elements of a vector, `labels` names the numbers of a classification. `matryoshka` are the
     dimensions that it was trained for, () if it does not say. `makes_pairs`: how two texts become one prompt: "pair" by

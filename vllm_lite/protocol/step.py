@@ -120,9 +120,9 @@ class SetToken(Message, tag=9):
 
 
 class States(Message, tag=12):
-    """Where the state of a sequence is, which recurrent layers keep. The next position it computes begins with what is
-    in slot `source`, 0 being the state before the first token, and the state goes on in slot `live`. On the way it is
-    left behind the first `position` tokens in `slot`, for each of `saves`, (position, slot) in order."""
+    """Slots for a sequence's state of recurrent layers. The next position it computes begins with what is in slot
+    `source`, 0 being the state before the first token, and the state goes on in slot `live`. On the way it is left
+    behind the first `position` tokens in `slot`, for each of `saves`, (position, slot) in order."""
 
     handle: Handle
     source: int

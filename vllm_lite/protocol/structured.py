@@ -1,4 +1,4 @@
-"""What holds an output to a form: StructuredOutputsParams as a user writes it, a grammar and Thinking as they travel.
+"""Constraints on an output's form: StructuredOutputsParams as a user writes it, a grammar and Thinking as they travel.
 
 The client makes a grammar of what the user wrote (structured/compile.py), so that the engine and the wire know one form
 only: the text of a grammar in the format of llguidance, which the workers follow token by token.
@@ -53,7 +53,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 
 class Thinking(Message):
-    """How the thinking of one output begins and ends, in token ids.
+    """Marks of the beginning and the end of one output's thinking, in token ids.
 
     It runs from `begin` to `end`; `is_open` says that the prompt has begun it. A grammar holds from behind the end on,
     or at once if the output does not begin with thinking. After `budget` tokens of thinking its end is forced.

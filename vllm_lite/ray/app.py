@@ -100,8 +100,8 @@ def _engine_options(config: RayServeConfig) -> dict[str, Any]:
 
 
 def _resources(config: RayServeConfig) -> dict[str, float]:
-    """What a replica takes of its node: its workers' share. Those of `--distributed-executor-backend ray` are placed by
-    themselves."""
+    """Resources of a replica on its node: its workers' share. Those of `--distributed-executor-backend ray` are placed
+    by themselves."""
     ranks = config.tensor_parallel_size
     if config.distributed_executor_backend == "ray":
         return {"num_cpus": 0}
@@ -111,5 +111,5 @@ def _resources(config: RayServeConfig) -> dict[str, float]:
 
 
 def _device(config: RayServeConfig) -> str:
-    """What replicas compute on. This machine need not have it, if the user says what it is."""
+    """Device of replicas. This machine need not have it, if the user says what it is."""
     return config.device if config.device != "auto" else config.resolve_device()

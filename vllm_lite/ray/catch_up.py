@@ -1,5 +1,5 @@
-"""What a replica that starts later takes over of the others: their adapters, the weights that they got while they ran,
-their sleep or their pause. No ray.
+"""State that a replica takes over of the others when it starts later: their adapters, the weights that they got while
+they ran, their sleep or their pause. No ray.
 
 It asks them before it serves, and once again when it does: what comes between reaches only those that serve.
 """
@@ -22,7 +22,7 @@ logger = log.get(__name__)
 
 
 class State(msgspec.Struct, frozen=True):
-    """What operations have made of a replica. `started_s` is in seconds of the epoch; `weights` is the folder of other
+    """State of a replica after its operations. `started_s` is in seconds of the epoch; `weights` is the folder of other
     weights than those that it began with, "" if it has these."""
 
     number: int
@@ -37,7 +37,7 @@ states = msgspec.msgpack.Decoder(State)
 
 
 class Memory:
-    """What operations have made of one engine, from what it says of itself."""
+    """State of one engine after its operations, from its statistics."""
 
     def __init__(self, number: int, first: Stats) -> None:
         """`first` is what the engine said when it was new."""
@@ -50,7 +50,7 @@ class Memory:
 
 
 def steps(own: State, others: list[State]) -> list[Step]:
-    """What has a replica be as the oldest one that serves; nothing, if it is that one."""
+    """Steps that bring a replica to the state of the oldest one that serves; none, if it is that one."""
     older = [other for other in others if other.started_s < own.started_s]
     if not older:
         return []

@@ -101,11 +101,11 @@ class EngineReplica:
                 self._gauges[name].set(read(stats))
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What the routers may know of this replica's cache."""
+        """A summary of this replica's cache for the routers."""
         return self._cached.summary().to_stats()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the autoscaler may know beside the number of requests; nothing of an engine that is being replaced."""
+        """Figures for the autoscaler beside the number of requests; none of an engine that is being replaced."""
         if self._session.dead is not None or self._session.recovering is not None:
             return {}
         return {KV_CACHE_USAGE: kv_cache_usage(await self._stats())}
@@ -184,7 +184,7 @@ class EngineReplica:
 
 
 class _Inbox:
-    """What has come for one stream and was not sent on."""
+    """Events for one stream that were not sent on yet."""
 
     def __init__(self, num_samples: int) -> None:
         self._events: list[Event] = []
@@ -219,7 +219,7 @@ class _Inbox:
 
 
 def _answer_to(question: FromClient) -> type[Any]:
-    """What the engine answers a question with. The others are operations."""
+    """Type of the engine's answer to a question. The others are operations."""
     kinds: dict[type[Any], type[Any]] = {
         api.GetStats: Stats,
         api.Describe: api.Descriptions,
@@ -233,8 +233,8 @@ def _answer_to(question: FromClient) -> type[Any]:
 
 
 def _events(settings: EngineConfig, number: int) -> KVEventsConfig:
-    """Where the engine publishes what its cache holds: as the user says, for each replica at a port of its own; else
-    for this replica alone, at a socket that only this user can open and that ends with the engine."""
+    """Settings of the engine's events on its cache: as the user says, for each replica at a port of its own; else for
+    this replica alone, at a socket that only this user can open and that ends with the engine."""
     wanted = settings.kv_events_config
     if wanted is not None and wanted.enabled:
         if wanted.endpoint is None:

@@ -1,4 +1,4 @@
-"""What the HTTP replicas and the engine's replicas tell each other, beside the protocol of clients and engines."""
+"""Messages between HTTP replicas and the engine's replicas, beside the protocol of clients and engines."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ UNKNOWN = -1
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What a replica says of itself. `number` is its rank among the replicas, which its successor takes over."""
+    """A replica's introduction of itself. `number` is its rank among the replicas, which its successor takes over."""
 
     number: int
     config: ResolvedConfig
@@ -38,7 +38,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What a replica's prefix cache holds: the first HASH_BYTES of the hash of each block, the newest first. If
+    """A summary of a replica's prefix cache: the first HASH_BYTES of the hash of each block, the newest first. If
     `is_complete` there are no others."""
 
     num_blocks: int
@@ -59,7 +59,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Route(NamedTuple):
-    """What decides where a request goes: the hashes of its prompt's full blocks, cut to HASH_BYTES, and whose session
+    """Facts for the routing of a request: the hashes of its prompt's full blocks, cut to HASH_BYTES, and whose session
     it belongs to."""
 
     blocks: tuple[bytes, ...] = ()

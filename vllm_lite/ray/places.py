@@ -14,7 +14,7 @@ UNKNOWN_BLOCKS = 4096
 
 
 class Places:
-    """What one router knows of the replicas, by their names."""
+    """One router's knowledge of the replicas, by their names."""
 
     def __init__(self) -> None:
         self._router = PrefixRouter[str]()

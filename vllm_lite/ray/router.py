@@ -41,6 +41,6 @@ def _name(replica: RunningReplica) -> str:
 
 
 def _route(request: PendingRequest | None) -> Route:
-    """Where a request wants to go; nowhere, if it is another call than one to generate."""
+    """The route of a request; an empty one for a call other than one to generate."""
     routed = request.args[0] if request is not None and request.args else None
     return routed.route if isinstance(routed, Routed) else Route()

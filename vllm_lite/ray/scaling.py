@@ -1,4 +1,4 @@
-"""How many engines there should be, for Serve's autoscaler: as many as the requests need, or as their KV caches do.
+"""The wanted number of engines, for Serve's autoscaler: as many as the requests need, or as their KV caches do.
 
 Requests are what Serve itself counts; but a few long ones fill a KV cache, and then others wait for blocks. Serve keeps
 what this says between the fewest and the most replicas, and follows it only after its delays.

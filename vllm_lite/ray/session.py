@@ -64,7 +64,7 @@ class Replicas(Protocol):
         anyhow are not waited for, unless `needs_all`. Raises ReplicaLostError if there is no answer in time."""
 
     async def introduce(self) -> list[Introduction]:
-        """What all say of themselves; raises as ask() does."""
+        """Introductions of all replicas; raises as ask() does."""
 
 
 class ServeSession(AnySession):
@@ -96,7 +96,7 @@ class ServeSession(AnySession):
 
     @property
     def adapters(self) -> dict[str, AdapterInfo]:
-        """Those that all replicas have."""
+        """Adapters that all replicas have."""
         first, *others = [{info.name: info for info in each.adapters} for each in self._known]
         return {name: info for name, info in first.items() if all(name in other for other in others)}
 

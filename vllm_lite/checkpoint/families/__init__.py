@@ -1,1 +1,1 @@
-"""How the config.json of each family of models becomes a ModelSpec. `config_json` chooses the module."""
+"""Readers that make a ModelSpec of the config.json of each family. `config_json` chooses the module."""

@@ -1,4 +1,4 @@
-"""What the config.json of all families have in common: their keys, and how these become parts of a ModelSpec.
+"""Common keys of all families' config.json, and the parts of a ModelSpec made of them.
 
 Both spellings are read: the old (`rope_theta`, `rope_scaling`, `torch_dtype`) and the new (`rope_parameters`, `dtype`).
 Every ModelError names the key and the value; `load_spec` puts the file's name before it.
@@ -87,7 +87,7 @@ class Family(NamedTuple):
 
 
 class EncoderParts(NamedTuple):
-    """What an encoder has beside its layers; `head` is that of a classifier, which pools by `kind`."""
+    """Parts of an encoder beside its layers; `head` is that of a classifier, which pools by `kind`."""
 
     encoder: EncoderSpec
     intermediate_size: int
@@ -158,7 +158,7 @@ def ropes_by_type(raw: RawConfig, head_size: int, thetas: Mapping[str, float]) -
 
 
 def _rope_values(raw: RawConfig) -> tuple[str, dict[str, Any]]:
-    """What config.json says of rope, and its key for it."""
+    """The parameters of rope in config.json, after the key that holds them."""
     key = "rope_parameters" if raw.rope_parameters is not None else "rope_scaling"
     return key, raw.rope_parameters or raw.rope_scaling or {}
 

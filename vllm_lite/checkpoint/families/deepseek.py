@@ -70,7 +70,7 @@ def read_v3(architecture: str, raw: DeepseekV3Config, sparse: Sequence[bool] | N
 
 
 def groups_of(raw: DeepseekConfig) -> tuple[int, int]:
-    """How many groups there are, and from how many of them a token chooses."""
+    """Number of groups of experts, and number of them that a token chooses from."""
     groups, chosen = raw.n_group or 1, raw.topk_group or 1
     if raw.n_routed_experts % groups or chosen > groups:
         raise ModelError(
@@ -82,7 +82,7 @@ def groups_of(raw: DeepseekConfig) -> tuple[int, int]:
 
 
 def routing_of(raw: DeepseekConfig, groups: tuple[int, int]) -> RoutingSpec:
-    """How tokens choose by config.json, with what DeepSeek V2 has where that does not say it."""
+    """Routing by config.json, with DeepSeek V2's values for missing keys."""
     if raw.num_experts_per_tok > raw.n_routed_experts:
         raise ModelError(
             f"num_experts_per_tok {raw.num_experts_per_tok} exceeds the {raw.n_routed_experts} of n_routed_experts"

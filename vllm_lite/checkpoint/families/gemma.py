@@ -87,7 +87,7 @@ def _scaled(raw: Gemma2Config, soft_cap: float | None) -> AttentionSpec:
 
 
 def _own(raw: Gemma2Config) -> dict[str, Any]:
-    """What Gemma 2 and 3 have and Gemma 1 has not."""
+    """Fields of Gemma 2 and 3 that Gemma 1 lacks."""
     activation = activation_of(raw.hidden_activation, "hidden_activation")
     cap = raw.final_logit_softcapping or 0.0
     return {"activation": activation, "logits_soft_cap": cap, "norms_per_layer": 4}

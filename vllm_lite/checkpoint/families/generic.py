@@ -92,7 +92,7 @@ def _check_kind(architecture: str, text: Mapping[str, Any]) -> None:
 
 
 def _usual_names(text: Mapping[str, Any]) -> dict[str, Any]:
-    """What is read of `text`, by its usual name. What is null counts as missing."""
+    """The keys of `text` that are read, by their usual names. Null counts as missing."""
     named = {key: value for key, value in text.items() if value is not None}
     for key, others in OTHER_NAMES.items():
         value = next((named[name] for name in (key, *others) if name in named), None)

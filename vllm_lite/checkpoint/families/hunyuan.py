@@ -18,7 +18,7 @@ class HunYuanConfig(LlamaConfig, kw_only=True):
 
 
 class _Stretch(msgspec.Struct):
-    """What the parameters of a rope say of `alpha`, which makes theta alpha^(size / (size - 2)) times as large."""
+    """The `alpha` of a rope's parameters, which makes theta alpha^(size / (size - 2)) times as large."""
 
     rope_type: str | None = None
     type: str | None = None

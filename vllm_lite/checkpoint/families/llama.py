@@ -68,7 +68,7 @@ def full_attention(raw: LlamaConfig) -> list[int | None]:
 
 
 def window_of(raw: LlamaConfig, default: int | None = DEFAULT_SLIDING_WINDOW) -> int | None:
-    """What config.json says of the window, where null is not the same as nothing."""
+    """The sliding window by config.json, where null differs from a missing key."""
     return default if isinstance(raw.sliding_window, msgspec.UnsetType) else raw.sliding_window
 
 

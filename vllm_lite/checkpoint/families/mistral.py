@@ -44,7 +44,7 @@ class Mistral4Config(DeepseekConfig, kw_only=True):
 
 
 class _Growth(msgspec.Struct):
-    """What `rope_parameters` says of how Q grows."""
+    """The growth of Q in `rope_parameters`."""
 
     llama_4_scaling_beta: Positive | None = None
     original_max_position_embeddings: Size | None = None

@@ -1,4 +1,4 @@
-"""What the config.json of families with experts have in common: how tokens choose, and which layers have experts."""
+"""Common keys of families with experts: routing, and the layers that have experts."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -16,8 +16,8 @@ Index = Annotated[int, Meta(ge=0)]
 
 
 def routing_of(num_experts: int, experts_per_token: int, **own: Any) -> RoutingSpec:
-    """How tokens choose. `own`: what else the family sets of a RoutingSpec. Raises ModelError where the numbers do not
-    go together."""
+    """Routing of tokens. `own`: further fields of the family's RoutingSpec. Raises ModelError if the numbers contradict
+    each other."""
     routing = RoutingSpec(num_experts, experts_per_token, **own)
     if not 1 <= experts_per_token <= num_experts:
         limits = "at least one" if experts_per_token < 1 else "at most all"

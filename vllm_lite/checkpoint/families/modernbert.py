@@ -63,7 +63,7 @@ def _modernbert(architecture: str, raw: ModernBertConfig) -> ModelSpec:
 
 
 def _by_type(architecture: str, raw: ModernBertConfig) -> ModelSpec:
-    """Where rope_parameters say thetas by layer type, these win over the two keys of older files."""
+    """Read a ModernBERT; thetas by layer type in rope_parameters win over the two keys of older files."""
     nested = raw.rope_parameters or {}
     thetas = {
         key: own["rope_theta"]

@@ -29,7 +29,7 @@ def qwen_windows(raw: QwenConfig) -> list[int | None]:
 
 
 def _qwen2(architecture: str, raw: QwenConfig) -> ModelSpec:
-    """Whose config.json says nothing of the biases."""
+    """Read a Qwen2, whose config.json does not name its biases."""
     layers = llama_layers(raw, qwen_windows(raw))
     return llama_like(architecture, raw, layers, qkv_bias=True, output_bias=False)
 

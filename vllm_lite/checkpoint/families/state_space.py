@@ -1,4 +1,4 @@
-"""What the config.json of families with Mamba-2 layers have in common."""
+"""Common keys of families with Mamba-2 layers."""
 
 import math
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""How the files of one architecture become a config.json and its tensors: the words in which each is described."""
+"""The description of one GGUF architecture: its config.json and its tensors."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ def _unchanged(_: Metadata) -> Changes:
 
 
 class Architecture(NamedTuple):
-    """How the files of one architecture become a config.json and its tensors."""
+    """Rules that make a config.json and its tensors of one architecture's files."""
 
     name: str
     """The architecture of config.json."""
@@ -45,7 +45,7 @@ class Architecture(NamedTuple):
 
 
 def experts(of: Metadata) -> dict[str, Any]:
-    """How many experts there are, and of what size."""
+    """Number and sizes of experts."""
     count, used = of.integer("expert_count"), of.integer("expert_used_count")
     inner = of.integer("expert_feed_forward_length", None) or of.same("feed_forward_length")
     own = {"num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": inner}

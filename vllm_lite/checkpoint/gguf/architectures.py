@@ -1,4 +1,4 @@
-"""How the architectures of GGUF files are called in config.json, and in what their files differ from most others."""
+"""GGUF architectures: their names in config.json, and the differences of their files from most others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -205,7 +205,7 @@ def _gate_row(_: Metadata) -> Changes:
 
 
 def _bias_row(_: Metadata) -> Changes:
-    """What is added to scores for the choice, [1, experts]."""
+    """The bias added to scores for the choice, [1, experts]."""
     return {f"exp_probs_b{ending}": (OneMore(axis=0, num_axes=2),) for ending in ("", ".bias", ".weight")}
 
 

@@ -1,4 +1,4 @@
-"""What converters change in tensors beside their names, and what undoes it: here as data, in a model with torch.
+"""Changes by converters to tensors beside their names, and their inverses: here as data, in a model with torch.
 
 A change says how a tensor of the checkpoint is made of the file's. `weight_source` carries changes out where a tensor
 is read; those of the inputs of blocks (`Heads` along axis 1) are left to the product, which takes its inputs in the

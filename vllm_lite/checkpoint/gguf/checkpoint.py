@@ -44,7 +44,8 @@ class GgufCheckpoint:
         return architecture_of(self.header)
 
     def spec(self, parse: Callable[[Any], ModelSpec]) -> ModelSpec:
-        """What `parse` makes of the file's config.json, as the file stores it. Raises ModelError with its name."""
+        """The spec that `parse` makes of the file's config.json, as the file stores it. Raises ModelError with its
+        name."""
         try:
             return self._as_stored(parse(config_of(self.header)))
         except ModelError as error:

@@ -86,7 +86,7 @@ def end_ids(of: Metadata) -> list[int]:
 
 
 def _dtype(header: Header) -> str:
-    """What to compute in: the type of the matrices where all are floats of one type, else bfloat16."""
+    """The type to compute in: that of the matrices if all are floats of one type, else bfloat16."""
     kinds = {tensor.kind.name for name, tensor in header.tensors.items() if len(tensor.shape) > 1}
     return {"F32": "float32", "F16": "float16"}.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 

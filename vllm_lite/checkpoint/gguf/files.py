@@ -1,4 +1,4 @@
-"""Which GGUF files make up a model: one, or those that it was split into, like model-00001-of-00003.gguf."""
+"""The GGUF files of a model: one, or those that it was split into, like model-00001-of-00003.gguf."""
 
 import re
 from collections.abc import Sequence

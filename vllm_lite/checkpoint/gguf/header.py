@@ -74,7 +74,7 @@ Value = int | float | bool | str | Array
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies."""
+    """A tensor's type, shape and position."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says before its tensors begin."""
+    """A file's header: metadata and tensors."""
 
     metadata: Mapping[str, Value]
     tensors: Mapping[str, Tensor]

@@ -65,7 +65,8 @@ def _granite(of: Metadata) -> dict[str, Any]:
 
 
 def _nemotron(of: Metadata) -> dict[str, Any]:
-    """What a layer's one block is its tensors say: not all converters give only layers with an MLP a size for it."""
+    """Keys of a Nemotron-H. Tensors tell the kind of a layer's one block: not all converters give only layers with an
+    MLP a size for it."""
     parts = {"attn_q": ATTENTION, "ssm_in": STATE, "ffn_up": "mlp", "ffn_up_exps": "moe"}
     kinds = [
         next((kind for part, kind in parts.items() if f"blk.{layer}.{part}.weight" in of.tensors), "unknown")

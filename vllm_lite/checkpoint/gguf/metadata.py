@@ -13,7 +13,7 @@ MAX_LAYERS = 10_000
 
 
 class Metadata:
-    """What a file says under the name of its architecture, like "llama.block_count". Keys are given without it."""
+    """A file's metadata under the name of its architecture, like "llama.block_count". Keys are given without it."""
 
     def __init__(self, header: Header) -> None:
         self.all: Mapping[str, Value] = header.metadata
@@ -29,7 +29,7 @@ class Metadata:
 
     @property
     def num_unread(self) -> int:
-        """How many layers lie behind the others, which predict further tokens."""
+        """Number of layers after the others, which predict further tokens."""
         return self.integer("nextn_predict_layers", 0)
 
     @cached_property

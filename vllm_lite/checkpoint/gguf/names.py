@@ -1,4 +1,4 @@
-"""What tensors are called in GGUF files, and what models call them."""
+"""Names of tensors in GGUF files, and in models."""
 
 import re
 from collections.abc import Mapping
@@ -133,7 +133,7 @@ _IN_LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]{1,100})")
 
 
 def name_here(stored: str, own: Mapping[str, str]) -> str | None:
-    """What a model calls the tensor `stored`; None for one that is not a weight of it. `own`: the names in which its
+    """The model's name of the tensor `stored`; None for one that is not a weight of it. `own`: the names in which its
     family differs. A name that is not known stays as it is, and no model will ask for it."""
     if READ_ASIDE.fullmatch(stored):
         return None

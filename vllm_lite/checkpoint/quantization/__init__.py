@@ -1,1 +1,1 @@
-"""How the quantization_config of a checkpoint becomes a QuantizationSpec: one module for each method. No torch."""
+"""Readers that make a QuantizationSpec of a checkpoint's quantization_config: one module for each method. No torch."""

@@ -77,7 +77,8 @@ def _check_for_awq(config: _Config, layers: dict[str, GptqLayers]) -> None:
 
 
 def _layers(config: _Config) -> dict[str, GptqLayers]:
-    """Those of extra_config by its keys. Names come before expressions, which AutoRound searches anywhere in a name."""
+    """Layers of extra_config by its keys. Names come before expressions, which AutoRound searches anywhere in a
+    name."""
     named = (config.extra_config or {}).items()
     usual = {"bits": config.bits, "group_size": config.group_size}
     found = {}

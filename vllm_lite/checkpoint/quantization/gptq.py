@@ -30,7 +30,7 @@ class _Config(msgspec.Struct):
 
 
 class _Layers(msgspec.Struct):
-    """What `dynamic` may say of some layers. All else in it is about how they were quantized."""
+    """Fields of `dynamic` for some layers. All else in it is about how they were quantized."""
 
     bits: int
     group_size: int

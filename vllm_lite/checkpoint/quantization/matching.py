@@ -1,4 +1,4 @@
-"""Which of many patterns fits the name of a matrix. Checkpoints list thousands of names, one for each expert's."""
+"""Search for the pattern that fits the name of a matrix. Checkpoints list thousands of names, one for each expert's."""
 
 import time
 from collections.abc import Callable, Iterator

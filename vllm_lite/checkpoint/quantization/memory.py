@@ -1,4 +1,4 @@
-"""What the tensors of a quantized checkpoint take in memory, by their types alone: for plans.
+"""Memory of a quantized checkpoint's tensors, by their types alone: for plans.
 
 The kernels of a CPU keep weights as they are stored, but for blocks of GGUF whose codes have neither 4 nor 8 bits, and
 whose scales become numbers of their own. A GPU has kernels for some of them, and others become dense there.
@@ -65,7 +65,8 @@ WHOLE = 2**10 * 3**4 * 5**2 * 7 * 11 * 13
 
 
 def tensor_bytes(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: int, device: str) -> int:
-    """What is dense has `dtype_bytes` for each number. `device`: as config.resolve_device has it."""
+    """Bytes of a tensor in memory; a dense one takes `dtype_bytes` for each number. `device`: as config.resolve_device
+    has it."""
     count = tensor.num_elements
     dense = device != "cpu" and not kept_on_gpu(name, tensor, spec, dtype_bytes)
     if tensor.dtype in BLOCK_BITS:
@@ -99,7 +100,7 @@ def kept_on_gpu(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: 
 
 
 def codes_in(dtype: str, spec: QuantizationSpec) -> Fraction:
-    """How many weights an element stands for."""
+    """Number of weights in one element."""
     match dtype:
         case "I32":
             return Fraction(32, getattr(spec, "bits", 4))

@@ -1,4 +1,4 @@
-"""What a quantization_config has for the names of layers. The file may be a stranger's."""
+"""Patterns of a quantization_config for the names of layers. The file may be a stranger's."""
 
 import re
 

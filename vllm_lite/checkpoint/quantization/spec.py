@@ -1,4 +1,4 @@
-"""What a checkpoint says of the form in which its weights are stored. `read` makes it of config.json."""
+"""The form in which a checkpoint stores its weights. `read` makes it of config.json."""
 
 import re
 from typing import Literal
@@ -15,7 +15,7 @@ _NUMBERED = re.compile(r"(\.experts|_proj)\.\d+(?=\.|$)")
 
 
 class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="method", tag=str.lower):
-    """What all methods have in common. A module of `layers.quantized` reads the tensors of each subclass."""
+    """Common fields of all methods. A module of `layers.quantized` reads the tensors of each subclass."""
 
     dense: tuple[str, ...] = ()
     """What is not quantized: names, or their first or last parts between dots; or see `matching`."""
@@ -34,7 +34,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="met
 
     @property
     def label(self) -> str:
-        """What logs and plans call it."""
+        """The method's name in logs and plans."""
         return type(self).__name__
 
 
@@ -92,7 +92,7 @@ class Gptq(QuantizationSpec, frozen=True, kw_only=True):
         return bool(self.only) and name != HEAD.removesuffix(".weight") and not name.endswith(self.only)
 
     def of(self, name: str) -> "Gptq":
-        """How the quantized matrix `name` is stored."""
+        """The form of the quantized matrix `name`."""
         own = self._own(name)
         if own is None or own.bits is None:
             return self
@@ -181,7 +181,7 @@ class Mixed(QuantizationSpec, frozen=True, kw_only=True):
         return all(part.is_dense(name) for part in self.parts)
 
     def of(self, name: str) -> PackedInts | BlockScaled:
-        """What a layer is that is not dense."""
+        """The form of a layer that is not dense."""
         return next(part for part in self.parts if not part.is_dense(name))
 
     @property

@@ -21,7 +21,8 @@ from vllm_lite.runtime.supervise import Child
 
 
 class Where(NamedTuple):
-    """Where a rank is. Ranks of one node open each other's `memory` by `pid`; rank 0 of several listens at `port`."""
+    """Location of a rank. Ranks of one node open each other's `memory` by `pid`; rank 0 of several listens at
+    `port`."""
 
     node: str
     host: str
@@ -66,7 +67,7 @@ class RankActor:
         return self._child.pid
 
     def _group(self, rank: int, ranks: list[Where]) -> tuple[WorkerGroup | None, tuple[int, ...]]:
-        """Where the worker meets the others, and the descriptors that it needs for that."""
+        """The worker's meeting place, and the descriptors that it needs for it."""
         if len(ranks) == 1:
             return None, ()
         first = ranks[0]

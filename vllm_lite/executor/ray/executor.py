@@ -60,7 +60,7 @@ class RayExecutor(MultiprocExecutor):
 
 
 class RemoteMeetingPlace(MeetingPlace):
-    """What the ranks have in common is on their hosts; this only ends it."""
+    """A meeting place on the ranks' own hosts; this side only ends it."""
 
     def __init__(self, executor: RayExecutor) -> None:
         super().__init__(1, "")

@@ -1,4 +1,4 @@
-"""Which resources of the cluster a rank takes, whether one node has those of all ranks, and what is missing. No ray."""
+"""Resources of the cluster for one rank, and for all ranks on one node, with a sentence on missing ones. No ray."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -10,7 +10,7 @@ Strategy = Literal["STRICT_PACK", "SPREAD"]
 
 
 def bundle_of(config: ResolvedConfig) -> dict[str, float]:
-    """What one rank takes: a GPU, or as many CPUs as it has threads."""
+    """Resources of one rank: a GPU, or as many CPUs as it has threads."""
     if config.device == "cuda":
         return {"GPU": 1.0}
     return {"CPU": float(config.cpu_threads or 1)}

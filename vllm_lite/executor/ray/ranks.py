@@ -34,7 +34,7 @@ logger = log.get(__name__)
 
 
 class Start(NamedTuple):
-    """What starts one rank: its settings, and the files of its keys."""
+    """Needs of one rank's start: its settings, and the files of its keys."""
 
     settings: WorkerSettings
     keys: dict[str, bytes]

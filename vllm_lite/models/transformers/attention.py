@@ -17,7 +17,7 @@ from vllm_lite.models.transformers.library import INTERFACE
 
 @dataclass(slots=True)
 class Step:
-    """What layers need to attend in one step."""
+    """Inputs of all layers' attention in one step."""
 
     batch: StepBatch
     kv_caches: list[torch.Tensor]
@@ -26,7 +26,7 @@ class Step:
 
 
 class Seen(NamedTuple):
-    """How a layer attended in the dry run."""
+    """A layer's attention in the dry run."""
 
     num_heads: int
     num_kv_heads: int
@@ -93,7 +93,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' attention layers call. Returns [1, num_tokens, num_heads, head_size]."""
+    """The attention function that transformers' layers call. Returns [1, num_tokens, num_heads, head_size]."""
     paged: PagedAttention = module.paged
     sinks = options.get("s_aux")
     if query.is_meta:
@@ -110,7 +110,7 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _observed(module: Any, heads: tuple[torch.Tensor, ...], mask: torch.Tensor | None, options: dict[str, Any]) -> Seen:
-    """How a layer asks to attend. Raises ModelError for what the engine's attention does not do."""
+    """The attention that a layer asks for. Raises ModelError for what the engine's attention does not do."""
     query, key, value = heads
     where = f"layer {module.layer_idx} ({type(module).__name__})"
     others = sorted(name for name, given in options.items() if name not in KNOWN and isinstance(given, torch.Tensor))

@@ -16,7 +16,7 @@ NUM_TOKENS = 3
 
 @torch.inference_mode()
 def observe(model: Any, paged: PagedAttention, spec: ModelSpec) -> list[Seen]:
-    """How each of the layers attends. `spec`: with the heads that this rank holds.
+    """Find the attention of each layer. `spec`: with the heads that this rank holds.
 
     Raises ModelError, with the layer, unless every layer attends exactly once through the engine, with the heads and
     the window by which `spec` has its KV cache.
@@ -41,7 +41,7 @@ def observe_head(model: Any, hidden_size: int, num_tokens: int) -> None:
 
 
 def _run(model: Any, **inputs: torch.Tensor) -> Any:
-    """What `model` returns for inputs on the meta device. Raises ModelError, by its name, if it fails."""
+    """Run `model` on inputs on the meta device. Raises ModelError, by its name, if it fails."""
     kind = model.config.model_type
     try:
         with _buffers_on_meta(model):
@@ -67,7 +67,7 @@ def _buffers_on_meta(model: Any) -> Iterator[None]:
 
 
 def _check(kind: str, layer: int, own: LayerSpec, seen: list[Seen]) -> Seen:
-    """What was seen of the layer, if it is what config.json says of it."""
+    """Check the layer's attention against config.json, and return it."""
     where = f"{kind!r} cannot be served through transformers: layer {layer}"
     if len(seen) != 1:
         times = (

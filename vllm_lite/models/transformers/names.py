@@ -1,4 +1,4 @@
-"""What a checkpoint calls the tensors of a model of transformers: by transformers' own table of renamings."""
+"""A checkpoint's names for the tensors of a model of transformers: by transformers' own table of renamings."""
 
 import re
 from collections.abc import Collection, Iterable

@@ -1,4 +1,4 @@
-"""How ranks share the linear layers of a model of transformers: what its own plan for tensor parallelism says."""
+"""Ranks' shares of the linear layers of a model of transformers, by its own plan for tensor parallelism."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 class TensorPlan:
-    """Which linear layers ranks share by their outputs, and which by their inputs."""
+    """Linear layers that ranks share by their outputs or by their inputs."""
 
     def __init__(self, model: Any, parts: Parts) -> None:
         """Raises ConfigError where there are several ranks and transformers has no plan for the model, or one that has
@@ -42,7 +42,7 @@ class TensorPlan:
         return parts.linear(inputs, outputs, **options)
 
     def style(self, name: str) -> str | None:
-        """What the plan says of a linear layer; None where every rank has all of it."""
+        """The plan's style for a linear layer; None where every rank has all of it."""
         return self._styles.get(NUMBER.sub(".*", name)) if self.parts.shard.world > 1 else None
 
     def _check(self) -> None:
