@@ -51,7 +51,8 @@ a megabyte."""
 
 
 class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How one engine serves one model. Build it with `EngineConfig.load(...)`, which checks every value."""
+    """Settings of one engine that serves one model. Build it with `EngineConfig.load(...)`, which checks every
+    value."""
 
     model: Annotated[
         str,
@@ -316,7 +317,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def pooling(self) -> PoolingOptions:
-        """What the settings say of how the model is to be pooled."""
+        """The user's settings for the model's pooling."""
         convert = "embed" if (self.runner, self.convert) == ("pooling", "auto") else self.convert
         return PoolingOptions(convert, self.pooler_config or PoolerConfig(), self.hf_overrides)
 
@@ -463,12 +464,12 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def first_rank(self) -> int:
-        """How many workers of other engines come before this engine's first."""
+        """Number of the workers of other engines before this engine's first."""
         return self.data_parallel_rank * self.tensor_parallel_size
 
     @property
     def engine_name(self) -> str:
-        """What its log calls the engine."""
+        """The engine's name in logs."""
         return "engine" if self.data_parallel_size == 1 else f"engine {self.data_parallel_rank}"
 
     def of_engine(self, rank: int) -> "ResolvedConfig":

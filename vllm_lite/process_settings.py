@@ -1,4 +1,4 @@
-"""What engine and worker processes are started with: the one that starts them sends it through a pipe, as msgpack."""
+"""Settings of engine and worker processes: the process that starts them sends these through a pipe, as msgpack."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from vllm_lite.config import ResolvedConfig
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine process is started with; `run_dir` is a private folder that is removed when the engine ends.
+    """Settings of an engine process; `run_dir` is a private folder that is removed when the engine ends.
 
     `worker_module` names the entry point of its workers, which it starts but never imports. `life` counts the engines
     that were started one after the other at this address; `launch` is the same for all of them.
@@ -21,7 +21,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the ranks of a group that spans hosts meet: the address of each rank, and the port at that of rank 0."""
+    """Meeting place of a group that spans hosts: the address of each rank, and the port at that of rank 0."""
 
     hosts: tuple[str, ...]
     port: int
@@ -30,8 +30,8 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the ranks of one worker group find each other. If it spans hosts, it is `spread`, and each rank has a
-    memory and a folder of its own: what one says in them the others learn from the engine, which ends them all."""
+    """Meeting place of one worker group's ranks. If it spans hosts, it is `spread`, and each rank has a memory and a
+    folder of its own: what one says in them the others learn from the engine, which ends them all."""
 
     memory: int
     """The open file of their common memory (runtime/group_memory.py), which has no name and ends with its processes."""
@@ -41,7 +41,7 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker process is started with: where its engine listens, its rank, and which life of the group it is in.
+    """Settings of a worker process: the address of its engine, its rank, and the group's generation.
 
     `address` is ipc:// or, from another host, tcp://; for that `keys` is the folder of its keys, None: in the clear.
     `group` is there where several ranks share the model.

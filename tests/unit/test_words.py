@@ -31,6 +31,10 @@ BANNED = {
     r"heirs?|trunks?|hurr(?:y|ied)": "the field's word",
 }
 """Patterns of words, and what to write instead."""
+ASKS = re.compile(r"(?:What|Which|Those|Where|Whose|How|Behind)\b")
+"""A docstring says the noun or the verb first: "Token budget of the step", not "How many tokens a step may have"."""
+STILL_ASKING = ("attention", "engine", "kernels", "layers", "worker")
+"""Folders of the package that have such docstrings. It may only shrink."""
 FAMILY = re.compile(r"\bfamil(?:y|ies)\b", re.IGNORECASE)
 """Models have families; API servers have none."""
 REMAINING: frozenset[str] = frozenset()
@@ -56,6 +60,15 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], re.sub(r"`[^`]*`", " ", token.string)
 
 
+def summaries(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of the docstring of a Python file, and of each of its classes and functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                if text := ast.get_docstring(node):
+                    yield node.body[0].lineno, text
+
+
 def offences(path: Path) -> list[str]:
     found = []
     in_server = "server" in path.parts[:-1]
@@ -70,6 +83,11 @@ def offences(path: Path) -> list[str]:
         if re.match(r"(?:# )?Of\b", plain):
             found.append(f"{path}:{line}: a sentence that begins with 'Of'")
     return found
+
+
+def nameless(path: Path) -> list[str]:
+    """Docstrings that do not begin with their noun or verb."""
+    return [f"{path}:{line}: begins with {match[0]!r}" for line, text in summaries(path) if (match := ASKS.match(text))]
 
 
 def files() -> list[Path]:
@@ -91,6 +109,18 @@ def test_words() -> None:
 def test_the_list_of_what_remains_shrinks() -> None:
     clean = [name for name in sorted(REMAINING) if not (ROOT / name).exists() or not offences(ROOT / name)]
     assert not clean, f"take these out of REMAINING: {clean}"
+
+
+def test_docstrings_begin_with_their_noun() -> None:
+    package = ROOT / "vllm_lite"
+    paths = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in STILL_ASKING]
+    wrong = [line for path in sorted(paths) for line in nameless(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_list_of_folders_shrinks() -> None:
+    clean = [name for name in STILL_ASKING if not any(map(nameless, (ROOT / "vllm_lite" / name).rglob("*.py")))]
+    assert not clean, f"take these out of STILL_ASKING: {clean}"
 
 
 # ---- the rules can tell

@@ -271,7 +271,7 @@ class PoolingFactory:
 
 
 def _place(place: int, count: int) -> str:
-    """Prefix of an error that tells the text it is about, if there are several."""
+    """Prefix of an error that names the text it is about, if there are several."""
     return f"text {place}: " if count > 1 else ""
 
 

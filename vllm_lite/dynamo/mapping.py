@@ -1,4 +1,4 @@
-"""What Dynamo asks for as SamplingParams, and what the engine gives as Dynamo's chunks.
+"""Mapping of Dynamo's requests to SamplingParams, and of the engine's outputs to Dynamo's chunks.
 
 A request is a dict of plain values that its frontend has made of an HTTP body: tokenized, with stop strings that it
 looks for itself. So is a chunk, whose tokens it turns into text. Nothing here imports Dynamo.

@@ -1,1 +1,1 @@
-"""How the ranks of a model add up and exchange what they compute: shared memory, NCCL, gloo, or nothing at all"""
+"""Reduction and exchange among the ranks of a model: shared memory, NCCL, gloo, or nothing at all"""

@@ -28,7 +28,8 @@ NCCL_ENVIRONMENT = {
 
 
 class ProcessGroup(Protocol):
-    """What is used of torch's process groups. Their calls begin something; the Work that they return is waited for."""
+    """The part of torch's process groups that is used here. Their calls begin something; the Work that they return is
+    waited for."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Work | None: ...
 

@@ -1,4 +1,4 @@
-"""How the ranks of a group meet for torch.distributed, and how a waiting rank learns that the group has ended.
+"""Meeting of a group's ranks for torch.distributed, and the end of a wait when the group has ended.
 
 On one host they meet over a file in the private folder of the group, so no port is chosen and nothing listens for it.
 Its name has the inode of the group's memory, so the file of a group that ended before can never be taken for this one.

@@ -1,4 +1,4 @@
-"""What `--quantization` makes of dense weights when they are loaded: how many share a scale, and the bytes they take.
+"""Forms that `--quantization` makes of dense weights when they are loaded: weights that share a scale, and their bytes.
 
 Kernels, layers and plans share it. It needs no package, as the check of a GPU must do without most.
 """
