@@ -82,10 +82,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """The `timeout` of pyproject.toml is for an idle machine. scripts/gpu_check has neither it nor the plugin."""
-    limit_s = item.config.getini("timeout") if item.config.pluginmanager.hasplugin("timeout") else None
-    if limit_s and item.config.getoption("timeout") is None and item.get_closest_marker("timeout") is None:
-        item.add_marker(pytest.mark.timeout(scaled(float(limit_s))))
+    """The `timeout` of pyproject.toml, or of a test's own mark, is for an idle machine. scripts/gpu_check has neither
+    the setting nor the plugin."""
+    if item.config.pluginmanager.hasplugin("timeout") and item.config.getoption("timeout") is None:
+        own = item.get_closest_marker("timeout")
+        limit_s = own.args[0] if own else item.config.getini("timeout")
+        if limit_s:
+            item.add_marker(pytest.mark.timeout(scaled(float(limit_s))), append=False)
     return (yield)
 
 

@@ -72,6 +72,15 @@ def test_the_time_of_a_test_is_scaled(request: pytest.FixtureRequest) -> None:
     assert marker.args[0] >= float(request.config.getini("timeout"))
 
 
+@pytest.mark.timeout(500)
+def test_the_time_that_a_test_has_of_its_own_is_scaled(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("timeout") is not None:
+        pytest.skip("--timeout says it")
+    taken, own = (marker.args[0] for marker in request.node.iter_markers("timeout"))
+    assert own == 500
+    assert taken >= own
+
+
 # ---- none is a plain number
 
 TESTS = Path(__file__).parents[1]
