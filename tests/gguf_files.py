@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests import gguf_hybrids
+from tests import gguf_hybrids, gguf_parts
 from tests.gguf_hybrids import DELTA_NET, MAMBA
 from vllm_lite.checkpoint.headers import weight_files
 
@@ -54,6 +54,8 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen35moe",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
+    "GptOssForCausalLM": "gpt-oss",
+    "Qwen3NextForCausalLM": "qwen3next",
 }
 PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "smollm3", *MAMBA)
 HEAD_BY_HEAD = ("bloom", "gptneox", "falcon")
@@ -124,7 +126,7 @@ def write_gguf(
 ) -> Path:
     """Write the checkpoint folder to `file`; `more`: further metadata, or another architecture. Norms and biases
     remain float32. `dense`: as float32 what blocks stand for. `rows`: further tensors, of so many elements. `joins`:
-    gate and up of experts. Returns the file."""
+    what converters may leave as one tensor is one, as gate and up of experts. Returns the file."""
     config = json.loads((checkpoint / "config.json").read_text())
     more = dict(more or {})
     architecture = more.pop("general.architecture", _architecture(config))
@@ -142,7 +144,7 @@ def write_gguf(
         else:
             writer.add_float32(key, value)
     writer.add_token_list([f"t{index}".encode() for index in range(config["vocab_size"])])
-    tensors = tensors_of(checkpoint, architecture, config)
+    tensors = tensors_of(checkpoint, architecture, config, joins=joins)
     for gate in [name for name in tensors if joins and "ffn_gate_exps" in name]:
         parts = tensors.pop(gate), tensors.pop(gate.replace("gate", "up"))
         tensors[gate.replace("gate", "gate_up")] = torch.cat(parts, dim=1)
@@ -281,6 +283,7 @@ OWN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "nemotron_h_moe": gguf_hybrids.nemotron,
     "qwen35": gguf_hybrids.qwen,
     "qwen35moe": gguf_hybrids.qwen,
+    "qwen3next": gguf_hybrids.qwen,
 }
 """Metadata that others have not, by architecture."""
 
@@ -325,8 +328,10 @@ def _factors(rope: dict[str, Any], architecture: str, head_size: int) -> dict[st
     return {"rope_freqs.weight": torch.where(waves > original / low, torch.full_like(waves, factor), kept)}
 
 
-def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of the file, by their names in it."""
+def tensors_of(
+    checkpoint: Path, architecture: str, config: dict[str, Any], *, joins: bool = False
+) -> dict[str, torch.Tensor]:
+    """The tensors of the file, by their names in it. `joins`: as in write_gguf."""
     number = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(number, _num_layers(config))
     rope = config.get("rope_parameters") or {}
@@ -349,6 +354,9 @@ def tensors_of(checkpoint: Path, architecture: str, config: dict[str, Any]) -> d
                 continue
             if name.endswith("kv_b_proj.weight"):
                 stored |= _by_head(names.get_name(name.removesuffix(".kv_b_proj.weight") + ".k_b_proj"), tensor, config)
+                continue
+            if (parts := None if joins else gguf_parts.of(architecture, name, tensor, config)) is not None:
+                stored |= parts
                 continue
             named = name.replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
             here, index = _without_expert(named)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 MAMBA = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
-DELTA_NET = ("qwen35", "qwen35moe")
+DELTA_NET = ("qwen35", "qwen35moe", "qwen3next")
 
 
 def granite(config: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def changed(tensor: torch.Tensor, part: str, architecture: str, config: dict[str
             return tensor.unsqueeze(1)
         groups = config["n_groups" if architecture.startswith("nemotron") else "mamba_n_groups"]
         return tensor.view(groups, -1) if part == "ssm_norm.weight" else tensor
-    return _tiled(tensor, part, config)
+    return tensor if architecture == "qwen3next" else _tiled(tensor, part, config)
 
 
 def _tiled(tensor: torch.Tensor, part: str, config: dict[str, Any]) -> torch.Tensor:

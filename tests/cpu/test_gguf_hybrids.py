@@ -7,7 +7,7 @@ import gguf
 import pytest
 import torch
 
-from tests.families.hybrid import EXPERTS, qwen
+from tests.families.hybrid import EXPERTS, next_, qwen
 from tests.gguf_files import KindOf, write_gguf
 from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
@@ -89,6 +89,36 @@ def test_a_key_head_of_its_own_for_each_value_head_moves_nothing(tmp_path: Path)
     assert not quantization.inputs
     changes = {each for tensor in GgufCheckpoint([file]).tensors().values() for each in tensor.changes}
     assert changes == {LogOfMinus(), OneMore(1, 3)}
+
+
+@pytest.mark.usefixtures("float_products")
+@pytest.mark.parametrize("joins", [False, True])
+def test_projections_of_qwen3_next_are_two_tensors_or_three(tmp_path: Path, joins: bool) -> None:
+    """The first converters left Q, K, V and z as the checkpoint has them, by key head."""
+    variant = next_("wide", {}, **WIDE | {"num_experts_per_tok": 2})
+    oracle = Oracle(variant.make(tmp_path / "checkpoint"))
+
+    def files(kinds: KindOf) -> list[Path]:
+        return [
+            write_gguf(tmp_path / f"{dense}.gguf", oracle.path, kinds, dense=dense, joins=joins)
+            for dense in (False, True)
+        ]
+
+    expected = Paged(oracle).run(oracle.tokens, 64)
+    assert oracle.difference(expected) < 1e-3
+    floats = write_gguf(tmp_path / "floats.gguf", oracle.path, joins=joins)
+    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(floats, rank)).run(oracle.tokens, 64)):
+        assert (logits - expected).abs().max() < 3e-4
+    kinds = KINDS | {"ssm_in": "Q4_K", "ssm_ba": "Q8_0", "ssm_out": "Q6_K"}
+    blocks = files(lambda name: kinds.get(name.split(".")[-2], "F32"))
+    one, other = (Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64) for file in blocks)
+    assert (one - other).abs().max() < 3e-4
+    names = {name.rpartition("linear_attn.")[2] for name in GgufCheckpoint([floats]).tensors() if "linear_attn" in name}
+    assert {name for name in names if "in_proj" in name} == (
+        {"in_proj_qkvz.weight", "in_proj_ba.weight"}
+        if joins
+        else {"in_proj_qkv.weight", "in_proj_z.weight", "in_proj_ba.weight"}
+    )
 
 
 @pytest.mark.usefixtures("float_products")

@@ -1,6 +1,7 @@
 """Gated DeltaNet layers in numbers: heads, sizes, and what they keep of a sequence instead of KV. No torch."""
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -9,6 +10,12 @@ from vllm_lite.errors import ConfigError
 
 STATE_BYTES = 4
 """States are float32, whatever the model is computed in: what is rounded in one step is in all later ones."""
+
+
+Projections = Literal["apart", "by key head", "b and a by key head"]
+"""How a checkpoint stores the first projections: Q, K and V in one tensor, z, b and a in three; or Q, K, V and z in
+one, and b and a in another, where behind what a key head has of one stands what its value heads have of the next; or so
+with b and a alone."""
 
 
 class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net"):
@@ -22,6 +29,7 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net"):
     value_size: int
     conv_size: int
     """How many tokens the convolution sees, the present one included."""
+    stored: Projections = "apart"
 
     num_projections = 4
     """How many projections of a token a checkpoint has."""

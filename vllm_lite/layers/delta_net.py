@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.delta_net import DeltaNetSpec, Projections
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.delta_rule import DeltaNetWeights, delta_net_op
 from vllm_lite.layers.parts import Parts
@@ -32,6 +32,13 @@ class DeltaNetNames(NamedTuple):
         """The tensors of Q, K, V, z, b and a."""
         return self.mixed, self.mixed, self.mixed, self.z, self.b, self.a
 
+    @classmethod
+    def of(cls, stored: Projections) -> "DeltaNetNames":
+        """Name the tensors of a checkpoint that stores the projections so."""
+        gates = {} if stored == "apart" else dict.fromkeys(("b", "a"), "in_proj_ba")
+        wide = dict.fromkeys(("mixed", "z"), "in_proj_qkvz") if stored == "by key head" else {}
+        return cls(**gates, **wide)
+
 
 def rows_by_key_head(key_heads: Split, sizes: Sequence[int]) -> tuple[Split, ...]:
     """Rows of a tensor in which each key head has parts of these sizes, one behind the other: for each part those of
@@ -47,14 +54,12 @@ def rows_by_key_head(key_heads: Split, sizes: Sequence[int]) -> tuple[Split, ...
 class DeltaNetBlock(RecurrentBlock):
     """Ranks share the heads: each has some key heads and the value heads that these serve."""
 
-    names = DeltaNetNames()
-
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__(parts, layer)
         whole, own = parts.spec.layers[layer].recurrent, parts.layers[layer].recurrent
         if not isinstance(whole, DeltaNetSpec) or not isinstance(own, DeltaNetSpec):
             raise TypeError(f"layer {layer} is no Gated DeltaNet")
-        self.whole, self.eps = whole, parts.spec.norm.eps
+        self.whole, self.eps, self.names = whole, parts.spec.norm.eps, DeltaNetNames.of(whole.stored)
         key_heads, self.heads = whole.heads(parts.shard)
         keys, values = key_heads.times(whole.key_size), self.heads.times(whole.value_size)
         self.mixed = (
@@ -67,9 +72,16 @@ class DeltaNetBlock(RecurrentBlock):
         self.output = parts.row_parallel(values, hidden, bias=False)
         self.op = delta_net_op(own, parts.device, parts.dtype)
 
-    def projected(self, key_heads: Split) -> tuple[Split, ...]:  # noqa: ARG002 (a family's)
+    def projected(self, key_heads: Split) -> tuple[Split, ...]:
         """The rows of Q, K, V, z, b and a that a rank holds, each in the tensor that `names` has for it."""
-        return (*self.mixed, self.heads.times(self.whole.value_size), self.heads, self.heads)
+        spec, gates = self.whole, (self.heads, self.heads)
+        each = spec.num_value_heads // spec.num_key_heads
+        if spec.stored != "apart":
+            gates = rows_by_key_head(key_heads, (each, each))
+        if spec.stored == "by key head":
+            sizes = spec.key_size, spec.key_size, *(each * spec.value_size,) * 2
+            return (*rows_by_key_head(key_heads, sizes), *gates)
+        return (*self.mixed, self.heads.times(spec.value_size), *gates)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of it under `prefix`, like "model.layers.0.linear_attn."."""
@@ -97,17 +109,3 @@ class DeltaNetBlock(RecurrentBlock):
         """Keep what lies beside the projections; conv: float32 [conv_channels, 1, conv_size]."""
         by_tap = conv[:, 0].T.contiguous()
         self.weights = DeltaNetWeights(by_tap, decay.exp(), dt_bias, norm, self.eps)
-
-
-class ByKeyHead(DeltaNetBlock):
-    """A layer whose files have Q, K, V and z in one tensor, and b and a in another, each by key head: behind what a key
-    head has of one stands what its value heads have of the next."""
-
-    names = DeltaNetNames(mixed="in_proj_qkvz", z="in_proj_qkvz", b="in_proj_ba", a="in_proj_ba")
-
-    def projected(self, key_heads: Split) -> tuple[Split, ...]:
-        """As DeltaNetBlock's."""
-        spec = self.whole
-        each = spec.num_value_heads // spec.num_key_heads
-        wide = rows_by_key_head(key_heads, (spec.key_size, spec.key_size, *(each * spec.value_size,) * 2))
-        return (*wide, *rows_by_key_head(key_heads, (each, each)))

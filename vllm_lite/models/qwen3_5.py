@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
-from vllm_lite.layers.delta_net import ByKeyHead, DeltaNetBlock
+from vllm_lite.layers.delta_net import DeltaNetBlock
 from vllm_lite.models.decoder import Layer
 from vllm_lite.models.hybrid import Hybrid
 
@@ -17,13 +17,3 @@ class Qwen3_5(Hybrid):  # noqa: N801 (the family's name)
     """Layers of two blocks, each behind a norm; where a layer is recurrent the first of them keeps a state."""
 
     recurrent_layer: ClassVar[type[Layer]] = RecurrentLayer
-
-
-class NextRecurrentLayer(RecurrentLayer):
-    attention_block: ClassVar = ByKeyHead
-
-
-class Qwen3Next(Qwen3_5):
-    """Qwen3.5, whose recurrent layers are stored otherwise."""
-
-    recurrent_layer: ClassVar[type[Layer]] = NextRecurrentLayer

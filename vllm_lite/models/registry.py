@@ -82,7 +82,7 @@ MODELS = {
     "Qwen2_5_VLForConditionalGeneration": "vllm_lite.models.llama:Llama",
     "Qwen3ForCausalLM": "vllm_lite.models.llama:Llama",
     "Qwen3MoeForCausalLM": "vllm_lite.models.llama:Llama",
-    "Qwen3NextForCausalLM": "vllm_lite.models.qwen3_5:Qwen3Next",
+    "Qwen3NextForCausalLM": "vllm_lite.models.qwen3_5:Qwen3_5",
     "Qwen3_5ForCausalLM": "vllm_lite.models.qwen3_5:Qwen3_5",
     "Qwen3_5ForConditionalGeneration": "vllm_lite.models.qwen3_5:Qwen3_5",
     "Qwen3_5MoeForCausalLM": "vllm_lite.models.qwen3_5:Qwen3_5",

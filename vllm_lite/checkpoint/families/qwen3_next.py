@@ -1,5 +1,8 @@
 """Qwen3-Next: Qwen3.5's layers with experts; recurrent ones have their projections in two tensors, by key head."""
 
+from msgspec.structs import replace
+
+from vllm_lite.checkpoint.delta_net import DeltaNetSpec
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.mixture import Index, routing_of, with_experts
@@ -24,7 +27,13 @@ def _qwen3_next(architecture: str, raw: Qwen3NextConfig) -> ModelSpec:
     def sparse(index: int) -> bool:
         return index not in dense and (index + 1) % raw.decoder_sparse_step == 0
 
-    layers = with_experts(hybrid_layers(raw), experts, sparse)
+    hybrid = (
+        replace(own, recurrent=replace(own.recurrent, stored="by key head"))
+        if isinstance(own.recurrent, DeltaNetSpec)
+        else own
+        for own in hybrid_layers(raw)
+    )
+    layers = with_experts(tuple(hybrid), experts, sparse)
     # Where no layer has a dense MLP its size only has to be one that ranks can share.
     inner = raw.moe_intermediate_size if all(own.experts for own in layers) else raw.intermediate_size
     return hybrid_decoder(architecture, raw, layers, inner)

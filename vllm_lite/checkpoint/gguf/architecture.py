@@ -40,6 +40,8 @@ class Architecture(NamedTuple):
     """Whether gate and up are two tensors where the family's own checkpoints have one."""
     has_latents: bool = False
     """Whether its attention is latent, with the matrices of each head by themselves."""
+    yarn: Mapping[str, Any] = {}
+    """What its rope_parameters say of YaRN beside what files do."""
     by_layer: tuple[str, ...] = ()
     """Keys that have a number for each layer, not one for all: `own` makes something of them."""
 

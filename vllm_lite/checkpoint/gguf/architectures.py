@@ -33,6 +33,16 @@ def _mixtral(of: Metadata) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(of: Metadata) -> dict[str, Any]:
+    found = experts(of)
+    return {
+        "num_local_experts": found["num_experts"],
+        "num_experts_per_tok": found["num_experts_per_tok"],
+        "intermediate_size": found["moe_intermediate_size"],
+        "sliding_window": of.integer("attention.sliding_window"),
+    }
+
+
 def _mistral3(of: Metadata) -> dict[str, Any]:
     """Mistral Small 3.1 and its like are Llamas; the queries of Ministral 3 grow with their position, see `config`."""
     return {} if of.number("attention.temperature_scale", None) else {"architectures": ["LlamaForCausalLM"]}
@@ -224,6 +234,7 @@ ARCHITECTURES = {
     "qwen3vl": Architecture("Qwen3ForCausalLM"),
     "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
     "mistral3": Architecture("Ministral3ForCausalLM", _mistral3, is_interleaved=True),
+    "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss, names.GPT_OSS, yarn={"truncate": False}),
     "gemma": Architecture("GemmaForCausalLM", plus_one=True),
     "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, names.SANDWICH, plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, names.SANDWICH, plus_one=True),

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from vllm_lite.checkpoint.delta_net import DeltaNetSpec, Projections
 from vllm_lite.checkpoint.gguf.architecture import Architecture
 from vllm_lite.checkpoint.gguf.changes import Change, Heads
 from vllm_lite.checkpoint.gguf.config import architecture_of, config_of
@@ -57,6 +58,9 @@ class GgufCheckpoint:
         def layer(each: LayerSpec) -> LayerSpec:
             if each.experts is not None:
                 each = replace(each, experts=replace(each.experts, stored="separate"))
+            if isinstance(each.recurrent, DeltaNetSpec) and each.recurrent.stored != "apart":
+                stored: Projections = "by key head" if self._has("ssm_in.weight") else "b and a by key head"
+                each = replace(each, recurrent=replace(each.recurrent, stored=stored))
             if each.latent is not None:
                 each = replace(each, latent=replace(each.latent, stored="by head"))
             if each.rope is None or not own.is_interleaved:
@@ -77,7 +81,10 @@ class GgufCheckpoint:
         )
 
     def _has_bias(self, *parts: str) -> bool:
-        names = {f"{part}.bias" for part in parts}
+        return self._has(*(f"{part}.bias" for part in parts))
+
+    def _has(self, *names: str) -> bool:
+        """Whether any layer has a tensor of one of these names."""
         return any(in_layer(stored) in names for stored in self.header.tensors)
 
     @property
@@ -140,14 +147,14 @@ def _is_of_inputs(change: Change, tensor: Tensor) -> bool:
 
 
 def _each(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The matrices that are stacked along the first axis."""
+    """The matrices, or their biases, that are stacked along the first axis."""
     count, *shape = tensor.shape
-    if len(shape) != 2 or count > MAX_MATRICES:
+    if len(shape) != (1 if name.endswith(".bias") else 2) or count > MAX_MATRICES:
         raise ModelError(f"{tensor.file}: the matrices of {name} have the shape {list(tensor.shape)}")
-    names, (rows, columns) = halves(name), shape
+    names, (rows, *columns) = halves(name), shape
     if rows % len(names):
         raise ModelError(f"{tensor.file}: gate and up of {name} have {rows} rows, which is an odd number")
-    part = tensor._replace(shape=(rows // len(names), columns))
+    part = tensor._replace(shape=(rows // len(names), *columns))
     for index in range(count * len(names)):
         expert, half = divmod(index, len(names))
         yield names[half].format(expert), part._replace(offset=tensor.offset + index * part.num_bytes)

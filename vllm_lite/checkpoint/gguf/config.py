@@ -53,7 +53,7 @@ def config_of(header: Header) -> dict[str, Any]:
         "eos_token_id": end_ids(of) or None,
         "dtype": _dtype(header),
         "rope_theta": of.number("rope.freq_base", None),
-        "rope_parameters": _rope(of),
+        "rope_parameters": _rope(of, own),
         "original_max_position_embeddings": of.integer("rope.scaling.original_context_length", None),
         "partial_rotary_factor": _rotated_part(of),
     }
@@ -101,7 +101,7 @@ def _rotated_part(of: Metadata) -> float | None:
     return size / of.head_size
 
 
-def _rope(of: Metadata) -> dict[str, Any] | None:
+def _rope(of: Metadata, own: Architecture) -> dict[str, Any] | None:
     """The rope_parameters of config.json; None where nothing is scaled."""
     factors = {name: found for name in FACTORS if (found := _factors(of, name))}
     if factors:
@@ -124,6 +124,7 @@ def _rope(of: Metadata) -> dict[str, Any] | None:
     magnitude = float(f"{10 * log_multiplier:.7g}") if log_multiplier else None
     return _without_none(
         {
+            **own.yarn,
             "rope_type": "yarn",
             "factor": factor,
             "mscale": magnitude,

@@ -120,6 +120,10 @@ def _qwen3_5_moe(of: Metadata) -> dict[str, Any]:
     return experts(of) | _qwen3_5(of) | {"shared_expert_intermediate_size": shared}
 
 
+def _qwen3_next(of: Metadata) -> dict[str, Any]:
+    return _qwen3_5_moe(of) | {"norm_topk_prob": of.flag("expert_weights_norm", default=True)}
+
+
 def _of_convolutions(_: Metadata) -> Changes:
     return {"shortconv.conv.weight": (CONVOLUTION,)}
 
@@ -130,6 +134,15 @@ def _of_mamba(_: Metadata) -> Changes:
         "ssm_a": (Flat(), LogOfMinus()),
         "ssm_d": (Flat(),),
         "ssm_norm.weight": (Flat(),),  # [groups, elements of one]
+    }
+
+
+def _of_next(_: Metadata) -> Changes:
+    """Value heads stay where they are."""
+    return {
+        "ssm_a": (LogOfMinus(),),
+        "ssm_conv1d.weight": (CONVOLUTION,),
+        "ffn_gate_inp_shexp.weight": (OneMore(axis=0, num_axes=2),),
     }
 
 
@@ -173,6 +186,7 @@ HYBRIDS = {
     "nemotron_h_moe": Architecture(
         "NemotronHForCausalLM", _nemotron, names.MAMBA, _of_mamba, is_interleaved=True, by_layer=(KV_HEADS, INNER)
     ),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", _qwen3_next, names.QWEN3_NEXT, _of_next, plus_one=True),
     "qwen35": Architecture("Qwen3_5ForCausalLM", _qwen3_5, names.QWEN3_5, _of_delta_net, plus_one=True),
     "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", _qwen3_5_moe, names.QWEN3_5, _of_delta_net, plus_one=True),
 }

@@ -48,6 +48,7 @@ GLM4 = {
 }
 FUSED_GATE = {"ffn_up": "mlp.gate_up_proj"}
 SINGLE_NORM = {"post_attention_norm": "post_attention_layernorm"}
+GPT_OSS = SINGLE_NORM | {"attn_sinks.weight": "self_attn.sinks"}
 STARCODER2 = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 GPT2 = {
     "output_norm": "ln_f",
@@ -117,6 +118,8 @@ QWEN3_5 = {
     "ssm_out": "linear_attn.out_proj",
     "post_attention_norm": "post_attention_layernorm",
 }
+QWEN3_NEXT = QWEN3_5 | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"}
+"""Files of the first converters have the former, later ones what Qwen3.5's have of it."""
 DEEPSEEK = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
