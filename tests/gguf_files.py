@@ -56,6 +56,9 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "deepseek2",
     "GptOssForCausalLM": "gpt-oss",
     "Qwen3NextForCausalLM": "qwen3next",
+    "BertModel": "bert",
+    "RobertaModel": "bert",
+    "NomicBertModel": "nomic-bert",
 }
 PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "smollm3", *MAMBA)
 HEAD_BY_HEAD = ("bloom", "gptneox", "falcon")

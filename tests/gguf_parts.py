@@ -9,6 +9,10 @@ def of(architecture: str, name: str, tensor: torch.Tensor, config: dict[str, Any
     """The file's tensors of the checkpoint's tensor `name`; None for one that remains one."""
     if architecture == "gpt-oss" and ".experts." in name:
         return _gpt_oss(name, tensor)
+    if name.startswith("pooler."):
+        return {}  # converters drop it
+    if name == "embeddings.position_embeddings.weight" and config["model_type"] == "roberta":
+        return {"position_embd.weight": tensor[config["pad_token_id"] + 1 :]}
     if name.endswith(".sinks"):
         return {f"blk.{name.split('.')[2]}.attn_sinks.weight": tensor}
     if architecture == "qwen3next" and name.endswith("in_proj_qkvz.weight"):

@@ -142,7 +142,7 @@ def load_spec(path: str | Path, model_impl: str = "auto", options: PoolingOption
     """
     folder = Path(path)
     if (gguf := GgufCheckpoint.find(folder)) is not None:
-        return _converted(gguf.spec(partial(_parse_config, "native", None)), {}, None, options)
+        return _gguf_spec(gguf, options)
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
     spec = read_json(folder / CONFIG_FILE, partial(_parse_folder, folder, model_impl, options))
@@ -154,6 +154,15 @@ def load_spec(path: str | Path, model_impl: str = "auto", options: PoolingOption
         spec = msgspec.structs.replace(spec, folder=str(folder))
     ends = dict.fromkeys((*_generation_ends(folder), *spec.eos_token_ids))
     return msgspec.structs.replace(spec, eos_token_ids=tuple(ends))
+
+
+def _gguf_spec(gguf: GgufCheckpoint, options: PoolingOptions) -> ModelSpec:
+    """What a GGUF file says of the model and of its pooler."""
+    spec, modules = gguf.spec(partial(_parse_config, "native", None)), gguf.modules()
+    if spec.pooling is None:
+        return _converted(spec, {}, modules, options)
+    pooling = embedder({}, modules, spec.pooling.kind, generates=False)
+    return msgspec.structs.replace(spec, pooling=adjusted(pooling, options))
 
 
 def end_ids_by_file(path: str | Path, spec: ModelSpec) -> dict[str, tuple[int, ...]]:

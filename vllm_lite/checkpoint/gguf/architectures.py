@@ -6,6 +6,7 @@ from typing import Any
 from vllm_lite.checkpoint.gguf import names
 from vllm_lite.checkpoint.gguf.architecture import Architecture, Changes, experts, granite_factors
 from vllm_lite.checkpoint.gguf.changes import OneMore
+from vllm_lite.checkpoint.gguf.encoders import ENCODERS
 from vllm_lite.checkpoint.gguf.header import Header
 from vllm_lite.checkpoint.gguf.hybrids import HYBRIDS
 from vllm_lite.checkpoint.gguf.metadata import Metadata
@@ -260,6 +261,7 @@ ARCHITECTURES = {
     "deepseek2": Architecture("DeepseekV2ForCausalLM", _deepseek_v2, names.DEEPSEEK, has_latents=True),
     "deepseek2 with sigmoid": Architecture("DeepseekV3ForCausalLM", _deepseek_v3, names.DEEPSEEK, has_latents=True),
     **HYBRIDS,
+    **ENCODERS,
 }
 """By general.architecture, or by `key_of`. Those of a family that has no native model are refused by name."""
 SIGMOID = 2

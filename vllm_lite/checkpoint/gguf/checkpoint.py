@@ -10,12 +10,14 @@ from vllm_lite.checkpoint.delta_net import DeltaNetSpec, Projections
 from vllm_lite.checkpoint.gguf.architecture import Architecture
 from vllm_lite.checkpoint.gguf.changes import Change, Heads
 from vllm_lite.checkpoint.gguf.config import architecture_of, config_of
+from vllm_lite.checkpoint.gguf.encoders import modules_of
 from vllm_lite.checkpoint.gguf.files import gguf_files, read_files
 from vllm_lite.checkpoint.gguf.header import Header, Tensor
 from vllm_lite.checkpoint.gguf.kinds import FLOATS, READ
 from vllm_lite.checkpoint.gguf.metadata import Metadata
 from vllm_lite.checkpoint.gguf.names import halves, in_layer, name_here
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
+from vllm_lite.checkpoint.pooling import SentenceModules
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ModelError
 
@@ -49,6 +51,13 @@ class GgufCheckpoint:
         name."""
         try:
             return self._as_stored(parse(config_of(self.header)))
+        except ModelError as error:
+            raise ModelError(f"{self.file}: {error}") from None
+
+    def modules(self) -> SentenceModules | None:
+        """How its hidden states become vectors, if it says so. Raises ModelError with the file's name."""
+        try:
+            return modules_of(Metadata(self.header))
         except ModelError as error:
             raise ModelError(f"{self.file}: {error}") from None
 
