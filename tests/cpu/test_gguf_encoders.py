@@ -38,7 +38,13 @@ def worker_of(file: Path, **settings: Any) -> PoolingWorker:
 
 @pytest.mark.parametrize(
     ("name", "pooling"),
-    [("BertModel", CLS), ("BertModel", MEAN), ("RobertaModel", MEAN), ("NomicBertModel", MEAN), ("Qwen3ForCausalLM", LAST)],
+    [
+        ("BertModel", CLS),
+        ("BertModel", MEAN),
+        ("RobertaModel", MEAN),
+        ("NomicBertModel", MEAN),
+        ("Qwen3ForCausalLM", LAST),
+    ],
 )
 def test_vectors_are_those_of_transformers(tmp_path: Path, name: str, pooling: int) -> None:
     file = write(tmp_path, name, pooling)
