@@ -74,10 +74,9 @@ class DeltaNetBlock(RecurrentBlock):
 
     def projected(self, key_heads: Split) -> tuple[Split, ...]:
         """The rows of Q, K, V, z, b and a that a rank holds, each in the tensor that `names` has for it."""
-        spec, gates = self.whole, (self.heads, self.heads)
+        spec = self.whole
         each = spec.num_value_heads // spec.num_key_heads
-        if spec.stored != "apart":
-            gates = rows_by_key_head(key_heads, (each, each))
+        gates = (self.heads,) * 2 if spec.stored == "apart" else rows_by_key_head(key_heads, (each, each))
         if spec.stored == "by key head":
             sizes = spec.key_size, spec.key_size, *(each * spec.value_size,) * 2
             return (*rows_by_key_head(key_heads, sizes), *gates)
