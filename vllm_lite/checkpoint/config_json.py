@@ -157,7 +157,7 @@ def load_spec(path: str | Path, model_impl: str = "auto", options: PoolingOption
 
 
 def _gguf_spec(gguf: GgufCheckpoint, options: PoolingOptions) -> ModelSpec:
-    """What a GGUF file says of the model and of its pooler."""
+    """Read the model and its pooler from a GGUF file."""
     spec, modules = gguf.spec(partial(_parse_config, "native", None)), gguf.modules()
     if spec.pooling is None:
         return _converted(spec, {}, modules, options)

@@ -55,7 +55,7 @@ class GgufCheckpoint:
             raise ModelError(f"{self.file}: {error}") from None
 
     def modules(self) -> SentenceModules | None:
-        """How its hidden states become vectors, if it says so. Raises ModelError with the file's name."""
+        """Say how hidden states become vectors, if the file does. Raises ModelError with the file's name."""
         try:
             return modules_of(Metadata(self.header))
         except ModelError as error:

@@ -40,7 +40,7 @@ NOMIC_BERT = TOP | {
 
 
 def modules_of(of: Metadata) -> SentenceModules | None:
-    """How the file says that its hidden states become vectors, which get the norm 1; None where it does not say.
+    """Say how hidden states become vectors, which get the norm 1; None where the file does not say.
     Raises ModelError for a way that there is not here."""
     number = of.integer("pooling_type", UNPOOLED)
     if number == UNPOOLED:
