@@ -395,4 +395,41 @@ COHERE = [
         },
     ),
 ]
-VARIANTS: list[Variant] = [*GEMMA, *GEMMA4, *GLM, *OLMO, *COHERE]
+SIGHT = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "patch_size": 4} | {
+    "num_attention_heads": 2,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+"""Sees images."""
+
+
+def muse(name: str, controls: Mapping[str, Any], **text: Any) -> Variant:
+    settings = {
+        "text_config": CALM
+        | {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+        | {"hidden_size": 96, "sliding_window": 21, "post_norm_eps": 1.5, "qk_scale_factor": 2.0}
+        | text,
+        "vision_config": SIGHT,
+        "out_hidden_size": 64,
+        "projector_hidden_size": 16,
+        "tie_word_embeddings": False,
+    }
+    return Variant(f"muse-{name}", "MuseGlimmerConfig", "MuseGlimmerForConditionalGeneration", settings, controls)
+
+
+MUSE = [
+    muse(
+        "glimmer",
+        {
+            "window": drop_in_layers(without_window),
+            "scale of Q": _attention(scale=24**-0.5),
+            "norm of Q and K": drop(qk_norm=None),
+            "eps behind blocks": drop(output_norm_eps=None),
+            "layers without rope": drop_in_layers(_everywhere),
+            "soft cap": drop(logits_soft_cap=0.0),
+        },
+        output_multiplier=8.0,
+    ),
+    muse("glimmer-kinds", {}, layer_rope_theta=[0, 1e4, 0], layer_types=[FULL, FULL, SLIDING], num_hidden_layers=3),
+]
+VARIANTS: list[Variant] = [*GEMMA, *GEMMA4, *GLM, *OLMO, *COHERE, *MUSE]

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from tests.families.mixtures import routing
-from tests.families.variant import Control, Variant, drop, drop_in_layers
+from tests.families.variant import Control, Variant, drop, drop_in_layers, without_window
 from vllm_lite.checkpoint.model_spec import LayerSpec, NormSpec
 
 RECURRENT = {
@@ -120,6 +120,21 @@ def lfm2_moe(name: str, controls: dict[str, Control], **settings: Any) -> Varian
     return Variant(name, "Lfm2MoeConfig", "Lfm2MoeForCausalLM", LFM2 | own | settings, controls)
 
 
+def lfm3(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
+    own: dict[str, Any] = {"conv_L_cache": 5, "sliding_window": 21, "head_dim": 32, "pad_token_id": 0}
+    own |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    own["layer_types"] = ["conv", "full_attention", "conv", "sliding_attention", "full_attention"]
+    own |= settings
+    own["num_hidden_layers"] = len(own["layer_types"])
+    return Variant(name, "Lfm3Config", "Lfm3ForCausalLM", own, controls)
+
+
+def all_turned(layer: LayerSpec) -> LayerSpec:
+    """Every pair of a head turns, not the first half of them alone."""
+    rope = layer.rope and msgspec.structs.replace(layer.rope, scaling=None)
+    return msgspec.structs.replace(layer, rope=rope)
+
+
 def mamba2(name: str, **settings: Any) -> Variant:
     own: dict[str, Any] = {"num_heads": 4, "head_dim": 32, "state_size": 25, "n_groups": 1, "chunk_size": 16}
     own |= {"initializer_range": 0.1}
@@ -138,6 +153,8 @@ VARIANTS = [
     Variant("lfm2", "Lfm2Config", "Lfm2ForCausalLM", LFM2),
     lfm2_moe("lfm2-moe", {"sum": routing(renormalize=False), "scale": routing(scale=1.0)}),
     lfm2_moe("lfm2-moe-no-bias", {}, use_expert_bias=False, norm_topk_prob=False, num_dense_layers=1),
+    lfm3("lfm3", {"window": drop_in_layers(without_window), "halves": drop_in_layers(all_turned)}),
+    lfm3("lfm3-no-gate", {}, use_attention_gate=False, layer_types=["conv", "sliding_attention", "conv"]),
     mamba2("mamba2"),
     mamba2("mamba2-tied", tie_word_embeddings=True, head_dim=16, num_heads=8, conv_kernel=3),
     next_("qwen3-next", CONTROLS | {"sum": routing(renormalize=False)}),

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import torch
 
+from tests.families.gemma_like import SIGHT
 from tests.families.llama_like import PIXTRAL, YARN, halves, without_growth
 from tests.families.mixtures import routing
 from tests.families.variant import Control, Variant, drop_in_layers
@@ -146,6 +147,19 @@ VARIANTS = [
             "text_config": SIZES
             | {"model_type": "mistral4", "n_routed_experts": 5, "q_lora_rank": 20, "num_hidden_layers": 2},
             "vision_config": PIXTRAL,
+            "tie_word_embeddings": False,
+        },
+    ),
+    Variant(
+        "kimi-k25",
+        "Kimi_K25Config",
+        "Kimi_K25ForConditionalGeneration",
+        {
+            "text_config": SIZES
+            | {"model_type": "kimi_k2", "n_routed_experts": 5, "q_lora_rank": 20}
+            | {"n_group": 1, "topk_group": 1, "num_hidden_layers": 2},
+            "vision_config": SIGHT | {"pos_emb_time": 2},
+            "projection_hidden_size": 16,
             "tie_word_embeddings": False,
         },
     ),

@@ -402,8 +402,13 @@ def test_granite_with_windows_sees_everything_in_every_fourth_layer(tmp_path):
             {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 130},
             "rotary_dim 130 is more than head_dim 128",
         ),
+        ("Lfm3ForCausalLM", {"use_sandwich_norm": False}, "use_sandwich_norm False"),
+        ("Lfm3ForCausalLM", {"num_hidden_layers": 1, "layer_types": ["mamba"]}, "layer_types mamba not supported"),
         ("Mamba2ForCausalLM", {"num_heads": 32, "n_groups": 8}, "n_groups 8"),
         ("Mamba2ForCausalLM", {"num_heads": 3, "n_groups": 1}, "3 num_heads of 128 are not expand"),
+        ("MuseGlimmerForConditionalGeneration", {"layer_rope_theta": [0]}, "layer_rope_theta has 1 entries for 32"),
+        ("MuseGlimmerForConditionalGeneration", {"layer_rope_theta": [0, 5] * 16}, "layer_rope_theta 5.0 is not"),
+        ("MuseGlimmerForConditionalGeneration", {"attention_bias": True}, "attention_bias true"),
     ],
 )
 def test_newer_families_refuse_by_name(tmp_path, architecture, changes, says):

@@ -34,8 +34,8 @@ def _attention(layer: LayerSpec, spec: ModelSpec) -> int:
         queries = hidden + (2 * latent.query_rank if latent.query_rank else 0) + query
         return queries + hidden + latent.cached_size + heads.num_heads * latent.value_size + hidden
     num_kv = 0 if layer.kv_layer is not None else 1 if layer.values_are_keys else 2
-    projected = (1 + layer.output_gate) * heads.query_size + num_kv * heads.num_kv_heads * heads.head_size
-    return (1 + num_kv) * hidden + projected + heads.output_size + hidden
+    projected = heads.query_size + layer.gate_size + num_kv * heads.num_kv_heads * heads.head_size
+    return (1 + num_kv + (layer.gate_size > 0)) * hidden + projected + heads.output_size + hidden
 
 
 def _mlp(layer: LayerSpec, spec: ModelSpec, world: int) -> int:

@@ -128,8 +128,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """The layer before it whose K and V it attends to; None = it has its own."""
     intermediate_size: int | None = None
     """Elements between the matrices of its MLP; None = as many as the model says."""
-    output_gate: bool = False
-    """Whether what a token gets from V is multiplied by a sigmoid of its own, element by element."""
+    output_gate: Literal["elements", "heads"] | None = None
+    """Whether a sigmoid of its own multiplies what a token gets from V: element by element, or a whole head by one."""
     recurrent: DeltaNetSpec | MambaSpec | ShortConvSpec | None = None
     """What the layer has instead of attention: it keeps a state and no KV, and `attention` is that of other layers."""
     only: Literal["attention", "MLP"] | None = None
@@ -156,6 +156,12 @@ class LayerSpec(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, attention=self.attention.per_rank(shard), recurrent=recurrent)
 
     @property
+    def gate_size(self) -> int:
+        """Elements of a token's output gate."""
+        own = self.attention
+        return {None: 0, "heads": own.num_heads, "elements": own.query_size}[self.output_gate]
+
+    @property
     def rotated_size(self) -> int:
         """Elements of a head that `rope` is made for."""
         return self.attention.head_size if self.latent is None else self.latent.rope_size
@@ -170,7 +176,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
         if self.recurrent is not None:
             return self.recurrent.projected_size, self.recurrent.value_width, 0
         if latent is None:
-            return own.qkv_size + self.output_gate * own.query_size, own.output_size, 0
+            return own.qkv_size + self.gate_size, own.output_size, 0
         return latent.projected_size(own.num_heads), own.output_size, sum(latent.other_sizes(own.num_heads))
 
 
@@ -249,9 +255,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where Q, K and V stand in the checkpoint's tensors, see `layers.qkv_layout`, if not as the family has them."""
     splits_gate_up: bool = False
     """Whether gate and up are two tensors also where the family's own checkpoints have one of both."""
-    qk_norm: Literal["head", "all heads"] | None = None
-    """Whether Q and K are normed before they are rotated: each head by itself, or all heads of a token together."""
+    qk_norm: Literal["head", "all heads", "bare head"] | None = None
+    """Whether Q and K are normed before they are rotated: each head by itself, with a weight or, if "bare", without
+    one, or all heads of a token together."""
     norms_per_layer: int = 2
+    output_norm_eps: float | None = None
+    """What the norms behind blocks have for the eps of the others, where a family has both; None = the same."""
     parallel_blocks: bool = False
     """Whether attention and MLP read the same residual stream, in families of which some models do and some do not."""
     embedding_scale: float = 1.0
@@ -406,9 +415,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return layer.latent.parameters(spec.num_heads, self.hidden_size)
         num_kv = 0 if layer.kv_layer is not None else 1 if layer.values_are_keys else 2
         projected = spec.query_size + num_kv * spec.num_kv_heads * spec.head_size
-        matrices = self.hidden_size * (projected + (1 + layer.output_gate) * spec.query_size)
+        matrices = self.hidden_size * (projected + spec.query_size + layer.gate_size)
         biases = self.qkv_bias * projected + self.output_bias * self.hidden_size
-        heads = {None: 0, "head": min(1 + num_kv, 2), "all heads": spec.num_heads + spec.num_kv_heads}[self.qk_norm]
+        sizes = {"head": min(1 + num_kv, 2), "all heads": spec.num_heads + spec.num_kv_heads}
+        heads = 0 if self.qk_norm is None else sizes.get(self.qk_norm, 0)
         return matrices + biases + heads * spec.head_size + spec.sinks * spec.num_heads
 
 

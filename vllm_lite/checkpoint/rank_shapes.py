@@ -122,7 +122,7 @@ def _part(layer: str, path: list[str], size: int, spec: ModelSpec, shard: Shard)
     """This rank's part of an axis of `size`."""
     if layer in ("embed_tokens", "embed_tokens_per_layer", "lm_head"):
         return Split.vocabulary(size, shard).size
-    if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", *_UP, *_DOWN):
+    if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", *_UP, *_DOWN) and "self_attn" not in path:
         return Split.even(size, shard).size
     heads = _layer_of(path, spec).attention.heads(shard)
     if layer in _FUSED:

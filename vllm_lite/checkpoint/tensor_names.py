@@ -11,6 +11,7 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PREFIXES = (
     ("model.language_model.", "model."),
+    ("language_model.model.blocks.", "model.layers."),  # Kimi's, as transformers writes it
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.decoder.", "model."),
@@ -82,7 +83,10 @@ OTHER_PARTS = (
     "vision_tower.",
     "vision_model.",
     "vision_embedder.",
+    "vision_adapter.",
+    "vision_projection.",
     "multi_modal_projector.",
+    "mm_projector.",
     "audio_tower.",
     "embed_vision.",
     "embed_audio.",

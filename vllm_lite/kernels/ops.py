@@ -124,7 +124,8 @@ class Ops(Protocol):
         ...
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> None:
-        """x *= sigmoid(gate), in float32 and rounded once; both [num_tokens, size]."""
+        """x *= sigmoid(gate), in float32 and rounded once; both [num_tokens, size], or x: [num_tokens, num_heads,
+        head_size], gate: [num_tokens, num_heads]."""
         ...
 
 
@@ -200,7 +201,8 @@ class TorchOps:
         residual.copy_(residual.float() + gates.sigmoid() * x.float())
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> None:
-        x.copy_(x.float() * gate.float().sigmoid())
+        factor = gate.float().sigmoid()
+        x.copy_(x.float() * (factor if x.dim() == gate.dim() else factor[..., None]))
 
 
 SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0

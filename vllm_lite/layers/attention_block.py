@@ -27,6 +27,8 @@ class AttentionNames(NamedTuple):
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     sinks: str = "sinks"
+    gate: str = ""
+    """That of what the heads give; empty where each head's gate stands behind its Q in one tensor."""
     layout: Layout = "separate"
 
 
@@ -84,17 +86,21 @@ class AttentionBlock:
         hidden = Split.whole(spec.hidden_size)
         splits = qkv_splits(whole.attention, heads, spec.qkv_layout or self.names.layout, self.order)
         self.gated = whole.output_gate
+        """Whether and how what the heads give is gated, as LayerSpec has it."""
         self.make_projections(parts, layer, splits)
         self.sinks: torch.Tensor | None = None  # float32 [num_heads], by `load_sinks`
         self.sink_heads, self.device = heads.query if whole.attention.sinks else None, parts.device
         query = heads.query.times(self.head_size)
         self.output = parts.row_parallel(query, hidden, bias=spec.output_bias, transposed=self.transposed)
 
-    def make_projections(self, parts: Parts, layer: int, splits: QKVSplits) -> None:  # noqa: ARG002 (a family's)
+    def make_projections(self, parts: Parts, layer: int, splits: QKVSplits) -> None:
         """Make what gives Q, K and V, and what norms them."""
         hidden, spec = Split.whole(parts.spec.hidden_size), parts.spec
         outputs: tuple[Split, ...] = splits
-        if self.gated:
+        if self.gated and self.names.gate:
+            heads = spec.layers[layer].attention.heads(parts.shard).query
+            outputs = *splits, heads if self.gated == "heads" else heads.times(self.head_size)
+        elif self.gated:
             query, gate = gated_query(splits.query, self.head_size)
             outputs = query, splits.key, splits.value, gate
         self.qkv = parts.linear(hidden, *outputs, bias=spec.qkv_bias, transposed=self.transposed)
@@ -125,7 +131,7 @@ class AttentionBlock:
         given = (own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks)
         backend.attend(*given, scales=self.kv_scales, new=own.heads if self.has_kv else None)
         if own.gate is not None:
-            self.ops.sigmoid_gate(own.attended, own.gate)
+            self.ops.sigmoid_gate(own.attended_heads if self.gated == "heads" else own.attended, own.gate)
 
     def later_norms(self, own: HeadRows, backend: AttentionBackend) -> HeadNormWeights | None:
         """The norms of Q and K, where nothing lies between them and the rotation, and the backend does both at once."""
@@ -149,7 +155,7 @@ class AttentionBlock:
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of this block under `prefix`, like "model.layers.0.self_attn."."""
-        gate = self.names.qkv[:1] if self.gated else ()  # in the tensor of Q
+        gate = (self.names.gate or self.names.qkv[0],) if self.gated else ()
         yield self.qkv.group(*(f"{prefix}{name}" for name in (*self.names.qkv, *gate)))
         if self.qk_norm is not None:
             names = self.names

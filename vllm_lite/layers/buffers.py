@@ -24,7 +24,7 @@ class HeadRows:
     attended: torch.Tensor  # [n, num_heads * head_size], or num_heads * value_size
     attended_heads: torch.Tensor  # [n, num_heads, head_size or value_size], the same memory
     latent: "LatentRows | None" = None
-    gate: torch.Tensor | None = None  # [n, num_heads * head_size], in qkv: what the output is gated by
+    gate: torch.Tensor | None = None  # [n, num_heads * head_size or num_heads], in qkv: what the output is gated by
     mixed: torch.Tensor | None = None  # float32 [n, scratch_size], of recurrent layers
 
 

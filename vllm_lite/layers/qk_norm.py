@@ -51,6 +51,22 @@ class HeadNorms:
         yield self.key.group(key, self.order)
 
 
+class BareHeadNorms:
+    """A norm over each head without a weight, computed in float32 to its end."""
+
+    def __init__(self, parts: Parts, head_size: int) -> None:
+        self.ops, ones = ops_for(parts.device), torch.ones(head_size, device=parts.device)
+        self.norm = WideNormWeights(ones, None, parts.spec.norm.eps, centered=False)
+
+    def forward(self, own: HeadRows) -> None:
+        for heads in (own.heads.query, own.heads.key):
+            self.ops.wide_norm(heads, self.norm, heads)
+
+    def weight_groups(self, query: str, key: str) -> Iterator[WeightGroup]:  # noqa: ARG002
+        """Ask for nothing."""
+        yield from ()
+
+
 class AllHeadsNorms:
     """RMSNorm over all heads of a token together, computed in float32 to its end.
 
@@ -128,9 +144,7 @@ def make_qk_norm(parts: Parts, splits: QKVSplits, head_size: int, order: tuple[i
     return Clipped(norm, limit, ops_for(parts.device)) if limit else norm
 
 
-def _norms(
-    parts: Parts, splits: QKVSplits, head_size: int, order: tuple[int, ...] | None
-) -> HeadNorms | AllHeadsNorms | None:
+def _norms(parts: Parts, splits: QKVSplits, head_size: int, order: tuple[int, ...] | None) -> QKNorm | None:
     match parts.spec.qk_norm:
         case None:
             return None
@@ -138,3 +152,5 @@ def _norms(
             return HeadNorms(parts, head_size, order)
         case "all heads":
             return AllHeadsNorms(parts, splits)
+        case "bare head":
+            return BareHeadNorms(parts, head_size)

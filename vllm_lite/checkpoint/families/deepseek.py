@@ -137,7 +137,10 @@ def _scale(raw: DeepseekConfig, latent: LatentSpec) -> float:
     return scale * yarn_magnitude(float(factor), float(magnitude)) ** 2
 
 
+V3 = Family(DeepseekV3Config, read_v3, {"num_local_experts": "n_routed_experts"})
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(DeepseekV2Config, _v2, {"num_experts": "n_routed_experts"}),
-    "DeepseekV3ForCausalLM": Family(DeepseekV3Config, read_v3, {"num_local_experts": "n_routed_experts"}),
+    "DeepseekV3ForCausalLM": V3,
+    "KimiK25ForConditionalGeneration": V3,
+    "Kimi_K25ForConditionalGeneration": V3,
 }

@@ -1,0 +1,81 @@
+"""Muse Glimmer: windows in three layers of four, the last of which is not rotated, and a gate on what attention gives.
+
+Q and K are normed without a weight, and Q is multiplied by a number then, which counts in the scale of scores here.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.checkpoint.families.common import (
+    FULL,
+    SLIDING,
+    Family,
+    RawConfig,
+    attention_of,
+    decoder,
+    layer_types_of,
+    rope_of,
+    windows_of,
+)
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
+from vllm_lite.checkpoint.rope import DEFAULT_THETA
+from vllm_lite.checkpoint.typed_json import Positive, Size
+from vllm_lite.errors import ModelError
+
+
+class MuseGlimmerConfig(RawConfig, kw_only=True):
+    intermediate_size: Size = 19968
+    head_dim: Size | None = 128
+    rms_norm_eps: Positive = 1e-5
+    post_norm_eps: Positive = 1e-8
+    attention_bias: bool = False
+    sliding_window: Size | None = 2048
+    final_logit_softcapping: Positive = 20.0
+    output_multiplier: Positive = 0.19611613513818404
+    qk_scale_factor: Positive = 3.87
+    layer_rope_theta: list[Annotated[float, Meta(ge=0)]] | None = None
+
+
+def _is_rotated(raw: MuseGlimmerConfig, theta: float) -> list[bool]:
+    """Whether each layer is rotated: by the list of its theta, or else all but every fourth, counted from the last."""
+    count = raw.num_hidden_layers
+    thetas = raw.layer_rope_theta
+    if thetas is None:
+        return [(count - 1 - layer) % 4 != 0 for layer in range(count)]
+    if len(thetas) != count:
+        raise ModelError(f"layer_rope_theta has {len(thetas)} entries for {count} layers")
+    if others := sorted({each for each in thetas if each not in (0, theta)}):
+        raise ModelError(f"layer_rope_theta {others[0]} is not supported; each must be 0 or rope_theta, {theta}")
+    return [each != 0 for each in thetas]
+
+
+def _muse(architecture: str, raw: MuseGlimmerConfig) -> ModelSpec:
+    if raw.attention_bias:
+        raise ModelError("attention_bias true is not supported in this family; it must be false")
+    heads, count = attention_of(raw), raw.num_hidden_layers
+    heads = msgspec.structs.replace(heads, scale=heads.scale * raw.qk_scale_factor)
+    rope = rope_of(raw, heads.head_size, theta=DEFAULT_THETA)
+    types = layer_types_of(raw, lambda layer: SLIDING if (count - 1 - layer) % 4 else FULL)
+    layers = tuple(
+        LayerSpec(msgspec.structs.replace(heads, window=window), rope if turns else None, output_gate="elements")
+        for window, turns in zip(windows_of(types, raw.sliding_window), _is_rotated(raw, rope.theta), strict=True)
+    )
+    return decoder(
+        architecture,
+        raw,
+        layers,
+        NormSpec(raw.rms_norm_eps, "wide rms", plus_one=True),
+        raw.intermediate_size,
+        qk_norm="bare head",
+        norms_per_layer=4,
+        output_norm_eps=raw.post_norm_eps,
+        logits_scale=raw.output_multiplier,
+        logits_soft_cap=raw.final_logit_softcapping,
+    )
+
+
+FAMILIES = {
+    "MuseGlimmerForConditionalGeneration": Family(MuseGlimmerConfig, _muse, {"hidden_activation": "hidden_act"})
+}

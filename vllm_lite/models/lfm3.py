@@ -1,0 +1,39 @@
+"""LFM3: gated short convolutions, windows and full attention, with a norm before and one behind each block."""
+
+from typing import ClassVar
+
+from vllm_lite.layers.attention_block import Attention, AttentionBlock, AttentionNames
+from vllm_lite.layers.decoder_layer import LayerNames, SandwichLayer
+from vllm_lite.layers.short_conv import ShortConvBlock
+from vllm_lite.models.decoder import DecoderNames
+from vllm_lite.models.hybrid import Hybrid
+from vllm_lite.models.lfm2 import Lfm2MLP
+
+
+class Lfm3Attention(AttentionBlock):
+    names = AttentionNames(gate="gate_proj")
+
+
+class AttentionLayer(SandwichLayer):
+    names: ClassVar = LayerNames(
+        attention_norm="operator_norm",
+        after_attention="post_operator_norm",
+        mlp_norm="ffn_norm",
+        mlp="feed_forward",
+        after_mlp="post_ffn_norm",
+    )
+    attention_block: ClassVar[type[Attention]] = Lfm3Attention
+    mlp_block: ClassVar = Lfm2MLP
+
+
+class ConvLayer(AttentionLayer):
+    names: ClassVar = AttentionLayer.names._replace(attention="conv")
+    attention_block: ClassVar = ShortConvBlock
+
+
+class Lfm3(Hybrid):
+    """Its last norm is called after the embedding, with which the head is tied."""
+
+    names: ClassVar = DecoderNames(norm="model.embedding_norm")
+    layer: ClassVar = AttentionLayer
+    recurrent_layer: ClassVar = ConvLayer

@@ -1,0 +1,49 @@
+"""Muse Glimmer's text: a norm before and one behind each block, gated attention, normed token vectors."""
+
+from typing import ClassVar
+
+import torch
+from msgspec.structs import replace
+
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.kernels.ops import WideNormWeights
+from vllm_lite.layers.attention_block import AttentionBlock, AttentionNames
+from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.decoder_layer import SandwichLayer
+from vllm_lite.layers.norm import WideNorm
+from vllm_lite.layers.parts import Parts
+from vllm_lite.models.decoder import Decoder
+
+
+class MuseAttention(AttentionBlock):
+    names = AttentionNames(gate="gate_proj")
+
+
+class MuseLayer(SandwichLayer):
+    """The norms behind blocks have an eps of their own."""
+
+    attention_block: ClassVar = MuseAttention
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__(parts, layer)
+        spec = parts.spec
+        norm = replace(spec.norm, eps=spec.output_norm_eps or spec.norm.eps)
+        self.attention_output_norm, self.mlp_output_norm = (
+            WideNorm(spec.hidden_size, norm, device=parts.device) for _ in range(2)
+        )
+
+
+class MuseGlimmer(Decoder):
+    """Token vectors are normed without a weight; the last norm stores its weight as it is."""
+
+    layer = MuseLayer
+
+    def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
+        super().__init__(parts, max_model_len, max_num_tokens)
+        size, norm = parts.spec.hidden_size, replace(parts.spec.norm, plus_one=False)
+        self.norm = WideNorm(size, norm, device=parts.device)
+        self.token_norm = WideNormWeights(torch.ones(size, device=parts.device), None, norm.eps, centered=False)
+
+    def embed(self, batch: StepBatch, rows: Rows) -> None:
+        super().embed(batch, rows)
+        self.ops.wide_norm(rows.residual, self.token_norm, rows.residual)
