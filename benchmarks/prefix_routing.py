@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm_lite.client.data_parallel import DataParallelSession
 from vllm_lite.client.launch_engines import launch_engines
-from vllm_lite.client.routing import Choice, PrefixRouter
+from vllm_lite.client.routing import PrefixRouter, RoutingChoice
 from vllm_lite.client.stream import Event
 from vllm_lite.config import EngineConfig
 from vllm_lite.protocol.api import Finished, Generate, Tokens
@@ -37,9 +37,14 @@ class RoundRobin(PrefixRouter[int]):
         super().__init__()
         self._turns = itertools.count()
 
-    def choose(self, hashes: Sequence[Hashable], loads: Mapping[int, int], affinity: str | None = None) -> Choice[int]:  # noqa: ARG002
+    def choose(
+        self,
+        hashes: Sequence[Hashable],  # noqa: ARG002
+        loads: Mapping[int, int],
+        affinity: str | None = None,  # noqa: ARG002
+    ) -> RoutingChoice[int]:
         engines = sorted(loads)
-        return Choice(engines[next(self._turns) % len(engines)], 0)
+        return RoutingChoice(engines[next(self._turns) % len(engines)], 0)
 
 
 def ask(session: DataParallelSession, name: str, prompt: list[int]) -> list[int]:

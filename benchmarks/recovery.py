@@ -24,7 +24,7 @@ import peers_report
 
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
 from vllm_lite.client import instances
-from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.launch import LaunchedEngine, launch
 from vllm_lite.config import DEMO_MODEL
 
 SENT_BEFORE_S = 0.05
@@ -37,7 +37,7 @@ SETTLE_S = 2.0
 """The pause between two rounds, in which a new standby worker gets ready."""
 
 
-def victim(launched: Launched, role: str) -> int:
+def victim(launched: LaunchedEngine, role: str) -> int:
     """The process to kill."""
     if role == "engine":
         return launched.pid
@@ -45,7 +45,7 @@ def victim(launched: Launched, role: str) -> int:
     return own[0].workers[0].pid
 
 
-async def stream(launched: Launched, client: AsyncClient, role: str) -> tuple[list[int], float]:
+async def stream(launched: LaunchedEngine, client: AsyncClient, role: str) -> tuple[list[int], float]:
     """A stream's tokens, and the seconds from the death of a process to the next of them; 0 for no `role`.
 
     Raises RuntimeError for a stream that ends too early."""
@@ -66,7 +66,7 @@ async def stream(launched: Launched, client: AsyncClient, role: str) -> tuple[li
     return tokens, resumed_s - died_s
 
 
-async def measure(launched: Launched, role: str, rounds: int) -> list[float]:
+async def measure(launched: LaunchedEngine, role: str, rounds: int) -> list[float]:
     """Raises RuntimeError for a stream without all of its tokens."""
     async with AsyncClient(launched.address) as client:
         await stream(launched, client, "")  # warms up

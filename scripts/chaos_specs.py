@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_lite import AsyncClient, EngineConfig, RequestOutput, SamplingParams
-from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.launch import LaunchedEngine, launch
 from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Event, Failure
+from vllm_lite.client.stream import Event, StreamFailure
 from vllm_lite.protocol.api import Generate, Tokens
 from vllm_lite.protocol.codec import pack_tokens
 
@@ -114,7 +114,7 @@ def make_specs(seed: int, vocab_size: int, per_kind: int, longest: int) -> list[
 
 
 @contextmanager
-def quiet_engine(settings: dict[str, Any]) -> Iterator[Launched]:
+def quiet_engine(settings: dict[str, Any]) -> Iterator[LaunchedEngine]:
     """An engine that nobody disturbs."""
     launched = launch(EngineConfig.check(settings))
     try:
@@ -187,9 +187,9 @@ def branch(session: Session, spec: Spec, fork: Fork, parent: list[int]) -> Answe
 
     def sink(events: list[Event]) -> None:
         for event in events:
-            tokens.extend(() if isinstance(event, Failure) else event.token_ids)
+            tokens.extend(() if isinstance(event, StreamFailure) else event.token_ids)
             if not isinstance(event, Tokens):
-                reasons.append(str(event.error) if isinstance(event, Failure) else event.error or event.reason)
+                reasons.append(str(event.error) if isinstance(event, StreamFailure) else event.error or event.reason)
                 done.set()
 
     params = SamplingParams(**fork.params)

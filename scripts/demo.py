@@ -10,7 +10,7 @@ import sys
 import time
 
 from vllm_lite import AsyncClient, EngineConfig, RequestOutput, SamplingParams
-from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.launch import LaunchedEngine, launch
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Stats
 
@@ -63,7 +63,7 @@ async def stream(client: AsyncClient, prompt: str, params: SamplingParams) -> Re
     return output
 
 
-async def tell_all(launched: Launched, params: SamplingParams) -> tuple[list[RequestOutput], Stats]:
+async def tell_all(launched: LaunchedEngine, params: SamplingParams) -> tuple[list[RequestOutput], Stats]:
     outputs = []
     async with AsyncClient(launched.address, tokenizer=launched.config.tokenizer) as client:
         for number, prompt in enumerate(PROMPTS, 1):
@@ -72,7 +72,7 @@ async def tell_all(launched: Launched, params: SamplingParams) -> tuple[list[Req
         return outputs, await client.stats()
 
 
-def print_engine(launched: Launched, ready_s: float) -> None:
+def print_engine(launched: LaunchedEngine, ready_s: float) -> None:
     engine = launched.engine
     print("vllm_lite: an engine process, a worker process, and this client")
     print(f"  model     {engine.model}, {launched.config.dtype}, {engine.max_model_len} tokens of context")

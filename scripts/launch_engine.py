@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.launch import LaunchedEngine, launch
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, ModelError, VllmLiteError
 from vllm_lite.runtime import log
@@ -35,7 +35,7 @@ def parse_args() -> dict[str, Any]:
     return vars(parser.parse_args())
 
 
-def ready_line(launched: Launched) -> str:
+def ready_line(launched: LaunchedEngine) -> str:
     engine = launched.engine
     return json.dumps(
         {

@@ -32,7 +32,7 @@ from vllm_lite.server.openai.logprobs import Spelling
 from vllm_lite.server.openai.parsed import Writers
 from vllm_lite.server.openai.parsing import Parsing
 from vllm_lite.server.responses.event_log import EventLog
-from vllm_lite.server.responses.output import Output, Shown
+from vllm_lite.server.responses.output import Output, OutputStyle
 from vllm_lite.server.responses.toolbox import Toolbox
 
 Item = tuple[Any, ...]
@@ -248,7 +248,7 @@ def responses(case: Case, cuts: Sequence[int]) -> list[Item]:
     response: dict[str, Any] = {"id": "resp_1", "status": "in_progress", "output": []}
     log = EventLog(max_bytes=2**24)
     message = made.writers.message(call, call.choices[0])
-    output = Output(response, message, made.spelling, log=log, shown=Shown(1, False, Toolbox(())))
+    output = Output(response, message, made.spelling, log=log, shown=OutputStyle(1, False, Toolbox(())))
     output.begin()
 
     def read(call: Call) -> None:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from vllm_lite.client.text.response.parser import ResponseParser
-from vllm_lite.client.text.response.pieces import CallDelta, Event, Piece, ReasoningDelta
+from vllm_lite.client.text.response.pieces import CallDelta, Event, OutputPiece, ReasoningDelta
 from vllm_lite.client.text.response.template import Format
 
 Call = tuple[str, dict[str, Any]]
@@ -406,24 +406,24 @@ def ids_of(tokens: tuple[str, ...]) -> dict[str, int]:
     return {token: 1000 + place for place, token in enumerate(tokens)}
 
 
-def pieces_of(text: str, ids: dict[str, int], rng: random.Random | None = None, most: int = 12) -> list[Piece]:
+def pieces_of(text: str, ids: dict[str, int], rng: random.Random | None = None, most: int = 12) -> list[OutputPiece]:
     """Cut `text` into its added tokens and, between them, random parts; whole ones without `rng`."""
     pattern = "|".join(re.escape(token) for token in sorted(ids, key=len, reverse=True))
-    pieces: list[Piece] = []
+    pieces: list[OutputPiece] = []
     for part in re.split(f"({pattern})", text) if ids else [text]:
         if part in ids:
-            pieces.append(Piece(part, ids[part]))
+            pieces.append(OutputPiece(part, ids[part]))
             continue
         place = 0
         while place < len(part):
             size = rng.randint(1, most) if rng else len(part)
-            pieces.append(Piece(part[place : place + size]))
+            pieces.append(OutputPiece(part[place : place + size]))
             place += size
     return pieces
 
 
 def read(
-    response_format: Format, pieces: list[Piece], prefix: str = "", tools: list[dict[str, Any]] | None = TOOLS
+    response_format: Format, pieces: list[OutputPiece], prefix: str = "", tools: list[dict[str, Any]] | None = TOOLS
 ) -> Message:
     """Feed pieces one by one and put the events together."""
     parser = ResponseParser(response_format, prefix, tools)

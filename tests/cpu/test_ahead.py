@@ -18,7 +18,7 @@ from tests.families.mixtures import VARIANTS, qwen3
 from tests.families.variant import Variant
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE, Place, locate
+from vllm_lite.checkpoint.headers import SINGLE_FILE, TensorPlace, locate
 from vllm_lite.client.launch import resolve
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ModelError
@@ -169,7 +169,7 @@ def test_a_file_that_is_replaced_after_its_header_was_read(tmp_path: Path, monke
     path = make_checkpoint(tmp_path)
     tensors = dict(reversed(load_file(path / SINGLE_FILE).items()))
 
-    def replaced(folder: Path) -> dict[str, Place]:
+    def replaced(folder: Path) -> dict[str, TensorPlace]:
         places = locate(folder)
         save_file(tensors, tmp_path / "new")
         os.replace(tmp_path / "new", path / SINGLE_FILE)

@@ -9,7 +9,7 @@ import torch
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
 from vllm_lite.tools.bench import kernels_attention
-from vllm_lite.tools.bench.kernels_attention import Chosen, HeadCounts, chosen
+from vllm_lite.tools.bench.kernels_attention import AttentionSelection, HeadCounts, chosen
 from vllm_lite.tools.bench.kernels_linear import ALL, choose, measure
 from vllm_lite.tools.bench.kernels_timing import multiply_registers
 
@@ -71,7 +71,7 @@ def test_instruction_sets_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_case_of_attention() -> None:
-    assert chosen("32x1@1024:24/8x64") == Chosen(32, 1, 1024, HeadCounts(24, 8, 64))
+    assert chosen("32x1@1024:24/8x64") == AttentionSelection(32, 1, 1024, HeadCounts(24, 8, 64))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.gguf.config import architecture_of
-from vllm_lite.checkpoint.gguf.header import Header
+from vllm_lite.checkpoint.gguf.header import GgufHeader
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.errors import ConfigError, ModelError
@@ -257,7 +257,7 @@ def test_what_files_of_old_converters_have_not_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mamba", "llama with experts", 7])
 def test_an_architecture_that_is_not_supported_is_named(name: Any) -> None:
     with pytest.raises(ModelError, match=rf"general.architecture {name!r} is not supported in GGUF files; .* bloom"):
-        architecture_of(Header({"general.architecture": name}, {}))
+        architecture_of(GgufHeader({"general.architecture": name}, {}))
 
 
 def test_random_weights_are_for_floats(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.gguf_files import KindOf, write_gguf
 from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.gguf.changes import Flat, Heads, LogOfMinus, OneMore, changed
+from vllm_lite.checkpoint.gguf.changes import Flat, HeadOrder, LogOfMinus, OneMore, changed
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.quantization.spec import Gguf
@@ -164,7 +164,7 @@ def test_heads_of_another_size_are_named(tmp_path: Path) -> None:
 
 
 def test_changes_undo_what_they_name() -> None:
-    heads = Heads(axis=0, start=2, num_groups=2, per_group=3, size=2)
+    heads = HeadOrder(axis=0, start=2, num_groups=2, per_group=3, size=2)
     stored = torch.tensor([0, 1, *(10 * head + e for head in (0, 3, 1, 4, 2, 5) for e in (0, 1))])
     here = restored(stored, (heads,))
     assert here.tolist() == [0, 1, 0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51]

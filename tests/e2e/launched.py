@@ -18,7 +18,7 @@ from tests.e2e import failing_worker, kill_plan, killed_worker, poisoned_worker
 from tests.e2e.test_processes import assert_nothing_left, family
 from vllm_lite import EngineConfig
 from vllm_lite.client import launch
-from vllm_lite.client.launch import Launched
+from vllm_lite.client.launch import LaunchedEngine
 from vllm_lite.process_settings import EngineSettings
 
 VARIABLES = (failing_worker.VARIABLE, kill_plan.VARIABLE, killed_worker.LIGHT, poisoned_worker.VARIABLE)
@@ -33,7 +33,7 @@ def launched(
     engine_module: str = launch.ENGINE_MODULE,
     worker_module: str = "vllm_lite.worker.process",
     **settings: Any,
-) -> Iterator[Launched]:
+) -> Iterator[LaunchedEngine]:
     """An engine of `model` in float32 on one thread, unless `settings` say otherwise."""
     plain: dict[str, Any] = {"model": str(model), "device": "cpu", "cpu_threads": 1, "dtype": "float32"}
     plain["heartbeat_timeout_s"] = scaled(

@@ -20,7 +20,7 @@ from tests.e2e.kill_plan import VARIABLE, Death, Plan
 from tests.e2e.killed_worker import LIGHT
 from tests.e2e.launched import launched
 from vllm_lite import AsyncClient, SamplingParams
-from vllm_lite.client.launch import Launched
+from vllm_lite.client.launch import LaunchedEngine
 from vllm_lite.errors import EngineDeadError
 
 LOAD_S = scaled(60.0)
@@ -99,7 +99,7 @@ BRANCH = SamplingParams(temperature=0.0, max_tokens=200)  # more than its parent
 class Killed:
     """An engine, its plan of deaths, and what its load got when nobody died."""
 
-    def __init__(self, launched: Launched, plan: Plan, load: dict[str, tuple[list[int], SamplingParams]]) -> None:
+    def __init__(self, launched: LaunchedEngine, plan: Plan, load: dict[str, tuple[list[int], SamplingParams]]) -> None:
         self.launched = launched
         self.plan = plan
         self.load = load
@@ -161,7 +161,7 @@ async def idle(client: AsyncClient) -> None:
 
 
 @contextmanager
-def engine(model: Path, folder: Path, light: bool = False, **settings: Any) -> Iterator[tuple[Launched, Plan]]:
+def engine(model: Path, folder: Path, light: bool = False, **settings: Any) -> Iterator[tuple[LaunchedEngine, Plan]]:
     """An engine that kills itself by plan; `light`: its workers are simulated ones."""
     plan = Plan(folder / "plan")
     plan.write([])

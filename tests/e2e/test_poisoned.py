@@ -13,7 +13,7 @@ from tests.e2e.killed_worker import LIGHT
 from tests.e2e.launched import launched
 from tests.e2e.poisoned_worker import POISON, VARIABLE
 from vllm_lite import AsyncClient, RequestOutput, SamplingParams
-from vllm_lite.client.launch import Launched
+from vllm_lite.client.launch import LaunchedEngine
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Stats
 
@@ -26,7 +26,7 @@ Tokens = list[list[int]]
 class Poisonable:
     """An engine whose workers die of marked requests while `file` is there."""
 
-    def __init__(self, launched: Launched, file: Path) -> None:
+    def __init__(self, launched: LaunchedEngine, file: Path) -> None:
         self.launched = launched
         self.file = file
 

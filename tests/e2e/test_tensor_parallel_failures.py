@@ -14,7 +14,7 @@ from tests.deadlines import scaled
 from tests.e2e.test_processes import START_S, TOLD_S, assert_nothing_left, consume, family, run_root
 from vllm_lite import AsyncClient, EngineConfig
 from vllm_lite.client import launch as launching
-from vllm_lite.client.launch import Launched
+from vllm_lite.client.launch import LaunchedEngine
 from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.process_settings import EngineSettings
 
@@ -24,7 +24,7 @@ WORLD, NUM_STREAMS = 2, 12
 SILENCE_S = 1.5
 """On an idle machine. How busy this one is is asked when an engine starts, not when this file is imported."""
 
-Launch = Callable[..., Launched]
+Launch = Callable[..., LaunchedEngine]
 
 
 @pytest.fixture
@@ -32,10 +32,10 @@ def launch(run_root: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     """Starts an engine whose workers are tests/e2e/failing_worker.py. When it has ended, nothing of it is left."""
     module = "tests.e2e.failing_worker"
     monkeypatch.setattr(launching, "EngineSettings", partial(EngineSettings, worker_module=module))
-    launched: list[Launched] = []
+    launched: list[LaunchedEngine] = []
     pids: list[int] = []
 
-    def start(failure: str | None = None) -> Launched:
+    def start(failure: str | None = None) -> LaunchedEngine:
         if failure is not None:
             monkeypatch.setenv("FAILURE", failure)
         settings = {
@@ -57,12 +57,12 @@ def launch(run_root: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     assert_nothing_left(pids, run_root)
 
 
-def hung_s(engine: Launched) -> float:
+def hung_s(engine: LaunchedEngine) -> float:
     """A rank that hangs is found within the limit, and one heartbeat and one look at it later at most."""
     return engine.config.heartbeat_timeout_s + scaled(2.0)
 
 
-def workers(engine: Launched) -> list[int]:
+def workers(engine: LaunchedEngine) -> list[int]:
     return family(engine.pid)[1:]
 
 

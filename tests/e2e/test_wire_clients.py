@@ -24,7 +24,7 @@ from tests.fakes import FakeEngine
 from tests.http_server import client as http_client
 from tests.http_server import serving, until
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
-from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.launch import LaunchedEngine, launch
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.api import Dying, Finished, Generate, OutputBatch, Ping, Welcome
@@ -59,7 +59,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(keys: Path, tiny_checkpoint: Path) -> Iterator[Launched]:
+def engine(keys: Path, tiny_checkpoint: Path) -> Iterator[LaunchedEngine]:
     settings = {
         "model": str(tiny_checkpoint),
         "device": "cpu",
@@ -84,7 +84,7 @@ def stream(address: str, keys: KeysOption = None, prompt: str | list[int] = PROM
 
 
 @pytest.fixture(scope="module")
-def expected(engine: Launched) -> list[int]:
+def expected(engine: LaunchedEngine) -> list[int]:
     tokens, _ = stream(engine.address)
     assert len(set(tokens)) > 3
     return tokens
@@ -98,7 +98,7 @@ def raw_client(*words: str | Path) -> "subprocess.CompletedProcess[str]":
     return run(sys.executable, SCRIPTS / "raw_client.py", *words)
 
 
-def ends_of(engine: Launched, keys: Path) -> dict[str, list[str]]:
+def ends_of(engine: LaunchedEngine, keys: Path) -> dict[str, list[str]]:
     """The words that lead a script to the engine."""
     tcp = str(engine.config.tcp_address)
     return {"ipc": [engine.address], "tcp": [tcp, "--keys", str(keys / "for/alice")]}
@@ -111,11 +111,11 @@ def ids(words: list[int]) -> list[str]:
 # ---- tcp
 
 
-def test_a_client_over_tcp_gets_the_same_tokens(engine: Launched, keys: Path, expected: list[int]) -> None:
+def test_a_client_over_tcp_gets_the_same_tokens(engine: LaunchedEngine, keys: Path, expected: list[int]) -> None:
     assert stream(str(engine.config.tcp_address), keys / "for/alice")[0] == expected
 
 
-def test_a_key_made_while_the_engine_runs(engine: Launched, keys: Path, expected: list[int]) -> None:
+def test_a_key_made_while_the_engine_runs(engine: LaunchedEngine, keys: Path, expected: list[int]) -> None:
     address = str(engine.config.tcp_address)
     bundle = make_client_keys(keys, "carol")
     assert stream(address, bundle)[0] == expected
@@ -137,7 +137,7 @@ def test_a_server_has_an_engine_for_tcp_clients_too(keys: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["ipc", "tcp"])
-def test_pyzmq_and_msgpack_alone(engine: Launched, keys: Path, expected: list[int], end: str) -> None:
+def test_pyzmq_and_msgpack_alone(engine: LaunchedEngine, keys: Path, expected: list[int], end: str) -> None:
     done = raw_client(*ends_of(engine, keys)[end], *ids(PROMPT))
     assert done.returncode == 0, done.stderr
     assert list(map(int, done.stdout.split())) == expected
@@ -150,7 +150,7 @@ def test_they_are_alone() -> None:
     assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"msgpack", "zmq", "tokenizers"}
 
 
-def test_a_text_where_there_is_a_tokenizer(engine: Launched, tiny_checkpoint: Path) -> None:
+def test_a_text_where_there_is_a_tokenizer(engine: LaunchedEngine, tiny_checkpoint: Path) -> None:
     prompt = "The quick brown fox"
     done = raw_client(engine.address, *prompt.split())
     assert done.returncode == 0, done.stderr
@@ -168,7 +168,7 @@ def commands_of_readme(program: str) -> list[list[str]]:
     return found
 
 
-def test_the_command_lines_of_the_readme(engine: Launched, node_client: list[str]) -> None:
+def test_the_command_lines_of_the_readme(engine: LaunchedEngine, node_client: list[str]) -> None:
     text, token_ids = commands_of_readme("raw_client.py")
     [of_node] = commands_of_readme("raw_client.mjs")
     for words in (text, token_ids):
@@ -177,7 +177,7 @@ def test_the_command_lines_of_the_readme(engine: Launched, node_client: list[str
     assert run(*node_client, engine.address, *of_node).stdout.split() == done.stdout.split()
 
 
-def test_the_bytes_of_the_documentation(engine: Launched) -> None:
+def test_the_bytes_of_the_documentation(engine: LaunchedEngine) -> None:
     """The engine takes the two that a client sends, and answers as many tokens as they ask for."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
@@ -207,7 +207,7 @@ def test_the_bytes_of_the_documentation(engine: Launched) -> None:
         (["1"] * 5000, "at least 5000 input tokens"),
     ],
 )
-def test_what_the_engine_refuses_is_reported(engine: Launched, words: list[str], message: str) -> None:
+def test_what_the_engine_refuses_is_reported(engine: LaunchedEngine, words: list[str], message: str) -> None:
     done = raw_client(engine.address, *words)
     assert done.returncode == 1
     assert message in done.stderr
@@ -229,7 +229,7 @@ def node_client(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("end", ["ipc", "tcp"])
-def test_node(engine: Launched, keys: Path, expected: list[int], end: str, node_client: list[str]) -> None:
+def test_node(engine: LaunchedEngine, keys: Path, expected: list[int], end: str, node_client: list[str]) -> None:
     client = [*node_client, *ends_of(engine, keys)[end]]
     done = run(*client, *ids(PROMPT))
     assert done.returncode == 0, done.stderr

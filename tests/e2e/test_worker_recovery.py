@@ -16,7 +16,7 @@ from tests.e2e.failing_worker import VARIABLE
 from tests.e2e.launched import launched
 from tests.e2e.test_processes import START_S, family, seconds_until
 from vllm_lite import AsyncClient, RequestOutput, SamplingParams
-from vllm_lite.client.launch import Launched
+from vllm_lite.client.launch import LaunchedEngine
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Stats
 from vllm_lite.worker import process
@@ -37,7 +37,7 @@ LOAD = (
     ]
 )
 FAILURES = [(2, "1 step raise", "failed"), (1, "0 step spin", "stuck"), (1, "0 step hang", "failed")]
-Launch = Callable[..., Launched]
+Launch = Callable[..., LaunchedEngine]
 Tokens = list[list[int]]
 
 
@@ -46,7 +46,7 @@ def launch(tiny_checkpoint: Path) -> Iterator[Launch]:
     """Starts an engine whose first workers fail as tests/e2e/failing_worker.py is asked to."""
     with ExitStack() as stack:
 
-        def start(world: int, failure: str | None = None, **settings: Any) -> Launched:
+        def start(world: int, failure: str | None = None, **settings: Any) -> LaunchedEngine:
             environment = {} if failure is None else {VARIABLE: failure}
             usual: dict[str, Any] = {"model": tiny_checkpoint, "worker_module": "tests.e2e.failing_worker"}
             usual |= {"tensor_parallel_size": world, "heartbeat_timeout_s": scaled(SILENCE_S)}
@@ -87,7 +87,7 @@ def run(address: str, body: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
     return asyncio.run(connected())
 
 
-def fail_and_compare(engine: Launched, fail: Callable[[], None] = lambda: None) -> Stats:
+def fail_and_compare(engine: LaunchedEngine, fail: Callable[[], None] = lambda: None) -> Stats:
     """Serve the load while workers fail, and again while they do not."""
 
     async def check(client: AsyncClient) -> Stats:

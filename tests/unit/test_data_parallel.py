@@ -10,7 +10,7 @@ import pytest
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.data_parallel import DataParallelSession
 from vllm_lite.client.session import MAX_MOVES, Session
-from vllm_lite.client.stream import Event, Failure
+from vllm_lite.client.stream import Event, StreamFailure
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Stats, Tokens
@@ -120,7 +120,7 @@ def test_a_stream_moves_a_few_times_only() -> None:
         stream.num_moves = MAX_MOVES
         rig.engines[[member.is_live("r") for member in rig.session.members].index(True)].die()
         event = rig.next()
-        assert isinstance(event, Failure)
+        assert isinstance(event, StreamFailure)
 
 
 def test_an_engine_without_workers_keeps_its_requests_and_gets_no_new_ones(rig: Rig) -> None:
@@ -220,7 +220,7 @@ def test_a_stream_whose_next_engine_ends_as_it_comes_is_told(monkeypatch: pytest
         monkeypatch.setattr(rig.session, "_choose", choose_too_late)
         rig.engines[home].die()
         ends = [rig.next(), rig.next()]
-        assert sorted(end.request_id for end in ends if isinstance(end, Failure)) == ["r", "s"]
+        assert sorted(end.request_id for end in ends if isinstance(end, StreamFailure)) == ["r", "s"]
 
 
 def test_the_end_of_all_is_the_end() -> None:
@@ -229,7 +229,7 @@ def test_the_end_of_all_is_the_end() -> None:
         rig.submit("r")
         for engine in rig.engines:
             engine.die()
-        assert isinstance(rig.next(), Failure)
+        assert isinstance(rig.next(), StreamFailure)
         while rig.session.dead is None:
             pass
         with pytest.raises(EngineError):

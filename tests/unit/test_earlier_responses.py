@@ -15,7 +15,7 @@ from vllm_lite.server.http.body import MAX_HELD, SMALL_BYTES, BodyReader
 from vllm_lite.server.openai.bodies import MAX_MESSAGES
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.responses.earlier import Earlier, is_running, named
-from vllm_lite.server.responses.store import Record
+from vllm_lite.server.responses.store import StoredResponse
 
 MB = 1_000_000
 
@@ -24,22 +24,22 @@ def message(name: str, text: str = "hello") -> dict[str, Any]:
     return {"type": "message", "id": name, "role": "user", "content": [{"type": "input_text", "text": text}]}
 
 
-def record(name: str, own: list[Any], output: list[Any], previous: str | None = None, **more: Any) -> Record:
+def record(name: str, own: list[Any], output: list[Any], previous: str | None = None, **more: Any) -> StoredResponse:
     response = {"id": f"resp_{name}", "status": "completed", "output": output}
     encode = msgspec.json.encode
-    return Record(f"resp_{name}", "", previous, False, encode(response), encode(own), **more)
+    return StoredResponse(f"resp_{name}", "", previous, False, encode(response), encode(own), **more)
 
 
 class Kept:
     """Records, who asked for them, and what was counted."""
 
-    def __init__(self, *records: Record) -> None:
+    def __init__(self, *records: StoredResponse) -> None:
         self.records = {each.id: each for each in records}
         self.asked: list[str] = []
         self.num_bytes = 0
         self.earlier = Earlier(self.find, self.hold)
 
-    async def find(self, response_id: str) -> Record | None:
+    async def find(self, response_id: str) -> StoredResponse | None:
         self.asked.append(response_id)
         return self.records.get(response_id)
 
@@ -93,7 +93,7 @@ def test_of_two_items_with_one_id_the_first_counts() -> None:
     assert asyncio.run(_all(kept, ["msg_a_i0"])) == [message("msg_a_i0", "first")]
 
 
-def chain(length: int) -> list[Record]:
+def chain(length: int) -> list[StoredResponse]:
     return [
         record(str(place), [message(f"i{place}")], [message(f"o{place}")], f"resp_{place - 1}" if place else None)
         for place in range(length)

@@ -15,7 +15,7 @@ from tests.scripted import END, FILL, tokenizer_of
 from tests.unit.test_gguf_tokenizer import file_with
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.gguf.config import end_ids
-from vllm_lite.checkpoint.gguf.header import Header
+from vllm_lite.checkpoint.gguf.header import GgufHeader
 from vllm_lite.checkpoint.gguf.metadata import Metadata
 from vllm_lite.client import launch
 from vllm_lite.client.text import closing_token, conversion, template_process
@@ -204,7 +204,7 @@ def test_an_id_of_config_that_the_user_overrides(tmp_path: Path) -> None:
 def test_the_ids_of_a_gguf_file(architecture: str, expected: list[int]) -> None:
     """The `eot` of gpt-oss is <|end|>."""
     named = {f"tokenizer.ggml.{name}_token_id": number for number, name in enumerate(("eos", "eot", "eom"), 1)}
-    assert end_ids(Metadata(Header({"general.architecture": architecture, **named}, {}))) == expected
+    assert end_ids(Metadata(GgufHeader({"general.architecture": architecture, **named}, {}))) == expected
 
 
 def test_a_gguf_file_that_names_one_id(tmp_path: Path, never_rendered: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from tests.families.gemma_like_configs import (
 )
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
-from vllm_lite.checkpoint.rope import Linear, Rope, Yarn
+from vllm_lite.checkpoint.rope import LinearScaling, Rope, Yarn
 from vllm_lite.errors import ModelError
 
 
@@ -65,7 +65,7 @@ def test_gemma_3_turns_by_layer_type(tmp_path: Path) -> None:
     spec = load(tmp_path, GEMMA_3_4B)
     assert [layer.attention.window for layer in spec.layers[:7]] == [1024] * 5 + [None] + [1024]
     assert {layer.rope for layer in spec.layers if layer.attention.window} == {Rope(1e4)}
-    assert {layer.rope for layer in spec.layers if not layer.attention.window} == {Rope(1e6, Linear(8.0))}
+    assert {layer.rope for layer in spec.layers if not layer.attention.window} == {Rope(1e6, LinearScaling(8.0))}
     assert (spec.eos_token_ids, spec.tie_word_embeddings, spec.dtype) == ((1, 106), True, "bfloat16")
     nested = GEMMA_3_4B["text_config"] | {"eos_token_id": 1, "tie_word_embeddings": False}
     outer = GEMMA_3_4B | {"text_config": nested, "tie_word_embeddings": True}

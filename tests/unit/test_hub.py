@@ -23,7 +23,7 @@ from tests.fakes import DEADLINE_S
 from tests.hub_stub import COMMIT, Hub, hub
 from vllm_lite.checkpoint import hub as ours
 from vllm_lite.checkpoint.headers import INDEX_FILE, Tensor, read_headers
-from vllm_lite.checkpoint.hub import Source, is_hub_id, local_folder, remote_headers
+from vllm_lite.checkpoint.hub import HubSource, is_hub_id, local_folder, remote_headers
 from vllm_lite.client.launch import resolve
 from vllm_lite.client.stream import load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError, ModelError
 
 DEMO = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
-SOURCE = Source("org/model")
+SOURCE = HubSource("org/model")
 NEVER_FETCHED = {"pytorch_model.bin": b"x", "model.pt": b"x", "modeling_evil.py": b"x", "README.md": b"x"}
 
 
@@ -175,10 +175,10 @@ def test_headers_without_weights(stub: Hub) -> None:
 
 def test_the_token_is_sent_and_a_revision_is_asked_for(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert Path(local_folder(Source("org/model", COMMIT))).name == COMMIT
+    assert Path(local_folder(HubSource("org/model", COMMIT))).name == COMMIT
     assert stub.tokens == {"Bearer hf_secret"}
     with pytest.raises(ModelError, match=r"^org/model has no revision 'v2'; give --revision a branch"):
-        local_folder(Source("org/model", "v2"))
+        local_folder(HubSource("org/model", "v2"))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_what_a_repository_lacks_is_said(stub: Hub, tmp_path: Path) -> None:
         local_folder(SOURCE)
     del stub.files["config.json"]
     with pytest.raises(ModelError, match=r"^org/model has no config\.json; it holds .*tokenizer\.json"):
-        local_folder(Source("org/model", None, str(tmp_path / "empty")))
+        local_folder(HubSource("org/model", None, str(tmp_path / "empty")))
 
 
 def test_offline_and_not_there(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,45 +412,45 @@ def gguf_repository(stub: Hub, *names: str) -> None:
 
 def test_a_gguf_model_is_chosen_by_its_label(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     gguf_repository(stub, "m-Q8_0.gguf", "m-Q4_K_M.gguf", "mmproj-m-Q8_0.gguf", "tokenizer.json")
-    path = Path(local_folder(Source("org/model:q4_k_m")))
+    path = Path(local_folder(HubSource("org/model:q4_k_m")))
     assert path.name == "m-Q4_K_M.gguf"
     assert path.read_bytes() == b"GGUFm-Q4_K_M.gguf"
     assert stub.fetched() == {"m-Q4_K_M.gguf", "tokenizer.json"}
     stub.requests.clear()
-    assert local_folder(Source("org/model:Q4_K_M")) == str(path)
+    assert local_folder(HubSource("org/model:Q4_K_M")) == str(path)
     assert stub.fetched() == set(), "it is in the cache"
     offline(monkeypatch)
-    assert local_folder(Source("org/model:Q4_K_M")) == str(path)
+    assert local_folder(HubSource("org/model:Q4_K_M")) == str(path)
     with pytest.raises(ModelError, match=r"has no GGUF models Q8_0; give one as ORG/MODEL:LABEL: m-Q4_K_M.gguf"):
-        local_folder(Source("org/model:Q8_0"))
+        local_folder(HubSource("org/model:Q8_0"))
     with pytest.raises(ModelError, match=r"has no GGUF file in the cache .* HF_HUB_OFFLINE is set; unset it"):
-        local_folder(Source("org/other:Q8_0"))
+        local_folder(HubSource("org/other:Q8_0"))
 
 
 def test_the_parts_of_a_gguf_model_are_fetched_together(stub: Hub) -> None:
     parts = [f"Q8/m-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
     gguf_repository(stub, *parts, "m-Q4_0.gguf")
-    assert local_folder(Source("org/model:Q8_0")).endswith(parts[0])
+    assert local_folder(HubSource("org/model:Q8_0")).endswith(parts[0])
     assert stub.fetched() == {part.removeprefix("Q8/") for part in parts}
     del stub.files[parts[1]]
     with pytest.raises(
         ModelError, match=r"org/model:Q8_0 lacks Q8/m-Q8_0-00002-of-00002.gguf, which is one of 2 parts"
     ):
-        local_folder(Source("org/model:Q8_0"))
+        local_folder(HubSource("org/model:Q8_0"))
 
 
 def test_a_label_that_is_missing_or_means_several_is_one_sentence(stub: Hub) -> None:
     gguf_repository(stub, "m-Q4_K_M.gguf", "m-UD-Q4_K_M.gguf")
     with pytest.raises(ModelError, match=r"has no GGUF models Q8_0; .*: m-Q4_K_M.gguf, m-UD-Q4_K_M.gguf"):
-        local_folder(Source("org/model:Q8_0"))
+        local_folder(HubSource("org/model:Q8_0"))
     with pytest.raises(ModelError, match="has 2 GGUF models Q4_K_M"):
-        local_folder(Source("org/model:Q4_K_M"))
-    assert local_folder(Source("org/model:UD-Q4_K_M")).endswith("m-UD-Q4_K_M.gguf")
+        local_folder(HubSource("org/model:Q4_K_M"))
+    assert local_folder(HubSource("org/model:UD-Q4_K_M")).endswith("m-UD-Q4_K_M.gguf")
     with pytest.raises(ModelError, match="org/model has several GGUF models"):
         local_folder(SOURCE)
     gguf_repository(stub)
     with pytest.raises(ModelError, match=r"org/model:Q8_0 has no GGUF files; it holds README.md"):
-        local_folder(Source("org/model:Q8_0"))
+        local_folder(HubSource("org/model:Q8_0"))
     gguf_repository(stub, "only.gguf")
     assert local_folder(SOURCE).endswith("only.gguf")
     gguf_repository(stub, "m-Q8_0.gguf", "config.json")

@@ -20,8 +20,8 @@ from tests.fakes import DEADLINE_S
 from tests.http_server import until
 from vllm_lite.client import instances
 from vllm_lite.client import launch as launching
-from vllm_lite.client.instances import RECORD, Process, Record
-from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.instances import RECORD, InstanceRecord, Process
+from vllm_lite.client.launch import LaunchedEngine, launch
 from vllm_lite.config import EngineConfig
 from vllm_lite.tools.cli import main
 
@@ -39,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def engine() -> Iterator[Launched]:
+def engine() -> Iterator[LaunchedEngine]:
     launched = launch(EngineConfig.check({"served_model_name": "serves", "ready_timeout_s": DEADLINE_S}))
     yield launched
     launched.close()
@@ -62,11 +62,11 @@ def ps(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
 def leave(place: Path, process: Process, name: str = "vl-left", address: str = "ipc:///nowhere") -> Path:
     """A run directory with a record."""
     (place / name).mkdir(mode=0o700)
-    instances.write(str(place / name), Record(model="m", address=address, started_s=1.0, engine=process))
+    instances.write(str(place / name), InstanceRecord(model="m", address=address, started_s=1.0, engine=process))
     return place / name
 
 
-def test_an_engine_is_listed_and_ended(engine: Launched, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_is_listed_and_ended(engine: LaunchedEngine, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (record,) = place.glob(f"vl-*/{RECORD}")
     assert record.stat().st_mode & 0o777 == 0o600
     assert record.parent.stat().st_mode & 0o777 == 0o700
@@ -85,12 +85,12 @@ def test_an_engine_is_listed_and_ended(engine: Launched, place: Path, capsys: py
     assert capsys.readouterr().out == "no engine of yours is running\n"
 
 
-def test_a_record_says_nothing_of_the_command(engine: Launched, place: Path) -> None:
+def test_a_record_says_nothing_of_the_command(engine: LaunchedEngine, place: Path) -> None:
     (record,) = place.glob(f"vl-*/{RECORD}")
     assert "python" not in record.read_text(), "there might be keys in it"
 
 
-def test_a_stopped_engine_is_reported_and_ended(engine: Launched, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_engine_is_reported_and_ended(engine: LaunchedEngine, capsys: pytest.CaptureFixture[str]) -> None:
     os.kill(engine.pid, signal.SIGSTOP)
     until(lambda: ps(capsys)[0]["state"] == "stopped", "the stop")
     assert main(["kill", str(engine.pid), "--timeout", str(DEADLINE_S)]) == 0
@@ -100,7 +100,7 @@ def test_a_stopped_engine_is_reported_and_ended(engine: Launched, capsys: pytest
 
 
 def test_force_kills_an_engine_that_hangs(
-    engine: Launched, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: LaunchedEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = signal.pidfd_send_signal
     monkeypatch.setattr(

@@ -14,8 +14,8 @@ import pytest
 from tests import fake_engine_process
 from tests.fakes import DEADLINE_S
 from vllm_lite.client import launch as launching
-from vllm_lite.client.launch import Launched, launch
-from vllm_lite.client.stream import Event, Failure
+from vllm_lite.client.launch import LaunchedEngine, launch
+from vllm_lite.client.stream import Event, StreamFailure
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ModelError
 from vllm_lite.protocol.api import Generate
@@ -39,7 +39,7 @@ def config(behaviour: str, **settings: object) -> EngineConfig:
     return EngineConfig.check({"served_model_name": behaviour, "ready_timeout_s": DEADLINE_S, **settings})
 
 
-def folder_of(launched: Launched) -> Path:
+def folder_of(launched: LaunchedEngine) -> Path:
     return Path(launched.address.removeprefix("ipc://")).parent
 
 
@@ -108,7 +108,7 @@ def test_a_killed_engine_ends_every_stream_with_its_reason() -> None:
         folder = folder_of(launched)
         launched.session.submit(Generate("r", b"\1\0\0\0", SamplingParams()), events.put)
         (failure,) = events.get(timeout=DEADLINE_S)
-        assert isinstance(failure, Failure)
+        assert isinstance(failure, StreamFailure)
         assert isinstance(failure.error, EngineDeadError)
         assert str(failure.error) == "the engine died: killed by SIGKILL"
         assert launched.wait(DEADLINE_S)

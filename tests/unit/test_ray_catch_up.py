@@ -11,22 +11,22 @@ from vllm_lite.client.asking import Asking
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.operations import OperationDone, PauseGeneration, Sleep, UpdateWeights
-from vllm_lite.ray.catch_up import Memory, State, Step, steps, take
+from vllm_lite.ray.catch_up import Memory, ReplicaState, Step, steps, take
 
 A, B = AdapterInfo("a", "/a"), AdapterInfo("b", "/b", "parent")
-NEW = State(2, 20.0, [])
+NEW = ReplicaState(2, 20.0, [])
 
 
 def test_the_oldest_is_the_example() -> None:
-    old, later = State(0, 10.0, [A]), State(1, 15.0, [B], sleep_level=1)
+    old, later = ReplicaState(0, 10.0, [A]), ReplicaState(1, 15.0, [B], sleep_level=1)
     assert steps(NEW, [later, NEW, old]) == [LoadAdapter(0, "a", "/a", in_place=True)]
     assert steps(old, [later, NEW, old]) == []
     assert steps(NEW, [NEW]) == steps(NEW, []) == []
 
 
 def test_all_that_a_replica_was_told() -> None:
-    old = State(0, 10.0, [A, B], "/weights", is_paused=True, sleep_level=2)
-    own = State(2, 20.0, [AdapterInfo("a", "/before"), AdapterInfo("of the settings", "/c")])
+    old = ReplicaState(0, 10.0, [A, B], "/weights", is_paused=True, sleep_level=2)
+    own = ReplicaState(2, 20.0, [AdapterInfo("a", "/before"), AdapterInfo("of the settings", "/c")])
     made = steps(own, [old])
     assert made == [
         UpdateWeights("/weights", "keep"),
@@ -36,7 +36,7 @@ def test_all_that_a_replica_was_told() -> None:
         Sleep(2, "keep"),
         PauseGeneration("keep"),
     ]
-    assert steps(State(2, 20.0, [B, A], "/weights", is_paused=True, sleep_level=2), [old]) == []
+    assert steps(ReplicaState(2, 20.0, [B, A], "/weights", is_paused=True, sleep_level=2), [old]) == []
 
 
 def test_weights_that_it_began_with_are_not_told() -> None:

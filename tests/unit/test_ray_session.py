@@ -13,7 +13,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.fakes import STATS, welcome
 from vllm_lite.client.session import MAX_MOVES
-from vllm_lite.client.stream import Event, Failure
+from vllm_lite.client.stream import Event, StreamFailure
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol import api
@@ -161,7 +161,7 @@ def test_a_stream_goes_on_behind_its_tokens_when_its_replica_dies(
 def test_a_request_that_ends_its_replicas_does_not_end_them_all() -> None:
     rig = play(one, *[0] * 10)
     assert len(rig.replicas.requests) == MAX_MOVES + 1
-    assert isinstance(rig.events[-1], Failure)
+    assert isinstance(rig.events[-1], StreamFailure)
     assert "it was killed" in str(rig.events[-1].error)
 
 
@@ -334,7 +334,7 @@ def test_streams_wait_for_replicas_and_end_when_none_comes(monkeypatch: pytest.M
         rig.replicas.known = []
         await until(lambda: rig.session.recovering is not None)
         rig.submit()
-        await until(lambda: isinstance(rig.events[-1] if rig.events else None, Failure))
+        await until(lambda: isinstance(rig.events[-1] if rig.events else None, StreamFailure))
         rig.replicas.known = [INTRODUCED]
         await until(lambda: rig.session.recovering is None)
         watch.cancel()

@@ -12,7 +12,7 @@ from vllm_lite.client.text.response import template as template_module
 from vllm_lite.client.text.response.choose import choose, thinking_of
 from vllm_lite.client.text.response.json_value import JsonValue, Malformed
 from vllm_lite.client.text.response.parser import ResponseParser
-from vllm_lite.client.text.response.pieces import Event, Piece, ReasoningDelta, TextDelta
+from vllm_lite.client.text.response.pieces import Event, OutputPiece, ReasoningDelta, TextDelta
 from vllm_lite.client.text.response.shipped import compose, descriptions, names_of
 from vllm_lite.client.text.response.template import read_template
 from vllm_lite.client.text.tokenizer import Tokenizer
@@ -157,7 +157,7 @@ def test_white_space_inside_content_stays() -> None:
 
 
 def test_lone_surrogates_are_no_marks() -> None:
-    assert read(HERMES, [Piece("\ud800{\ud801")]).content == "\ufffd{\ufffd"
+    assert read(HERMES, [OutputPiece("\ud800{\ud801")]).content == "\ufffd{\ufffd"
 
 
 def test_a_schema_decides_what_a_tag_holds() -> None:
@@ -293,7 +293,7 @@ def test_a_pattern_that_takes_too_long_ends_the_parsing(monkeypatch: pytest.Monk
     slow = read_template(spec, {})
     text = "x" * 400 + "z and <think> more y"
     parser = ResponseParser(slow, "", TOOLS)
-    events = [*parser.feed([Piece(text[:300])]), *parser.feed([Piece(text[300:])]), *parser.finish()]
+    events = [*parser.feed([OutputPiece(text[:300])]), *parser.feed([OutputPiece(text[300:])]), *parser.finish()]
     assert "".join(text_of(event) for event in events) == text
     assert parser._is_broken
 
@@ -303,7 +303,7 @@ def test_a_pattern_waits_for_so_long_only() -> None:
     own = read_template(spec, {})
     parser = ResponseParser(own, "", TOOLS)
     text = "<a" + "b" * 5000
-    sent = "".join(text_of(event) for letter in text for event in parser.feed([Piece(letter)]))
+    sent = "".join(text_of(event) for letter in text for event in parser.feed([OutputPiece(letter)]))
     assert len(text) - len(sent) <= template_module.MAX_HELD_CHARS
     assert sent + "".join(map(text_of, parser.finish())) == text
 
@@ -314,7 +314,7 @@ def test_what_is_too_long_hides_no_other_delimiter() -> None:
     own = read_template(spec, {})
     text = f"1<a{'b' * 1500}<a>in</a>2"
     for size in (1, 100, 1100, len(text)):
-        message = read(own, [Piece(text[place : place + size]) for place in range(0, len(text), size)])
+        message = read(own, [OutputPiece(text[place : place + size]) for place in range(0, len(text), size)])
         assert (message.reasoning, message.content) == ("in", f"1<a{'b' * 1500}2")
 
 
@@ -328,7 +328,7 @@ def test_the_longest_literal_opens(opening: dict[str, Any]) -> None:
 def test_fields_that_open_and_close_on_nothing_end() -> None:
     field = {"open_pattern": "(?=a)", "close_pattern": "(?=a)"}
     own = read_template({**OWN, "fields": {"content": {}, "thinking": field}}, {})
-    message = read(own, [Piece("aaa"), Piece("ba")])
+    message = read(own, [OutputPiece("aaa"), OutputPiece("ba")])
     assert sorted(message.reasoning + message.content) == sorted("aaaba")
 
 

@@ -27,7 +27,7 @@ from vllm_lite.server.responses import history, items
 from vllm_lite.server.responses.called import WrittenCall
 from vllm_lite.server.responses.client_tools import CALLS, FORMS, OUTPUTS, decoded
 from vllm_lite.server.responses.event_log import EventLog
-from vllm_lite.server.responses.output import Output, Shown
+from vllm_lite.server.responses.output import Output, OutputStyle
 from vllm_lite.server.responses.toolbox import TREATMENTS, ClientTool, Toolbox
 
 ANY_ITEM: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseItem | ResponseInputItem)
@@ -473,7 +473,7 @@ def test_each_kind_of_call_is_written_and_streamed() -> None:
     response |= {"status": "in_progress", "output": [], "tools": tools}
     response |= {"tool_choice": "auto", "parallel_tool_calls": True}
     parser: Any = Spoken(*deltas)
-    output = Output(response, parser, Spelling(None), log=log, shown=Shown(None, False, Toolbox(tools)))
+    output = Output(response, parser, Spelling(None), log=log, shown=OutputStyle(None, False, Toolbox(tools)))
     output.begin()
     for _ in deltas:
         output.feed(CompletionOutput(0, "", [1]))

@@ -16,7 +16,7 @@ from vllm_lite.server.openai import bodies, forms
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.formats import Formats
-from vllm_lite.server.openai.grammars import Grammars, Held, StrictLevel
+from vllm_lite.server.openai.grammars import GrammarBuilder, Held, StrictLevel
 from vllm_lite.structured.compile import compile_grammar
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -55,7 +55,7 @@ def held_with_notes(formats: Formats | None = FORMATS, level: StrictLevel = "aut
         body = chat(**fields)
         request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
         form, tools = forms.form_of(body), forms.tools_of(body)
-        return await Grammars(formats, level).held(SamplingParams(), form, tools, request)
+        return await GrammarBuilder(formats, level).held(SamplingParams(), form, tools, request)
 
     return asyncio.run(main())
 

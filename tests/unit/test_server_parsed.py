@@ -16,7 +16,7 @@ from tests.unit.resumable_stage import Stage, events_in, settle
 from vllm_lite.client.sample import Cursor
 from vllm_lite.client.stream import StreamFactory
 from vllm_lite.client.text.detokenizer import Mark
-from vllm_lite.client.text.response.pieces import CallDelta, Piece
+from vllm_lite.client.text.response.pieces import CallDelta, OutputPiece
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import Finished, TokenLogprobs, Tokens, Welcome
 from vllm_lite.protocol.params import SamplingParams
@@ -369,14 +369,18 @@ def test_pieces_are_cut_at_added_tokens() -> None:
     stream = FACTORY.make([5], SamplingParams(max_tokens=100), "1")
     ids = tokens("a<think>b</think><tool_call>c")
     cursor = Cursor(0, stream.samples[0])
-    found: list[Piece] = []
+    found: list[OutputPiece] = []
     for place, token in enumerate(ids):
         stream.apply(Tokens("1", place, [token]))
         if (delta := cursor.delta()) is not None:
             found += pieces(delta)
     added = TOKENIZER.added_tokens
-    tags = [Piece("", added["<think>"]), Piece("", added["</think>"]), Piece("<tool_call>", added["<tool_call>"])]
-    assert found == [Piece("a"), tags[0], Piece("b"), *tags[1:], Piece("c")]
+    tags = [
+        OutputPiece("", added["<think>"]),
+        OutputPiece("", added["</think>"]),
+        OutputPiece("<tool_call>", added["<tool_call>"]),
+    ]
+    assert found == [OutputPiece("a"), tags[0], OutputPiece("b"), *tags[1:], OutputPiece("c")]
     whole = stream.output().outputs[0]
     assert pieces(whole) == found
     assert whole.marks[0] == Mark(1, 1, 1, added["<think>"])

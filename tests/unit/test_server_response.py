@@ -12,7 +12,7 @@ import pytest
 
 from tests.deadlines import scaled
 from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Event, Failure, StreamFactory
+from vllm_lite.client.stream import Event, StreamFactory, StreamFailure
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import EngineDeadError, EngineError, RequestError
 from vllm_lite.protocol.api import Abort, Finished, Stats, TokenLogprobs, Tokens, Welcome
@@ -174,7 +174,7 @@ def test_one_write_for_all_that_one_message_brings() -> None:
     ("event", "status"),
     [
         (Finished("chatcmpl-1", 0, [], "error", error="max_tokens is wrong"), 400),
-        (Failure("chatcmpl-1", EngineDeadError("the engine at ipc:///tmp/x/engine died")), 503),
+        (StreamFailure("chatcmpl-1", EngineDeadError("the engine at ipc:///tmp/x/engine died")), 503),
     ],
 )
 def test_an_error_before_anything_was_told_is_a_status(stream: bool, event: Event, status: int) -> None:
@@ -199,7 +199,7 @@ def test_an_error_in_the_middle_is_told_in_the_stream() -> None:
         await talk.started()
         talk.session.say(tokens(0, 1))
         await talk.writes(1)
-        talk.session.say(Failure("chatcmpl-1", EngineDeadError("it died")))
+        talk.session.say(StreamFailure("chatcmpl-1", EngineDeadError("it died")))
         (error,) = told(await talk.writes(2))
         assert error == {"error": {"message": "it died", "type": "ServiceUnavailableError", "param": None, "code": 503}}
         assert talk.sent[-1]["more_body"] is False

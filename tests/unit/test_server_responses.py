@@ -22,8 +22,15 @@ from vllm_lite.server.responses import history, items
 from vllm_lite.server.responses.client_tools import Item
 from vllm_lite.server.responses.event_log import EventLog
 from vllm_lite.server.responses.history import text_in
-from vllm_lite.server.responses.output import Output, Shown
-from vllm_lite.server.responses.store import HOLDER_OF_THE_MOST, MemoryStore, Record, SqliteStore, Store, store_of
+from vllm_lite.server.responses.output import Output, OutputStyle
+from vllm_lite.server.responses.store import (
+    HOLDER_OF_THE_MOST,
+    MemoryStore,
+    SqliteStore,
+    Store,
+    StoredResponse,
+    store_of,
+)
 from vllm_lite.server.responses.toolbox import Toolbox
 
 Make = Callable[[int, int], Store]
@@ -73,8 +80,8 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     return made
 
 
-def record(name: str, size: int = 10, holder: str = "") -> Record:
-    return Record(name, "", None, False, b'{"status":"completed"}', b"[]", b"x" * size, holder=holder)
+def record(name: str, size: int = 10, holder: str = "") -> StoredResponse:
+    return StoredResponse(name, "", None, False, b'{"status":"completed"}', b"[]", b"x" * size, holder=holder)
 
 
 def test_the_oldest_go(make: Make) -> None:
@@ -155,7 +162,9 @@ def test_a_file_of_the_first_format_goes_on(tmp_path: Path) -> None:
             "size INTEGER NOT NULL, data BLOB NOT NULL)"
         )
         old = {
-            name: getattr(record("old"), name) for name in Record.__struct_fields__ if name not in ("holder", "status")
+            name: getattr(record("old"), name)
+            for name in StoredResponse.__struct_fields__
+            if name not in ("holder", "status")
         }
         file.execute("INSERT INTO responses(id, size, data) VALUES ('old', 1000, ?)", (msgspec.msgpack.encode(old),))
         file.execute("PRAGMA user_version=1")
@@ -304,7 +313,7 @@ def test_reasoning_text_and_calls_are_items() -> None:
         "parallel_tool_calls": True,
     }
     parser: Any = Spoken(*deltas)
-    output = Output(response, parser, Spelling(None), log=log, shown=Shown(None, True, Toolbox([])))
+    output = Output(response, parser, Spelling(None), log=log, shown=OutputStyle(None, True, Toolbox([])))
     output.begin()
     for _ in deltas:
         output.feed(CompletionOutput(0, "", [1]))

@@ -18,7 +18,7 @@ from tests.unit.resumable_stage import (
     events_in,
     settle,
 )
-from vllm_lite.client.stream import Failure
+from vllm_lite.client.stream import StreamFailure
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Finished, Tokens
 from vllm_lite.server.calls import resumable as resumable_module
@@ -354,7 +354,7 @@ def test_an_error_is_told_to_the_one_who_comes_back() -> None:
         client = await begun(stage)
         client.go()
         await client.ended()
-        await stage.say(Failure("chatcmpl-1", EngineDeadError("it died")))
+        await stage.say(StreamFailure("chatcmpl-1", EngineDeadError("it died")))
         again = await stage.resume(last=events_in(client.data)[-1][0])
         await again.ended()
         ((last, error),) = events_in(again.data)

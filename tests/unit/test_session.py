@@ -7,9 +7,9 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, FakeEngine, Sink, session_with, settle, start, welcome
-from vllm_lite.client.connection import Place
+from vllm_lite.client.connection import EngineAddress
 from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Event, Failure
+from vllm_lite.client.stream import Event, StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol.api import (
     Abort,
@@ -77,7 +77,7 @@ def test_a_gap_ends_that_request_alone(last: bool) -> None:
         engine.finish("whole", 0, 3)
         assert torn.next() == Tokens("torn", 0, [1, 2])
         failure = torn.next()
-        assert isinstance(failure, Failure)
+        assert isinstance(failure, StreamFailure)
         assert isinstance(failure.error, ProtocolError)
         assert "tokens 2 to 4" in str(failure.error)
         assert whole.next() == Finished("whole", 0, [3], "length")
@@ -208,7 +208,7 @@ def test_stats_are_answered_in_order() -> None:
 def ends_once(sinks: list[Sink], kind: type[EngineError], text: str) -> None:
     for sink in sinks:
         failure = sink.next()
-        assert isinstance(failure, Failure)
+        assert isinstance(failure, StreamFailure)
         assert type(failure.error) is kind
         assert text in str(failure.error)
         assert sink.is_empty()
@@ -306,7 +306,7 @@ class LastWords:
 
 
 def test_last_words_win_over_the_end_of_the_connection() -> None:
-    session = Session(LastWords(Dying("worker 0 died")), welcome(), Place("inproc://x"))
+    session = Session(LastWords(Dying("worker 0 died")), welcome(), EngineAddress("inproc://x"))
     session._thread.join(DEADLINE_S)
     assert str(session.dead) == "worker 0 died"
 

@@ -9,7 +9,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, FakeEngine, Sink, session_with, start
 from vllm_lite.client.connection import RUN_DIR
-from vllm_lite.client.stream import Failure
+from vllm_lite.client.stream import StreamFailure
 
 
 @pytest.mark.parametrize("is_private", [True, False])
@@ -23,6 +23,6 @@ def test_none_is_waited_for_where_the_launcher_has_removed_its_folder(is_private
         engine.die()
         shutil.rmtree(folder)
         end = sink.next()
-        assert isinstance(end, Failure)
+        assert isinstance(end, StreamFailure)
         why = f"nothing listens at {engine.address} any more" if is_private else "no other engine took its place"
         assert why in str(end.error)

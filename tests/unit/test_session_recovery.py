@@ -11,7 +11,7 @@ from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, STATS, FakeEngine, Sink, start, welcome
 from vllm_lite.client.connection import Search
 from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Failure
+from vllm_lite.client.stream import StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.protocol.api import (
     Abort,
@@ -95,7 +95,7 @@ def play() -> Iterator[Play]:
 
 def failure(sink: Sink) -> str:
     event = sink.next()
-    assert isinstance(event, Failure), event
+    assert isinstance(event, StreamFailure), event
     assert isinstance(event.error, EngineError)
     return str(event.error)
 

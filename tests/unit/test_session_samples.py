@@ -4,7 +4,7 @@ import pytest
 
 from tests.fakes import FakeEngine, Sink, session_with, settle, start
 from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Failure
+from vllm_lite.client.stream import StreamFailure
 from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Tokens
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
@@ -28,7 +28,9 @@ def test_each_sample_has_its_own_place_and_its_own_end() -> None:
         assert session.is_live("a")
         engine.finish("a", 2, 7, index=1)
         seen = [sink.next() for _ in range(7)]
-        assert [(event.index, event.start, event.token_ids) for event in seen if not isinstance(event, Failure)] == [
+        assert [
+            (event.index, event.start, event.token_ids) for event in seen if not isinstance(event, StreamFailure)
+        ] == [
             (0, 0, [1, 2]),
             (1, 0, [3]),
             (2, 0, [4]),
@@ -60,7 +62,7 @@ def test_a_gap_in_one_sample_ends_the_request_and_waits_for_the_others_ends() ->
         engine.finish("a", 0, 5)
         engine.send_outputs(Tokens("a", 2, [5], index=1))
         assert sink.next() == Finished("a", 0, [5], "length")
-        assert isinstance(sink.next(), Failure)
+        assert isinstance(sink.next(), StreamFailure)
         assert engine.expect(Abort).request_id == "a"
         start(session, engine, "a", sink)
         engine.finish("a", 3, reason="abort", index=1)

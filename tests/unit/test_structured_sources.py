@@ -18,7 +18,7 @@ from vllm_lite.protocol.structured import Thinking
 from vllm_lite.structured import matcher
 from vllm_lite.structured.grammars import Grammars
 from vllm_lite.structured.matcher import GrammarSource, compile_matcher
-from vllm_lite.structured.source import ALL_BITS, Source
+from vllm_lite.structured.source import ALL_BITS, MaskSource
 from vllm_lite.structured.thinking import ThinkingSource
 from vllm_lite.structured.vocabulary import Vocabulary, load_vocabulary
 
@@ -39,7 +39,7 @@ def token_of(vocabulary: Vocabulary) -> dict[str, int]:
     return {letter: vocabulary.tokenizer.tokenize_str(letter)[0] for letter in "abc0123xy<>"}
 
 
-def allowed(source: Source) -> set[int]:
+def allowed(source: MaskSource) -> set[int]:
     bitmask = np.full(-(-WIDTH // 32), ALL_BITS, np.uint32)
     source.fill_bitmask(bitmask)
     return set(np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")).tolist())
@@ -187,9 +187,9 @@ def sampling(**params: Any) -> Sampling:
     return SamplingParams(**params).for_worker(0, 0, (), None, unscored=False)
 
 
-def result(future: object) -> Source:
+def result(future: object) -> MaskSource:
     assert isinstance(future, Future)
-    found: Source = future.result(scaled(20))
+    found: MaskSource = future.result(scaled(20))
     return found
 
 

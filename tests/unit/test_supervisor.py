@@ -20,7 +20,7 @@ from tests.fakes import DEADLINE_S
 from tests.http_server import until
 from vllm_lite.client import instances, supervisor
 from vllm_lite.client import launch as launching
-from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.launch import LaunchedEngine, launch
 from vllm_lite.client.session import Session
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError
@@ -46,11 +46,11 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Launched]]:
+def start() -> Iterator[Callable[..., LaunchedEngine]]:
     """Launch an engine that does in each life what its name says."""
-    launched: list[Launched] = []
+    launched: list[LaunchedEngine] = []
 
-    def start(lives: str, **settings: Any) -> Launched:
+    def start(lives: str, **settings: Any) -> LaunchedEngine:
         settings = {"served_model_name": lives, "ready_timeout_s": DEADLINE_S, **settings}
         launched.append(launch(EngineConfig.check(settings)))
         return launched[-1]
@@ -60,14 +60,14 @@ def start() -> Iterator[Callable[..., Launched]]:
         each.close()
 
 
-def ask(launched: Launched) -> None:
+def ask(launched: LaunchedEngine) -> None:
     """Send one request to the engine as it is now, over a connection of its own, and do not wait for anything."""
     with closing(Session.connect(launched.address, timeout_s=DEADLINE_S)) as session:
         session.submit(Generate("r", b"\1\0\0\0", SamplingParams()), lambda _: None)
         until(lambda: not session._outgoing, "the request is sent")
 
 
-def life(launched: Launched) -> int | None:
+def life(launched: LaunchedEngine) -> int | None:
     """The life of the engine that answers now, which the fake says as its epoch; None if none does."""
     with suppress(EngineError), closing(Session.connect(launched.address, timeout_s=ANSWER_S)) as session:
         return session.welcome.epoch
@@ -79,12 +79,12 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == supervisor.__name__]
 
 
-def next_life(launched: Launched, dead: int) -> None:
+def next_life(launched: LaunchedEngine, dead: int) -> None:
     until(lambda: launched.pid != dead, "the next life")
 
 
 def test_a_killed_engine_is_replaced_at_its_address(
-    start: Callable[..., Launched], place: Path, caplog: pytest.LogCaptureFixture
+    start: Callable[..., LaunchedEngine], place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched = start("serves")
     first, address = launched.pid, launched.address
@@ -107,13 +107,13 @@ def test_a_killed_engine_is_replaced_at_its_address(
     assert (record["engine"]["pid"], record["launcher"]["pid"]) == (launched.pid, os.getpid())
 
 
-def test_an_engine_that_is_a_thread_is_replaced_when_it_fails(start: Callable[..., Launched]) -> None:
+def test_an_engine_that_is_a_thread_is_replaced_when_it_fails(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("fails,serves", single_process=True)
     ask(launched)
     until(lambda: life(launched) == 2, "the second life")
 
 
-def test_the_address_of_ones_own_stays(start: Callable[..., Launched], place: Path) -> None:
+def test_the_address_of_ones_own_stays(start: Callable[..., LaunchedEngine], place: Path) -> None:
     launched = start("serves", address=f"ipc://{place}/mine")
     first = launched.pid
     os.kill(first, signal.SIGKILL)
@@ -126,7 +126,7 @@ def test_the_address_of_ones_own_stays(start: Callable[..., Launched], place: Pa
     [("fails,serves", "the engine failed: KeyError(7)"), ("dies,serves", "killed by SIGKILL")],
 )
 def test_one_that_fails_is_replaced_and_the_log_says_what_it_said(
-    start: Callable[..., Launched], lives: str, reason: str, caplog: pytest.LogCaptureFixture
+    start: Callable[..., LaunchedEngine], lives: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched = start(lives)
     first = launched.pid
@@ -136,7 +136,7 @@ def test_one_that_fails_is_replaced_and_the_log_says_what_it_said(
     assert f"ended: {reason};" in said(caplog)[0]
 
 
-def test_one_that_hangs_is_killed_and_replaced(start: Callable[..., Launched]) -> None:
+def test_one_that_hangs_is_killed_and_replaced(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("freezes,serves", heartbeat_timeout_s=scaled(0.6))
     first = launched.pid
     ask(launched)
@@ -145,17 +145,17 @@ def test_one_that_hangs_is_killed_and_replaced(start: Callable[..., Launched]) -
     assert not psutil.pid_exists(first)
 
 
-def test_one_that_hangs_while_it_starts_again_is_killed_and_replaced(start: Callable[..., Launched]) -> None:
+def test_one_that_hangs_while_it_starts_again_is_killed_and_replaced(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("dies,hangs,serves", ready_timeout_s=scaled(1.5))
     ask(launched)
     until(lambda: life(launched) == 3, "the third life")
 
 
-def _is_over(launched: Launched, pid: int) -> bool:
+def _is_over(launched: LaunchedEngine, pid: int) -> bool:
     return launched.pid != pid or launched.alive() is not None
 
 
-def test_past_the_limit_all_ends_with_the_first_cause(start: Callable[..., Launched]) -> None:
+def test_past_the_limit_all_ends_with_the_first_cause(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("fails,dies,dies", max_restarts=2)
     for _ in range(3):
         dead = launched.pid
@@ -168,21 +168,21 @@ def test_past_the_limit_all_ends_with_the_first_cause(start: Callable[..., Launc
     assert launched.session.dead is not None
 
 
-def test_one_that_gives_up_is_not_replaced(start: Callable[..., Launched]) -> None:
+def test_one_that_gives_up_is_not_replaced(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("gives-up,serves")
     ask(launched)
     assert launched.wait(DEADLINE_S)
     assert launched.alive() == "worker 0 died: killed by SIGKILL"
 
 
-def test_one_that_is_asked_to_end_is_not_replaced(start: Callable[..., Launched]) -> None:
+def test_one_that_is_asked_to_end_is_not_replaced(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("serves")
     os.kill(launched.pid, signal.SIGTERM)
     assert launched.wait(DEADLINE_S)
     assert launched.alive() == "exit status 0"
 
 
-def test_bad_input_at_another_start_ends_all(start: Callable[..., Launched]) -> None:
+def test_bad_input_at_another_start_ends_all(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("dies,refuses")
     ask(launched)
     assert launched.wait(DEADLINE_S)
@@ -192,21 +192,21 @@ def test_bad_input_at_another_start_ends_all(start: Callable[..., Launched]) -> 
     )
 
 
-def test_another_start_that_fails_counts_as_a_death(start: Callable[..., Launched]) -> None:
+def test_another_start_that_fails_counts_as_a_death(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("dies,ends,serves", max_restarts=2)
     ask(launched)
     until(lambda: life(launched) == 3, "the third life")
     assert launched.alive() is None
 
 
-def test_without_restarts_the_first_death_is_the_end(start: Callable[..., Launched]) -> None:
+def test_without_restarts_the_first_death_is_the_end(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("dies,serves", max_restarts=0)
     ask(launched)
     assert launched.wait(DEADLINE_S)
     assert launched.alive() == "killed by SIGKILL"
 
 
-def test_it_can_be_closed_while_another_life_starts(start: Callable[..., Launched]) -> None:
+def test_it_can_be_closed_while_another_life_starts(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("dies,hangs")
     first = launched.pid
     ask(launched)
@@ -217,7 +217,7 @@ def test_it_can_be_closed_while_another_life_starts(start: Callable[..., Launche
 
 
 def test_kill_finds_it_in_any_life_and_ends_it_for_good(
-    start: Callable[..., Launched], capsys: pytest.CaptureFixture[str]
+    start: Callable[..., LaunchedEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
     launched = start("stays")
     first = launched.pid
@@ -230,19 +230,21 @@ def test_kill_finds_it_in_any_life_and_ends_it_for_good(
     assert launched.alive() == "killed by SIGKILL"
 
 
-def test_one_that_is_being_replaced_is_not_cleaned_away(start: Callable[..., Launched], place: Path) -> None:
+def test_one_that_is_being_replaced_is_not_cleaned_away(start: Callable[..., LaunchedEngine], place: Path) -> None:
     launched = start("serves")
     (file,) = place.glob("vl-*/instance.json")
     record = instances._read(file.parent)
     gone = instances.Process(record.engine.pid, record.engine.start_ticks + 1, record.engine.command)
     instances.write(
         str(file.parent),
-        record := instances.Record(
+        record := instances.InstanceRecord(
             model="m", address=launched.address, started_s=1.0, engine=gone, launcher=record.launcher
         ),
     )
     (found,) = instances.find()
     assert found.state == "starting"
-    instances.write(str(file.parent), instances.Record(model="m", address="ipc:///no", started_s=1.0, engine=gone))
+    instances.write(
+        str(file.parent), instances.InstanceRecord(model="m", address="ipc:///no", started_s=1.0, engine=gone)
+    )
     (found,) = instances.find()
     assert found.state == "stale"

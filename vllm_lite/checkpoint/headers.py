@@ -43,7 +43,7 @@ class _Located(Tensor, frozen=True):
     """Its first byte and the one behind its last, counted from the end of the header."""
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A tensor's file, position, type and shape."""
 
     file: Path
@@ -146,13 +146,13 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in weight_files(folder) for name, tensor in _header(file, Tensor)[0].items()}
 
 
-def locate(folder: Path) -> dict[str, Place]:
+def locate(folder: Path) -> dict[str, TensorPlace]:
     """Positions of the floats of the checkpoint in `folder`, by their names; other types are left out. Raises
     ModelError for a tensor that is not within its file."""
     return {name: place for file in weight_files(folder) for name, place in locate_in(file).items()}
 
 
-def locate_in(file: Path) -> dict[str, Place]:
+def locate_in(file: Path) -> dict[str, TensorPlace]:
     """Find the places of the floats in one safetensors file. Raises ModelError."""
     found = {}
     stat = file.stat()
@@ -164,7 +164,7 @@ def locate_in(file: Path) -> dict[str, Place]:
         num_bytes = FLOAT_BYTES[tensor.dtype] * tensor.num_elements
         if begin < 0 or end - begin != num_bytes or start + end > stat.st_size:
             raise ModelError(f"{file}: tensor {shown(name)} is not within the file; it is truncated or damaged")
-        found[name] = Place(file, start + begin, tensor.dtype, tensor.shape, identity(stat))
+        found[name] = TensorPlace(file, start + begin, tensor.dtype, tensor.shape, identity(stat))
     return found
 
 

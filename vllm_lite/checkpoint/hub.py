@@ -64,7 +64,7 @@ def never() -> bool:
     return False
 
 
-class Source(NamedTuple):
+class HubSource(NamedTuple):
     """The source of a model or a tokenizer: a hub id, its revision, and the folder for downloads."""
 
     name: str
@@ -91,7 +91,7 @@ def is_hub_id(name: str) -> bool:
 What = Literal["model", "model without weights", "config", "tokenizer"]
 
 
-def local_folder(source: Source, stopped: Callable[[], bool] = never, what: What = "model") -> str:
+def local_folder(source: HubSource, stopped: Callable[[], bool] = never, what: What = "model") -> str:
     """Return the folder `source.name` itself or, for a hub id, download the parts of it that `what` names. A model in
     GGUF files is the first of them, and it is all of a model.
 
@@ -102,7 +102,7 @@ def local_folder(source: Source, stopped: Callable[[], bool] = never, what: What
     return str(_Download(source, stopped, what).run())
 
 
-def remote_headers(source: Source) -> dict[str, Tensor]:
+def remote_headers(source: HubSource) -> dict[str, Tensor]:
     """Read the headers of a hub id's safetensors files by range requests. Raises ModelError."""
     from huggingface_hub import HfApi
 
@@ -200,7 +200,7 @@ class _Progress:
 class _Download:
     """Downloads one snapshot. A HEAD request for the first file finds the commit, from which all others are taken."""
 
-    def __init__(self, source: Source, stopped: Callable[[], bool], what: What) -> None:
+    def __init__(self, source: HubSource, stopped: Callable[[], bool], what: What) -> None:
         self._source = source
         self._stopped = stopped
         self._small = SMALL_FILES[what]
@@ -439,7 +439,7 @@ class _Lacks(Exception):
 
 
 @contextmanager
-def _one_sentence(source: Source) -> Iterator[None]:
+def _one_sentence(source: HubSource) -> Iterator[None]:
     """Translate any exception of huggingface_hub into a ModelError that says what to do."""
     try:
         yield
@@ -451,7 +451,7 @@ def _one_sentence(source: Source) -> Iterator[None]:
         raise ModelError(_sentence(source, error)) from error
 
 
-def _sentence(source: Source, error: Exception) -> str:
+def _sentence(source: HubSource, error: Exception) -> str:
     from huggingface_hub import constants, errors, get_token
 
     name, hub = source.name, constants.ENDPOINT

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
-from vllm_lite.checkpoint.headers import Place, locate
+from vllm_lite.checkpoint.headers import TensorPlace, locate
 from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ModelError
 
@@ -60,7 +60,7 @@ def _layer(folder: Path, index: int, found: Mapping[tuple[int, str], float]) -> 
     return KVScales(found[index, "k"], found[index, "v"])
 
 
-def _read(name: str, place: Place) -> float:
+def _read(name: str, place: TensorPlace) -> float:
     """A tensor of one number. Raises ModelError."""
     if math.prod(place.shape) != 1:
         raise ModelError(

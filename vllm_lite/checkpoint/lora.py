@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import regex
 
-from vllm_lite.checkpoint.headers import Place, locate_in, read_file_header, shown
+from vllm_lite.checkpoint.headers import TensorPlace, locate_in, read_file_header, shown
 from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.checkpoint.typed_json import Positive, Size, convert, read_json
 from vllm_lite.config import MAX_LORA_RANK
@@ -64,8 +64,8 @@ class LoraModule(NamedTuple):
 
     rank: int
     scale: float
-    down: Place
-    up: Place
+    down: TensorPlace
+    up: TensorPlace
 
 
 class LoraCheckpoint(NamedTuple):
@@ -93,7 +93,7 @@ def read_lora(folder: str | Path) -> LoraCheckpoint:
     if not file.is_file():
         other = "; adapter_model.bin cannot be used" if (folder / "adapter_model.bin").exists() else ""
         raise ModelError(f"{folder}: has no {WEIGHTS_FILE}{other}")
-    found: dict[str, dict[str, Place]] = {}
+    found: dict[str, dict[str, TensorPlace]] = {}
     places = locate_in(file)
     for name, tensor in read_file_header(file).items():
         if ".base_layer." in name:  # PEFT also saves the table or the head that an adapter is for
@@ -184,7 +184,7 @@ class _Scales:
         )
 
 
-def _module(name: str, parts: dict[str, Place], scales: _Scales) -> LoraModule:
+def _module(name: str, parts: dict[str, TensorPlace], scales: _Scales) -> LoraModule:
     if len(parts) != 2:
         raise ModelError(f"the adapter has only lora_{next(iter(parts))} of {shown(name)}; A and B are needed")
     down, up = parts["A"], parts["B"]

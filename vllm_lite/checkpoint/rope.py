@@ -20,7 +20,7 @@ MAX_LISTED = 8
 """How many layer types an error lists."""
 
 
-class Linear(msgspec.Struct, frozen=True, tag=True):
+class LinearScaling(msgspec.Struct, frozen=True, tag=True):
     """Every position counts for 1 / `factor` of one."""
 
     factor: float
@@ -76,7 +76,7 @@ class Proportional(msgspec.Struct, frozen=True, tag=True):
     factor: float = 1.0
 
 
-Scaling = Linear | Dynamic | Llama3 | Yarn | LongRope | Proportional
+Scaling = LinearScaling | Dynamic | Llama3 | Yarn | LongRope | Proportional
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -212,7 +212,7 @@ def _default(raw: RawRope, key: str, context: RopeContext) -> tuple[Scaling | No
 
 def _linear(raw: RawRope, key: str, context: RopeContext) -> tuple[Scaling | None, float]:  # noqa: ARG001
     (factor,) = _needed(raw, key, "factor")
-    return Linear(factor), 1.0
+    return LinearScaling(factor), 1.0
 
 
 def _dynamic(raw: RawRope, key: str, context: RopeContext) -> tuple[Scaling | None, float]:

@@ -6,7 +6,7 @@ not say so. Its files do: they hold both tensors, with other values. transformer
 
 from pathlib import Path
 
-from vllm_lite.checkpoint.headers import Place, locate
+from vllm_lite.checkpoint.headers import TensorPlace, locate
 from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD, canonical
 from vllm_lite.errors import ModelError
 
@@ -29,7 +29,7 @@ def has_own_head(folder: Path) -> bool:
 WANTED = (EMBEDDING, HEAD)
 
 
-def _equal(one: Place, other: Place) -> bool:
+def _equal(one: TensorPlace, other: TensorPlace) -> bool:
     """Whether both are the same bytes of the same type."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

@@ -29,7 +29,7 @@ Alive = Callable[[], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EngineAddress:
     """An engine's address and the keys for it: the folder of a client's, or False for none."""
 
     address: str
@@ -54,7 +54,7 @@ class Place:
 
 
 def shake_hands(
-    place: Place, model: str | None, timeout_s: float, alive: Alive | None = None
+    place: EngineAddress, model: str | None, timeout_s: float, alive: Alive | None = None
 ) -> tuple[Connection, Welcome]:
     """Connect to an engine and wait until it serves; if it dies before that, until the one that takes its place does.
     Raises what Session.connect does."""
@@ -77,7 +77,7 @@ def shake_hands(
 class Search:
     """Looks for the engine that takes the place of one that died, step by step, until its time is over."""
 
-    def __init__(self, place: Place, model: str, reason: str, timeout_s: float) -> None:
+    def __init__(self, place: EngineAddress, model: str, reason: str, timeout_s: float) -> None:
         """`reason` says why one is looked for; the engine that is found has to serve `model`."""
         self._place = place
         self._model = model

@@ -23,7 +23,7 @@ from vllm_lite.client.joined_answers import gathered, joined
 from vllm_lite.client.open_stream import OpenStream, Sink
 from vllm_lite.client.routing import MAX_HASHED_BLOCKS, PrefixRouter
 from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Failure
+from vllm_lite.client.stream import StreamFailure
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.adapters import AdapterInfo
@@ -225,7 +225,7 @@ class DataParallelSession(AnySession):
                 if self.dead is None:
                     continue
                 with suppress(Exception):  # its reader has gone
-                    stream.sink([Failure(request_id, copy_of(error))])
+                    stream.sink([StreamFailure(request_id, copy_of(error))])
             return
 
 

@@ -65,7 +65,7 @@ class Process(msgspec.Struct, frozen=True):
             return None
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record in a run directory. `url` and `server` are set if there is an HTTP server. `engine` is the latest that
     `launcher` started; while that lives, one that died is being replaced."""
 
@@ -103,7 +103,7 @@ class Instance(NamedTuple):
     """A record, and the state in which its processes were found."""
 
     folder: Path
-    record: Record
+    record: InstanceRecord
     state: State
     memory_bytes: int
     stats: Stats | None
@@ -111,7 +111,7 @@ class Instance(NamedTuple):
     """By rank. A worker is there once its process has begun to run."""
 
 
-def write(run_dir: str, record: Record) -> None:
+def write(run_dir: str, record: InstanceRecord) -> None:
     """Write or replace the record in a run directory. A missing directory or a full disk is ignored."""
     with suppress(OSError):
         path = Path(run_dir) / RECORD
@@ -215,12 +215,12 @@ def _end(process: Process, timeout_s: float, *, force: bool) -> Ending:
         os.close(descriptor)
 
 
-def _read(folder: Path) -> Record:
+def _read(folder: Path) -> InstanceRecord:
     with (folder / RECORD).open("rb") as file:
-        return msgspec.json.decode(file.read(_MAX_RECORD_BYTES), type=Record)
+        return msgspec.json.decode(file.read(_MAX_RECORD_BYTES), type=InstanceRecord)
 
 
-def _look(folder: Path, record: Record, sizes: dict[int, tuple[int, int]]) -> Instance:
+def _look(folder: Path, record: InstanceRecord, sizes: dict[int, tuple[int, int]]) -> Instance:
     letters = [process.state() for process in record.processes]
     if not any(letters):
         is_replaced = record.launcher is not None and record.launcher.state() is not None

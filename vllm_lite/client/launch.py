@@ -24,7 +24,7 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.sizing import check_sizes
 from vllm_lite.client import instances
 from vllm_lite.client.connection import RUN_DIR
-from vllm_lite.client.instances import Process, Record
+from vllm_lite.client.instances import InstanceRecord, Process
 from vllm_lite.client.session import Session
 from vllm_lite.client.supervisor import EngineSupervisor
 from vllm_lite.client.text import conversion
@@ -65,7 +65,7 @@ STOP_GRACE_S = 4.0
 logger = log.get(__name__)
 
 
-class Launched:
+class LaunchedEngine:
     """An engine that ends with this object, or with this process. One that dies is replaced. Made by launch()."""
 
     def __init__(self, config: ResolvedConfig, address: str, run_dir: str) -> None:
@@ -75,7 +75,7 @@ class Launched:
         """A folder that only this user can open; it is removed when the engine ends for good."""
         self._ended = threading.Event()
         self._session: Session | None = None
-        self._record: Record | None = None
+        self._record: InstanceRecord | None = None
         self._record_lock = threading.Lock()
         settings = EngineSettings(config=config, address=address, run_dir=run_dir, launch=os.urandom(8).hex())
         self._supervisor = EngineSupervisor(ENGINE_MODULE, settings, self)
@@ -147,7 +147,7 @@ class Launched:
             engine = Process.of(pid)
             if self._record is None:
                 launcher = Process.of(os.getpid())
-                self._record = Record(
+                self._record = InstanceRecord(
                     model=self.config.served_model_name,
                     address=self.address,
                     started_s=time.time(),
@@ -185,7 +185,7 @@ def launch(
     *,
     streams: bool = True,
     template: str | None = None,
-) -> Launched:
+) -> LaunchedEngine:
     """Start one engine with `config` and wait until it serves, or until `stopped()`, which is asked now and then.
 
     `meanwhile` is called with the resolved config while the engine starts; what it raises ends the engine. `streams`:
@@ -228,7 +228,7 @@ class Starting(Protocol):
     def close(self) -> None: ...
 
 
-def spawn(config: ResolvedConfig, *, publishes: bool = False) -> Launched:
+def spawn(config: ResolvedConfig, *, publishes: bool = False) -> LaunchedEngine:
     """Start one engine's process in a folder of its own, in which it `publishes` KV events unless its user has said
     where, or has no prefix cache."""
     run_dir = tempfile.mkdtemp(prefix=RUN_DIR)  # mode 0700
@@ -239,7 +239,7 @@ def spawn(config: ResolvedConfig, *, publishes: bool = False) -> Launched:
             events = KVEventsConfig(enable_kv_cache_events=True)
         if events is not None:
             config = msgspec.structs.replace(config, kv_events_config=events.in_folder(run_dir))
-        return Launched(config, address, run_dir)
+        return LaunchedEngine(config, address, run_dir)
     except BaseException:
         supervise.remove_dir(run_dir)
         raise
@@ -261,12 +261,12 @@ def resolve(
     if name == DEMO_MODEL:
         path = demo_folder()
     else:
-        source = hub.Source(name, config.revision, config.download_dir)
+        source = hub.HubSource(name, config.revision, config.download_dir)
         path = hub.local_folder(source, stopped, "model without weights" if config.load_format == "dummy" else "model")
         if hub.is_hub_id(name):
             config = msgspec.structs.replace(config, served_model_name=config.served_model_name or name)
     if config.tokenizer is not None:
-        source = hub.Source(config.tokenizer, None, config.download_dir)
+        source = hub.HubSource(config.tokenizer, None, config.download_dir)
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
     elif gguf_files(Path(path)):  # whose tokenizer everybody is to find as files, the engine's grammars, too
         config = msgspec.structs.replace(config, tokenizer=str(conversion.folder_of(path)))

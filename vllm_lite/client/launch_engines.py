@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 import msgspec
 
 from vllm_lite.client.data_parallel import DataParallelSession, joined_sessions
-from vllm_lite.client.launch import Launched, finish, launch, resolve, spawn
+from vllm_lite.client.launch import LaunchedEngine, finish, launch, resolve, spawn
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.api import Welcome
@@ -18,7 +18,7 @@ from vllm_lite.protocol.api import Welcome
 class LaunchedEngines:
     """The engines of --data-parallel-size, used as a Launched is. As long as one of them is left, they serve."""
 
-    def __init__(self, engines: Sequence[Launched]) -> None:
+    def __init__(self, engines: Sequence[LaunchedEngine]) -> None:
         self.engines = engines
         self.config = engines[0].config
         self.addresses = tuple(engine.address for engine in engines)
@@ -69,7 +69,7 @@ def launch_engines(
     *,
     streams: bool = True,
     template: str | None = None,
-) -> Launched | LaunchedEngines:
+) -> LaunchedEngine | LaunchedEngines:
     """As launch(), for as many engines as `config` says."""
     if config.data_parallel_size == 1:
         return launch(config, stopped, meanwhile, streams=streams, template=template)

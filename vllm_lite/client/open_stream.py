@@ -9,7 +9,7 @@ from time import monotonic
 
 import msgspec
 
-from vllm_lite.client.stream import Event, Failure
+from vllm_lite.client.stream import Event, StreamFailure
 from vllm_lite.errors import EngineDeadError, ProtocolError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, SampleSoFar, Tokens
 
@@ -86,7 +86,9 @@ class OpenStream:
             try:
                 tokens.extend(event.token_ids)
             except (OverflowError, TypeError) as error:
-                return Failure(output.request_id, ProtocolError(f"the engine sent something that is no token: {error}"))
+                return StreamFailure(
+                    output.request_id, ProtocolError(f"the engine sent something that is no token: {error}")
+                )
         return event
 
     def end_here(self, request_id: str) -> list[Event]:
@@ -114,7 +116,9 @@ class OpenStream:
         request = self.request
         if request is None or self._known_from:
             missing = "its prompt and the tokens it began with are not known here"
-            return Failure(request_id, EngineDeadError(f"request {request_id!r} cannot be started again: {missing}"))
+            return StreamFailure(
+                request_id, EngineDeadError(f"request {request_id!r} cannot be started again: {missing}")
+            )
         params, left_ms = request.params, self._left_ms()
         if left_ms is not None:
             params = msgspec.structs.replace(params, deadline_ms=max(1, left_ms))
@@ -131,11 +135,11 @@ class OpenStream:
         return msgspec.structs.replace(request, samples=samples)
 
 
-def _undelivered(output: Tokens | Finished, have: int) -> Tokens | Finished | Failure:
+def _undelivered(output: Tokens | Finished, have: int) -> Tokens | Finished | StreamFailure:
     """Cut off the tokens that were delivered before. A gap between those and `output` is a Failure."""
     if output.start > have:
         missing = f"tokens {have} to {output.start - 1} of request {output.request_id!r} did not arrive"
-        return Failure(output.request_id, ProtocolError(missing))
+        return StreamFailure(output.request_id, ProtocolError(missing))
     known = have - output.start
     logprobs = None if output.logprobs is None else output.logprobs[known:]
     return msgspec.structs.replace(output, start=have, token_ids=output.token_ids[known:], logprobs=logprobs)

@@ -27,7 +27,7 @@ E = TypeVar("E", bound=Hashable)
 _NOTHING: OrderedDict[Hashable, None] = OrderedDict()
 
 
-class Choice(NamedTuple, Generic[E]):
+class RoutingChoice(NamedTuple, Generic[E]):
     """The engine for a request, and how many of the prompt's first blocks it is thought to have."""
 
     engine: E
@@ -68,7 +68,9 @@ class PrefixRouter(Generic[E]):
         for known in (self._cached, self._sent, self._capacity):
             known.pop(engine, None)
 
-    def choose(self, hashes: Sequence[Hashable], loads: Mapping[E, int], affinity: str | None = None) -> Choice[E]:
+    def choose(
+        self, hashes: Sequence[Hashable], loads: Mapping[E, int], affinity: str | None = None
+    ) -> RoutingChoice[E]:
         """Choose one of the engines in `loads`, which has the number of requests that each of them works on. `hashes`
         are those of the prompt's full blocks. Raises ValueError if there is none."""
         if not loads:
@@ -87,7 +89,7 @@ class PrefixRouter(Generic[E]):
                 return gained - (loads[engine] - least) / bound, -loads[engine], _rank(engine, tie)
 
             chosen = max(loads, key=gain)
-        return Choice(chosen, cached[chosen])
+        return RoutingChoice(chosen, cached[chosen])
 
     def _share_gained(self, engine: E, num_cached: int, num_blocks: int) -> float:
         """Gain by the cache of `engine`, as a share of the prompt: 1 if all of it is there, 0 if nothing is and nothing

@@ -20,10 +20,10 @@ from typing import TypeVar
 from vllm_lite.client.answers import Answers, copy_of, fail_all
 from vllm_lite.client.any_session import AnySession, Member
 from vllm_lite.client.asking import ANSWERS
-from vllm_lite.client.connection import REASON_S, Alive, Place, Search, shake_hands
+from vllm_lite.client.connection import REASON_S, Alive, EngineAddress, Search, shake_hands
 from vllm_lite.client.known_adapters import KnownAdapters
 from vllm_lite.client.open_stream import OpenStream, Sink, by_sink
-from vllm_lite.client.stream import Event, Failure
+from vllm_lite.client.stream import Event, StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList
@@ -58,7 +58,7 @@ class Session(AnySession):
         self,
         connection: Connection,
         welcome: Welcome,
-        place: Place,
+        place: EngineAddress,
         *,
         alive: Alive | None = None,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
@@ -116,7 +116,7 @@ class Session(AnySession):
         a failed start, an unknown key), has ended, or does not answer in `timeout_s`; ModelError if it cannot start
         because of its model or configuration; ConfigError for missing keys.
         """
-        place = Place(address, keys)
+        place = EngineAddress(address, keys)
         connection, welcome = shake_hands(place, model, timeout_s, alive)
         timeouts = {"heartbeat_timeout_s": heartbeat_timeout_s, "recovery_timeout_s": recovery_timeout_s}
         return cls(connection, welcome, place, alive=alive, **timeouts)
@@ -440,7 +440,7 @@ class Session(AnySession):
                 stream = self._open.get(output.request_id)
                 event = None if stream is None else stream.take(output)
                 if stream is not None and event is not None:
-                    if not stream.tokens or isinstance(event, Failure):
+                    if not stream.tokens or isinstance(event, StreamFailure):
                         self._close(output.request_id, stream)
                     events.setdefault(stream.sink, []).append(event)
         self._deliver(events)
@@ -489,7 +489,7 @@ class Session(AnySession):
         self.on_change(self)
         with self._lock:
             streams, self._open = self._open, {}
-        failures = [(stream, [Failure(name, copy_of(error))]) for name, stream in streams.items()]
+        failures = [(stream, [StreamFailure(name, copy_of(error))]) for name, stream in streams.items()]
         self._deliver(by_sink(failures))
         fail_all(questions, error)
 

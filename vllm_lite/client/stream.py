@@ -30,14 +30,14 @@ logger = log.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class StreamFailure:
     """The end of a stream that the engine did not end: it died, or its messages are inconsistent."""
 
     request_id: str
     error: VllmLiteError
 
 
-Event = Tokens | Finished | Failure
+Event = Tokens | Finished | StreamFailure
 
 
 def is_error(event: Event) -> bool:
@@ -133,7 +133,7 @@ class RequestStream:
         """Take the next event. Events after the end are ignored."""
         if self.finished:
             return
-        if isinstance(event, Failure):
+        if isinstance(event, StreamFailure):
             self._fail(event.error)
         elif isinstance(event, Finished) and is_error(event):
             self.num_cached_tokens = event.num_cached_tokens
@@ -323,7 +323,9 @@ def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
     """
     if wanted is not None:
         name = str(wanted)
-        return Tokenizer.load(hub.local_folder(hub.Source(name), what="tokenizer") if hub.is_hub_id(name) else wanted)
+        return Tokenizer.load(
+            hub.local_folder(hub.HubSource(name), what="tokenizer") if hub.is_hub_id(name) else wanted
+        )
     try:
         return Tokenizer.load(default)
     except ModelError as error:

@@ -26,7 +26,7 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.connection import RUN_DIR
 from vllm_lite.client.generation_config import generation_defaults
-from vllm_lite.client.launch import Launched, launch, resolve
+from vllm_lite.client.launch import LaunchedEngine, launch, resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.dynamo import mapping, settings
 from vllm_lite.errors import EngineDeadError, EngineError, RequestError
@@ -47,7 +47,7 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
         self._folder: TemporaryDirectory[str] | None = None
-        self._launched: Launched | None = None
+        self._launched: LaunchedEngine | None = None
         self._client: AsyncClient | None = None
         self._defaults: dict[str, Any] = {}
         self._requests: defaultdict[str, set[str]] = defaultdict(set)
@@ -182,7 +182,7 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
             raise EngineShutdown("the engine has not started, or has ended")
         return self._client
 
-    def _end_with(self, launched: Launched) -> None:
+    def _end_with(self, launched: LaunchedEngine) -> None:
         """End this worker in order when its engine has ended for good, so that no router sends it more."""
         while not launched.wait(WAIT_S):
             pass

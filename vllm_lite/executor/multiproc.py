@@ -79,7 +79,7 @@ class WorkerState:
             health.on_looked_at(now_s, is_stopped=child.is_stopped())
 
 
-class Deadline:
+class StartDeadline:
     """A moment `timeout_s` from now."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -128,12 +128,12 @@ class MultiprocExecutor:
         """The folder that begin_load names."""
         self._adapter_answers: dict[int, dict[int, AdapterRead]] = {}
         self._adapters_read: list[AdapterRead] = []
-        self._deadline: Deadline | None = None
+        self._deadline: StartDeadline | None = None
         """When the part of the start that is under way has to be done; None before the workers may load."""
         self._failure: Failure | None = None
         self._failed_s = 0.0
         self._judged_s = time.monotonic()
-        self._gone_by: Deadline | None = None
+        self._gone_by: StartDeadline | None = None
         """Once the workers are being ended."""
         self._are_gone = threading.Event()
 
@@ -158,7 +158,7 @@ class MultiprocExecutor:
         self._model = model
         if self._config.load_format != "dummy":
             start_reading_ahead(model or self._config.model)
-        self._deadline = Deadline(timeout_s)
+        self._deadline = StartDeadline(timeout_s)
         for worker in self._workers:
             if worker.is_here:
                 self._deliver(worker, engine_to_worker.encode(Load(self._generation, model)))
@@ -181,7 +181,7 @@ class MultiprocExecutor:
         )
 
     def begin_allocate(self, num_blocks: int, num_host_blocks: int, timeout_s: float) -> None:
-        self._deadline = Deadline(timeout_s)
+        self._deadline = StartDeadline(timeout_s)
         self._broadcast(Start(self._generation, num_blocks, num_host_blocks))
 
     def started(self) -> float | None:
@@ -353,7 +353,7 @@ class MultiprocExecutor:
         """See Executor. A thread waits for the workers' end."""
         if self._gone_by is not None:
             return
-        self._gone_by = Deadline(GONE_S)
+        self._gone_by = StartDeadline(GONE_S)
         self._meeting_place.end()
         payload = engine_to_worker.encode(Shutdown())
         for worker in self._workers:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from vllm_lite.checkpoint.headers import Place, shown
+from vllm_lite.checkpoint.headers import TensorPlace, shown
 from vllm_lite.checkpoint.lora import MAX_SHOWN, LoraCheckpoint, LoraModule
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ConfigError, ModelError
@@ -187,7 +187,7 @@ class Site:
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def _tensor(place: Place) -> torch.Tensor:
+def _tensor(place: TensorPlace) -> torch.Tensor:
     """Read a matrix. safetensors' safe_open keeps about 1 KB of every file that was read, and its load() all of one."""
     return torch.frombuffer(place.read(), dtype=_DTYPES[place.dtype]).view(place.shape)
 

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from vllm_lite.checkpoint.rope import Dynamic, Linear, Llama3, LongRope, Proportional, Rope, Yarn
+from vllm_lite.checkpoint.rope import Dynamic, LinearScaling, Llama3, LongRope, Proportional, Rope, Yarn
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import fused
 from vllm_lite.kernels.ops import Rotation
@@ -57,7 +57,7 @@ def inverse_frequencies(rope: Rope, head_size: int, max_position: int) -> torch.
     match rope.scaling:
         case None:
             return frequencies
-        case Linear(factor=factor):
+        case LinearScaling(factor=factor):
             return frequencies / factor
         case Proportional(num_pairs=num_pairs, factor=factor):
             frequencies[num_pairs:] = 0.0

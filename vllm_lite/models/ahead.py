@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.experts import ExpertsSpec
-from vllm_lite.checkpoint.headers import Place, locate
+from vllm_lite.checkpoint.headers import TensorPlace, locate
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.on_load import FP8_GROUP, INT4_GROUPS
 from vllm_lite.checkpoint.shard import Shard, Split
@@ -94,7 +94,7 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
         return None
 
 
-def _begin(jobs: Mapping[Wanted, Job], stored: Mapping[str, Place], num_threads: int) -> FilePacker | None:
+def _begin(jobs: Mapping[Wanted, Job], stored: Mapping[str, TensorPlace], num_threads: int) -> FilePacker | None:
     """None if a file was replaced since its header was read: tensors of another file lie elsewhere."""
     packer = FilePacker(jobs, num_threads)
     places = (stored[slot.name] for wanted in jobs for slot in wanted.slots)
@@ -104,7 +104,9 @@ def _begin(jobs: Mapping[Wanted, Job], stored: Mapping[str, Place], num_threads:
     return None
 
 
-def _weights(stored: Mapping[str, Place], spec: ModelSpec, shard: Shard) -> Iterator[tuple[tuple[Slot, ...], bool]]:
+def _weights(
+    stored: Mapping[str, TensorPlace], spec: ModelSpec, shard: Shard
+) -> Iterator[tuple[tuple[Slot, ...], bool]]:
     """The slots of each, in the order in which models load them, and whether it is never quantized."""
     blocks = {found[1]: int(found[2]) for name in stored if (found := _LAYER.fullmatch(name))}
     hidden = Split.whole(spec.hidden_size)
@@ -133,7 +135,7 @@ Parts = Iterator[tuple[tuple[str, ...], tuple[Split, ...] | None, Split | None]]
 """Names, the rows of each that this rank holds, and its inputs; None: all of the hidden state."""
 
 
-def _attention(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, layer: int, shard: Shard) -> Parts:
+def _attention(prefix: str, stored: Mapping[str, TensorPlace], spec: ModelSpec, layer: int, shard: Shard) -> Parts:
     own = spec.layers[layer]
     order = None if own.rope is None else own.rope.order(own.attention.head_size)
     fused = f"{prefix}qkv_proj.weight" in stored
@@ -148,7 +150,7 @@ def _attention(prefix: str, stored: Mapping[str, Place], spec: ModelSpec, layer:
     yield (f"{prefix}o_proj",), None, query
 
 
-def _mlp(prefix: str, stored: Mapping[str, Place], inner: Split, *, gated: bool) -> Parts:
+def _mlp(prefix: str, stored: Mapping[str, TensorPlace], inner: Split, *, gated: bool) -> Parts:
     if f"{prefix}gate_up_proj.weight" in stored:
         total = 2 * inner.total
         both = Split(total, inner.start, inner.size), Split(total, inner.total + inner.start, inner.size)
@@ -175,7 +177,7 @@ def _matrices(prefix: str, inner: Split, *, gated: bool) -> Parts:
     yield (f"{prefix}down_proj",), None, inner
 
 
-def _job(wanted: Wanted, stored: Mapping[str, Place]) -> Job | None:
+def _job(wanted: Wanted, stored: Mapping[str, TensorPlace]) -> Job | None:
     """None if a tensor is not as the model will expect it."""
     pieces = []
     for slot in wanted.slots:

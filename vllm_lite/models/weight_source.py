@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vllm_lite.checkpoint.gguf.changes import Change, Heads, LogOfMinus
+from vllm_lite.checkpoint.gguf.changes import Change, HeadOrder, LogOfMinus
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
-from vllm_lite.checkpoint.gguf.header import Tensor
+from vllm_lite.checkpoint.gguf.header import GgufTensor
 from vllm_lite.checkpoint.headers import weight_files
 from vllm_lite.checkpoint.tensor_names import canonical
 from vllm_lite.errors import ModelError
@@ -70,7 +70,7 @@ class _InSafetensors:
 
 
 class _InGguf:
-    def __init__(self, name: str, tensor: Tensor, mapping: mmap.mmap) -> None:
+    def __init__(self, name: str, tensor: GgufTensor, mapping: mmap.mmap) -> None:
         self.name, self.tensor, self.mapping = name, tensor, mapping
         self.dtype = tensor.kind.name if tensor.kind.name in FLOATS else "U8"
         self.shape = self._in_blocks(tensor.restored_shape)
@@ -101,7 +101,7 @@ def restored(stored: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
             if not bool((stored < 0).all()):
                 raise ValueError("must have elements below 0 alone, as a state decays by them")
             stored = stored.float().neg().log_()
-        elif not isinstance(change, Heads):
+        elif not isinstance(change, HeadOrder):
             stored = stored.view(change.shape(tuple(stored.shape)))
         elif stored.dim() <= change.axis or stored.shape[change.axis] != change.end:
             raise ValueError(f"is {list(stored.shape)} and must have {change.end} elements along axis {change.axis}")

@@ -21,7 +21,7 @@ Step = LoadAdapter | UnloadAdapter | UpdateWeights | Sleep | PauseGeneration
 logger = log.get(__name__)
 
 
-class State(msgspec.Struct, frozen=True):
+class ReplicaState(msgspec.Struct, frozen=True):
     """State of a replica after its operations. `started_s` is in seconds of the epoch; `weights` is the folder of other
     weights than those that it began with, "" if it has these."""
 
@@ -33,7 +33,7 @@ class State(msgspec.Struct, frozen=True):
     sleep_level: int | None = None
 
 
-states = msgspec.msgpack.Decoder(State)
+states = msgspec.msgpack.Decoder(ReplicaState)
 
 
 class Memory:
@@ -44,12 +44,12 @@ class Memory:
         self._number, self._first_weights = number, first.model
         self._started_s = time.time()
 
-    def state(self, stats: Stats, adapters: list[AdapterInfo]) -> State:
+    def state(self, stats: Stats, adapters: list[AdapterInfo]) -> ReplicaState:
         weights = "" if stats.model == self._first_weights else stats.model
-        return State(self._number, self._started_s, adapters, weights, stats.is_paused, stats.sleep_level)
+        return ReplicaState(self._number, self._started_s, adapters, weights, stats.is_paused, stats.sleep_level)
 
 
-def steps(own: State, others: list[State]) -> list[Step]:
+def steps(own: ReplicaState, others: list[ReplicaState]) -> list[Step]:
     """Steps that bring a replica to the state of the oldest one that serves; none, if it is that one."""
     older = [other for other in others if other.started_s < own.started_s]
     if not older:

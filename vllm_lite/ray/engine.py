@@ -13,8 +13,8 @@ import msgspec
 from ray import serve
 from ray.serve.metrics import Gauge
 
-from vllm_lite.client.launch import Launched, launch
-from vllm_lite.client.stream import Event, Failure, is_error
+from vllm_lite.client.launch import LaunchedEngine, launch
+from vllm_lite.client.stream import Event, StreamFailure, is_error
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol import api
@@ -24,7 +24,7 @@ from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import OperationDone
 from vllm_lite.ray.broadcast import broadcast
-from vllm_lite.ray.catch_up import Memory, State, steps, take
+from vllm_lite.ray.catch_up import Memory, ReplicaState, steps, take
 from vllm_lite.ray.messages import HTTP_DEPLOYMENT, Answer, Introduction, encode
 from vllm_lite.ray.orphan import end_without_raylet
 from vllm_lite.ray.reported_blocks import ReportedBlocks, can_follow, private_endpoint
@@ -74,7 +74,7 @@ class EngineReplica:
         settings = msgspec.structs.replace(settings, kv_events_config=events)
         self._loop = asyncio.get_running_loop()
         self._inboxes: dict[str, _Inbox] = {}
-        self._launched: Launched = await asyncio.to_thread(launch, settings)
+        self._launched: LaunchedEngine = await asyncio.to_thread(launch, settings)
         self._session = self._launched.session
         self._cached = ReportedBlocks(self._session.welcome.num_blocks)
         if can_follow(events) and events.endpoint is not None:
@@ -211,9 +211,9 @@ class _Inbox:
         outputs = [event for event in events if isinstance(event, Tokens | Finished)]
         messages = [engine_to_client.encode(OutputBatch(0, outputs))] if outputs else []
         for event in events:
-            is_end = isinstance(event, Failure) or is_error(event)  # of all samples
+            is_end = isinstance(event, StreamFailure) or is_error(event)  # of all samples
             self._num_open -= self._num_open if is_end else isinstance(event, Finished)
-            if isinstance(event, Failure):
+            if isinstance(event, StreamFailure):
                 messages.append(_dying(event.error))
         return messages
 
@@ -243,13 +243,13 @@ def _events(settings: EngineConfig, number: int) -> KVEventsConfig:
     return KVEventsConfig(enable_kv_cache_events=True, endpoint=private_endpoint(), buffer_steps=1)
 
 
-async def _states_of_all() -> list[State]:
+async def _states_of_all() -> list[ReplicaState]:
     """The states of the replicas that serve. The HTTP replicas ask them: a process with a handle gets all that replicas
     report of their caches. Raises ReplicaLostError if there is none yet."""
     context = serve.get_replica_context()
     handle = serve.get_deployment_handle(HTTP_DEPLOYMENT, context.app_name)
     found, _ = await broadcast(handle, "states_of_engines", LOOK_S)
-    return msgspec.msgpack.decode(found[0], type=list[State])
+    return msgspec.msgpack.decode(found[0], type=list[ReplicaState])
 
 
 def _dying(error: Exception) -> bytes:

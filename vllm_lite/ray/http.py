@@ -74,10 +74,10 @@ def _with_files(settings: ServeConfig, resolved: ResolvedConfig) -> ResolvedConf
     """The engine's config, with this machine's folders where the model or the tokenizer come from the hub."""
     changes: dict[str, Any] = {}
     if hub.is_hub_id(settings.model):
-        source = hub.Source(settings.model, settings.revision, settings.download_dir)
+        source = hub.HubSource(settings.model, settings.revision, settings.download_dir)
         changes["model"] = hub.local_folder(source, what="model without weights")
     if settings.tokenizer is not None and hub.is_hub_id(settings.tokenizer):
-        source = hub.Source(settings.tokenizer, None, settings.download_dir)
+        source = hub.HubSource(settings.tokenizer, None, settings.download_dir)
         changes["tokenizer"] = hub.local_folder(source, what="tokenizer")
     return msgspec.structs.replace(resolved, **changes)
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from ray.serve.handle import DeploymentHandle
 
 from vllm_lite.ray.broadcast import broadcast, first_line
-from vllm_lite.ray.catch_up import State, states
+from vllm_lite.ray.catch_up import ReplicaState, states
 from vllm_lite.ray.messages import UNKNOWN, Answer, Introduction, Route, Routed, answers, introductions
 from vllm_lite.ray.session import ReplicaLostError
 
@@ -41,6 +41,6 @@ class ServeReplicas:
         self.num_silent = len(errors)
         return [introductions.decode(each) for each in found]
 
-    async def states(self) -> list[State]:
+    async def states(self) -> list[ReplicaState]:
         """The states of those that serve; raises as introduce() does."""
         return [states.decode(each) for each in (await broadcast(self._handle, "state", LOOK_S))[0]]

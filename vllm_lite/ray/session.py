@@ -22,7 +22,7 @@ from vllm_lite.client.data_parallel import prompt_hashes
 from vllm_lite.client.joined_answers import joined
 from vllm_lite.client.open_stream import OpenStream, Sink
 from vllm_lite.client.session import MAX_MOVES
-from vllm_lite.client.stream import Event, Failure
+from vllm_lite.client.stream import Event, StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError, RequestError, VllmLiteError
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo
 from vllm_lite.protocol.api import Dying, ForkRequest, FromClient, Generate, GetStats, OutputBatch, Stats, Welcome
@@ -272,7 +272,7 @@ class ServeSession(AnySession):
             )
 
     def _deliver(self, request_id: str, stream: OpenStream, events: list[Event]) -> None:
-        if any(isinstance(event, Failure) for event in events):
+        if any(isinstance(event, StreamFailure) for event in events):
             stream.tokens.clear()
         if not stream.tokens and self._open.get(request_id) is stream:
             del self._open[request_id]
@@ -292,7 +292,7 @@ class ServeSession(AnySession):
 
     def _end(self, request_id: str, error: VllmLiteError) -> None:
         if (stream := self._open.get(request_id)) is not None:
-            self._deliver(request_id, stream, [Failure(request_id, error)])
+            self._deliver(request_id, stream, [StreamFailure(request_id, error)])
 
 
 def _resolve(future: "Future[A]", done: "asyncio.Future[dict[int, T]]", read: Callable[[dict[int, T]], A]) -> None:

@@ -28,7 +28,7 @@ from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.forms import ToolsWanted
-from vllm_lite.server.openai.grammars import Grammars
+from vllm_lite.server.openai.grammars import GrammarBuilder
 from vllm_lite.server.openai.parsing import Parsing
 from vllm_lite.server.openai.prompts import MESSAGE_NAME, Check, Prompts, content_of, with_marks
 
@@ -141,7 +141,7 @@ class Generation:
         self._config = config
         self._factory = factory
         self._formats = formats
-        self._grammars = Grammars(formats, config.tool_strict_level)
+        self._grammars = GrammarBuilder(formats, config.tool_strict_level)
         self._has_warned = False
 
     async def read(self, request: Request, kind: type[B]) -> Asked[B]:

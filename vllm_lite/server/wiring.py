@@ -48,7 +48,7 @@ from vllm_lite.server.resumption import Resumption
 from vllm_lite.server.vllm.adapters import AdapterRoutes
 from vllm_lite.server.vllm.derender import DerenderRoutes
 from vllm_lite.server.vllm.information import Information
-from vllm_lite.server.vllm.operations import Operations
+from vllm_lite.server.vllm.operations import OperationRoutes
 from vllm_lite.server.vllm.routes import VllmRoutes
 
 logger = log.get(__name__)
@@ -149,7 +149,7 @@ class Application:
         information = Information(config, files.tokenizer, files.template_text)
         vectors = PoolingRoutes(pooling)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information, vectors.invoked).routes()]
-        more += Operations(self.calls, live.reader, resolved).routes()
+        more += OperationRoutes(self.calls, live.reader, resolved).routes()
         more += [*AdapterRoutes(generation).routes(), *DerenderRoutes(generation).routes()]
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, resolved.model, prompts, shown)

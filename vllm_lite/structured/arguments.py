@@ -7,7 +7,7 @@ from vllm_lite.structured.call_shape import CallShape
 from vllm_lite.structured.check import check_schema
 from vllm_lite.structured.findings import Findings
 from vllm_lite.structured.lark import LarkWriter, quoted
-from vllm_lite.structured.literals import KEY, Keys, LiteralWriter, Notation, Resolver
+from vllm_lite.structured.literals import KEY, KeyNotation, LiteralWriter, Notation, Resolver
 from vllm_lite.structured.loosening import loosened
 from vllm_lite.structured.schema import Schema, escaped
 
@@ -30,9 +30,11 @@ def arguments_rule(lark: LarkWriter, shape: CallShape, parameters: Schema, findi
         case "tagged":
             return _Tagged(lark, shape, resolver).write()
         case "python":
-            return LiteralWriter(lark, _python(lark, resolver), resolver).pairs(parameters, "", Keys(str, KEY, "="))
+            return LiteralWriter(lark, _python(lark, resolver), resolver).pairs(
+                parameters, "", KeyNotation(str, KEY, "=")
+            )
         case "gemma":
-            pairs = LiteralWriter(lark, _gemma(lark, shape), resolver).pairs(parameters, "", Keys(str, KEY, ":"))
+            pairs = LiteralWriter(lark, _gemma(lark, shape), resolver).pairs(parameters, "", KeyNotation(str, KEY, ":"))
             return f'"{{" {pairs} "}}"'
 
 
@@ -104,7 +106,7 @@ def _python(lark: LarkWriter, resolver: Resolver) -> Notation:
             return lark.schema(schema)
         return f"({any_string} | {single})"
 
-    keys = Keys(json.dumps, f"({any_string} | {single})", ": ")
+    keys = KeyNotation(json.dumps, f"({any_string} | {single})", ": ")
     return Notation("True", "False", "None", keys, ", ", string, _STRING)
 
 
@@ -119,4 +121,4 @@ def _gemma(lark: LarkWriter, shape: CallShape) -> Notation:
             return f"{quote} {lark.text_until(shape.quote)}"
         return f"{quote} ({' | '.join(quoted(choice) for choice in choices if isinstance(choice, str))}) {quote}"
 
-    return Notation("true", "false", "null", Keys(str, KEY, ":"), ",", string, frozenset({"enum", "const"}))
+    return Notation("true", "false", "null", KeyNotation(str, KEY, ":"), ",", string, frozenset({"enum", "const"}))

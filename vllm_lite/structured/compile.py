@@ -19,7 +19,7 @@ from vllm_lite.structured.tags import tag_grammar
 ANY_OBJECT: Schema = {"type": "object"}
 
 
-class Compiled(NamedTuple):
+class CompiledGrammar(NamedTuple):
     """A grammar as it travels, and the places of its schema at which something is not held: `#/a: 'format'`."""
 
     grammar: str
@@ -31,7 +31,7 @@ def compile_grammar(wanted: StructuredOutputsParams) -> str:
     return compile_form(wanted).grammar
 
 
-def compile_form(wanted: StructuredOutputsParams) -> Compiled:
+def compile_form(wanted: StructuredOutputsParams) -> CompiledGrammar:
     """Make the grammar of `wanted`, as SamplingParams.grammar carries it, and check it under the limits.
 
     It takes less than a millisecond for most, and up to a second for the largest, without the GIL: call it in a thread
@@ -50,16 +50,16 @@ def compile_form(wanted: StructuredOutputsParams) -> Compiled:
 
     if wanted.regex is not None:
         check_regex(wanted.regex, "regex")
-        return Compiled(check_lark(f"%llguidance {{}}\nstart: {regex(wanted.regex)}\n"))
+        return CompiledGrammar(check_lark(f"%llguidance {{}}\nstart: {regex(wanted.regex)}\n"))
     if wanted.choice is not None:
-        return Compiled(_choice_grammar(wanted.choice))
+        return CompiledGrammar(_choice_grammar(wanted.choice))
     if wanted.grammar is not None:
-        return Compiled(_own_grammar(wanted.grammar))
+        return CompiledGrammar(_own_grammar(wanted.grammar))
     if wanted.structural_tag is not None:
         grammar = tag_grammar(wanted.structural_tag, prepare)
     else:
         grammar = check_schema(prepare(ANY_OBJECT if wanted.json is None else wanted.json))
-    return Compiled(grammar, tuple(findings.notes))
+    return CompiledGrammar(grammar, tuple(findings.notes))
 
 
 def _choice_grammar(choices: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.structured import Thinking
 from vllm_lite.runtime import log
 from vllm_lite.structured.matcher import GrammarSource, compile_matcher
-from vllm_lite.structured.source import Source
+from vllm_lite.structured.source import MaskSource
 from vllm_lite.structured.thinking import ThinkingSource
 from vllm_lite.structured.vocabulary import Vocabulary
 
@@ -27,7 +27,7 @@ MAX_CACHED = 32
 MAX_CACHED_BYTES = 4 << 20
 """The most text of cached grammars; a compiled one takes some times as much."""
 
-Wanted = Future[Source]
+Wanted = Future[MaskSource]
 
 logger = log.get(__name__)
 
@@ -45,7 +45,7 @@ class Grammars:
         self._cached_bytes = 0
         self._asked: dict[bytes, list[weakref.ref[_Request]]] = {}  # by digest, while it waits or is compiled
 
-    def source_of(self, sampling: Sampling) -> Source | Wanted | None:
+    def source_of(self, sampling: Sampling) -> MaskSource | Wanted | None:
         """Make the source of a sequence; a future of it if it follows a grammar, None if it needs no masks.
 
         The future raises GrammarError or ModelError. A grammar whose futures are all forgotten before its turn comes
@@ -127,7 +127,7 @@ class _Request(Wanted):
 
     def fulfil(self, matcher: Any, vocabulary: Vocabulary) -> None:
         """Give it a source with a matcher of its own."""
-        source: Source = GrammarSource(matcher.deep_copy(), vocabulary)
+        source: MaskSource = GrammarSource(matcher.deep_copy(), vocabulary)
         if self._thinking is not None:
             source = ThinkingSource(self._thinking, source, vocabulary.eos_ids)
         self.set_result(source)

@@ -23,7 +23,7 @@ _HELD = {
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class KeyNotation:
     """A language's way to write keys: `write` for one that is known, `any` in a grammar, `behind` between a key and its
     value."""
 
@@ -39,7 +39,7 @@ class Notation:
     true: str
     false: str
     null: str
-    keys: Keys
+    keys: KeyNotation
     between: str
     string: Callable[[Schema | None], str]
     held_of_strings: frozenset[str]
@@ -93,7 +93,7 @@ class LiteralWriter:
             self._lark.define(name, self._body(part, pointer))
         return self._by_place[pointer]
 
-    def pairs(self, part: Schema, pointer: str, keys: Keys) -> str:
+    def pairs(self, part: Schema, pointer: str, keys: KeyNotation) -> str:
         """Return the keys and values of an object, in the order of the schema, without what stands around them."""
         between = quoted(self._notation.between)
         self._resolver.only(part, pointer, _HELD["object"] | {"type"})

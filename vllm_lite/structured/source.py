@@ -6,7 +6,7 @@ from typing import Any, Protocol
 ALL_BITS = 0xFFFFFFFF
 
 
-class Source(Protocol):
+class MaskSource(Protocol):
     """The MaskSource of worker/sampling/masks.py, which says what each method promises, without its array types."""
 
     def accept(self, token: int, /) -> bool: ...
@@ -16,7 +16,7 @@ class Source(Protocol):
     def num_valid(self, tokens: Sequence[int], /) -> int: ...
 
 
-def count_valid(source: Source, tokens: Sequence[int]) -> int:
+def count_valid(source: MaskSource, tokens: Sequence[int]) -> int:
     """Count how many of these tokens `source` accepts, one behind the other; afterwards it is as before."""
     accepted = 0
     while accepted < len(tokens) and source.accept(tokens[accepted]):

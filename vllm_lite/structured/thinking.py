@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from vllm_lite.protocol.structured import Thinking
-from vllm_lite.structured.source import Source, clear_bit, count_valid, fill_with, set_bit
+from vllm_lite.structured.source import MaskSource, clear_bit, count_valid, fill_with, set_bit
 
 
 class Phase(Enum):
@@ -20,7 +20,7 @@ class Phase(Enum):
     INNER = "follows the grammar"
 
 
-class State(NamedTuple):
+class ThinkingState(NamedTuple):
     """An output's phase. `matched` tokens of the mark that would end the phase are its last ones; `thought` counts the
     tokens since thinking began; `inner` counts those that the grammar has accepted."""
 
@@ -33,14 +33,14 @@ class State(NamedTuple):
 class ThinkingSource:
     """A MaskSource around that of a grammar, or around none: then all is allowed but what the budget forces."""
 
-    def __init__(self, thinking: Thinking, inner: Source | None, eos_ids: frozenset[int]) -> None:
+    def __init__(self, thinking: Thinking, inner: MaskSource | None, eos_ids: frozenset[int]) -> None:
         """`eos_ids` may not end the output while it thinks and a grammar is still to come."""
         self._thinking = thinking
-        self._inner: Source = inner if inner is not None else _Anything()
+        self._inner: MaskSource = inner if inner is not None else _Anything()
         self._held_back = eos_ids if inner is not None else frozenset()
         self._borders = _borders(thinking.end)
         first = Phase.OPEN if thinking.is_open else Phase.MAYBE if thinking.begin else Phase.INNER
-        self._states = [State(first)]  # before the output, and behind each of its tokens
+        self._states = [ThinkingState(first)]  # before the output, and behind each of its tokens
 
     @property
     def _forced_end(self) -> tuple[int, ...]:
@@ -64,12 +64,12 @@ class ThinkingSource:
         self._states.append(following)
         return True
 
-    def _accept_maybe(self, state: State, token: int) -> State | None:
+    def _accept_maybe(self, state: ThinkingState, token: int) -> ThinkingState | None:
         begin, matched = self._thinking.begin, state.matched
         if token == begin[matched]:
-            return State(Phase.OPEN) if matched + 1 == len(begin) else State(Phase.MAYBE, matched + 1)
+            return ThinkingState(Phase.OPEN) if matched + 1 == len(begin) else ThinkingState(Phase.MAYBE, matched + 1)
         if self._feed((*begin[:matched], token)):
-            return State(Phase.INNER, inner=matched + 1)
+            return ThinkingState(Phase.INNER, inner=matched + 1)
         return None
 
     def _feed(self, tokens: Sequence[int]) -> bool:
@@ -80,14 +80,16 @@ class ThinkingSource:
                 return False
         return True
 
-    def _accept_open(self, state: State, token: int) -> State | None:
+    def _accept_open(self, state: ThinkingState, token: int) -> ThinkingState | None:
         end, matched, forced = self._thinking.end, state.matched, self._forced_end
         if token != end[matched] and (forced or token in self._held_back):
             return None
         while matched and end[matched] != token:
             matched = self._borders[matched - 1]
         matched += end[matched] == token
-        return State(Phase.INNER) if matched == len(end) else State(Phase.OPEN, matched, state.thought + 1)
+        return (
+            ThinkingState(Phase.INNER) if matched == len(end) else ThinkingState(Phase.OPEN, matched, state.thought + 1)
+        )
 
     def rollback(self, num_tokens: int) -> None:
         """As MaskSource.rollback."""

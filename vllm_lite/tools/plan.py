@@ -84,7 +84,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Needs and capacity of one device: a GPU, which has one rank, or a CPU machine with all ranks. Of several GPUs it
     is the first, which has most to hold. Sizes in bytes."""
 
@@ -143,7 +143,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problems
 
 
-def make_plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
+def make_plan(config: PlanConfig, checkpoint: Checkpoint) -> CapacityPlan:
     """The plan for what is asked, with what would make it possible if it is not. Raises ConfigError."""
     plan = _plan(config, checkpoint)
     advice = () if plan.fits else tuple(_advice(config, checkpoint, plan))
@@ -280,7 +280,7 @@ def _blocks(config: PlanConfig, sizes: _Sizes, needed: int) -> tuple[int, int]:
     return num_blocks, possible
 
 
-def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
+def _plan(config: PlanConfig, checkpoint: Checkpoint) -> CapacityPlan:
     sizes = _Sizes(config, checkpoint)
     wanted = config.concurrency or 1
     held = blocks_held(sizes.groups, sizes.length, sizes.chunk)
@@ -297,7 +297,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> Plan:
     largest = longest_sequence(sizes.groups, sizes.room(max(num_blocks, possible)) // wanted, longest, sizes.chunk)
     needed = sizes.fixed + needed_blocks * sizes.block_bytes
     resolved, per_token = sizes.config, sizes.block_bytes // config.block_size
-    plan = Plan(
+    plan = CapacityPlan(
         model=config.model,
         architecture=checkpoint.spec.architecture,
         num_parameters=checkpoint.spec.num_parameters(),
@@ -361,7 +361,7 @@ def _is_default(config: PlanConfig, sizes: _Sizes) -> bool:
     return all(value is None for value in given) and (sizes.device == "cuda" or config.cpu_kvcache_space is None)
 
 
-def _problems(config: PlanConfig, sizes: _Sizes, plan: Plan) -> Iterator[str]:
+def _problems(config: PlanConfig, sizes: _Sizes, plan: CapacityPlan) -> Iterator[str]:
     what = f"{_gib(plan.usable_bytes)} of the {'GPU' if plan.device == 'cuda' else 'memory'}"
     if sizes.fixed + MIN_BLOCKS * sizes.block_bytes > plan.usable_bytes:
         yield f"weights and activations take {_gib(sizes.fixed)} and {what} may be used"
@@ -407,7 +407,7 @@ def _machine(config: PlanConfig) -> tuple[Any, int]:
 # ---- what to do
 
 
-def _advice(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> Iterator[str]:
+def _advice(config: PlanConfig, checkpoint: Checkpoint, plan: CapacityPlan) -> Iterator[str]:
     """Every change that alone makes it possible, planned to be sure."""
     spec = checkpoint.spec
     largest = plan.largest_max_model_len
@@ -450,7 +450,7 @@ def _works(config: PlanConfig, checkpoint: Checkpoint, change: dict[str, Any]) -
         return False
 
 
-def _command(config: PlanConfig, checkpoint: Checkpoint, plan: Plan) -> str:
+def _command(config: PlanConfig, checkpoint: Checkpoint, plan: CapacityPlan) -> str:
     """The command that serves what was planned."""
     values = {name: value for name, value in config.engine_values().items() if name != "model"}
     if config.max_model_len is None and 0 < plan.max_model_len < plan.max_position_embeddings:

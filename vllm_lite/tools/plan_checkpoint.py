@@ -27,7 +27,7 @@ def load(config: EngineConfig) -> Checkpoint:
     if config.model == DEMO_MODEL:
         folder = Path(demo_folder())
         return Checkpoint(load_spec(folder, config.model_impl, config.pooling), read_headers(folder))
-    source = hub.Source(config.model, config.revision, config.download_dir)
+    source = hub.HubSource(config.model, config.revision, config.download_dir)
     if hub.is_hub_id(config.model) and source.label is not None:
         raise ModelError(f"{config.model}: a plan needs the header of the GGUF file; download it and give its path")
     folder = Path(hub.local_folder(source, what="config"))

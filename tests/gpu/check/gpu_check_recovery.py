@@ -19,7 +19,7 @@ from gpu_check_parts import emit
 
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
 from vllm_lite.client import instances
-from vllm_lite.client.launch import Launched, launch
+from vllm_lite.client.launch import LaunchedEngine, launch
 
 TIMEOUT_S = 60.0
 NUM_STREAMS, TOKENS_BEFORE = 8, 20
@@ -27,11 +27,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True, detok
 Tokens = list[list[int]]
 
 
-def engine(launched: Launched) -> int:
+def engine(launched: LaunchedEngine) -> int:
     return launched.pid
 
 
-def worker(launched: Launched) -> int:
+def worker(launched: LaunchedEngine) -> int:
     own = [instance for instance in instances.find() if instance.record.address == launched.address]
     return own[0].workers[0].pid
 
@@ -58,7 +58,7 @@ async def serve(address: str, kill: Callable[[], None] | None = None) -> Tokens:
         return await asyncio.gather(*streams)
 
 
-def tokens_of(launched: Launched, victim: Callable[[Launched], int] | None = None) -> Tokens:
+def tokens_of(launched: LaunchedEngine, victim: Callable[[LaunchedEngine], int] | None = None) -> Tokens:
     kill = None
     if victim is not None:
         pid = victim(launched)
@@ -69,7 +69,7 @@ def tokens_of(launched: Launched, victim: Callable[[Launched], int] | None = Non
     return asyncio.run(asyncio.wait_for(serve(launched.address, kill), TIMEOUT_S))
 
 
-CHECKS: dict[str, Callable[[Launched], int]] = {"a killed worker": worker, "a killed engine": engine}
+CHECKS: dict[str, Callable[[LaunchedEngine], int]] = {"a killed worker": worker, "a killed engine": engine}
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from vllm_lite.checkpoint.families.common import (
     rope_of,
 )
 from vllm_lite.checkpoint.model_spec import EncoderSpec, ModelSpec, NormSpec
-from vllm_lite.checkpoint.rope import Linear
+from vllm_lite.checkpoint.rope import LinearScaling
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError
 
@@ -48,7 +48,7 @@ def _gte(architecture: str, raw: GteConfig) -> ModelSpec:
     rope = rope_of(plain, attention.head_size, theta=DEFAULT_THETA)
     if is_ntk:  # theta grows by the factor, and all turn slower by what keeps the slowest in step
         factor = float(scaling.get("factor", 1.0))
-        slower = Linear(factor ** (2 / attention.head_size))
+        slower = LinearScaling(factor ** (2 / attention.head_size))
         rope = msgspec.structs.replace(rope, theta=rope.theta * factor, scaling=slower)
     layers = layers_of(attention, [None] * raw.num_hidden_layers, [rope] * raw.num_hidden_layers)
     return encoder(

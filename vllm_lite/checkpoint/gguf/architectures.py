@@ -7,7 +7,7 @@ from vllm_lite.checkpoint.gguf import names
 from vllm_lite.checkpoint.gguf.architecture import Architecture, Changes, experts, granite_factors
 from vllm_lite.checkpoint.gguf.changes import OneMore
 from vllm_lite.checkpoint.gguf.encoders import ENCODERS
-from vllm_lite.checkpoint.gguf.header import Header
+from vllm_lite.checkpoint.gguf.header import GgufHeader
 from vllm_lite.checkpoint.gguf.hybrids import HYBRIDS
 from vllm_lite.checkpoint.gguf.metadata import Metadata
 from vllm_lite.errors import ModelError
@@ -266,7 +266,7 @@ ARCHITECTURES = {
 """By general.architecture, or by `key_of`. Those of a family that has no native model are refused by name."""
 SIGMOID = 2
 """What expert_gating_func says where scores are sigmoids."""
-VARIANTS: Mapping[str, tuple[str, Callable[[Header], bool]]] = {
+VARIANTS: Mapping[str, tuple[str, Callable[[GgufHeader], bool]]] = {
     "llama": ("with experts", lambda header: bool(header.metadata.get("llama.expert_count"))),
     "falcon": ("with two norms", lambda header: "blk.0.attn_norm_2.weight" in header.tensors),
     "deepseek2": ("with sigmoid", lambda header: header.metadata.get("deepseek2.expert_gating_func") == SIGMOID),
@@ -274,7 +274,7 @@ VARIANTS: Mapping[str, tuple[str, Callable[[Header], bool]]] = {
 """Architectures that stand for two: what the other is called behind the name, and how its files are known."""
 
 
-def key_of(header: Header) -> str | None:
+def key_of(header: GgufHeader) -> str | None:
     """The key in ARCHITECTURES of a file; None for one that is not there."""
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or " " in name:

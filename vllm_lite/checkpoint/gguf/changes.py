@@ -1,7 +1,7 @@
 """Changes by converters to tensors beside their names, and their inverses: here as data, in a model with torch.
 
 A change says how a tensor of the checkpoint is made of the file's. `weight_source` carries changes out where a tensor
-is read; those of the inputs of blocks (`Heads` along axis 1) are left to the product, which takes its inputs in the
+is read; those of the inputs of blocks (`HeadOrder` along axis 1) are left to the product, which takes its inputs in the
 file's order: a block may hold parts of several heads.
 """
 
@@ -37,7 +37,7 @@ class LogOfMinus(NamedTuple):
         return stored
 
 
-class Heads(NamedTuple):
+class HeadOrder(NamedTuple):
     """Heads are in groups. The checkpoint has those of a group one behind the other; the file has the first of each
     group, then the second of each, and so on."""
 
@@ -70,7 +70,7 @@ class Heads(NamedTuple):
         return [self.start + head * self.size + element for head in heads for element in range(self.size)]
 
 
-Change = OneMore | Flat | LogOfMinus | Heads
+Change = OneMore | Flat | LogOfMinus | HeadOrder
 
 
 def changed(shape: tuple[int, ...], changes: Sequence[Change]) -> tuple[int, ...]:

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 from vllm_lite.checkpoint.delta_net import DeltaNetSpec, Projections
 from vllm_lite.checkpoint.gguf.architecture import Architecture
-from vllm_lite.checkpoint.gguf.changes import Change, Heads
+from vllm_lite.checkpoint.gguf.changes import Change, HeadOrder
 from vllm_lite.checkpoint.gguf.config import architecture_of, config_of
 from vllm_lite.checkpoint.gguf.encoders import modules_of
 from vllm_lite.checkpoint.gguf.files import gguf_files, read_files
-from vllm_lite.checkpoint.gguf.header import Header, Tensor
+from vllm_lite.checkpoint.gguf.header import GgufHeader, GgufTensor
 from vllm_lite.checkpoint.gguf.kinds import FLOATS, READ
 from vllm_lite.checkpoint.gguf.metadata import Metadata
 from vllm_lite.checkpoint.gguf.names import halves, in_layer, name_here
@@ -33,7 +33,7 @@ class GgufCheckpoint:
     def __init__(self, files: list[Path]) -> None:
         """Raises ModelError for files that are damaged or do not belong together."""
         self.file = files[0]
-        self.header: Header = read_files(files)
+        self.header: GgufHeader = read_files(files)
 
     @classmethod
     def find(cls, path: Path) -> "GgufCheckpoint | None":
@@ -116,7 +116,7 @@ class GgufCheckpoint:
             for each in halves(name):
                 yield each.removesuffix(".weight"), tensor.kind.name
 
-    def _changed(self) -> Iterator[tuple[str, Tensor]]:
+    def _changed(self) -> Iterator[tuple[str, GgufTensor]]:
         """The tensors that a model may ask for, with what makes those of the checkpoint of them."""
         own = self.architecture
         changes = own.changes(Metadata(self.header))
@@ -129,15 +129,15 @@ class GgufCheckpoint:
         """The matrices of blocks whose inputs are heads that were moved."""
         for name, tensor in self._changed():
             moved = [change for change in tensor.changes if _is_of_inputs(change, tensor)]
-            if isinstance(heads := next(iter(moved), None), Heads):
+            if isinstance(heads := next(iter(moved), None), HeadOrder):
                 if tensor.shape[-1] != heads.end:
                     raise ModelError(f"{name} has {tensor.shape[-1]} inputs; its heads have {heads.end}")
                 yield name.removesuffix(".weight"), tuple(heads.inverse())
 
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, GgufTensor]:
         """The model's weights by their canonical names; of the tensors of experts each expert's part. Raises ModelError
         for two of one name."""
-        found = dict[str, Tensor]()
+        found = dict[str, GgufTensor]()
         for name, whole in self._changed():
             left = tuple(change for change in whole.changes if not _is_of_inputs(change, whole))
             tensor = whole._replace(changes=left)
@@ -150,12 +150,12 @@ class GgufCheckpoint:
         return found
 
 
-def _is_of_inputs(change: Change, tensor: Tensor) -> bool:
+def _is_of_inputs(change: Change, tensor: GgufTensor) -> bool:
     """Whether a change is left to the product, see `changes`."""
-    return isinstance(change, Heads) and change.axis == 1 and tensor.kind.name not in FLOATS
+    return isinstance(change, HeadOrder) and change.axis == 1 and tensor.kind.name not in FLOATS
 
 
-def _each(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _each(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
     """The matrices, or their biases, that are stacked along the first axis."""
     count, *shape = tensor.shape
     if len(shape) != (1 if name.endswith(".bias") else 2) or count > MAX_MATRICES:

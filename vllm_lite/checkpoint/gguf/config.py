@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_lite.checkpoint.gguf.architecture import Architecture
 from vllm_lite.checkpoint.gguf.architectures import ARCHITECTURES, key_of
-from vllm_lite.checkpoint.gguf.header import Header
+from vllm_lite.checkpoint.gguf.header import GgufHeader
 from vllm_lite.checkpoint.gguf.metadata import Metadata
 from vllm_lite.errors import ModelError
 
@@ -20,7 +20,7 @@ MAX_PAIRS = 4096
 """Factors of rope, one for each pair of a head."""
 
 
-def architecture_of(header: Header) -> Architecture:
+def architecture_of(header: GgufHeader) -> Architecture:
     """The architecture of a file. Raises ModelError, by name, for one that no native family has."""
     key = key_of(header)
     if key is None:
@@ -30,7 +30,7 @@ def architecture_of(header: Header) -> Architecture:
     return ARCHITECTURES[key]
 
 
-def config_of(header: Header) -> dict[str, Any]:
+def config_of(header: GgufHeader) -> dict[str, Any]:
     """The config.json of a file. Raises ModelError that names a key which is missing, or wrong."""
     of, own = Metadata(header), architecture_of(header)
     vocab_size, hidden_size = _matrix(of, "token_embd.weight")
@@ -85,7 +85,7 @@ def end_ids(of: Metadata) -> list[int]:
     return list(dict.fromkeys(id_ for id_ in ids if id_ is not None))
 
 
-def _dtype(header: Header) -> str:
+def _dtype(header: GgufHeader) -> str:
     """The type to compute in: that of the matrices if all are floats of one type, else bfloat16."""
     kinds = {tensor.kind.name for name, tensor in header.tensors.items() if len(tensor.shape) > 1}
     return {"F32": "float32", "F16": "float16"}.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"

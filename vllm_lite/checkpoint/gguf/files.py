@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from vllm_lite.checkpoint.gguf.header import Header, Tensor, read_header
+from vllm_lite.checkpoint.gguf.header import GgufHeader, GgufTensor, read_header
 from vllm_lite.errors import ModelError
 
 SUFFIX = ".gguf"
@@ -95,23 +95,23 @@ def _parts(path: Path) -> list[Path]:
     return files
 
 
-def read_files(files: list[Path]) -> Header:
+def read_files(files: list[Path]) -> GgufHeader:
     """The metadata of the first file, and the tensors of all. Raises ModelError if they do not make up one model."""
     return _read(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 
 @lru_cache(maxsize=2)
-def _read(identities: tuple[tuple[Path, int, int], ...]) -> Header:
+def _read(identities: tuple[tuple[Path, int, int], ...]) -> GgufHeader:
     """A process that starts asks several times."""
     files = [file for file, _, _ in identities]
     headers = [read_header(file) for file in files]
     count = headers[0].metadata.get("split.count", 1)
     if count not in (0, len(files)):
         raise ModelError(f"{files[0]}: is one of {count} files, as split.count says, and {len(files)} are there")
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, GgufTensor] = {}
     for header in headers:
         for name, tensor in header.tensors.items():
             if name in tensors:
                 raise ModelError(f"{tensor.file}: tensor {name!r} is also in {tensors[name].file.name}")
             tensors[name] = tensor
-    return Header(headers[0].metadata, tensors)
+    return GgufHeader(headers[0].metadata, tensors)

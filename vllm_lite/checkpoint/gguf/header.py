@@ -73,7 +73,7 @@ class Array:
 Value = int | float | bool | str | Array
 
 
-class Tensor(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor's type, shape and position."""
 
     kind: Kind
@@ -95,14 +95,14 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) // self.kind.elements * self.kind.num_bytes
 
 
-class Header(NamedTuple):
+class GgufHeader(NamedTuple):
     """A file's header: metadata and tensors."""
 
     metadata: Mapping[str, Value]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, GgufTensor]
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GgufHeader:
     """Read the header of the file `path`. Raises ModelError, in one sentence, for a file that is damaged or no GGUF."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ModelError(f"{path}: is not a file; a GGUF file is expected")
@@ -136,7 +136,7 @@ class _Reader(_File):
         super().__init__(path, data)
         self.at, self.num_texts, self.text_bytes = 0, 0, 0
 
-    def header(self) -> Header:
+    def header(self) -> GgufHeader:
         if self.data[:4] != MAGIC:
             raise self.error(f"it begins with {self.data[:4]!r}, not {MAGIC!r}")
         self.at = 4
@@ -152,9 +152,9 @@ class _Reader(_File):
             if name in metadata:
                 raise self.error(f"it has two values {name!r}")
             metadata[name] = self.value(name, self.u32())
-        return Header(metadata, self.tensors(num_tensors, self.alignment(metadata)))
+        return GgufHeader(metadata, self.tensors(num_tensors, self.alignment(metadata)))
 
-    def tensors(self, count: int, alignment: int) -> dict[str, Tensor]:
+    def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         """The tensors' infos, whose offsets begin at the first aligned byte behind the last of them."""
         infos: dict[str, tuple[Kind, tuple[int, ...], int]] = {}
         for _ in range(count):
@@ -163,7 +163,7 @@ class _Reader(_File):
                 raise self.error(f"it has two tensors {name!r}")
             infos[name] = self.info(name, alignment)
         start = self.at + -self.at % alignment
-        found = {name: Tensor(kind, shape, self.path, start + at) for name, (kind, shape, at) in infos.items()}
+        found = {name: GgufTensor(kind, shape, self.path, start + at) for name, (kind, shape, at) in infos.items()}
         self.check_places(found)
         return found
 
@@ -182,7 +182,7 @@ class _Reader(_File):
             raise self.error(f"tensor {name!r} begins at {offset}, which is no multiple of {alignment}")
         return kind, shape, offset
 
-    def check_places(self, tensors: Mapping[str, Tensor]) -> None:
+    def check_places(self, tensors: Mapping[str, GgufTensor]) -> None:
         """Raise ModelError unless all lie within the file, and none in another."""
         end, before = 0, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):

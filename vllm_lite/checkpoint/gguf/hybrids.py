@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_lite.checkpoint.gguf import names
 from vllm_lite.checkpoint.gguf.architecture import Architecture, Changes, experts, granite_factors
-from vllm_lite.checkpoint.gguf.changes import Change, Flat, Heads, LogOfMinus, OneMore
+from vllm_lite.checkpoint.gguf.changes import Change, Flat, HeadOrder, LogOfMinus, OneMore
 from vllm_lite.checkpoint.gguf.metadata import Metadata
 
 ATTENTION, STATE = "full_attention", "linear_attention"
@@ -152,7 +152,7 @@ def _of_delta_net(of: Metadata) -> Changes:
     per_key, size = values // max(1, keys), of.integer("ssm.inner_size") // max(1, values)
 
     def heads(size: int, start: int = 0, axis: int = 0) -> tuple[Change, ...]:
-        return (Heads(axis, start, keys, per_key, size),) if per_key > 1 else ()
+        return (HeadOrder(axis, start, keys, per_key, size),) if per_key > 1 else ()
 
     before = 2 * keys * key_size  # Q and K
     return {

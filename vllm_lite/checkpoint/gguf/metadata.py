@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, TypeVar, overload
 
-from vllm_lite.checkpoint.gguf.header import Array, Header, Tensor, Value
+from vllm_lite.checkpoint.gguf.header import Array, GgufHeader, GgufTensor, Value
 from vllm_lite.errors import ModelError
 
 T = TypeVar("T")
@@ -15,9 +15,9 @@ MAX_LAYERS = 10_000
 class Metadata:
     """A file's metadata under the name of its architecture, like "llama.block_count". Keys are given without it."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: GgufHeader) -> None:
         self.all: Mapping[str, Value] = header.metadata
-        self.tensors: Mapping[str, Tensor] = header.tensors
+        self.tensors: Mapping[str, GgufTensor] = header.tensors
         self.architecture = str(header.metadata.get("general.architecture", ""))
 
     @cached_property

@@ -43,7 +43,7 @@ class TextStream(Protocol):
         """Return the rest at the end, with U+FFFD for an incomplete character."""
 
 
-class Vocabulary(Protocol):
+class TokenTexts(Protocol):
     """The state that all streams of one tokenizer share. It is filled on demand. Any thread may use it, as entries
     never change."""
 
@@ -54,7 +54,7 @@ class Vocabulary(Protocol):
     def stream(self, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> TextStream: ...
 
 
-def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+def vocabulary(tokenizer: Tokenizer) -> TokenTexts:
     """Make the vocabulary for the tokenizer's decoder. Raises ModelError if neither machine fits it."""
     steps = _decoder_steps(tokenizer.decoder)
     if [step["type"] for step in steps] == ["ByteLevel"]:
@@ -282,7 +282,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: TokenTexts,
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,

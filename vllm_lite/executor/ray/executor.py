@@ -9,7 +9,7 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.executor.meeting_place import MeetingPlace
 from vllm_lite.executor.multiproc import MultiprocExecutor, WorkerTcp
 from vllm_lite.executor.ray import cluster
-from vllm_lite.executor.ray.ranks import RemoteChild, RemoteRanks, Start
+from vllm_lite.executor.ray.ranks import RankStart, RemoteChild, RemoteRanks
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.runtime.supervise import remove_dir
 from vllm_lite.transport import Tcp
@@ -34,7 +34,7 @@ class RayExecutor(MultiprocExecutor):
         for rank in range(self._config.tensor_parallel_size):
             keys = make_client_keys(self._folder, f"rank-{rank}")
             settings = WorkerSettings(self._config, self._worker_address, rank, self._generation)
-            starts.append(Start(settings, {file.name: file.read_bytes() for file in keys.iterdir()}))
+            starts.append(RankStart(settings, {file.name: file.read_bytes() for file in keys.iterdir()}))
             remove_dir(str(keys))
         self._remote = RemoteRanks(self._config, self._worker_module, starts, self._exits.set)
         super().spawn()

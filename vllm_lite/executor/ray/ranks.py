@@ -33,7 +33,7 @@ MAX_CALLS = 4
 logger = log.get(__name__)
 
 
-class Start(NamedTuple):
+class RankStart(NamedTuple):
     """Needs of one rank's start: its settings, and the files of its keys."""
 
     settings: WorkerSettings
@@ -80,7 +80,7 @@ class RemoteRanks:
     """One group. Threads place and start it, from start() on, until close()."""
 
     def __init__(
-        self, config: ResolvedConfig, module: str, starts: Sequence[Start], on_exit: Callable[[], None]
+        self, config: ResolvedConfig, module: str, starts: Sequence[RankStart], on_exit: Callable[[], None]
     ) -> None:
         self.children = [RemoteChild(start.settings.rank, lambda _reason: on_exit()) for start in starts]
         self._config = config

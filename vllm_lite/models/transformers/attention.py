@@ -16,7 +16,7 @@ from vllm_lite.models.transformers.library import INTERFACE
 
 
 @dataclass(slots=True)
-class Step:
+class LayerStep:
     """Inputs of all layers' attention in one step."""
 
     batch: StepBatch
@@ -47,7 +47,7 @@ class PagedAttention:
     def __init__(self, spec: ModelSpec) -> None:
         self.groups = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
         self.seen: dict[int, list[Seen]] = {}
-        self.step: Step | None = None
+        self.step: LayerStep | None = None
         self.kv_scales: dict[int, KVScales] = {}
         self._sinks: dict[int, torch.Tensor] = {}
 

@@ -21,7 +21,7 @@ from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
-from vllm_lite.models.transformers.attention import PagedAttention, Seen, Step, install, register
+from vllm_lite.models.transformers.attention import LayerStep, PagedAttention, Seen, install, register
 from vllm_lite.models.transformers.dry_run import observe, observe_head
 from vllm_lite.models.transformers.library import make_skeleton
 from vllm_lite.models.transformers.mlps import fuse_mlp
@@ -73,7 +73,7 @@ class TransformersModel:
     ) -> torch.Tensor:
         """The wanted tokens' hidden states after the final norm: [num_wanted, hidden_size]. The tokens of all sequences
         are one sequence to transformers, which sees their positions; who attends to what is up to the backend."""
-        self.paged.step = Step(batch, kv_caches, backend, progress)
+        self.paged.step = LayerStep(batch, kv_caches, backend, progress)
         try:
             output = self.body(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
         finally:

@@ -12,7 +12,7 @@ from vllm_lite.client.sample import Cursor
 from vllm_lite.client.stream import RequestStream
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import MAX_CONTEXT_BYTES, ForkRequest, Generate
-from vllm_lite.server.calls.place import Place, Shown
+from vllm_lite.server.calls.place import Shown, StreamPosition
 from vllm_lite.server.openai.chunks import AnswerStyle
 
 MAX_ECHO_CHARS = (MAX_CONTEXT_BYTES - 4096) // 4
@@ -141,7 +141,7 @@ class Call:
         self.are_forks = are_forks
         self._prompts = streams[:1] if are_forks else streams
         self._num_inherited = self._num_tokens if num_inherited is None else num_inherited
-        self.reading = Reading(self._choices(Place.beginning(len(streams) * streams[0].params.n)))
+        self.reading = Reading(self._choices(StreamPosition.beginning(len(streams) * streams[0].params.n)))
         self.was_cut = False
         """The server ends before this had a single token of its own."""
         self.was_woken = False
@@ -207,14 +207,14 @@ class Call:
     def num_cached_tokens(self) -> int:
         return sum(stream.num_cached_tokens or 0 for stream in self._prompts)
 
-    def read_on(self, place: Place) -> Reading:
+    def read_on(self, place: StreamPosition) -> Reading:
         """Let another client read, from `place` on; the reading before is over."""
         self.reading.replace()
         self.reading = Reading(self._choices(place), is_resumed=True)
         self.reading.wake()
         return self.reading
 
-    def has_reached(self, place: Place) -> bool:
+    def has_reached(self, place: StreamPosition) -> bool:
         """Whether there is as much of every choice as `place` says that a client has."""
         if len(place.choices) != len(self.choices):
             return False
@@ -234,7 +234,7 @@ class Call:
         self.was_cut = not (self.finished or self.has_begun)
         self.wake()
 
-    def _choices(self, place: Place) -> list[Choice]:
+    def _choices(self, place: StreamPosition) -> list[Choice]:
         num = self.streams[0].params.n
         return [
             Choice(index, self.streams[index // num], index % num, shown) for index, shown in enumerate(place.choices)

@@ -7,7 +7,7 @@ streams is woken once for all of them.
 import asyncio
 
 from vllm_lite.client.any_session import AnySession
-from vllm_lite.client.stream import Event, Failure, RequestStream, shows
+from vllm_lite.client.stream import Event, RequestStream, StreamFailure, shows
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Tokens
 from vllm_lite.runtime import log
@@ -121,7 +121,7 @@ class Dispatcher:
                     stream.apply(event)
             except Exception as error:  # only this stream fails; the others' events are still to be dispatched
                 logger.exception("request %s failed", event.request_id)
-                stream.apply(Failure(event.request_id, VllmLiteError(f"the server failed: {error!r}")))
+                stream.apply(StreamFailure(event.request_id, VllmLiteError(f"the server failed: {error!r}")))
             if event.request_id in self._queued and shows(event):
                 self._leave_queue(event.request_id)
             if stream.finished:  # at a stop string, perhaps, of which the engine does not know

@@ -2,7 +2,7 @@
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.server.calls.call import Call, Choice
-from vllm_lite.server.calls.place import Place
+from vllm_lite.server.calls.place import StreamPosition
 from vllm_lite.server.openai.chunks import AnswerWriter
 from vllm_lite.server.openai.errors import ApiError
 
@@ -17,7 +17,7 @@ class MarkedWriter:
         the stream has not reached."""
         self._writer = writer
         self._opening = writer.opening()
-        self.place = Place.read(last_event_id, call, len(self._opening))
+        self.place = StreamPosition.read(last_event_id, call, len(self._opening))
         for choice, shown in zip(call.choices, self.place.choices, strict=True):
             if shown.num_tokens or shown.has_ended:
                 writer.skip(choice, choice.part(shown))

@@ -39,7 +39,7 @@ class Shown:
         self.has_ended = delta.finish_reason is not None
 
 
-class Place:
+class StreamPosition:
     """A position in a stream of events; each event moves it forward.
 
     `num_opened` counts events of the opening. `closing` is 0 before the closing, 1 behind the usage, 2 at the end.
@@ -51,11 +51,11 @@ class Place:
         self.closing = closing
 
     @classmethod
-    def beginning(cls, num_choices: int) -> "Place":
+    def beginning(cls, num_choices: int) -> "StreamPosition":
         return cls([Shown() for _ in range(num_choices)])
 
     @classmethod
-    def read(cls, text: str, call: "Call", num_openings: int) -> "Place":
+    def read(cls, text: str, call: "Call", num_openings: int) -> "StreamPosition":
         """Read what a client of `call`, whose opening has `num_openings` events, sent as the last id that it has; ""
         is the beginning. Raises ApiError for a place that the stream has not reached."""
         if not text:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vllm_lite.server.calls.call import Call, Reading
-from vllm_lite.server.calls.place import Place
+from vllm_lite.server.calls.place import StreamPosition
 from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.openai.errors import ApiError, in_use
 
@@ -74,7 +74,7 @@ class ResumableCalls:
             yield reading
 
     @contextmanager
-    def resume(self, call: Call, place: Place) -> Iterator[Reading]:
+    def resume(self, call: Call, place: StreamPosition) -> Iterator[Reading]:
         """Read `call` from `place` on; the reading before is over."""
         with self._read(call, call.read_on(place)) as reading:
             yield reading

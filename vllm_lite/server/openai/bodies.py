@@ -168,7 +168,7 @@ Variables = dict[str, Any]
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
-class Function(msgspec.Struct, frozen=True):
+class ToolFunction(msgspec.Struct, frozen=True):
     """A function that a model may call; `parameters` is the JSON schema of its arguments."""
 
     name: Annotated[str, Meta(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
@@ -180,7 +180,7 @@ class Function(msgspec.Struct, frozen=True):
 class FunctionTool(msgspec.Struct, frozen=True):
     """One of `tools`, as it is checked; a template gets it as it came, with what else it has."""
 
-    function: Function
+    function: ToolFunction
     type: Literal["function"] = "function"
 
 

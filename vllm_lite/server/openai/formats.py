@@ -8,7 +8,7 @@ import msgspec
 
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.client.text.response import shipped
-from vllm_lite.client.text.response.choose import Choice, choose, thinking_of
+from vllm_lite.client.text.response.choose import FormatChoice, choose, thinking_of
 from vllm_lite.client.text.response.parser import ResponseParser
 from vllm_lite.client.text.response.template import Format
 from vllm_lite.client.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class _Config(msgspec.Struct):
 class Formats:
     """The format in force, chosen once for all requests. `choice` says which, and why."""
 
-    def __init__(self, choice: Choice, tokenizer: Tokenizer) -> None:
+    def __init__(self, choice: FormatChoice, tokenizer: Tokenizer) -> None:
         self.choice = choice
         self.tokenizer = tokenizer
         self._fallback: Format | None = None

@@ -17,7 +17,7 @@ from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.forms import ToolsWanted, WantedForm
 
 if TYPE_CHECKING:  # they import llguidance
-    from vllm_lite.structured.compile import Compiled
+    from vllm_lite.structured.compile import CompiledGrammar
     from vllm_lite.structured.tools import CallGrammar
 
 COMPILER = "vllm_lite.structured.compile"
@@ -35,7 +35,7 @@ class Held(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Grammars:
+class GrammarBuilder:
     """Makes the grammars of requests. `formats` are the model's, None for one without a tokenizer. `strict_level`: what
     holds calls that may be made, beside their tools' own `strict`, as --tool-strict-level has it."""
 
@@ -107,7 +107,7 @@ class Grammars:
         )
 
 
-def _of_form(form: WantedForm, calls: str | None) -> "Compiled":
+def _of_form(form: WantedForm, calls: str | None) -> "CompiledGrammar":
     from vllm_lite.structured.compile import compile_form
     from vllm_lite.structured.either import either
 

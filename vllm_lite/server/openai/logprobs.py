@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from vllm_lite.client.outputs import Logprob
-from vllm_lite.client.text.detokenizer import ByteVocabulary, PieceVocabulary, Vocabulary, vocabulary
+from vllm_lite.client.text.detokenizer import ByteVocabulary, PieceVocabulary, TokenTexts, vocabulary
 from vllm_lite.client.text.tokenizer import Tokenizer
 
 LEAST = -9999.0
@@ -26,7 +26,7 @@ class Spelling:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.by_id = SpellingById(self)
-        self._vocabulary: Vocabulary | None = None if tokenizer is None else vocabulary(tokenizer)
+        self._vocabulary: TokenTexts | None = None if tokenizer is None else vocabulary(tokenizer)
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def of(self, token_id: int) -> tuple[str, bytes]:

@@ -10,7 +10,7 @@ import msgspec
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.text.response.arguments import arguments_of
 from vllm_lite.client.text.response.parser import ResponseParser
-from vllm_lite.client.text.response.pieces import CallDelta, Event, Piece, ReasoningDelta, TextDelta
+from vllm_lite.client.text.response.pieces import CallDelta, Event, OutputPiece, ReasoningDelta, TextDelta
 from vllm_lite.protocol.structured import Thinking
 
 _LETTERS = string.ascii_letters + string.digits
@@ -138,14 +138,14 @@ class _ThinkingCount:
             self._is_open, self._seen = not self._is_open, []
 
 
-def pieces(delta: CompletionOutput) -> list[Piece]:
+def pieces(delta: CompletionOutput) -> list[OutputPiece]:
     """Cut a text at its added tokens, of which the parser knows the ids."""
-    text, found, at = delta.text, list[Piece](), 0
+    text, found, at = delta.text, list[OutputPiece](), 0
     for mark in delta.marks:
         if mark.start > at:
-            found.append(Piece(text[at : mark.start]))
-        found.append(Piece(text[mark.start : mark.end], mark.token_id))
+            found.append(OutputPiece(text[at : mark.start]))
+        found.append(OutputPiece(text[mark.start : mark.end], mark.token_id))
         at = mark.end
     if at < len(text):
-        found.append(Piece(text[at:]))
+        found.append(OutputPiece(text[at:]))
     return found

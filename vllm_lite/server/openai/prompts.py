@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from vllm_lite.client.prompt import PromptLike, TokensPrompt, check_text, encode, max_text_bytes, too_many_bytes
 from vllm_lite.client.text.chat_template import with_read_arguments
-from vllm_lite.client.text.detokenizer import Detokenizer, Vocabulary, vocabulary
+from vllm_lite.client.text.detokenizer import Detokenizer, TokenTexts, vocabulary
 from vllm_lite.client.text.infill import Infill
 from vllm_lite.client.text.left_out import LeftOut, described
 from vllm_lite.client.text.message_parts import MAY_BE_EMPTY, Content, read_parts, reasoning_fields
@@ -93,7 +93,7 @@ class Prompts:
         self._told = told
         self._renderer = renderer
         self._max_model_len = max_model_len
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: TokenTexts | None = None
         self._infill: Infill | None = None
         self._threads = Threads(NUM_TOKENIZERS, "tokenizer")
 

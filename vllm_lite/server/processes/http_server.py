@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from vllm_lite import transport
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS
 from vllm_lite.client.data_parallel import connect
-from vllm_lite.client.launch import Launched
+from vllm_lite.client.launch import LaunchedEngine
 from vllm_lite.client.launch_engines import LaunchedEngines
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.protocol.api import Welcome
@@ -245,7 +245,7 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
 def serve_first(
     config: ServeConfig,
     keys: Keys,
-    launched: Launched | LaunchedEngines,
+    launched: LaunchedEngine | LaunchedEngines,
     files: ModelFiles,
     listeners: Sequence[socket.socket],
     stop: threading.Event,

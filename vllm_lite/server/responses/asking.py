@@ -24,14 +24,14 @@ MAX_FORMAT_DEPTH = 128
 """Deeper than any schema that is compiled, and still encoded."""
 
 
-class Conversation(NamedTuple):
+class ChatTurns(NamedTuple):
     """Content that a request shows to the model: messages, and the tools that they and the request bring."""
 
     messages: list[ChatMessage]
     tools: Toolbox
 
 
-async def made(generation: Generation, asked: Asked[ResponseBody], shown: Conversation, call_id: str) -> Made:
+async def made(generation: Generation, asked: Asked[ResponseBody], shown: ChatTurns, call_id: str) -> Made:
     """Make the call, without starting it. With truncation the oldest messages are left out until the rest fits. Raises
     ApiError."""
     try:
@@ -70,12 +70,12 @@ def _without(messages: list[ChatMessage], count: int) -> list[ChatMessage]:
     return [*messages[:start], *rest[count:]]
 
 
-async def _chat(generation: Generation, asked: Asked[ResponseBody], shown: Conversation, call_id: str) -> Made:
+async def _chat(generation: Generation, asked: Asked[ResponseBody], shown: ChatTurns, call_id: str) -> Made:
     chat = Asked(asked.request, as_chat(asked.body, shown), asked.headers, asked.model)
     return await generation.chat(chat, call_id)
 
 
-def as_chat(body: ResponseBody, shown: Conversation) -> ChatBody:
+def as_chat(body: ResponseBody, shown: ChatTurns) -> ChatBody:
     """Make the chat that `body` is. Raises ApiError."""
     shared = {name: getattr(body, name) for name in (*SAMPLING, *FORM)}
     kwargs, effort = body.chat_template_kwargs, body.reasoning.effort if body.reasoning else None

@@ -17,9 +17,9 @@ from vllm_lite.server.openai.bodies import MAX_MESSAGES
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.responses import items
 from vllm_lite.server.responses.client_tools import Item
-from vllm_lite.server.responses.store import Record
+from vllm_lite.server.responses.store import StoredResponse
 
-Find = Callable[[str], Awaitable[Record | None]]
+Find = Callable[[str], Awaitable[StoredResponse | None]]
 """Finds what is kept of a response of the sender, by its id."""
 Hold = Callable[[bytes | memoryview], None]
 """Counts bytes as a part of the request. Raises ApiError (400, 429)."""
@@ -34,7 +34,7 @@ class Earlier:
     def __init__(self, find: Find, hold: Hold) -> None:
         self._find = find
         self._hold = hold
-        self._records: dict[str, Record | None] = {}
+        self._records: dict[str, StoredResponse | None] = {}
         self._named: dict[str, dict[str, Raw]] = {}
         self._items: dict[str, Item] = {}
 
@@ -62,7 +62,7 @@ class Earlier:
                 raise ApiError(400, text, "previous_response_id")
         return [item for part in reversed(parts) for item in part]
 
-    async def chain(self, previous: str | None) -> AsyncIterator[Record]:
+    async def chain(self, previous: str | None) -> AsyncIterator[StoredResponse]:
         """Yield the response `previous` and those before it, newest first. Their bytes count."""
         field, seen = "previous_response_id", set[str]()
         while previous is not None:
@@ -78,12 +78,12 @@ class Earlier:
             yield record
             previous = record.previous
 
-    async def _record(self, response_id: str) -> Record | None:
+    async def _record(self, response_id: str) -> StoredResponse | None:
         if response_id not in self._records:
             self._records[response_id] = await self._find(response_id)
         return self._records[response_id]
 
-    async def _by_id(self, record: Record) -> dict[str, Raw]:
+    async def _by_id(self, record: StoredResponse) -> dict[str, Raw]:
         if record.id not in self._named:
             stored = await in_thread_if_long(record.size, partial(named, record))
             self._named[record.id] = dict(reversed(stored))  # of two items with one id the first counts
@@ -111,13 +111,13 @@ class _StoredOutputs(msgspec.Struct):
     output: list[Raw]
 
 
-def is_running(record: Record) -> bool:
+def is_running(record: StoredResponse) -> bool:
     """Whether the response had not ended when it was recorded."""
     status = record.status or msgspec.json.decode(record.response, type=_Status).status
     return status in _RUNNING
 
 
-def named(record: Record, *, has_outputs: bool = True) -> list[tuple[str, Raw]]:
+def named(record: StoredResponse, *, has_outputs: bool = True) -> list[tuple[str, Raw]]:
     """Find the items of a response and their ids. The items are left as they are stored, in the record's memory."""
     stored = msgspec.json.decode(record.items, type=list[Raw])
     if has_outputs:
@@ -126,6 +126,6 @@ def named(record: Record, *, has_outputs: bool = True) -> list[tuple[str, Raw]]:
     return [(id_of.decode(data).id, data) for data in stored]
 
 
-def _decoded(record: Record) -> list[Item]:
+def _decoded(record: StoredResponse) -> list[Item]:
     output = msgspec.json.decode(record.response, type=_Outputs).output
     return [*msgspec.json.decode(record.items, type=list[Item]), *output]

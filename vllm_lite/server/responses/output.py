@@ -23,7 +23,7 @@ _ENDS = {("apply_patch_call", "incomplete"): "in_progress"}
 """A status that the type of an item does not have, and the one that says it."""
 
 
-class Shown(NamedTuple):
+class OutputStyle(NamedTuple):
     """Style of the shown output: `top_logprobs` candidates of each token of a text, None for no logprobs; reasoning
     also packed; calls as those of the request's tools."""
 
@@ -42,7 +42,7 @@ class Output:
         spelling: AnySpelling,
         *,
         log: EventLog | None,
-        shown: Shown,
+        shown: OutputStyle,
     ) -> None:
         """`response` is the response object, whose `output` and status this keeps true."""
         self.response = response

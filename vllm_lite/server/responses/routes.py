@@ -22,14 +22,14 @@ from vllm_lite.server.openai.bodies import MAX_MESSAGES, warned
 from vllm_lite.server.openai.chunks import AnswerWriter
 from vllm_lite.server.openai.errors import ApiError, in_use
 from vllm_lite.server.responses import asking, bodies, history, items
-from vllm_lite.server.responses.asking import Conversation
+from vllm_lite.server.responses.asking import ChatTurns
 from vllm_lite.server.responses.bodies import ENCRYPTED, LOGPROBS, MAX_ID_CHARS, ResponseBody
 from vllm_lite.server.responses.client_tools import Item
 from vllm_lite.server.responses.earlier import Earlier, in_thread_if_long, is_running, named
 from vllm_lite.server.responses.event_log import EventLog
-from vllm_lite.server.responses.output import Output, Shown
+from vllm_lite.server.responses.output import Output, OutputStyle
 from vllm_lite.server.responses.runs import Run, Runs, Sender
-from vllm_lite.server.responses.store import Record, Store
+from vllm_lite.server.responses.store import Store, StoredResponse
 from vllm_lite.server.responses.toolbox import Toolbox
 from vllm_lite.server.vllm import rendered
 
@@ -77,7 +77,7 @@ class ResponsesRoutes:
             self._live.writers.message(call, call.choices[0]),
             spelling.by_id if call.style.names_ids else spelling,
             log=log,
-            shown=Shown(
+            shown=OutputStyle(
                 params.logprobs if body.includes(LOGPROBS) else None, body.includes(ENCRYPTED), tools=shown.tools
             ),
         )
@@ -129,7 +129,7 @@ class ResponsesRoutes:
         if not is_streamed:
             return _json(found.response)
         log = found.log if isinstance(found, Run) else await _log_of(found)
-        if log is None and isinstance(found, Record) and is_running(found):
+        if log is None and isinstance(found, StoredResponse) and is_running(found):
             raise ApiError(409, f"the stream of response {found.id!r} is at another API server; connect again")
         if log is None:
             raise ApiError(400, f"response {found.id!r} has no stream: it was not asked for with stream or background")
@@ -201,7 +201,7 @@ class ResponsesRoutes:
             raise in_use(response_id)
         return response_id
 
-    async def _find(self, response_id: str, request: Request) -> Run | Record | None:
+    async def _find(self, response_id: str, request: Request) -> Run | StoredResponse | None:
         """Find a response of the sender, as far as this server knows."""
         if len(response_id) > MAX_ID_CHARS:
             return None
@@ -210,17 +210,17 @@ class ResponsesRoutes:
             return None
         return None if isinstance(found, Run) and (found.was_deleted or not found.is_kept) else found
 
-    async def _found(self, request: Request) -> Run | Record:
+    async def _found(self, request: Request) -> Run | StoredResponse:
         """Find the response of the path. Raises ApiError."""
         response_id: str = request.path_params["response_id"]
         found = await self._find(response_id, request)
         if found is None:
             raise _unknown(response_id)
-        if isinstance(found, Record) and is_running(found):
+        if isinstance(found, StoredResponse) and is_running(found):
             return await self._checked(found)
         return found
 
-    async def _checked(self, record: Record) -> Record:
+    async def _checked(self, record: StoredResponse) -> StoredResponse:
         """A response that another API server runs, or one that ended with its server."""
         try:
             await self._live.members(record.id)
@@ -237,7 +237,7 @@ class ResponsesRoutes:
                 await self._store.put(record)
         return record
 
-    async def _settled(self, record: Record) -> Record:
+    async def _settled(self, record: StoredResponse) -> StoredResponse:
         """The record once the API server that ended the response has stored that, or after a while as it is."""
         deadline_s = time.monotonic() + SETTLE_S
         while is_running(record) and time.monotonic() < deadline_s:
@@ -247,7 +247,7 @@ class ResponsesRoutes:
 
     async def _messages(
         self, asked: Asked[ResponseBody], response_id: str
-    ) -> tuple[list[Item], Conversation, Asked[ResponseBody]]:
+    ) -> tuple[list[Item], ChatTurns, Asked[ResponseBody]]:
         """The request's own input items, what the model is shown of the whole conversation, and the request with a
         Warning for what it is not shown. Raises ApiError."""
         body, request = asked.body, asked.request
@@ -262,10 +262,10 @@ class ResponsesRoutes:
         tools = Toolbox(body.tools or (), history.later_tools(everything))
         messages = history.messages(body.instructions, everything, tools)
         headers = warned(asked.headers, "not shown to the model", [*tools.left_out, *left_out])
-        return own, Conversation(messages, tools), asked._replace(headers=headers)
+        return own, ChatTurns(messages, tools), asked._replace(headers=headers)
 
     def _earlier(self, request: Request) -> Earlier:
-        async def find(response_id: str) -> Record | None:
+        async def find(response_id: str) -> StoredResponse | None:
             found = await self._find(response_id, request)
             return found.record() if isinstance(found, Run) else found
 
@@ -376,7 +376,7 @@ def _unknown(response_id: str) -> ApiError:
     return ApiError(404, f"no response {response_id[:80]!r} is kept here, or not with this API key", "response_id")
 
 
-async def _log_of(record: Record) -> EventLog | None:
+async def _log_of(record: StoredResponse) -> EventLog | None:
     if not record.events:
         return None
     return EventLog.of(await asyncio.to_thread(zlib.decompress, record.events), record.first)

@@ -21,7 +21,7 @@ from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.responses.client_tools import Item
 from vllm_lite.server.responses.event_log import EventLog
 from vllm_lite.server.responses.output import Output
-from vllm_lite.server.responses.store import Record, Store
+from vllm_lite.server.responses.store import Store, StoredResponse
 
 CLOSE_S = 2.0
 """How long what has been ended may take to be stored when the server ends."""
@@ -69,12 +69,12 @@ class Run:
     def response(self) -> bytes:
         return msgspec.json.encode(self.output.response)
 
-    def record(self, events: bytes = b"") -> Record:
+    def record(self, events: bytes = b"") -> StoredResponse:
         first = self.log.first if self.log is not None else 0
         previous = self.output.response["previous_response_id"]
         status, kept = self.output.response["status"], (self.response, self.items, events, first)
         owner, holder, _ = self.sender
-        return Record(self.id, owner, previous, self.is_background, *kept, holder, status)
+        return StoredResponse(self.id, owner, previous, self.is_background, *kept, holder, status)
 
 
 class Runs:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 logger = log.get(__name__)
 
 
-class Record(msgspec.Struct, frozen=True):
+class StoredResponse(msgspec.Struct, frozen=True):
     """One response.
 
     response  the response object, as JSON
@@ -65,15 +65,15 @@ class Record(msgspec.Struct, frozen=True):
         return len(self.response) + len(self.items) + len(self.events) + 512
 
 
-_record = msgspec.msgpack.Decoder(Record)
+_record = msgspec.msgpack.Decoder(StoredResponse)
 
 
 class Store(Protocol):
     """Keeps records by id. The methods raise ApiError where the store itself fails."""
 
-    async def get(self, response_id: str) -> Record | None: ...
+    async def get(self, response_id: str) -> StoredResponse | None: ...
 
-    async def put(self, record: Record) -> None:
+    async def put(self, record: StoredResponse) -> None:
         """Keep a record, or replace the one with its id. Others of the largest holder go if there is too much; a record
         that is larger than the whole store is not kept."""
 
@@ -89,7 +89,7 @@ class MemoryStore:
     def __init__(self, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
         self._max_bytes = max_bytes
         self._max_responses = max_responses
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._records: OrderedDict[str, StoredResponse] = OrderedDict()
         """All of them, the oldest first."""
         self._of: dict[str, OrderedDict[str, None]] = {}
         """The ids of each holder's, the oldest first."""
@@ -99,10 +99,10 @@ class MemoryStore:
     def __len__(self) -> int:
         return len(self._records)
 
-    async def get(self, response_id: str) -> Record | None:
+    async def get(self, response_id: str) -> StoredResponse | None:
         return self._records.get(response_id)
 
-    async def put(self, record: Record) -> None:
+    async def put(self, record: StoredResponse) -> None:
         await self.delete(record.id)
         if record.size > self._max_bytes:
             return
@@ -132,7 +132,7 @@ class MemoryStore:
         if held != self._num_bytes_of or sum(held.values()) != self.num_bytes or ids != self._records.keys():
             raise AssertionError(f"holders have {held}, counted as {self._num_bytes_of} and {self.num_bytes}")
 
-    def _count(self, record: Record, num_bytes: int) -> None:
+    def _count(self, record: StoredResponse, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         self._num_bytes_of[record.holder] += num_bytes
 
@@ -179,10 +179,10 @@ class SqliteStore:
             file.execute(f"PRAGMA user_version={_VERSION}")
         return file
 
-    async def get(self, response_id: str) -> Record | None:
+    async def get(self, response_id: str) -> StoredResponse | None:
         return await self._run(lambda: self._get(response_id))
 
-    async def put(self, record: Record) -> None:
+    async def put(self, record: StoredResponse) -> None:
         await self._run(lambda: self._put(record))
 
     async def delete(self, response_id: str) -> bool:
@@ -199,11 +199,11 @@ class SqliteStore:
             logger.error("the store of responses failed: %s", error)
             raise ApiError(500, "the store of responses failed; the server's log says why") from error
 
-    def _get(self, response_id: str) -> Record | None:
+    def _get(self, response_id: str) -> StoredResponse | None:
         row = self._file.execute("SELECT data FROM responses WHERE id = ?", (response_id,)).fetchone()
         return None if row is None else _record.decode(row[0])
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: StoredResponse) -> None:
         data = msgspec.msgpack.encode(record)
         with self._file:
             self._file.execute("BEGIN IMMEDIATE")

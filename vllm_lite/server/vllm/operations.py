@@ -21,7 +21,7 @@ MAX_WAITING = 64
 """Operations of one API server that are not done yet; the engine carries out one after the other."""
 
 
-class Operations:
+class OperationRoutes:
     """Answers each of them by one method. What an engine does, all API servers in front of it see."""
 
     def __init__(self, calls: Calls, reader: BodyReader, config: ResolvedConfig) -> None:

@@ -32,8 +32,8 @@ def run(
     parts: Sequence[str],
     threads: Sequence[int],
     report: Callable[[str], None] = lambda _line: None,
-    products: kernels_linear.Choice = kernels_linear.ALL,
-    cases: Sequence[kernels_attention.Chosen] = (),
+    products: kernels_linear.LinearSelection = kernels_linear.ALL,
+    cases: Sequence[kernels_attention.AttentionSelection] = (),
 ) -> dict[str, Any]:
     """Measure `parts` of PARTS with each number of threads, of linear layers `products`, of attention `cases` in the
     types of `products`, or what it has without any; `report` is called with what is being measured. Raises ValueError
@@ -58,7 +58,10 @@ def run(
 
 
 def _measure(
-    part: str, num_threads: int, products: kernels_linear.Choice, cases: Sequence[kernels_attention.Chosen]
+    part: str,
+    num_threads: int,
+    products: kernels_linear.LinearSelection,
+    cases: Sequence[kernels_attention.AttentionSelection],
 ) -> Iterator[Row]:
     if part == "attention":
         yield from kernels_attention.measure(num_threads, cases, products.dtypes)

@@ -50,7 +50,7 @@ def sharing(group: int, head_size: int = HEAD_SIZE) -> HeadCounts:
     return HeadCounts(NUM_KV_HEADS * group, NUM_KV_HEADS, head_size)
 
 
-class Chosen(NamedTuple):
+class AttentionSelection(NamedTuple):
     """Sequences to attend for, all alike."""
 
     num_seqs: int
@@ -59,7 +59,7 @@ class Chosen(NamedTuple):
     heads: HeadCounts
 
 
-def chosen(text: str) -> Chosen:
+def chosen(text: str) -> AttentionSelection:
     """From sequences x new tokens @ context : heads / KV heads x head size, such as 32x1@1024:24/8x64. Raises
     ValueError for what is no such case."""
     found = re.fullmatch(r"(\d+)x(\d+)@(\d+):(\d+)/(\d+)x(\d+)", text, re.ASCII)
@@ -70,7 +70,7 @@ def chosen(text: str) -> Chosen:
             f"32x1@1024:24/8x64, got {text!r}"
         )
     num_seqs, query_len, seq_len, num_heads, num_kv_heads, head_size = numbers
-    case = Chosen(num_seqs, query_len, seq_len, HeadCounts(num_heads, num_kv_heads, head_size))
+    case = AttentionSelection(num_seqs, query_len, seq_len, HeadCounts(num_heads, num_kv_heads, head_size))
     if case.query_len > case.seq_len:
         raise ValueError(f"{case.query_len} new tokens are more than the context of {case.seq_len} in {text!r}")
     if case.heads.num_heads % case.heads.num_kv_heads:
@@ -78,7 +78,7 @@ def chosen(text: str) -> Chosen:
     return case
 
 
-class Case:
+class AttentionCase:
     """Sequences of (query_len, seq_len) with a filled cache, and everything that attention over it takes."""
 
     def __init__(
@@ -154,7 +154,9 @@ def _fill(block: torch.Tensor, head_size: int) -> None:
     block.view(torch.uint8).copy_(kept.view(torch.uint8))
 
 
-def measure(num_threads: int, cases: Sequence[Chosen] = (), dtypes: Sequence[torch.dtype] = ()) -> Iterator[Row]:
+def measure(
+    num_threads: int, cases: Sequence[AttentionSelection] = (), dtypes: Sequence[torch.dtype] = ()
+) -> Iterator[Row]:
     """`cases` in each of `dtypes`. Without any: decoding, chunks of prompts, cache writes, layouts of the cache."""
     if cases:
         yield from (row for dtype in dtypes for row in _chosen_cases(num_threads, cases, dtype))
@@ -167,14 +169,16 @@ def measure(num_threads: int, cases: Sequence[Chosen] = (), dtypes: Sequence[tor
     yield from caches_of_a_byte(num_threads)
 
 
-def _chosen_cases(num_threads: int, cases: Sequence[Chosen], dtype: torch.dtype) -> Iterator[Row]:
+def _chosen_cases(num_threads: int, cases: Sequence[AttentionSelection], dtype: torch.dtype) -> Iterator[Row]:
     """One new token a sequence is held against memory's speed, with as many caches in turn as no processor keeps, and
     several against multiplications in registers."""
     for case in cases:
-        batches = [Case([(case.query_len, case.seq_len)] * case.num_seqs, case.heads, dtype)]
+        batches = [AttentionCase([(case.query_len, case.seq_len)] * case.num_seqs, case.heads, dtype)]
         kv_bytes = _kv_bytes(batches[0])
         if is_decode := case.query_len == 1:
-            batches += [Case(batches[0].lengths, case.heads, dtype) for _ in range(WORKING_SET_BYTES // kv_bytes)]
+            batches += [
+                AttentionCase(batches[0].lengths, case.heads, dtype) for _ in range(WORKING_SET_BYTES // kv_bytes)
+            ]
         limit = read_bandwidth_gb_s(num_threads) if is_decode else peak_gflop_s(num_threads, dtype)
         (pass_s,) = best_times(clock_for(num_threads), [partial(_attend_all, batches)], MIN_TIME_S)
         seconds = pass_s / len(batches)
@@ -184,7 +188,7 @@ def _chosen_cases(num_threads: int, cases: Sequence[Chosen], dtype: torch.dtype)
         yield _row("decode" if is_decode else "prefill", batches[0], **figures)
 
 
-def _attend_all(batches: Sequence[Case]) -> None:
+def _attend_all(batches: Sequence[AttentionCase]) -> None:
     for batch in batches:
         batch.attend()
 
@@ -193,7 +197,7 @@ def decoding(num_threads: int) -> Iterator[Row]:
     limit = 0.0
     for group in GROUPS:
         limit = max(limit, read_bandwidth_gb_s(num_threads))
-        batch = Case([(1, CONTEXT)] * NUM_SEQS, sharing(group), torch.bfloat16)
+        batch = AttentionCase([(1, CONTEXT)] * NUM_SEQS, sharing(group), torch.bfloat16)
         seconds, torch_s = best_times(clock_for(num_threads), [batch.attend, batch.attend_in_torch], MIN_TIME_S)
         speed = _kv_bytes(batch) / seconds / 1e9
         yield _row("decode", batch, gb_s=speed, limit=limit, share=speed / limit, ratio_torch=torch_s / seconds)
@@ -204,7 +208,7 @@ def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
     limit = peak_gflop_s(num_threads, dtype)
     for head_size in PREFILL_HEAD_SIZES:
         for context in CONTEXTS:
-            batch = Case([(CHUNK, context)], sharing(4, head_size), dtype)
+            batch = AttentionCase([(CHUNK, context)], sharing(4, head_size), dtype)
             seconds, torch_s = best_times(clock_for(num_threads), [batch.attend, batch.attend_in_torch], MIN_TIME_S)
             speed = _flops(batch) / seconds / 1e9
             yield _row("prefill", batch, gflop_s=speed, limit=limit, share=speed / limit, ratio_torch=torch_s / seconds)
@@ -213,7 +217,7 @@ def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
 def writes(num_threads: int) -> Iterator[Row]:
     """Rotation of Q and K and the write of K and V, four heads to a KV head."""
     for num_tokens in NUM_WRITTEN:
-        batch = Case([(num_tokens, max(num_tokens, CONTEXT))], sharing(4), torch.bfloat16)
+        batch = AttentionCase([(num_tokens, max(num_tokens, CONTEXT))], sharing(4), torch.bfloat16)
         batch.step.slot_mapping = (torch.randperm(len(batch.kv) * BLOCK_SIZE)[:num_tokens],)
         key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE).bfloat16()
         ones = torch.ones(num_tokens, HEAD_SIZE, dtype=torch.bfloat16)
@@ -223,7 +227,9 @@ def writes(num_threads: int) -> Iterator[Row]:
         yield _row("rotate and write", batch, us=seconds * 1e6, torch_us=torch_s * 1e6, ratio_torch=torch_s / seconds)
 
 
-def _writer(backend_type: type[CpuBackend | ReferenceBackend], batch: Case, heads: Heads) -> Callable[[], object]:
+def _writer(
+    backend_type: type[CpuBackend | ReferenceBackend], batch: AttentionCase, heads: Heads
+) -> Callable[[], object]:
     """One write of `heads`, with a plan of its own."""
     backend, step = backend_type(batch.shape), replace(batch.step)
     backend.prepare(step)
@@ -233,7 +239,7 @@ def _writer(backend_type: type[CpuBackend | ReferenceBackend], batch: Case, head
 def layouts(num_threads: int) -> Iterator[Row]:
     """The same decoding over caches that are laid out differently; the engine's is block-major."""
     names = ("block-major", "layer by layer", "heads inside tokens")
-    batches = [Case([(1, CONTEXT)] * NUM_SEQS, sharing(4), torch.bfloat16, name) for name in names]
+    batches = [AttentionCase([(1, CONTEXT)] * NUM_SEQS, sharing(4), torch.bfloat16, name) for name in names]
     times = best_times(clock_for(num_threads), [batch.attend for batch in batches], MIN_TIME_S)
     for name, batch, seconds in zip(names, batches, times, strict=True):
         yield _row(f"decode, {name}", batch, gb_s=_kv_bytes(batch) / seconds / 1e9)
@@ -242,24 +248,24 @@ def layouts(num_threads: int) -> Iterator[Row]:
 def caches_of_a_byte(num_threads: int) -> Iterator[Row]:
     """Decoding over caches in bfloat16, int8 and float8, in turn."""
     types = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
-    batches = [Case([(1, CONTEXT)] * NUM_SEQS, sharing(4), torch.bfloat16, kv_dtype=kind) for kind in types]
+    batches = [AttentionCase([(1, CONTEXT)] * NUM_SEQS, sharing(4), torch.bfloat16, kv_dtype=kind) for kind in types]
     times = best_times(clock_for(num_threads), [batch.attend for batch in batches], MIN_TIME_S)
     for kind, batch, seconds in zip(types, batches, times, strict=True):
         yield _row(f"decode, cache in {name_of(kind)}", batch, us=seconds * 1e6, gb_s=_kv_bytes(batch) / seconds / 1e9)
 
 
-def _kv_bytes(batch: Case) -> int:
+def _kv_bytes(batch: AttentionCase) -> int:
     row = batch.kv.shape[-1] * batch.kv.itemsize
     return sum(seq_len for _, seq_len in batch.lengths) * 2 * batch.spec.num_kv_heads * row
 
 
-def _flops(batch: Case) -> float:
+def _flops(batch: AttentionCase) -> float:
     """Floating-point operations of both products, over the keys that each row sees."""
     seen = sum(query_len * (seq_len - (query_len - 1) / 2) for query_len, seq_len in batch.lengths)
     return 4 * batch.spec.head_size * batch.spec.num_heads * seen
 
 
-def _row(kernel: str, batch: Case, **figures: float) -> Row:
+def _row(kernel: str, batch: AttentionCase, **figures: float) -> Row:
     query_len, seq_len = batch.lengths[0]
     tokens = f"{len(batch.lengths)} x {query_len} of {seq_len}"
     heads = f"{batch.spec.num_heads}/{batch.spec.num_kv_heads} x {batch.spec.head_size}"

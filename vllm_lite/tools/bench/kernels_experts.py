@@ -30,7 +30,7 @@ FORMS: tuple[Form, ...] = (None, "int8", "fp8", "int4", "int4_g32", MXFP4)
 MIN_TIME_S = 0.3  # for each form and number of tokens
 
 
-class Case(NamedTuple):
+class ExpertsCase(NamedTuple):
     experts: ExpertMatmul
     expert_bytes: int
 
@@ -58,13 +58,13 @@ def measure(num_threads: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[R
             }
 
 
-def _case(both: torch.Tensor, down: torch.Tensor, form: Form) -> Case:
+def _case(both: torch.Tensor, down: torch.Tensor, form: Form) -> ExpertsCase:
     """Experts that are alike, each in memory of its own."""
     gate_up, downs = ([_matmul(weight, form) for _ in range(NUM_EXPERTS)] for weight in (both, down))
     first = (gate_up[0], downs[0])
     expert_bytes = sum(part.packed.num_bytes for part in first if isinstance(part, NativeMatmul))
     sizes = ExpertSizes(Split.whole(NUM_EXPERTS), INNER, "silu")
-    return Case(make_expert_matmul(gate_up, downs, sizes), expert_bytes)
+    return ExpertsCase(make_expert_matmul(gate_up, downs, sizes), expert_bytes)
 
 
 def _matmul(weight: torch.Tensor, form: Form) -> Matmul:
@@ -83,6 +83,6 @@ def _choices(num_tokens: int) -> list[Chosen]:
     return [Chosen(order.roll(-step * TOP, 1)[:, :TOP].contiguous(), weights) for step in range(steps)]
 
 
-def _pass(case: Case, x: torch.Tensor, choices: list[Chosen], out: torch.Tensor) -> None:
+def _pass(case: ExpertsCase, x: torch.Tensor, choices: list[Chosen], out: torch.Tensor) -> None:
     for chosen in choices:
         case.experts.forward(x, chosen, out)

@@ -40,7 +40,7 @@ FORMS: dict[str, Callable[[torch.Tensor], PackedWeight]] = {
 OTHERS = ("torch", "onednn")
 
 
-class Choice(NamedTuple):
+class LinearSelection(NamedTuple):
     """Shapes, types and forms to measure."""
 
     shapes: Sequence[tuple[int, int]] = ((4096, 1024), (4096, 4096), (2048, 768))
@@ -52,10 +52,10 @@ class Choice(NamedTuple):
     """Instruction sets to take in turn for our own; none: the one that is chosen."""
 
 
-ALL = Choice()
+ALL = LinearSelection()
 
 
-def choose(texts: Mapping[str, str]) -> Choice:
+def choose(texts: Mapping[str, str]) -> LinearSelection:
     """From lists such as `shapes` 6144x1024,1024x3072 and `rows` 1,32; what is not there is as in Choice. Raises
     ValueError for what cannot be measured."""
     lists = {name: text.split(",") for name, text in texts.items()}
@@ -91,7 +91,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def measure(num_threads: int, choice: Choice) -> Iterator[Row]:
+def measure(num_threads: int, choice: LinearSelection) -> Iterator[Row]:
     before = cpu.isa()
     try:
         for dtype in choice.dtypes:
@@ -105,7 +105,7 @@ def _set_isa(name: str) -> None:
         raise ValueError(f"this machine does not have the instruction set {name!r}")
 
 
-def _measure(num_threads: int, dtype: torch.dtype, choice: Choice) -> Iterator[Row]:
+def _measure(num_threads: int, dtype: torch.dtype, choice: LinearSelection) -> Iterator[Row]:
     """All shapes and numbers of rows. `gb_s` is of weights, `limit` the speed at which as many threads read memory."""
     limit = 0.0
     for num_outputs, num_inputs in choice.shapes:
@@ -126,7 +126,7 @@ def _measure(num_threads: int, dtype: torch.dtype, choice: Choice) -> Iterator[R
                 yield row | {"gflop_s": 2e-9 * num_rows * num_inputs * num_outputs / seconds}
 
 
-def _kernels(weight: torch.Tensor, num_copies: int, choice: Choice) -> dict[str, tuple[int, list[Product]]]:
+def _kernels(weight: torch.Tensor, num_copies: int, choice: LinearSelection) -> dict[str, tuple[int, list[Product]]]:
     """By name: bytes of one weight, and a product for each of its copies."""
     dense = [weight.clone() for _ in range(num_copies)]
     kernels: dict[str, tuple[int, list[Product]]] = {}

@@ -19,7 +19,7 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.client.launch import resolve
 from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Event, Failure
+from vllm_lite.client.stream import Event, StreamFailure
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.process_settings import EngineSettings
@@ -122,7 +122,7 @@ def _generate(session: Session, prompts: list[bytes], num_steps: int) -> dict[st
         session.submit(Generate(f"{start_ns}-{index}", prompt, params), inbox.put)
     while left:
         for event in inbox.get(timeout=PATIENCE_S):
-            if isinstance(event, Failure) or (isinstance(event, Finished) and event.error):
+            if isinstance(event, StreamFailure) or (isinstance(event, Finished) and event.error):
                 raise EngineError(f"a request failed: {event}")
             left -= isinstance(event, Finished)
         num_messages += 1

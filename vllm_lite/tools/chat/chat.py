@@ -36,7 +36,7 @@ _ENDS = {
 }
 
 
-class Answers(Protocol):
+class ChatAnswers(Protocol):
     """A server, or its fake."""
 
     def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Pieces:
@@ -92,7 +92,9 @@ class AnswerStats:
 class Chat:
     """Takes lines of input until line() returns False."""
 
-    def __init__(self, answers: Answers, screen: Screen, conversation: Conversation, *, can_retry: bool = True) -> None:
+    def __init__(
+        self, answers: ChatAnswers, screen: Screen, conversation: Conversation, *, can_retry: bool = True
+    ) -> None:
         """Without `can_retry` there is one question, and no remark mentions commands."""
         self.conversation = conversation
         self.stats: AnswerStats | None = None

@@ -8,7 +8,7 @@ import msgspec
 from vllm_lite.checkpoint.model_spec import describe_parameters
 from vllm_lite.config import GIB
 from vllm_lite.runtime.settings import add_flags as add_config_flags
-from vllm_lite.tools.plan import Plan, PlanConfig, RankPlan, make_plan
+from vllm_lite.tools.plan import CapacityPlan, PlanConfig, RankPlan, make_plan
 from vllm_lite.tools.plan_checkpoint import load
 
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def _print(plan: Plan) -> None:
+def _print(plan: CapacityPlan) -> None:
     for name, value, remark in _rows(plan):
         print(f"  {name:<26} {value:>14}  {remark}".rstrip())
     if plan.fits:
@@ -42,7 +42,7 @@ def _print(plan: Plan) -> None:
             print("Possible with one of\n" + "\n".join(f"  {line}" for line in plan.advice))
 
 
-def _rows(plan: Plan) -> list[tuple[str, str, str]]:
+def _rows(plan: CapacityPlan) -> list[tuple[str, str, str]]:
     is_gpu, tp = plan.device == "cuda", plan.tensor_parallel_size
     of_ranks = "" if tp == 1 else ", of the first rank" if is_gpu else f", of {tp} ranks"
     per_token = f"{plan.kv_bytes_per_token_beyond_windows / 1024:.1f} KiB beyond its windows"
@@ -84,7 +84,7 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
     return rows + [_rank_row(rank) for rank in plan.ranks]
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: CapacityPlan) -> str:
     if plan.device == "cpu":
         return "of the machine, for all ranks" if plan.ranks else ""
     gpus = f" of {plan.tensor_parallel_size}" if plan.ranks else ""

@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.tools.quantize.checkpoint import quantize_checkpoint  # with torch, which takes a second
 
-    source = Path(hub.local_folder(hub.Source(arguments.model), what="model"))
+    source = Path(hub.local_folder(hub.HubSource(arguments.model), what="model"))
     bar = tqdm(desc="quantizing", unit="B", unit_scale=True, file=sys.stderr, disable=not sys.stderr.isatty())
     with bar, _ended_by_signals():
 

@@ -24,7 +24,7 @@ NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FormatChoice:
     """The format in force, the names of its two parts (None for a part it has not), and why it was chosen."""
 
     format: Format | None
@@ -40,7 +40,7 @@ def choose(
     names: tuple[str | None, str | None] = (None, None),
     template: str | None = None,
     architectures: Sequence[str] = (),
-) -> Choice:
+) -> FormatChoice:
     """Choose the format of the checkpoint in `folder`.
 
     `names` are those of --tool-call-parser and --reasoning-parser, `template` is the source of the chat template in
@@ -51,7 +51,7 @@ def choose(
     if spec is not None:
         own = read_template(spec, tokenizer.added_tokens, tokenizer.special_ids)
         name = "response_template"
-        return Choice(
+        return FormatChoice(
             own, name if own.has_calls else None, name if own.has_reasoning else None, f"{CONFIG_FILE} has it"
         )
     texts = None if template is None else template_literals(template)
@@ -59,9 +59,9 @@ def choose(
     found = [_part(part, name, evidence) for part, name in zip(_PARTS, names, strict=True)]
     (calls, calls_why), (reasoning, reasoning_why) = found
     if calls is None and reasoning is None:
-        return Choice(None, None, None, "; ".join(dict.fromkeys([calls_why, reasoning_why])))
+        return FormatChoice(None, None, None, "; ".join(dict.fromkeys([calls_why, reasoning_why])))
     made = shipped.compose(calls, reasoning, tokenizer.added_tokens, tokenizer.special_ids)
-    return Choice(made, calls, reasoning, f"calls: {calls_why}; reasoning: {reasoning_why}")
+    return FormatChoice(made, calls, reasoning, f"calls: {calls_why}; reasoning: {reasoning_why}")
 
 
 _PARTS = ("tool_calls", "reasoning")

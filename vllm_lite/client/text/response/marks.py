@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from vllm_lite.client.text.response.pieces import Piece
+from vllm_lite.client.text.response.pieces import OutputPiece
 
 FIRST_MARK, LAST_MARK = 0xD800, 0xDFFF
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
@@ -47,11 +47,11 @@ class Marks:
                 source = source.replace(form, mark)
         return source
 
-    def text(self, pieces: Sequence[Piece]) -> str:
+    def text(self, pieces: Sequence[OutputPiece]) -> str:
         """Join pieces, with a mark for each token that is named. Special tokens that are not named are dropped."""
         return "".join([self._one(piece) for piece in pieces])
 
-    def _one(self, piece: Piece) -> str:
+    def _one(self, piece: OutputPiece) -> str:
         if piece.token_id is not None:
             mark = self._by_id.get(piece.token_id)
             if mark is not None:

@@ -14,9 +14,9 @@ from vllm_lite.client.text.response.begun import message_begun
 from vllm_lite.client.text.response.calls import CallReader, CallSink, Rejected
 from vllm_lite.client.text.response.events import Events
 from vllm_lite.client.text.response.flow import Flow
-from vllm_lite.client.text.response.pieces import Event, Piece, ReasoningDelta, TextDelta
+from vllm_lite.client.text.response.pieces import Event, OutputPiece, ReasoningDelta, TextDelta
 from vllm_lite.client.text.response.readers import reader_of
-from vllm_lite.client.text.response.scan import Found, Scanner, Watched, scanner
+from vllm_lite.client.text.response.scan import Found, Scanner, WatchedMark, scanner
 from vllm_lite.client.text.response.template import Field, Format
 from vllm_lite.client.text.response.unclosed import MAX_TAILS, MAX_TAILS_AT_END, Tail
 
@@ -82,7 +82,7 @@ class ResponseParser:
         """Whether reasoning was closed."""
         opened = [field for field in response_format.fields if field.open and (tools or field.role != "calls")]
         self._openers = [
-            Watched(field, field.open, opens=True, at_start=field.at_start)
+            WatchedMark(field, field.open, opens=True, at_start=field.at_start)
             for field in opened
             if field.open and not (is_tail and field.role == "reasoning")
         ]
@@ -95,7 +95,7 @@ class ResponseParser:
         """Whether what comes next belongs to the reasoning."""
         return self._region.field.role == "reasoning"
 
-    def feed(self, pieces: Sequence[Piece], *, is_last: bool = False) -> list[Event]:
+    def feed(self, pieces: Sequence[OutputPiece], *, is_last: bool = False) -> list[Event]:
         """Take the next pieces. Returns what is certain now and was not before, in the order of the output; after the
         last ones all of the rest."""
         self._read(self._marks.text(pieces))
@@ -202,20 +202,20 @@ class ResponseParser:
             found = self._scanners[key] = scanner(*self._watched(*key))
         return found
 
-    def _watched(self, field: Field, may_open: bool, may_call: bool) -> list[Watched]:
+    def _watched(self, field: Field, may_open: bool, may_call: bool) -> list[WatchedMark]:
         """List the delimiters of a region of `field`. `may_open`: nothing was said yet that belongs to it. `may_call`:
         inside reasoning, the calls may begin that the output ends with."""
-        watched: list[Watched] = []
+        watched: list[WatchedMark] = []
         if field is self._outside.field:
             watched = [each for each in self._openers if may_open or not each.at_start]
         elif field.role == "reasoning":
             if may_open and field.open:
-                watched.append(Watched(field, field.open, opens=True))
+                watched.append(WatchedMark(field, field.open, opens=True))
             if may_call:
                 calls = [it for it in self._openers if it.field.role in ("calls", "skipped") and not it.at_start]
                 watched += [it._replace(yields=True) for it in calls]
         if field.close:
-            watched.append(Watched(field, field.close, opens=False))
+            watched.append(WatchedMark(field, field.close, opens=False))
         return watched
 
     # ---- text and delimiters

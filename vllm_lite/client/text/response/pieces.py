@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 
-class Piece(NamedTuple):
+class OutputPiece(NamedTuple):
     """A part of an output: ordinary text of any length, or one added token of the vocabulary and how it is spelled.
 
     The text of an added token matches a literal of a format; ordinary text that only spells it does not.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from vllm_lite.client.text.response.template import MAX_HELD_CHARS, Delimiter, Field
 
 
-class Watched(NamedTuple):
+class WatchedMark(NamedTuple):
     """A delimiter that is looked for: it opens `field`, or closes it.
 
     at_start  it counts only where the text begins, but for white space
@@ -35,7 +35,7 @@ class Found(NamedTuple):
 class Scanner:
     """Looks for several delimiters. Nothing changes after it was made."""
 
-    def __init__(self, watched: Sequence[Watched]) -> None:
+    def __init__(self, watched: Sequence[WatchedMark]) -> None:
         self._watched = watched
         self._first = _first_of(watched)
 
@@ -53,7 +53,7 @@ class Scanner:
                 return None, end, False
             may_begin = first.start()
         best: Any = None
-        best_of: Watched | None = None
+        best_of: WatchedMark | None = None
         best_key: tuple[int, bool, int, bool, str] | None = None
         is_long = False
         for each in self._watched:
@@ -79,12 +79,12 @@ class Scanner:
 
 
 @lru_cache(256)
-def scanner(*watched: Watched) -> Scanner:
+def scanner(*watched: WatchedMark) -> Scanner:
     """Return the scanner for these delimiters, which all outputs of a format share."""
     return Scanner(watched)
 
 
-def _first_of(watched: Sequence[Watched]) -> re.Pattern[str] | None:
+def _first_of(watched: Sequence[WatchedMark]) -> re.Pattern[str] | None:
     """Make a pattern of the characters with which the delimiters may begin: most text has none of them, and that is
     known at once. None where a checkpoint's own pattern is one of them, which may begin with anything."""
     found: set[str] = set()
@@ -100,7 +100,7 @@ def _first_of(watched: Sequence[Watched]) -> re.Pattern[str] | None:
     return re.compile("[" + "".join(map(re.escape, sorted(found))) + "]") if found else None
 
 
-def _search(text: str, place: int, each: Watched, *, is_last: bool) -> Any:
+def _search(text: str, place: int, each: WatchedMark, *, is_last: bool) -> Any:
     if not each.at_start:
         return each.delimiter.search(text, place, is_last=is_last)
     rest = text[place:]
