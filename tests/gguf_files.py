@@ -56,6 +56,9 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "deepseek2",
     "GptOssForCausalLM": "gpt-oss",
     "Qwen3NextForCausalLM": "qwen3next",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4",
     "BertModel": "bert",
     "RobertaModel": "bert",
     "NomicBertModel": "nomic-bert",
@@ -131,6 +134,7 @@ def write_gguf(
     remain float32. `dense`: as float32 what blocks stand for. `rows`: further tensors, of so many elements. `joins`:
     what converters may leave as one tensor is one, as gate and up of experts. Returns the file."""
     config = json.loads((checkpoint / "config.json").read_text())
+    config |= config.get("text_config", {})
     more = dict(more or {})
     architecture = more.pop("general.architecture", _architecture(config))
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -287,6 +291,7 @@ OWN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qwen35": gguf_hybrids.qwen,
     "qwen35moe": gguf_hybrids.qwen,
     "qwen3next": gguf_hybrids.qwen,
+    "gemma4": gguf_parts.gemma4,
 }
 """Metadata that others have not, by architecture."""
 
@@ -342,6 +347,8 @@ def tensors_of(
         config.get("num_attention_heads") or config["n_head"]
     )
     stored = _factors(rope, architecture, head_size)
+    if architecture == "gemma4":
+        stored["rope_freqs.weight"] = gguf_parts.gemma4_factors(config)
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for path in weight_files(checkpoint):
         for name, tensor in load_file(path).items():
@@ -365,6 +372,7 @@ def tensors_of(
             here, index = _without_expert(named)
             here = here.removeprefix("transformer.") if architecture == "bloom" else here
             here = here.replace("model.layers", "layers") if ".feed_forward.experts." in here else here
+            here = here.replace("model.language_model.", "model.")
             here = gguf_hybrids.looked_up(here) if architecture in (*MAMBA, *DELTA_NET) else here
             found = names.get_name(here, try_suffixes=(".weight", ".bias"))
             if found is None:

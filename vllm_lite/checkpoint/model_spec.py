@@ -304,6 +304,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return range(self.num_layers, self.num_layers + self.num_unread_layers)
 
     @property
+    def layers_without_kv(self) -> frozenset[int]:
+        """Those that attend to K and V of another layer."""
+        return frozenset(index for index, own in enumerate(self.layers) if own.kv_layer is not None)
+
+    @property
     def experts(self) -> ExpertsSpec | None:
         """Experts of every layer that has some; families whose layers differ in them are refused."""
         return next((own.experts for own in self.layers if own.experts is not None), None)

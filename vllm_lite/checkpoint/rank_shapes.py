@@ -109,6 +109,8 @@ def _of_experts(path: list[str], shape: tuple[int, ...], own: ExpertsSpec, shard
     index, layer = int(path[-3]), path[-2]
     if not held.start <= index < held.end:
         return 0, *shape[1:]
+    if layer == "down_proj" and len(shape) == 1:
+        return (shape[0] if shard.rank == 0 or shard.expert_parallel else 0,)
     if layer in ("gate_proj", "up_proj"):
         return inner, *shape[1:]
     return (shape[0], inner) if layer == "down_proj" else shape

@@ -9,6 +9,8 @@ import re
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TABLES = ("model.embed_tokens", "model.embed_tokens_per_layer")
+"""Matrices with a row for each token, which are looked up."""
 PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.blocks.", "model.layers."),  # Kimi's, as transformers writes it
@@ -68,6 +70,8 @@ _BESIDE_MLP = re.compile(r"(.*\.layers\.\d+)(\.experts\..*)")
 EXPERT_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """What the matrices of one expert are called -> here."""
 _EXPERT_MATRIX = re.compile(rf"(.*\.mlp\.experts\.\d+\.)({'|'.join(EXPERT_MATRICES)})(\..*)")
+OWN_KV = tuple(f"self_attn.{part}." for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
+"""What layers that attend to K and V of another were trained with, too."""
 OLD_MASKS = (".attn.masked_bias", ".attn.bias", ".attention.masked_bias", ".attention.bias")
 KV_SCALES = (
     ".k_scale",
@@ -126,11 +130,15 @@ def _block(kind: str, part: str) -> str:
     return "self_attn" if part in ATTENTION_PARTS else "mamba" if part in MAMBA_PARTS else "mlp"
 
 
-def is_ignored(name: str, *, tied: bool, unread_layers: range = range(0)) -> bool:
+def is_ignored(
+    name: str, *, tied: bool, unread_layers: range = range(0), without_kv: frozenset[int] = frozenset()
+) -> bool:
     """Whether the canonical `name` is that of a tensor that some checkpoints have and nobody needs: a copy of a `tied`
-    head, old RoPE tables and masks, what sees images, `unread_layers`."""
-    if unread_layers and (found := _LAYER.match(name)) and int(found[1]) in unread_layers:
-        return True
+    head, old RoPE tables and masks, what sees images, `unread_layers`, K and V of layers `without_kv`."""
+    if (unread_layers or without_kv) and (found := _LAYER.match(name)):
+        layer = int(found[1])
+        if layer in unread_layers or (layer in without_kv and name[found.end() :].startswith(OWN_KV)):
+            return True
     if name.endswith((".rotary_emb.inv_freq", *OLD_MASKS, *KV_SCALES)):
         return True
     if tied and name == HEAD:

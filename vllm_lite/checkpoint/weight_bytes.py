@@ -29,9 +29,14 @@ class Checkpoint(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the tensors that a model takes, by their canonical names."""
-        tied, unread = self.spec.tie_word_embeddings, self.spec.unread_layers
+        spec = self.spec
+        tied, unread, without_kv = spec.tie_word_embeddings, spec.unread_layers, spec.layers_without_kv
         named = {canonical(stored_as): tensor.shape for stored_as, tensor in self.tensors.items()}
-        return {name: shape for name, shape in named.items() if not is_ignored(name, tied=tied, unread_layers=unread)}
+        return {
+            name: shape
+            for name, shape in named.items()
+            if not is_ignored(name, tied=tied, unread_layers=unread, without_kv=without_kv)
+        }
 
 
 def weights_bytes(

@@ -63,11 +63,12 @@ class Parts:
         shape = LinearShape(inputs, (outputs,), self.dtype, self.device, transposed)
         return RowParallelLinear(shape, self.communicator, bias=bias, form=self.linear_form)
 
-    def embedding(self, vocabulary: Split) -> Embedding:
-        """The table of token vectors, of which this rank holds those of `vocabulary`."""
+    def embedding(self, vocabulary: Split, size: int | None = None) -> Embedding:
+        """The table of token vectors, of which this rank holds those of `vocabulary`; `size`: of one, if it is not that
+        of the hidden state."""
         return Embedding(
             vocabulary,
-            self.spec.hidden_size,
+            size or self.spec.hidden_size,
             self.communicator,
             dtype=self.dtype,
             device=self.device,

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.ops import ops_for
 from vllm_lite.layers.buffers import PerLayerRows, Rows
-from vllm_lite.layers.embedding import Embedding
 from vllm_lite.layers.norm import WideNorm
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_slot import WeightGroup
@@ -24,7 +23,7 @@ class PerLayerVectors:
         spec = parts.spec
         self.size, self.ops = spec.per_layer_size, ops_for(parts.device)
         width = spec.num_layers * self.size
-        self.table = Embedding(vocabulary, width, parts.communicator, dtype=parts.dtype, device=parts.device)
+        self.table = parts.embedding(vocabulary, width)
         self.projection = parts.linear(Split.whole(spec.hidden_size), Split.whole(width), bias=False)
         # A norm of x / sqrt(n) is one of x with n times the epsilon.
         norm = replace(spec.norm, eps=spec.norm.eps * spec.hidden_size)

@@ -75,11 +75,11 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
         if spec.implementation == "transformers":  # what its modules want is known once they are made
             return None
         places = locate(Path(config.model))
-        tied = spec.tie_word_embeddings
+        tied, without_kv = spec.tie_word_embeddings, spec.layers_without_kv
         stored = {
             name: place
             for name, place in ((canonical(name), place) for name, place in places.items())
-            if not is_ignored(name, tied=tied, unread_layers=spec.unread_layers)
+            if not is_ignored(name, tied=tied, unread_layers=spec.unread_layers, without_kv=without_kv)
         }
         shard = Shard.of(config, rank)
         form = config.quantization or config.dtype

@@ -177,4 +177,6 @@ class Decoder:
 
     def ignores(self, name: str) -> bool:
         """Tensors that some checkpoints have and nobody needs."""
-        return is_ignored(name, tied=self.lm_head.tied, unread_layers=self.spec.unread_layers)
+        spec = self.spec
+        unread, without_kv = spec.unread_layers, spec.layers_without_kv
+        return is_ignored(name, tied=self.lm_head.tied, unread_layers=unread, without_kv=without_kv)

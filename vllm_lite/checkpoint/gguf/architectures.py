@@ -7,6 +7,7 @@ from vllm_lite.checkpoint.gguf import names
 from vllm_lite.checkpoint.gguf.architecture import Architecture, Changes, experts, granite_factors
 from vllm_lite.checkpoint.gguf.changes import OneMore
 from vllm_lite.checkpoint.gguf.encoders import ENCODERS
+from vllm_lite.checkpoint.gguf.gemma4 import BY_LAYER, gemma4
 from vllm_lite.checkpoint.gguf.header import GgufHeader
 from vllm_lite.checkpoint.gguf.hybrids import HYBRIDS
 from vllm_lite.checkpoint.gguf.metadata import Metadata
@@ -239,6 +240,7 @@ ARCHITECTURES = {
     "gemma": Architecture("GemmaForCausalLM", plus_one=True),
     "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, names.SANDWICH, plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, names.SANDWICH, plus_one=True),
+    "gemma4": Architecture("Gemma4ForCausalLM", gemma4, names.GEMMA4, by_layer=BY_LAYER),
     "phi3": Architecture("Phi3ForCausalLM", _window, names.FUSED_GATE),
     "olmo2": Architecture("Olmo2ForCausalLM", _olmo2, names.SANDWICH),
     "olmoe": Architecture("OlmoeForCausalLM", _olmoe),

@@ -1,6 +1,5 @@
 """The metadata of a GGUF file as the config.json of its family, so that the family reads it as any other."""
 
-from array import array
 from typing import Any
 
 from vllm_lite.checkpoint.gguf.architecture import Architecture
@@ -16,8 +15,6 @@ FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 END_TOKENS = ("eos", "eot", "eom")
 HARMONY = "gpt-oss"
 """The architecture whose `eot`, <|end|>, closes each channel of an answer, of which another may follow."""
-MAX_PAIRS = 4096
-"""Factors of rope, one for each pair of a head."""
 
 
 def architecture_of(header: GgufHeader) -> Architecture:
@@ -103,7 +100,7 @@ def _rotated_part(of: Metadata) -> float | None:
 
 def _rope(of: Metadata, own: Architecture) -> dict[str, Any] | None:
     """The rope_parameters of config.json; None where nothing is scaled."""
-    factors = {name: found for name in FACTORS if (found := _factors(of, name))}
+    factors = {name: found for name in FACTORS if (found := of.factors(name))}
     if factors:
         plain = factors.get("rope_freqs")
         long, short = (factors.get(f"rope_factors_{name}", plain) for name in ("long", "short"))
@@ -135,18 +132,6 @@ def _rope(of: Metadata, own: Architecture) -> dict[str, Any] | None:
             "original_max_position_embeddings": of.integer("rope.scaling.original_context_length", None),
         }
     )
-
-
-def _factors(of: Metadata, name: str) -> list[float] | None:
-    """The numbers of a small tensor: what each pair of a head turns slower by."""
-    tensor = of.tensors.get(f"{name}.weight")
-    if tensor is None:
-        return None
-    if tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_PAIRS:
-        raise ModelError(f"tensor {name}.weight is {tensor.kind.name} {list(tensor.shape)}; it must be a row of F32")
-    with tensor.file.open("rb") as stream:
-        stream.seek(tensor.offset)
-        return array("f", stream.read(tensor.num_bytes)).tolist()
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The metadata of a GGUF file, with the types that they must have. A ModelError names the key and the value."""
 
+from array import array
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, TypeVar, overload
@@ -10,6 +11,8 @@ from vllm_lite.errors import ModelError
 T = TypeVar("T")
 _NEEDED = object()
 MAX_LAYERS = 10_000
+MAX_PAIRS = 4096
+"""Factors of rope, one for each pair of a head."""
 
 
 class Metadata:
@@ -75,6 +78,11 @@ class Metadata:
             raise ModelError(f"{self.named(key)} must be a number for each layer, and it is {_shown(found)}")
         return [int(number) for number in found.numbers()[:count]]
 
+    def by_layer(self, key: str) -> list[int]:
+        """As `whole_numbers`, where a file may also have one for all layers."""
+        found = self.value(key)
+        return self.whole_numbers(key) if isinstance(found, Array) else [self.integer(key)] * self.num_layers
+
     def number(self, key: str, default: T) -> float | T:
         """A number with the seven digits that a float32 has: 1e-5, which as a double would be 9.99999974e-06."""
         found = self.value(key)
@@ -118,6 +126,18 @@ class Metadata:
         if name not in self.tensors:
             raise ModelError(f"has no tensor {name!r}")
         return self.tensors[name].shape
+
+    def factors(self, name: str) -> list[float] | None:
+        """The numbers of a small tensor: what each pair of a head turns slower by. None where there is no such."""
+        tensor = self.tensors.get(f"{name}.weight")
+        if tensor is None:
+            return None
+        if tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_PAIRS:
+            shape = list(tensor.shape)
+            raise ModelError(f"tensor {name}.weight is {tensor.kind.name} {shape}; it must be a row of F32")
+        with tensor.file.open("rb") as stream:
+            stream.seek(tensor.offset)
+            return array("f", stream.read(tensor.num_bytes)).tolist()
 
     def token(self, key: str) -> int | None:
         """A token id of the tokenizer."""

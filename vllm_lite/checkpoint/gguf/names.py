@@ -41,6 +41,20 @@ SANDWICH = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """The norms of layers that have some behind their blocks, as Gemma 2's."""
+GEMMA4 = SANDWICH | {
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp.scale": "mlp.gate.scale",
+    "ffn_down_exps.scale": "mlp.gate.per_expert_scale",
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 GLM4 = {
     "post_attention_norm": "post_self_attn_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",

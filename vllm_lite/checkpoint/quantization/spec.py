@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from vllm_lite.checkpoint.quantization.matching import first_fit
-from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD
+from vllm_lite.checkpoint.tensor_names import HEAD, TABLES
 
 EXPERTS = ".experts."
 """What the names of experts' matrices have within them."""
@@ -22,11 +22,11 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="met
     targets: tuple[str, ...] = ()
     """What is quantized, in the same way; nothing: all."""
     embedding: bool = False
-    """Whether the table of token vectors is quantized, too."""
+    """Whether the tables of token vectors are quantized, too."""
 
     def is_dense(self, name: str) -> bool:
         """Whether the matrix `name` (as `tensor_names.canonical` has it, without ".weight") is stored as it is."""
-        if name == EMBEDDING.removesuffix(".weight") and not self.embedding:
+        if name in TABLES and not self.embedding:
             return True
         if self.targets and first_fit(self.targets, name) is None:
             return True

@@ -1,0 +1,76 @@
+"""Gemma 4 in GGUF files: heads of full layers are of another size and number, and some layers attend to K and V of
+others. The text of models that also see and hear; what those parts are made of is in another file."""
+
+from typing import Any
+
+from vllm_lite.checkpoint.gguf.metadata import Metadata
+from vllm_lite.errors import ModelError
+
+KV_HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
+BY_LAYER = KV_HEADS, INNER
+FULL, SLIDING = "full_attention", "sliding_attention"
+UNTURNED = 1e9
+"""Pairs that turn slower by more than this do not turn at all."""
+
+
+def gemma4(of: Metadata) -> dict[str, Any]:
+    """The keys of config.json that other families have not."""
+    slides = of.booleans("attention.sliding_window_pattern")
+    if slides is None or len(slides) != of.num_layers:
+        raise ModelError(f"{of.named('attention.sliding_window_pattern')} must be a flag for each layer")
+    kv_heads, shared = of.by_layer(KV_HEADS), of.integer("attention.shared_kv_layers", 0)
+    size, small = of.head_size, of.integer("attention.key_length_swa")
+    of.must_be("attention.value_length_swa", small)
+    full = [layer for layer, slide in enumerate(slides[: of.num_layers - shared]) if not slide]
+    per_layer = of.integer("embedding_length_per_layer_input", 0)
+    own: dict[str, Any] = {
+        "layer_types": [SLIDING if slide else FULL for slide in slides],
+        "sliding_window": of.integer("attention.sliding_window"),
+        "num_key_value_heads": max(kv_heads),
+        "head_dim": small,
+        "per_layer_config": {
+            str(layer): {"head_dim": small if slides[layer] else size, "num_key_value_heads": count}
+            for layer, count in enumerate(kv_heads)
+        },
+        "attention_k_eq_v": any(f"blk.{layer}.attn_v.weight" not in of.tensors for layer in full),
+        "num_kv_shared_layers": shared,
+        "final_logit_softcapping": of.number("final_logit_softcapping", None),
+        "rope_theta": None,
+        "rope_parameters": _ropes(of),
+        "hidden_size_per_layer_input": per_layer,
+        "enable_moe_block": bool(of.integer("expert_count", 0)),
+    }
+    if per_layer:
+        own["vocab_size_per_layer_input"] = of.shape("per_layer_token_embd.weight")[0]
+    return own | _inner(of, shared) | (_experts(of) if own["enable_moe_block"] else {})
+
+
+def _ropes(of: Metadata) -> dict[str, Any]:
+    """Full layers turn the first pairs of a head alone: the file slows the others down until they stand still."""
+    factors = of.factors("rope_freqs") or [1.0]
+    turned = factors.count(1.0)
+    if any(factor != 1.0 for factor in factors[:turned]) or any(factor < UNTURNED for factor in factors[turned:]):
+        raise ModelError("rope_freqs.weight must be 1 for the pairs that turn and then 1e30 for those that do not")
+    full = {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
+    return {
+        FULL: full | {"rope_theta": of.number("rope.freq_base", 1e6)},
+        SLIDING: {"rope_type": "default", "rope_theta": of.number("rope.freq_base_swa", 1e4)},
+    }
+
+
+def _inner(of: Metadata, shared: int) -> dict[str, Any]:
+    """MLPs may be twice as wide in the layers that have no K and V."""
+    sizes = of.by_layer(INNER)
+    is_double = bool(shared) and sizes[-1] == 2 * sizes[0]
+    wanted = [sizes[0] * (1 + (is_double and layer >= of.num_layers - shared)) for layer in range(of.num_layers)]
+    if sizes != wanted:
+        raise ModelError(f"{of.named(INNER)} differs by layer ({sorted(set(sizes))[:8]}), which is not supported")
+    return {"intermediate_size": sizes[0], "use_double_wide_mlp": is_double}
+
+
+def _experts(of: Metadata) -> dict[str, Any]:
+    return {
+        "num_experts": of.integer("expert_count"),
+        "top_k_experts": of.integer("expert_used_count"),
+        "moe_intermediate_size": of.integer("expert_feed_forward_length"),
+    }
