@@ -305,7 +305,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers_without_kv(self) -> frozenset[int]:
-        """Those that attend to K and V of another layer."""
+        """Layers that attend to K and V of another one."""
         return frozenset(index for index, own in enumerate(self.layers) if own.kv_layer is not None)
 
     @property
