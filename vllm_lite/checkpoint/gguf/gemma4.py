@@ -10,7 +10,7 @@ KV_HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
 BY_LAYER = KV_HEADS, INNER
 FULL, SLIDING = "full_attention", "sliding_attention"
 UNTURNED = 1e9
-"""Pairs that turn slower by more than this do not turn at all."""
+"""A pair of a larger factor stands still."""
 
 
 def gemma4(of: Metadata) -> dict[str, Any]:
