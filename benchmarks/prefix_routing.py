@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from vllm_lite.client.data_parallel import DataParallelSession
-from vllm_lite.client.launch_engines import launch_engines
-from vllm_lite.client.routing import PrefixRouter, RoutingChoice
-from vllm_lite.client.stream import Event
+from vllm_lite.client.engines.data_parallel import DataParallelSession
+from vllm_lite.client.engines.launch_engines import launch_engines
+from vllm_lite.client.engines.routing import PrefixRouter, RoutingChoice
+from vllm_lite.client.streams.stream import Event
 from vllm_lite.config import EngineConfig
 from vllm_lite.protocol.api import Finished, Generate, Tokens
 from vllm_lite.protocol.codec import pack_tokens

@@ -21,7 +21,7 @@ from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.client.launch import resolve
+from vllm_lite.client.engines.launch import resolve
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig
 from vllm_lite.kernels.cpu.linear import multiplies_bytes

@@ -23,8 +23,8 @@ from typing import Any
 import peers_report
 
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
-from vllm_lite.client import instances
-from vllm_lite.client.launch import LaunchedEngine, launch
+from vllm_lite.client.engines import instances
+from vllm_lite.client.engines.launch import LaunchedEngine, launch
 from vllm_lite.config import DEMO_MODEL
 
 SENT_BEFORE_S = 0.05

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_lite import AsyncClient, EngineConfig, RequestOutput, SamplingParams
-from vllm_lite.client.launch import LaunchedEngine, launch
-from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Event, StreamFailure
+from vllm_lite.client.engines.launch import LaunchedEngine, launch
+from vllm_lite.client.engines.session import Session
+from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.protocol.api import Generate, Tokens
 from vllm_lite.protocol.codec import pack_tokens
 

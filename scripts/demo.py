@@ -10,7 +10,7 @@ import sys
 import time
 
 from vllm_lite import AsyncClient, EngineConfig, RequestOutput, SamplingParams
-from vllm_lite.client.launch import LaunchedEngine, launch
+from vllm_lite.client.engines.launch import LaunchedEngine, launch
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Stats
 

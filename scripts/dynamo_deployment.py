@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-from vllm_lite.client import instances
+from vllm_lite.client.engines import instances
 from vllm_lite.protocol.api import Stats
 
 START_S = 120.0

@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from vllm_lite.client.launch import LaunchedEngine, launch
+from vllm_lite.client.engines.launch import LaunchedEngine, launch
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, ModelError, VllmLiteError
 from vllm_lite.runtime import log

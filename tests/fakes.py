@@ -10,8 +10,8 @@ from typing import Any, Self, TypeVar
 
 from tests.deadlines import scaled
 from vllm_lite import transport
-from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Event
+from vllm_lite.client.engines.session import Session
+from vllm_lite.client.streams.stream import Event
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
     Finished,

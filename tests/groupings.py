@@ -18,7 +18,7 @@ import msgspec
 from tests.response_events import events_in
 from tests.response_transcripts import MESSAGES, TOOLS, WRITERS
 from tests.scripted import END, tokenizer_of
-from vllm_lite.client.stream import StreamFactory
+from vllm_lite.client.streams.stream import StreamFactory
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import Finished, TokenLogprobs, Tokens, Welcome
 from vllm_lite.protocol.params import SamplingParams

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from tests.deadlines import scaled
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines.session import Session
 
 READY_S = scaled(60.0)
 END_S = scaled(60.0)

@@ -19,7 +19,7 @@ from tests.families.variant import Variant
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE, TensorPlace, locate
-from vllm_lite.client.launch import resolve
+from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels import cpu

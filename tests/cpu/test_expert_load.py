@@ -9,7 +9,7 @@ import torch
 from tests.families.mixtures import qwen3
 from tests.paged import Oracle, Paged
 from vllm_lite.checkpoint.experts import RoutingSpec
-from vllm_lite.client.launch import resolve
+from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import sum_of
 from vllm_lite.errors import ConfigError

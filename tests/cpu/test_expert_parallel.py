@@ -14,7 +14,7 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE, read_headers
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, active_bytes, weights_bytes
-from vllm_lite.client.launch import resolve
+from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.experts import SparseMLP

@@ -12,7 +12,7 @@ import torch
 
 from tests.pooled import add_modules, logits, vectors, write_pooled
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.client.launch import resolve
+from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.protocol.control import Start

@@ -17,8 +17,8 @@ from tests.deadlines import scaled
 from tests.e2e import failing_worker, kill_plan, killed_worker, poisoned_worker
 from tests.e2e.test_processes import assert_nothing_left, family
 from vllm_lite import EngineConfig
-from vllm_lite.client import launch
-from vllm_lite.client.launch import LaunchedEngine
+from vllm_lite.client.engines import launch
+from vllm_lite.client.engines.launch import LaunchedEngine
 from vllm_lite.process_settings import EngineSettings
 
 VARIABLES = (failing_worker.VARIABLE, kill_plan.VARIABLE, killed_worker.LIGHT, poisoned_worker.VARIABLE)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.http_server import Server, serving
-from vllm_lite.client.launch import SPAWNS_ENGINE
+from vllm_lite.client.engines.launch import SPAWNS_ENGINE
 from vllm_lite.tools import cli
 from vllm_lite.tools.bench import startup
 

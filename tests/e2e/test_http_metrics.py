@@ -16,7 +16,7 @@ from prometheus_client.samples import Sample
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, Sink
 from tests.http_server import Server, client, engine_of, serving, short_socket, until
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines.session import Session
 from vllm_lite.protocol.api import Finished, Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams

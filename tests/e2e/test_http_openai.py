@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from tests.deadlines import scaled
 from tests.http_server import Server, serving, short_socket, until
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines.session import Session
 from vllm_lite.protocol.params import SamplingParams
 
 PROMPT = "Once upon a time there was a"

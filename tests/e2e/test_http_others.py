@@ -18,7 +18,7 @@ from schemathesis.core.result import Ok
 
 from tests.deadlines import scaled
 from tests.http_server import Server, client, engine_of, serving, short_socket, until
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines.session import Session
 from vllm_lite.server.openai import openapi
 
 PROMPT = "Once upon a time there was a"

@@ -16,7 +16,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.http_server import Server, client, engine_of, serving, short_socket, until
 from vllm_lite import __version__
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines.session import Session
 
 KEY = "a-key-of-the-tests"
 OTHER_KEY = "a-key-in-a-file"

@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from tests.deadlines import scaled
 from tests.http_server import Server, client, engine_of, serving, short_socket, until
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines.session import Session
 
 USER, ADMIN = {"Authorization": "Bearer a-user"}, {"Authorization": "Bearer an-admin"}
 NUM_BLOCKS = 128

@@ -19,7 +19,7 @@ from openai import OpenAI
 from tests.deadlines import scaled
 from tests.http_server import Server, children, engine_of, serving, short_socket, until
 from tests.unit.resumable_stage import content, events_in
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines.session import Session
 
 SLOW = ["--attention-backend", "reference", "--enforce-eager", "--dtype", "float32"]
 DEADLINE_S = scaled(60.0)

@@ -20,7 +20,7 @@ from tests.e2e.kill_plan import VARIABLE, Death, Plan
 from tests.e2e.killed_worker import LIGHT
 from tests.e2e.launched import launched
 from vllm_lite import AsyncClient, SamplingParams
-from vllm_lite.client.launch import LaunchedEngine
+from vllm_lite.client.engines.launch import LaunchedEngine
 from vllm_lite.errors import EngineDeadError
 
 LOAD_S = scaled(60.0)

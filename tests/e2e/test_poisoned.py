@@ -13,7 +13,7 @@ from tests.e2e.killed_worker import LIGHT
 from tests.e2e.launched import launched
 from tests.e2e.poisoned_worker import POISON, VARIABLE
 from vllm_lite import AsyncClient, RequestOutput, SamplingParams
-from vllm_lite.client.launch import LaunchedEngine
+from vllm_lite.client.engines.launch import LaunchedEngine
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Stats
 

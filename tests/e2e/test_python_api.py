@@ -12,7 +12,7 @@ from tests.checkpoints import make_checkpoint
 from tests.deadlines import scaled
 from tests.e2e.reference import start
 from vllm_lite import LLM, AsyncClient, RequestOutputKind, SamplingParams
-from vllm_lite.client.launch import resolve
+from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import RequestError
 

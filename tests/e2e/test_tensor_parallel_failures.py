@@ -13,8 +13,8 @@ import pytest
 from tests.deadlines import scaled
 from tests.e2e.test_processes import START_S, TOLD_S, assert_nothing_left, consume, family, run_root
 from vllm_lite import AsyncClient, EngineConfig
-from vllm_lite.client import launch as launching
-from vllm_lite.client.launch import LaunchedEngine
+from vllm_lite.client.engines import launch as launching
+from vllm_lite.client.engines.launch import LaunchedEngine
 from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.process_settings import EngineSettings
 

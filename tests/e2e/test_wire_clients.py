@@ -24,7 +24,7 @@ from tests.fakes import FakeEngine
 from tests.http_server import client as http_client
 from tests.http_server import serving, until
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
-from vllm_lite.client.launch import LaunchedEngine, launch
+from vllm_lite.client.engines.launch import LaunchedEngine, launch
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.api import Dying, Finished, Generate, OutputBatch, Ping, Welcome

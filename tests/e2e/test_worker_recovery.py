@@ -16,7 +16,7 @@ from tests.e2e.failing_worker import VARIABLE
 from tests.e2e.launched import launched
 from tests.e2e.test_processes import START_S, family, seconds_until
 from vllm_lite import AsyncClient, RequestOutput, SamplingParams
-from vllm_lite.client.launch import LaunchedEngine
+from vllm_lite.client.engines.launch import LaunchedEngine
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Stats
 from vllm_lite.worker import process

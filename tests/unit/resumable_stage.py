@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from tests.deadlines import scaled
 from tests.unit.test_server_response import FACTORY, TOKENIZER, FakeSession
-from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Event
+from vllm_lite.client.engines.session import Session
+from vllm_lite.client.streams.stream import Event
 from vllm_lite.protocol.api import Descriptions, Finished, RequestState, TokenLogprobs, Tokens
 from vllm_lite.protocol.external import ExternalAborted, ExternalFound
 from vllm_lite.protocol.params import SamplingParams

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_lite.client.launch import SPAWNS_ENGINE
+from vllm_lite.client.engines.launch import SPAWNS_ENGINE
 from vllm_lite.executor.multiproc import SPAWNS_WORKERS
 from vllm_lite.runtime import log
 from vllm_lite.tools.bench.startup import StartupPart, read_parts, table, with_ready

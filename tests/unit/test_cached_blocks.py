@@ -11,8 +11,8 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.recorded import Recorded
-from vllm_lite.client.cached_blocks import CachedBlocks, endpoints, socket_beside
-from vllm_lite.client.routing import PrefixRouter
+from vllm_lite.client.engines.cached_blocks import CachedBlocks, endpoints, socket_beside
+from vllm_lite.client.engines.routing import PrefixRouter
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.runtime.nested_settings import KVEventsConfig

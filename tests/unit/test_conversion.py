@@ -17,7 +17,7 @@ import pytest
 from packaging.version import Version
 
 from tests import tokenizers_for_tests as made
-from vllm_lite.client.stream import load_tokenizer
+from vllm_lite.client.streams.stream import load_tokenizer
 from vllm_lite.client.text import conversion
 from vllm_lite.client.text.conversion_process import MORE_TEXTS, TEXTS, ConversionSettings
 from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary

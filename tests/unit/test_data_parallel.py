@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
-from vllm_lite.client.data_parallel import DataParallelSession
-from vllm_lite.client.session import MAX_MOVES, Session
-from vllm_lite.client.stream import Event, StreamFailure
+from vllm_lite.client.engines.data_parallel import DataParallelSession
+from vllm_lite.client.engines.session import MAX_MOVES, Session
+from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Stats, Tokens

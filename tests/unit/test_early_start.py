@@ -15,8 +15,8 @@ from uuid import uuid4
 import pytest
 
 from tests.deadlines import scaled
-from vllm_lite.client import supervisor
-from vllm_lite.client.launch import ENGINE_MODULE
+from vllm_lite.client.engines import supervisor
+from vllm_lite.client.engines.launch import ENGINE_MODULE
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import process_early
 from vllm_lite.engine.process import EngineProcess

@@ -17,7 +17,7 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.gguf.config import end_ids
 from vllm_lite.checkpoint.gguf.header import GgufHeader
 from vllm_lite.checkpoint.gguf.metadata import Metadata
-from vllm_lite.client import launch
+from vllm_lite.client.engines import launch
 from vllm_lite.client.text import closing_token, conversion, template_process
 from vllm_lite.client.text.chat_template import ChatTemplate
 from vllm_lite.client.text.closing_token import Closing, find_closing

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes import FakeEngine
 from tests.http_server import until
-from vllm_lite.client.engine_probe import PINGS, STOPPED_S, EngineProbe
+from vllm_lite.client.engines.engine_probe import PINGS, STOPPED_S, EngineProbe
 from vllm_lite.protocol.api import Dying, Heartbeat, Ping, Refused
 
 START_S, SILENCE_S = 100.0, 20.0

@@ -16,7 +16,7 @@ from vllm_lite.client.generation_config import (
     generation_defaults,
     read_overrides,
 )
-from vllm_lite.client.stream import StreamFactory
+from vllm_lite.client.streams.stream import StreamFactory
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ConfigError, ModelError, RequestError
 from vllm_lite.protocol.params import SamplingParams

@@ -132,7 +132,7 @@ def test_which_implementation(tmp_path: Path) -> None:
 
 
 def test_deterministic_needs_a_native_one(tmp_path: Path) -> None:
-    from vllm_lite.client.launch import resolve
+    from vllm_lite.client.engines.launch import resolve
     from vllm_lite.config import EngineConfig
 
     read(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines.session import Session
 from vllm_lite.errors import EngineError, ModelError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import Dying, Hello, Refused

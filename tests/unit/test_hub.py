@@ -24,8 +24,8 @@ from tests.hub_stub import COMMIT, Hub, hub
 from vllm_lite.checkpoint import hub as ours
 from vllm_lite.checkpoint.headers import INDEX_FILE, Tensor, read_headers
 from vllm_lite.checkpoint.hub import HubSource, is_hub_id, local_folder, remote_headers
-from vllm_lite.client.launch import resolve
-from vllm_lite.client.stream import load_tokenizer
+from vllm_lite.client.engines.launch import resolve
+from vllm_lite.client.streams.stream import load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError, ModelError
@@ -399,7 +399,7 @@ def test_a_signal_ends_serve_during_a_download(stub: Hub, tmp_path: Path, number
 
 def test_a_folder_needs_no_hub() -> None:
     program = (
-        "import sys; from vllm_lite.client.launch import resolve; from vllm_lite.config import EngineConfig;"
+        "import sys; from vllm_lite.client.engines.launch import resolve; from vllm_lite.config import EngineConfig;"
         "resolve(EngineConfig()); sys.exit('huggingface_hub' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=scaled(60)).returncode == 0

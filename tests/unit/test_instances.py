@@ -18,10 +18,10 @@ import pytest
 from tests import fake_engine_process
 from tests.fakes import DEADLINE_S
 from tests.http_server import until
-from vllm_lite.client import instances
-from vllm_lite.client import launch as launching
-from vllm_lite.client.instances import RECORD, InstanceRecord, Process
-from vllm_lite.client.launch import LaunchedEngine, launch
+from vllm_lite.client.engines import instances
+from vllm_lite.client.engines import launch as launching
+from vllm_lite.client.engines.instances import RECORD, InstanceRecord, Process
+from vllm_lite.client.engines.launch import LaunchedEngine, launch
 from vllm_lite.config import EngineConfig
 from vllm_lite.tools.cli import main
 

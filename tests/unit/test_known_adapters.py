@@ -1,6 +1,6 @@
 """The adapters that a client knows, while an engine takes the place of another one."""
 
-from vllm_lite.client.known_adapters import KnownAdapters
+from vllm_lite.client.engines.known_adapters import KnownAdapters
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests import fake_engine_process
 from tests.fakes import DEADLINE_S
-from vllm_lite.client import launch as launching
-from vllm_lite.client.launch import LaunchedEngine, launch
-from vllm_lite.client.stream import Event, StreamFailure
+from vllm_lite.client.engines import launch as launching
+from vllm_lite.client.engines.launch import LaunchedEngine, launch
+from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ModelError
 from vllm_lite.protocol.api import Generate

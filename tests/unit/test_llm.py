@@ -13,8 +13,8 @@ import pytest
 from tests import tokenizers_for_tests as made
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.beam import BeamSearchParams
+from vllm_lite.client.engines.session import Session
 from vllm_lite.client.llm import LLM
-from vllm_lite.client.session import Session
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineDeadError, ModelError, RequestError

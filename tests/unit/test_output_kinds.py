@@ -11,7 +11,7 @@ from tests.clients import expect, ids, run
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import Logprob, RequestOutput
-from vllm_lite.client.sample import Cursor, Sample
+from vllm_lite.client.streams.sample import Cursor, Sample
 from vllm_lite.errors import ModelError
 from vllm_lite.protocol.api import (
     Finished,

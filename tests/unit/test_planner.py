@@ -19,7 +19,7 @@ from vllm_lite.checkpoint.model_spec import LayerGroup
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import configured_num_blocks
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
-from vllm_lite.client import launch
+from vllm_lite.client.engines import launch
 from vllm_lite.config import GIB, EngineConfig, demo_folder
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.runtime.machine import Gpu

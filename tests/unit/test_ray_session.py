@@ -12,8 +12,8 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.fakes import STATS, welcome
-from vllm_lite.client.session import MAX_MOVES
-from vllm_lite.client.stream import Event, StreamFailure
+from vllm_lite.client.engines.session import MAX_MOVES
+from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol import api

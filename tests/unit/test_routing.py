@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_lite.client.routing import EVICTION, EXCESS, SLACK, PrefixRouter
+from vllm_lite.client.engines.routing import EVICTION, EXCESS, SLACK, PrefixRouter
 
 ENGINES = ("a", "b", "c")
 LOADS = st.dictionaries(st.sampled_from(ENGINES), st.integers(0, 200), min_size=1)

@@ -14,7 +14,7 @@ from tests.fakes import FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import Prompt
-from vllm_lite.client.stream import StreamFactory
+from vllm_lite.client.streams.stream import StreamFactory
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.engine.client_port import Outbox
 from vllm_lite.errors import RequestError

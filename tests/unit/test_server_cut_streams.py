@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.resumable_stage import CHAT, COMPLETION, Client, Stage, content, events_in, settle, steps
-from vllm_lite.client.stream import Event
+from vllm_lite.client.streams.stream import Event
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, GenerateBody, StreamOptions
 
 USAGE, ALWAYS = StreamOptions(include_usage=True), StreamOptions(include_usage=True, continuous_usage_stats=True)

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.resumable_stage import asking
 from tests.unit.test_server_response import FACTORY, STYLE, WORDS, FakeSession
-from vllm_lite.client.session import Session
-from vllm_lite.client.stream import RequestStream
+from vllm_lite.client.engines.session import Session
+from vllm_lite.client.streams.stream import RequestStream
 from vllm_lite.protocol.api import (
     MAX_CONTEXT_BYTES,
     Abort,

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
 from tests.fakes import STATS, welcome
-from vllm_lite.client.any_session import AnySession, Member
+from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Stats

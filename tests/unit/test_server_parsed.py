@@ -13,8 +13,8 @@ import tokenizers
 
 from tests.unit import resumable_stage
 from tests.unit.resumable_stage import Stage, events_in, settle
-from vllm_lite.client.sample import Cursor
-from vllm_lite.client.stream import StreamFactory
+from vllm_lite.client.streams.sample import Cursor
+from vllm_lite.client.streams.stream import StreamFactory
 from vllm_lite.client.text.detokenizer import Mark
 from vllm_lite.client.text.response.pieces import CallDelta, OutputPiece
 from vllm_lite.client.text.tokenizer import Tokenizer

@@ -10,11 +10,11 @@ import pytest
 from starlette.requests import Request
 
 from tests.tokenizers_for_tests import KINDS
-from vllm_lite.client import sample
 from vllm_lite.client.chat import plain_messages
 from vllm_lite.client.prompt import max_text_bytes, read_prompt
-from vllm_lite.client.sample import PromptScores, candidates
-from vllm_lite.client.stream import StreamFactory
+from vllm_lite.client.streams import sample
+from vllm_lite.client.streams.sample import PromptScores, candidates
+from vllm_lite.client.streams.stream import StreamFactory
 from vllm_lite.client.text.chat_template import ChatTemplate
 from vllm_lite.client.text.template_process import Render, Rendered
 from vllm_lite.client.text.template_source import TemplateSource

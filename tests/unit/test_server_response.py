@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from tests.deadlines import scaled
-from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Event, StreamFactory, StreamFailure
+from vllm_lite.client.engines.session import Session
+from vllm_lite.client.streams.stream import Event, StreamFactory, StreamFailure
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import EngineDeadError, EngineError, RequestError
 from vllm_lite.protocol.api import Abort, Finished, Stats, TokenLogprobs, Tokens, Welcome

@@ -18,7 +18,7 @@ from tests.unit.resumable_stage import (
     events_in,
     settle,
 )
-from vllm_lite.client.stream import StreamFailure
+from vllm_lite.client.streams.stream import StreamFailure
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Finished, Tokens
 from vllm_lite.server.calls import resumable as resumable_module

@@ -7,9 +7,9 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, FakeEngine, Sink, session_with, settle, start, welcome
-from vllm_lite.client.connection import EngineAddress
-from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Event, StreamFailure
+from vllm_lite.client.engines.connection import EngineAddress
+from vllm_lite.client.engines.session import Session
+from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol.api import (
     Abort,

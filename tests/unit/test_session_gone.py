@@ -8,8 +8,8 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, FakeEngine, Sink, session_with, start
-from vllm_lite.client.connection import RUN_DIR
-from vllm_lite.client.stream import StreamFailure
+from vllm_lite.client.engines.connection import RUN_DIR
+from vllm_lite.client.streams.stream import StreamFailure
 
 
 @pytest.mark.parametrize("is_private", [True, False])

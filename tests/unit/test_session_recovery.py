@@ -9,9 +9,9 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, STATS, FakeEngine, Sink, start, welcome
-from vllm_lite.client.connection import Search
-from vllm_lite.client.session import Session
-from vllm_lite.client.stream import StreamFailure
+from vllm_lite.client.engines.connection import Search
+from vllm_lite.client.engines.session import Session
+from vllm_lite.client.streams.stream import StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.protocol.api import (
     Abort,
@@ -239,7 +239,7 @@ def test_what_is_not_known_here_cannot_be_started_again(play: Play) -> None:
 
 def test_what_is_left_of_a_deadline(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr("vllm_lite.client.open_stream.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("vllm_lite.client.streams.open_stream.monotonic", lambda: now_s[0])
     short = play.submit(Generate("short", PROMPT, GREEDY.clone(deadline_ms=500)))
     play.submit(Generate("long", PROMPT, GREEDY.clone(deadline_ms=5000)))
     play.engine.tokens("short", 0, 5)

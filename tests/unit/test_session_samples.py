@@ -3,8 +3,8 @@
 import pytest
 
 from tests.fakes import FakeEngine, Sink, session_with, settle, start
-from vllm_lite.client.session import Session
-from vllm_lite.client.stream import StreamFailure
+from vllm_lite.client.engines.session import Session
+from vllm_lite.client.streams.stream import StreamFailure
 from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Tokens
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_lite.client.launch import resolve
+from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError
 

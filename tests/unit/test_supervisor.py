@@ -18,10 +18,10 @@ from tests import fake_engine_process
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S
 from tests.http_server import until
-from vllm_lite.client import instances, supervisor
-from vllm_lite.client import launch as launching
-from vllm_lite.client.launch import LaunchedEngine, launch
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines import instances, supervisor
+from vllm_lite.client.engines import launch as launching
+from vllm_lite.client.engines.launch import LaunchedEngine, launch
+from vllm_lite.client.engines.session import Session
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.api import Generate

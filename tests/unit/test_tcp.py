@@ -19,7 +19,7 @@ import zmq
 from tests.fakes import DEADLINE_S, welcome
 from tests.unit.test_protocol import MESSAGES
 from vllm_lite import transport
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines.session import Session
 from vllm_lite.engine.client_port import ClientPort
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.protocol import PROTOCOL_VERSION

@@ -10,20 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
-from vllm_lite.client.asking import STATS_TIMEOUT_S
-from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
-from vllm_lite.client.operations import OPERATION_TIMEOUT_S, check_done, operation_of
-from vllm_lite.client.outputs import RequestOutput
-from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream
-from vllm_lite.client.prompt import PromptLike
-from vllm_lite.client.sampling import check_form
-from vllm_lite.client.session import (
+from vllm_lite.client.engines.asking import STATS_TIMEOUT_S
+from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S, check_done, operation_of
+from vllm_lite.client.engines.session import (
     DEFAULT_TIMEOUT_S,
     HEARTBEAT_TIMEOUT_S,
     RECOVERY_TIMEOUT_S,
     Session,
 )
-from vllm_lite.client.stream import Event, RequestStream, StreamFactory, shows
+from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
+from vllm_lite.client.outputs import RequestOutput
+from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream
+from vllm_lite.client.prompt import PromptLike
+from vllm_lite.client.streams.sampling import check_form
+from vllm_lite.client.streams.stream import Event, RequestStream, StreamFactory, shows
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome

@@ -10,15 +10,15 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 from vllm_lite.client.beam import BeamSearchParams, beams_of
+from vllm_lite.client.engines.launch_engines import launch_engines
+from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.generation_config import check_source, generation_defaults, read_overrides
-from vllm_lite.client.launch_engines import launch_engines
 from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
-from vllm_lite.client.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
 from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream, ScoringOutput, similarity
 from vllm_lite.client.progress import TokenBar
 from vllm_lite.client.prompt import PromptLike
-from vllm_lite.client.stream import Event, RequestStream, StreamFactory, load_tokenizer
+from vllm_lite.client.streams.stream import Event, RequestStream, StreamFactory, load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, RequestError

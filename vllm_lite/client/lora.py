@@ -4,7 +4,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_lite.client.any_session import AnySession
+from vllm_lite.client.engines.any_session import AnySession
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.adapters import AdapterAnswer
 

@@ -20,8 +20,8 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import Pooling, PoolingParams, PoolingTask
 
 if TYPE_CHECKING:  # both import the events of streams
-    from vllm_lite.client.any_session import AnySession
-    from vllm_lite.client.stream import Event
+    from vllm_lite.client.engines.any_session import AnySession
+    from vllm_lite.client.streams.stream import Event
 
 Check = Callable[[], None]
 NO_TEXT = "the text is empty; it needs at least one token"

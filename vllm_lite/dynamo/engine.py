@@ -24,9 +24,9 @@ from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, Zm
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 from vllm_lite.client.async_client import AsyncClient
-from vllm_lite.client.connection import RUN_DIR
+from vllm_lite.client.engines.connection import RUN_DIR
+from vllm_lite.client.engines.launch import LaunchedEngine, launch, resolve
 from vllm_lite.client.generation_config import generation_defaults
-from vllm_lite.client.launch import LaunchedEngine, launch, resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.dynamo import mapping, settings
 from vllm_lite.errors import EngineDeadError, EngineError, RequestError

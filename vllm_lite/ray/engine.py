@@ -13,8 +13,8 @@ import msgspec
 from ray import serve
 from ray.serve.metrics import Gauge
 
-from vllm_lite.client.launch import LaunchedEngine, launch
-from vllm_lite.client.stream import Event, StreamFailure, is_error
+from vllm_lite.client.engines.launch import LaunchedEngine, launch
+from vllm_lite.client.streams.stream import Event, StreamFailure, is_error
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol import api

@@ -1,4 +1,5 @@
-"""Places: which replica gets a request, in Ray Serve's terms. A pure policy; PrefixRouter (client/routing.py) decides.
+"""Places: choice of a replica for a request, in Ray Serve's terms. A pure policy; PrefixRouter of
+client/engines/routing.py decides.
 
 A router knows what each replica has in its prefix cache from two sources: what it has sent there itself, and what the
 replica reports now and then, which other routers may have sent.
@@ -6,7 +7,7 @@ replica reports now and then, which other routers may have sent.
 
 from collections.abc import Mapping
 
-from vllm_lite.client.routing import PrefixRouter
+from vllm_lite.client.engines.routing import PrefixRouter
 from vllm_lite.ray.messages import Route, Summary
 
 UNKNOWN_BLOCKS = 4096

@@ -17,12 +17,12 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from vllm_lite.client.any_session import AnySession, Member
-from vllm_lite.client.data_parallel import prompt_hashes
-from vllm_lite.client.joined_answers import joined
-from vllm_lite.client.open_stream import OpenStream, Sink
-from vllm_lite.client.session import MAX_MOVES
-from vllm_lite.client.stream import Event, StreamFailure
+from vllm_lite.client.engines.any_session import AnySession, Member
+from vllm_lite.client.engines.data_parallel import prompt_hashes
+from vllm_lite.client.engines.joined_answers import joined
+from vllm_lite.client.engines.session import MAX_MOVES
+from vllm_lite.client.streams.open_stream import OpenStream, Sink
+from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError, RequestError, VllmLiteError
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo
 from vllm_lite.protocol.api import Dying, ForkRequest, FromClient, Generate, GetStats, OutputBatch, Stats, Welcome

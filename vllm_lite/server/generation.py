@@ -10,9 +10,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from vllm_lite.client.any_session import AnySession
+from vllm_lite.client.engines.any_session import AnySession
 from vllm_lite.client.prompt import PromptLike, check_room
-from vllm_lite.client.stream import RequestStream, StreamFactory
+from vllm_lite.client.streams.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.adapters import AdapterInfo
 from vllm_lite.protocol.params import MAX_NAME_CHARS, SamplingParams

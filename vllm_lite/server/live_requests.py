@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_lite.client.prompt import check_room
-from vllm_lite.client.stream import RequestStream, StreamFactory
+from vllm_lite.client.streams.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import AdmissionState, EndedRequest, RequestState, SampleState
 from vllm_lite.protocol.params import MAX_SAMPLES

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vllm_lite.client.stream import StreamFactory
+from vllm_lite.client.streams.stream import StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import EndedRequest
 from vllm_lite.server.calls.call import Call

@@ -18,8 +18,8 @@ from typing import Any
 from gpu_check_parts import emit
 
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
-from vllm_lite.client import instances
-from vllm_lite.client.launch import LaunchedEngine, launch
+from vllm_lite.client.engines import instances
+from vllm_lite.client.engines.launch import LaunchedEngine, launch
 
 TIMEOUT_S = 60.0
 NUM_STREAMS, TOKENS_BEFORE = 8, 20

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
-from vllm_lite.client.sample import Cursor
-from vllm_lite.client.stream import RequestStream
+from vllm_lite.client.streams.sample import Cursor
+from vllm_lite.client.streams.stream import RequestStream
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import MAX_CONTEXT_BYTES, ForkRequest, Generate
 from vllm_lite.server.calls.place import Shown, StreamPosition

@@ -6,8 +6,8 @@ streams is woken once for all of them.
 
 import asyncio
 
-from vllm_lite.client.any_session import AnySession
-from vllm_lite.client.stream import Event, RequestStream, StreamFailure, shows
+from vllm_lite.client.engines.any_session import AnySession
+from vllm_lite.client.streams.stream import Event, RequestStream, StreamFailure, shows
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Tokens
 from vllm_lite.runtime import log

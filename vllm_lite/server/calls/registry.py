@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
-from vllm_lite.client.any_session import AnySession, Member
-from vllm_lite.client.operations import OPERATION_TIMEOUT_S
+from vllm_lite.client.engines.any_session import AnySession, Member
+from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S
 from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol.api import Stats, Welcome
 from vllm_lite.protocol.operations import Operation, OperationDone

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from vllm_lite.client.stream import RequestStream, StreamFactory
+from vllm_lite.client.streams.stream import RequestStream, StreamFactory
 from vllm_lite.protocol.api import EndedRequest, RequestState, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.server.openai.errors import ApiError

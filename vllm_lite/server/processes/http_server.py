@@ -18,9 +18,9 @@ from starlette.types import ASGIApp
 
 from vllm_lite import transport
 from vllm_lite.checkpoint.sizing import MIN_BLOCKS
-from vllm_lite.client.data_parallel import connect
-from vllm_lite.client.launch import LaunchedEngine
-from vllm_lite.client.launch_engines import LaunchedEngines
+from vllm_lite.client.engines.data_parallel import connect
+from vllm_lite.client.engines.launch import LaunchedEngine
+from vllm_lite.client.engines.launch_engines import LaunchedEngines
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log, supervise

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_lite.client.launch_engines import launch_engines
+from vllm_lite.client.engines.launch_engines import launch_engines
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError, VllmLiteError
 from vllm_lite.runtime import log

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from vllm_lite.client.any_session import AnySession
+from vllm_lite.client.engines.any_session import AnySession
 from vllm_lite.client.lora import LOAD_TIMEOUT_S
 from vllm_lite.protocol.adapters import AdapterAnswer
 from vllm_lite.runtime.nested_settings import wrong_adapter_name

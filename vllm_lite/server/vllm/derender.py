@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vllm_lite.client.stream import RequestStream
+from vllm_lite.client.streams.stream import RequestStream
 from vllm_lite.protocol.api import Finished, FinishReason, TokenLogprobs, Tokens
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.generation import Asked, Generation

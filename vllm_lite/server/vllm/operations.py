@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vllm_lite.client.operations import operation_of
+from vllm_lite.client.engines.operations import operation_of
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.operations import Operation, Sleep

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines.session import Session
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.manager import KVCacheManager

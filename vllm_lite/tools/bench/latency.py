@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_lite.client.launch import resolve
+from vllm_lite.client.engines.launch import resolve
 from vllm_lite.client.llm import LLM
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError

@@ -21,7 +21,7 @@ import uvloop
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from vllm_lite.client.launch import SPAWNS_ENGINE
+from vllm_lite.client.engines.launch import SPAWNS_ENGINE
 from vllm_lite.errors import EngineError
 from vllm_lite.executor.multiproc import SPAWNS_WORKERS
 from vllm_lite.runtime import log

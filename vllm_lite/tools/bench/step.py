@@ -17,9 +17,9 @@ from unittest.mock import patch
 
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.client.launch import resolve
-from vllm_lite.client.session import Session
-from vllm_lite.client.stream import Event, StreamFailure
+from vllm_lite.client.engines.launch import resolve
+from vllm_lite.client.engines.session import Session
+from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.process_settings import EngineSettings

@@ -4,7 +4,7 @@ timeout. Exit status 1 if one is still running, or none is meant."""
 import argparse
 import sys
 
-from vllm_lite.client.instances import clean, end, find, wanted
+from vllm_lite.client.engines.instances import clean, end, find, wanted
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

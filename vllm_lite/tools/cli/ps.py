@@ -5,7 +5,7 @@ import json
 import time
 from typing import Any
 
-from vllm_lite.client.instances import Instance, clean, find
+from vllm_lite.client.engines.instances import Instance, clean, find
 from vllm_lite.protocol.api import Stats
 
 COLUMNS = ("pid", "kind", "model", "state", "up", "workers", "memory", "running", "waiting", "restarts", "address")

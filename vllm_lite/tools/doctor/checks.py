@@ -329,7 +329,7 @@ def settings() -> Iterator[Line]:
 
 
 def left_overs() -> Iterator[Line]:
-    from vllm_lite.client.instances import find
+    from vllm_lite.client.engines.instances import find
 
     found = find()
     stale = [instance for instance in found if instance.state == "stale"]

@@ -22,8 +22,8 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.client.connection import RUN_DIR
-from vllm_lite.client.session import Session
+from vllm_lite.client.engines.connection import RUN_DIR
+from vllm_lite.client.engines.session import Session
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Stats
 from vllm_lite.runtime.supervise import WORKER_NAME

@@ -9,7 +9,7 @@ from time import monotonic
 
 import msgspec
 
-from vllm_lite.client.stream import Event, StreamFailure
+from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.errors import EngineDeadError, ProtocolError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, SampleSoFar, Tokens
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from vllm_lite.client.asking import Asking
-from vllm_lite.client.open_stream import Sink
+from vllm_lite.client.engines.asking import Asking
+from vllm_lite.client.streams.open_stream import Sink
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.adapters import AdapterInfo
 from vllm_lite.protocol.api import ForkRequest, Generate, Stats, Welcome

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from vllm_lite import transport
-from vllm_lite.client.engine_probe import EngineProbe
+from vllm_lite.client.engines.engine_probe import EngineProbe
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.runtime import log, orphans, supervise
 from vllm_lite.runtime.restarts import WINDOW_S, RestartLimit

@@ -22,11 +22,11 @@ from vllm_lite.checkpoint.fitting import check_settings
 from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.sizing import check_sizes
-from vllm_lite.client import instances
-from vllm_lite.client.connection import RUN_DIR
-from vllm_lite.client.instances import InstanceRecord, Process
-from vllm_lite.client.session import Session
-from vllm_lite.client.supervisor import EngineSupervisor
+from vllm_lite.client.engines import instances
+from vllm_lite.client.engines.connection import RUN_DIR
+from vllm_lite.client.engines.instances import InstanceRecord, Process
+from vllm_lite.client.engines.session import Session
+from vllm_lite.client.engines.supervisor import EngineSupervisor
 from vllm_lite.client.text import conversion
 from vllm_lite.client.text.end_tokens import find_end_tokens, writes_text
 from vllm_lite.config import (

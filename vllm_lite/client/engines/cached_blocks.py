@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from vllm_lite import transport
-from vllm_lite.client.routing import PrefixRouter
+from vllm_lite.client.engines.routing import PrefixRouter
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.runtime import log
 from vllm_lite.runtime.addresses import offset

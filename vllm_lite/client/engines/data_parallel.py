@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vllm_lite.client.answers import copy_of
-from vllm_lite.client.any_session import AnySession, Member
-from vllm_lite.client.cached_blocks import CachedBlocks, endpoints
-from vllm_lite.client.joined_answers import gathered, joined
-from vllm_lite.client.open_stream import OpenStream, Sink
-from vllm_lite.client.routing import MAX_HASHED_BLOCKS, PrefixRouter
-from vllm_lite.client.session import Session
-from vllm_lite.client.stream import StreamFailure
+from vllm_lite.client.engines.answers import copy_of
+from vllm_lite.client.engines.any_session import AnySession, Member
+from vllm_lite.client.engines.cached_blocks import CachedBlocks, endpoints
+from vllm_lite.client.engines.joined_answers import gathered, joined
+from vllm_lite.client.engines.routing import MAX_HASHED_BLOCKS, PrefixRouter
+from vllm_lite.client.engines.session import Session
+from vllm_lite.client.streams.open_stream import OpenStream, Sink
+from vllm_lite.client.streams.stream import StreamFailure
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol.adapters import AdapterInfo

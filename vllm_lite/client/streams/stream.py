@@ -11,8 +11,8 @@ import msgspec
 from vllm_lite.checkpoint import hub
 from vllm_lite.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm_lite.client.prompt import Prompt, PromptLike, check_fork, check_params, read_prompt
-from vllm_lite.client.sample import Cursor, PromptScores, Sample
-from vllm_lite.client.sampling import wire_params, with_bad_word_ids, with_form, with_seed
+from vllm_lite.client.streams.sample import Cursor, PromptScores, Sample
+from vllm_lite.client.streams.sampling import wire_params, with_bad_word_ids, with_form, with_seed
 from vllm_lite.client.text import conversion
 from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.text.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ from vllm_lite.protocol.structured import Thinking
 from vllm_lite.runtime import log
 
 if TYPE_CHECKING:  # session imports the events that are defined here
-    from vllm_lite.client.any_session import AnySession
+    from vllm_lite.client.engines.any_session import AnySession
 
 logger = log.get(__name__)
 

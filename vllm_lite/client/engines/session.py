@@ -17,13 +17,13 @@ from concurrent.futures import Future
 from contextlib import closing
 from typing import TypeVar
 
-from vllm_lite.client.answers import Answers, copy_of, fail_all
-from vllm_lite.client.any_session import AnySession, Member
-from vllm_lite.client.asking import ANSWERS
-from vllm_lite.client.connection import REASON_S, Alive, EngineAddress, Search, shake_hands
-from vllm_lite.client.known_adapters import KnownAdapters
-from vllm_lite.client.open_stream import OpenStream, Sink, by_sink
-from vllm_lite.client.stream import Event, StreamFailure
+from vllm_lite.client.engines.answers import Answers, copy_of, fail_all
+from vllm_lite.client.engines.any_session import AnySession, Member
+from vllm_lite.client.engines.asking import ANSWERS
+from vllm_lite.client.engines.connection import REASON_S, Alive, EngineAddress, Search, shake_hands
+from vllm_lite.client.engines.known_adapters import KnownAdapters
+from vllm_lite.client.streams.open_stream import OpenStream, Sink, by_sink
+from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList

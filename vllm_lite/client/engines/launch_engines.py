@@ -8,8 +8,8 @@ from contextlib import ExitStack, closing
 
 import msgspec
 
-from vllm_lite.client.data_parallel import DataParallelSession, joined_sessions
-from vllm_lite.client.launch import LaunchedEngine, finish, launch, resolve, spawn
+from vllm_lite.client.engines.data_parallel import DataParallelSession, joined_sessions
+from vllm_lite.client.engines.launch import LaunchedEngine, finish, launch, resolve, spawn
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.api import Welcome

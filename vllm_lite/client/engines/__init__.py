@@ -1,0 +1,19 @@
+"""Engines as a client reaches them: sessions over one connection or several, their launch, supervision and routing.
+
+session.py          one engine, and those that take its place
+any_session.py      the interface of sessions
+connection.py       the handshake
+asking.py           questions beside requests
+answers.py          pending answers
+joined_answers.py   answers of several engines as one
+known_adapters.py   LoRA adapters that requests may name
+operations.py       pause, sleep, adapters, weights
+data_parallel.py    several engines as one session
+routing.py          choice of an engine by prefix and load
+cached_blocks.py    the prefixes that engines have cached
+launch.py           the start of an engine
+launch_engines.py   the start of several
+supervisor.py       the replacement of an engine that died
+engine_probe.py     the supervisor's connection
+instances.py        engines and servers of this user
+"""
