@@ -116,6 +116,14 @@ def test_latent_attention_is_refused_by_name():
         select_backend(shape)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, INT8])
+def test_sparse_attention_is_refused_by_name(kv_dtype: torch.dtype):
+    """Its index's keys would need scales of their own."""
+    shape = attention_shape((4, 1, 16), 16, torch.float32, kv_dtype=kv_dtype, index_size=8)
+    with pytest.raises(ConfigError, match="a KV cache of 8 bits does not go with sparse attention"):
+        select_backend(shape)
+
+
 def test_scales_of_the_whole_cache_are_for_float8():
     with pytest.raises(ValueError, match=r"are for float8 caches, not for torch\.int8"):
         attention_shape((4, 2, 16), 16, torch.float32, kv_dtype=INT8, k_scale=0.5)

@@ -93,6 +93,23 @@ def glm_lite(name: str, settings: dict[str, Any], controls: dict[str, Control]) 
     return Variant(name, "Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", own | usual | settings, controls)
 
 
+def sparse(name: str, family: str, settings: dict[str, Any], controls: dict[str, Control]) -> Variant:
+    """With an index whose sums seldom tie: heads enough that some score of a token is above 0."""
+    usual = {"n_routed_experts": 5, "q_lora_rank": 20, "n_group": 1, "topk_group": 1}
+    usual |= {"index_topk": 24, "index_head_dim": 16, "index_n_heads": 16}
+    return Variant(name, f"{family}Config", f"{family}ForCausalLM", SIZES | usual | settings, controls)
+
+
+def change_index(**fields: Any) -> Control:
+    def changed(layer: LayerSpec) -> LayerSpec:
+        assert layer.latent is not None
+        assert layer.latent.index is not None
+        index = msgspec.structs.replace(layer.latent.index, **fields)
+        return msgspec.structs.replace(layer, latent=msgspec.structs.replace(layer.latent, index=index))
+
+    return drop_in_layers(changed)
+
+
 VARIANTS = [
     deepseek(
         "V2",
@@ -163,6 +180,19 @@ VARIANTS = [
             "tie_word_embeddings": False,
         },
     ),
+    sparse(
+        "deepseek-v32",
+        "DeepseekV32",
+        {"rope_parameters": MSCALE},
+        {"all tokens": change_index(count=1000), "halves": change_index(interleaved=True)},
+    ),
+    sparse(
+        "glm-moe-dsa",
+        "GlmMoeDsa",
+        {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "shared"]},
+        {"all tokens": change_index(count=1000), "neighbours": change_index(interleaved=False)},
+    ),
+    sparse("glm-moe-dsa-each", "GlmMoeDsa", {"index_n_heads": 24, "index_topk": 40}, {}),
     glm_lite("glm4-moe-lite", {}, {"neighbours": drop_in_layers(halves), "scale": routing(scale=1.0)}),
     glm_lite(
         "glm4-moe-lite-kinds",

@@ -385,11 +385,44 @@ def test_granite_with_windows_sees_everything_in_every_fourth_layer(tmp_path):
     assert "layer_rope_theta has 1 entries for 5 layers" in refusal(tmp_path, raw | {"layer_rope_theta": [0]})
 
 
+def test_which_layers_have_an_index_is_said_in_three_ways(tmp_path):
+    raw = config() | LATENT | {"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 6}
+    ways: list[dict[str, Any]] = [
+        {"index_topk_freq": 2},
+        {"index_topk_pattern": "FFSFSF"},
+        {"indexer_types": ["full", "full", "shared", "full", "shared", "full"]},
+    ]
+    for way in ways:
+        layers = load(tmp_path, raw | way).layers
+        indices = [layer.latent and layer.latent.index for layer in layers]
+        assert [index and index.is_shared for index in indices] == [False, False, True, False, True, False]
+        assert [layer.attention.index_size for layer in layers] == [128, 128, 0, 128, 0, 128]
+
+
+LATENT = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_scaling": None,
+}
+"""Numbers of a model with latent attention and experts."""
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "says"),
     [
         ("ApertusForCausalLM", {"hidden_act": "silu"}, "hidden_act silu is not supported; it must be xielu"),
         ("ApertusForCausalLM", {"hidden_act": "xielu", "post_norm": True}, "post_norm True"),
+        ("DeepseekV32ForCausalLM", LATENT | {"q_lora_rank": None}, "q_lora_rank is missing"),
+        ("DeepseekV32ForCausalLM", LATENT | {"index_head_dim": 6}, "index_head_dim 6 is less than qk_rope_head_dim 8"),
+        ("GlmMoeDsaForCausalLM", LATENT | {"indexer_types": ["full"]}, "indexer_types full must have full or shared"),
+        ("GlmMoeDsaForCausalLM", LATENT | {"index_topk_pattern": "SF" * 16}, "and full for the first"),
+        ("GlmMoeDsaForCausalLM", LATENT | {"index_topk_pattern": "FX" * 16}, "indexer_types full, X"),
         ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}, "use_qk_norm false"),
         (
             "HunYuanDenseV1ForCausalLM",

@@ -63,6 +63,8 @@ class AttentionShape:
         gives; None if there is none. `block_sparse`: the backend has such patterns."""
         if self.cache_dtype == torch.int8 and any(spec.value_size is not None for spec in self.groups):
             return "an int8 KV cache does not go with latent attention, whose V is a part of K; use fp8"
+        if self.cache_dtype.itemsize == 1 and any(spec.index_size for spec in self.groups):
+            return "a KV cache of 8 bits does not go with sparse attention, whose index is kept in it; use auto"
         return next((why for spec in self.groups if (why := _reason(spec, block_sparse) or reason(spec))), None)
 
 

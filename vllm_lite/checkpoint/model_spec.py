@@ -47,6 +47,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     value_size: int | None = None
     """None = V is as large as K, and is kept beside it; else V is the first so many elements of K, and only K is kept,
     as in latent attention."""
+    index_size: int = 0
+    """Elements that the cache keeps of a token and KV head behind K for another use: its key in an index."""
 
     @property
     def query_size(self) -> int:
@@ -66,7 +68,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     @property
     def cached_size(self) -> int:
         """Elements that the cache keeps of a token."""
-        return self.cached_parts * self.num_kv_heads * self.head_size
+        return self.num_kv_heads * (self.cached_parts * self.head_size + self.index_size)
 
     @property
     def qkv_size(self) -> int:
@@ -219,9 +221,11 @@ class LayerGroup(msgspec.Struct, frozen=True):
 
     def kv_shape(self, block_size: int, row_extra: int = 0) -> tuple[int, int, int, int, int]:
         """Shape of one block: [num_layers, 2, num_kv_heads, block_size, head_size + row_extra]; with 1 in place of 2
-        where V is a part of K. `row_extra`: elements that a head of a token takes for its scale."""
+        where V is a part of K, and rows that are longer by the key of an index where there is one. `row_extra`:
+        elements that a head of a token takes for its scale."""
         own = self.attention
-        return len(self.layers), own.cached_parts, own.num_kv_heads, block_size, own.head_size + row_extra
+        row = own.head_size + own.index_size + row_extra
+        return len(self.layers), own.cached_parts, own.num_kv_heads, block_size, row
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

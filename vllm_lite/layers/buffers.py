@@ -179,7 +179,7 @@ class Buffers:
 def _latent_rows(
     spec: LatentSpec,
     num_heads: int,
-    projected: torch.Tensor,  # [n, projected_size], whose last elements are what the cache keeps
+    projected: torch.Tensor,  # [n, projected_size]
     memory: torch.Tensor,  # for all other_sizes of n tokens
     rotation: Rotation,
 ) -> tuple[Heads, LatentRows]:
@@ -190,7 +190,8 @@ def _latent_rows(
         memory[end - n * size : end].view(n, size) for end, size in zip(ends, sizes, strict=True)
     )
     query = expanded if spec.query_rank else projected[:, : num_heads * spec.query_size]
-    key = projected[:, None, -spec.cached_size :]
+    start = spec.first_size(num_heads)
+    key = projected[:, None, start : start + spec.cached_size]
     heads = Heads(absorbed.view(n, num_heads, spec.cached_size), key, key[..., : spec.rank])
     query_heads, value_heads = (flat.view(n, num_heads, -1) for flat in (query, values))
     return heads, LatentRows(query, query_heads, values, value_heads, rotation)

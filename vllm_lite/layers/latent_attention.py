@@ -45,6 +45,7 @@ class LatentAttention:
         expanded = spec.query_rank is not None
         rank = Split.whole(spec.query_rank or 0)
         self.first = parts.linear(hidden, rank if expanded else query, cached, bias=False)
+        self.first_width = (rank if expanded else query).size + cached.size
         self.query = parts.linear(rank, query, bias=False) if expanded else None
         self.query_norm, self.latent_norm = (
             RMSNorm(size, spec.norm_eps, dtype=parts.dtype, device=parts.device) for size in (rank.size, spec.rank)
@@ -80,7 +81,7 @@ class LatentAttention:
     ) -> None:
         """As AttentionBlock's."""
         own = rows.by_kind[self.kind]
-        self.first.forward(x, out=own.qkv)
+        self.first.forward(x, out=own.qkv[:, : self.first_width])
         self.prepare(own)
         if self.grows and rows.query_growth is not None:
             self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)

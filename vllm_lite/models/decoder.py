@@ -105,18 +105,20 @@ class Decoder:
             if index == self.last_writer and wanted is not None and len(wanted) == 0:
                 return rows.hidden[:0]
             if index == self.last_writer and wanted is not None and tail is not None:
-                rows, batch, wanted = self._narrow(layer, rows, wanted, index, heads=True), tail, None
+                rows, batch, wanted = self.narrow(layer, rows, wanted, index, heads=True), tail, None
                 backend.prepare(batch)
                 self.buffers.select_rotations(rows, batch.positions)
             layer.attend(rows, kv, batch, backend)
             if index == self.last_reader and wanted is not None:
-                rows = self._narrow(layer, rows, wanted, index)
+                rows = self.narrow(layer, rows, wanted, index)
             layer.combine(rows)
             progress()
         self.last_norm(rows)
         return rows.hidden
 
-    def _narrow(self, layer: Layer, rows: Rows, wanted: torch.Tensor, index: int, *, heads: bool = False) -> Rows:
+    def narrow(self, layer: Layer, rows: Rows, wanted: torch.Tensor, index: int, *, heads: bool = False) -> Rows:
+        """The rows that go on alone from layer `index` on, moved together. wanted: int64 [k]. `heads`: they have yet to
+        attend there."""
         if layer.attention is None:
             return rows
         return self.buffers.gather(rows, wanted, layer.attention.kind, index, heads=heads)

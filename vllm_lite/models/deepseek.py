@@ -1,12 +1,16 @@
-"""DeepSeek V2 and V3: latent attention."""
+"""DeepSeek V2 and V3: latent attention; from V3.2 on it is sparse."""
 
 import re
 from typing import ClassVar
 
+import torch
+
 from vllm_lite.layers.attention_block import Attention
+from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.latent_attention import LatentAttention
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.sparse_attention import Selection, SparseLatentAttention
 from vllm_lite.models.decoder import Decoder, Layer
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -23,6 +27,27 @@ class Deepseek(Decoder):
         """Also layers behind the last one, which V3 has to predict several tokens at once."""
         layer = _LAYER.match(name)
         return super().ignores(name) or (layer is not None and int(layer[1]) >= self.spec.num_layers)
+
+
+class SparseLayer(DeepseekLayer):
+    attention_block: ClassVar[type[Attention]] = SparseLatentAttention
+
+
+class SparseDeepseek(Deepseek):
+    """DeepSeek V3.2 and GLM-5, some of whose layers may attend to what one before them has chosen."""
+
+    layer: ClassVar[type[Layer]] = SparseLayer
+
+    def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
+        super().__init__(parts, max_model_len, max_num_tokens)
+        self.selection = Selection()
+        for layer in self.layers:
+            if isinstance(layer.attention, SparseLatentAttention):
+                layer.attention.selection = self.selection
+
+    def narrow(self, layer: Layer, rows: Rows, wanted: torch.Tensor, index: int, *, heads: bool = False) -> Rows:
+        self.selection.keep(wanted)
+        return super().narrow(layer, rows, wanted, index, heads=heads)
 
 
 class Mistral(Deepseek):

@@ -16,11 +16,12 @@ class Glm4MoeLiteConfig(DeepseekV3Config, kw_only=True):
     """Kind of each layer; it wins over the number of dense layers."""
 
 
-def _glm(architecture: str, raw: Glm4MoeLiteConfig) -> ModelSpec:
+def read_kinds(architecture: str, raw: Glm4MoeLiteConfig) -> ModelSpec:
+    """DeepSeek V3 with a list of the layers that have experts, or one that is like it."""
     kinds = raw.mlp_layer_types
     if kinds is not None and len(kinds) != raw.num_hidden_layers:
         raise ModelError(f"mlp_layer_types has {len(kinds)} entries for {raw.num_hidden_layers} layers")
     return read_v3(architecture, raw, None if kinds is None else [kind == "sparse" for kind in kinds])
 
 
-FAMILIES = {"Glm4MoeLiteForCausalLM": Family(Glm4MoeLiteConfig, _glm, {"num_local_experts": "n_routed_experts"})}
+FAMILIES = {"Glm4MoeLiteForCausalLM": Family(Glm4MoeLiteConfig, read_kinds, {"num_local_experts": "n_routed_experts"})}
