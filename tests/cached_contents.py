@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from tests.simulated_worker import SimulatedWorker, Slot
 from tests.state_contents import StateContents
 from vllm_lite.engine.blocks.groups import KVGroup
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.sequence import Sequence
 
@@ -14,11 +15,11 @@ class CachedContents:
     wrong, and not when somebody happens to need it."""
 
     def __init__(self, kv: KVCacheManager) -> None:
-        self._kv = kv
         self._wanted: dict[bytes, list[Slot | None]] = {}
         self.states = StateContents(kv)
-        self._also = kv.on_store
-        kv.on_store = self._stored
+        self._blocks = kv.part(KVBlocks)
+        self._also = self._blocks.on_store
+        self._blocks.on_store = self._stored
 
     def _stored(self, sequence: Sequence, group: KVGroup, index: int) -> None:
         start, size = index * group.block_size, group.block_size
@@ -32,9 +33,9 @@ class CachedContents:
     def check(self, worker: SimulatedWorker, sequences: Iterable[Sequence]) -> None:
         """To be called when the worker has run every step that was scheduled; `sequences` are all the unfinished
         ones."""
-        tiers = [(self._kv.pool, 0)]
-        if self._kv.host is not None:
-            tiers.append((self._kv.host.pool, self._kv.host.first_id))
+        tiers = [(self._blocks.pool, 0)]
+        if self._blocks.host is not None:
+            tiers.append((self._blocks.host.pool, self._blocks.host.first_id))
         for pool, first_id in tiers:
             for block in pool.blocks:
                 if block.block_hash is not None:

@@ -1,12 +1,15 @@
 """A scheduler, its pools and a simulated worker, stepped by hand: for the tests of scheduling."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from tests.simulated_worker import SimulatedWorker, candidates, next_token
 from vllm_lite.engine.beam import Beam, BeamSearch
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.part import CachePart
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.state_slots import StateSlots
 from vllm_lite.engine.queues import Options
@@ -37,6 +40,8 @@ class Rig:
         num_state_slots: int = 0,
         num_host_states: int = 0,
         max_moved_states: int = 1,
+        blocks_each: int = 0,
+        more_parts: Sequence[CachePart[Any]] = (),
         depth: int = 1,
         come_together: bool = False,
         policy: object | None = None,
@@ -44,17 +49,21 @@ class Rig:
     ) -> None:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, **options}
         self.decisions: list[tuple[str, dict[str, int | str]]] = []
-        self.kv = KVCacheManager(
+        self.blocks = KVBlocks(
             BlockPool(num_blocks, caching),
             make_groups(windows, block_size),
-            PrefixHasher(block_size, "seed"),
+            block_size,
             host=HostTier(num_host_blocks, num_blocks, caching) if num_host_blocks else None,
             watermark=0.01,
             max_swap_blocks_per_step=max_swap_blocks,
         )
+        self.states: StateSlots | None = None
+        parts: list[CachePart[Any]] = [self.blocks]
         if num_state_slots:
-            room = {"num_host_states": num_host_states, "max_moves": max_moved_states}
-            self.kv.states = StateSlots(num_state_slots, block_size, caching, **room)
+            room = {"num_host_states": num_host_states, "max_moves": max_moved_states, "blocks_each": blocks_each}
+            self.states = StateSlots(num_state_slots, block_size, caching, **room)
+            parts.append(self.states)
+        self.kv = KVCacheManager([*parts, *more_parts], PrefixHasher(block_size, "seed"), self.blocks.counters)
         self.scheduler = Scheduler(self.kv, Options(**options), policy)  # type: ignore[arg-type]
         self.scheduler.on_decision = lambda code, _sequence, numbers: self.decisions.append((code, numbers))
         slots = int(options["max_num_seqs"])
@@ -68,7 +77,7 @@ class Rig:
 
     def _new_worker(self) -> SimulatedWorker:
         worker = SimulatedWorker(*self._sizes)
-        worker.states = None if self.kv.states is None else {}
+        worker.states = None if self.states is None else {}
         return worker
 
     def add(
@@ -95,7 +104,7 @@ class Rig:
         assert not self.scheduler.in_flight
         self.scheduler.check_integrity()
         assert self.kv.pool.num_used == self.kv.pool.num_cached == 0
-        assert self.kv.host is None or self.kv.host.pool.num_used == self.kv.host.pool.num_cached == 0
+        assert self.blocks.host is None or self.blocks.host.pool.num_used == self.blocks.host.pool.num_cached == 0
 
     def replace_workers(self) -> None:
         self.worker = self._new_worker()
@@ -150,10 +159,10 @@ class Rig:
                 while self.scheduler.in_flight:
                     self.step()
                 assert self.kv.pool.num_used == 0
-                assert self.kv.host is None or self.kv.host.pool.num_used == 0
+                assert self.blocks.host is None or self.blocks.host.pool.num_used == 0
                 assert not self.scheduler.waiting
-                states = self.kv.states
-                assert states is None or states.num_held == 0
+                states = self.states
+                assert states is None or states.store.num_held == 0
                 assert states is None or states.host is None or states.host.num_pinned == 0
                 return
             self.step()

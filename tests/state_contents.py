@@ -4,7 +4,8 @@ from collections import abc
 
 from tests.simulated_worker import SimulatedWorker, StateOf
 from vllm_lite.engine.blocks.manager import KVCacheManager
-from vllm_lite.engine.blocks.state_slots import KEY, StateSlots
+from vllm_lite.engine.blocks.state_slots import StateSlots
+from vllm_lite.engine.blocks.state_store import KEY
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
@@ -32,7 +33,7 @@ class StateContents:
     is seen when it becomes wrong, and not when somebody happens to read it."""
 
     def __init__(self, kv: KVCacheManager) -> None:
-        self._kv = kv
+        self._states = next((part for part in kv.parts if isinstance(part, StateSlots)), None)
         self._hasher = kv.hasher = RecordingHasher(kv.hasher)
         self.num_compared = 0
 
@@ -42,7 +43,7 @@ class StateContents:
         What is decided between two steps, as for beams, leaves its ops to the next one. That runs them before it
         computes anything, so what counts is what is there behind them.
         """
-        states = self._kv.states
+        states = self._states
         if states is None or worker.states is None:
             return
         held = dict(worker.states)
@@ -76,7 +77,7 @@ class StateContents:
 def _found(states: StateSlots) -> abc.Iterable[tuple[int, bytes]]:
     """The slots and host places of states that others can find, now or from the next step on, with their keys."""
     yield from ((block.block_id, block.block_hash) for block in states.pool.blocks if block.block_hash is not None)
-    yield from ((left.slot, left.key) for left in states._unpublished)
+    yield from ((left.slot, left.key) for left in states.store.unpublished)
     for key in states.histories.demoted:
         place = None if states.host is None else states.host.find(key)
         assert place is not None, "a state has a history on the host, and no place there"

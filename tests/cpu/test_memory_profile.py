@@ -20,11 +20,10 @@ from vllm_lite.checkpoint.sizing import configured_num_blocks, reserved_bytes
 from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.config import GIB, EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
-from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.control import Start
-from vllm_lite.runtime.prefix_hash import PrefixHasher
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward
@@ -240,8 +239,7 @@ def test_the_longest_sequence_is_the_engines(
     windows: tuple[int | None, ...], num_blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     groups = [LayerGroup((0,), AttentionSpec(1, 1, 8, 1.0, window)) for window in windows]
-    kv = KVCacheManager(BlockPool(num_blocks, False), make_groups(windows, 16), PrefixHasher(16, "x"))
-    longest = kv.max_tokens(400, 32)
+    longest = KVBlocks(BlockPool(num_blocks, False), make_groups(windows, 16), 16).max_tokens(400, 32)
     config = config_of(max_model_len=400, max_num_batched_tokens=32)
     with caplog.at_level(logging.WARNING, "vllm_lite"):
         warn_if_short(num_blocks, 1024, groups, config)

@@ -15,6 +15,7 @@ from vllm_lite.client.engines.cached_blocks import CachedBlocks, endpoints, sock
 from vllm_lite.client.engines.routing import PrefixRouter
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.blocks.events import KVEventStream
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.runtime.nested_settings import KVEventsConfig
 
 DEADLINE_S = scaled(20.0)
@@ -27,7 +28,9 @@ class Rig:
         self.cores = [Recorded(None, 18), Recorded(None, 18)]
         sources = [f"ipc://{folder}/{n}" for n in range(2)]
         configs = [KVEventsConfig(endpoint=source, event_format=event_format) for source in sources]  # type: ignore[arg-type]
-        self.streams = [KVEventStream(config, core.core.kv) for config, core in zip(configs, self.cores, strict=True)]
+        self.streams = [
+            KVEventStream(config, core.core.kv.part(KVBlocks)) for config, core in zip(configs, self.cores, strict=True)
+        ]
         self.router, self.lock = PrefixRouter[int](), threading.RLock()
         for engine in range(2):
             self.router.add(engine, 18)

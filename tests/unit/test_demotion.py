@@ -119,7 +119,7 @@ def test_what_a_prompt_begins_with_is_no_part_of_what_it_evicts() -> None:
     ask(rig, "other", other)
     request = rig.add("again", [*old[:15], *[VOCAB] * 18], max_tokens=1)  # 18 new blocks; 2 are blank
     moved = set[int]()
-    held = set(rig.kv.find_cached(request.sequences[0]).tables[0])
+    held = set(rig.kv.find_cached(request.sequences[0]).found[0][0])
     assert len(held) == 15
     while rig.scheduler.requests:
         output = rig.scheduler.schedule()
@@ -182,7 +182,7 @@ def test_nobody_comes_in_at_a_loss_behind_one_that_lacks_blocks() -> None:
     sequence = rig.add("behind", [*old[:4], VOCAB, VOCAB], max_tokens=1).sequences[0]
     rig.kv.begin_step()
     hit, num_demoted = rig.kv.find_cached(sequence), rig.kv.counters.demoted_blocks
-    assert [block_id >= 13 for block_id in hit.tables[0]] == [False, True, True, True]
+    assert [block_id >= 13 for block_id in hit.found[0][0]] == [False, True, True, True]
     assert not rig.kv.admit(sequence, hit, 6, in_parts=False)
     assert (sequence.host_ids, rig.kv.pool.num_used) == (None, 0)
     assert rig.kv.counters.demoted_blocks - num_demoted == 2, "three of the five moves are for loading"
@@ -217,14 +217,14 @@ def test_places_are_counted_as_they_are_found(
 def test_what_is_about_to_be_loaded_is_not_dropped_for_what_is_demoted() -> None:
     """The host is full; the oldest that it has is what the waiting sequence begins with."""
     rig = Rig(26, 1, num_host_blocks=10, max_swap_blocks=6, max_num_batched_tokens=64)
-    host = rig.kv.host
+    host = rig.blocks.host
     assert host is not None
     ask(rig, "cached", PROMPT[:24])
     on_host = host.new_blocks([bytes((number,)) for number in range(10)])
     host.unpin(on_host)
     sequence = rig.add("waits", [VOCAB - 1] * 20).sequences[0]
     rig.kv.begin_step()
-    assert not rig.kv.swapping.may_take(sequence, 20, on_host[-4:])
+    assert not rig.blocks.swapping.may_take(sequence, 20, on_host[-4:])
     assert rig.kv.counters.demoted_blocks == 2, "four of the six moves are for loading"
     assert [host.find(bytes((number,))) for number in range(6, 10)] == on_host[-4:]
     rig.kv.take_ops()

@@ -4,7 +4,7 @@ import pytest
 
 from tests.recorded import Recorded, state_of
 from tests.scheduler_rig import Rig
-from vllm_lite.engine.blocks.prefix_hit import PrefixHit
+from vllm_lite.engine.blocks.part import PrefixHit
 from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import RequestError

@@ -73,7 +73,7 @@ def test_the_shared_blocks_that_a_sequence_writes_next_are_swapped_in_all_groups
     child = fork(rig, parent, "fork", have=8)
     sequence = child if whose == "fork" else parent.sequences[0]
     held = [list(table.ids) for table in sequence.tables]
-    rig.kv.swapping.begin_step()
+    rig.blocks.swapping.begin_step()
     assert rig.kv.swap_out(sequence) is (max_swap_blocks == 2)
     left_behind = held if max_swap_blocks == 1 else [[*ids[:-1], NULL_BLOCK] for ids in held]
     assert [table.ids for table in sequence.tables] == left_behind

@@ -3,7 +3,9 @@
 import pytest
 
 from vllm_lite.engine.blocks.groups import make_groups
-from vllm_lite.engine.blocks.manager import Growth, KVCacheManager
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.part import Growth
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.verdict import Verdict, admission
 from vllm_lite.engine.request import Request
@@ -15,12 +17,8 @@ from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 
 def make(num_blocks: int = 11, block_size: int = 4, watermark: float = 0.0, caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(
-        BlockPool(num_blocks, caching),
-        make_groups([None], block_size),
-        PrefixHasher(block_size, "seed"),
-        watermark=watermark,
-    )
+    blocks = KVBlocks(BlockPool(num_blocks, caching), make_groups([None], block_size), block_size, watermark=watermark)
+    return KVCacheManager([blocks], PrefixHasher(block_size, "seed"), blocks.counters)
 
 
 def request(kv: KVCacheManager, tokens: list[int], name: str = "r") -> Sequence:

@@ -14,6 +14,7 @@ from tests.deadlines import scaled
 from tests.recorded import Recorded
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.blocks.events import REJOIN_S, KVEvents, KVEventStream
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.runtime.nested_settings import KVEventsConfig
 
@@ -77,7 +78,7 @@ def test_a_consumer_knows_what_is_cached(windows: tuple[int | None, ...], num_ho
     """At every pass of a run with evictions, duplicates, swaps, promotions, failures and a reset."""
     batches: list[bytes] = []
     recorded = Recorded(None, 18, windows, num_host_blocks, preemption_mode="swap")
-    events = KVEvents(KVEventsConfig(), recorded.core.kv, batches.append)
+    events = KVEvents(KVEventsConfig(), recorded.core.kv.part(KVBlocks), batches.append)
     consumer, rng = Consumer(), random.Random(7)
     loop = recorded.loop
 
@@ -102,7 +103,7 @@ def test_a_consumer_knows_what_is_cached(windows: tuple[int | None, ...], num_ho
 def test_blocks_of_one_prompt_are_one_event_with_its_tokens() -> None:
     batches: list[bytes] = []
     recorded = Recorded(None, 40, max_num_batched_tokens=64)
-    events = KVEvents(KVEventsConfig(), recorded.core.kv, batches.append)
+    events = KVEvents(KVEventsConfig(), recorded.core.kv.part(KVBlocks), batches.append)
     prompt = list(range(14))
     recorded.add("a", prompt, max_tokens=1)
     recorded.loop()
@@ -147,7 +148,7 @@ def test_old_consumers_can_read_it() -> None:
 
     batches: list[bytes] = []
     recorded = Recorded(None, 8)
-    events = KVEvents(KVEventsConfig(hash_format="int"), recorded.core.kv, batches.append)
+    events = KVEvents(KVEventsConfig(hash_format="int"), recorded.core.kv.part(KVBlocks), batches.append)
     recorded.random_work(random.Random(1))
     events.flush(1.0)
     batch = msgspec.msgpack.decode(batches[0], type=Batch)
@@ -160,7 +161,7 @@ def test_old_consumers_can_read_it() -> None:
 def test_events_as_maps_name_their_fields() -> None:
     batches: list[bytes] = []
     recorded = Recorded(None, 40)
-    events = KVEvents(KVEventsConfig(event_format="map"), recorded.core.kv, batches.append)
+    events = KVEvents(KVEventsConfig(event_format="map"), recorded.core.kv.part(KVBlocks), batches.append)
     recorded.add("a", [1, 2, 3, 4, 5], max_tokens=1)
     recorded.drain()
     recorded.core.kv.pool.reset_cache()
@@ -174,7 +175,7 @@ def test_events_as_maps_name_their_fields() -> None:
 def test_maps_tell_cache_salts() -> None:
     batches: list[bytes] = []
     recorded = Recorded(None, 40)
-    events = KVEvents(KVEventsConfig(event_format="map"), recorded.core.kv, batches.append)
+    events = KVEvents(KVEventsConfig(event_format="map"), recorded.core.kv.part(KVBlocks), batches.append)
     for number, salt in enumerate(("mine", None)):
         recorded.add(f"{number}", [1, 2, 3, 4, 5], max_tokens=1, cache_salt=salt)
         recorded.drain()
@@ -189,7 +190,7 @@ def test_an_engine_in_anothers_place_first_says_that_nothing_is_cached(tmp_path:
     """And waits with it until the other's consumers have found it."""
     endpoint = f"ipc://{tmp_path}/events"
     recorded = Recorded(None, 40)
-    stream = KVEventStream(KVEventsConfig(endpoint=endpoint), recorded.core.kv, rejoins_s=10.0)
+    stream = KVEventStream(KVEventsConfig(endpoint=endpoint), recorded.core.kv.part(KVBlocks), rejoins_s=10.0)
     published: list[bytes] = []
     stream._events._publish = published.append
     try:
@@ -205,7 +206,7 @@ def test_an_engine_in_anothers_place_first_says_that_nothing_is_cached(tmp_path:
 
 def test_nothing_is_watched_unless_asked_for() -> None:
     recorded = Recorded(None)
-    assert recorded.core.kv.on_store is None
+    assert recorded.core.kv.part(KVBlocks).on_store is None
     assert recorded.core.kv.pool.observers == []
 
 
@@ -231,7 +232,7 @@ class Wire:
             topic="kv",
         )
         self.recorded = Recorded(None, 14)
-        self.stream = KVEventStream(self.config, self.recorded.core.kv)
+        self.stream = KVEventStream(self.config, self.recorded.core.kv.part(KVBlocks))
         self.subscriber, self.client = socket(zmq.SUB), socket(zmq.DEALER)
         self.subscriber.setsockopt(zmq.SUBSCRIBE, b"kv")
         self.subscriber.connect(endpoints[0])
@@ -333,7 +334,7 @@ def test_a_taken_endpoint_is_an_error(tmp_path: Path) -> None:
         port = other.bind_to_random_port("tcp://127.0.0.1")
         config = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{port}")
         with pytest.raises(EngineError, match=f"KV events cannot be published on tcp://127.0.0.1:{port}"):
-            KVEventStream(config, Recorded(None).core.kv)
+            KVEventStream(config, Recorded(None).core.kv.part(KVBlocks))
 
 
 # ---- the setting

@@ -155,8 +155,8 @@ def test_preempted_and_swapped_sequences_are_computed_again(preemption: str) -> 
     (sequence,) = rig.scheduler.waiting
     assert (sequence.host_ids is not None) == (preemption == "swap")
     rig.lose_workers()
-    assert (sequence.host_ids, sequence.status, rig.kv.swapping.parked) == (None, Status.PREEMPTED, [])
-    assert not rig.kv.swapping.is_moving
+    assert (sequence.host_ids, sequence.status, rig.blocks.swapping.parked) == (None, Status.PREEMPTED, [])
+    assert not rig.blocks.swapping.is_moving
     rig.replace_workers()
     rig.drain()
     assert rig.output("a") == expected(PROMPT, 15)
@@ -170,12 +170,12 @@ def test_moves_that_no_step_has_carried_are_dropped() -> None:
     rig.add("b", PROMPT[::-1], 15)
     while not rig.scheduler.counters.swaps:
         rig.step()
-    rig.kv.swapping.copy(1, 2)
-    rig.kv.swapping._wanted = 2
+    rig.blocks.swapping.copy(1, 2)
+    rig.blocks.swapping._wanted = 2
     rig.lose_workers()
-    assert not rig.kv.swapping.is_moving
-    rig.kv.swapping.begin_step()
-    assert rig.kv.swapping._reserved == 0
+    assert not rig.blocks.swapping.is_moving
+    rig.blocks.swapping.begin_step()
+    assert rig.blocks.swapping._reserved == 0
     rig.replace_workers()
     rig.drain()
 
@@ -186,8 +186,8 @@ def test_what_was_cached_is_found_no_more_on_either_tier() -> None:
         rig.add(f"r{start}", list(range(start, start + 16)), 2)
         rig.drain()
     assert rig.kv.pool.num_cached
-    assert rig.kv.host is not None
-    assert rig.kv.host.pool.num_cached
+    assert rig.blocks.host is not None
+    assert rig.blocks.host.pool.num_cached
     waits = rig.add("waits", list(range(16)), 2)
     assert rig.kv.find_cached(waits.sequences[0]).num_tokens
     rig.restart_workers()

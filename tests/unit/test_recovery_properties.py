@@ -17,6 +17,7 @@ from tests.cached_contents import CachedContents
 from tests.recorded import Recorded, agrees
 from tests.simulated_worker import next_token, seed_of
 from tests.unit.test_replay import configurations
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.intake import Attached
@@ -126,7 +127,8 @@ class Watched(Recorded):
 
     def pools(self) -> list[Any]:
         kv = self.core.kv
-        return [kv.pool] if kv.host is None else [kv.pool, kv.host.pool]
+        host = kv.part(KVBlocks).host
+        return [kv.pool] if host is None else [kv.pool, host.pool]
 
     def check_streams(self) -> None:
         """Compare every stream with what the model says of its prompt, or with a beam search that nothing disturbs."""

@@ -125,7 +125,7 @@ def test_a_window_needs_only_its_own_blocks_for_a_hit() -> None:
 def rig_key(rig: Rig, tokens: list[int], index: int) -> bytes:
     hashes: list[bytes] = []
     rig.kv.hasher.extend(hashes, rig.kv.hasher.root(), memoryview(pack_tokens(tokens)), len(tokens))
-    return hashes[index] + rig.kv.groups[0].key
+    return hashes[index] + rig.blocks.groups[0].key
 
 
 def test_drafts_give_the_same_tokens_in_fewer_steps() -> None:

@@ -1,5 +1,7 @@
 """States of recurrent layers: where they are saved, what a later prompt finds, and what it costs when one is gone."""
 
+from typing import Any
+
 import pytest
 
 from tests.cached_contents import CachedContents
@@ -7,7 +9,7 @@ from tests.scheduler_rig import Rig, expected
 from vllm_lite.engine.blocks.host_states import HostStates
 from vllm_lite.engine.blocks.state_histories import History, StateHistories
 from vllm_lite.engine.blocks.state_place import NO_SLOT
-from vllm_lite.engine.blocks.state_slots import LAST_MARKS, StateSlots
+from vllm_lite.engine.blocks.state_slots import LAST_MARKS
 from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Request
 from vllm_lite.protocol.api import Generate
@@ -61,6 +63,7 @@ def test_where_prefixes_part_a_state_is_saved_for_the_third() -> None:
     second = run(rig, "second", [*PROMPT[:18], 40, 41])
     assert cached(second) == 0, "their KV is there, but no state"
     assert ("state_missing", {"kv": 16, "state": 0}) in rig.decisions
+    rig.kv.count()
     assert rig.scheduler.counters.state_missing_tokens == 16
     assert cached(run(rig, "third", [*PROMPT[:18], 42, 43])) == 16
 
@@ -72,16 +75,16 @@ def test_without_the_state_all_is_computed_again() -> None:
         run(rig, f"other{number}", [30 + number] * 20)
     again = run(rig, "again", PROMPT)
     assert cached(again) == 0
-    assert rig.kv.states is not None
-    assert rig.kv.states.num_evicted
+    assert rig.states is not None
+    assert rig.states.store.num_evicted
 
 
 def test_many_marks_do_not_push_out_what_others_have_saved() -> None:
     rig = rig_with(40)
     run(rig, "first", PROMPT, marks=tuple(range(2, 31, 2)))
-    assert rig.kv.states is not None
-    rig.kv.states.begin_step()
-    assert rig.kv.states.pool.num_cached == 2 + LAST_MARKS  # the first mark, the last ones, and that of the answer
+    assert rig.states is not None
+    rig.states.begin_step()
+    assert rig.states.pool.num_cached == 2 + LAST_MARKS  # the first mark, the last ones, and that of the answer
 
 
 def test_chats_that_take_turns_keep_as_many_states_as_there_is_room_for() -> None:
@@ -103,7 +106,7 @@ def test_states_that_had_to_go_are_found_on_the_host() -> None:
             prompt += [*rig.output(f"{turn}.{number}"), 7]
     assert found == 16, "all of them"
     assert "state_loaded" in {code for code, _ in rig.decisions}
-    host = rig.kv.states and rig.kv.states.host
+    host = rig.states and rig.states.host
     assert host
     assert host.num_demoted >= host.num_promoted > 0
 
@@ -129,8 +132,8 @@ def test_the_state_of_a_sequence_that_is_swapped_out_goes_to_the_host_if_there_i
     while rig.scheduler.requests:
         rig.step()
         slots |= {each.state.live for each in rig.scheduler.waiting if each.state is not None}
-        if rig.kv.states is not None and rig.kv.states.host is not None:
-            num_pinned = max(num_pinned, rig.kv.states.host.num_pinned)
+        if rig.states is not None and rig.states.host is not None:
+            num_pinned = max(num_pinned, rig.states.host.num_pinned)
     rig.drain()
     assert rig.scheduler.counters.swaps
     assert (num_pinned > 0) == (num_host_states > 0)
@@ -221,10 +224,10 @@ def test_a_request_that_is_not_to_be_trusted_leaves_no_state(num_steps: int) -> 
     for _ in range(num_steps):
         rig.step()
     rig.scheduler.queues.end(request, "error", forget=True)
-    assert rig.kv.states is not None
-    rig.kv.states.begin_step()
+    assert rig.states is not None
+    rig.states.begin_step()
     rig.scheduler.check_integrity()
-    assert rig.kv.states.pool.num_cached == 0
+    assert rig.states.pool.num_cached == 0
 
 
 def test_a_prompt_that_was_swapped_out_leaves_its_states_all_the_same() -> None:
@@ -239,8 +242,13 @@ def test_a_prompt_that_was_swapped_out_leaves_its_states_all_the_same() -> None:
 
 @pytest.mark.parametrize(("blocks_each", "how"), [(0, "swap"), (1000, "recompute")])
 def test_what_a_state_takes_to_move_counts_when_a_sequence_is_preempted(blocks_each: int, how: str) -> None:
-    rig = Rig(10, num_state_slots=9, num_host_blocks=40, preemption="auto", max_num_batched_tokens=2)
-    rig.kv.states = StateSlots(9, rig.kv.block_size, num_host_states=9, blocks_each=blocks_each)
+    sizes: dict[str, Any] = {
+        "num_state_slots": 9,
+        "num_host_blocks": 40,
+        "num_host_states": 9,
+        "blocks_each": blocks_each,
+    }
+    rig = Rig(10, **sizes, preemption="auto", max_num_batched_tokens=2)
     rig.scheduler.rates = Rates(prefill_tokens_per_s=100.0, swap_blocks_per_s=1000.0)
     for number, max_tokens in ((1, 24), (2, 12)):
         rig.add(f"r{number}", [number] * 8, max_tokens)

@@ -114,11 +114,8 @@ class Admitter:
         queues.run(sequence)
         plan.entries.append(self._arrival(sequence, count))
         plan.entries += kv.arrival_entries(sequence)
-        if hit is not None and hit.reach > hit.num_tokens + kv.block_size:
-            kv.counters.state_missing_tokens += hit.reach - hit.num_tokens
-            plan.decide("state_missing", sequence, kv=hit.reach, state=hit.num_tokens)
-        if hit is not None and kv.loads_state(hit):
-            plan.decide("state_loaded", sequence, state=hit.num_tokens)
+        for code, numbers in () if hit is None else kv.note_admission(hit):
+            plan.decide(code, sequence, **numbers)
         plan.decide(
             "swapped_in" if is_swapped else "admitted",
             sequence,
@@ -188,7 +185,6 @@ def _waits(plan: StepPlan, sequence: Sequence, admission: Admission) -> None:
     """Report why a sequence is not admitted: it lacks blocks, or this step has moved as many as it may."""
     if plan.on_decision is not None:  # this may be done for many sequences in every step
         need, free, watermark = admission.required, admission.free, admission.watermark
-        code = "waits_for_swap" if free - need >= watermark else "waits_for_blocks"
-        if admission.lacks_state:
-            code = "waits_for_state"
+        has_blocks = admission.lacks == "blocks" and free - need >= watermark
+        code = "waits_for_swap" if has_blocks else f"waits_for_{admission.lacks}"
         plan.on_decision(code, sequence, {"need": need, "free": free, "watermark": watermark})

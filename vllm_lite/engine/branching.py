@@ -34,11 +34,11 @@ class Branching:
         width, kv, options = request.beam.width, self._kv, self._queues.options
         if width > options.max_num_seqs:
             raise RequestError(f"beam search over {width} beams, but max_num_seqs is {options.max_num_seqs}")
-        shared = request.num_prompt // kv.block_size * len(kv.groups)
+        shared = kv.num_full_blocks(request.num_prompt)
         each = kv.num_blocks(request.max_len, options.max_num_batched_tokens)
         required = each + (width - 1) * max(0, each - shared)
         room = kv.pool.num_usable - kv.watermark_blocks
-        if kv.groups and required > MAX_BEAM_EXCESS * room:
+        if required > MAX_BEAM_EXCESS * room:
             raise RequestError(
                 f"beam search over {width} beams of up to {request.max_len} tokens, {request.num_prompt} of them "
                 f"shared, takes up to {required} KV blocks, but {room} can be had ({kv.pool.num_usable} of "

@@ -2,7 +2,7 @@
 
 import time
 from collections import abc
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_lite import __version__
 from vllm_lite.config import ResolvedConfig
@@ -11,7 +11,9 @@ from vllm_lite.engine.adapter_loader import AdapterLoader
 from vllm_lite.engine.adapters import Adapter
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.part import CachePart
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.state_slots import StateSlots
 from vllm_lite.engine.in_flight import MessageLength
@@ -265,19 +267,21 @@ def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
     """
     num_host_blocks, caching = header.num_host_blocks, header.caching
     host = HostTier(num_host_blocks, header.num_blocks, caching) if num_host_blocks else None
-    kv = KVCacheManager(
+    blocks = KVBlocks(
         BlockPool(header.num_blocks, caching),
         make_groups(header.windows, header.block_size),
-        hasher,
+        header.block_size,
         host=host,
         watermark=header.watermark,
         max_swap_blocks_per_step=header.max_swap_blocks_per_step,
     )
+    parts: list[CachePart[Any]] = [blocks]
     if header.num_state_slots:
         most = header.max_moved_states  # as many as there are bytes in the blocks that a step may move
         room = {"num_host_states": header.num_host_states, "max_moves": most}
         room["blocks_each"] = header.max_swap_blocks_per_step // most
-        kv.states = StateSlots(header.num_state_slots, header.block_size, caching, **room)
+        parts.append(StateSlots(header.num_state_slots, header.block_size, caching, **room))
+    kv = KVCacheManager(parts, hasher, blocks.counters)
     scheduler = Scheduler(kv, Options(**header.options), policy.load(header.policy))
     scheduler.rates = Rates(0.0, header.swap_blocks_per_s)
     return scheduler

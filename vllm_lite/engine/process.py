@@ -11,6 +11,7 @@ import msgspec
 from vllm_lite import __version__, transport
 from vllm_lite.checkpoint.sizing import check_pool, num_host_blocks
 from vllm_lite.engine.blocks.events import KVEventStream
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.kept_state import keep, kept
@@ -98,7 +99,7 @@ class EngineProcess:
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             rank, rejoins_s = self._config.data_parallel_rank, time.time() if self._settings.life > 1 else None
             events = self._config.kv_events_config.in_folder(self._settings.run_dir)
-            self._kv_events = KVEventStream(events, core.kv, rank, rejoins_s)
+            self._kv_events = KVEventStream(events, core.kv.part(KVBlocks), rank, rejoins_s)
             logger.info("KV events are published at %s", events.endpoint)
             if events.is_on_tcp:
                 logger.warning("every user of this machine can read prompts in the KV events, as they go over TCP")
@@ -117,7 +118,7 @@ class EngineProcess:
                 pooler=ready.pooler,
                 adapters=core.adapter_loader.infos,
                 max_loras=core.adapters.limits.in_step,
-                wants_marks=core.kv.states is not None,
+                wants_marks=core.kv.wants_marks,
             )
         )
         log.moment("engine", "blocks, clients' socket")

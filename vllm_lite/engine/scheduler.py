@@ -14,7 +14,8 @@ from collections.abc import Callable
 from itertools import zip_longest
 
 from vllm_lite.engine.admission import Admitter
-from vllm_lite.engine.blocks.manager import Growth, KVCacheManager
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.part import Growth
 from vllm_lite.engine.branching import Branching
 from vllm_lite.engine.in_flight import InFlight
 from vllm_lite.engine.observe.counters import Meter
@@ -36,7 +37,6 @@ from vllm_lite.protocol.step import (
     Fork,
     ModelOutput,
     Preempt,
-    ReplaceBlock,
     SchedulerOutput,
 )
 
@@ -189,8 +189,7 @@ class Scheduler:
             self._admitter.schedule_waiting(plan)
         if plan.budget == budget and not self.kv.is_moving:
             queues.entries += plan.entries
-            has_more = self.kv.states and self.kv.states.is_freeing  # slots that were given up here
-            return self.schedule(now_s) if has_more and not self.in_flight else None
+            return self.schedule(now_s) if self.kv.is_freeing and not self.in_flight else None
         queues.step += 1
         self.num_scheduled_tokens = num_tokens = budget - plan.budget
         self.counters.steps += 1
@@ -290,8 +289,8 @@ class Scheduler:
             end = first.num_computed + min(first.num_missing(), plan.budget)
             more = self.kv.grow(first, end)  # for the tokens that are left over; no sequence is preempted for it
             if more is None:
-                end, more = min(end, first.num_slots), Growth([], [])
-            plan.entries += more.states
+                end, more = min(end, first.num_slots), Growth([])
+            plan.entries += more.entries
             self._serve_chunk(first, end, _joined(growth.new_ids, more.new_ids), plan)
         unserved = list(plan.forked)
         for sequence in plan.forked:
@@ -335,8 +334,7 @@ class Scheduler:
             self._preempt(victim, sequence, plan)
             if victim is sequence:
                 return None
-        plan.entries += (ReplaceBlock(sequence.handle, *replaced) for replaced in growth.replaced)
-        plan.entries += growth.states
+        plan.entries += growth.entries
         return growth
 
     def _add_drafts(self, plan: StepPlan) -> None:
@@ -357,7 +355,7 @@ class Scheduler:
                 if growth is None:
                     continue
                 new_ids = _joined(new_ids, growth.new_ids)
-                plan.entries += growth.states
+                plan.entries += growth.entries
             plan.entries[place] = Draft(sequence.handle, count, new_ids)
             plan.drafted.append((sequence, count))
             sequence.drafts(count)
@@ -384,9 +382,7 @@ class Scheduler:
         """Whether to move the victim's blocks to the host instead of computing them again."""
         if self.options.preemption != "auto":
             return self.options.preemption == "swap"
-        num_tokens, states = victim.num_computed, self.kv.states
-        num_blocks = self.kv.num_blocks(num_tokens, 1) + (states.blocks_moved if states is not None else 0)
-        return self.rates.prefer_swap(num_tokens, num_blocks)
+        return self.rates.prefer_swap(victim.num_computed, self.kv.num_moved(victim.num_computed))
 
     # ---- update
 

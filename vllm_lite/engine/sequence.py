@@ -6,12 +6,12 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from vllm_lite.engine.blocks.table import BlockTable
+from vllm_lite.engine.blocks.verdict import Lookup
 from vllm_lite.protocol.api import FinishReason
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue
 
 if TYPE_CHECKING:
-    from vllm_lite.engine.blocks.prefix_hit import Lookup
     from vllm_lite.engine.blocks.state_place import StatePlace
     from vllm_lite.engine.request import Request
 
@@ -72,7 +72,7 @@ class Sequence:
     """The number of later arrivals that were admitted while it waited."""
     num_demoting: int = 0
     """Steps in a row that did not admit it, because they first had to demote what its blocks evict."""
-    lookup: "Lookup | None" = None
+    lookup: Lookup | None = None
     """The last prefix lookup and admission verdict, while it waits."""
     forks_state: bool = False
     """Whether samples are to fork from its state before its last token, which is therefore computed by itself."""

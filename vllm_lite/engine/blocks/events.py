@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from vllm_lite.engine.blocks.groups import KVGroup
-from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.pool import PoolObserver
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.runtime.nested_settings import KVEventsConfig
@@ -60,15 +60,15 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 
 class KVEvents(PoolObserver):
-    """Collects what happens in `kv` until flush(), which hands it to `publish` as one batch."""
+    """Collects what happens in `blocks` until flush(), which hands it to `publish` as one batch."""
 
     def __init__(
-        self, config: KVEventsConfig, kv: KVCacheManager, publish: Callable[[bytes], None], rank: int = 0
+        self, config: KVEventsConfig, blocks: KVBlocks, publish: Callable[[bytes], None], rank: int = 0
     ) -> None:
         """`rank` is the engine's among those that serve the same model."""
         self._rank = rank
         self._config = config
-        self._kv = kv
+        self._pool = blocks.pool
         self._publish = publish
         self._encode = msgspec.msgpack.Encoder().encode
         self._announced: set[bytes] = set()
@@ -77,8 +77,8 @@ class KVEvents(PoolObserver):
         """The event that the next block may join: it, the hash it ends with, and its group."""
         self._salts: dict[int, str] = {}
         """The cache salts of events, by their places. Only maps tell them: vLLM's structs have no field for one."""
-        kv.on_store = self.stored
-        kv.pool.observers.append(self)
+        blocks.on_store = self.stored
+        blocks.pool.observers.append(self)
 
     # ---- what happens
 
@@ -113,7 +113,7 @@ class KVEvents(PoolObserver):
         self._tail = event, block_hash, group.index
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:  # noqa: ARG002
-        if block_hash not in self._announced or self._kv.pool.get_cached_block(block_hash) is not None:
+        if block_hash not in self._announced or self._pool.get_cached_block(block_hash) is not None:
             return
         self._announced.remove(block_hash)
         self._tail = None
@@ -152,15 +152,13 @@ class KVEvents(PoolObserver):
 class KVEventStream:
     """Publishes the events of one engine, and owns the sockets."""
 
-    def __init__(
-        self, config: KVEventsConfig, kv: KVCacheManager, rank: int = 0, rejoins_s: float | None = None
-    ) -> None:
+    def __init__(self, config: KVEventsConfig, blocks: KVBlocks, rank: int = 0, rejoins_s: float | None = None) -> None:
         """`config` has an endpoint; `rejoins_s` is the time of day if another engine had this one's place before.
         Raises EngineError if an endpoint cannot be bound."""
         self._publisher = Publisher(
             config.endpoint or "", config.replay_endpoint, config.topic, config.buffer_steps, config.hwm
         )
-        self._events = KVEvents(config, kv, self._publisher.publish, rank)
+        self._events = KVEvents(config, blocks, self._publisher.publish, rank)
         self._silent_until_s = 0.0
         if rejoins_s is not None:
             self._events.cleared()

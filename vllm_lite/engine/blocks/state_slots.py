@@ -14,28 +14,41 @@ Which saved state makes room for another is for StateHistories to say. It may go
 sequence that is swapped out; a sequence that begins with one there has it copied into the slot in which it goes on.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from vllm_lite.engine.blocks.host_states import HostStates
-from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.blocks.state_histories import History, StateHistories
+from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, Op, PrefixHit
+from vllm_lite.engine.blocks.state_histories import History
 from vllm_lite.engine.blocks.state_place import NO_SLOT, Left, Snapshot, StatePlace
+from vllm_lite.engine.blocks.state_store import KEY, StateStore
+from vllm_lite.engine.blocks.verdict import OK, Admission, Verdict
 from vllm_lite.engine.sequence import Sequence as Seq
 from vllm_lite.engine.sequence import Status
-from vllm_lite.protocol.step import States
+from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.step import Entry, States
 
-KEY = b"state"
-"""Behind the hash of a prefix: the key of the state at its end."""
 LAST_MARKS = 2
 """So many of the marks nearest to a prompt's end have their states saved, beside the first: those of long prompts
 would push out other chats' states."""
 SNAPSHOTS = 2
 """So many states of a sequence that decodes are kept."""
 
+LACKING = Admission(Verdict.LATER, lacks="state")
 
-class StateSlots:
-    """Decides slots; the workers' kernels read and write them. A slot that nobody holds is blank or has a state that
-    can be found."""
+
+class StateHit(NamedTuple):
+    """The state that a sequence begins with."""
+
+    place: int = NO_SLOT
+    """Its slot, or its place on the host."""
+    is_coming: bool = False
+    """Whether the state behind more of the sequence is being computed."""
+
+
+class StateSlots(CachePart[StateHit]):
+    """Decides in which slot of the store each sequence goes on, and which of its states are saved."""
+
+    acts_by_blocks = wants_marks = True
 
     def __init__(
         self,
@@ -49,83 +62,55 @@ class StateSlots:
     ) -> None:
         """`num_slots` with number 0, which is none; at most `max_moves` states move to or from the host in a step, each
         as long as `blocks_each` KV blocks."""
-        self.pool = BlockPool(num_slots, enable_caching)
-        self.histories = StateHistories(num_slots + num_host_states)
-        self.host = HostStates(num_host_states, num_slots, max_moves, self.histories) if num_host_states else None
+        self.store = StateStore(num_slots, enable_caching, num_host_states, max_moves)
+        self.pool, self.host, self.histories = self.store.pool, self.store.host, self.store.histories
         self.blocks_moved = blocks_each if num_host_states else 0
         """How many KV blocks take as long to move as the state of a sequence that is swapped out."""
-        self._block_size = block_size
-        self._blank = self.pool.get_new_blocks(self.pool.num_free)[::-1]  # with nothing in them, held here
-        self._read: list[int] = []  # sources of the step in the making
+        self.block_size = block_size
         self._begins: dict[Seq, int] = {}  # where sequences are read that go on elsewhere in the step in the making
-        self._unpublished: list[Left] = []
         self._promised: dict[bytes, Seq] = {}
         """States that steps to come will leave, and of which sequence."""
-        self.num_saved = self.num_evicted = 0
-        """States that could be found, and those of them that were pushed out, since the start."""
+        self.num_missing_tokens = 0
+        """Tokens whose KV was found, but no state behind them, since the start."""
+
+    def num_moved(self, num_tokens: int) -> int:  # noqa: ARG002  # a state is as large for any number
+        return self.blocks_moved
+
+    # ---- the step
 
     @property
-    def num_free(self) -> int:
-        """Slots that can be had, those of cached states that nobody reads included."""
-        return len(self._blank) + self.pool.num_free
-
-    @property
-    def num_held(self) -> int:
-        """Slots that sequences hold."""
-        others = {*self._blank, *self._read, *(left.slot for left in self._unpublished)}  # some are two of these
-        return self.pool.num_used - len(others)
+    def is_moving(self) -> bool:
+        return self.host is not None and bool(self.host.ops)
 
     @property
     def is_freeing(self) -> bool:
-        """Whether the next step can have slots that this one cannot."""
-        return bool(self._unpublished)
+        return bool(self.store.unpublished)
+
+    def take_ops(self) -> list[Op]:
+        return self.host.take_ops() if self.host is not None else []
 
     def begin_step(self) -> None:
         """The step before has been sent: what it left may be read, and what it read may be written."""
-        if self.host is not None:
-            self.host.begin_step()
-        self._let_go(self._read)
-        self._read = []
+        self.store.begin_step()
         self._begins = {}
-        for slot, key, history, snapshot in self._unpublished:
-            if snapshot is not None:
-                snapshot.key = key
-            if key in self.histories.kept:  # another sequence has left the same
-                self._blank.append(slot)
-                continue
-            if self.host is not None:
-                self.host.forget((key,))
-            self.histories.add(key, history)
-            self.pool.cache_block(slot, key)
-            self.pool.free((slot,))
-            self.num_saved += 1
-        self._unpublished = []
 
     # ---- finding
 
-    def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """The largest number of blocks, at most `num_blocks`, behind which there is a state; 0 is always one."""
-        find = self._find
-        return next((count for count in range(num_blocks, 0, -1) if find(hashes[count - 1] + KEY) is not None), 0)
+    def register(self, sequence: Seq) -> None:
+        sequence.forks_state = True
 
-    def find(self, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """The slot with the state behind so many blocks, which `longest` has found, or its place on the host."""
-        return (self._find(hashes[num_blocks - 1] + KEY) if num_blocks else None) or NO_SLOT
+    def search(self, sequence: Seq) -> "StateSearch":
+        return StateSearch(self, sequence)
 
-    def _find(self, key: bytes) -> int | None:
-        slot = self.pool.get_cached_block(key)
-        return self.host.find(key) if slot is None and self.host is not None else slot
-
-    def is_on_host(self, place: int) -> bool:
-        """Whether `find` has found it there."""
-        return place >= self.pool.num_blocks
+    def nothing(self) -> StateHit:
+        return StateHit()
 
     def is_coming(self, sequence: Seq, found: int, num_blocks: int) -> bool:
         """Whether another sequence that runs is about to leave a state behind more than the first `found` blocks of
         this one, and at most `num_blocks`: it would be computed a second time."""
-        if not (self._promised or self._unpublished):
+        if not (self._promised or self.store.unpublished):
             return False
-        sent = {left.key for left in self._unpublished}
+        sent = {left.key for left in self.store.unpublished}
         for count in range(num_blocks, found, -1):
             key = sequence.block_hashes[count - 1] + KEY
             maker = self._promised.get(key)
@@ -133,43 +118,55 @@ class StateSlots:
                 return True
         return False
 
-    def has_room_for(self, source: int) -> bool:
-        """Whether a sequence can have a slot and begin with `source`, which `find` has found; if need be it takes over
-        that one. A state on the host has to be loaded by this step."""
-        return self.num_free > 0 and (not self.is_on_host(source) or (self.host is not None and self.host.may_move))
+    def admission(self, sequence: Seq, found: StateHit, chunk: int) -> Admission:  # noqa: ARG002
+        """As for any part. If need be the sequence takes over the slot in which it begins. A state on the host has to
+        be loaded by this step; one that is about to be there is waited for."""
+        may_load = not self.store.is_on_host(found.place) or (self.host is not None and self.host.may_move)
+        return OK if self.store.num_free > 0 and may_load and not found.is_coming else LACKING
 
     # ---- a sequence's state
 
-    def begin(self, sequence: Seq, source: int, num_computed: int, reach: int) -> None:
-        """Give a sequence that is admitted a slot, to begin with the state `source` at `num_computed`; KV is cached up
-        to `reach`, where the prefixes of others part from it. Call it after `has_room_for`."""
-        history = self._history(sequence, num_computed // self._block_size if source else 0)
-        key = self._key(sequence, num_computed) if self.is_on_host(source) else None
+    def admit(self, sequence: Seq, hit: PrefixHit, found: StateHit, num_tokens: int) -> bool:  # noqa: ARG002
+        """Give the sequence a slot, to begin with the state that was found. KV is cached up to `hit.reach`, where the
+        prefixes of others part from it."""
+        source, num_computed = found.place, sequence.num_computed
+        history = self._history(sequence, num_computed // self.block_size if source else 0)
+        key = self._key(sequence, num_computed) if self.store.is_on_host(source) else None
         if key is not None and self.host is not None:
             self.host.reserve(key)
         elif source:
             self.pool.touch((source,))
-        live = self._take()
+        live = self.store.take()
         if key is not None and self.host is not None and live is not None:
             self.host.load(key, live)
             source = NO_SLOT
         if live is None:  # it is the only slot
-            self._forget(source)
+            self.store.drop(source)
             live = source
             self.pool.touch((source,))
         sequence.state = state = StatePlace(live, history, source, saved_at=num_computed)
-        self._plan_saves(sequence, state, num_computed, reach)
+        self._plan_saves(sequence, state, num_computed, hit.reach)
+        return True
+
+    def note_admission(self, hit: PrefixHit, found: StateHit) -> list[tuple[str, dict[str, int]]]:
+        noted: list[tuple[str, dict[str, int]]] = []
+        if hit.reach > hit.num_tokens + self.block_size:
+            self.num_missing_tokens += hit.reach - hit.num_tokens
+            noted.append(("state_missing", {"kv": hit.reach, "state": hit.num_tokens}))
+        if self.store.is_on_host(found.place):
+            noted.append(("state_loaded", {"state": hit.num_tokens}))
+        return noted
 
     def _plan_saves(self, sequence: Seq, state: StatePlace, num_computed: int, reach: int) -> None:
         """Take slots for the states that are worth saving, as far as there are any."""
         if not self.pool.enable_caching:
             return
         for number, position in enumerate(self._worth_saving(sequence, num_computed, reach)):
-            slot = self._take(only_superseded=number > 0)
+            slot = self.store.take(only_superseded=number > 0)
             if slot is None:
                 break
             state.saves.append((position, slot))
-            if len(sequence.block_hashes) * self._block_size >= position:
+            if len(sequence.block_hashes) * self.block_size >= position:
                 self._promised.setdefault(self._key(sequence, position), sequence)
         state.saves.sort()
         if state.saves:
@@ -187,20 +184,23 @@ class StateSlots:
     def _worth_saving(self, sequence: Seq, num_computed: int, reach: int) -> list[int]:
         """Positions behind `num_computed`, the most useful first: the end of what is known, the last marks, where
         prefixes part, the first mark."""
-        size = self._block_size
+        size = self.block_size
         marks = list(dict.fromkeys(mark // size * size for mark in sequence.request.marks if mark >= size))
         end = (sequence.num_tokens - 1) // size * size
         wanted = dict.fromkeys([end, *reversed(marks[-LAST_MARKS:]), reach, *marks[:1]])
         return [position for position in wanted if num_computed < position < sequence.num_tokens]
 
-    def entry(self, sequence: Seq) -> States:
-        """What the workers must know of a sequence that comes in."""
+    def arrival_entries(self, sequence: Seq) -> list[Entry]:
+        return [self._entry(sequence)]
+
+    def _entry(self, sequence: Seq) -> States:
+        """Tell the workers in which slot a sequence goes on, and from which."""
         state = sequence.state
         if state is None:
             raise RuntimeError(f"{sequence} has no state")
         source = state.source
         if source:
-            self._read.append(source)
+            self.store.read.append(source)
             self._begins[sequence] = source
             state.source = NO_SLOT
         elif sequence.num_computed:
@@ -208,25 +208,24 @@ class StateSlots:
         return States(sequence.handle, source, state.live, list(state.saves))
 
     def can_fork(self, parent: Seq, position: int, num_scheduled: int) -> bool:
-        """Whether the state of a running sequence is at `position`, and there are slots for `fork`; the step in the
-        making computes `num_scheduled` tokens of it."""
+        """As for any part. A state cannot be rewound: if the parent's is past `position`, the child starts from the one
+        that was saved last."""
         state = parent.state
         if state is None or state.saves or state.is_ahead or parent.num_drafted:
             return False
-        return parent.num_computed - num_scheduled == position > 0 and self.num_free >= 2
+        return parent.num_computed - num_scheduled == position > 0 and self.store.num_free >= 2
 
-    def fork(self, parent: Seq, child: Seq, num_scheduled: int) -> list[States]:
-        """Let `child` begin with the state where `parent` is. Both read it where it lies, and each goes on in a slot of
-        its own. Call it after `can_fork`; the workers hear of it when the two are scheduled. Returns what they are to
-        hear of the parent, if it is already."""
-        state, own = parent.state, self._take()
+    def fork(self, parent: Seq, child: Seq, num_scheduled: int) -> list[Entry]:
+        """As for any part. Both read the state where it lies, and each goes on in a slot of its own, of which the
+        workers hear when it is scheduled; the parent may be already."""
+        state, own = parent.state, self.store.take()
         if state is None or own is None:
             raise RuntimeError(f"{parent} has no state to fork, or there is no slot")
-        entries: list[States] = []
+        entries: list[Entry] = []
         if num_scheduled:
             if parent not in self._begins:
-                state.source, state.live, own = state.live, own, self._take()
-                entries.append(self.entry(parent))
+                state.source, state.live, own = state.live, own, self.store.take()
+                entries.append(self._entry(parent))
             if own is None:
                 raise RuntimeError(f"there is no slot for a fork of {parent}")
             source = self._begins[parent]
@@ -235,20 +234,27 @@ class StateSlots:
             return entries
         if state.source == NO_SLOT:
             source, state.live = state.live, own
-            state.source, own = source, self._take()
+            state.source, own = source, self.store.take()
         if own is None:
             raise RuntimeError(f"there is no slot for a fork of {parent}")
         self.pool.touch((state.source,))
         child.state = StatePlace(own, state.history, state.source, saved_at=parent.num_computed)
         return entries
 
-    def next_places(self, sequence: Seq) -> list[States]:
-        """What the workers must know of a running sequence before it goes on. At the end of a block its state is saved,
-        if there is a slot for it."""
+    def grow(self, sequence: Seq, num_tokens: int) -> Growth:  # noqa: ARG002  # a state does not grow
+        """Tell where a running sequence goes on. At the end of a block its state is saved, if there is a slot for
+        it."""
+        return Growth([], self._next_places(sequence))
+
+    def most_drafts(self, sequence: Seq, count: int) -> int:
+        """As for any part: none beyond the end of a block, where the state is saved."""
+        return min(count, -sequence.num_computed % self.block_size) if self.pool.enable_caching else count
+
+    def _next_places(self, sequence: Seq) -> list[States]:
         state, position = sequence.state, sequence.num_computed
         if state is not None and state.source:
-            return [self.entry(sequence)]
-        if sequence.num_drafted or position % self._block_size or not self.pool.enable_caching:
+            return [self._entry(sequence)]
+        if sequence.num_drafted or position % self.block_size or not self.pool.enable_caching:
             return []
         if state is None or state.saves or position <= state.saved_at:
             return []
@@ -258,14 +264,14 @@ class StateSlots:
         source, state.live, state.saved_at = state.live, slot, position
         state.snapshots.append(Snapshot(position, source))
         self._begins[sequence] = source
-        self.publish(sequence, sequence.num_hashed_blocks * self._block_size)
+        self._publish(sequence, sequence.num_hashed_blocks * self.block_size)
         return [States(sequence.handle, source, slot, [])]
 
     def _for_snapshot(self, snapshots: list[Snapshot]) -> int | None:
         """A slot in which a sequence goes on that leaves one more snapshot: that of its oldest, if it has as many as it
         may have or there is none that nobody misses."""
         if len(snapshots) < SNAPSHOTS:
-            slot = self._take(only_superseded=bool(snapshots))
+            slot = self.store.take(only_superseded=bool(snapshots))
             if slot is not None or not snapshots:
                 return slot
         return self._taken_back(snapshots.pop(0))
@@ -276,12 +282,15 @@ class StateSlots:
             return snapshot.slot
         block = self.pool.blocks[snapshot.slot]
         if block.block_hash != snapshot.key or block.ref_count:
-            return self._take()
+            return self.store.take()
         self.pool.touch((snapshot.slot,))
-        self._forget(snapshot.slot)
+        self.store.drop(snapshot.slot)
         return snapshot.slot
 
-    def publish(self, sequence: Seq, num_tokens: int) -> None:
+    def publish(self, sequence: Seq, first: int, last: int) -> None:  # noqa: ARG002
+        self._publish(sequence, last * self.block_size)
+
+    def _publish(self, sequence: Seq, num_tokens: int) -> None:
         """The hashes of the first `num_tokens` are known, and their steps made: others may find the states there from
         the next step on."""
         state = sequence.state
@@ -290,15 +299,21 @@ class StateSlots:
         while state.saves and state.saves[0][0] <= num_tokens:
             position, slot = state.saves.pop(0)
             self._break_promise(sequence, position)
-            self._unpublished.append(Left(slot, self._key(sequence, position), state.history))
+            self.store.unpublished.append(Left(slot, self._key(sequence, position), state.history))
         for snapshot in state.snapshots:
             if snapshot.key is None and snapshot.position <= num_tokens:
                 key = self._key(sequence, snapshot.position)
-                self._unpublished.append(Left(snapshot.slot, key, state.history, snapshot))
+                self.store.unpublished.append(Left(snapshot.slot, key, state.history, snapshot))
                 snapshot.key = b""
 
-    def release(self, sequence: Seq) -> None:
-        """Take the slots of a sequence. A snapshot of it can be found from now on, if its tokens are known."""
+    def release(self, sequence: Seq, *, forget: bool = False) -> None:
+        """As for any part. A snapshot of the sequence can be found from now on, if its tokens are known."""
+        self._leave(sequence)
+        if forget:
+            self.store.forget(sequence.block_hashes[: sequence.num_hashed_blocks])
+
+    def _leave(self, sequence: Seq) -> None:
+        """Take the slots of a sequence."""
         state, sequence.state = sequence.state, None
         if state is None:
             return
@@ -307,149 +322,117 @@ class StateSlots:
         for snapshot in state.snapshots:
             if snapshot.key is not None:
                 continue
-            if snapshot.position <= sequence.num_hashed_blocks * self._block_size:
+            if snapshot.position <= sequence.num_hashed_blocks * self.block_size:
                 key = self._key(sequence, snapshot.position)
-                self._unpublished.append(Left(snapshot.slot, key, state.history))
+                self.store.unpublished.append(Left(snapshot.slot, key, state.history))
             else:
-                self._blank.append(snapshot.slot)
+                self.store.blank.append(snapshot.slot)
         for position, _ in state.saves:
             self._break_promise(sequence, position)
-        position, num_hashed = sequence.num_computed, sequence.num_hashed_blocks * self._block_size
-        is_whole = position % self._block_size == 0 and not state.source and not state.is_ahead
+        position, num_hashed = sequence.num_computed, sequence.num_hashed_blocks * self.block_size
+        is_whole = position % self.block_size == 0 and not state.source and not state.is_ahead
         if state.live == NO_SLOT:
             return
         if state.saved_at < position <= num_hashed and is_whole:
-            self._unpublished.append(Left(state.live, self._key(sequence, position), state.history))
+            self.store.unpublished.append(Left(state.live, self._key(sequence, position), state.history))
         else:
-            self._blank.append(state.live)
+            self.store.blank.append(state.live)
         if state.source:
-            self._let_go((state.source,))
-        self._blank += (slot for _, slot in state.saves)
+            self.store.let_go((state.source,))
+        self.store.blank += (slot for _, slot in state.saves)
+
+    # ---- swapping
+
+    def may_swap_out(self, sequence: Seq) -> bool:
+        return sequence.state is None or not sequence.state.is_ahead
 
     def swap_out(self, sequence: Seq) -> bool:
-        """Move the state of a sequence that is swapped out to the host, and take its slots. False: it stays in its
-        slot."""
+        """As for any part. The state stays in its slot if the step may not move it, or the host has no room."""
+        self.push_out(sequence)
+        return True
+
+    def holds_device(self, sequence: Seq) -> bool:
+        return sequence.state is not None and sequence.state.live != NO_SLOT
+
+    def push_out(self, sequence: Seq) -> bool:
         state = sequence.state
         if self.host is None or state is None or state.live == NO_SLOT:
             return False
         place = self.host.pin(state.source or state.live)
         if place is None:
             return False
-        self.release(sequence)
+        self._leave(sequence)
         saved_at = min(state.saved_at, sequence.num_computed)  # what was to be saved behind it has no slot any more
         sequence.state = StatePlace(NO_SLOT, state.history, saved_at=saved_at, host=place)
         return True
 
-    def may_swap_in(self, sequence: Seq) -> bool:
-        """Whether the step can have the sequence go on in a slot."""
+    def swap_in_admission(self, sequence: Seq, chunk: int) -> Admission:  # noqa: ARG002
         if sequence.state is None or sequence.state.host is None or self.host is None:
-            return True
-        return self.num_free > 0 and self.host.may_move
+            return OK
+        return OK if self.store.num_free > 0 and self.host.may_move else LACKING
 
-    def swap_in(self, sequence: Seq) -> None:
-        """Have the sequence go on in a slot of the device. Call it after `may_swap_in`."""
+    def swap_in(self, sequence: Seq, num_tokens: int, *, in_parts: bool = True) -> bool:  # noqa: ARG002
+        """As for any part: the sequence goes on in a slot of the device."""
         state = sequence.state
         if state is None or state.host is None or self.host is None:
-            return
+            return True
         self.host.reserve()
-        slot = self._take()
+        slot = self.store.take()
         if slot is None:
             raise RuntimeError(f"there is no slot for {sequence}")
         self.host.unpin(state.host, slot)
         state.live, state.host = slot, None
         self._plan_saves(sequence, state, sequence.num_computed, 0)
+        return True
 
     def _break_promise(self, sequence: Seq, position: int) -> None:
-        if len(sequence.block_hashes) * self._block_size >= position:
+        if len(sequence.block_hashes) * self.block_size >= position:
             key = self._key(sequence, position)
             if self._promised.get(key) is sequence:
                 del self._promised[key]
 
-    # ---- forgetting
+    # ---- forgetting and reporting
 
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Let no state behind these prefixes be found any more."""
-        lost = dict.fromkeys(key + KEY for key in keys)  # in order: a replay, with other hashes, forgets as this does
-        self._unpublished, others = [], self._unpublished
-        for left in others:
-            if left.key in lost:
-                self._blank.append(left.slot)
-            else:
-                self._unpublished.append(left)
-        if self.host is not None:
-            self.host.forget(lost)
-        for slot in [self.pool.get_cached_block(key) for key in lost if key in self.histories.kept]:
-            if slot is not None:
-                self.pool.touch((slot,))
-                self._forget(slot)
-                self._let_go((slot,))
+    def reset(self) -> Forgotten:
+        """As for any part. States are no blocks, and are not counted."""
+        self.store.reset()
+        self._promised = {}
+        return Forgotten()
 
-    def reset_cache(self) -> int:
-        """Let no state be found any more. Returns how many could be."""
-        self._blank += [left.slot for left in self._unpublished]
-        self._unpublished, self._promised = [], {}
-        if self.host is not None:
-            self.host.clear()
-        self.histories.clear()
-        num_forgotten = self.pool.reset_cache()
-        self._blank += self.pool.get_new_blocks(self.pool.num_free)
-        return num_forgotten
-
-    # ---- inside
-
-    def _take(self, *, only_superseded: bool = False) -> int | None:
-        """A slot with one reference; None if there is none. Blank ones go first; states that are the latest of their
-        chats are spared with `only_superseded`."""
-        if self._blank:
-            return self._blank.pop()
-        kept = self.histories.kept
-        key = self.histories.worst(kept, self._may_go, only_superseded=only_superseded)
-        slot = None if key is None else self.pool.get_cached_block(key)
-        if key is None or slot is None:
-            return None
-        if self.host is not None:
-            self.host.demote(key, kept[key], slot)
-        self.pool.touch((slot,))
-        self._forget(slot, is_remembered=key not in self.histories.demoted)
-        self.num_evicted += 1
-        return slot
-
-    def _may_go(self, key: bytes) -> bool:
-        slot = self.pool.get_cached_block(key)
-        return slot is not None and self.pool.is_free(slot)
-
-    def _forget(self, slot: int, *, is_remembered: bool = False) -> None:
-        """Let the state in a slot that is held be found no more."""
-        key = self.pool.blocks[slot].block_hash
-        if key is not None:
-            self.pool.forget((slot,))
-            self.histories.remove(self.histories.kept, key, is_remembered=is_remembered)
-
-    def _let_go(self, slots: Iterable[int]) -> None:
-        """Drop a reference of each slot; those of states that cannot be found any more become blank."""
-        for slot in slots:
-            block = self.pool.blocks[slot]
-            if block.ref_count == 1 and block.block_hash is None:
-                self._blank.append(slot)
-            else:
-                self.pool.free((slot,))
+    def count(self, stats: Stats) -> None:
+        self.store.count(stats)
+        stats.state_missing_tokens = self.num_missing_tokens
 
     def _key(self, sequence: Seq, position: int) -> bytes:
-        return sequence.block_hashes[position // self._block_size - 1] + KEY
+        return sequence.block_hashes[position // self.block_size - 1] + KEY
 
-    def check_integrity(self, sequences: Iterable[Seq]) -> None:
+    def check_integrity(self, sequences: Sequence[Seq]) -> None:
         """Raise RuntimeError if a slot's references are not those of its holders, or two sequences write to one."""
-        held = [sequence.state.held() for sequence in sequences if sequence.state is not None]
-        held += [self._blank, self._read, [left.slot for left in self._unpublished]]
-        self.pool.check_integrity(held)
-        found = {block.block_hash for block in self.pool.blocks if block.block_hash is not None}
-        if found != self.histories.kept.keys() or len(found) != self.pool.num_cached:
-            raise RuntimeError("the states that can be found are not those with a history, each once")
-        if self.pool.num_free != sum(map(self._may_go, found)):
-            raise RuntimeError("a slot that nobody holds is neither blank nor has a state that can be found")
-        written = [each.state.live for each in sequences if each.state is not None and each.state.live]
+        places = [sequence.state for sequence in sequences if sequence.state is not None]
+        self.store.check_integrity([place.held() for place in places])
+        written = [place.live for place in places if place.live]
         if len(set(written)) < len(written) or any(self.pool.blocks[slot].block_hash for slot in written):
             raise RuntimeError(f"slots {written} are written by several sequences, or are cached")
         if self.host is not None:
-            places = [each.state.host for each in sequences if each.state is not None]
-            self.host.check_integrity(place for place in places if place is not None)
+            self.host.check_integrity(place.host for place in places if place.host is not None)
+
+
+class StateSearch:
+    """Looks for the state that one sequence can begin with."""
+
+    def __init__(self, slots: StateSlots, sequence: Seq) -> None:
+        self._slots = slots
+        self._sequence = sequence
+        self._most = (sequence.num_tokens - 1) // slots.block_size
+
+    def longest(self, num_blocks: int) -> int:
+        """The largest number of blocks behind which there is a state, and a token left to compute: unlike attention a
+        state cannot do so without taking it up. 0 is always one."""
+        hashes, find = self._sequence.block_hashes, self._slots.store.find
+        counts = range(min(num_blocks, self._most), 0, -1)
+        return next((count for count in counts if find(hashes[count - 1] + KEY) is not None), 0)
+
+    def find(self, num_blocks: int) -> StateHit:
+        hashes = self._sequence.block_hashes
+        place = self._slots.store.find(hashes[num_blocks - 1] + KEY) if num_blocks else None
+        return StateHit(place or NO_SLOT, self._slots.is_coming(self._sequence, num_blocks, self._most))

@@ -1,4 +1,4 @@
-"""Whether the blocks that a sequence needs may be taken from a pool, with the numbers behind the answer."""
+"""Whether what a sequence needs may be taken from a pool, with the numbers behind the answer."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -11,16 +11,36 @@ class Verdict(Enum):
 
 
 class Admission(NamedTuple):
-    """A verdict with the numbers behind it, all in blocks."""
+    """A verdict with the numbers behind it, all in blocks of the manager's first part."""
 
     verdict: Verdict
-    required: int
-    free: int
-    watermark: int
-    total: int
-    lacks_state: bool = False
-    """Whether it is LATER because no slot is free for the state of recurrent layers, or because a running sequence is
-    about to leave the state to begin with."""
+    required: int = 0
+    free: int = 0
+    watermark: int = 0
+    total: int = 0
+    lacks: str = "blocks"
+    """The kind of thing that a sequence waits for which may be admitted LATER."""
+
+    def unless(self, other: "Admission") -> "Admission":
+        """Return this verdict, or where it is OK that of another part, with the numbers of this one."""
+        if self.verdict is not Verdict.OK or other.verdict is Verdict.OK:
+            return self
+        return self._replace(verdict=other.verdict, lacks=other.lacks)
+
+
+OK = Admission(Verdict.OK)
+"""Verdict of a part that has room whatever comes."""
+
+
+class Lookup(NamedTuple):
+    """The result of the last prefix lookup for a waiting sequence, so that not every step has to look again."""
+
+    admission: Admission
+    num_cached: int
+    next_keys: list[bytes]
+    """The key of the next block of the cached prefix, per group."""
+    supply: int
+    """The pool's free blocks plus those ever revived: admission lacks less only by as much as this grows."""
 
 
 def admission(total: int, free: int, required: int, watermark: int) -> Admission:

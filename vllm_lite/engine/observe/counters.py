@@ -8,7 +8,7 @@ they share evenly the time since the results before them, or, if none were under
 from collections import abc
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
-from vllm_lite.engine.blocks.prefix_hit import PrefixHit
+from vllm_lite.engine.blocks.part import PrefixHit
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import FinishReason, Stats
@@ -66,12 +66,10 @@ class Meter:
             return
         request.admitted_s = self.now_s
         kv, counters = self._kv, self.counters
-        if request.num_cached_at_start is not None or sequence.unscored or not kv.pool.enable_caching:
+        if request.num_cached_at_start is not None or sequence.unscored or not kv.is_caching:
             return
         counters.cache_queries += request.num_prompt
-        if kv.host is not None:
-            first_id = kv.pool.num_blocks
-            on_host = sum(max(ids) >= first_id for ids in zip(*hit.tables, strict=True)) * kv.block_size
+        if (on_host := kv.num_on_host(hit)) is not None:
             found = min(hit.num_tokens, request.num_prompt - 1)
             on_host = min(on_host, found)
             counters.host_queries += request.num_prompt - (found - on_host)
@@ -196,17 +194,5 @@ class Meter:
     def stats(self, now_s: float) -> Stats:
         """The counters as they are now, for the wire; they go on counting in the same struct."""
         self.time_results(now_s)
-        counters, pool, host = self.counters, self._kv.pool, self._kv.host
-        counters.num_blocks, counters.num_used_blocks = pool.num_usable, pool.num_used
-        counters.num_cached_blocks, counters.peak_used_blocks = pool.num_cached, pool.peak_used
-        if host is not None:
-            counters.num_host_blocks, counters.num_used_host_blocks = host.pool.num_usable, host.pool.num_used
-        if (states := self._kv.states) is not None:
-            counters.num_state_slots, counters.num_used_state_slots = states.pool.num_usable, states.num_held
-            counters.num_cached_states = states.pool.num_cached
-            counters.saved_states, counters.evicted_states = states.num_saved, states.num_evicted
-            if (kept := states.host) is not None:
-                counters.num_host_states, counters.num_used_host_states = kept.num_states, kept.num_pinned
-                counters.num_cached_states += kept.num_cached
-                counters.demoted_states, counters.promoted_states = kept.num_demoted, kept.num_promoted
-        return counters
+        self._kv.count()
+        return self.counters

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_lite.engine.blocks.pool import NULL_BLOCK
-from vllm_lite.engine.blocks.prefix_hit import PrefixHit
 from vllm_lite.engine.blocks.swapping import num_held
 from vllm_lite.engine.blocks.verdict import Admission, Verdict
 from vllm_lite.engine.request import Request
@@ -80,7 +79,7 @@ def _admission(scheduler: Scheduler, sequence: Sequence, places: dict[int, int])
     else:
         # Behind the head of the queue nothing is looked up: that takes milliseconds for each long prompt.
         is_hashed = not places[id(sequence)] and len(sequence.block_hashes) >= sequence.num_tokens // kv.block_size
-        hit = kv.find_cached(sequence) if is_hashed else PrefixHit([[] for _ in kv.groups], 0)
+        hit = kv.find_cached(sequence) if is_hashed else kv.no_hit()
         found = kv.admission(sequence, hit, chunk)
     reason = _reason(scheduler, sequence, found, places[id(sequence)])
     required, free, watermark, total = found[1:5]
@@ -106,7 +105,7 @@ def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: i
     if not scheduler.queues.adapters.of_step(scheduler.running).could_take(sequence.request.adapter):
         return "waits_for_adapter"
     if found.verdict is not Verdict.OK:
-        return "waits_for_state" if found.lacks_state else "waits_for_blocks"
+        return f"waits_for_{found.lacks}"
     if sequence.num_demoting or (sequence.host_ids is not None and num_held(sequence)):
         return "waits_for_swap"
     count = 1 if options.chunked_prefill else sequence.num_tokens

@@ -13,9 +13,9 @@ from typing import Any
 from vllm_lite.client.engines.session import Session
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.blocks.prefix_hit import PrefixHit
 from vllm_lite.engine.policy import BUILT_IN, load
 from vllm_lite.engine.process import made_to_last
 from vllm_lite.engine.queues import Options
@@ -135,7 +135,8 @@ def round_trip_us() -> float:
 
 
 def _manager(num_blocks: int) -> KVCacheManager:
-    return KVCacheManager(BlockPool(num_blocks), make_groups([None], BLOCK_SIZE), PrefixHasher(BLOCK_SIZE, "bench"))
+    blocks = KVBlocks(BlockPool(num_blocks), make_groups([None], BLOCK_SIZE), BLOCK_SIZE)
+    return KVCacheManager([blocks], PrefixHasher(BLOCK_SIZE, "bench"), blocks.counters)
 
 
 def _scheduler(num_requests: int) -> Scheduler:
@@ -253,7 +254,7 @@ def _admitted() -> tuple[KVCacheManager, Sequence]:
     """A manager, and a prompt that has its blocks."""
     kv = _manager(1000)
     sequence = _sequence(kv)
-    kv.admit(sequence, PrefixHit([[]], 0), 4096)
+    kv.admit(sequence, kv.no_hit(), 4096)
     return kv, sequence
 
 

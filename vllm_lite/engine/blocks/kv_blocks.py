@@ -1,0 +1,352 @@
+"""KVBlocks: the KV of every sequence, in blocks of one pool and, if there is a host tier, in CPU memory.
+
+It decides ids and records what has to be copied; the worker's CacheEngine moves the bytes, in that order, before the
+forward pass of the same step. Hence a block may be given away as soon as its copy is recorded.
+
+Invariants, checked by check_integrity(): a block's reference count is the number of table entries that name it (the
+null block aside); free and referenced blocks are disjoint and make up the pool; a hashed block is full; nobody writes
+to a block that is hashed or has another reader; the host's pinned blocks are those of parked sequences; of the waiting
+sequences only these hold device blocks.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+
+from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, common_hit, longest_sequence
+from vllm_lite.engine.blocks.host_tier import HostTier
+from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, Op, PrefixHit
+from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
+from vllm_lite.engine.blocks.swapping import Place, Swapping, num_held
+from vllm_lite.engine.blocks.table import BlockTable
+from vllm_lite.engine.blocks.verdict import Admission, admission
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.step import Entry, ReplaceBlock
+
+Tables = list[list[int]]
+"""Global ids of blocks per group, null where the window is past."""
+
+
+class KVBlocks(CachePart[Tables]):
+    """Without groups (a model that keeps no KV) every sequence fits and every table is empty."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: Many[KVGroup],
+        block_size: int,
+        *,
+        host: HostTier | None = None,
+        watermark: float = 0.01,
+        max_swap_blocks_per_step: int = 10**9,
+    ) -> None:
+        self.pool = pool
+        self.groups = tuple(groups)
+        self.host = host
+        self.keeps = bool(groups)
+        self.block_size = block_size
+        self.watermark_blocks = int(watermark * pool.num_blocks)
+        self.on_store: Callable[[Sequence, KVGroup, int], None] | None = None
+        """Called with every logical block of a sequence that can be found on the device from now on."""
+        self.swapping = Swapping(pool, host, self.groups, max_swap_blocks_per_step, self._cache)
+        self.counters = self.swapping.counters
+
+    # ---- the step
+
+    def begin_step(self) -> None:
+        self.swapping.begin_step()
+
+    @property
+    def is_moving(self) -> bool:
+        return self.swapping.is_moving
+
+    def take_ops(self) -> list[Op]:
+        return self.swapping.take_ops()
+
+    def drop_ops(self) -> None:
+        self.swapping.drop_ops()
+
+    # ---- sizes
+
+    def max_tokens(self, limit: int, chunk: int) -> int:
+        return longest_sequence(self.groups, self.pool.num_usable - self.watermark_blocks, limit, chunk)
+
+    def num_blocks(self, num_tokens: int, chunk: int) -> int:
+        return blocks_held(self.groups, num_tokens, chunk)
+
+    def num_full_blocks(self, num_tokens: int) -> int:
+        return num_tokens // self.block_size * len(self.groups)
+
+    def num_moved(self, num_tokens: int) -> int:
+        return blocks_held(self.groups, num_tokens, 1)
+
+    # ---- lookup and admission
+
+    def register(self, sequence: Sequence) -> None:
+        sequence.tables = [BlockTable(self.pool) for _ in self.groups]
+        sequence.num_slots = self._num_slots(sequence, 0)
+
+    def search(self, sequence: Sequence) -> "BlockSearch":
+        return BlockSearch(self, sequence)
+
+    def nothing(self) -> Tables:
+        return [[] for _ in self.groups]
+
+    def num_on_host(self, found: Tables) -> int | None:
+        if self.host is None:
+            return None
+        first_id = self.pool.num_blocks
+        num_blocks: int = sum(max(ids) >= first_id for ids in zip(*found, strict=True))
+        return num_blocks * self.block_size
+
+    def next_keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        next_hash = sequence.block_hashes[num_blocks : num_blocks + 1]
+        return [block_hash + group.key for block_hash in next_hash for group in self.groups]
+
+    def has_any(self, keys: Iterable[bytes]) -> bool:
+        return any(self.find(key) is not None for key in keys)
+
+    @property
+    def supply(self) -> int:
+        """Free blocks, and those ever revived. When a referenced block of a sequence's prefix is freed, `free` and what
+        it needs grow by one; when a free one is revived, both fall: only this sum, in which the two cancel out, can
+        help."""
+        return self.pool.num_free + self.pool.num_revived
+
+    def admission(self, sequence: Sequence, found: Tables, chunk: int) -> Admission:
+        """As for any part. Cached blocks that are referenced cost nothing."""
+        required = 0
+        for group, table in zip(self.groups, found, strict=True):
+            in_use = sum(0 < block_id < self.pool.num_blocks and not self.pool.is_free(block_id) for block_id in table)
+            required += max(0, group.num_blocks(sequence.num_tokens, chunk) - in_use)
+        return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
+
+    def may_admit(self, sequence: Sequence, found: Tables, num_tokens: int, *, in_parts: bool) -> bool:
+        """A step moves only so many blocks. If the hit lies on the host it may load a part of it; else, and unless
+        `in_parts`, what the sequence's blocks evict is being demoted if this is False."""
+        num_on_host = self._num_on_host(found)
+        if self.host is None or (in_parts and num_on_host):
+            return True
+        count = num_on_host + sum(self._num_missing(sequence, num_tokens, found))
+        return self.swapping.may_take(sequence, count, [block_id for ids in found for block_id in ids])
+
+    def admit(self, sequence: Sequence, hit: PrefixHit, found: Tables, num_tokens: int) -> bool:  # noqa: ARG002
+        """As for any part; in a window, blocks are allocated for the first `num_tokens` only."""
+        first_host_id = self.pool.num_blocks
+        # Hold all of it before anything is allocated: what is evicted and demoted for the new blocks must not be this.
+        for group, table, ids in zip(self.groups, sequence.tables, found, strict=True):
+            table.share([block_id if block_id < first_host_id else NULL_BLOCK for block_id in ids])
+            table.num_trimmed = min(group.first_needed(sequence.num_computed), len(ids))
+        if not self._num_on_host(found):
+            self._extend(sequence, num_tokens, [])
+            return True
+        host_ids = [[block_id if block_id >= first_host_id else NULL_BLOCK for block_id in ids] for ids in found]
+        self.swapping.park(sequence, host_ids)
+        return self.swap_in(sequence, num_tokens)
+
+    # ---- growing
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> Growth | None:
+        """Get new blocks, and copies of shared ones that would be written.
+
+        None: too few blocks are free, and nothing is changed but for blocks out of the window.
+        """
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            if group.window is not None:
+                table.trim(group.first_needed(sequence.num_surely_computed))
+        write_from = max(sequence.num_surely_computed, sequence.num_cached)
+        first_written = write_from // self.block_size
+        shared = [
+            group.index
+            for group in self.groups
+            if write_from < num_tokens and sequence.tables[group.index].is_shared(first_written)
+        ]
+        num_blocks = -(-num_tokens // self.block_size)
+        missing = [max(0, num_blocks - len(table.ids)) for table in sequence.tables]
+        if sum(missing) + len(shared) > self.pool.num_free:
+            return None
+        replaced: list[Entry] = []
+        for index in shared:
+            src, dst = sequence.tables[index].copy_on_write(first_written)
+            self.swapping.copy(src, dst)
+            replaced.append(ReplaceBlock(sequence.handle, index, first_written, dst))
+        new_ids = [table.append(count) for table, count in zip(sequence.tables, missing, strict=True)]
+        sequence.num_slots = self._num_slots(sequence, num_tokens)
+        if write_from >= num_tokens:  # nothing is written yet, so a shared block is still to be copied
+            sequence.num_slots = num_tokens
+        return Growth(new_ids if any(new_ids) else [], replaced)
+
+    def publish(self, sequence: Sequence, first: int, last: int) -> None:
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            for index in range(max(first, table.num_trimmed), last):
+                if self.pool.blocks[table.ids[index]].block_hash is None:  # a fork's other holder may have been first
+                    self._cache(sequence, group, index, table.ids[index])
+
+    # ---- sharing and leaving
+
+    def can_fork(self, parent: Sequence, position: int, num_scheduled: int) -> bool:  # noqa: ARG002
+        return all(
+            table.num_trimmed <= group.first_needed(position)
+            for group, table in zip(self.groups, parent.tables, strict=True)
+        )
+
+    def fork(self, parent: Sequence, child: Sequence, num_scheduled: int) -> Many[Entry]:  # noqa: ARG002
+        """As for any part. Whichever of the two writes to a shared block first gets a copy, drafts that may have been
+        wrong included."""
+        num_blocks = -(-child.num_tokens // self.block_size)
+        child.tables = [table.fork(num_blocks) for table in parent.tables]
+        for group, table in zip(self.groups, child.tables, strict=True):
+            table.num_trimmed = min(parent.tables[group.index].num_trimmed, num_blocks)
+        child.num_slots = child.num_computed  # so that both come to grow() before they write
+        parent.num_slots = min(parent.num_slots, max(parent.num_surely_computed, parent.num_cached))
+        return ()
+
+    def release(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """As for any part. What is forgotten are also equal blocks of other sequences, and those left on a tier that
+        the sequence has moved from."""
+        if forget:
+            hashes = sequence.block_hashes[: sequence.num_hashed_blocks]
+            keys = [block_hash + group.key for group in self.groups for block_hash in hashes]
+            for pool in (self.pool, self.host.pool) if self.host is not None else (self.pool,):
+                pool.forget_contents(keys)
+        for table in sequence.tables:
+            table.free()
+        self.swapping.leave(sequence)
+        sequence.num_slots = self._num_slots(sequence, 0)
+
+    # ---- swapping
+
+    @property
+    def parked(self) -> Many[Sequence]:
+        return self.swapping.parked
+
+    def may_swap_out(self, sequence: Sequence) -> bool:
+        """It will write to its last blocks, one of each group. Those that leave come back as its own; one that stayed
+        because the step may not move more would still be others' too."""
+        num_computed = sequence.num_computed
+        if self.swapping.may_move(len(self.groups)) or num_computed % self.block_size == 0:
+            return True
+        return not any(table.is_shared(num_computed // self.block_size) for table in sequence.tables)
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """As for any part. Blocks that the step may not move any more stay on the device until they are reclaimed.
+        False: the host has no room, or the step has moved enough already."""
+        end = -(-sequence.num_computed // self.block_size)
+        needed = [range(min(group.first_needed(sequence.num_computed), end), end) for group in self.groups]
+        if not self.swapping.swap_out(sequence, needed):
+            return False
+        sequence.num_slots = 0
+        return True
+
+    def holds_device(self, sequence: Sequence) -> bool:
+        return num_held(sequence) > 0
+
+    def push_out(self, sequence: Sequence) -> bool:
+        return self.swapping.push_out(sequence) > 0
+
+    def swap_in_admission(self, sequence: Sequence, chunk: int) -> Admission:
+        required = self.num_blocks(sequence.num_tokens, chunk) - num_held(sequence)
+        return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
+
+    def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:
+        """As for any part, as much as the step may move. Unless `in_parts`, it got no block if this is False."""
+        missing = self._num_missing(sequence, num_tokens, [table.ids for table in sequence.tables])
+        places, is_all = self.swapping.next_in(sequence, sum(missing), in_parts=in_parts)
+        if not is_all:
+            self.swapping.load(sequence, places, self.pool.get_new_blocks(len(places)))
+            return False
+        self._extend(sequence, num_tokens, places)
+        self.swapping.leave(sequence)
+        return True
+
+    # ---- forgetting and reporting
+
+    def reset(self) -> Forgotten:
+        return Forgotten(self.pool.reset_cache(), self.host.pool.reset_cache() if self.host is not None else 0)
+
+    def count(self, stats: Stats) -> None:
+        pool, host = self.pool, self.host
+        stats.num_blocks, stats.num_used_blocks = pool.num_usable, pool.num_used
+        stats.num_cached_blocks, stats.peak_used_blocks = pool.num_cached, pool.peak_used
+        if host is not None:
+            stats.num_host_blocks, stats.num_used_host_blocks = host.pool.num_usable, host.pool.num_used
+
+    def check_integrity(self, sequences: Many[Sequence]) -> None:
+        self.pool.check_integrity(table.ids for sequence in sequences for table in sequence.tables)
+        for sequence in sequences:
+            for table in sequence.tables:
+                if len(table.ids) * self.block_size < sequence.num_slots:
+                    raise RuntimeError(f"{sequence} holds {len(table.ids)} blocks for {sequence.num_slots} slots")
+                next_slot = max(sequence.num_surely_computed, sequence.num_cached)
+                if next_slot < sequence.num_slots and table.is_shared(next_slot // self.block_size):
+                    raise RuntimeError(f"{sequence} would write to a block that others read")
+        self.swapping.check_integrity(sequences)
+
+    # ---- inside
+
+    def find(self, key: bytes) -> int | None:
+        """The global id of a block with this content, on either tier."""
+        block_id = self.pool.get_cached_block(key)
+        return self.host.find(key) if block_id is None and self.host is not None else block_id
+
+    def _num_on_host(self, found: Tables) -> int:
+        first_host_id = self.pool.num_blocks
+        return sum(block_id >= first_host_id for ids in found for block_id in ids)
+
+    def _extend(self, sequence: Sequence, num_tokens: int, places: Many[Place]) -> None:
+        """Allocate the blocks that the sequence lacks, and load `places`. It is one allocation, so that of all blocks
+        evicted for it those are demoted that are worth most."""
+        missing = self._num_missing(sequence, num_tokens, [table.ids for table in sequence.tables])
+        ids = self.pool.get_new_blocks(len(places) + sum(missing))
+        at = len(places)
+        self.swapping.load(sequence, places, ids[:at])
+        for table, count in zip(sequence.tables, missing, strict=True):
+            table.ids += ids[at : at + count]
+            at += count
+        sequence.num_slots = self._num_slots(sequence, sequence.num_tokens)
+
+    def _num_missing(self, sequence: Sequence, num_tokens: int, held: Iterable[Many[int]]) -> list[int]:
+        """How many blocks each group lacks beside those `held` to admit a sequence: for all its tokens, and in a window
+        for the first `num_tokens`."""
+        ends = (sequence.num_tokens if group.window is None else num_tokens for group in self.groups)
+        return [max(0, -(-end // self.block_size) - len(ids)) for end, ids in zip(ends, held, strict=True)]
+
+    def _num_slots(self, sequence: Sequence, num_tokens: int) -> int:
+        """Number of positions that can be computed before the next call of grow(), which has made room for
+        `num_tokens`."""
+        if sequence.tables:
+            return min(len(table.ids) for table in sequence.tables) * self.block_size
+        return -(-num_tokens // self.block_size) * self.block_size if self.is_asked_by_blocks else sequence.max_len
+
+    def _cache(self, sequence: Sequence, group: KVGroup, index: int, block_id: int) -> None:
+        self.pool.cache_block(block_id, sequence.block_hashes[index] + group.key)
+        if self.on_store is not None:
+            self.on_store(sequence, group, index)
+
+
+class BlockSearch:
+    """Looks up each block of a sequence once at most. It takes no reference."""
+
+    def __init__(self, blocks: KVBlocks, sequence: Sequence) -> None:
+        self._blocks = blocks
+        self._hashes = sequence.block_hashes
+        self._num_tokens = sequence.num_tokens
+        self._found: dict[tuple[int, int], int | None] = {}
+
+    def longest(self, num_blocks: int) -> int:
+        """The longest prefix that is cached in every group."""
+        return common_hit(self._blocks.groups, num_blocks, self._num_tokens, self._find)
+
+    def find(self, num_blocks: int) -> Tables:
+        position, tables = min(num_blocks * self._blocks.block_size, self._num_tokens - 1), []
+        for group in self._blocks.groups:
+            first = min(group.first_needed(position), num_blocks)
+            needed = [self._find(group, index) for index in range(first, num_blocks)]
+            tables.append([NULL_BLOCK] * first + [block_id for block_id in needed if block_id is not None])
+        return tables
+
+    def _find(self, group: KVGroup, index: int) -> int | None:
+        place = group.index, index
+        if place not in self._found:
+            self._found[place] = self._blocks.find(self._hashes[index] + group.key)
+        return self._found[place]

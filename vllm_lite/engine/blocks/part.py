@@ -1,0 +1,243 @@
+"""CachePart: one kind of thing that the cache keeps for a sequence, such as its KV or its recurrent state.
+
+The manager owns what is common to all parts (tokens, hashes, how far a sequence is computed and cached) and asks the
+parts in their order. The first one counts the blocks of an admission. It alone may refuse to grow, to swap out or to
+swap in as it is asked; the others say beforehand, in `admission`, `may_swap_out` or `can_fork`, what they cannot do.
+A part has a pool of its own and knows no other part.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.verdict import OK, Admission
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.step import Entry
+
+Found = TypeVar("Found")
+"""The beginning of a sequence as one part has it: tables of block ids, a state's slot."""
+Found_co = TypeVar("Found_co", covariant=True)
+Op = tuple[int, int, int]
+"""(op, source, destination) of the block program."""
+
+
+class PrefixHit(NamedTuple):
+    """The longest cached beginning of a sequence that all parts can go on from."""
+
+    num_tokens: int
+    found: tuple[Any, ...]
+    """By part, in the manager's order."""
+    reach: int
+    """Number of tokens that the first part has: more than `num_tokens` where another part cannot go on."""
+
+
+class Growth(NamedTuple):
+    """Blocks that a sequence got: new ids per group ([] if none), and what else the workers have to know of it."""
+
+    new_ids: list[list[int]]
+    entries: Many[Entry] = ()
+
+
+class Forgotten(NamedTuple):
+    """Number of blocks that could be found on each tier, and no longer can."""
+
+    num_blocks: int = 0
+    num_host_blocks: int = 0
+
+
+class Search(Protocol[Found_co]):
+    """Looks for one sequence's beginning in one part, and changes nothing."""
+
+    def longest(self, num_blocks: int) -> int:
+        """The largest number of blocks, at most `num_blocks`, behind which the sequence could go on."""
+
+    def find(self, num_blocks: int) -> Found_co:
+        """The beginning of that many blocks, of which `longest` has said that it is there."""
+
+
+class CachePart(ABC, Generic[Found]):
+    """Each default is that of a part that is always at hand, moves nothing and never lacks room."""
+
+    pool: BlockPool
+    keeps = True
+    """Whether sequences have anything in it at all."""
+    watermark_blocks = 0
+    """Blocks that admission leaves free."""
+    acts_by_blocks = False
+    """Whether grow() has to be called at the end of each block, also where the first part has room for more."""
+    is_asked_by_blocks = False
+    """Whether another part acts by blocks: set by the manager, for the first part to say how far it has room."""
+    wants_marks = False
+    """Whether clients should say where prompts are likely to part."""
+
+    # ---- the step
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Start the next step: what the one before moves and leaves is there for it."""
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the step being made moves or copies anything."""
+        return False
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether the next step can have what this one cannot, though nothing is computed between them."""
+        return False
+
+    def take_ops(self) -> list[Op]:
+        """Return the block program of the step that has been made; the next one starts empty."""
+        return []
+
+    def drop_ops(self) -> None:
+        """Forget the block program of the step in the making, and what the step before it had to leave."""
+        self.take_ops()
+
+    # ---- sizes
+
+    def max_tokens(self, limit: int, chunk: int) -> int:  # noqa: ARG002
+        """The longest sequence, at most `limit`, that can always come in again, however often it is preempted."""
+        return limit
+
+    def num_blocks(self, num_tokens: int, chunk: int) -> int:  # noqa: ARG002
+        """The most blocks that a sequence of `num_tokens` holds at once."""
+        return 0
+
+    def num_full_blocks(self, num_tokens: int) -> int:  # noqa: ARG002
+        """Number of blocks that `num_tokens` fill."""
+        return 0
+
+    def num_moved(self, num_tokens: int) -> int:  # noqa: ARG002
+        """Number of blocks that take as long to move as what the part keeps of `num_tokens`."""
+        return 0
+
+    # ---- lookup and admission
+
+    @abstractmethod
+    def register(self, sequence: Sequence) -> None:
+        """Prepare a new sequence, which holds nothing yet."""
+
+    @abstractmethod
+    def search(self, sequence: Sequence) -> Search[Found]:
+        """Start to look for the beginning of a sequence, whose tokens are hashed."""
+
+    @abstractmethod
+    def nothing(self) -> Found:
+        """The beginning of a sequence of which nothing is found."""
+
+    def num_on_host(self, found: Found) -> int | None:  # noqa: ARG002
+        """Number of tokens of what was found that have to be moved to the device; None: there is no host tier."""
+        return None
+
+    def next_keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:  # noqa: ARG002
+        """Keys of what would make a beginning of `num_blocks` longer."""
+        return []
+
+    def has_any(self, keys: Iterable[bytes]) -> bool:  # noqa: ARG002
+        """Whether any of the `next_keys` can be found by now."""
+        return False
+
+    @property
+    def supply(self) -> int:
+        """Number that grows when a sequence that waits may lack less."""
+        return 0
+
+    def admission(self, sequence: Sequence, found: Found, chunk: int) -> Admission:  # noqa: ARG002
+        """Whether the sequence may be admitted with all its tokens."""
+        return OK
+
+    def may_admit(self, sequence: Sequence, found: Found, num_tokens: int, *, in_parts: bool) -> bool:  # noqa: ARG002
+        """Whether this step may move what admitting the sequence takes. If not, it makes that possible later."""
+        return True
+
+    @abstractmethod
+    def admit(self, sequence: Sequence, hit: PrefixHit, found: Found, num_tokens: int) -> bool:
+        """Hold what was found, and allocate. False: the sequence is parked, since some has still to be loaded."""
+
+    def note_admission(self, hit: PrefixHit, found: Found) -> list[tuple[str, dict[str, int]]]:  # noqa: ARG002
+        """Count the admission of a sequence with this hit. Returns the decisions to report, with their
+        numbers."""
+        return []
+
+    def arrival_entries(self, sequence: Sequence) -> list[Entry]:  # noqa: ARG002
+        """Entries that the workers need of a sequence that comes in, beside its blocks."""
+        return []
+
+    # ---- growing
+
+    @abstractmethod
+    def grow(self, sequence: Sequence, num_tokens: int) -> Growth | None:
+        """Make room to compute up to `num_tokens`. None, which the first part alone may say: there is none."""
+
+    def most_drafts(self, sequence: Sequence, count: int) -> int:  # noqa: ARG002
+        """How many of `count` drafts a step may have that computes `sequence` up to `num_computed` otherwise."""
+        return count
+
+    @abstractmethod
+    def publish(self, sequence: Sequence, first: int, last: int) -> None:
+        """Let others find what the sequence keeps of its blocks [first, last), which are hashed and final."""
+
+    # ---- sharing and leaving
+
+    @abstractmethod
+    def can_fork(self, parent: Sequence, position: int, num_scheduled: int) -> bool:
+        """Whether a child can go on at `position`, which the parent has computed; the step in the making computes
+        `num_scheduled` tokens of the parent."""
+
+    @abstractmethod
+    def fork(self, parent: Sequence, child: Sequence, num_scheduled: int) -> Many[Entry]:
+        """Let `child` share what the parent has of its tokens. Returns what the workers have to know of the parent."""
+
+    @abstractmethod
+    def release(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Give back all that the sequence holds; with `forget` it cannot be found any more, on any tier."""
+
+    # ---- swapping
+
+    @property
+    def parked(self) -> Many[Sequence]:
+        """Sequences that wait with something on the host or on the way, in the order in which they were parked."""
+        return ()
+
+    def may_swap_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        """Whether what the part keeps of the sequence is worth moving."""
+        return True
+
+    @abstractmethod
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Begin to move it to the host. False, which the first part alone may say: nothing is changed."""
+
+    @abstractmethod
+    def holds_device(self, sequence: Sequence) -> bool:
+        """Whether a parked sequence still holds something on the device."""
+
+    @abstractmethod
+    def push_out(self, sequence: Sequence) -> bool:
+        """Take from a parked sequence what it holds on the device. False: nothing of it could be moved."""
+
+    def swap_in_admission(self, sequence: Sequence, chunk: int) -> Admission:  # noqa: ARG002
+        """Whether a parked sequence may be admitted."""
+        return OK
+
+    @abstractmethod
+    def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:
+        """Load what is on the host, and make room for `num_tokens`. False, which the first part alone may say: more of
+        it is loaded by later steps."""
+
+    # ---- forgetting and reporting
+
+    @abstractmethod
+    def reset(self) -> Forgotten:
+        """Let nothing be found any more. Sequences keep what they hold."""
+
+    @abstractmethod
+    def count(self, stats: Stats) -> None:
+        """Write the part's gauges and counters."""
+
+    @abstractmethod
+    def check_integrity(self, sequences: Many[Sequence]) -> None:
+        """Raise RuntimeError if an invariant of the part is broken. `sequences` are all the unfinished ones."""
