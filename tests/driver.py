@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.batches import part_of
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.config import EngineConfig
 from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
@@ -23,6 +24,8 @@ from vllm_lite.protocol.step import (
 )
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.process import Progress
+from vllm_lite.worker.step_parts.drafts import Drafts
+from vllm_lite.worker.step_parts.rules import Rules
 from vllm_lite.worker.worker import Worker
 
 GENERATION, NUM_BLOCKS, BLOCK = 3, 40, 16
@@ -52,6 +55,14 @@ class Driver:
         self.got: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         self.computed: dict[int, int] = {}
+
+    @property
+    def drafts(self) -> Drafts:
+        return part_of(self.worker.runner, Drafts)
+
+    @property
+    def rules(self) -> Rules:
+        return part_of(self.worker.runner, Rules)
 
     @property
     def pool(self) -> torch.Tensor:

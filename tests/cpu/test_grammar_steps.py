@@ -8,21 +8,25 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.batches import part_of
+from tests.checkpoints import VOCAB_SIZE
 from tests.cpu.test_model_runner_drafts import Parrot
 from tests.cpu.test_ranked_runner import on_ranks
 from tests.deadlines import scaled
 from tests.driver import GREEDY, WARM, Driver, make_prompt, new_request
+from tests.families.hybrid import VARIANTS as HYBRIDS
 from tests.parity_mask import ParityMask
 from tests.thread_group import ThreadGroup
 from vllm_lite.errors import GrammarError
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import LogitRules, Sampling
-from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, ModelOutput, Preempt, Resume, SchedulerOutput
+from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, ModelOutput, Preempt, Resume, SchedulerOutput, States
 from vllm_lite.protocol.structured import Thinking
 from vllm_lite.structured.grammars import Grammars
 from vllm_lite.structured.vocabulary import Vocabulary, load_vocabulary
 from vllm_lite.worker.sampling import readiness
-from vllm_lite.worker.sampling.masks import CONTRADICTION
+from vllm_lite.worker.sampling.masks import CONTRADICTION, Uint32s
+from vllm_lite.worker.step_parts.rules import Rules
 
 PROMPT = make_prompt(20, seed=8)
 DIGITS = "%llguidance {}\nstart: /([0-9]{2},){3}[0-9]/\n"
@@ -53,7 +57,7 @@ def use(driver: Driver, vocabulary: Vocabulary) -> None:
         source = grammars.source_of(sampling)
         return source.result(scaled(20)) if isinstance(source, Future) else source
 
-    driver.worker.runner.batch.mask_source_of = at_once
+    driver.rules.mask_source_of = at_once
 
 
 def text_of(vocabulary: Vocabulary, tokens: list[int]) -> str:
@@ -74,13 +78,13 @@ def later(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Drive
         futures.append(Future())
         return futures[-1]
 
-    driver.worker.runner.batch.mask_source_of = source_of
+    driver.rules.mask_source_of = source_of
     return driver, futures
 
 
 def uninterrupted(checkpoint: Path, sampling: Sampling, count: int) -> list[int]:
     driver = Driver(checkpoint)
-    driver.worker.runner.batch.mask_source_of = lambda _: ParityMask(384)
+    driver.rules.mask_source_of = lambda _: ParityMask(384)
     driver.run(new_request(0, PROMPT, [1, 2, 3], sampling=sampling))
     driver.decode(0, count=count - 1)
     return driver.got[0]
@@ -152,7 +156,7 @@ def test_a_grammar_that_runs_into_its_limits_fails_its_sequence_alone(driver: Dr
             self.output.append(token)
             return True
 
-    driver.worker.runner.batch.mask_source_of = lambda _: Exhausted(384)
+    driver.rules.mask_source_of = lambda _: Exhausted(384)
     driver.run(new_request(0, PROMPT, [1, 2, 3], sampling=MASKED), new_request(1, PROMPT, [4, 5, 6]))
     driver.decode(0, 1, count=2)
     output = driver.run(Continue(0, 1, []), Continue(1, 1, []))
@@ -175,7 +179,7 @@ def test_ranks_agree_on_when_a_grammar_is_there(tiny_checkpoint: Path, shares_me
 
     def begin(runner: Any, rank: int) -> None:
         future: Future[ParityMask] = Future()
-        runner.batch.mask_source_of = lambda _: future
+        part_of(runner, Rules).mask_source_of = lambda _: future
         executed, execute = [0], runner.execute
 
         def counted(output: SchedulerOutput) -> ModelOutput:
@@ -191,11 +195,45 @@ def test_ranks_agree_on_when_a_grammar_is_there(tiny_checkpoint: Path, shares_me
     assert [output.tokens for output in by_rank[0]] == [output.tokens for output in by_rank[1]]
     assert [output.counts for output in by_rank[0]] == [[0, 1]] * 4 + [None] * 5
     alone = Driver(tiny_checkpoint)
-    alone.worker.runner.batch.mask_source_of = lambda _: ParityMask(384)
+    alone.rules.mask_source_of = lambda _: ParityMask(384)
     alone.run(*first)
     alone.decode(0, 1, count=4)
     got = np.concatenate([np.frombuffer(output.tokens, "<u4") for output in by_rank[0][4:]]).reshape(-1, 2)
     assert got[:, 0].tolist() == alone.got[0]
+
+
+class OnlyEight(ParityMask):
+    """Allows one token, again and again."""
+
+    def fill_bitmask(self, bitmask: Uint32s) -> None:
+        bitmask[:] = 0
+        bitmask[0] = 1 << 8
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_step_of_states_waits_for_a_grammar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool) -> None:
+    """A state cannot take up a token twice, so nobody gets a token before the grammar is there or has failed."""
+    path, prompt = HYBRIDS[0].make(tmp_path / "hybrid"), [token % VOCAB_SIZE for token in PROMPT]
+    driver, future = Driver(path), Future[OnlyEight]()
+    waited: list[int] = []
+
+    def wait(coming: list[Future[OnlyEight]], *_args: object, **_options: object) -> None:
+        waited.append(len(coming))
+        if comes and len(waited) == 7:
+            future.set_result(OnlyEight(VOCAB_SIZE))
+
+    monkeypatch.setattr(readiness, "wait", wait)
+    monkeypatch.setattr(readiness, "MAX_ROUNDS", 20)
+    driver.rules.mask_source_of = lambda _: future
+    before = driver.progress.count
+    first = driver.run(new_request(0, prompt, [1, 2, 3], sampling=MASKED), States(0, 0, 1, []))
+    assert len(waited) == (7 if comes else 20)
+    assert driver.progress.count >= before + len(waited)
+    if comes:
+        driver.decode(0, count=5)
+        assert driver.got[0] == [8] * 6
+    else:
+        assert first.failed == [(0, readiness.TOO_LATE)]
 
 
 # ---- with everything else
@@ -220,7 +258,7 @@ def test_drafts_that_run_over_the_end_of_thinking_change_nothing(driver: Driver,
         bias = ((7, 4.0), (9, 4.0)) if budget is None else ()
         sampling = guided(WARM, thinking=thinking, bias=bias)
         driver.got.clear()
-        driver.worker.runner.drafter = None
+        driver.drafts.drafter = None
         driver.run(new_request(0, PROMPT, [1, 2, 3, 4, 5], sampling=sampling))
         driver.decode(0, count=29)
         driver.run(Finish(0))
@@ -232,7 +270,7 @@ def test_drafts_that_run_over_the_end_of_thinking_change_nothing(driver: Driver,
             inner = expected[expected.index(9, max(0, budget - 1)) + 1 :]
             assert text_of(vocabulary, inner[: inner.index(2)]).count(",") == 3
         for wrong in ((), (21, 23), (24, 25, 31), tuple(range(20, 48, 3))):
-            driver.worker.runner.drafter = Parrot(PROMPT + expected + [0] * 9, wrong)
+            driver.drafts.drafter = Parrot(PROMPT + expected + [0] * 9, wrong)
             driver.run(new_request(0, PROMPT, [1, 2, 3, 4, 5], sampling=sampling))
             while len(driver.got[0]) < 30:
                 driver.run(Draft(0, 5, []))

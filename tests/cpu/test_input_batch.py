@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.batches import make_batch, part_of
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import Sampling
@@ -23,21 +24,22 @@ from vllm_lite.protocol.step import (
 )
 from vllm_lite.worker.batch.input_batch import InputBatch
 from vllm_lite.worker.batch.step_inputs import Int32s, StepInputs
-from vllm_lite.worker.sampling.drafter import NO_DRAFT, num_kept
+from vllm_lite.worker.sampling.drafter import NO_DRAFT, DraftBatch, num_kept
+from vllm_lite.worker.step_parts.drafts import Drafts, drafts_of
 
 MAX_SEQS, MAX_LEN, VOCAB, BLOCK, NUM_BLOCKS = 4, 24, 50, 4, 64
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
 
 
 def new_batch(windows: Sequence[int | None] = (None,), **overrides: int) -> InputBatch:
-    sizes = {
+    sizes: dict[str, Any] = {
         "max_num_seqs": MAX_SEQS,
         "max_model_len": MAX_LEN,
         "vocab_size": VOCAB,
         "block_size": BLOCK,
         "num_blocks": NUM_BLOCKS,
     }
-    return InputBatch(windows=windows, **(sizes | overrides))
+    return make_batch(windows=windows, **(sizes | overrides))
 
 
 def new_request(handle: int, tokens: list[int], *, sampling: Sampling = GREEDY, **fields: Any) -> NewRequest:
@@ -122,7 +124,7 @@ def test_preempted_sequences_keep_their_tokens_and_parameters() -> None:
     hot = Sampling(0.7, 5, 0.9, 0.1, 2**63 + 5, sample=3, logprobs=2)
     run(batch, new_request(1, [11, 12], sampling=hot), new_request(2, [21]))
     run(batch, Preempt(1), Continue(2, 1, []))
-    assert batch.num_rows == 1
+    assert len(batch.rows) == 1
     inputs = run(batch, Resume(1, 0, 0, 3, [[8]]))
     assert inputs.input_ids.tolist() == [11, 12, 9]
     assert inputs.block_tables[0].tolist() == [[8]], "the old blocks are forgotten"
@@ -142,9 +144,9 @@ def test_a_fork_is_the_first_part_of_its_parent() -> None:
     inputs = run(batch, ReplaceBlock(2, 1, 1, 20), Continue(2, 1, []), Continue(3, 1, []))
     assert [slots.tolist() for slots in inputs.slot_mapping] == [[21, 15], [81, 19]]
     assert inputs.input_ids.tolist() == [9, 14]
-    assert batch.params["sample"].tolist() == [0, 4, 0, 0]
+    assert batch.rows.params["sample"].tolist() == [0, 4, 0, 0]
     run(batch, ReplaceBlock(1, 0, 0, 21), Continue(1, 1, []))
-    assert batch.block_tables[0][:2, 0].tolist() == [21, 3], "each has a table of its own"
+    assert batch.tables.ids[0][:2, 0].tolist() == [21, 3], "each has a table of its own"
 
 
 def test_set_token_replaces_the_last_of_a_resident_and_of_a_preempted_sequence() -> None:
@@ -161,24 +163,28 @@ def test_drafts_are_computed_behind_the_last_token_and_kept_while_right() -> Non
     ruled = Sampling(0.0, 0, 1.0, 0.0, 0, min_tokens_until=4, stop_ids=(5,))
     run(batch, new_request(1, [11, 12]), new_request(2, [21], sampling=ruled, block_ids=[[7, 8]]))
     batch.apply([Draft(1, 3, []), Draft(2, 2, [])])
-    drafting = batch.draft_batch()
-    assert drafting is not None
-    assert (drafting.handles, drafting.max_drafts) == ([1, 2], [3, 2])
-    assert [tokens.tolist() for tokens in drafting.tokens] == [[11, 12, 9], [21, 9]]
-    batch.add_drafts([ids(31, 32, 33), ids(41, 42)])
+
+    class Fixed:
+        def propose(self, drafting: DraftBatch) -> list[Int32s]:
+            assert (drafting.handles, drafting.max_drafts) == ([1, 2], [3, 2])
+            assert [tokens.tolist() for tokens in drafting.tokens] == [[11, 12, 9], [21, 9]]
+            return [ids(31, 32, 33), ids(41, 42)]
+
+    part_of(batch, Drafts).drafter = Fixed()
     inputs = batch.build()
+    part_of(batch, Drafts).drafter = None
     assert inputs.input_ids.tolist() == [9, 31, 32, 33, 9, 41, 42]
     assert inputs.positions.tolist() == [2, 3, 4, 5, 1, 2, 3]
     assert (inputs.seq_lens.tolist(), inputs.num_samples.tolist()) == ([6, 4], [4, 3])
     assert inputs.sample_tokens.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert inputs.drafts.tolist() == [31, 32, 33, NO_DRAFT, 41, 42, NO_DRAFT]
+    assert drafts_of(inputs).tolist() == [31, 32, 33, NO_DRAFT, 41, 42, NO_DRAFT]
     samples = batch.sample_inputs(inputs)
     assert samples.positions.tolist() == [3, 4, 5, 6, 2, 3, 4]
     assert samples.edits is not None
     assert samples.edits.banned is not None
     assert [array.tolist() for array in samples.edits.banned] == [[4, 5], [5, 5]], "of the second, up to length 4"
     sampled = np.array([31, 32, 0, 1, 40, 42, 43])
-    batch.commit(inputs, sampled, num_kept(sampled, inputs.drafts, inputs.sample_starts))
+    batch.commit(inputs, sampled, num_kept(sampled, drafts_of(inputs), inputs.sample_starts))
     batch.check_integrity()
     assert batch.tokens_of(1).tolist() == [11, 12, 9, 31, 32, 0]
     assert batch.tokens_of(2).tolist() == [21, 9, 40]
@@ -204,7 +210,7 @@ def test_blocks_left_behind_by_a_window_may_come_again() -> None:
         run(batch, Continue(1, 1, []))
     inputs = run(batch, Continue(1, 1, [[3]]))
     assert inputs.block_tables[0].tolist() == [[3, 5, 7, 3]]
-    batch.windows = (None,)
+    batch.tables.windows = (None,)
     with pytest.raises(RuntimeError, match="repeat"):
         batch.check_integrity()
 
@@ -228,7 +234,7 @@ def test_a_step_with_nothing_to_compute() -> None:
     run(batch, new_request(1, [11]))
     inputs = run(batch, Finish(1))
     assert (inputs.num_tokens, inputs.handles, inputs.query_start_loc.tolist()) == (0, [], [0])
-    assert batch.num_rows == 0
+    assert len(batch.rows) == 0
 
 
 def test_a_full_context_still_has_room_for_the_token_sampled_behind_it() -> None:
@@ -293,13 +299,13 @@ def test_a_draft_of_a_sequence_that_lacks_more_is_refused() -> None:
 
 def test_check_integrity_sees_a_wrong_map_a_wrong_count_and_a_shared_block() -> None:
     def damage_map(batch: InputBatch) -> None:
-        batch._resident.reverse()
+        batch.rows.resident.reverse()
 
     def damage_count(batch: InputBatch) -> None:
-        batch.num_computed[0] = 9
+        batch.rows.num_computed[0] = 9
 
     def damage_table(batch: InputBatch) -> None:
-        batch.block_tables[0][0, 1] = batch.block_tables[0][0, 0]
+        batch.tables.ids[0][0, 1] = batch.tables.ids[0][0, 0]
 
     for damage in (damage_map, damage_count, damage_table):
         batch = new_batch()

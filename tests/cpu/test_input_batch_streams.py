@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.batches import make_batch, part_of
 from tests.parity_mask import ParityMask
 from tests.plain_rules import changed
 from vllm_lite.protocol.codec import pack_tokens
@@ -28,9 +29,10 @@ from vllm_lite.protocol.step import (
 )
 from vllm_lite.worker.batch.input_batch import InputBatch
 from vllm_lite.worker.batch.step_inputs import StepInputs
-from vllm_lite.worker.sampling.drafter import num_kept
+from vllm_lite.worker.sampling.drafter import DraftBatch, Int32s, num_kept
 from vllm_lite.worker.sampling.masks import NEVER
 from vllm_lite.worker.sampling.sampler import SampleInputs
+from vllm_lite.worker.step_parts.drafts import Drafts, drafts_of
 
 MAX_SEQS, MAX_LEN, VOCAB, BLOCK = 4, 24, 50, 4
 STOPS = (1, 2)
@@ -298,29 +300,37 @@ def has_mask(sampling: Sampling) -> bool:
 
 
 def new_batch(num_groups: int) -> InputBatch:
-    batch = InputBatch(
+    return make_batch(
         max_num_seqs=MAX_SEQS,
         max_model_len=MAX_LEN,
         vocab_size=VOCAB,
         block_size=BLOCK,
         num_blocks=10_000,
         windows=[None] * num_groups,
+        mask_source_of=lambda sampling: ParityMask(VOCAB) if has_mask(sampling) else None,
     )
-    batch.mask_source_of = lambda sampling: ParityMask(VOCAB) if has_mask(sampling) else None
-    return batch
+
+
+class OfStream:
+    """Drafts what the stream has drawn for its sequences."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def propose(self, batch: DraftBatch) -> list[Int32s]:
+        sequences = [self.stream.sequences[handle] for handle in batch.handles]
+        assert not any(sequence.penalised for sequence in sequences)
+        return [np.array(sequence.drafts, np.int32) for sequence in sequences]
 
 
 @settings(max_examples=200, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data(), num_groups=st.integers(1, 2))
 def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.DataObject, num_groups: int) -> None:
     stream, batch = Stream(data, num_groups), new_batch(num_groups)
+    part_of(batch, Drafts).drafter = OfStream(stream)
     for _ in range(data.draw(st.integers(1, 10))):
         entries, scheduled = stream.step()
         batch.apply(entries)
-        if (drafting := batch.draft_batch()) is not None:
-            sequences = [stream.sequences[handle] for handle in drafting.handles]
-            assert not any(sequence.penalised for sequence in sequences)
-            batch.add_drafts([np.array(sequence.drafts, np.int32) for sequence in sequences])
         inputs = batch.build()
         expect(stream, scheduled, inputs, batch)
         for handle, count in scheduled:
@@ -329,8 +339,8 @@ def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.Data
         for i in inputs.sampling:
             sampled += sample(stream, stream.sequences[inputs.handles[i]])
         tokens = np.array(sampled, np.int64)
-        batch.commit(inputs, tokens, num_kept(tokens, inputs.drafts, inputs.sample_starts))
+        batch.commit(inputs, tokens, num_kept(tokens, drafts_of(inputs), inputs.sample_starts))
         batch.check_integrity()
         for handle, sequence in stream.sequences.items():
             assert batch.tokens_of(handle).tolist() == sequence.tokens
-        assert batch.num_rows == sum(not sequence.parked for sequence in stream.sequences.values())
+        assert len(batch.rows) == sum(not sequence.parked for sequence in stream.sequences.values())

@@ -28,7 +28,7 @@ def guided(sampling: Sampling) -> Sampling:
 def chained(tiny_checkpoint: Path) -> Driver:
     """A worker all of whose sequences with rules follow a ChainMask."""
     driver = Driver(tiny_checkpoint, max_num_batched_tokens=256)
-    driver.worker.runner.batch.mask_source_of = lambda _: ChainMask(384)
+    driver.rules.mask_source_of = lambda _: ChainMask(384)
     return driver
 
 
@@ -52,7 +52,7 @@ def test_forced_tokens_take_fewer_steps_and_are_the_same(
     sampling = guided(sampling)
     plain, num_plain = generate(chained, sampling, 5 * PERIOD, 0)
     assert num_plain == 5 * PERIOD
-    chained.worker.runner.drafter = GrammarDrafter(other)
+    chained.drafts.drafter = GrammarDrafter(other)
     for max_drafts in (1, 2, 8):
         drafted, num_steps = generate(chained, sampling, 5 * PERIOD, max_drafts)
         assert drafted == plain

@@ -26,7 +26,7 @@ PROMPT = make_prompt(20, seed=8)
 @pytest.fixture
 def masked(tiny_checkpoint: Path) -> Driver:
     driver = Driver(tiny_checkpoint)
-    driver.worker.runner.batch.mask_source_of = lambda _: ParityMask(384)
+    driver.rules.mask_source_of = lambda _: ParityMask(384)
     return driver
 
 
@@ -73,7 +73,7 @@ def test_drafts_change_no_token_of_a_masked_sequence(masked: Driver) -> None:
         drafts = Parrot(PROMPT + expected + [0] * 9, wrong)
         if wrong == (20 + odd + 1,):
             drafts.tokens[wrong[0]] = 7  # which the mask rules out there
-        masked.worker.runner.drafter = drafts
+        masked.drafts.drafter = drafts
         masked.run(new_request(0, PROMPT, [1, 2, 3], sampling=MASKED))
         while len(masked.got[0]) < 14:
             masked.run(Draft(0, 4, []))
@@ -99,7 +99,7 @@ def test_who_has_no_rules_is_not_asked_for_a_source(tiny_checkpoint: Path) -> No
         return None
 
     driver = Driver(tiny_checkpoint)
-    driver.worker.runner.batch.mask_source_of = source_of
+    driver.rules.mask_source_of = source_of
     driver.run(new_request(0, PROMPT, [1, 2, 3]), new_request(1, PROMPT, [4, 5, 6], sampling=MASKED))
     assert asked == [MASKED]
 

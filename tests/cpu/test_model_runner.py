@@ -21,7 +21,7 @@ from vllm_lite.protocol.step import (
     SetToken,
 )
 from vllm_lite.worker import forward
-from vllm_lite.worker.sampling import logprobs
+from vllm_lite.worker.step_parts import prompt_scores
 
 # ---- the same tokens as transformers
 
@@ -272,7 +272,7 @@ def test_progress_grows_while_a_large_head_works(driver: Driver, monkeypatch: py
     """Prompts are scored, and rows sampled, so many at a time that a heartbeat has something to say."""
     prompt = make_prompt(41, seed=6)
     scored = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
-    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 4 * driver.worker.runner.model.spec.vocab_size)
+    monkeypatch.setattr(prompt_scores, "LOGITS_AT_ONCE", 4 * driver.worker.runner.model.spec.vocab_size)
     monkeypatch.setattr(forward, "HEAD_ROWS", 2)
     count = driver.progress.count
     driver.run(new_request(0, prompt, [1, 2, 3], sampling=scored))

@@ -40,7 +40,7 @@ def speculate(
     states: tuple[States, ...] = (),
 ) -> list[int]:
     """20 tokens of a sequence beside another one, 1 to 5 a step: how many each step gave."""
-    driver.worker.runner.drafter = parrot
+    driver.drafts.drafter = parrot
     requests = new_request(1, prompt[:5], [20, 21, 22]), new_request(0, prompt, [1, 2, 3, 4], sampling=sampling)
     driver.run(*requests, *states)
     steps = []
@@ -85,7 +85,7 @@ def test_states_take_up_the_drafts_that_prove_right_and_no_others(tmp_path: Path
 def test_the_output_says_how_much_was_drafted(tiny_checkpoint: Path) -> None:
     prompt = make_prompt(30, seed=11)
     driver = Driver(tiny_checkpoint)
-    driver.worker.runner.drafter = Parrot([*prompt, 0, 0, 0, 0])
+    driver.drafts.drafter = Parrot([*prompt, 0, 0, 0, 0])
     driver.run(new_request(1, prompt[:5], [20, 21, 22]), new_request(0, prompt, [1, 2, 3, 4]))
     assert driver.run(Draft(0, 3, []), Continue(1, 1, [])).drafted == (1, 3), "whether it was right or not"
     assert driver.run(Continue(0, 1, []), Continue(1, 1, [])).drafted is None
@@ -93,7 +93,7 @@ def test_the_output_says_how_much_was_drafted(tiny_checkpoint: Path) -> None:
 
 def test_the_drafter_is_asked_once_for_a_whole_step(driver: Driver) -> None:
     driver.run(new_request(0, make_prompt(5, seed=1), [1, 2]), new_request(1, make_prompt(6, seed=2), [3, 4]))
-    driver.worker.runner.drafter = parrot = Parrot([9] * 40)
+    driver.drafts.drafter = parrot = Parrot([9] * 40)
     assert driver.run(Draft(1, 2, []), Draft(0, 3, [])).drafted == (2, 5)
     assert parrot.num_calls == 1
 
@@ -109,7 +109,7 @@ def test_logprobs_come_with_every_token_that_counts(tiny_checkpoint: Path) -> No
         reports.append([report for output in outputs for report in output.logprobs or []])
         tokens = driver.got.pop(0)
         driver.run(Finish(0))
-        driver.worker.runner.drafter = Parrot(prompt + tokens + [0] * 9, wrong=(33, 34))
+        driver.drafts.drafter = Parrot(prompt + tokens + [0] * 9, wrong=(33, 34))
     plain, speculated = reports
     for one, other in zip(plain, speculated, strict=True):  # 3 from the first step, 1 from the second
         assert one is not None
@@ -125,7 +125,7 @@ def test_what_is_not_finite_behind_a_draft_fails_in_the_step_that_reaches_it(
     speculate(driver, Parrot([]), prompt, GREEDY)
     tokens = driver.got[0]
     driver.run(Finish(0), Finish(1))
-    driver.worker.runner.drafter = Parrot(prompt + tokens)
+    driver.drafts.drafter = Parrot(prompt + tokens)
     driver.got = {}
     driver.run(new_request(0, prompt, [1, 2, 3, 4]))
     logits = driver.worker.model.logits
@@ -152,7 +152,7 @@ def test_min_tokens_hold_at_every_drafted_position(driver: Driver, oracle: Any) 
     plain = driver.got.pop(0)
     assert plain[:2] == free[:2]
     assert plain[2] != free[2], "banned at length 22, allowed from 23 on"
-    driver.worker.runner.drafter = Parrot(prompt + plain)
+    driver.drafts.drafter = Parrot(prompt + plain)
     driver.run(Finish(0), new_request(1, prompt, [3, 4], sampling=ruled))
     assert driver.run(Draft(1, 3, [])).counts == [4]
     assert driver.got[1] == plain

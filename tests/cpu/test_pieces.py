@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -223,8 +222,10 @@ def test_what_is_counted_of_the_last_layer(model: Path, launcher: CapturingLaunc
     counted: list[tuple[int, int]] = []
     capture = None if eager else CudaLikeCapture()
     driver = Driver(model, on=Device(CPU, capture=capture), dtype="bfloat16", cudagraph_capture_sizes=[2])
-    load = SimpleNamespace(count=lambda *given: counted.append(given))
-    driver.worker.runner.expert_load = cast("Any", load)
+    runner = driver.worker.runner
+    runner._hooks["after_sample"].append(
+        lambda inputs, _result: counted.append((inputs.num_tokens, runner.eager.num_last))
+    )
     driver.run(new_request(0, make_prompt(20), [1, 2]))
     driver.run(Continue(0, 1, []), new_request(1, make_prompt(9), [3]))
     driver.run(Continue(0, 1, []), Continue(1, 1, []))

@@ -46,12 +46,16 @@ from vllm_lite.protocol.step import (
 )
 from vllm_lite.runtime.group_memory import create_group_memory
 from vllm_lite.runtime.nested_settings import Speculation
+from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.graphs import Capture, CpuCapture, Graph
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits
 from vllm_lite.worker.process import Progress
-from vllm_lite.worker.sampling import logprobs as logprobs_module
 from vllm_lite.worker.sampling.drafter import NgramDrafter
+from vllm_lite.worker.step_parts import prompt_scores
+from vllm_lite.worker.step_parts.drafts import Drafts
+from vllm_lite.worker.step_parts.prompt_scores import PromptScores
+from vllm_lite.worker.step_parts.rules import Rules
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(max_num_seqs=8, max_num_tokens=128, max_model_len=512, block_size=BLOCK)
@@ -77,7 +81,9 @@ def make_runner(checkpoint: Path, communicator: Communicator, capture: Capture |
     backend = select_backend(shape)
     cache = CacheEngine(own, BLOCK, NUM_BLOCKS, HOST_BLOCKS, torch.float32, CPU)
     drafter = NgramDrafter(Speculation(prompt_lookup_max=3, prompt_lookup_min=1))
-    runner = ModelRunner(LIMITS, model, cache, backend, Progress(), drafter)
+    forward, rules = EagerForward(model, cache.layer_views(), backend, CPU), Rules(communicator)
+    parts = [Drafts(drafter, rules), rules, PromptScores(model)]
+    runner = ModelRunner(LIMITS, forward, cache, Progress(), parts)
     runner.warm_up()
     if capture is not None:
         runner.capture_graphs(capture, range(1, LIMITS.max_num_seqs + 1))
@@ -87,7 +93,7 @@ def make_runner(checkpoint: Path, communicator: Communicator, capture: Capture |
 def record(checkpoint: Path, story: Story) -> Recorded:
     """Play the story for one worker. Returns what it was sent and what it answered."""
     driver = Driver(checkpoint, num_host_blocks=HOST_BLOCKS, enforce_eager=True)
-    driver.worker.runner.drafter = NgramDrafter(Speculation(prompt_lookup_max=3, prompt_lookup_min=1))
+    driver.drafts.drafter = NgramDrafter(Speculation(prompt_lookup_max=3, prompt_lookup_min=1))
     recorded: Recorded = []
     execute = driver.worker.execute
 
@@ -242,7 +248,7 @@ STORIES = [everything_that_samples, preempted_swapped_and_set, forked, drafted, 
 def test_ranks_answer_as_one(
     tiny_checkpoint: Path, story: Story, world: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs_module, "LOGITS_AT_ONCE", 5 * 384)  # a prompt is scored in several pieces
+    monkeypatch.setattr(prompt_scores, "LOGITS_AT_ONCE", 5 * 384)  # a prompt is scored in several pieces
     recorded = record(tiny_checkpoint, story)
     check(recorded, on_ranks(tiny_checkpoint, recorded, ThreadGroup(world, shares_memory=shares_memory)))
 

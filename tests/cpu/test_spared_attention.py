@@ -61,7 +61,7 @@ def test_drafts_are_wanted_beside_the_end_of_a_prompt(tiny_checkpoint: Path, mon
     pair = Pair(tiny_checkpoint, monkeypatch)
     prompt = make_prompt(30, seed=11)
     for driver in pair.drivers:
-        driver.worker.runner.drafter = Parrot([*prompt, *[7] * 20])
+        driver.drafts.drafter = Parrot([*prompt, *[7] * 20])
     assert pair.run(new_request(0, prompt, [1, 2, 3, 4])) == 2
     late = new_request(1, make_prompt(40, seed=2), [5, 6, 7, 8], num_tokens=20)
     assert pair.run(late, Draft(0, 3, [])) == 2

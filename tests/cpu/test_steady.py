@@ -46,8 +46,10 @@ def step(batches: tuple[InputBatch, InputBatch], entries: Sequence[Entry], token
     for got, expected in zip(*answers, strict=True):
         np.testing.assert_equal(got, expected)
     first, second = batches
-    np.testing.assert_equal(first.token_ids, second.token_ids)
-    np.testing.assert_equal([first.num_tokens, first.num_computed], [second.num_tokens, second.num_computed])
+    np.testing.assert_equal(first.rows.token_ids, second.rows.token_ids)
+    np.testing.assert_equal(
+        [first.rows.num_tokens, first.rows.num_computed], [second.rows.num_tokens, second.rows.num_computed]
+    )
     assert not prepared[1]
     return prepared[0]
 

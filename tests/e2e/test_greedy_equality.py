@@ -172,8 +172,8 @@ def middle(llama) -> list[Case]:
 def own_blocks(runner: ModelRunner) -> list[int]:
     """Blocks of the only sequence."""
     batch = runner.batch
-    assert batch.num_rows == 1
-    blocks: list[int] = batch.block_tables[0][0, : batch.table_lens[0, 0]].tolist()
+    assert len(batch.rows) == 1
+    blocks: list[int] = batch.tables.ids[0][0, : batch.tables.lens[0, 0]].tolist()
     return blocks
 
 

@@ -54,7 +54,7 @@ def test_the_kernels_logits_are_those_of_the_reference(bf16_checkpoint: Path) ->
         )
         for handle, length, blocks in PROMPTS:
             driver.run(new_request(handle, make_prompt(length, seed=handle), blocks))
-        driver.worker.runner.batch.token_ids[:3, 50:60] = 0
+        driver.worker.runner.batch.rows.token_ids[:3, 50:60] = 0
         driver.decode(0, 1, 2, count=1)
         differences.append(kept)
     for got, expected in zip(*differences, strict=True):

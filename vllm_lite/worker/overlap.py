@@ -18,7 +18,7 @@ import torch
 from vllm_lite.attention.step_batch import to_device
 from vllm_lite.kernels.cuda.sampler import PickedLater
 from vllm_lite.protocol.step import Continue, Entry, Finish, ModelOutput, NewRequest, SchedulerOutput
-from vllm_lite.worker.batch.sequence import NO_ROW, SequenceState
+from vllm_lite.worker.batch.rows import NO_ROW, SequenceState
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.model_runner import ModelRunner
 from vllm_lite.worker.sampling.sampler import NO_LOGPROBS, Sampler, failures
@@ -56,12 +56,11 @@ class Overlap:
 
     @classmethod
     def of(cls, runner: ModelRunner) -> "Overlap | None":
-        """None where steps cannot go ahead: ranks exchange their samples on the host; hybrid models say which states
-        they kept; adapters and counts of experts are brought up to date by the host as well."""
+        """None where steps never go ahead: ranks exchange their samples on the host, and so do some parts."""
         sampler = runner.sampler
-        if not isinstance(sampler, Sampler) or not sampler.leaves_tokens or runner.batch.states.num_slots:
+        if not isinstance(sampler, Sampler) or not sampler.leaves_tokens:
             return None
-        return cls(runner, sampler)
+        return cls(runner, sampler) if all(part.can_run_ahead(()) for part in runner.parts) else None
 
     def can_launch(self, step: SchedulerOutput) -> bool:
         """Whether nothing in the step asks for a token that the host lacks."""
@@ -69,13 +68,10 @@ class Overlap:
         return (
             len(self._launched) < MAX_LAUNCHED
             and not step.block_ops
-            and runner.adapters is None
-            and runner.expert_load is None
-            and not batch.rules.entries
             and all(isinstance(entry, READ_NO_TOKENS) and _is_plain(entry) for entry in step.entries)
             and any(not isinstance(entry, Finish) for entry in step.entries)
-            and bool((batch.params["logprobs"][: batch.num_rows] == NO_LOGPROBS).all())
-            and all(each.prompt_scoring is None and each.pooling is None for each in batch.resident)
+            and bool((batch.rows.params["logprobs"][: len(batch.rows)] == NO_LOGPROBS).all())
+            and all(part.can_run_ahead(step.entries) for part in runner.parts)
         )
 
     @torch.inference_mode()
@@ -86,7 +82,7 @@ class Overlap:
         for entry in step.entries:
             if isinstance(entry, Finish):  # the same step may give its handle to a new sequence
                 self._places.pop(entry.handle, None)
-        runner.cache_engine.use(batch.highest_block)
+        runner.cache_engine.use(batch.tables.highest_block)
         inputs = batch.build()
         runner.check_size(inputs)
         samples = batch.sample_inputs(inputs)
@@ -112,7 +108,7 @@ class Overlap:
         if not self._launched:
             self._places = {}
         sequences, tokens = launched.sequences, picked.tokens
-        token_ids = self._runner.batch.token_ids
+        token_ids = self._runner.batch.rows.token_ids
         for sequence, length, token in zip(sequences, launched.lengths, tokens.tolist(), strict=True):
             if sequence.row != NO_ROW:  # it may have been finished since
                 token_ids[sequence.row, length] = token
@@ -140,13 +136,8 @@ class Overlap:
 
 
 def _is_plain(entry: Entry) -> bool:
-    """Whether a new sequence, if it is one, asks for its tokens alone."""
-    if not isinstance(entry, NewRequest):
-        return True
-    sampling = entry.sampling
-    if sampling.is_ruled or entry.adapter:
-        return False
-    return entry.pooling is None and sampling.prompt_logprobs is None and sampling.logprobs is None
+    """Whether a new sequence, if it is one, wants no logprobs."""
+    return not isinstance(entry, NewRequest) or entry.sampling.logprobs is None
 
 
 def run_ahead(overlap: Overlap, steps: Sequence[SchedulerOutput], execute: Execute) -> list[ModelOutput]:

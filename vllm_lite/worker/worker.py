@@ -41,9 +41,8 @@ from vllm_lite.runtime import log
 from vllm_lite.runtime.machine import num_physical_cores
 from vllm_lite.structured.grammars import Grammars
 from vllm_lite.structured.vocabulary import load_vocabulary
-from vllm_lite.worker.adapter_cache import AdapterCache
+from vllm_lite.worker.batch.part import StepPart
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
-from vllm_lite.worker.expert_load import ExpertLoad
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK, CacheEngine
 from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
@@ -53,6 +52,13 @@ from vllm_lite.worker.pieces import PieceCapture
 from vllm_lite.worker.process import Progress
 from vllm_lite.worker.sampling.drafter import GrammarDrafter, NgramDrafter
 from vllm_lite.worker.sampling.ranked_sampler import sampler_of
+from vllm_lite.worker.step_parts.adapter_cache import AdapterCache
+from vllm_lite.worker.step_parts.drafts import Drafts
+from vllm_lite.worker.step_parts.expert_load import ExpertLoad
+from vllm_lite.worker.step_parts.pooling import PooledPrompts
+from vllm_lite.worker.step_parts.prompt_scores import PromptScores
+from vllm_lite.worker.step_parts.rules import Rules
+from vllm_lite.worker.step_parts.states import RowStates
 
 LOG_EVERY_S = 5.0
 PATIENCE = 0.75
@@ -157,9 +163,8 @@ class Worker:
         sizes = Sizes(limits.max_model_len, limits.max_num_tokens, self._make_adapters())
         parts = (self.config.quantization, self.communicator)
         self.model = build(self.spec, self.dtype, device, sizes, *parts)
-        self.expert_load: ExpertLoad | None = None
-        if self.config.expert_load_metrics and self.rank == 0:
-            self.expert_load = ExpertLoad.of(self.model, limits.max_num_tokens, device)
+        counts = self.config.expert_load_metrics and self.rank == 0
+        self.expert_load = ExpertLoad.of(self.model, limits.max_num_tokens, device) if counts else None
         allocated_bytes = memory.allocated_bytes() if memory else 0  # tables, and buffers for activations
         load_weights(
             self.model,
@@ -245,21 +250,42 @@ class Worker:
         cache_engine = self._allocate(start)
         swap_blocks_per_s = cache_engine.measure_swap()
         cache_engine.use(NULL_BLOCK)
-        speculation = self.config.speculative_config
-        other = NgramDrafter(speculation) if speculation is not None else None
-        drafter = GrammarDrafter(other, forces=self.config.jump_forward)
-        self.runner = ModelRunner(self.limits, self.model, cache_engine, self.backend, self.progress, drafter)
-        self.runner.batch.mask_source_of = self.grammars.source_of
+        progress, model = self.progress, self.model
+        views = cache_engine.layer_views()
+        forward = EagerForward(model, views, self.backend, cache_engine.pool.device, progress.advance)
+        self.runner = ModelRunner(self.limits, forward, cache_engine, progress, self._parts(forward))
         self.runner.warm_up()
         if self.device.capture is not None and self.graph_sizes:
             self.runner.capture_graphs(self.device.capture, self.graph_sizes, self._piece_sizes())
-        self.runner.adapters = self.adapters
-        self.runner.expert_load = self.expert_load  # warming up does not count
         if self.expert_load is not None:
-            self.progress.expert_tokens = self.expert_load.tokens
+            progress.expert_tokens = self.expert_load.tokens
         self.generation = start.generation
         self.overlap = Overlap.of(self.runner)
         return Started(self.rank, start.generation, swap_blocks_per_s)
+
+    def _parts(self, forward: EagerForward) -> list[StepPart]:
+        """Parts of this model and these settings, in the order in which they act: drafts
+        say what is kept before rules take tokens away, states come last, and pooling knows what is read before it."""
+        model, config, communicator = self.model, self.config, self.model.communicator
+        speculation = config.speculative_config
+        other = NgramDrafter(speculation) if speculation is not None else None
+        rules = Rules(communicator, self.grammars.source_of, self.progress.advance)
+        scores = PromptScores(model, self.progress.advance)
+        pooled = PooledPrompts(model.pooler, communicator.shard.rank)
+        parts: list[StepPart] = [
+            Drafts(GrammarDrafter(other, forces=config.jump_forward), rules),
+            rules,
+            scores,
+            pooled,
+        ]
+        if self.adapters is not None:
+            parts.append(self.adapters)
+        if self.expert_load is not None:
+            self.expert_load.follow(forward)
+            parts.append(self.expert_load)
+        if self.num_state_slots:
+            parts.append(RowStates(self.num_state_slots, forward.take_up))
+        return parts
 
     def _allocate(self, start: Start) -> CacheEngine:
         """Raises ConfigError, with the flags, if the memory is not there."""

@@ -30,7 +30,8 @@ class SteadyDecode:
     def learn(self, inputs: StepInputs, samples: SampleInputs) -> None:
         """Take a step that was made in full as the example for later ones, if it was of decoding only."""
         rows, count = self._rows, len(inputs.rows)
-        if rows is None or inputs.drafted or not count == inputs.num_tokens == len(inputs.sampling):
+        is_decode = count == inputs.num_tokens == len(inputs.sampling)
+        if rows is None or not is_decode or inputs.has_proposals or inputs.draws_late or inputs.reads:
             return
         rows.rows[:count] = inputs.rows
         kept = None

@@ -1,6 +1,6 @@
 """The inputs of one step, made by the persistent batch: arrays for the forward pass, and which tokens sample."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -9,9 +9,6 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.protocol.step import Handle
-from vllm_lite.worker.pooling import StepPooling
-from vllm_lite.worker.sampling.drafter import NO_DRAFT
-from vllm_lite.worker.sampling.logprobs import StepScoring
 from vllm_lite.worker.sampling.sampler import SampleInputs
 
 Int32s = NDArray[np.int32]
@@ -32,9 +29,12 @@ class StepStates(NamedTuple):
         return self.targets[self.firsts[1:] - 1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepInputs:
-    """Holds one step's inputs: sequences in the order of their entries, tokens of one sequence side by side."""
+    """Holds one step's inputs: sequences in the order of their entries, tokens of one sequence side by side.
+
+    The batch makes it, then each StepPart completes it. From then on nothing in it changes.
+    """
 
     handles: list[Handle]
     rows: Int64s  # [num_seqs], rows of the batch
@@ -44,40 +44,54 @@ class StepInputs:
     slot_mapping: tuple[Int64s, ...]  # per KV group: [num_tokens]
     block_tables: tuple[Int32s, ...]  # per KV group: [num_seqs, max_blocks of these]
     query_start_loc: Int32s  # [num_seqs + 1]
-    seq_lens: Int32s  # [num_seqs], drafts included
+    seq_lens: Int32s  # [num_seqs], proposed tokens included
     sampling: Int64s  # [num_sampling], which of the step's sequences are caught up and sample
-    num_samples: Int64s  # [num_sampling], one behind the last token of each, and one behind every draft
-    adapters: Int64s  # [num_seqs], the number of each one's adapter; 0: none
-    drafted: bool = False
-    """Whether some sequence has drafts, so more than one sample."""
-    scoring: StepScoring | None = None
-    """The prompt tokens that get their logprobs."""
-    pooling: StepPooling | None = None
-    """The prompt tokens that are pooled."""
+    num_samples: Int64s  # [num_sampling], one behind the last token of each, and one behind every proposed token
+    has_proposals: bool = False
+    """Whether some sequence has proposed tokens, so more than one sample."""
     is_steady: bool = False
     """Whether the arrays are buffers of SteadyDecode, which the next steady step overwrites."""
-    states: StepStates | None = None
-    """None: the model has no recurrent layers."""
     samples: SampleInputs | None = None
     """The sampler's inputs, if they were known beforehand."""
     device_ids: torch.Tensor | None = None
     """int64 [num_tokens] on the device: what counts in place of `input_ids`, some of which the host does not know."""
+
+    # ---- by the parts
+    reads: list[Int64s] = field(default_factory=list)
+    """Indices of the tokens whose hidden states a part has asked for by `read`."""
+    draws: bool = True
+    """False: no sequence of the step ever gets a token, and the model may have no head."""
+    draws_late: bool = False
+    """Whether what tokens are drawn by is known only while the model computes."""
+    is_repeatable: bool = True
+    """Whether the last token of a sequence can be computed a second time, if the step gives it no token."""
+    states: StepStates | None = None
+    """None: the model has no recurrent layers."""
+    token_types: Int64s | None = None  # [num_tokens]
+    """1 for tokens in the second text of a pair; None if all are 0."""
+    adapters: Int64s | None = None  # [num_seqs]
+    """The number of each sequence's adapter, 0 for none; None: the model takes no adapters."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
 
     @property
+    def starts(self) -> Int64s:  # [num_seqs]
+        """The first position that each sequence computes."""
+        return self.seq_lens - self.num_scheduled
+
+    @property
     def sample_starts(self) -> Int64s:  # [num_sampling]
         """Index of each sequence's first sample."""
-        if not self.drafted:
+        if not self.has_proposals:
             return np.arange(len(self.sampling))
         return np.cumsum(self.num_samples) - self.num_samples
 
     @property
-    def num_drafts_before(self) -> Int64s:  # [num_samples]
-        """How many drafts of its sequence stand before each sample."""
-        if not self.drafted:
+    def sample_offsets(self) -> Int64s:  # [num_samples]
+        """Number of proposed tokens of its sequence before each sample."""
+        if not self.has_proposals:
             return np.zeros(len(self.sampling), np.int64)
         return np.arange(self.num_samples.sum()) - np.repeat(self.sample_starts, self.num_samples)
 
@@ -85,49 +99,37 @@ class StepInputs:
     def sample_tokens(self) -> Int64s:  # [num_samples]
         """Index of each sample's token among the step's tokens."""
         ends = self.query_start_loc[1:][self.sampling].astype(np.int64)
-        return np.repeat(ends - self.num_samples, self.num_samples) + self.num_drafts_before
+        return np.repeat(ends - self.num_samples, self.num_samples) + self.sample_offsets
 
     @property
     def tentative(self) -> Int64s | None:  # [num_tentative]
-        """Indices of the tokens of sequences with drafts, if the model has states: none takes them up in this step."""
-        if not self.drafted or self.states is None:
+        """Indices of the tokens of sequences with proposed tokens, if the model has states: none takes them up in this
+        step."""
+        if not self.has_proposals or self.states is None:
             return None
-        drafting = self.sampling[self.num_samples > 1]
-        return np.flatnonzero(np.isin(np.arange(len(self.rows)), drafting).repeat(self.num_scheduled))
+        trying = self.sampling[self.num_samples > 1]
+        return np.flatnonzero(np.isin(np.arange(len(self.rows)), trying).repeat(self.num_scheduled))
 
     @property
-    def wanted(self) -> Int64s | None:  # [num_samples + num_scored + num_pooled]
-        """Indices of the tokens whose hidden states are wanted: for samples, then for prompt logprobs, then for
-        pooling. None if these are all, in order."""
-        if self.pools_all:
+    def wanted(self) -> Int64s | None:  # [num_wanted]
+        """Indices of the tokens whose hidden states are wanted: for samples, then those of each `read`. None if these
+        are all, in order."""
+        if not self.reads:
+            return self.sample_tokens if self.num_samples.sum() < self.num_tokens else None
+        if not self.draws and sum(map(len, self.reads)) == self.num_tokens:
             return None
-        if self.scoring is not None or self.pooling is not None:
-            more: list[Int64s] = [part.positions for part in (self.scoring, self.pooling) if part is not None]
-            wanted: Int64s = np.concatenate([self.sample_tokens, *more])
-            return wanted
-        return self.sample_tokens if self.num_samples.sum() < self.num_tokens else None
+        wanted: Int64s = np.concatenate([self.sample_tokens, *self.reads])
+        return wanted
 
-    @property
-    def token_types(self) -> Int64s | None:  # [num_tokens]
-        """1 for tokens in the second text of a pair; None if all are 0."""
-        return None if self.pooling is None else self.pooling.token_types
+    def read(self, positions: Int64s) -> int:
+        """Ask for the hidden states of these tokens, by their indices; the result is for `read_rows`."""
+        self.reads.append(positions)
+        return len(self.reads) - 1
 
-    @property
-    def only_pools(self) -> bool:
-        """Whether the step is for poolers alone: there is nothing to sample or to score."""
-        return self.pooling is not None and self.scoring is None and not len(self.sampling)
-
-    @property
-    def pools_all(self) -> bool:
-        """Whether it only pools, and every token of it."""
-        return self.only_pools and self.pooling is not None and len(self.pooling.positions) == self.num_tokens
-
-    @property
-    def drafts(self) -> Int64s:  # [num_samples]
-        """The token that was drafted where each sample is; NO_DRAFT at the last sample of each sequence."""
-        drafts = np.append(self.input_ids, NO_DRAFT)[self.sample_tokens + 1]
-        drafts[self.sample_starts + self.num_samples - 1] = NO_DRAFT
-        return drafts
+    def read_rows(self, read: int) -> slice:
+        """Rows of the hidden states that were asked for, among those of the wanted tokens."""
+        start = int(self.num_samples.sum()) + sum(map(len, self.reads[:read]))
+        return slice(start, start + len(self.reads[read]))
 
 
 def padding_step(num_tokens: int, num_seqs: int, num_groups: int, block_size: int, *, num_sampling: int) -> StepInputs:
@@ -152,6 +154,5 @@ def padding_step(num_tokens: int, num_seqs: int, num_groups: int, block_size: in
         seq_lens=query_lens,
         sampling=np.arange(num_sampling),
         num_samples=np.ones(num_sampling, np.int64),
-        adapters=np.zeros(num_seqs, np.int64),
         states=StepStates(np.arange(num_seqs + 1, dtype=np.int32), query_start_loc, nowhere, nowhere),
     )

@@ -16,6 +16,10 @@ from vllm_lite.worker.sampling.masks import SequenceMask
 COMING, READY, FAILED = 0, 1, 2
 PATIENCE_S = 0.005
 """A step in which all sequences wait for their grammars lasts so long, instead of computing nothing over and over."""
+MAX_ROUNDS = 6000
+"""Number of such waits after which a grammar has failed that a step cannot do without: half a minute. All ranks count
+them, so they agree."""
+TOO_LATE = "its grammar could not be compiled in half a minute"
 FAILED_ELSEWHERE = "its grammar could not be compiled on one of the model's ranks"
 
 
@@ -23,7 +27,8 @@ def settle(masks: Collection[SequenceMask], communicator: Communicator, *, patie
     """Find out which sources are there on all ranks, and settle those; return whether each of `masks` is settled.
     `patient`: nothing else is to be done."""
     if patient:
-        wait([mask.coming for mask in masks if mask.coming is not None], PATIENCE_S, return_when="FIRST_COMPLETED")
+        coming = [mask.coming for mask in masks if mask.coming is not None and not mask.coming.done()]
+        wait(coming, PATIENCE_S, return_when="FIRST_COMPLETED")
     own = np.array([_state(mask) for mask in masks], np.uint8)
     if communicator.shard.world > 1:
         states = communicator.all_gather(torch.from_numpy(own)).numpy()  # [world, n]

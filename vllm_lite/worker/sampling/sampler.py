@@ -99,9 +99,10 @@ class HasSampling(Protocol):
     sampling: Sampling
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleInputs:
-    """Holds what the sampler needs to know of the samples, in the order of the rows of logits."""
+    """Holds what the sampler needs to know of the samples, in the order of the rows of logits. The sampler changes
+    nothing in it."""
 
     params: NDArray[np.void]  # ROW_PARAMS [num_samples]
     positions: NDArray[np.int64]  # [num_samples], index in its sequence of the token about to be sampled

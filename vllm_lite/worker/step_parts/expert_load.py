@@ -5,14 +5,20 @@ once it is done, in one go. So kernels, recorded programs and graphs know nothin
 in full; rank 0 counts, also the experts that other ranks hold.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm_lite.layers.experts import SparseMLP
 from vllm_lite.models.registry import Model
+from vllm_lite.protocol.step import Entry
+from vllm_lite.worker.batch.part import StepPart, StepResult
+from vllm_lite.worker.batch.step_inputs import StepInputs
+from vllm_lite.worker.forward import EagerForward
 
 
-class ExpertLoad:
-    """Counts for one model, from its start on."""
+class ExpertLoad(StepPart):
+    """Counts for one model, from its start on. It has no columns."""
 
     def __init__(
         self, layers: dict[int, SparseMLP], sizes: tuple[int, int], max_num_tokens: int, device: torch.device
@@ -38,6 +44,17 @@ class ExpertLoad:
         sparse = {index: block for index, block in enumerate(blocks) if isinstance(block, SparseMLP)}
         sizes = len(blocks), getattr(model, "last_reader", len(blocks) - 1)
         return cls(sparse, sizes, max_num_tokens, device) if sparse else None
+
+    def follow(self, forward: EagerForward) -> None:
+        """Count the steps that run by `forward`, or by graphs made of it."""
+        self._forward = forward
+
+    def after_sample(self, inputs: StepInputs, result: StepResult) -> None:  # noqa: ARG002
+        """Count the step: the device has done it, or there would be no tokens."""
+        self.count(inputs.num_tokens, self._forward.num_last)
+
+    def can_run_ahead(self, entries: Sequence[Entry]) -> bool:  # noqa: ARG002
+        return False  # a step is counted when it is done
 
     @torch.inference_mode()
     def count(self, num_tokens: int, num_wanted: int) -> None:

@@ -4,7 +4,8 @@ The engine says which are loaded and dropped, and never gives a step more differ
 slot an adapter has is decided here, by all ranks alike: the one that was unused for longest is evicted.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +14,16 @@ from vllm_lite.checkpoint.lora import read_lora
 from vllm_lite.errors import ModelError, ProtocolError
 from vllm_lite.layers.adapter_rows import NO_SLOT
 from vllm_lite.layers.lora import Adapters, LoadedAdapter
-from vllm_lite.protocol.step import AdapterNumber
+from vllm_lite.protocol.step import AdapterNumber, Entry, Fork, Handle, NewRequest
+from vllm_lite.worker.batch.part import StepPart
+from vllm_lite.worker.batch.rows import Rows, SequenceState
 from vllm_lite.worker.batch.step_inputs import StepInputs
 
 NO_ADAPTER = 0
 
 
-class AdapterCache:
-    """Not thread-safe: adapters come and go between steps."""
+class AdapterCache(StepPart):
+    """Column: the number of each row's adapter. Not thread-safe: adapters come and go between steps."""
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
@@ -30,6 +33,8 @@ class AdapterCache:
         self._free = list(range(adapters.limits.num_slots))
         self._last: NDArray[np.int64] | None = None
         """The adapters of the step before, if each of its sequences had one token."""
+        self._number_of: dict[Handle, AdapterNumber] = {}  # of the sequences that have one
+        self._numbers = np.zeros(0, np.int64)  # [max_num_seqs]
 
     def load(self, number: AdapterNumber, name: str, path: str) -> None:
         """Read an adapter. Raises ModelError, in one sentence, if it cannot be served."""
@@ -47,9 +52,36 @@ class AdapterCache:
         self._vacate(number)
         self._loaded.pop(number, None)
 
-    def begin_step(self, inputs: StepInputs) -> None:
+    # ---- the rows
+
+    def attach(self, rows: Rows) -> None:
+        super().attach(rows)
+        self._numbers = np.zeros(rows.max_num_seqs, np.int64)
+
+    def open(self, sequence: SequenceState, entry: NewRequest | Fork) -> None:
+        number = self._number_of.get(entry.parent, NO_ADAPTER) if isinstance(entry, Fork) else entry.adapter
+        if number != NO_ADAPTER:
+            self._number_of[sequence.handle] = number
+
+    def close(self, sequence: SequenceState) -> None:
+        self._number_of.pop(sequence.handle, None)
+
+    def add(self, row: int, sequence: SequenceState, tokens: NDArray[Any]) -> None:  # noqa: ARG002
+        self._numbers[row] = self._number_of.get(sequence.handle, NO_ADAPTER)
+
+    def remove(self, row: int, last: int) -> None:
+        self._numbers[row] = self._numbers[last]
+
+    # ---- a step
+
+    def build(self, inputs: StepInputs) -> None:
+        inputs.adapters = self._numbers[inputs.rows]
+
+    def prepare(self, inputs: StepInputs) -> None:
         """Let each row of the step have its adapter."""
         numbers, rows = inputs.adapters, self._adapters.rows
+        if numbers is None:
+            return
         is_decode = inputs.num_tokens == len(numbers)
         if is_decode and numbers is self._last:
             rows.repeat_step()
@@ -58,6 +90,9 @@ class AdapterCache:
         wanted, index = np.unique(numbers, return_inverse=True)
         slots = np.array(self._slots(wanted.tolist()), np.int64)[index]
         rows.begin_step(slots if is_decode else slots.repeat(inputs.num_scheduled))
+
+    def can_run_ahead(self, entries: Sequence[Entry]) -> bool:  # noqa: ARG002
+        return False  # their rows are brought up to date by the host
 
     def _slots(self, numbers: list[AdapterNumber]) -> list[int]:
         """The slots of different adapters, all at once."""

@@ -5,19 +5,20 @@ A sequence that is preempted and computed again goes on with the first token tha
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vllm_lite.checkpoint.pooling import Kind
 from vllm_lite.errors import ProtocolError
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.protocol.pooling import Pooling
-from vllm_lite.protocol.step import NOT_FINITE, Handle
+from vllm_lite.protocol.step import NOT_FINITE, Entry, Fork, Handle, NewRequest
+from vllm_lite.worker.batch.part import StepPart
+from vllm_lite.worker.batch.rows import SequenceState
+from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
 
-Int64s = NDArray[np.int64]
 Pooled = list[tuple[Handle, bytes]]
 Failed = list[tuple[Handle, str]]
 
@@ -52,111 +53,119 @@ class PooledPiece(NamedTuple):
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepPooling:
-    """Names all tokens whose hidden states are pooled in one step, and the places that the sequences whose prompts it
-    completes have among those that are caught up."""
+class StepPooling(NamedTuple):
+    """Names the tokens that one step pools, and the places of the sequences whose prompts it completes among those that
+    are caught up."""
 
     pieces: list[PooledPiece]
-    positions: Int64s  # [num_pooled], index among the step's tokens
+    read: int
+    """As from StepInputs.read: the tokens of all pieces."""
     places: list[int]
-    token_types: Int64s | None = None  # [num_tokens], 1 in the second text of a pair; None: all are 0
-
-    def commit(self) -> None:
-        """Remember what the step has pooled."""
-        for piece in self.pieces:
-            piece.prompt.num_pooled = max(piece.prompt.num_pooled, piece.end)
 
 
-class Computed(NamedTuple):
-    """What a step computes of each of its sequences."""
+class PooledPrompts(StepPart):
+    """Finds what a step pools, also of sequences that were preempted. It has no columns."""
 
-    starts: Int64s  # [num_seqs], the first position
-    ends: Int64s  # [num_seqs], the position behind the last
-    query_start_loc: NDArray[np.int32]  # [num_seqs + 1]
+    def __init__(self, pooler: Pooler | None, rank: int) -> None:
+        """`pooler`: the model's. Rank 0 alone looks at what is pooled."""
+        self._pooler = pooler
+        self._kind: Kind = "last" if pooler is None else pooler.spec.kind
+        self._answers = rank == 0
+        self._prompts: dict[Handle, PromptPooling] = {}
+        self._step: StepPooling | None = None
+        self._found: tuple[Pooled, Failed] = [], []
 
+    def open(self, sequence: SequenceState, entry: NewRequest | Fork) -> None:
+        if isinstance(entry, NewRequest) and entry.pooling is not None:
+            if self._pooler is None:
+                raise ProtocolError(f"handle {entry.handle} is to be pooled, and the model has no pooler")
+            self._prompts[sequence.handle] = PromptPooling(entry.pooling, sequence.num_prompt)
 
-class PooledSequence(Protocol):
-    """A sequence of the persistent batch."""
+    def close(self, sequence: SequenceState) -> None:
+        self._prompts.pop(sequence.handle, None)
 
-    @property
-    def handle(self) -> Handle: ...
+    # ---- a step
 
-    @property
-    def pooling(self) -> PromptPooling | None: ...
-
-
-class PooledPrompts:
-    """Counts the sequences of a batch that are pooled, also preempted ones, and finds what a step pools of them."""
-
-    def __init__(self) -> None:
-        self.kind: Kind = "last"
-        self._count = 0
-
-    def add(self, asked: Pooling | None, num_prompt: int) -> PromptPooling | None:
-        """A sequence comes, which is pooled if something is `asked` of it."""
-        if asked is None:
-            return None
-        self._count += 1
-        return PromptPooling(asked, num_prompt)
-
-    def leave(self, prompt: PromptPooling | None) -> None:
-        self._count -= prompt is not None
-
-    def step(
-        self,
-        sequences: Sequence[PooledSequence],  # of the step
-        computed: Computed,
-        caught_up: Int64s,  # which of them are
-    ) -> tuple[StepPooling | None, Int64s]:
-        """Find what a step pools, None if nothing, and which of its sequences are sampled. Raises ProtocolError if
-        positions were left out."""
-        if not self._count:
-            return None, caught_up
-        found = [(index, each.handle, each.pooling) for index, each in enumerate(sequences) if each.pooling is not None]
-        if not found:
-            return None, caught_up
-        pieces, positions, types = [], [], None
-        for index, handle, prompt in found:
-            start, end = int(computed.starts[index]), int(computed.ends[index])
-            row = int(computed.query_start_loc[index])
-            piece = self._piece(handle, prompt, start, end)
+    def build(self, inputs: StepInputs) -> None:
+        """Find what the step pools; those sequences do not sample. Raises ProtocolError if positions were left out."""
+        if not self._prompts:
+            return
+        prompts = [
+            (index, self._prompts[handle]) for index, handle in enumerate(inputs.handles) if handle in self._prompts
+        ]
+        if not prompts:
+            return
+        pieces, positions, types, starts = [], [], None, inputs.starts
+        for index, prompt in prompts:
+            start, end = int(starts[index]), int(inputs.seq_lens[index])
+            row = int(inputs.query_start_loc[index])
+            piece = self._piece(inputs.handles[index], prompt, start, end)
             pieces.append(piece)
             if piece.end > piece.first:
                 positions.append(np.arange(piece.first, piece.end) - start + row)
             if second_at := prompt.asked.second_at:
-                types = np.zeros(computed.query_start_loc[-1], np.int64) if types is None else types
+                types = np.zeros(inputs.num_tokens, np.int64) if types is None else types
                 types[row : row + end - start] = np.arange(start, end) >= second_at
-        joined = np.concatenate(positions).astype(np.int64) if positions else np.zeros(0, np.int64)
-        is_pooled = np.isin(caught_up, [index for index, _, _ in found])
-        return StepPooling(pieces, joined, is_pooled.nonzero()[0].tolist(), types), caught_up[~is_pooled]
+        is_pooled = np.isin(inputs.sampling, [index for index, _ in prompts])
+        inputs.sampling, inputs.num_samples = inputs.sampling[~is_pooled], inputs.num_samples[~is_pooled]
+        inputs.token_types = types
+        inputs.draws = bool(inputs.reads) or len(inputs.sampling) > 0
+        read = inputs.read(np.concatenate(positions).astype(np.int64) if positions else np.zeros(0, np.int64))
+        self._step = StepPooling(pieces, read, is_pooled.nonzero()[0].tolist())
 
     def _piece(self, handle: Handle, prompt: PromptPooling, start: int, end: int) -> PooledPiece:
         """Which of the tokens [start, end) of a prompt are looked at."""
         is_last = end == prompt.num_prompt
-        if prompt.wants_rows or self.kind == "mean":
+        if prompt.wants_rows or self._kind == "mean":
             if start > prompt.num_pooled:
                 raise ProtocolError(f"handle {handle} skips tokens {prompt.num_pooled} to {start}, which are pooled")
             return PooledPiece(handle, prompt, max(start, prompt.num_pooled), end, is_last)
-        if self.kind == "last":
+        if self._kind == "last":
             return PooledPiece(handle, prompt, end - 1 if is_last else end, end, is_last)
         if start > 0 and not prompt.num_pooled:
             raise ProtocolError(f"handle {handle} begins at token {start}, and its first token is pooled")
         return PooledPiece(handle, prompt, max(start, prompt.num_pooled), min(end, 1), is_last)
 
+    def after_hidden(self, inputs: StepInputs, hidden: torch.Tensor | None) -> None:
+        step = self._step
+        if step is not None and self._answers and hidden is not None and self._pooler is not None:
+            self._found = pool(self._pooler, hidden[inputs.read_rows(step.read)], step.pieces)
+
+    def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:  # noqa: ARG002
+        """Remember what the step has pooled."""
+        if self._step is not None:
+            for piece in self._step.pieces:
+                piece.prompt.num_pooled = max(piece.prompt.num_pooled, piece.end)
+
+    def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:
+        """Sequences that are pooled get no token, and count where they stand."""
+        step, (pooled, failed) = self._step, self._found
+        if step is None:
+            return
+        self._step, self._found = None, ([], [])
+        places = set(step.places)
+        sampled = iter(fields["counts"] or [1] * len(inputs.sampling))
+        counts = [0 if place in places else next(sampled) for place in range(len(inputs.sampling) + len(places))]
+        fields["counts"] = counts if 0 in counts else None
+        fields["pooled"] = pooled or None
+        fields["failed"] = [*(fields["failed"] or ()), *failed] or None
+
+    def can_run_ahead(self, entries: Sequence[Entry]) -> bool:
+        return not self._prompts and not any(isinstance(each, NewRequest) and each.pooling for each in entries)
+
 
 def pool(
     pooler: Pooler,
     hidden: torch.Tensor,  # [num_pooled, hidden_size]
-    step: StepPooling,
+    pieces: Sequence[PooledPiece],
 ) -> tuple[Pooled, Failed]:
     """What the prompts that this step completes asked for, and those of them for whom that is not finite."""
     kind = pooler.spec.kind
-    counts = [max(0, piece.end - piece.first) for piece in step.pieces]
+    counts = [max(0, piece.end - piece.first) for piece in pieces]
     states = _sums(hidden, counts) if kind == "mean" else None
     wide, first = hidden.float() if states is None else hidden, 0
     done: list[PooledPiece] = []
-    for index, (piece, count) in enumerate(zip(step.pieces, counts, strict=True)):
+    for index, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
         prompt, own = piece.prompt, wide[first : first + count]
         first += count
         if prompt.wants_rows:

@@ -1,0 +1,129 @@
+"""The block tables of the sequences that have rows: which KV blocks hold their tokens, one table for each KV group."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_lite.attention.step_batch import PAD_SLOT
+from vllm_lite.errors import ProtocolError
+from vllm_lite.protocol.step import BlockIds, Handle
+from vllm_lite.worker.batch.step_inputs import Int32s, Int64s
+from vllm_lite.worker.memory.cache_engine import NULL_BLOCK
+
+
+class BlockTables:
+    """Arrays with one line per row. Entries past a table's length mean nothing."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        windows: Sequence[int | None],  # per KV group, None = full attention
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.windows = tuple(windows)
+        self.max_model_len = max_model_len
+        self.ids = [np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32) for _ in windows]
+        self.lens = np.zeros((max_num_seqs, len(self.windows)), np.int32)
+        self.highest_block = 0
+        """The highest id that a table ever held."""
+
+    def append(self, row: int, handle: Handle, block_ids: BlockIds) -> None:
+        """Append blocks to each group's table of `row`. Raises ProtocolError, naming the handle, if they do not fit."""
+        if not block_ids:
+            return
+        if len(block_ids) != len(self.ids):
+            raise ProtocolError(f"handle {handle} got blocks for {len(block_ids)} KV groups of {len(self.ids)}")
+        for group, ids in enumerate(block_ids):
+            if not ids:
+                continue
+            table, start = self.ids[group], int(self.lens[row, group])
+            end = start + len(ids)
+            if end > table.shape[1]:
+                raise ProtocolError(f"handle {handle} got {end} blocks, at most {table.shape[1]} are needed")
+            self._check(handle, ids)
+            table[row, start:end] = ids
+            self.lens[row, group] = end
+
+    def replace(self, row: int, handle: Handle, place: tuple[int, int], block_id: int) -> None:
+        """Put another block at `place`, (group, index)."""
+        group, index = place
+        if not (0 <= group < len(self.windows) and 0 <= index < self.lens[row, group]):
+            raise ProtocolError(
+                f"ReplaceBlock of entry {index} of group {group} of handle {handle}, "
+                f"whose tables hold {self.lens[row].tolist()}"
+            )
+        self._check(handle, [block_id])
+        self.ids[group][row, index] = block_id
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> None:
+        """The child's tables are the parent's, as far as the first `num_tokens` tokens need them."""
+        num_blocks = -(-num_tokens // self.block_size)
+        for table in self.ids:
+            table[child, :num_blocks] = table[parent, :num_blocks]
+        self.lens[child] = np.minimum(self.lens[parent], num_blocks)
+
+    def move(self, source: int, target: int) -> None:
+        """The tables of row `source` are those of row `target` from now on."""
+        for table, length in zip(self.ids, self.lens[source], strict=True):
+            table[target, :length] = table[source, :length]
+        self.lens[target] = self.lens[source]
+
+    def _check(self, handle: Handle, ids: list[int]) -> None:
+        highest = max(ids)
+        if min(ids) < 0 or highest >= self.num_blocks:
+            raise ProtocolError(f"handle {handle} got blocks {ids}, the pool is [0, {self.num_blocks})")
+        self.highest_block = max(self.highest_block, highest)
+
+    # ---- a step
+
+    def room(self, rows: Int64s) -> Int32s:  # [num_seqs]
+        """Count the tokens that the blocks of each row have room for."""
+        lens = self.lens[rows]  # [num_seqs, num_groups]
+        found: Int32s = np.minimum.reduce(lens, axis=1, initial=self.max_model_len) * self.block_size
+        return found
+
+    def of(self, rows: Int64s) -> tuple[Int32s, ...]:  # per KV group: [num_seqs, the longest of these tables]
+        widths = np.maximum.reduce(self.lens[rows], axis=0, initial=0).tolist()
+        return tuple(table[rows, :width] for table, width in zip(self.ids, widths, strict=True))
+
+    def slots(
+        self,
+        rows: Int64s,  # [num_tokens]
+        positions: Int64s,  # [num_tokens]
+        written: NDArray[np.bool_],  # [num_tokens]
+        handle_of: Callable[[int], Handle],  # of a row, for the error
+    ) -> tuple[Int64s, ...]:
+        """Compute each token's slot: block id * block size + offset, PAD_SLOT where nothing is written. Per KV group:
+        [num_tokens]. Raises ProtocolError for a token that would be written to the null block."""
+        if not self.ids:
+            return ()
+        block_index, offsets = np.divmod(positions, self.block_size)
+        slots = []
+        for table in self.ids:
+            blocks = table[rows, block_index]
+            lost = written & (blocks == NULL_BLOCK)
+            if lost.any():
+                raise ProtocolError(f"handle {handle_of(int(rows[lost.argmax()]))} would write to the null block")
+            slots.append(np.where(written, blocks * np.int64(self.block_size) + offsets, PAD_SLOT))
+        return tuple(slots)
+
+    # ---- integrity
+
+    def problems(self, row: int, num_computed: int) -> Iterator[str]:
+        """Contradictions in the tables of a row of which `num_computed` tokens are computed."""
+        for group, table in enumerate(self.ids):
+            window, blocks = self.windows[group], table[row, : self.lens[row, group]]
+            # The engine frees blocks that a window has left behind without a message, and may allocate them again.
+            first = 0 if window is None else max(0, num_computed - window + 1) // self.block_size
+            if len(blocks) * self.block_size < num_computed or not self.is_table(blocks[first:]):
+                yield f"blocks of group {group} lack some of {num_computed} tokens, repeat or are no blocks: {blocks}"
+
+    def is_table(self, ids: Int32s) -> bool:
+        """Whether a sequence may hold these blocks: each is one of the pool's, and none but the null block twice."""
+        real = ids[ids != NULL_BLOCK]
+        return len(set(real.tolist())) == len(real) and bool(((real > 0) & (real < self.num_blocks)).all())

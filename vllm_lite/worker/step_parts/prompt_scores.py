@@ -1,0 +1,156 @@
+"""Logprobs of a prompt's own tokens. They are made while the prompt is computed, whatever the chunks.
+
+A sequence that is preempted and computes its prompt again goes on with the first token that has none yet.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_lite.errors import ProtocolError
+from vllm_lite.models.registry import Model
+from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
+from vllm_lite.protocol.step import Entry, Fork, Handle, NewRequest
+from vllm_lite.worker.batch.part import StepPart
+from vllm_lite.worker.batch.rows import SequenceState
+from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
+from vllm_lite.worker.sampling.logprobs import find, report
+from vllm_lite.worker.sampling.row_share import RowShare
+
+LOGITS_AT_ONCE = 1 << 22
+"""Entries of logits that are made at a time: 16 MiB."""
+
+
+@dataclass(slots=True)
+class PromptScoring:
+    """Remembers how far one sequence's prompt has its logprobs. The first token of a prompt never has one."""
+
+    num_prompt: int
+    num_top: int
+    num_scored: int = 1
+    """The prompt's tokens below this index need no logprobs any more."""
+
+
+class PromptPiece(NamedTuple):
+    """Names the prompt tokens [scoring.num_scored, end) of one sequence, which get their logprobs in this step."""
+
+    handle: Handle
+    scoring: PromptScoring
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.scoring.num_scored
+
+
+class StepScoring(NamedTuple):
+    """Names all prompt tokens that get their logprobs in one step."""
+
+    pieces: list[PromptPiece]
+    targets: Int64s  # [num_scored], the tokens themselves
+    read: int = 0
+    """As from StepInputs.read: the tokens before them."""
+
+
+class PromptScores(StepPart):
+    """Scores the prompts of the sequences that ask for it, also of preempted ones. It has no columns."""
+
+    def __init__(self, model: Model, progress: Callable[[], None] = lambda: None) -> None:
+        self._model = model
+        self._progress = progress
+        self._scorings: dict[Handle, PromptScoring] = {}
+        self._step: StepScoring | None = None
+        self._found: list[tuple[Handle, PromptLogprobs]] | None = None
+
+    def open(self, sequence: SequenceState, entry: NewRequest | Fork) -> None:
+        num_top = sequence.sampling.prompt_logprobs
+        if num_top is not None and isinstance(entry, NewRequest):
+            self._scorings[sequence.handle] = PromptScoring(sequence.num_prompt, num_top)
+
+    def close(self, sequence: SequenceState) -> None:
+        self._scorings.pop(sequence.handle, None)
+
+    # ---- a step
+
+    def build(self, inputs: StepInputs) -> None:
+        """Find the prompt tokens whose predecessors are computed in this step. Raises ProtocolError if positions were
+        left out."""
+        if not self._scorings:
+            return
+        pieces, positions, targets, starts = [], [], [], inputs.starts
+        for index, handle in enumerate(inputs.handles):
+            scoring = self._scorings.get(handle)
+            if scoring is None or scoring.num_scored >= scoring.num_prompt:
+                continue
+            first, start, end = scoring.num_scored, int(starts[index]), int(inputs.seq_lens[index])
+            if start >= first:
+                raise ProtocolError(f"handle {handle} skips prompt tokens {first} to {start}, which are to be scored")
+            last = min(end, scoring.num_prompt - 1)
+            if last >= first:
+                pieces.append(PromptPiece(handle, scoring, last + 1))
+                positions.append(np.arange(first - 1, last) - start + inputs.query_start_loc[index])
+                targets.append(self.rows.token_ids[inputs.rows[index], first : last + 1])
+        if pieces:
+            read = inputs.read(np.concatenate(positions).astype(np.int64))
+            self._step = StepScoring(pieces, np.concatenate(targets).astype(np.int64), read)
+
+    def after_hidden(self, inputs: StepInputs, hidden: torch.Tensor | None) -> None:
+        step = self._step
+        if step is not None and hidden is not None:
+            self._found = score(self._model, hidden[inputs.read_rows(step.read)], step, self._progress)
+
+    def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:  # noqa: ARG002
+        """Remember what the step has scored."""
+        if self._step is not None:
+            for piece in self._step.pieces:
+                piece.scoring.num_scored = piece.end
+            self._step = None
+
+    def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:  # noqa: ARG002
+        fields["prompts"], self._found = self._found, None
+
+    def can_run_ahead(self, entries: Sequence[Entry]) -> bool:
+        asked = (isinstance(entry, NewRequest) and entry.sampling.prompt_logprobs is not None for entry in entries)
+        return not self._scorings and not any(asked)
+
+
+def score(
+    model: Model,
+    hidden: torch.Tensor,  # [num_scored, hidden_size]
+    scoring: StepScoring,
+    progress: Callable[[], None] = lambda: None,
+) -> list[tuple[Handle, PromptLogprobs]]:
+    """Score the prompt tokens, some rows at a time: a whole prompt's logits would take more memory than the model.
+    `progress` is called after each product, which for a large vocabulary takes as long as a layer.
+
+    All ranks make logits and each looks at a share of the rows. Rank 0 reports, the others return nothing.
+    """
+    vocab_size, communicator = model.spec.vocab_size, model.communicator
+    is_first = communicator.shard.rank == 0
+    targets = torch.from_numpy(scoring.targets).to(hidden.device)
+    counts = [piece.num_tokens for piece in scoring.pieces]
+    num_top = np.repeat([piece.scoring.num_top for piece in scoring.pieces], counts)
+    most_top = min(int(num_top.max()), vocab_size)
+    at_once = max(1, LOGITS_AT_ONCE // vocab_size)
+    entries: list[TokenLogprobs] = []
+    for first in range(0, len(targets), at_once):
+        rows = slice(first, first + at_once)
+        logits = model.logits(hidden[rows])
+        model.gather_logits(logits)
+        share = RowShare.of(len(logits), communicator.shard)
+        found = find(logits[share.own].log_softmax(1), targets[rows][share.own], most_top)
+        # Behind the exchange no rank reads these logits any more, and all may write the next ones into their memory.
+        found = share.exchange(communicator, found)
+        if is_first:
+            entries += report(found, num_top[rows])
+        progress()
+    if not is_first:
+        return []
+    ends = np.cumsum(counts).tolist()
+    return [
+        (piece.handle, PromptLogprobs(piece.scoring.num_scored, entries[end - piece.num_tokens : end]))
+        for piece, end in zip(scoring.pieces, ends, strict=True)
+    ]
