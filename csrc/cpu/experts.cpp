@@ -86,7 +86,7 @@ class Product {
       parallel_for(static_cast<int64_t>(panels_.size()), [&](int64_t number) {
         const Task& panel = panels_[static_cast<size_t>(number)];
         const LinearCall& call = calls_[panel.call];
-        quantize_rows(call, {panel.part.first_row, panel.part.num_rows, 0, call.quantized->layout.num_scales});
+        quantize_rows(call, {panel.part.first_row, panel.part.num_rows, 0, call.quantized->layout.num_groups, false});
       });
     }
     const auto linear = VLLM_LITE_DISPATCH_TILES(linear);

@@ -55,13 +55,14 @@ QuantizedRows quantized_rows(const LinearCall& call) {
 
 void fill_quantized(const LinearCall& call, const RowParts& parts) {
   const auto quantize_rows = VLLM_LITE_DISPATCH_TILES(quantize_rows);
-  const int64_t num_scales = call.quantized->layout.num_scales, panel_rows = ceil_div(call.num_rows, parts.count);
-  const int64_t width = ceil_div(kMinQuantized, kQuantGroup * panel_rows);
-  const int64_t scale_parts = ceil_div(num_scales, width);
-  vllm_lite::parallel_for(parts.count * scale_parts, [&](int64_t number) {
-    const int64_t part = number / scale_parts, first_row = parts.first(part);
-    const int64_t first_scale = number % scale_parts * width, left = num_scales - first_scale;
-    quantize_rows(call, {first_row, parts.first(part + 1) - first_row, first_scale, left < width ? left : width});
+  const RowLayout& layout = call.quantized->layout;
+  const int64_t num_groups = layout.num_groups, panel_rows = ceil_div(call.num_rows, parts.count);
+  const int64_t width = ceil_div(kMinQuantized, layout.group_size * panel_rows);
+  const int64_t group_parts = ceil_div(num_groups, width);
+  vllm_lite::parallel_for(parts.count * group_parts, [&](int64_t number) {
+    const int64_t part = number / group_parts, first_row = parts.first(part), rows = parts.first(part + 1) - first_row;
+    const int64_t first_group = number % group_parts * width, left = num_groups - first_group;
+    quantize_rows(call, {first_row, rows, first_group, left < width ? left : width, false});
   });
 }
 

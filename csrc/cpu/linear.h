@@ -5,9 +5,10 @@
 // from its first byte to its last, so memory delivers at full speed, and a vector holds one group's weights for several
 // outputs: no sum over a vector's elements at the end.
 //
-// int8 weights are stored plus 128, as bytes. Where the machine multiplies bytes, rows are quantized, too, each
-// kQuantGroup inputs by themselves: x ~ integer * scale. A byte times an integer is exact, and what the 128 add up to
-// is known from the row alone. Elsewhere rows stay as they are.
+// int8 weights are stored plus 128, as bytes. Where the machine multiplies bytes, rows are quantized, too, each group
+// of inputs by itself: x ~ integer * scale. A byte times an integer is exact, and what the 128 add up to is known from
+// the row alone. Integers have 15 bits in two planes of signed bytes, 128 * upper + lower, so that rows with channels
+// far larger than others lose no more than 2^-15 of the largest. Elsewhere rows stay as they are.
 //
 // Grouped weights are codes of 4 or 8 bits: a weight is values[code] * scale - minimum, with a scale and perhaps a
 // minimum for each group of inputs of an output. A block is [groups] cells, a cell is what its 32 outputs have of one
@@ -15,8 +16,9 @@
 // lower half of a byte is for the first four inputs, the upper half for the other four, so that one vector of bytes
 // becomes two of weights by a mask and a shift. Minima that come from zero points are a byte each, kShifts: a weight is
 // (values[code] + byte) * scale. Scales and minima may be signed bytes, kIntegers, times numbers that kSuperInputs
-// inputs share. Where values are whole numbers, rows are quantized as for int8. Elsewhere weights become float32, a
-// tile at a time.
+// inputs share. Where values are whole numbers, rows are quantized as for int8, with the groups of the weight; for
+// codes of 4 bits in groups of up to kOnePlane inputs to one plane, as those weights are coarser themselves. Elsewhere
+// weights become float32, a tile at a time.
 //
 // Every output is one chain of additions over its inputs in their order, however many rows there are: a row's results
 // do not depend on the rows beside it nor on the number of threads, bit for bit. They do depend on the instruction set.
@@ -32,7 +34,8 @@ constexpr int64_t kMaxRows = 96;       // of one task
 constexpr int64_t kMaxTileRows = 256;  // the same where tiles multiply
 constexpr int64_t kMaxBlocks = 8;      // of one task
 constexpr int64_t kManyRows = 13;      // which meet two blocks at a time
-constexpr int64_t kQuantGroup = 128;   // inputs of a row that share a scale
+constexpr int64_t kQuantGroup = 128;   // the most inputs that share a scale
+constexpr int64_t kOnePlane = 32;      // inputs that may share one where rows have 8 bits
 constexpr int32_t kInt8Weight = 100;   // beside the DTypes; a weight is its integer times its output's scale
 constexpr int32_t kGrouped4 = 101;     // codes of 4 bits, and
 constexpr int32_t kGrouped8 = 102;     // of 8 bits, with scales for groups of inputs
@@ -100,44 +103,44 @@ struct CellLayout {
   int64_t groups(int64_t num_inputs) const { return (num_inputs + group_size - 1) / group_size; }
 };
 
-// How the rows of a product with `weight` are quantized: each kQuantGroup inputs have a scale, and each group of the
-// weight's the sum of its integers.
+// How the rows of a product with `weight` are quantized: each group of inputs has a scale, and is known by the sum of
+// its integers. Groups are those of a grouped weight, filled up with zeros.
 struct RowLayout {
   int64_t group_size;  // inputs
   int64_t num_groups;
-  int64_t num_scales;
-  int64_t width;  // bytes of a row
+  int64_t num_planes;
 
   static RowLayout of(const PackedWeight& weight) {
     const int64_t size = is_grouped(weight.type) ? weight.group_size : kQuantGroup;
-    const int64_t count = (weight.num_inputs + size - 1) / size, scales = (weight.num_inputs - 1) / kQuantGroup + 1;
-    return {size, count, scales,
-            is_grouped(weight.type) ? count * size : padded_inputs(weight.num_inputs, kInt8Weight)};
+    const bool is_coarse = weight.type == kGrouped4 && size <= kOnePlane;
+    return {size, (weight.num_inputs + size - 1) / size, is_coarse ? 1 : 2};
   }
+  int64_t width() const { return num_groups * group_size; }     // bytes of a plane
+  int64_t value_bytes() const { return num_planes * width(); }  // of a row
   // Of all that belongs to one row; its integers come last.
-  int64_t row_bytes() const { return width + 4 * num_scales + 8 * num_groups; }
+  int64_t row_bytes() const { return value_bytes() + 12 * num_groups; }
 };
 
-// Rows as integers, one panel for the rows of each task, which begins at values + its first row * layout.width. A panel
-// is groups of rows (isa/byte_products.h), each [inputs / 4][rows of the group][4], with inputs filled up with zeros,
-// so that a product reads its rows from the first byte to the last. For products by AMX each row is a group.
+// Rows as integers, one panel for the rows of each task, which begins at values + its first row * value_bytes(). A
+// panel is groups of rows (isa/byte_products.h), each [inputs / 4][rows of the group][planes][4], so that a product
+// reads its rows from the first byte to the last; the upper plane comes first. For products by AMX the panel is
+// [rows][planes] [inputs].
 struct QuantizedRows {
   int8_t* values;
-  float* scales;    // [num_rows][num_scales]
-  int32_t* biases;  // [num_rows][num_groups]: what bytes of weights lack (-128 for int8, or the offset) times the sum
-  float* sums;      // [num_rows][num_groups]: of a group's integers
+  float* scales;    // [num_rows][num_groups], as those below
+  int32_t* biases;  // what bytes of weights lack (-128 for int8, or the offset) times the sum
+  float* sums;      // of a group's integers
   RowLayout layout;
 
   // In `memory` of num_rows * layout.row_bytes(), which is aligned as floats are.
   static QuantizedRows in(char* memory, int64_t num_rows, const RowLayout& layout) {
-    char* biases = memory + 4 * num_rows * layout.num_scales;
-    const int64_t count = 4 * num_rows * layout.num_groups;
-    return {reinterpret_cast<int8_t*>(biases + 2 * count), reinterpret_cast<float*>(memory),
-            reinterpret_cast<int32_t*>(biases), reinterpret_cast<float*>(biases + count), layout};
+    const int64_t bytes = 4 * num_rows * layout.num_groups;
+    return {reinterpret_cast<int8_t*>(memory + 3 * bytes), reinterpret_cast<float*>(memory),
+            reinterpret_cast<int32_t*>(memory + bytes), reinterpret_cast<float*>(memory + 2 * bytes), layout};
   }
   QuantizedRows from(int64_t row) const {
     const int64_t group = row * layout.num_groups;
-    return {values + row * layout.width, scales + row * layout.num_scales, biases + group, sums + group, layout};
+    return {values + row * layout.value_bytes(), scales + group, biases + group, sums + group, layout};
   }
 };
 
@@ -162,12 +165,13 @@ struct LinearTask {
   int64_t num_blocks;
 };
 
-// Rows of one panel, and some of their scales.
+// Rows of one panel, and some of their groups of inputs.
 struct QuantizeTask {
   int64_t first_row;
   int64_t num_rows;
-  int64_t first_scale;
-  int64_t num_scales;
+  int64_t first_group;
+  int64_t num_groups;
+  bool for_tiles;  // see QuantizedRows
 };
 
 VLLM_LITE_DECLARE_TILES(void linear(const LinearCall& call, const LinearTask& task))

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from tests.cpu.conftest import has_amx, using_isa
+from tests.cpu.rounded_rows import rounded_rows
 from tests.cpu.test_native_linear import random
 from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
-from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes, quantize
+from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, dequantize, quantize4
 from vllm_lite.layers.matmul import NativeMatmul, make_grouped_matmul, make_matmul
 
@@ -54,11 +55,12 @@ def grouped(
     return GroupedWeight(codes, values, own, group_size, least)
 
 
-def quantize_rows(x: torch.Tensor) -> torch.Tensor:
-    """What a product with whole values takes x for where the machine multiplies bytes."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % QUANT_GROUP))
-    integers, scales = quantize(padded.reshape(-1, QUANT_GROUP))
-    return (integers * scales[:, None]).reshape(padded.shape)[:, : x.shape[1]]
+def rounded_as_for(weight: GroupedWeight, x: torch.Tensor) -> torch.Tensor:
+    """A group that is no size of the kernels' is taken apart into groups of the largest."""
+    group_size = min(weight.group_size, QUANT_GROUP)
+    ordered = x if weight.order is None else x[:, weight.order]
+    rounded = rounded_rows(ordered, group_size, bits=4 if len(weight.values) == 16 else 8)
+    return rounded if weight.order is None else rounded[:, weight.order.argsort()]
 
 
 def check(weight: GroupedWeight, x: torch.Tensor, bias: torch.Tensor | None, label: object) -> None:
@@ -77,7 +79,7 @@ def check_packed(
 ) -> None:
     out = torch.full((len(x), weight.shape[0]), math.nan)
     linear(x, packed, out)
-    rounded = quantize_rows(x) if whole and multiplies_bytes() else x
+    rounded = rounded_as_for(weight, x) if whole and multiplies_bytes() else x
     dense = dequantize(weight).double()
     expected = rounded.double() @ dense.t() + (0 if bias is None else bias.double())
     size = (rounded.double().abs() @ (dense.abs() + 20).t()).max()  # what minima take away counts, too
@@ -179,6 +181,26 @@ def test_tiles_add_groups_up_as_vectors_do(values: torch.Tensor, kind: str) -> N
                 outs.append(torch.full((num_rows, 300), math.nan))
                 linear(x, packed, outs[-1])
         assert all(torch.equal(outs[0], out) for out in outs[1:]), num_rows
+
+
+@pytest.mark.parametrize(("values", "group_size", "most"), [(INT4, 32, 0.02), (INT4, 128, 6e-3), (INT8, 16, 6e-3)])
+@pytest.mark.usefixtures("each_isa")
+def test_channels_far_larger_than_others_leave_them_as_they_are(
+    values: torch.Tensor, group_size: int, most: float
+) -> None:
+    """8 bits keep to their group; 15 bits leave its other inputs, too, most of what they say."""
+    weight, x = grouped(64, 384, group_size, values), random(14, 384)
+    for channel in (5, 200):
+        weight.codes[:, channel] = values.tolist().index(0)
+        x[:, channel] = 300
+    spared = [group for group in range(384 // group_size) if group not in (5 // group_size, 200 // group_size)]
+    inputs = torch.arange(384) if group_size != 32 else torch.cat([torch.arange(32) + 32 * group for group in spared])
+    rest = torch.zeros_like(x)
+    rest[:, inputs] = x[:, inputs]
+    out, expected = torch.empty(14, 64), rest.double() @ dequantize(weight).double().t()
+    rest[:, [5, 200]] = x[:, [5, 200]]
+    linear(rest, PackedWeight(weight), out)
+    assert (out - expected).norm() < most * expected.norm()
 
 
 def with_zero_points(weight: GroupedWeight, zeros: torch.Tensor) -> GroupedWeight:

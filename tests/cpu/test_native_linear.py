@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.cpu.conftest import has_amx, using_isa
+from tests.cpu.rounded_rows import LARGEST_OF_TWO, rounded_rows
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
-from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, look_up, multiplies_bytes, quantize
+from vllm_lite.kernels.cpu.linear import PackedWeight, linear, look_up, multiplies_bytes, quantize
 from vllm_lite.kernels.cpu.memory import zeros
 from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES
 from vllm_lite.kernels.grouped import INT4, GroupedWeight
@@ -24,14 +25,6 @@ SHAPES = [
 WEIGHTS = [*FLOATS, torch.int8]
 
 
-def quantize_rows(x: torch.Tensor) -> torch.Tensor:
-    """What a product with int8 weights takes x for where the machine multiplies bytes: each QUANT_GROUP inputs of a
-    row as integers times a scale. x: [rows, inputs] -> float32 of the same shape."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % QUANT_GROUP))
-    integers, scales = quantize(padded.reshape(-1, QUANT_GROUP))
-    return (integers * scales[:, None]).reshape(padded.shape)[:, : x.shape[1]]
-
-
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
@@ -42,7 +35,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, i
     if int8:
         integers, scales = quantize(weight)
         wide = integers.double() * scales.double()[:, None]
-        x = quantize_rows(x) if multiplies_bytes() else x
+        x = rounded_rows(x) if multiplies_bytes() else x
     product = x.double() @ wide.t()
     return product if bias is None else product + bias.double()
 
@@ -93,6 +86,36 @@ def test_the_largest_integers_are_exact(num_rows: int) -> None:
     out = torch.empty(num_rows, 64)
     linear(x, PackedWeight(weight, int8=True), out)
     assert torch.equal(out, x @ weight.t())
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 7, 14])
+@pytest.mark.usefixtures("each_product_isa")
+def test_both_planes_of_the_largest_rows_count(num_rows: int) -> None:
+    """The upper plane at its ends beside the lower one at each of its own: sums stay below 2^31."""
+    signs = torch.tensor([1.0, -1.0])
+    weight = 127 * signs[torch.arange(64)[:, None] % 2].expand(64, 256).contiguous()
+    for lower in (0, 63, -64):
+        x = (
+            torch.full((num_rows, 256), LARGEST_OF_TWO - 128.0 * (lower > 0) + lower)
+            * signs[torch.arange(num_rows) % 2, None]
+        )
+        x[:, ::128] = LARGEST_OF_TWO
+        out = torch.empty(num_rows, 64)
+        linear(x, PackedWeight(weight, int8=True), out)
+        torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("each_product_isa")
+def test_a_channel_far_larger_than_others_leaves_them_as_they_are() -> None:
+    """As real models have them: beside a channel 100 times the largest, 8 bits would leave nothing of others."""
+    weight, x = random(64, 384), random(14, 384)
+    integers, scales = quantize(weight)
+    wide = integers.double() * scales.double()[:, None]
+    x[:, 5], wide[:, 5], weight[:, 5] = 100 * x.abs().max(), 0, 0
+    out = torch.empty(14, 64)
+    linear(x, PackedWeight(weight, int8=True), out)
+    expected = x.double() @ wide.t()
+    assert (out - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -32,10 +32,11 @@ def test_greedy_tokens_are_those_of_transformers(oracle: GgufOracle, exact: Answ
 
 @pytest.mark.timeout(900)
 def test_int8_products_of_this_machine_stay_near(oracle: GgufOracle) -> None:
-    """Inputs of blocks are rounded to 8 bits where the instruction set multiplies those."""
+    """Inputs of blocks are rounded where the instruction set multiplies bytes. The bound is a tenth above what it was
+    measured to be."""
     usual = answers(oracle.file, isa=None)
-    assert oracle.page_differences(usual.page).mean() < 0.2
-    assert max(oracle.behind_the_best(output).max() for output in usual.continuations) < 1.0
+    assert oracle.page_differences(usual.page).mean() < 0.02
+    assert max(oracle.behind_the_best(output).max() for output in usual.continuations) < 0.3
 
 
 @pytest.mark.timeout(900)

@@ -46,10 +46,11 @@ def test_greedy_tokens_are_those_of_transformers(oracle: GgufOracle, exact: Answ
 
 
 def test_int8_products_of_this_machine_stay_near(oracle: GgufOracle, usual: Answers) -> None:
-    """Inputs of blocks are rounded to 8 bits where the instruction set multiplies those."""
-    assert oracle.page_differences(usual.page).mean() < 0.2
+    """Inputs of blocks are rounded where the instruction set multiplies bytes. The bound is a tenth above what it was
+    measured to be."""
+    assert oracle.page_differences(usual.page).mean() < 0.067
     off = [oracle.behind_the_best(output).max() for output in usual.continuations]
-    assert max(off) < 1.0
+    assert max(off) < 0.3
 
 
 @pytest.mark.parametrize("generate", [True, False])

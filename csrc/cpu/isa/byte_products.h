@@ -141,23 +141,28 @@ VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
 
 #endif
 
-// Rows of a panel that products take at a time: with two vectors of sums each, as integers and as floats, they fill the
-// registers. A few more are still faster in one group, whose floats are in memory then, than in two.
-constexpr int kGroupRows = kWidth == 16 ? 6 : 4;
-constexpr int kAloneRows = kWidth == 16 ? 12 : 4;
-// The same where groups of weights are smaller than those of rows, which takes two more sums each.
-constexpr int kSmallAloneRows = kWidth == 16 ? 8 : 4;
+// Rows of a panel that products take at a time: with two vectors of sums for each of their planes they fill the
+// registers. A few more of one plane are still faster in one group, whose floats are in memory then, than in two.
+template <int kPlanes>
+constexpr int kGroupRows = kWidth == 16 ? 6 : 4 / kPlanes;
+template <int kPlanes>
+constexpr int kAloneRows = kWidth == 16 ? 12 / kPlanes : 4 / kPlanes;
 
 // How the rows of a panel are dealt to groups, which differ by one row at most.
 struct RowGroups {
   int64_t num_rows, count;
 
-  static RowGroups of(const PackedWeight& weight, int64_t num_rows) {
-    const bool are_small = is_grouped(weight.type) && weight.group_size < kQuantGroup;
-    const int64_t alone = are_small ? kSmallAloneRows : kAloneRows;
-    return {num_rows, num_rows <= alone ? 1 : (num_rows + kGroupRows - 1) / kGroupRows};
+  static RowGroups of(const RowLayout& layout, int64_t num_rows) {
+    return layout.num_planes == 1 ? of<1>(num_rows) : of<2>(num_rows);
   }
   int64_t first(int64_t group) const { return group * num_rows / count; }
+
+ private:
+  template <int kPlanes>
+  static RowGroups of(int64_t num_rows) {
+    constexpr int64_t kRows = kGroupRows<kPlanes>;
+    return {num_rows, num_rows <= kAloneRows<kPlanes> ? 1 : (num_rows + kRows - 1) / kRows};
+  }
 };
 
 // Four integers of a row, for each output.
@@ -169,6 +174,34 @@ VLLM_LITE_INLINE Ints four_of(const int8_t* x) {
 
 VLLM_LITE_INLINE Vec to_floats(Ints x) {
   return __builtin_convertvector(reinterpret_cast<VecI>(x), Vec);
+}
+
+// What the planes of a row add up to; with its bias below 2^31. The upper plane comes first.
+VLLM_LITE_INLINE Ints both_planes(Ints upper, Ints lower) {
+  return reinterpret_cast<Ints>((reinterpret_cast<VecI>(upper) << 7) + reinterpret_cast<VecI>(lower));
+}
+
+// Sums of integers of R rows and V vectors of outputs, before a group's products: what its bytes lack. The biases of
+// rows are `stride` apart.
+template <int kPlanes, int R, int V>
+VLLM_LITE_INLINE void begin_group(const int32_t* biases, int64_t stride, Ints (&total)[R * kPlanes][V]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      total[r * kPlanes][v] = all_ints(kPlanes == 1 ? biases[r * stride] : 0);
+      if constexpr (kPlanes == 2) total[r * 2 + 1][v] = all_ints(biases[r * stride]);
+    }
+  }
+}
+
+// Those of one row and vector, behind a group's products.
+template <int kPlanes, int N, int V>
+VLLM_LITE_INLINE Vec group_sum(const Ints (&total)[N][V], int r, int v) {
+  if constexpr (kPlanes == 1)
+    return to_floats(total[r][v]);
+  else
+    return to_floats(both_planes(total[2 * r][v], total[2 * r + 1][v]));
 }
 
 }  // namespace

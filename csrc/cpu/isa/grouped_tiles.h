@@ -41,7 +41,7 @@ struct GroupedProduct : IntegerProduct {
   }
 
   template <bool kAdd>
-  void add_scaled(const Group& group, const int32_t* totals, int64_t number) const {
+  void add_scaled(const Group& group, const Totals& totals, int64_t number) const {
     const char* cell = cells + number * layout.bytes();
     const float* supers = call.weight->supers_of(block, first + number);
     const Scales scales[2] = {{cell, layout, supers, 0}, {cell, layout, supers, kWidth}};
@@ -49,7 +49,7 @@ struct GroupedProduct : IntegerProduct {
     for (int64_t row = 0; row < group.num_rows; ++row, of.next()) {
       for (int64_t v = 0; v < 2; ++v) {
         const int64_t at = row * kBlock + v * kWidth;
-        const Vec value = to_floats(_mm512_add_epi32(_mm512_load_si512(totals + at), all_ints(*of.bias)));
+        const Vec value = to_floats(_mm512_add_epi32(Totals::both(totals, at), all_ints(*of.bias)));
         const Vec part = scales[v].less_minima(value * scales[v].scale, *of.sum);
         store(group.sums + at, multiply_add(part, splat(*of.scale), kAdd ? load(group.sums + at) : splat(0)));
       }

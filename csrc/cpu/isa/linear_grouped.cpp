@@ -1,8 +1,8 @@
 // Grouped weights times rows that were quantized: bytes times integers within a group, float32 from group to group.
 //
 // Cells are used as they lie in memory, for any number of rows: codes of 4 bits become bytes in registers, again for
-// each group of rows. For each output the integers of a group of weights, times its scale, are added up over the inputs
-// that share a scale of the row, and that, times this scale, to the sum.
+// each group of rows. For each output what the integers of a group add up to, times the weights' scale, times the
+// row's, is added to the sum.
 #include "byte_products.h"
 #include "grouped_codes.h"
 #include "linear_task.h"
@@ -12,21 +12,19 @@ namespace VLLM_LITE_ISA {
 namespace {
 
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
-template <bool kSmall>
-constexpr int kAlone = kSmall ? kSmallAloneRows : kAloneRows;
-// Vectors of outputs at a time: half a block, but for few rows, which have registers for more.
+// Vectors of outputs at a time: half a block, but for few rows, which have registers for more. R counts planes.
 template <int R>
 constexpr int kVectors = kWidth == 16 || R > 2 ? 2 : 4;
 constexpr int64_t kDepth = kWidth == 16 ? 1024 : 512;  // inputs: a block's weights stay in L1 for all groups of rows
 constexpr int64_t kAheadBytes = 4096;
 
-// Rows of one group, from the first input of a scale on.
+// Rows of one group, from one group of inputs on.
 struct Rows {
   const int8_t* values;
-  const float* scales;    // [rows][num_scales]
-  const int32_t* biases;  // [rows][num_groups], like sums
+  const float* scales;  // [rows][num_groups], as those below
+  const int32_t* biases;
   const float* sums;
-  int64_t num_scales, num_groups;
+  int64_t num_groups;
 };
 
 // Cells of one block that follow one another.
@@ -43,7 +41,7 @@ struct Cells {
   }
 };
 
-// total [R][V] += the products of eight inputs of R rows.
+// total [R][V] += the products of eight inputs of R rows, or of their planes.
 template <int R, int V, class Codes>
 VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, const char* from, Ints (&total)[R][V]) {
 #if defined(__AVX512VNNI__)
@@ -94,107 +92,66 @@ VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, const 
   }
 }
 
-// total times the scales of weights, less minima times what rows add up to. All are those of a block's outputs from
-// `column` on.
-template <int R, int V>
+// total times the scales of weights, less minima times what rows add up to, times the scales of rows. All are those of
+// a block's outputs from `column` on.
+template <int kPlanes, int R, int V>
 VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cell, const Cells& cells, int64_t column,
-                                const Ints (&total)[R][V], Vec (&sum)[R][V]) {
+                                const Ints (&total)[R * kPlanes][V], Vec (&sum)[R][V]) {
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
     const Scales scales(cell, cells.layout, cells.supers_of(group), column + v * kWidth);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Vec value = to_floats(total[r][v]) * scales.scale;
-      const Vec part = scales.less_minima(value, rows.sums[r * rows.num_groups + group]);
-      sum[r][v] = multiply_add(part, splat(rows.scales[r * rows.num_scales + group]), sum[r][v]);
+      const int64_t place = r * rows.num_groups + group;
+      const Vec part = scales.less_minima(group_sum<kPlanes>(total, r, v) * scales.scale, rows.sums[place]);
+      sum[r][v] = multiply_add(part, splat(rows.scales[place]), sum[r][v]);
     }
   }
 }
 
-// The same without the scales of rows, as there are other groups with the same: to parts [R][V].
-template <int R, int V>
-VLLM_LITE_INLINE void add_part(const Rows& rows, int64_t group, const char* cell, const Cells& cells, int64_t column,
-                               const Ints (&total)[R][V], Vec (&parts)[R][V]) {
-#pragma GCC unroll 4
-  for (int v = 0; v < V; ++v) {
-    const Scales scales(cell, cells.layout, cells.supers_of(group), column + v * kWidth);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec value = multiply_add(to_floats(total[r][v]), scales.scale, parts[r][v]);
-      parts[r][v] = scales.less_minima(value, rows.sums[r * rows.num_groups + group]);
-    }
-  }
-}
-
-// Of one cell: total [R][V] = what its bytes lack, plus its products.
-template <int R, int V, bool kAlone, class Codes>
+// Of one cell: total = what its bytes lack, plus its products.
+template <int kPlanes, int R, int V, bool kAlone, class Codes>
 VLLM_LITE_INLINE void multiply_cell(Codes& codes, const Rows& rows, int64_t group, const char* cell,
-                                    const CellLayout& layout, int64_t column, Ahead ahead, Ints (&total)[R][V]) {
+                                    const CellLayout& layout, int64_t column, Ahead ahead,
+                                    Ints (&total)[R * kPlanes][V]) {
   if (kAlone && column == 0) {
     for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) total[r][v] = all_ints(rows.biases[r * rows.num_groups + group]);
-  }
+  begin_group<kPlanes, R>(rows.biases + group, rows.num_groups, total);
   codes.enter(cell + layout.scale_bytes + column);
   const int64_t num_octets = layout.group_size / 8;
-  multiply_codes<R, V, Codes, kAlone>(codes, rows.values + 8 * R * num_octets * group,
-                                      cell + layout.codes() + 4 * column, num_octets,
-                                      {ahead.from + group * num_octets * ahead.step, ahead.step}, total);
+  multiply_codes<R * kPlanes, V, Codes, kAlone>(codes, rows.values + 8 * R * kPlanes * num_octets * group,
+                                                cell + layout.codes() + 4 * column, num_octets,
+                                                {ahead.from + group * num_octets * ahead.step, ahead.step}, total);
 }
 
 // The sums of R rows and V vectors of a block's outputs, from `column` on, go on with some of its cells. Rows that are
-// alone ask for all that comes. kSmall: groups of weights are smaller than kQuantGroup.
-template <int R, int V, class Codes, bool kSmall, bool kAlone>
+// alone ask for all that comes.
+template <int R, int V, class Codes, int kPlanes, bool kAlone>
 __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ahead ahead, const Sums<false>& sums,
                                         int64_t row, int64_t column) {
   Codes codes(cells.table);
-  const CellLayout layout = cells.layout;
   const char* cell = cells.first;
-  Ints total[R][V];
+  Ints total[R * kPlanes][V];
   Vec sum[R][V];
   sums.begin({row, column}, sum);
-  if constexpr (!kSmall) {
-    for (int64_t group = 0; group < cells.count; ++group, cell += layout.bytes()) {
-      multiply_cell<R, V, kAlone>(codes, rows, group, cell, layout, column, ahead, total);
-      add_group<R, V>(rows, group, cell, cells, column, total, sum);
-    }
-    return sums.end({row, column}, sum);
-  }
-  const int64_t at_once = kQuantGroup / layout.group_size;
-  for (int64_t first = 0; first < cells.count; first += at_once) {
-    Vec parts[R][V];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) parts[r][v] = splat(0);
-    }
-    for (int64_t group = first; group < first + at_once && group < cells.count; ++group, cell += layout.bytes()) {
-      multiply_cell<R, V, kAlone>(codes, rows, group, cell, layout, column, ahead, total);
-      add_part<R, V>(rows, group, cell, cells, column, total, parts);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec scale = splat(rows.scales[r * rows.num_scales + first / at_once]);
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sum[r][v] = multiply_add(parts[r][v], scale, sum[r][v]);
-    }
+  for (int64_t group = 0; group < cells.count; ++group, cell += cells.layout.bytes()) {
+    multiply_cell<kPlanes, R, V, kAlone>(codes, rows, group, cell, cells.layout, column, ahead, total);
+    add_group<kPlanes, R, V>(rows, group, cell, cells, column, total, sum);
   }
   sums.end({row, column}, sum);
 }
 
 // For `count` rows, 1 <= count <= R.
-template <int R, template <int> class Codes, bool kSmall, bool kAlone>
+template <int R, template <int> class Codes, int kPlanes, bool kAlone>
 void multiply_group(int64_t count, const Rows& rows, const Cells& cells, Ahead ahead, const Sums<false>& sums,
                     int64_t row) {
   if constexpr (R > 1) {
-    if (count < R) return multiply_group<R - 1, Codes, kSmall, kAlone>(count, rows, cells, ahead, sums, row);
+    if (count < R) return multiply_group<R - 1, Codes, kPlanes, kAlone>(count, rows, cells, ahead, sums, row);
   }
-  constexpr int V = kVectors<R>;
+  constexpr int V = kVectors<R * kPlanes>;
   for (int64_t column = 0; column < kBlock; column += V * kWidth) {
-    multiply<R, V, Codes<V>, kSmall, kAlone>(rows, cells, ahead, sums, row, column);
+    multiply<R, V, Codes<V>, kPlanes, kAlone>(rows, cells, ahead, sums, row, column);
   }
 }
 
@@ -209,56 +166,54 @@ struct Panel {
     const RowLayout& layout = all.layout;
     const int64_t at = task.first_row + row, input = first * layout.group_size;
     const int64_t place = at * layout.num_groups + first;
-    return {all.values + at * layout.width + input * count,
-            all.scales + at * layout.num_scales + input / kQuantGroup,
-            all.biases + place,
-            all.sums + place,
-            layout.num_scales,
-            layout.num_groups};
+    return {all.values + at * layout.value_bytes() + input * layout.num_planes * count, all.scales + place,
+            all.biases + place, all.sums + place, layout.num_groups};
   }
 };
 
 // All rows of a task. `ahead` is what is needed next, by eight inputs.
-template <template <int> class Codes, bool kSmall>
+template <template <int> class Codes, int kPlanes>
 void multiply_rows(const Panel& panel, const Cells& cells, Ahead ahead, const Sums<false>& sums) {
   const int64_t num_rows = panel.groups.num_rows, num_groups = panel.groups.count;
   if (num_groups == 1) {
     const Rows rows = panel.rows(0, num_rows);
-    return multiply_group<kAlone<kSmall>, Codes, kSmall, true>(num_rows, rows, cells, {}, sums, 0);
+    return multiply_group<kAloneRows<kPlanes>, Codes, kPlanes, true>(num_rows, rows, cells, {}, sums, 0);
   }
   const int64_t step = ahead.step / num_groups, num_octets = cells.count * cells.layout.group_size / 8;
   for (int64_t group = 0; group < num_groups; ++group) {
     const int64_t row = panel.groups.first(group), count = panel.groups.first(group + 1) - row;
     const Rows rows = panel.rows(row, count);
-    multiply_group<kGroupRows, Codes, kSmall, false>(count, rows, cells, {ahead.from + group * num_octets * step, step},
-                                                     sums, row);
+    multiply_group<kGroupRows<kPlanes>, Codes, kPlanes, false>(
+        count, rows, cells, {ahead.from + group * num_octets * step, step}, sums, row);
   }
 }
 
 // The same for any kind of codes; `four` bits or eight.
-template <bool kSmall>
+template <int kPlanes>
 void multiply_cells(const Panel& panel, const Cells& cells, bool four, Ahead ahead, const Sums<false>& sums) {
-  if (!four) return multiply_rows<Bytes, kSmall>(panel, cells, ahead, sums);
-  if (cells.layout.minima_type == kShifts) return multiply_rows<Shifted, kSmall>(panel, cells, ahead, sums);
-  if (cells.table == nullptr) return multiply_rows<Nibbles, kSmall>(panel, cells, ahead, sums);
+  if constexpr (kPlanes == 2) {
+    if (!four) return multiply_rows<Bytes, kPlanes>(panel, cells, ahead, sums);
+  }
+  if (cells.layout.minima_type == kShifts) return multiply_rows<Shifted, kPlanes>(panel, cells, ahead, sums);
+  if (cells.table == nullptr) return multiply_rows<Nibbles, kPlanes>(panel, cells, ahead, sums);
 #if !defined(__AVX512VNNI__)
-  if (cells.is_wide) return multiply_rows<LookedWide, kSmall>(panel, cells, ahead, sums);
+  if (cells.is_wide) return multiply_rows<LookedWide, kPlanes>(panel, cells, ahead, sums);
 #endif
-  multiply_rows<Looked, kSmall>(panel, cells, ahead, sums);
+  multiply_rows<Looked, kPlanes>(panel, cells, ahead, sums);
 }
 
-template <bool kSmall>
+template <int kPlanes>
 void run(const LinearCall& call, const LinearTask& task) {
   alignas(64) float memory[kMaxRows * kMaxBlocks * kBlock];
   const PackedWeight& weight = *call.weight;
   const CellLayout layout = CellLayout::of(weight);
   const int64_t num_groups = call.quantized->layout.num_groups, block_bytes = num_groups * layout.bytes();
   const bool four = weight.type == kGrouped4;
-  const int64_t length = task.num_rows <= kAlone<kSmall> ? num_groups : kDepth / layout.group_size;
+  const int64_t length = task.num_rows <= kAloneRows<kPlanes> ? num_groups : kDepth / layout.group_size;
   const int64_t octet_bytes = layout.bytes() * 8 / layout.group_size;
   const char* blocks = static_cast<const char*>(weight.data) + task.first_block * block_bytes;
   for (int64_t group = 0; group < num_groups; group += length) {
-    const Panel panel = {task, *call.quantized, RowGroups::of(weight, task.num_rows), group};
+    const Panel panel = {task, *call.quantized, RowGroups::of(call.quantized->layout, task.num_rows), group};
     const int64_t left = num_groups - group, count = left < length ? left : length;
     for (int64_t block = 0; block < task.num_blocks; ++block) {
       const char* tile = blocks + block * block_bytes + group * layout.bytes();
@@ -270,7 +225,7 @@ void run(const LinearCall& call, const LinearTask& task) {
       const Sums<false> sums = {
           memory + block * kBlock, task.num_blocks * kBlock,           group > 0, count == left, &call,
           task.first_row,          (task.first_block + block) * kBlock};
-      multiply_cells<kSmall>(panel, cells, four, {next, octet_bytes}, sums);
+      multiply_cells<kPlanes>(panel, cells, four, {next, octet_bytes}, sums);
     }
   }
 }
@@ -302,7 +257,7 @@ void unpack_to(const PackedWeight& weight, int64_t output, Out* to) {
 
 void linear_grouped([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const LinearTask& task) {
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
-  call.weight->group_size < kQuantGroup ? run<true>(call, task) : run<false>(call, task);
+  call.quantized->layout.num_planes == 1 ? run<1>(call, task) : run<2>(call, task);
 #endif
 }
 

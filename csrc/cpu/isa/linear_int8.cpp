@@ -26,39 +26,62 @@ VLLM_LITE_INLINE int32_t max_of(VecI x) {
 #endif
 }
 
-// x as integers in [-127, 127] times *scale; NaN or infinity in x make the scale that. Returns the sum of the integers.
+constexpr int32_t kLargest = 127;             // of integers of one plane
+constexpr int32_t kLargestOfTwo = 127 * 128;  // so that the upper plane's are those, the lower one's from -64 to 63
+typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+
+// The size of the largest of x; NaN is above all.
 template <class T>
-VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, float* scale) {
-  // As integers the sizes of floats are in order, and NaN is above all.
-  VecI largest = {};
+VLLM_LITE_INLINE float largest_of(const T* x, int64_t count) {
+  VecI largest = {};  // as integers the sizes of floats are in order
   for (int64_t i = 0; i < count; i += kWidth) {
     const int left = static_cast<int>(count - i < kWidth ? count - i : kWidth);
     const VecI size = reinterpret_cast<VecI>(load_some(x + i, left)) & 0x7fffffff;
     largest = size > largest ? size : largest;
   }
-  const float size = float_of(static_cast<uint32_t>(max_of(largest)));
-  *scale = size / 127;
-  const Vec inverse = splat(size > 0 ? 127 / size : 0);
+  return float_of(static_cast<uint32_t>(max_of(largest)));
+}
 
-  typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+// x as integers up to `most`, at most 2^22, times *scale; NaN or infinity in x make the scale that. put(i, integers,
+// count) is called for each vector. Returns the sum of the integers.
+template <class T, class Put>
+VLLM_LITE_INLINE int32_t quantize_to(const T* x, int64_t count, int32_t most, float* scale, const Put& put) {
+  const float size = largest_of(x, count), limit = static_cast<float>(most);
+  *scale = size / limit;
+  const Vec inverse = splat(size > 0 ? limit / size : 0);
   const Vec magic = splat(0x1.8p23f);  // adding it rounds to a whole number, which then is in the lowest bits
   VecI total = {};
   for (int64_t i = 0; i < count; i += kWidth) {
     const int left = static_cast<int>(count - i < kWidth ? count - i : kWidth);
     const Vec shifted = load_some(x + i, left) * inverse + magic;
     const VecI whole = reinterpret_cast<VecI>(shifted) - reinterpret_cast<VecI>(magic);
-    const Bytes bytes = __builtin_convertvector(whole, Bytes);
-    std::memcpy(to + i, &bytes, static_cast<size_t>(left));
+    put(i, whole, left);
     total = total + whole;
   }
   return sum_of(total);
 }
 
+// One plane of integers, to [count].
+template <class T>
+VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, float* scale) {
+  return quantize_to(x, count, kLargest, scale, [to](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
+    const Bytes bytes = __builtin_convertvector(whole, Bytes);
+    std::memcpy(to + i, &bytes, static_cast<size_t>(left));
+  });
+}
+
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
-VLLM_LITE_INLINE int32_t sum_of(const int8_t* integers, int64_t count) {
-  int32_t total = 0;
-  for (int64_t i = 0; i < count; ++i) total += integers[i];
-  return total;
+// Two of them: whole = 128 * upper + lower.
+template <class T>
+VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* upper, int8_t* lower, float* scale) {
+  const auto put = [=](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
+    const VecI over = (whole + 64) >> 7;
+    const Bytes first = __builtin_convertvector(over, Bytes),
+                second = __builtin_convertvector(whole - (over << 7), Bytes);
+    std::memcpy(upper + i, &first, static_cast<size_t>(left));
+    std::memcpy(lower + i, &second, static_cast<size_t>(left));
+  };
+  return quantize_to(x, count, kLargestOfTwo, scale, put);
 }
 
 // The inputs from `first` on that share a scale, in the order of the weight's columns.
@@ -69,17 +92,14 @@ VLLM_LITE_INLINE const T* columns(const T* row, const int32_t* order, int64_t fi
   return buffer;
 }
 
-// What the groups of `size` among a scale's `width` integers add up to; all of them add up to `sum`.
-VLLM_LITE_INLINE void fill_sums(const int8_t* integers, int64_t width, int64_t size, int32_t sum, int32_t lacking,
-                                int32_t* biases, float* sums) {
-  for (int64_t i = 0; i < width; i += size) {
-    const int32_t own = size == kQuantGroup ? sum : sum_of(integers + i, size);
-    *biases++ = static_cast<int32_t>(static_cast<uint32_t>(lacking) * static_cast<uint32_t>(own));
-    *sums++ = static_cast<float>(own);
-  }
-}
+// Where a group's integers go: those of four inputs lie `step` behind those of the four before, a plane `plane` behind
+// the other.
+struct GroupPlace {
+  int8_t* to;
+  int64_t step, plane;
+};
 
-// A scale's inputs of one row.
+// A group of inputs of one row.
 template <class T>
 struct RowQuantizer {
   const LinearCall& call;
@@ -87,44 +107,82 @@ struct RowQuantizer {
   const int32_t* order = is_grouped(call.weight->type) ? call.weight->order : nullptr;
   const int32_t lacking = (is_grouped(call.weight->type) ? call.weight->offset : -128) + taken_off(*call.weight);
 
-  // Integers for four inputs lie `stride` behind those for the four before.
-  inline __attribute__((always_inline)) void run(int64_t row, int64_t number, int8_t* to, int64_t stride) const {
-    const RowLayout& layout = rows.layout;
-    const int64_t input = number * kQuantGroup, left = call.weight->num_inputs - input, rest = layout.width - input;
-    const int64_t width = rest < kQuantGroup ? rest : kQuantGroup;
-    const int64_t place = row * layout.num_groups + input / layout.group_size;
-    alignas(64) int8_t integers[kQuantGroup];
-    T buffer[kQuantGroup];
-    if (left < kQuantGroup) std::memset(integers, 0, sizeof integers);
+  template <int64_t kSize, int kPlanes>
+  inline __attribute__((always_inline)) void run(int64_t row, int64_t group, GroupPlace place) const {
+    const int64_t input = group * kSize, left = call.weight->num_inputs - input,
+                  at = row * rows.layout.num_groups + group;
+    alignas(64) int8_t integers[kPlanes][kSize];
+    T buffer[kSize];
+    if (left < kSize) std::memset(integers, 0, sizeof integers);
     const T* whole = static_cast<const T*>(call.x) + row * call.x_stride;
-    const T* x = columns(whole, order, input, left < kQuantGroup ? left : kQuantGroup, buffer);
-    float* scale = rows.scales + row * layout.num_scales + number;
-    const int32_t sum = left < kQuantGroup ? quantize_row(x, left, integers, scale)
-                                           : quantize_row(x, kQuantGroup, integers, scale);  // a size known here
-    for (int64_t i = 0; i < width; i += 4, to += stride) std::memcpy(to, integers + i, 4);
-    fill_sums(integers, width, layout.group_size, sum, lacking, rows.biases + place, rows.sums + place);
+    const T* x = columns(whole, order, input, left < kSize ? left : kSize, buffer);
+    float* scale = rows.scales + at;
+    const int32_t sum = left < kSize ? quantize(x, left, integers, scale) : quantize(x, kSize, integers, scale);
+    for (int64_t i = 0; i < kSize; i += 4, place.to += place.step) {
+#pragma GCC unroll 2
+      for (int p = 0; p < kPlanes; ++p) std::memcpy(place.to + p * place.plane, integers[p] + i, 4);
+    }
+    rows.biases[at] = static_cast<int32_t>(static_cast<uint32_t>(lacking) * static_cast<uint32_t>(sum));
+    rows.sums[at] = static_cast<float>(sum);
+  }
+
+ private:
+  template <int64_t kSize>
+  VLLM_LITE_INLINE int32_t quantize(const T* x, int64_t count, int8_t (&to)[1][kSize], float* scale) {
+    return quantize_row(x, count, to[0], scale);
+  }
+  template <int64_t kSize>
+  VLLM_LITE_INLINE int32_t quantize(const T* x, int64_t count, int8_t (&to)[2][kSize], float* scale) {
+    return quantize_row(x, count, to[0], to[1], scale);
   }
 };
 
-// Group after group, as each writes its part of the panel from the first byte to the last.
-template <class T>
-void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
+// Group after group of rows, as each writes its part of the panel from the first byte to the last.
+template <class T, int64_t kSize, int kPlanes>
+void quantize_groups(const LinearCall& call, const QuantizeTask& task) {
   const RowQuantizer<T> quantizer{call};
-  const int64_t width = call.quantized->layout.width;
-  const RowGroups groups = RowGroups::of(*call.weight, task.num_rows);
-  int8_t* panel = call.quantized->values + task.first_row * width;
-  for (int64_t group = 0; group < groups.count; ++group) {
-    const int64_t first = groups.first(group), count = groups.first(group + 1) - first;
-    for (int64_t number = task.first_scale; number < task.first_scale + task.num_scales; ++number) {
-      int8_t* to = panel + first * width + number * kQuantGroup * count;
+  const RowLayout& layout = call.quantized->layout;
+  const RowGroups groups = RowGroups::of(layout, task.num_rows);
+  int8_t* panel = call.quantized->values + task.first_row * layout.value_bytes();
+  for (int64_t part = 0; part < groups.count; ++part) {
+    const int64_t first = groups.first(part), count = groups.first(part + 1) - first;
+    for (int64_t group = task.first_group; group < task.first_group + task.num_groups; ++group) {
+      int8_t* to = panel + first * layout.value_bytes() + group * kSize * kPlanes * count;
       for (int64_t row = 0; row < count; ++row) {
-        quantizer.run(task.first_row + first + row, number, to + 4 * row, 4 * count);
+        quantizer.template run<kSize, kPlanes>(task.first_row + first + row, group,
+                                               {to + 4 * kPlanes * row, 4 * kPlanes * count, 4});
       }
     }
   }
 }
 
-constexpr int kVectors = 2;                            // of sums at a time
+template <class T, int64_t kSize>
+void quantize_for_tiles(const LinearCall& call, const QuantizeTask& task) {
+  const RowQuantizer<T> quantizer{call};
+  const RowLayout& layout = call.quantized->layout;
+  for (int64_t row = task.first_row; row < task.first_row + task.num_rows; ++row) {
+    for (int64_t group = task.first_group; group < task.first_group + task.num_groups; ++group) {
+      int8_t* to = call.quantized->values + row * layout.value_bytes() + group * kSize;
+      quantizer.template run<kSize, 2>(row, group, {to, 4, layout.width()});
+    }
+  }
+}
+
+// Sizes are those of linear.h; what has one plane or goes through tiles is known there, too.
+template <class T>
+void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
+  const RowLayout& layout = call.quantized->layout;
+  const bool two = layout.num_planes == 2;
+  if (task.for_tiles) return quantize_for_tiles<T, kQuantGroup>(call, task);
+  if (layout.group_size == 16)
+    return two ? quantize_groups<T, 16, 2>(call, task) : quantize_groups<T, 16, 1>(call, task);
+  if (layout.group_size == 32)
+    return two ? quantize_groups<T, 32, 2>(call, task) : quantize_groups<T, 32, 1>(call, task);
+  layout.group_size == 64 ? quantize_groups<T, 64, 2>(call, task) : quantize_groups<T, 128, 2>(call, task);
+}
+
+constexpr int kPlanes = 2;
+constexpr int kVectors = 2;                            // of outputs at a time
 constexpr int64_t kDepth = kWidth == 16 ? 1024 : 512;  // inputs: their sums stay in registers
 constexpr int64_t kQuadBytes = 4 * kBlock;
 constexpr int64_t kAheadBytes = 8192;
@@ -137,7 +195,7 @@ struct Rows {
   int64_t num_groups;
 };
 
-// total [R] += the products of four inputs with kVectors vectors of outputs.
+// total [R] += the products of four inputs with kVectors vectors of outputs; R counts planes.
 template <int R>
 VLLM_LITE_INLINE void multiply_quad(const int8_t* x, const uint8_t* bytes, Ints (&total)[R][kVectors]) {
 #if defined(__AVX512VNNI__)
@@ -167,27 +225,23 @@ void multiply(const Rows& rows, const uint8_t* tile, int64_t num_quads, Ahead ah
   sums.begin(at, sum);
   const int8_t* x = rows.values;
   for (int64_t first = 0, group = 0; first < num_quads; first += kAtOnce, ++group) {
-    Ints total[R][kVectors];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) total[r][v] = all_ints(rows.biases[r * rows.num_groups + group]);
-    }
+    Ints total[R * kPlanes][kVectors];
+    begin_group<kPlanes, R>(rows.biases + group, rows.num_groups, total);
     const int64_t left = num_quads - first, count = left < kAtOnce ? left : kAtOnce;
     const uint8_t* bytes = tile + first * kQuadBytes;
-    for (int64_t quad = 0; quad < count; ++quad, x += 4 * R, bytes += kQuadBytes) {
+    for (int64_t quad = 0; quad < count; ++quad, x += 4 * R * kPlanes, bytes += kQuadBytes) {
       if constexpr (kAlone) {
         prefetch<kQuadBytes * kVectors * kWidth / kBlock>(ahead, first + quad);
       } else {
         prefetch_l2<64>(ahead, first + quad);
       }
-      multiply_quad<R>(x, bytes, total);
+      multiply_quad<R * kPlanes>(x, bytes, total);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec scale = splat(rows.scales[r * rows.num_groups + group]);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_add(to_floats(total[r][v]), scale, sum[r][v]);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_add(group_sum<kPlanes>(total, r, v), scale, sum[r][v]);
     }
   }
   sums.end(at, sum);
@@ -216,7 +270,8 @@ struct Panel {
   Rows rows(int64_t row, int64_t count) const {
     const RowLayout& layout = all.layout;
     const int64_t at = task.first_row + row, place = at * layout.num_groups + input / kQuantGroup;
-    return {all.values + at * layout.width + input * count, all.scales + place, all.biases + place, layout.num_groups};
+    return {all.values + at * layout.value_bytes() + input * kPlanes * count, all.scales + place, all.biases + place,
+            layout.num_groups};
   }
 };
 
@@ -227,25 +282,25 @@ void multiply_rows(const Panel& panel, const uint8_t* tile, int64_t num_quads, c
   const int64_t num_rows = panel.groups.num_rows, num_groups = panel.groups.count;
   if (num_groups == 1) {
     const Rows rows = panel.rows(0, num_rows);
-    return multiply_group<kAloneRows, true>(num_rows, rows, tile, num_quads, {from, kQuadBytes}, sums, {0, 0});
+    return multiply_group<kAloneRows<kPlanes>, true>(num_rows, rows, tile, num_quads, {from, kQuadBytes}, sums, {0, 0});
   }
   const int64_t step = kQuadBytes / num_groups;
   for (int64_t group = 0; group < num_groups; ++group) {
     const int64_t row = panel.groups.first(group), count = panel.groups.first(group + 1) - row;
     const Rows rows = panel.rows(row, count);
-    multiply_group<kGroupRows, false>(count, rows, tile, num_quads, {from + group * num_quads * step, step}, sums,
-                                      {row, 0});
+    multiply_group<kGroupRows<kPlanes>, false>(count, rows, tile, num_quads, {from + group * num_quads * step, step},
+                                               sums, {row, 0});
   }
 }
 
 void run(const LinearCall& call, const LinearTask& task) {
   alignas(64) float memory[kMaxRows * kMaxBlocks * kBlock];
-  const int64_t num_inputs = call.quantized->layout.width, stride = task.num_blocks * kBlock;
-  const bool are_alone = task.num_rows <= kAloneRows;
+  const int64_t num_inputs = padded_inputs(call.weight->num_inputs, kInt8Weight), stride = task.num_blocks * kBlock;
+  const bool are_alone = task.num_rows <= kAloneRows<kPlanes>;
   const int64_t length = are_alone ? num_inputs : kDepth;
   const uint8_t* blocks = static_cast<const uint8_t*>(call.weight->data) + task.first_block * kBlock * num_inputs;
   for (int64_t input = 0; input < num_inputs; input += length) {
-    const Panel panel = {task, *call.quantized, RowGroups::of(*call.weight, task.num_rows), input};
+    const Panel panel = {task, *call.quantized, RowGroups::of(call.quantized->layout, task.num_rows), input};
     const int64_t left = num_inputs - input, count = left < length ? left : length;
     for (int64_t block = 0; block < task.num_blocks; ++block) {
       const uint8_t* tile = blocks + (block * num_inputs + input) * kBlock;

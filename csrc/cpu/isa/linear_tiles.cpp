@@ -40,6 +40,7 @@ struct DenseWeights {
 
 // sums += x times weights, both bfloat16.
 struct Bf16Product : DenseWeights {
+  static constexpr bool kRowsAreFull = false;
   VLLM_LITE_INLINE void add00() { TILE_DOT_BF16(0, 4, 6); }
   VLLM_LITE_INLINE void add01() { TILE_DOT_BF16(1, 4, 7); }
   VLLM_LITE_INLINE void add10() { TILE_DOT_BF16(2, 5, 6); }
@@ -54,7 +55,8 @@ struct Bf16Product : DenseWeights {
     TILES_FENCE();
     group.are_begun ? load_sums<kTwo>(group.sums, kBlock) : zero_sums<kTwo>();
     for (int64_t step = 0; step < weights.num_steps; ++step) {
-      add_step<kTwo, Bf16Product>(group, weights, ahead, step);
+      ahead.prefetch(step);
+      add_step<kTwo, Bf16Product>(group.x, weights, step);
     }
     store_sums<kTwo>(group.sums, kBlock);
     TILES_FENCE();
@@ -67,7 +69,7 @@ struct Int8Product : IntegerProduct, DenseWeights {
 
   explicit Int8Product(const LinearCall& call)
       : IntegerProduct{*call.quantized},
-        DenseWeights{static_cast<const char*>(call.weight->data), packed_bytes(call.quantized->layout.width), {}} {}
+        DenseWeights{static_cast<const char*>(call.weight->data), packed_bytes(call.weight->num_inputs), {}} {}
 
   Weights part(const LinearTask& task, int64_t number, int64_t begin, int64_t num_bytes) {
     first = begin / kQuantGroup;
@@ -80,11 +82,11 @@ struct Int8Product : IntegerProduct, DenseWeights {
   }
 
   template <bool kAdd>
-  void add_scaled(const Group& group, const int32_t* totals, int64_t number) const {
+  void add_scaled(const Group& group, const Totals& totals, int64_t number) const {
     RowScales of = row_scales(group, first + number);
     for (int64_t row = 0; row < group.num_rows; ++row, of.next()) {
       for (int64_t at = row * kBlock; at < (row + 1) * kBlock; at += kWidth) {
-        const Vec value = to_floats(_mm512_add_epi32(_mm512_load_si512(totals + at), all_ints(*of.bias)));
+        const Vec value = to_floats(_mm512_add_epi32(Totals::both(totals, at), all_ints(*of.bias)));
         store(group.sums + at, multiply_add(value, splat(*of.scale), kAdd ? load(group.sums + at) : splat(0)));
       }
     }
@@ -130,7 +132,8 @@ void fill_up(const char* from, int64_t stride, int64_t num_rows, int64_t num_byt
   }
 }
 
-// Rows are `row_bytes` long, `stride` apart.
+// Rows are `row_bytes` long, `stride` apart. Those of integers are as long as their first plane is, or what the weights
+// have of it.
 template <class Product>
 void run(const LinearCall& call, const LinearTask& task, const char* rows, int64_t stride, int64_t row_bytes) {
   Product product(call);
@@ -141,7 +144,7 @@ void run(const LinearCall& call, const LinearTask& task, const char* rows, int64
     const int64_t left = row_bytes - begin, count = left < length ? left : length, rest = count % kTileRowBytes;
     const char* last = rows + begin + (count - 1) / kTileRowBytes * kTileRowBytes;
     Rows x = {rows + begin, stride, last, stride};
-    if (rest != 0) {
+    if (rest != 0 && !Product::kRowsAreFull) {
       fill_up(last, stride, task.num_rows, rest, filled_up);
       x.last = filled_up;
       x.last_stride = kTileRowBytes;
@@ -152,13 +155,6 @@ void run(const LinearCall& call, const LinearTask& task, const char* rows, int64
     }
   }
   TILES_RELEASE();
-}
-
-// Rows lie as they are, not in panels: each is a panel of its own.
-void quantize_as_they_lie(const LinearCall& call, const QuantizeTask& task) {
-  for (int64_t row = task.first_row; row < task.first_row + task.num_rows; ++row) {
-    VLLM_LITE_VECTORS::quantize_rows(call, {row, 1, task.first_scale, task.num_scales});
-  }
 }
 
 // Fewer rows of integers are done sooner by vectors, with the same bits.
@@ -175,14 +171,18 @@ void linear(const LinearCall& call, const LinearTask& task) {
     const char* first = static_cast<const char*>(call.x) + task.first_row * call.x_stride * 2;
     return run<Bf16Product>(call, task, first, call.x_stride * 2, call.weight->num_inputs * 2);
   }
-  const int64_t width = call.quantized->layout.width;
-  const char* first = reinterpret_cast<const char*>(call.quantized->values) + task.first_row * width;
-  is_grouped(call.weight->type) ? run<GroupedProduct>(call, task, first, width, width)
-                                : run<Int8Product>(call, task, first, width, width);
+  const RowLayout& layout = call.quantized->layout;
+  const char* first = reinterpret_cast<const char*>(call.quantized->values) + task.first_row * layout.value_bytes();
+  if (is_grouped(call.weight->type)) {
+    return run<GroupedProduct>(call, task, first, layout.value_bytes(), layout.width());
+  }
+  run<Int8Product>(call, task, first, layout.value_bytes(), padded_inputs(call.weight->num_inputs, kInt8Weight));
 }
 
 void quantize_rows(const LinearCall& call, const QuantizeTask& task) {
-  are_tiled(call) ? quantize_as_they_lie(call, task) : VLLM_LITE_VECTORS::quantize_rows(call, task);
+  QuantizeTask own = task;
+  own.for_tiles = are_tiled(call);
+  VLLM_LITE_VECTORS::quantize_rows(call, own);
 }
 
 int64_t multiply_registers(int32_t type, int64_t rounds, float* x) {

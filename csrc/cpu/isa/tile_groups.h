@@ -1,6 +1,7 @@
 // Groups of rows times a part of a block of weights in tile registers, and their sums as outputs.
 #pragma once
 
+#include "byte_products.h"
 #include "linear_task.h"
 #include "tiles.h"
 
@@ -12,7 +13,7 @@ constexpr int64_t kStepWeights = kTileRows * kWeightStride;  // of a block
 constexpr int64_t kSteps = 16;                               // their weights stay in L1 for all rows
 constexpr int64_t kGroup = 2 * kTileRows;                    // rows at a time
 constexpr int64_t kGroupSums = kGroup * kBlock;
-constexpr int64_t kQuantSteps = kQuantGroup / kTileRowBytes;  // of int8 that share a row's scale
+constexpr int64_t kQuantSteps = kQuantGroup / kTileRowBytes;  // of a plane that share a row's scale
 constexpr int64_t kAheadBytes = 4096;
 
 // Bytes of a block for so many of a row.
@@ -39,6 +40,7 @@ struct Rows {
   int64_t last_stride;
 
   Rows from(int64_t row) const { return {data + row * stride, stride, last + row * last_stride, last_stride}; }
+  Rows behind(int64_t bytes) const { return {data + bytes, stride, last + bytes, last_stride}; }
 };
 
 // Up to kGroup rows.
@@ -101,13 +103,12 @@ VLLM_LITE_INLINE void load_step(const char* x, int64_t stride, const char* weigh
 
 // ---- groups of rows times a part of a block
 
-// sums += x times the weights of one step.
+// sums += x, rows of the group, times the weights of one step.
 template <bool kTwo, class Product>
-VLLM_LITE_INLINE void add_step(const Group& group, const Weights& weights, const Group::Ahead& ahead, int64_t step) {
-  ahead.prefetch(step);
+VLLM_LITE_INLINE void add_step(const Rows& rows, const Weights& weights, int64_t step) {
   const bool is_last = step + 1 == weights.num_steps;
-  const char* x = is_last ? group.x.last : group.x.data + step * kTileRowBytes;
-  const int64_t stride = is_last ? group.x.last_stride : group.x.stride;
+  const char* x = is_last ? rows.last : rows.data + step * kTileRowBytes;
+  const int64_t stride = is_last ? rows.last_stride : rows.stride;
   const char* from = weights.at(step);
   TILE_LOAD(4, x, stride);
   TILE_LOAD(6, from, kWeightStride);
@@ -121,9 +122,19 @@ VLLM_LITE_INLINE void add_step(const Group& group, const Weights& weights, const
   }
 }
 
-// Integers times bytes: they are added up exactly for each scale of a row.
+// Integers times bytes: they are added up exactly for each scale of a row, plane by plane.
 struct IntegerProduct {
+  static constexpr bool kRowsAreFull = true;  // no row ends within a step
   const QuantizedRows& rows;
+
+  // Of a group of inputs, what each plane of the rows gives.
+  struct alignas(64) Totals {
+    int32_t upper[kGroupSums], lower[kGroupSums];
+
+    VLLM_LITE_INLINE Ints both(const Totals& totals, int64_t at) {
+      return both_planes(load_ints(totals.upper + at), load_ints(totals.lower + at));
+    }
+  };
 
   VLLM_LITE_INLINE void add00() { TILE_DOT_INT8(0, 4, 6); }
   VLLM_LITE_INLINE void add01() { TILE_DOT_INT8(1, 4, 7); }
@@ -135,10 +146,10 @@ struct IntegerProduct {
     const float* scale;
     const int32_t* bias;
     const float* sum;
-    int64_t num_scales, num_groups;
+    int64_t num_groups;
 
     void next() {
-      scale += num_scales;
+      scale += num_groups;
       bias += num_groups;
       sum += num_groups;
     }
@@ -146,21 +157,28 @@ struct IntegerProduct {
 
   RowScales row_scales(const Group& group, int64_t number) const {
     const int64_t at = group.first_row * rows.layout.num_groups + number;
-    return {rows.scales + group.first_row * rows.layout.num_scales + number, rows.biases + at, rows.sums + at,
-            rows.layout.num_scales, rows.layout.num_groups};
+    return {rows.scales + at, rows.biases + at, rows.sums + at, rows.layout.num_groups};
   }
 };
 
 // Group after group of kQuantGroup inputs: product.add_scaled() makes their totals a part of the sums.
 template <bool kTwo, class Product>
 VLLM_LITE_INLINE void add_integers(const Product& product, const Group& group, const Weights& weights) {
-  alignas(64) int32_t totals[kGroupSums];
+  IntegerProduct::Totals totals;
   const Group::Ahead ahead = group.ahead(weights);
+  const Rows upper = group.x, lower = upper.behind(product.rows.layout.width());
+  TILES_FENCE();
   for (int64_t begin = 0; begin < weights.num_steps; begin += kQuantSteps) {
     const int64_t left = weights.num_steps - begin, end = begin + (left < kQuantSteps ? left : kQuantSteps);
     zero_sums<kTwo>();
-    for (int64_t step = begin; step < end; ++step) add_step<kTwo, Product>(group, weights, ahead, step);
-    store_sums<kTwo>(totals, kBlock);
+    for (int64_t step = begin; step < end; ++step) {
+      ahead.prefetch(step);
+      add_step<kTwo, Product>(upper, weights, step);
+    }
+    store_sums<kTwo>(totals.upper, kBlock);
+    zero_sums<kTwo>();
+    for (int64_t step = begin; step < end; ++step) add_step<kTwo, Product>(lower, weights, step);
+    store_sums<kTwo>(totals.lower, kBlock);
     TILES_FENCE();
     if (group.are_begun || begin > 0) {
       product.template add_scaled<true>(group, totals, begin / kQuantSteps);

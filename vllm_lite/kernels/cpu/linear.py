@@ -17,7 +17,10 @@ from vllm_lite.kernels.gguf_blocks import BlockRows
 from vllm_lite.kernels.grouped import GroupedWeight
 
 QUANT_GROUP = 128
-"""Inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
+"""The most inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
+ONE_PLANE = 32
+"""The most inputs of a row that share one and are 8 bits for it, with weights of 4 bits; kOnePlane. All others are 15
+bits."""
 
 _PACK_TYPES = (pointer, int64, int32, int64, int64, int32, pointer, pointer)
 _UNPACK_TYPES = (pointer, int64, int64, pointer, int64, pointer, int64, int32)
@@ -29,8 +32,8 @@ class PackedWeight:
     """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout: in its own dtype, as int8, or grouped.
 
     int8 is symmetric, one scale for each output: weight = integer * scale, with the row's largest at 127. Where the
-    machine multiplies bytes, products quantize each QUANT_GROUP inputs of their rows as well. With grouped weights
-    whose values are whole numbers they do so for each group.
+    machine multiplies bytes, products quantize each QUANT_GROUP inputs of their rows to 15 bits. With grouped weights
+    whose values are whole numbers they do so for each group; to 8 bits for 4 bits in groups of up to ONE_PLANE.
     """
 
     def __init__(
