@@ -16,6 +16,7 @@ from tests.kernels import emulator
 from tests.kernels.emulator import EmulatedKernel, EmulatorLauncher
 from tests.paged import Oracle, Paged
 from vllm_lite.attention import cuda as cuda_module
+from vllm_lite.attention import prefix_chunks
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.cuda import CudaBackend, kernels_reason
 from vllm_lite.attention.reference import ReferenceBackend
@@ -226,8 +227,13 @@ class CountingLauncher(EmulatorLauncher):
 
     count = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
     def kernel(self, source: str, name: str) -> EmulatedKernel:
         self.count += 1
+        self.names.append(name.partition("<")[0])
         return super().kernel(source, name)
 
 
@@ -413,7 +419,8 @@ def test_a_step_of_prompts_alone_launches_no_kernel_of_ours(handed: list[int]) -
     ("changes", "table", "prompts"),
     [
         ({}, LATE, [(1, 2, 17), (35, 1, 20), (71, 1, 17)]),
-        ({}, table_of((16, "ours"), (18, "cudnn")), [(35, 1, 20)]),
+        ({}, table_of((16, "ours"), (18, "flash")), [(35, 1, 20)]),
+        ({}, table_of((16, "cudnn")), []),
         ({}, table_of((16, "flash"), (18, "ours")), [(1, 2, 17), (71, 1, 17)]),
         ({"windows": (17,)}, LATE, [(1, 2, 17), (71, 1, 17)]),
         ({"windows": (16,)}, LATE, []),
@@ -436,7 +443,7 @@ def test_which_prompts_go_through_a_library(
 
 def test_a_small_gain_is_none() -> None:
     assert Measured("bfloat16", 64, 2, 16, {"ours": 10.0, "flash": 9.6}).best() is None
-    assert Measured("bfloat16", 64, 2, 16, {"ours": 10.0, "flash": 9.4, "cudnn": 9.0, "other": 1.0}).best() == "cudnn"
+    assert Measured("bfloat16", 64, 2, 16, {"ours": 10.0, "flash": 9.4, "cudnn": 1.0, "varlen": 1.0}).best() == "flash"
     assert Measured("bfloat16", 64, 2, 16, {"flash": 9.0}).best() is None
 
 
@@ -455,6 +462,92 @@ def test_a_table_is_kept_for_its_device_and_torch(
         caplog.clear()
         assert not prefill_table.load(path).ways(BF16, 64, 2)
         assert "is no table of prefill times" in caplog.text
+
+
+# ---- chunks behind a prefix
+
+
+def chunk_table(*points: tuple[int, int, str]) -> PrefillTable:
+    """As if so many tokens behind so many had been faster gathered, or not: "ours"."""
+    shape: dict[str, Any] = {"dtype": "bfloat16", "head_size": 64, "group": 2}
+    return PrefillTable(
+        Measured(**shape, num_tokens=n, us={"ours": 10.0, way: 9.0}, num_before=before) for n, before, way in points
+    )
+
+
+CHUNKS = [(1, 40), (18, 50), (20, 20), (40, 140), (2, 2), (33, 49), (0, 0), (17, 90)]
+GATHERING = chunk_table((16, 16, "varlen"), (32, 32, "varlen"))
+
+
+def gathered_by(shape: AttentionShape, table: PrefillTable, lengths: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Rows of the step and lengths of the sequences that are gathered."""
+    (plan, *_) = plan_of(CudaBackend(shape, emulator.EmulatorLauncher(), table), lengths).gathered
+    if plan is None:
+        return []
+    starts, lens = plan.query_start_loc.diff().tolist(), plan.kv_start_loc.diff().tolist()
+    return list(zip(starts, lens, strict=True))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_gathered_chunks_like_the_reference(padding: int, kv_dtype: torch.dtype | None) -> None:
+    shape = changed(SHAPE, **({"kv_dtype": kv_dtype, "k_scale": 0.5, "v_scale": 2.0} if kv_dtype else {}))
+    step = make_step(shape, CHUNKS, padding=padding)
+    launcher = CountingLauncher()
+    out, _ = step.run(CudaBackend(shape, launcher, GATHERING), hands_over=True)
+    want, _ = step.run(ReferenceBackend(shape))
+    assert launcher.names.count("gather_kv") == 1
+    assert (out.double() - want.double()).abs().max() <= TOLERANCES[BF16]
+
+
+def test_a_step_of_gathered_chunks_alone() -> None:
+    """All of its rows attend there: nothing is picked out, and our prefill has no tile."""
+    step = make_step(SHAPE, [(18, 50), (40, 140)])
+    launcher = CountingLauncher()
+    out, _ = step.run(CudaBackend(SHAPE, launcher, GATHERING))
+    want, _ = step.run(ReferenceBackend(SHAPE))
+    assert "prefill_attention" not in launcher.names
+    assert (out.double() - want.double()).abs().max() <= TOLERANCES[BF16]
+
+
+@pytest.mark.parametrize(
+    ("changes", "table", "gathered"),
+    [
+        ({}, GATHERING, [(18, 50), (40, 140), (17, 90)]),
+        ({}, chunk_table((16, 16, "varlen"), (16, 80, "ours")), [(18, 50), (33, 49), (17, 90)]),
+        ({}, chunk_table((16, 16, "ours"), (30, 16, "varlen")), [(40, 140), (33, 49)]),
+        ({}, chunk_table((16, 16, "ours")), []),
+        ({}, table_of((16, "flash")), []),
+        ({"kv_dtype": E4M3}, GATHERING, [(18, 50), (40, 140), (17, 90)]),
+        ({"windows": (1000,)}, GATHERING, []),
+        ({"soft_cap": 2.0}, GATHERING, []),
+        ({"sinks": True}, GATHERING, []),
+        ({"alibi_slopes": (0.5, 0.25, 0.1, 0.9)}, GATHERING, []),
+        ({"dtype": FP16}, GATHERING, []),
+        ({"num_heads": 2}, GATHERING, []),
+    ],
+)
+def test_which_chunks_are_gathered(
+    changes: dict[str, Any], table: PrefillTable, gathered: list[tuple[int, int]]
+) -> None:
+    assert gathered_by(changed(SHAPE, **changes), table, CHUNKS) == gathered
+
+
+def test_chunks_that_find_no_room_go_through_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    token_bytes = 2 * 2 * 64 * 2
+    monkeypatch.setattr(prefix_chunks, "GATHERED_BYTES", 140 * token_bytes)
+    assert gathered_by(SHAPE, GATHERING, CHUNKS) == [(18, 50), (17, 90)]
+    step = make_step(SHAPE, CHUNKS)
+    out, _ = step.run(CudaBackend(SHAPE, emulator.EmulatorLauncher(), GATHERING))
+    want, _ = step.run(ReferenceBackend(SHAPE))
+    assert (out.double() - want.double()).abs().max() <= TOLERANCES[BF16]
+
+
+def test_copies_of_k_and_v_are_part_of_the_workspace() -> None:
+    sizes = 1000, 8, 500
+    more = CudaBackend(SHAPE, emulator.EmulatorLauncher(), GATHERING).workspace_bytes(*sizes)
+    returned = 1000 * 4 * (64 * 2 + 4)
+    assert more - backend_for(SHAPE).workspace_bytes(*sizes) == returned + prefix_chunks.GATHERED_BYTES
 
 
 def test_what_a_library_returns_is_part_of_the_workspace() -> None:

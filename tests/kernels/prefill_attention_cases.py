@@ -117,7 +117,8 @@ def gathered_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
     def case(launcher: Launcher, device: torch.device) -> None:
         batch = make_batch(setup, device)
         out = batch.out()
-        plan = make_plan(batch.query_start_loc, batch.seq_lens, len(out), setup.min_query_len)
+        query_lens, seq_lens = (np.array(lens) for lens in zip(*setup.lengths(), strict=True))
+        plan = make_plan(query_lens, seq_lens, len(out), query_lens >= setup.min_query_len, device)
         varlen_prefill(
             *(launcher, out, batch.query, batch.kv, batch.block_tables, batch.seq_lens, plan),
             scale=batch.scale,

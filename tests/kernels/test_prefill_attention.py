@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.prefill_attention_cases import CASES, FP16, SETUPS, Setup, check_rows, run
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.prefill_attention import SOURCE, keys_a_tile, prefill_attention, shared_bytes
-from vllm_lite.kernels.cuda.varlen import call_varlen, make_plan, torch_varlen, varlen_reason
+from vllm_lite.kernels.cuda.varlen import VarlenPlan, call_varlen, make_plan, torch_varlen
 
 CPU = torch.device("cpu")
 Case = Callable[[Launcher, torch.device], None]
@@ -93,22 +94,20 @@ def test_refused(message: str, changes: dict[str, Any], launcher: EmulatorLaunch
 # ---- what torch's variable-length attention is asked, in any of its versions
 
 
-def test_gathering_says_what_it_cannot() -> None:
-    assert varlen_reason(None, 0.0, has_alibi=False) is None
-    assert "window" in str(varlen_reason(128, 0.0, has_alibi=False))
-    assert "soft cap" in str(varlen_reason(None, 30.0, has_alibi=False))
-    assert "ALiBi" in str(varlen_reason(None, 0.0, has_alibi=True))
+def plan_for(query_lens: list[int], seq_lens: list[int], num_tokens: int, least: int = 2) -> VarlenPlan:
+    query_lens_, seq_lens_ = np.array(query_lens), np.array(seq_lens)
+    return make_plan(query_lens_, seq_lens_, num_tokens, query_lens_ >= least, torch.device("cpu"))
 
 
-def test_a_plan_leaves_decodes_out() -> None:
-    starts, lens = torch.tensor([0, 3, 4, 8], dtype=torch.int32), torch.tensor([10, 20, 4], dtype=torch.int32)
-    plan = make_plan(starts, lens, 9)
+def test_a_plan_leaves_out_what_is_not_chosen() -> None:
+    plan = plan_for([3, 1, 4], [10, 20, 4], 9)
     assert plan.rows is not None
     assert plan.rows.tolist() == [0, 1, 2, 4, 5, 6, 7]
-    assert plan.query_start_loc.tolist() == [0, 3, 3, 7]
-    assert plan.kv_start_loc.tolist() == [0, 10, 10, 14]
+    assert plan.query_start_loc.tolist() == [0, 3, 7]
+    assert plan.kv_start_loc.tolist() == [0, 10, 14]
+    assert plan.gather_start_loc.tolist() == [0, 10, 10, 14]
     assert (plan.max_query_len, plan.max_seq_len) == (4, 10)
-    assert make_plan(starts, lens, 8, min_query_len=1).rows is None
+    assert plan_for([3, 1, 4], [10, 20, 4], 8, least=1).rows is None
 
 
 def modern(
@@ -122,7 +121,7 @@ def older(*args: Any, is_causal: Any = False, scale: Any = None) -> Any:
 
 
 def test_varlen_is_asked_in_the_words_of_its_version() -> None:
-    plan = make_plan(torch.tensor([0, 3], dtype=torch.int32), torch.tensor([5], dtype=torch.int32), 3)
+    plan = plan_for([3], [5], 3)
     query, keys = torch.zeros(3, 4, 8), torch.zeros(5, 2, 8)
     assert call_varlen(modern, query, keys, keys, plan, 0.1) == {
         "window_size": (-1, 0),
@@ -130,7 +129,9 @@ def test_varlen_is_asked_in_the_words_of_its_version() -> None:
         "num_splits": 1,
         "heads": 2,
     }
-    assert call_varlen(older, query, keys, keys, plan, 0.1) == {"is_causal": True, "heads": 4}
+    assert call_varlen(older, query, keys, keys, plan, 0.1) == {"is_causal": True, "heads": 2}, (
+        "the operator takes fewer KV heads without being asked"
+    )
 
 
 def test_this_torch_has_it() -> None:

@@ -41,7 +41,7 @@ def run(*flags: str, **env: str) -> "subprocess.CompletedProcess[str]":
 # ---- as a whole
 
 
-PARTS = "cases,graphs,bench,parallel,recovery"
+PARTS = "cases,graphs,speed,bench,parallel,recovery"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_emulated_measurements_have_the_form_that_others_read(
         linear.DENSE,
         *(f"linear, {kind.name}" for kind in linear.KINDS),
     } < kernels
-    assert "launch: decode_attention, us" in found["bench"]
+    assert "launch: decode_attention, us" in found["speed"]
 
 
 def test_emulated_ranks_share_a_model(found: dict[str, Any]) -> None:
@@ -130,14 +130,14 @@ def test_no_gpu_is_one_line(tmp_path: Path) -> None:
 
 
 def test_without_time_parts_are_skipped_with_a_word(tmp_path: Path) -> None:
-    done = run("--emulate", "--parts", "graphs,bench,tests", "--limit-s", "0.5", "--out", str(tmp_path))
+    done = run("--emulate", "--parts", "graphs,bench,worker", "--limit-s", "0.5", "--out", str(tmp_path))
     assert "skipped bench: no time left" in done.stdout
-    assert "skipped tests: no time left" in done.stdout
+    assert "skipped worker: no time left" in done.stdout
     assert not (tmp_path / "emulator-kernels.json").exists()
 
 
 def test_unknown_parts_are_refused() -> None:
-    done = run("--parts", "kernels")
+    done = run("--parts", "kernel")
     assert done.returncode == 2
     assert f"there are {', '.join(stages.STAGES)}" in done.stderr
 
@@ -286,7 +286,7 @@ def test_cases_that_get_no_time(tmp_path: Path) -> None:
 def test_the_table_and_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = main.parse(["--out", str(tmp_path / "new"), "--emulate"])
     check = stages.Check(arguments)
-    check.found |= {"device": "NVIDIA H200", "date": "today", "commit": "abc", "tests": {"out": "long", "status": 0}}
+    check.found |= {"device": "NVIDIA H200", "date": "today", "commit": "abc", "worker": {"out": "long", "status": 0}}
     rows = [
         {"kernel": "decode", "shape": "s", "us": 12.3, "gb_s": 4000.0, "limit": 4500.0, "share": 0.89},
         {"kernel": "prefill", "shape": "p", "us": 5.0, "tflop_s": 600.0, "limit": 650.0, "share": 0.92},
@@ -296,7 +296,7 @@ def test_the_table_and_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     kernels = json.loads((tmp_path / "new" / "nvidia-h200-kernels.json").read_text())
     assert kernels == {"device": "NVIDIA H200", "date": "today", "commit": "abc", "rows": rows}
     everything = json.loads((tmp_path / "new" / "nvidia-h200-check.json").read_text())
-    assert everything["tests"] == {"status": 0}
+    assert everything["worker"] == {"status": 0}
     lines = capsys.readouterr().out.splitlines()
     assert any("4000.0" in line and "89%" in line and "4500.0" in line for line in lines)
     assert any("600.0" in line and "92%" in line for line in lines)

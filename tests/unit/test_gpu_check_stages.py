@@ -75,17 +75,39 @@ def test_a_stage_that_breaks_is_a_problem_and_the_next_one_runs(
     assert "FAILED cases" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_the_sanitizer_waits_where_nothing_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_failed: bool
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_runs_behind_a_smoke_stage_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     ran: list[str] = []
-    for name in ("sanitize", "bench"):
-        monkeypatch.setattr(stages.Check, name, lambda _, name=name: ran.append(name))
+    monkeypatch.setattr(stages.Check, "smoke", lambda check: check.problem("smoke: wrong") if fails else None)
+    monkeypatch.setattr(stages.Check, "graphs", lambda _: ran.append("graphs"))
     check = check_of(tmp_path)
-    check.results = [parts.CaseResults("some", failures={"one": "it is wrong"} if has_failed else {})]
-    check.run(["sanitize", "bench"])
-    assert ran == (["sanitize", "bench"] if has_failed else ["bench", "sanitize"])
+    check.run(["smoke", "graphs"])
+    assert ran == ([] if fails else ["graphs"])
+    assert check.found.get("left out") == (["graphs"] if fails else None)
+
+
+def test_a_problem_before_the_smoke_stage_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(stages.Check, "smoke", lambda _: None)
+    monkeypatch.setattr(stages.Check, "graphs", lambda _: ran.append("graphs"))
+    check = check_of(tmp_path)
+    check.problem("wheels: one lacks")
+    check.run(["smoke", "graphs"])
+    assert ran == ["graphs"]
+
+
+def test_calls_begin_with_what_has_never_run() -> None:
+    for names in stages.CALLS.values():
+        assert names[:4] == (*stages.PREPARING, stages.SMOKE)
+    assert stages.CALLS["first"][4] == "worker"
+    assert {name for names in stages.CALLS.values() for name in names} == set(stages.STAGES)
+    work = [name for name in stages.CALLS["first"] if name not in stages.PREPARING]
+    assert sum(stages.STAGES[name].seconds for name in work) <= main.LIMIT_S
+    assert main.parse(["--call", "first"]).parts == list(stages.CALLS["first"])
+    assert "native" in main.parse(["--call", "second", "--emulate"]).parts
+    assert "profile" not in main.parse(["--call", "third", "--emulate"]).parts
 
 
 @pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
@@ -105,10 +127,13 @@ def test_emulated_steps_engines_and_prefill(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "emulator-kernels.json").read_text())["rows"]
     found = {row["kernel"]: row for row in rows}
-    steps = {"step, graphs", "step, eager", "step, random", "step, mixed", "step, prompt", "memory in use of allowed"}
+    steps = {f"step, {way}" for way in ("graphs", "eager", "random", "ahead", "mixed", "prompt")}
+    steps.add("memory in use of allowed")
     ways = {
         "whole prompts: ours",
         "whole prompts: flash",
+        "chunks: ours",
+        "chunks: varlen",
         "prefill_attention, paged",
         "torch sdpa, flash",
         "torch varlen, contiguous",
@@ -118,7 +143,8 @@ def test_emulated_steps_engines_and_prefill(tmp_path: Path) -> None:
     assert found["step, graphs"]["launches"] > 0
     assert found["engine: vllm"]["tokens_s"] > 0
     assert "-> memory in use" not in done.stdout
-    assert "our tokens per second over vLLM's, 256 requests: not measured" in done.stdout, "there are no 256 here"
+    written = (tmp_path / "emulator-table.txt").read_text()
+    assert "our tokens per second over vLLM's, 256 requests: not measured" in written, "there are no 256 here"
 
 
 FAKE_VLLM = """

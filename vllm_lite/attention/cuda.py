@@ -3,8 +3,9 @@
 A step may mix decodes (sequences with one row) and chunks of prompts. Each kernel gets a list of its work
 (attention/cuda_plan.py): `decode_attention` the sequences with one row, those with a few behind a long context, and
 padding, which it clears; `prefill_attention` the tiles of all others. One that has nothing to do is not launched.
-float32 models run on one simple kernel for both. Prompts that come whole go through torch's attention where a table
-says that it is faster (kernels/cuda/prefill_table.py), on K and V as the layer has made them.
+float32 models run on one simple kernel for both. Where a table says that it is faster (kernels/cuda/prefill_table.py),
+torch's FlashAttention takes prompts that come whole, on K and V as the layer has made them, and chunks behind a prefix,
+on a copy of their pages.
 
 For CUDA graphs: `write_kv` and `attend` only launch, with grids that follow from the batch's numbers. What they need
 besides lies in `batch.plan`, which the owner of a graph keeps, and which `refresh` brings up to date.
@@ -34,6 +35,7 @@ from vllm_lite.kernels.cuda.prefill_attention import prefill_attention
 from vllm_lite.kernels.cuda.prefill_table import PrefillTable, of_device
 from vllm_lite.kernels.cuda.repeat import RepeatedLaunches
 from vllm_lite.kernels.cuda.torch_prefill import torch_prefill
+from vllm_lite.kernels.cuda.varlen import varlen_prefill
 
 MIN_CAPABILITY = (8, 0)
 
@@ -128,6 +130,10 @@ class CudaBackend:
         self._launch(batch.plan, ("attend", group, scales, fresh is None), (query, out), changing, attend)
         if fresh is not None and new is not None:
             torch_prefill(out, query, new.key, new.value, fresh.prompts, self._scorings[group].scale)
+        if batch.plan.gathered and (chunks := batch.plan.gathered[group]) is not None:
+            where = kv, batch.block_tables[group], batch.seq_lens, chunks
+            own, q_scale = scales or (self.shape.k_scale, self.shape.v_scale), self._scorings[group].scale
+            varlen_prefill(self.launcher, out, query, *where, scale=q_scale, k_scale=own[0], v_scale=own[1])
 
     def _launch(
         self,

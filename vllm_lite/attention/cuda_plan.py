@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.fresh_prompts import Fresh, FreshPrompts
+from vllm_lite.attention.prefix_chunks import PrefixChunks
 from vllm_lite.attention.step_batch import HostLens, StepBatch, all_to_device, staged
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.cuda.attention_work import (
@@ -34,6 +36,7 @@ from vllm_lite.kernels.cuda.decode_attention import Workspace, most_sharing, par
 from vllm_lite.kernels.cuda.prefill_table import PrefillTable
 from vllm_lite.kernels.cuda.repeat import RepeatedLaunches
 from vllm_lite.kernels.cuda.shared_prefix import WORTH, CascadeLists, cascade_lists
+from vllm_lite.kernels.cuda.varlen import VarlenPlan, make_plan
 from vllm_lite.runtime import log
 
 logger = log.get(__name__)
@@ -47,6 +50,8 @@ class Plan:
     prefills: tuple[torch.Tensor | None, ...] = ()  # int32 [tiles, 2]; None: there are none
     fresh: tuple[Fresh | None, ...] = ()
     """Where a layer hands over its K and V, in place of `prefills`; None, or nothing at all: no library is used."""
+    gathered: tuple[VarlenPlan | None, ...] = ()
+    """Chunks that `prefills` lacks; None, or nothing at all: there are none."""
     workspace: Workspace | None = None
     """None where no row is split. Held here, so that a captured graph keeps the one it knows."""
     memory: torch.Tensor | None = None  # int32 [entries, 4], of a graph: its lists
@@ -89,14 +94,14 @@ class Planner:
         self._groups = shape.groups
         self._itemsize = shape.dtype.itemsize
         self._fresh = [FreshPrompts(spec, shape, table) for spec in shape.groups]
-        for own in filter(None, dict.fromkeys(map(str, filter(None, self._fresh)))):
-            logger.info("prompts that come whole are attended to by the fastest way that was measured: %s", own)
+        self._chunks = [PrefixChunks(spec, shape, table) for spec in shape.groups]
+        for own in dict.fromkeys(map(str, filter(None, (*self._fresh, *self._chunks)))):
+            logger.info("prompts are attended to by the fastest way that was measured: %s", own)
         self._device = shape.device
         self._windows = list(dict.fromkeys(spec.window for spec in shape.groups))
         self._kind_of = [_kind(spec, shape, group) for group, spec in enumerate(shape.groups)]
         self._kinds = list(dict.fromkeys(self._kind_of))
         self._block_size = shape.block_size
-        self._shares = list(dict.fromkeys(spec.num_heads // spec.num_kv_heads for spec in shape.groups))
         self._workspace = Workspace.on(shape.device, 0, 0)
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
@@ -105,8 +110,8 @@ class Planner:
         returned = max(
             (
                 spec.num_heads * (spec.head_size * self._itemsize + 4)
-                for spec, fresh in zip(self._groups, self._fresh, strict=True)
-                if fresh
+                for spec, *libraries in zip(self._groups, self._fresh, self._chunks, strict=True)
+                if any(libraries)
             ),
             default=0,
         )
@@ -116,7 +121,8 @@ class Planner:
             ints = max(ints, 4 * (1 + most) + (7 * most if kind.most_rows > 1 else 0))
             floats = max(floats, 0 if splits == 1 else part_floats(most, spec.num_heads, spec.head_size))
             counters = max(counters, 0 if splits == 1 else most * spec.num_heads)
-        return 4 * (floats + counters + ints * len(self._kinds)) + max_num_tokens * returned
+        gathered = max((chunks.most_bytes for chunks in self._chunks), default=0)
+        return 4 * (floats + counters + ints * len(self._kinds)) + max_num_tokens * returned + gathered
 
     def for_step(self, lens: HostLens, num_tokens: int) -> Plan:
         """The lists of a step that runs eagerly."""
@@ -126,12 +132,14 @@ class Planner:
         tables = lens.block_tables
         decodes = [kind.lists(rows, tables, self._block_size) for kind in self._kinds] if len(rows.tokens) else []
         lists = [part for each in decodes for part in (each.parts if isinstance(each, CascadeLists) else (each,))]
-        if not by_row.all():
-            lists += [prefill_tiles(query_lens, seq_lens, share, ~by_row) for share in self._shares]
+        chunks = [own.of(query_lens, seq_lens * ~by_row) if own else ~by_row & by_row for own in self._chunks]
         prompts = [own.of(query_lens, seq_lens * ~by_row) if own else ((), by_row) for own in self._fresh]
+        ours = [~(by_row | gathered) for gathered in chunks]
+        tiles = {self._tiled(group, rows): rows for group, rows in enumerate(ours) if rows.any()}
+        lists += [prefill_tiles(query_lens, seq_lens, share, rows) for (share, _), rows in tiles.items()]
         lists += [
-            prefill_tiles(query_lens, seq_lens, spec.num_heads // spec.num_kv_heads, ~by_row & ~taken)
-            for spec, (found, taken) in zip(self._groups, prompts, strict=True)
+            prefill_tiles(query_lens, seq_lens, spec.num_heads // spec.num_kv_heads, rows & ~taken)
+            for spec, rows, (found, taken) in zip(self._groups, ours, prompts, strict=True)
             if found
         ]
         views = iter(all_to_device(lists, self._device))
@@ -139,9 +147,23 @@ class Planner:
             each.among(views) if isinstance(each, CascadeLists) else SplitList(next(views), has_several(each))
             for each in decodes
         ]
-        tiles = None if by_row.all() else [next(views) for _ in self._shares]
+        made = {key: next(views) for key in tiles}
         fresh = [Fresh(found, _or_none(next(views))) if found else None for found, _ in prompts]
-        return replace(self._plan(on_device or [None] * len(self._kinds), tiles), fresh=tuple(fresh))
+        plans: dict[bytes, VarlenPlan] = {}
+        for chosen in chunks:
+            if chosen.any() and chosen.tobytes() not in plans:
+                plans[chosen.tobytes()] = make_plan(query_lens, seq_lens, num_tokens, chosen, self._device)
+        return replace(
+            self._plan(on_device or [None] * len(self._kinds)),
+            prefills=tuple(made.get(self._tiled(group, rows)) for group, rows in enumerate(ours)),
+            fresh=tuple(fresh),
+            gathered=tuple(plans.get(chosen.tobytes()) for chosen in chunks),
+        )
+
+    def _tiled(self, group: int, rows: NDArray[np.bool_]) -> tuple[int, bytes]:
+        """Groups that have the same tiles: those with as many heads for a KV head and the same sequences."""
+        spec = self._groups[group]
+        return spec.num_heads // spec.num_kv_heads, rows.tobytes()
 
     def for_graph(self, batch: StepBatch) -> Plan:
         """Room for the lists of any step with up to `batch.num_seqs` sequences of one row each. It holds padding."""
@@ -154,7 +176,7 @@ class Planner:
             if kind.shares(batch):
                 cascade = Cascade(next(views), next(views).view(-1), next(views).view(-1, 2))
             decodes.append(SplitList(splits, most_splits(batch.max_seq_len, kind.window) > 1, cascade))
-        plan = self._plan(decodes, None, memory)
+        plan = self._plan(decodes, memory)
         self.refresh(plan, batch, np.zeros(0, np.int64), ())
         return plan
 
@@ -193,13 +215,9 @@ class Planner:
     def _plan(
         self,
         decodes: Sequence[SplitList | None],  # by kind
-        tiles: Sequence[torch.Tensor] | None,  # by the number of heads that share a KV head
         memory: torch.Tensor | None = None,
     ) -> Plan:
         of_group = tuple(decodes[self._kinds.index(kind)] for kind in self._kind_of)
-        prefills: list[torch.Tensor | None] = [None] * len(self._groups)
-        if tiles is not None:
-            prefills = [tiles[self._shares.index(spec.num_heads // spec.num_kv_heads)] for spec in self._groups]
         floats = counters = 0
         for spec, work in zip(self._groups, of_group, strict=True):
             if work is not None and work.several:
@@ -209,7 +227,7 @@ class Planner:
             sizes = max(floats, len(self._workspace.parts)), max(counters, len(self._workspace.arrived))
             self._workspace = Workspace.on(self._device, *sizes)
         workspace = self._workspace if floats else None
-        return Plan(of_group, tuple(prefills), workspace=workspace, memory=memory)
+        return Plan(of_group, (None,) * len(self._groups), workspace=workspace, memory=memory)
 
 
 def _or_none(tiles: torch.Tensor) -> torch.Tensor | None:

@@ -9,14 +9,15 @@ import argparse
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
-from gpu_check_cases import open_launcher
+from gpu_check_cases import open_launcher, usable
 from gpu_check_experts import measure as measure_experts
 from gpu_check_graphs import Work, lists_for
 from gpu_check_linear import measure as measure_linear
-from gpu_check_parts import emit
+from gpu_check_parts import emit, run_checks
 from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
 
 from vllm_lite.kernels.cuda import cache_ops, fused, masks, prefill_attention, sampler
@@ -52,30 +53,20 @@ class Bench:
         gb_s = num_bytes / seconds / 1e9
         self.row(kernel, shape, seconds, gb_s=gb_s, limit=self.copy_gb_s, share=gb_s / self.copy_gb_s)
 
-    def run(self) -> None:
-        self.copy()
-        parts: list[Callable[[], None]] = [
-            self.launch,
-            self.decode,
-            self.layers,
-            self.few_rows,
-            self.long_graphs,
-            self.decode_fetch,
-            self.shared_prefix,
-            self.decode_variants,
-            self.fused,
-            self.sampler,
-            self.masks,
-            self.experts,
-            self.linear,
+    def checks(self, chosen: str) -> dict[str, Callable[[], None]]:
+        """What is measured: `first` is what has to be known first, `second` the rest."""
+        first: list[Callable[[], None]] = [self.launch, self.decode, self.linear, self.experts]
+        second: list[Callable[[], None]] = [
+            *(self.layers, self.few_rows, self.long_graphs, self.decode_fetch, self.shared_prefix),
+            *(self.decode_variants, self.fused, self.sampler, self.masks),
         ]
-        for part in parts:
-            name = part.__name__
-            try:
-                part()
-                emit(say=f"{name} done")
-            except Exception as error:
-                emit(failed=f"{name}: {type(error).__name__}: {error}")
+        parts = {"first": first, "second": second, "all": first + second}[chosen]
+        return {part.__name__: partial(self._run, part) for part in parts}
+
+    def _run(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        finally:
             if not self.small:
                 torch.cuda.empty_cache()
 
@@ -296,9 +287,9 @@ class Bench:
             draws = np.zeros(rows, DRAW)
             draws["seed"], draws["temperature"] = np.arange(rows), 1.0
             draws["top_k"], draws["top_p"], draws["max_distance"] = 50, 0.9, np.inf
-            seconds = self.timer.eager_seconds(lambda _: sampler.pick_on_device(self.launcher, logits, draws))  # noqa: B023
+            seconds = self.timer.device_seconds(lambda _: sampler.pick_on_device(self.launcher, logits, draws))  # noqa: B023
             self.bytes_row("sampler pick", f"{rows} x {vocab} top-k 50 top-p 0.9", seconds, logits.nbytes)
-            seconds = self.timer.eager_seconds(lambda _: by_sorting(logits))  # noqa: B023
+            seconds = self.timer.device_seconds(lambda _: by_sorting(logits))  # noqa: B023
             self.bytes_row("torch: sort and multinomial", f"{rows} x {vocab}", seconds, logits.nbytes)
 
     def masks(self) -> None:
@@ -309,7 +300,7 @@ class Bench:
             allowed = np.random.default_rng(0).random((rows, -(-vocab // 32) * 32)) < 0.01
             bitmasks = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
             masked = masks.bring(logits, MaskedRows(np.arange(rows), bitmasks))
-            seconds = self.timer.eager_seconds(lambda _: masks.rule_out(self.launcher, logits, masked))  # noqa: B023
+            seconds = self.timer.device_seconds(lambda _: masks.rule_out(self.launcher, logits, masked))  # noqa: B023
             self.bytes_row("rule_out", f"{rows} x {vocab}", seconds, 2 * logits.nbytes)
 
     def experts(self) -> None:
@@ -330,9 +321,14 @@ def by_sorting(logits: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="?", choices=("first", "second", "all"), default="all")
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--emulate", action="store_true")
-    Bench(*open_launcher(parser.parse_args().emulate)).run()
-    emit(finished=True)
+    arguments = parser.parse_args()
+    launcher, device = open_launcher(arguments.emulate)
+    bench = Bench(launcher, device)
+    bench.copy()
+    run_checks(bench.checks(arguments.parts), arguments.first, lambda: usable(device))
 
 
 if __name__ == "__main__":

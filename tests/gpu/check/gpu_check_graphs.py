@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from gpu_check_cases import open_launcher
+from gpu_check_cases import open_launcher, usable
 from gpu_check_linear import KINDS, random_weight
-from gpu_check_parts import emit
+from gpu_check_parts import run_checks
 from gpu_check_setup import Paged, Shape, capture, paged
 
 from vllm_lite.kernels.cuda import cache_ops
@@ -178,8 +178,10 @@ def packed_linear(launcher: Launcher, device: torch.device, rows: int) -> str | 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--emulate", action="store_true")
-    launcher, device = open_launcher(parser.parse_args().emulate)
+    arguments = parser.parse_args()
+    launcher, device = open_launcher(arguments.emulate)
     checks: dict[str, Callable[[], str | None]] = {
         "decode attention, one split": lambda: decode_attention(launcher, device, 64),
         "decode attention, splits": lambda: decode_attention(launcher, device, 1200),
@@ -188,17 +190,9 @@ def main() -> None:
         "experts, small tiles": lambda: experts(launcher, device, 8),
         "experts, large tiles": lambda: experts(launcher, device, 150),
         "packed linear, 1 row": lambda: packed_linear(launcher, device, 1),
-        "packed linear, 40 rows": lambda: packed_linear(launcher, device, 40),
+        "packed linear, 20 rows": lambda: packed_linear(launcher, device, 20),
     }
-    for name, check in checks.items():
-        try:
-            problem = check()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        emit(fact={name: problem or "equal"}, say=f"{name}: {problem or 'equal'}")
-        if problem:
-            emit(failed=f"{name}: {problem}")
-    emit(finished=True)
+    run_checks(checks, arguments.first, lambda: usable(device))
 
 
 if __name__ == "__main__":

@@ -1,29 +1,47 @@
 """`scripts/gpu_check`: what needs a GPU to be checked or measured, in ten minutes, from a bare checkout.
 
-It needs numpy, torch and cupy; what an engine needs beside them may lie as wheels in a folder .whl or wheels in the
-checkout, or wheels beside it, and the native library is built if it is not there. Stages, in the order of what they
-tell (gpu_check_stages.py):
+It needs numpy, torch and cupy. What an engine needs beside them, compiled kernels and the native library lie in a
+folder .carry of the checkout, which gpu_check_carry.py fills on a machine with a network; without it wheels may lie in
+.whl or wheels, and the rest is compiled here. Stages, in this order (gpu_check_stages.py):
 
 {stages}
 
-A stage that exceeds its time is stopped, says where it was, and what it had found is kept: each row and problem is a
-line of gpu_check.jsonl as soon as it is there, to which later runs add. At the end stand the rules of
-gpu_check_rules.py: what to change by what was found. `--emulate` runs stages with the emulator on the CPU, to test
+`--call first`, second or third runs what fits into ten minutes. Nothing runs behind a smoke stage that fails. A stage
+that exceeds its time is stopped, says where it was, and what it had found is kept: each row and problem is a line of
+gpu_check.jsonl as soon as it is there, to which later runs add. The table of all figures is a file; printed are the
+problems, the rules of gpu_check_rules.py that hold (what to change by what was found), the rows that most depends on,
+and the time of each stage. `--emulate` runs stages with the emulator on the CPU, to test
 this script; its figures mean nothing.
 """
 
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gpu_check_rules as rules
-from gpu_check_stages import EMULATED, STAGES, Check
+from gpu_check_stages import CALLS, EMULATED, STAGES, Check
 
 LIMIT_S = 560.0
+MOST_CHARACTERS = 11_000
+"""Of what is printed last: whoever runs this far away may get only the end of it."""
+MOST_ROWS = 20
+KEYS = (
+    r"^copy:",
+    r"^decode_attention: batch (1 ctx 32768|64 ctx 8192) gqa 4",
+    r"^step, (graphs|ahead|mixed): ",
+    r"^throughput",
+    r"^linear, (int4 g128|fp8): (1|64|512) rows, 28672",
+    r"^experts: (1|64|2048) rows",
+    r"^prefill_attention, paged: 1 x 4096 new of 4096",
+    r"^sampler pick: 1 x",
+    r"^engine: ",
+)
+"""Rows that are printed, as regular expressions of "kernel: shape"."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,13 +74,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder for the JSON files [$OUT, or here]")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"time for everything, in seconds [{LIMIT_S:g}]")
     parser.add_argument("--parts", default="", help="only these stages, separated by commas")
+    parser.add_argument("--call", choices=sorted(CALLS), help="the stages of one of three calls of ten minutes")
     parser.add_argument("--cases", default="", help="only case files whose name contains this")
     parser.add_argument("--max-cases", type=int, default=0, help="only so many cases of each file")
     parser.add_argument("--wheels", help="folder with wheels of what this Python lacks")
     parser.add_argument("--vllm", help="the Python of a vLLM installation")
     parser.add_argument("--emulate", action="store_true", help="run kernels on the CPU, to test this script")
     arguments = parser.parse_args(argv)
-    every = EMULATED if arguments.emulate else tuple(STAGES)
+    every = CALLS[arguments.call] if arguments.call else tuple(STAGES)
+    if arguments.emulate:
+        every = tuple(name for name in every if name in EMULATED)
     arguments.parts = [part for part in arguments.parts.split(",") if part] or list(every)
     if strangers := set(arguments.parts) - set(STAGES):
         parser.error(f"unknown parts {', '.join(sorted(strangers))}; there are {', '.join(STAGES)}")
@@ -70,15 +91,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def report(check: Check) -> None:
-    """Print the tables and the rules, and write the files."""
-    print(f"\n{table(check.rows)}\n")
-    for name, result in check.found.get("cases", {}).items():
-        skipped = f"  skipped: {result['skipped']}" if "skipped" in result else ""
-        print(f"{name:<28} {result['passed']:>4} passed {len(result['failed']):>4} failed{skipped}")
+    """Write the files, and print what matters of them."""
     advice = rules.said(check.rows)
-    print("\n" + "\n".join(advice) + "\n")
     check.found["rules"] = [text for text in advice if text.startswith("->")]
-    print(f"{len(check.problems)} problems" if check.problems else "no problems")
     folder = Path(check.arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
     device = "".join(c if c.isalnum() else "-" for c in str(check.found["device"])).strip("-").lower()
@@ -86,12 +101,37 @@ def report(check: Check) -> None:
     kernels, everything = folder / f"{device}-kernels.json", folder / f"{device}-check.json"
     if check.rows:
         kernels.write_text(json.dumps(header | {"rows": check.rows}, indent=1) + "\n")
-        print(f"wrote {kernels}")
+        (folder / f"{device}-table.txt").write_text(table(check.rows) + "\n\n" + "\n".join(advice) + "\n")
     for part in check.found.values():
         if isinstance(part, dict):
             part.pop("out", None)
     everything.write_text(json.dumps(check.found | {"problems": check.problems}, indent=1) + "\n")
-    print(f"wrote {everything}")
+    print("\n" + summary(check))
+    print(f"wrote {everything}" + (f", {kernels} and {device}-table.txt beside them" if check.rows else ""))
+
+
+def summary(check: Check) -> str:
+    """All that whoever reads the end of a long output has to see, in less than MOST_CHARACTERS."""
+    lines = [f"{len(check.problems)} problems" if check.problems else "no problems"]
+    shortest = max(80, 5000 // max(1, len(check.problems)))
+    lines += [f"FAILED {problem[:shortest]}" for problem in check.problems]
+    for name, result in check.found.get("cases", {}).items():
+        skipped = f"  skipped: {result['skipped']}" if "skipped" in result else ""
+        lines.append(f"{name:<28} {result['passed']:>4} passed {len(result['failed']):>4} failed{skipped}")
+    lines += check.found["rules"]
+    if rows := key_rows(check.rows):
+        lines.append(table(rows))
+    compiled = check.found.get("compiled", {})
+    for name, seconds in check.found.get("seconds", {}).items():
+        lines.append(f"{name:<12} {seconds:>7.1f} s" + (f", {compiled[name]} compiled" if name in compiled else ""))
+    text = "\n".join(lines)
+    return text if len(text) < MOST_CHARACTERS else text[: MOST_CHARACTERS - 40] + "\n... the files have the rest"
+
+
+def key_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that most depends on, at most MOST_ROWS."""
+    found = [row for row in rows if any(re.search(key, f"{row['kernel']}: {row['shape']}") for key in KEYS)]
+    return (found or rows)[:MOST_ROWS]
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -50,6 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": _8B | _TINY | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
 }
 GENERATION = 1
+PATIENT_S = 120.0
+"""heartbeat_timeout_s while something is checked: a kernel that has to be compiled is no device that hangs."""
 
 
 def write_model(name: str, folder: str) -> None:
@@ -84,7 +86,12 @@ def emulated_device() -> Device:
     from tests.cuda_capture import CapturingLauncher, CudaLikeCapture
     from tests.kernels.emulator import EmulatorLauncher
 
-    launcher = CapturingLauncher(EmulatorLauncher())
+    launch_with(CapturingLauncher(EmulatorLauncher()))
+    return Device(torch.device("cpu"), HostMemory(), CudaLikeCapture())
+
+
+def launch_with(launcher: Any) -> None:
+    """Have this process's workers give a CPU's kernels, as a GPU's, to `launcher`."""
     replaced: dict[str, tuple[Any, Any]] = {
         "select_backend": (worker_module, lambda shape, _: CudaBackend(shape, launcher)),
         "TorchOps": (ops_module, lambda: CudaOps(launcher)),
@@ -94,7 +101,6 @@ def emulated_device() -> Device:
     }
     for name, (module, value) in replaced.items():
         setattr(module, name, value)
-    return Device(torch.device("cpu"), HostMemory(), CudaLikeCapture())
 
 
 class RandomWorker:
@@ -108,7 +114,7 @@ class RandomWorker:
         self._folder = tempfile.TemporaryDirectory()
         write_model(name, self._folder.name)
         wanted = {"model": self._folder.name, "device": "cuda" if device is None else "cpu", "load_format": "dummy"}
-        config = EngineConfig.check(wanted | {"dtype": "bfloat16"} | settings)
+        config = EngineConfig.check(wanted | {"dtype": "bfloat16", "heartbeat_timeout_s": PATIENT_S} | settings)
         longest = load_spec(self._folder.name).max_position_embeddings
         self.config = config.resolve(max_position_embeddings=longest, dtype="bfloat16", model_path=self._folder.name)
         self.worker = Worker(self.config, 0, Progress(), device)
@@ -122,6 +128,14 @@ class RandomWorker:
         """One step; it returns when its tokens are there."""
         self._number += 1
         return self.worker.execute(SchedulerOutput(GENERATION, self._number, [], list(entries)))
+
+    def run_together(self, steps: Sequence[Sequence[Entry]]) -> list[ModelOutput]:
+        """Steps that are known before the first one's tokens are, as the engine sends them with async_scheduling."""
+        made = []
+        for entries in steps:
+            self._number += 1
+            made.append(SchedulerOutput(GENERATION, self._number, [], list(entries)))
+        return self.worker.run(made)
 
     def close(self) -> None:
         self._folder.cleanup()

@@ -13,13 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
-from gpu_check_parts import emit
+from gpu_check_parts import run_checks
 from gpu_check_setup import capture
 
 from vllm_lite.checkpoint.shard import Shard
@@ -191,6 +191,7 @@ def main() -> int:
     parser.add_argument(
         "--rank-1", nargs=2, metavar=("MEMORY", "FOLDER"), help="the other rank, which this script starts"
     )
+    parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args()
     device = torch.device("cpu" if arguments.emulate else "cuda:0")
     if arguments.rank_1:
@@ -198,16 +199,7 @@ def main() -> int:
         problem = as_rank(1, WorkerGroup(int(memory), folder), device)
         print(f"rank 1: {problem or 'equal'}", file=sys.stderr)
         return int(problem is not None)
-    for name, check in CHECKS.items():
-        begin_s = time.monotonic()
-        try:
-            problem = check(device)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        emit(fact={name: problem or "equal"}, say=f"{name}: {problem or 'equal'}, {time.monotonic() - begin_s:.1f} s")
-        if problem:
-            emit(failed=f"{name}: {problem}")
-    emit(finished=True)
+    run_checks({name: partial(check, device) for name, check in CHECKS.items()}, arguments.first, lambda: True)
     return 0
 
 

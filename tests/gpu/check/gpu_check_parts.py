@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(__file__).resolve().parent
 QUIET_S = 90.0
 """A process that says nothing for so long hangs: no case and no compilation takes a third of it."""
+PATIENCE = {"VLLM_LITE_HEARTBEAT_TIMEOUT_S": "120"}
+"""Settings of engines while something is checked: a kernel that has to be compiled is no device that hangs."""
 MAX_RESTARTS = 8
 LAST_LINES = 3
 
@@ -27,6 +29,29 @@ Event = dict[str, Any]
 def emit(**event: Any) -> None:
     """Called in a part: send an event to the parent."""
     print(json.dumps(event), flush=True)
+
+
+def run_checks(checks: Mapping[str, Callable[[], str | None]], first: int, usable: Callable[[], bool]) -> None:
+    """Called in a part: run checks from number `first` on, each of which returns its problem, or raises it. Behind one
+    that leaves the device useless the process ends, and `run_restarted` goes on in another."""
+    for number, (name, check) in enumerate(checks.items()):
+        if number < first:
+            continue
+        emit(begin=number, case=name)
+        start_s = time.monotonic()
+        try:
+            problem = check() or ""
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"[:1000]
+        still = usable()
+        problem = problem or ("" if still else "the device reports an error behind it")
+        seconds = time.monotonic() - start_s
+        emit(fact={name: problem or "equal"}, say=f"{name}: {problem or 'equal'}, {seconds:.1f} s", usable=still)
+        if problem:
+            emit(failed=f"{name}: {problem}", case=name, usable=still)
+        if not still:
+            return
+    emit(finished=True)
 
 
 @dataclass
@@ -48,7 +73,7 @@ def python_path(*folders: Path) -> str:
 
 def run_part(part: Part, deadline_s: float) -> Iterator[Event]:
     """Run it, yield its events as they come and print other lines. Ends it at the deadline, or when it is quiet."""
-    environment = os.environ | {"PYTHONPATH": python_path(ROOT, FOLDER), "PYTHONFAULTHANDLER": "1"}
+    environment = os.environ | PATIENCE | {"PYTHONPATH": python_path(ROOT, FOLDER), "PYTHONFAULTHANDLER": "1"}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, *part.command],
@@ -131,33 +156,47 @@ class CaseResults:
     skipped: str = ""
 
 
-def run_cases(name: str, options: list[str], deadline_s: float) -> CaseResults:
-    """Every case of tests/kernels/<name>.py; behind one that ends the process, a new process goes on."""
-    results = CaseResults(name)
-    first = 0
+def run_restarted(part: Part, deadline_s: float) -> Iterator[Event]:
+    """The events of a part whose checks have numbers; behind a check that ended its process, or left it a useless
+    device, a new process goes on with `--first`."""
+    command, first = part.command, 0
     for _ in range(MAX_RESTARTS):
-        part = Part(name, [str(FOLDER / "gpu_check_cases.py"), name, "--first", str(first), *options])
+        once = Part(part.name, [*command, "--first", str(first)], part.quiet_s)
         running: tuple[int, str] | None = None
-        for event in run_part(part, deadline_s):
+        for event in run_part(once, deadline_s):
             if "begin" in event:
                 running = (event["begin"], event["case"])
-            elif "skipped" in event:
-                results.skipped = event["skipped"]
-            elif "passed" in event:
-                results.passed += 1
-                running = None
-            elif "failed" in event:
-                results.failures[event["case"]] = event["failed"]
-                results.numbers[event["case"]] = running[0] if running else 0
-                print(f"{name}: {event['case']} FAILED: {event['failed'][:300]}", flush=True)
-                running = None if event["usable"] else running
-        if part.finished:
-            return results
+            yield event
+        if once.finished:
+            part.finished = True
+            return
         if running is None or time.monotonic() >= deadline_s:
-            results.problems += part.problems
-            return results
-        results.failures.setdefault(running[1], part.problems[0] if part.problems else "it ended the process")
-        results.numbers.setdefault(running[1], running[0])
+            part.problems += once.problems
+            return
         first = running[0] + 1
-    results.problems.append(f"given up after {MAX_RESTARTS} cases that ended the process")
+        why = once.problems[0] if once.problems else "it ended the process"
+        yield {"ended": why, "case": running[1]}
+    part.problems.append(f"given up after {MAX_RESTARTS} processes that ended early")
+
+
+def run_cases(name: str, options: list[str], deadline_s: float) -> CaseResults:
+    """Every case of tests/kernels/<name>.py."""
+    results = CaseResults(name)
+    part = Part(name, [str(FOLDER / "gpu_check_cases.py"), name, *options])
+    number = 0
+    for event in run_restarted(part, deadline_s):
+        if "begin" in event:
+            number = event["begin"]
+        elif "skipped" in event:
+            results.skipped = event["skipped"]
+        elif "passed" in event:
+            results.passed += 1
+        elif "failed" in event:
+            results.failures[event["case"]] = event["failed"]
+            results.numbers[event["case"]] = number
+            print(f"{name}: {event['case']} FAILED: {event['failed'][:300]}", flush=True)
+        elif "ended" in event:
+            results.failures.setdefault(event["case"], event["ended"])
+            results.numbers.setdefault(event["case"], number)
+    results.problems += part.problems
     return results

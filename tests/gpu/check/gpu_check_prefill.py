@@ -1,7 +1,8 @@
-"""Part of `gpu_check`: our prefill over pages next to what torch has: FlashAttention and cuDNN on contiguous K and V.
+"""Part of `gpu_check`: our prefill over pages next to torch's FlashAttention.
 
-Prompts that come whole go the fastest way of a table (vllm_lite/kernels/cuda/prefill_table.py), which is measured here
-and kept where workers on this device find it; all others through our kernel.
+Prompts go the faster way of a table (vllm_lite/kernels/cuda/prefill_table.py), which is measured here and kept where
+workers on this device find it: those that come whole by K and V as a layer makes them, slices of rows that Q, K and V
+share; chunks behind a prefix by a copy of their pages.
 """
 
 import argparse
@@ -13,22 +14,22 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 from gpu_check_bench import Bench
-from gpu_check_cases import open_launcher
-from gpu_check_parts import emit
+from gpu_check_cases import open_launcher, usable
+from gpu_check_parts import emit, run_checks
 from gpu_check_setup import Launch, Paged, Shape, paged
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_lite.kernels.cuda import prefill_attention, prefill_table, varlen
+from vllm_lite.kernels.cuda import prefill_attention, prefill_table, torch_prefill, varlen
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
 from vllm_lite.kernels.cuda.attention_work import prefill_tiles
 from vllm_lite.kernels.cuda.gather_kv import gather_kv
 
 TORCH = "torch sdpa, contiguous"
-FLASH, CUDNN, VARLEN = "torch sdpa, flash", "torch sdpa, cudnn", "torch varlen, contiguous"
+FLASH, VARLEN = "torch sdpa, flash", "torch varlen, contiguous"
 OURS = "prefill_attention, paged"
-BACKENDS = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
+BACKENDS = {FLASH: SDPBackend.FLASH_ATTENTION}
 POINTS = (  # sequences, their new tokens, their tokens
     (1, 4096, 4096),
     (1, 1024, 1024),
@@ -46,6 +47,10 @@ TABLE_SHAPES = ((128, 4, 8), (128, 8, 8), (128, 1, 8), (64, 4, 8), (64, 8, 4), (
 TABLE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 TABLE_TOKENS = 2048
 """Of a measurement, at least: shorter prompts come several at a time."""
+TABLE_CHUNKS = tuple((length, before) for length in (512, 2048) for before in (2048, 8192, 30720))
+"""Tokens of a chunk, and those before it."""
+LONG = 2048
+"""Prompts of so many tokens keep the device busy for longer than launching takes."""
 
 
 class Prefill:
@@ -55,9 +60,11 @@ class Prefill:
         self.bench, self.batch, self.query_len, self.shape = bench, batch, query_len, shape
         self.problem: Paged = paged(shape, bench.device, 0)
         self.tokens = batch * query_len
-        size = (self.tokens, shape.num_heads, shape.head_size)
-        self.query = torch.randn(size, dtype=torch.bfloat16, device=bench.device)
-        self.out = torch.empty_like(self.query)
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        rows = torch.randn(self.tokens, sum(heads), shape.head_size, dtype=torch.bfloat16, device=bench.device)
+        self.query, self.new_keys, self.new_values = rows.split(heads, 1)
+        self.out = torch.empty(self.query.shape, dtype=rows.dtype, device=bench.device)
+        self.lens = np.array([query_len] * batch), np.array([shape.context] * batch)
         self.starts = torch.arange(0, self.tokens + 1, query_len, dtype=torch.int32, device=bench.device)
         self.scale = shape.head_size**-0.5
         blocks = self.problem.tables[0].long()
@@ -78,6 +85,12 @@ class Prefill:
         mask = causal_lower_right(self.query_len, self.shape.context)
         return lambda _: scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
 
+    def whole(self, way: str) -> Launch:
+        """A prompt that comes whole, as a layer hands it over."""
+        prompts = (torch_prefill.Prompts(0, self.batch, self.query_len, way),)
+        call = (self.out, self.query, self.new_keys, self.new_values, prompts, self.scale)
+        return lambda _: torch_prefill.torch_prefill(*call)
+
     def by_backend(self, backend: SDPBackend) -> Launch:
         attend = self.sdpa()
 
@@ -88,21 +101,24 @@ class Prefill:
         return launch
 
     def ours(self) -> Launch:
-        lens = np.array([self.query_len] * self.batch), np.array([self.shape.context] * self.batch)
-        tiles = torch.from_numpy(prefill_tiles(*lens, self.shape.group, lens[0] > 0)).to(self.bench.device)
+        tiles = prefill_tiles(*self.lens, self.shape.group, self.lens[0] > 0)
+        tiles_there = torch.from_numpy(tiles).to(self.bench.device)
         cache = PagedKV(self.problem.kv, self.problem.tables[0], self.starts, self.problem.seq_lens)
-        call = (self.bench.launcher, self.out, self.query, cache, tiles, Scoring(self.scale))
+        call = (self.bench.launcher, self.out, self.query, cache, tiles_there, Scoring(self.scale))
         return lambda _: prefill_attention.prefill_attention(*call)
 
+    def plan(self) -> varlen.VarlenPlan:
+        return varlen.make_plan(*self.lens, self.tokens, self.lens[0] > 0, self.bench.device)
+
     def gathered(self) -> Launch:
-        plan = varlen.make_plan(self.starts, self.problem.seq_lens, self.tokens)
+        plan = self.plan()
         where = (self.problem.kv, self.problem.tables[0], self.problem.seq_lens, plan)
         call = (self.bench.launcher, self.out, self.query, *where)
         return lambda _: varlen.varlen_prefill(*call, scale=self.scale)
 
     def contiguous(self) -> Launch:
         """torch's attention over sequences of any lengths, on K and V as a layer has just made them."""
-        plan = varlen.make_plan(self.starts, self.problem.seq_lens, self.tokens)
+        plan = self.plan()
         keys, values = (part.flatten(0, 1) for part in (self.keys, self.values))
         function = varlen.torch_varlen() if self.query.is_cuda else None
         if function is None:
@@ -110,11 +126,15 @@ class Prefill:
         return lambda _: varlen.call_varlen(function, self.query, keys, values, plan, self.scale)
 
     def gather_only(self) -> Launch:
-        plan = varlen.make_plan(self.starts, self.problem.seq_lens, self.tokens)
+        plan = self.plan()
         keys = self.query.new_empty(self.batch * self.shape.context, *self.keys.shape[2:])
-        where = (self.problem.kv, self.problem.tables[0], plan.kv_start_loc, self.problem.seq_lens)
+        where = (self.problem.kv, self.problem.tables[0], plan.gather_start_loc, self.problem.seq_lens)
         call = (self.bench.launcher, keys, torch.empty_like(keys), *where)
         return lambda _: gather_kv(*call, max_rows=self.shape.context)
+
+    def seconds(self, launch: Launch) -> float:
+        timer = self.bench.timer
+        return timer.eager_seconds(launch) if self.tokens >= LONG else timer.device_seconds(launch)
 
     def measure(self) -> None:
         """A row for every way, beside the best of torch's."""
@@ -128,7 +148,7 @@ class Prefill:
         seconds: dict[str, float] = {}
         for name, way in ways.items():
             try:
-                seconds[name] = self.bench.timer.eager_seconds(way())
+                seconds[name] = self.seconds(way())
             except Exception as error:
                 why = f"{name}, {label}: {type(error).__name__}: {str(error)[:300]}"
                 emit(**({"say": f"cannot: {why}"} if name in BACKENDS or name == VARLEN else {"failed": why}))
@@ -138,37 +158,43 @@ class Prefill:
             self.bench.row(name, label, taken, tflop_s=flops / taken / 1e12, **against)
 
 
-def measure(bench: Bench) -> None:
-    for batch, query_len, context in POINTS if not bench.small else ((2, 20, 36), (1, 20, 20)):
-        try:
-            Prefill(bench, batch, query_len, bench.shape(batch, context, 4)).measure()
-        except Exception as error:
-            emit(failed=f"{batch} x {query_len} of {context}: {type(error).__name__}: {error}")
-        if not bench.small:
-            torch.cuda.empty_cache()
+def measure(bench: Bench, batch: int, query_len: int, context: int) -> None:
+    Prefill(bench, batch, query_len, bench.shape(batch, context, 4)).measure()
+    if not bench.small:
+        torch.cuda.empty_cache()
 
 
 def measure_table(bench: Bench) -> list[prefill_table.Measured]:
-    """Whole prompts by our kernel and torch's; what a device cannot do is no way of its table."""
+    """Whole prompts and chunks by our kernel and torch's; what a device cannot do is no way of its table."""
     shapes: Sequence[tuple[int, int, int]] = TABLE_SHAPES if not bench.small else ((64, 2, 1),)
     lengths: Sequence[int] = TABLE_LENGTHS if not bench.small else (20,)
+    chunks: Sequence[tuple[int, int]] = TABLE_CHUNKS if not bench.small else ((20, 30),)
     tokens = TABLE_TOKENS if not bench.small else 40
-    measured = []
-    for head_size, group, num_kv_heads in shapes:
-        for length in lengths:
-            shape = Shape(max(1, tokens // length), length, group, num_kv_heads, head_size)
-            one = Prefill(bench, shape.batch, length, shape)
-            us = {prefill_table.OURS: 1e6 * bench.timer.eager_seconds(one.ours())}
-            for way, backend in prefill_table.LIBRARIES.items():
-                try:
-                    us[way] = 1e6 * bench.timer.eager_seconds(one.by_backend(backend))
-                except Exception as error:
-                    emit(say=f"cannot: {way}, {shape}: {str(error)[:200]}")
-            label = f"{shape.batch} x {length} head {head_size} gqa {group}"
-            for way, taken in us.items():
-                bench.row(f"whole prompts: {way}", label, taken / 1e6, share=us[prefill_table.OURS] / taken)
-            measured.append(prefill_table.Measured("bfloat16", head_size, group, length, us))
-            emit(say=f"{label}: {measured[-1].best() or prefill_table.OURS}")
+    points = [(max(1, tokens // length), (length, 0)) for length in lengths] + [(1, chunk) for chunk in chunks]
+    return [measure_point(bench, sizes, *point) for sizes in shapes for point in points]
+
+
+def measure_point(
+    bench: Bench, sizes: tuple[int, int, int], batch: int, chunk: tuple[int, int]
+) -> prefill_table.Measured:
+    """One line of the table. chunk: tokens, and those before them."""
+    (head_size, group, num_kv_heads), (length, before) = sizes, chunk
+    one = Prefill(bench, batch, length, Shape(batch, length + before, group, num_kv_heads, head_size))
+    ways: dict[str, Callable[[], Launch]] = {prefill_table.GATHERED: one.gathered}
+    if before == 0:
+        ways = {way: partial(one.whole, way) for way in prefill_table.LIBRARIES}
+    us = {prefill_table.OURS: 1e6 * one.seconds(one.ours())}
+    label = f"{batch} x {length} behind {before} head {head_size} gqa {group}"
+    for way, launch in ways.items():
+        try:
+            us[way] = 1e6 * one.seconds(launch())
+        except Exception as error:
+            emit(say=f"cannot: {way}, {label}: {str(error)[:200]}")
+    for way, taken in us.items():
+        kind = "chunks" if before else "whole prompts"
+        bench.row(f"{kind}: {way}", label, taken / 1e6, share=us[prefill_table.OURS] / taken)
+    measured = prefill_table.Measured("bfloat16", head_size, group, length, us, before)
+    emit(say=f"{label}: {measured.best() or prefill_table.OURS}")
     return measured
 
 
@@ -178,7 +204,9 @@ def keep(measured: list[prefill_table.Measured], device: str, folder: Path | Non
     prefill_table.save(path, measured)
     kept = prefill_table.load(path)
     for one in measured:
-        if (one.num_tokens, one.best()) not in kept.ways(torch.bfloat16, one.head_size, one.group):
+        layers = torch.bfloat16, one.head_size, one.group
+        whole = (one.num_tokens, one.best()) in kept.ways(*layers)
+        if not (whole or (one.num_tokens, one.num_before, one.best() is not None) in kept.behind(*layers)):
             emit(failed=f"{path} has not what was measured: {one}")
             return
     emit(fact={"table": str(path)}, say=f"wrote {path}")
@@ -186,24 +214,25 @@ def keep(measured: list[prefill_table.Measured], device: str, folder: Path | Non
 
 def make_table(bench: Bench) -> None:
     """Measure and keep it, on a GPU for the workers."""
-    try:
-        measured = measure_table(bench)
-        if not bench.small:
-            keep(measured, torch.cuda.get_device_name(), None)
-            return
-        with TemporaryDirectory() as folder:
-            keep(measured, "emulator", Path(folder))
-    except Exception as error:
-        emit(failed=f"table: {type(error).__name__}: {error}")
+    measured = measure_table(bench)
+    if not bench.small:
+        keep(measured, torch.cuda.get_device_name(), None)
+        return
+    with TemporaryDirectory() as folder:
+        keep(measured, "emulator", Path(folder))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--emulate", action="store_true")
-    bench = Bench(*open_launcher(parser.parse_args().emulate))
-    make_table(bench)
-    measure(bench)
-    emit(finished=True)
+    arguments = parser.parse_args()
+    launcher, device = open_launcher(arguments.emulate)
+    bench = Bench(launcher, device)
+    points = POINTS if not bench.small else ((2, 20, 36), (1, 20, 20))
+    checks: dict[str, Callable[[], None]] = {"table": lambda: make_table(bench)}
+    checks |= {f"{point[0]} x {point[1]} of {point[2]}": partial(measure, bench, *point) for point in points}
+    run_checks(checks, arguments.first, lambda: usable(device))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What `gpu_check` needs before it can run from a bare checkout: wheels from a folder, and the native library.
+"""What `gpu_check` needs before it can run from a bare checkout: wheels, compiled kernels and the native library.
 
-Neither is installed. Wheels are unpacked into a folder that every part finds in PYTHONPATH; the library is built beside
-the checkout's own, by CMake or by what CMakeLists.txt would call, and put into its place when it is whole.
+Nothing is installed. Wheels are unpacked into a folder that every part finds in PYTHONPATH, kernels into the cache
+where every worker looks for them. The library is that which was carried along, or it is built beside the checkout's
+own, by CMake or by what CMakeLists.txt would call, and put into its place when it is whole.
 """
 
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARY = Path("vllm_lite", "_native", "libvllm_lite_cpu.so")
-WHEEL_FOLDERS = (".whl", "wheels", "../wheels")
+CARRIED = ".carry"
+"""The folder of a checkout with what gpu_check_carry.py puts there."""
+KERNELS = "kernels.tar.xz"
+WHEEL_FOLDERS = (CARRIED, ".whl", "wheels", "../wheels")
 ASK = "from vllm_lite.kernels import cpu; print(cpu.available())"
 
 
@@ -57,6 +62,17 @@ def fits(name: str) -> bool:
     return loads and any(tag == "any" or (tag.endswith(machine) and "linux" in tag) for tag in platform)
 
 
+def unpack_kernels(archive: Path, into: Path) -> int:
+    """Put compiled kernels into the cache, for this user alone, as the cache wants them. Returns how many there are."""
+    into.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tarfile.open(archive, "r:xz") as opened:
+        names = [member for member in opened if member.isfile() and member.name.endswith(".cubin")]
+        opened.extractall(into, names, filter="data")
+    for member in names:
+        (into / member.name).chmod(0o600)
+    return len(names)
+
+
 class NativeBuild:
     """The native library, which is built while something else runs: without it a step's inputs are made ten times more
     slowly, and the GPU waits."""
@@ -70,6 +86,9 @@ class NativeBuild:
         """Start the build, unless a library is there. Returns what is done, as a sentence."""
         if self._answers():
             return "the native library is there"
+        carried = self.root / CARRIED / LIBRARY.name
+        if carried.exists() and not self._put(carried) and self._answers():
+            return "the native library was carried along"
         if shutil.which("cmake") is None:
             return "no native library: there is no cmake to build it with"
         self._result = self._pool.submit(self._build, seconds)

@@ -10,12 +10,12 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
-from gpu_check_parts import emit
+from gpu_check_parts import run_checks
 
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
 from vllm_lite.client.engines import instances
@@ -74,23 +74,19 @@ CHECKS: dict[str, Callable[[LaunchedEngine], int]] = {"a killed worker": worker,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--emulate", action="store_true")
+    arguments = parser.parse_args()
     settings: dict[str, Any] = {"model": "demo", "dtype": "float32", "gpu_memory_utilization": 0.3}
-    settings["device"] = "cpu" if parser.parse_args().emulate else "cuda"
+    settings["device"] = "cpu" if arguments.emulate else "cuda"
     with closing(launch(EngineConfig.check(settings | {"log_level": "warning"}))) as launched:
         whole = tokens_of(launched)
-        for name, victim in CHECKS.items():
-            begin_s = time.monotonic()
-            try:
-                got = tokens_of(launched, victim)
-                problem = "" if got == whole else f"{got} instead of {whole}"
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-            seconds = time.monotonic() - begin_s
-            emit(fact={name: problem or "equal"}, say=f"{name}: {problem or 'equal'}, {seconds:.1f} s")
-            if problem:
-                emit(failed=f"{name}: {problem}")
-    emit(finished=True)
+
+        def check(victim: Callable[[LaunchedEngine], int]) -> str | None:
+            got = tokens_of(launched, victim)
+            return None if got == whole else f"{got} instead of {whole}"
+
+        run_checks({name: partial(check, victim) for name, victim in CHECKS.items()}, arguments.first, lambda: True)
     return 0
 
 

@@ -162,13 +162,13 @@ RULES = (
         "torch's varlen attention on contiguous K and V over our prefill, 16 x 512",
         lambda rows: rows.ratio("torch varlen, contiguous", PREFILL, r"^16 x 512 new of 512"),
         0.95,
-        "Torch gains nothing by taking prompts of any lengths in one call. Not above: a way more in prefill_table.py.",
+        "Torch gains nothing by taking prompts of any lengths in one call. Not above: a way more for whole prompts.",
     ),
     Rule(
         "gathering pages for torch over our prefill, 2048 new of 16384",
         lambda rows: rows.ratio("gather + torch varlen", PREFILL, r"^1 x 2048 new of 16384"),
         0.9,
-        "Our kernel stays for chunks with a prefix. Not above: varlen.varlen_prefill may serve them, too.",
+        "Our kernel stays for chunks with a prefix, as the table says by itself. Not above: they are gathered.",
     ),
     Rule(
         "the sampler with top-k and top-p, 1 row, us",

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+MANY = 20
+"""Launches that are measured together where one is shorter than what the host does for it."""
 Launch = Callable[[int], Any]
 """One launch; the argument selects one of several equal problems."""
 
@@ -89,17 +92,34 @@ class DeviceTimer:
             times.append(start.elapsed_time(end) / 1000 / count)
         return float(statistics.median(times[2:]))
 
-    def eager_seconds(self, launch: Launch) -> float:
-        """The same for what cannot be captured; it must take longer than launching it does."""
+    def eager_seconds(self, launch: Launch, count: int = 1) -> float:
+        """The same for what cannot be captured; `count` launches between two events, which must take longer than
+        launching them does."""
         times = []
         for i in range(self.repeats):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            launch(i)
+            for _ in range(count):
+                launch(i)
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) / 1000)
+            times.append(start.elapsed_time(end) / 1000 / count)
         return float(statistics.median(times[2:]))
+
+    def device_seconds(self, launch: Launch) -> float:
+        """What the device computes in a launch that takes the host longer: by torch's profiler, or, if that says
+        nothing, many launches between two events."""
+        launch(0)
+        torch.cuda.synchronize()
+        try:
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                for i in range(MANY):
+                    launch(i)
+                torch.cuda.synchronize()
+            total_us = sum(event.self_device_time_total for event in seen.key_averages())
+        except (RuntimeError, AttributeError):
+            total_us = 0
+        return total_us / MANY / 1e6 if total_us > 0 else self.eager_seconds(launch, MANY)
 
 
 class HostTimer(DeviceTimer):
@@ -108,10 +128,12 @@ class HostTimer(DeviceTimer):
     def seconds(self, launch: Launch, num_sets: int = 1) -> float:  # noqa: ARG002
         return self.eager_seconds(launch)
 
-    def eager_seconds(self, launch: Launch) -> float:
+    def eager_seconds(self, launch: Launch, count: int = 1) -> float:  # noqa: ARG002
         start_s = time.perf_counter()
         launch(0)
         return time.perf_counter() - start_s
+
+    device_seconds = eager_seconds
 
 
 def timer_for(device: torch.device) -> DeviceTimer:

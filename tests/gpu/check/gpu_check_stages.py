@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu_check_tools as tools
-from gpu_check_parts import CaseResults, Event, Part, python_path, run_cases, run_part
-from gpu_check_prepare import NativeBuild, unpack_wheels, wheel_folder
+from gpu_check_parts import PATIENCE, CaseResults, Event, Part, python_path, run_cases, run_restarted
+from gpu_check_prepare import CARRIED, KERNELS, NativeBuild, unpack_kernels, unpack_wheels, wheel_folder
+from gpu_check_worker import WORKER_TESTS, run_tests
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(__file__).resolve().parent
 END_TO_END_MODEL = "random-500m"
-CASES_AS_TESTS = "tests/gpu/test_kernels_on_device.py"
-"""The file whose cases the stage `cases` has run already."""
-NEEDED = ("msgspec", "zmq", "tokenizers", "safetensors", "tqdm")
+NEEDED = ("msgspec", "zmq", "llguidance", "regex", "tokenizers", "safetensors", "tqdm", "jinja2", "yaml")
 """Modules that serving needs beside torch and numpy."""
+IMPORTS = "import vllm_lite.worker.worker, vllm_lite.client.llm, vllm_lite.engine.process"
+"""What must work where nothing is lacking: `wheels` tries it."""
 TOKENS_S = "together_tok_s"
 """What `bench throughput` calls the tokens per second of all requests at once."""
 VLLM_FOLDERS = ("../vllm-venv", "../vllm/.venv", ".vllm")
@@ -40,23 +41,38 @@ class Stage(NamedTuple):
 
 STAGES = {
     "wheels": Stage(30, "unpack wheels of a folder beside the checkout, for what this Python lacks"),
-    "native": Stage(150, "build the native library, while the next stages run"),
-    "cases": Stage(150, "every case of tests/kernels/*_cases.py on the device, each file in a process of its own"),
+    "kernels": Stage(30, "put kernels that were compiled ahead into the cache"),
+    "native": Stage(150, "the native library: carried along, or built while the next stages run"),
+    "smoke": Stage(75, "each file of csrc/cuda once, a captured replay, the demo model's tokens by five roads"),
+    "worker": Stage(120, "tests/gpu/test_worker_on_device.py, in a new process behind each test that fails"),
     "graphs": Stage(40, "kernels captured in a CUDA graph, replayed, compared bit for bit"),
-    "sanitize": Stage(60, "memcheck and racecheck on the cases that failed; last, if none did"),
     "step_1b": Stage(75, "steps of a worker with a 1B model: wall against device time, mixed steps, memory"),
-    "bench": Stage(100, "measurements of the kernels"),
-    "prefill": Stage(60, "our prefill next to torch's FlashAttention and cuDNN; a table of it, which workers follow"),
+    "speed": Stage(100, "copy, decode attention, linear layers and experts measured"),
+    "cases": Stage(150, "every case of tests/kernels/*_cases.py on the device, each file in a process of its own"),
     "throughput": Stage(80, "tokens a second of a random model through all processes, with graphs and without"),
     "step_8b": Stage(90, "as step_1b, with an 8B model"),
-    "profile": Stage(60, "ncu's sections for the kernels that most depends on"),
-    "engines": Stage(150, "the same prompts through this engine and through a vLLM installation beside it"),
+    "prefill": Stage(75, "our prefill next to torch's FlashAttention; a table of it, which workers follow"),
+    "bench": Stage(100, "the other measurements of the kernels"),
     "parallel": Stage(90, "ranks that share a model: world 1 over NCCL, world 2 over gloo on one device"),
     "recovery": Stage(90, "a worker and an engine that are killed: streams go on with the same tokens"),
-    "tests": Stage(120, "tests/gpu with pytest"),
+    "profile": Stage(60, "ncu's sections for the kernels that most depends on"),
+    "sanitize": Stage(90, "memcheck and racecheck on four cases of a file: those that failed, or of three files"),
+    "engines": Stage(150, "the same prompts through this engine and through a vLLM installation beside it"),
 }
-"""In the order of what they tell."""
-EMULATED = ("cases", "graphs", "step_1b", "bench", "prefill", "engines", "parallel", "recovery")
+"""By what has never run, then by what they tell."""
+SMOKE = "smoke"
+"""If this stage fails, none behind it runs."""
+PREPARING = ("wheels", "kernels", "native")
+CALLS = {
+    "first": (*PREPARING, SMOKE, "worker", "graphs", "step_1b", "speed"),
+    "second": (*PREPARING, SMOKE, "cases", "throughput", "step_8b", "prefill", "bench"),
+    "third": (*PREPARING, SMOKE, "parallel", "recovery", "profile", "sanitize", "engines"),
+}
+"""Where a machine is lent for some minutes at a time: what fits into one call."""
+EMULATED = (
+    *("wheels", "kernels", "native", SMOKE, "worker", "graphs", "step_1b", "speed", "cases", "throughput"),
+    *("prefill", "bench", "parallel", "recovery", "engines"),
+)
 """Those that run without a GPU as well, on the emulator or on a CPU, to test the script."""
 
 
@@ -92,10 +108,7 @@ class Check:
             if self.deadline_s - time.monotonic() <= 1:
                 self.skip(name, "no time left")
                 continue
-            if name == "sanitize" and waiting and not any(result.failures for result in self.results):
-                waiting.append(name)
-                continue
-            start_s = time.monotonic()
+            start_s, before, problems = time.monotonic(), num_kernels(), len(self.problems)
             # The emulator takes the time of the machine that it is on.
             self.stage_deadline_s = self.deadline_s if self.arguments.emulate else start_s + STAGES[name].seconds
             print(f"== {name}: {STAGES[name].what}", flush=True)
@@ -106,7 +119,13 @@ class Check:
                 self.problem(f"{name}: the script itself: {type(error).__name__}: {error}")
             seconds = round(time.monotonic() - start_s, 1)
             self.found.setdefault("seconds", {})[name] = seconds
+            if name != "kernels" and (compiled := num_kernels() - before) > 0:
+                self.found.setdefault("compiled", {})[name] = compiled
             self.note(stage=name, seconds=seconds)
+            if name == SMOKE and len(self.problems) > problems:
+                print("smoke: something that must work does not, so what is left is not run", flush=True)
+                self.found["left out"] = waiting
+                return
 
     def close(self) -> None:
         shutil.rmtree(self.site, ignore_errors=True)
@@ -144,6 +163,7 @@ class Check:
         """What lies in a folder is used only where this Python has no such module already."""
         if not self._lacking() and not self.arguments.wheels:
             self.skip("wheels", "nothing is lacking")
+            self._imports()
             return
         if (folder := wheel_folder(self.arguments.wheels)) is None:
             self.skip("wheels", f"no folder with wheels; lacking: {self._lacking() or 'nothing'}")
@@ -155,6 +175,21 @@ class Check:
         print(f"wheels: {len(taken)} unpacked, {len(left)} are for another Python or machine", flush=True)
         if lacking := self._lacking():
             self.problem(f"wheels: behind those of {folder} there is still no {lacking}")
+        else:
+            self._imports()
+
+    def _imports(self) -> None:
+        done = self._command([sys.executable, "-c", IMPORTS], self.seconds)
+        if done["status"] != 0:
+            self.problem(f"wheels: a worker cannot be imported: {done['tail'][-1] if done['tail'] else done['status']}")
+
+    def kernels(self) -> None:
+        archive = ROOT / CARRIED / KERNELS
+        if not archive.exists():
+            self.skip("kernels", f"no {CARRIED}/{KERNELS}: what is needed is compiled here")
+            return
+        self.found["kernels"] = count = unpack_kernels(archive, kernel_cache())
+        print(f"kernels: {count} were compiled ahead", flush=True)
 
     def native(self) -> None:
         self.found["native"] = said = self.build.start(STAGES["native"].seconds)
@@ -178,6 +213,12 @@ class Check:
                 self.problem(f"{result.name}: {case}: {message}")
             for message in result.problems:
                 self.problem(f"{result.name}: {message}")
+
+    def smoke(self) -> None:
+        if why := self._engineless("engines"):
+            self.problem(f"smoke: {why}")
+            return
+        self._events("smoke", "gpu_check_smoke.py")
 
     def graphs(self) -> None:
         self._events("graphs", "gpu_check_graphs.py")
@@ -204,8 +245,11 @@ class Check:
             return
         self._events("step", "gpu_check_step.py", model)
 
+    def speed(self) -> None:
+        self._events("speed", "gpu_check_bench.py", "first")
+
     def bench(self) -> None:
-        self._events("bench", "gpu_check_bench.py")
+        self._events("bench", "gpu_check_bench.py", "second")
 
     def prefill(self) -> None:
         self._events("prefill", "gpu_check_prefill.py")
@@ -228,30 +272,29 @@ class Check:
             return
         self.take("profile", tools.profile(self.seconds, self.mode))
 
-    def tests(self) -> None:
-        if find_spec("pytest") is None:
-            self.skip("tests", "tests/gpu needs pytest, which is not installed")
+    def worker(self) -> None:
+        if lacking := self._lacking("pytest", "transformers"):
+            self.skip("worker", f"{WORKER_TESTS} needs {lacking}")
             return
-        # Without the project's configuration, which asks for plug-ins that may not be here.
-        command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(ROOT)]
-        command += ["--import-mode=importlib", "-p", "no:cacheprovider", "tests/gpu", f"--ignore={CASES_AS_TESTS}"]
-        if lacking := self._lacking("transformers"):
-            self.skip("tests", f"tests/gpu needs {lacking}")
-            return
-        done = self._command(command, self.seconds)
-        self.found["tests"] = done
-        if done["status"] not in (0, 5):
-            self.problem(f"tests/gpu: {done['tail'][-1] if done['tail'] else done['status']}")
+        found = run_tests(WORKER_TESTS, self._command, self.seconds)
+        self.found["worker"] = {"passed": found.passed, "skipped": found.skipped}
+        print(f"worker: {len(found.passed)} passed, {len(found.skipped)} skipped", flush=True)
+        for problem in found.problems:
+            self.problem(f"worker: {problem}")
 
     def throughput(self) -> None:
         """Tokens a second of a random Llama through all processes."""
         if why := self._engineless("end to end"):
             self.skip("throughput", why)
             return
+        model, sizes, device = END_TO_END_MODEL, ("128", "128", "128"), "cuda"
+        if self.arguments.emulate:
+            model, sizes, device = "demo", ("4", "16", "8"), "cpu"
         for name in ("graphs", "eager"):
-            environment = {"VLLM_LITE_ENFORCE_EAGER": str(name == "eager").lower(), "VLLM_LITE_DEVICE": "cuda"}
-            command = [sys.executable, "-m", "vllm_lite", "bench", "throughput", "--model", END_TO_END_MODEL, "--json"]
-            command += ["--num-prompts", "128", "--input-len", "128", "--output-len", "128"]
+            environment = {"VLLM_LITE_ENFORCE_EAGER": str(name == "eager").lower(), "VLLM_LITE_DEVICE": device}
+            command = [sys.executable, "-m", "vllm_lite", "bench", "throughput", "--model", model, "--json"]
+            for flag, value in zip(("--num-prompts", "--input-len", "--output-len"), sizes, strict=True):
+                command += [flag, value]
             done = self._command(command, STAGES["throughput"].seconds / 2, environment)
             figures = last_json(done["out"])
             self.found.setdefault("throughput", {})[name] = figures or done["tail"]
@@ -259,7 +302,11 @@ class Check:
                 self.problem(f"throughput ({name}): {' '.join(done['tail'][-2:])}")
                 continue
             print(f"throughput, {name}: {json.dumps(figures)}", flush=True)
-            row = {"kernel": f"throughput, {name}", "shape": "128 x 128 + 128", "tokens_s": figures.get(TOKENS_S)}
+            row = {
+                "kernel": f"throughput, {name}",
+                "shape": "{} x {} + {}".format(*sizes),
+                "tokens_s": figures.get(TOKENS_S),
+            }
             self.take("throughput", [{"row": row}])
 
     def engines(self) -> None:
@@ -313,7 +360,7 @@ class Check:
 
     def _events(self, name: str, script: str, *options: str) -> None:
         part = Part(name, [str(FOLDER / script), *options, *self.mode])
-        self.take(name, run_part(part, time.monotonic() + self.seconds))
+        self.take(name, run_restarted(part, time.monotonic() + self.seconds))
         for problem in part.problems:
             self.problem(f"{name}: {problem}")
 
@@ -325,6 +372,8 @@ class Check:
                 self.note(part=name, **event["row"])
             elif "failed" in event:
                 self.problem(f"{name}: {event['failed']}")
+            elif "ended" in event:
+                self.problem(f"{name}: {event['case']}: {event['ended']}")
             elif "fact" in event:
                 self.found.setdefault(name, {}).update(event["fact"])
                 self.note(part=name, fact=event["fact"])
@@ -339,7 +388,7 @@ class Check:
                 status: int | None = subprocess.run(
                     command,
                     cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": python_path(ROOT, FOLDER)} | (environment or {}),
+                    env=os.environ | PATIENCE | {"PYTHONPATH": python_path(ROOT, FOLDER)} | (environment or {}),
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     timeout=seconds,
@@ -370,6 +419,18 @@ class Check:
     def skip(self, name: str, why: str) -> None:
         self.found[name] = {"skipped": why}
         print(f"skipped {name}: {why}", flush=True)
+
+
+def kernel_cache() -> Path:
+    """Where workers look for compiled kernels."""
+    from vllm_lite.kernels.cuda.compiler import cache_folder
+
+    return cache_folder()
+
+
+def num_kernels() -> int:
+    """How many are there: what a stage adds was compiled in it."""
+    return sum(1 for _ in kernel_cache().glob("*.cubin"))
 
 
 def _commit() -> str:

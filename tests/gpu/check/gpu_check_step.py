@@ -11,12 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from gpu_check_cases import usable
 from gpu_check_models import MODELS, RandomWorker, emulated_device
-from gpu_check_parts import emit
+from gpu_check_parts import emit, run_checks
 
 from vllm_lite.config import GIB
 from vllm_lite.protocol.codec import pack_tokens
@@ -26,7 +28,8 @@ from vllm_lite.protocol.step import Continue, Entry, Finish, NewRequest
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
 RANDOM = Sampling(0.8, 50, 0.9, 0.0, 1)
 TOP_KERNELS = 10
-MOST_STEPS = 100
+AHEAD_STEPS = 32
+MOST_STEPS = 150
 """More than any measurement runs with the same sequences."""
 
 
@@ -84,6 +87,23 @@ class Steps:
                     self.row(f"step, {way}", f"{self.model} {batch} x {context}", lambda: entries, batch * context)
                 finally:
                     runner.forward = kept
+
+    def ahead(self, batch: int, context: int) -> None:
+        """Decode steps as they serve people: they come together, and each is launched before the last one's tokens are
+        on the host."""
+        with self.decoding(batch, context) as entries:
+            if not entries:
+                return
+            count = 2 if self.small else AHEAD_STEPS
+            self.worker.run_together([entries] * 2)
+            start_s = time.perf_counter()
+            self.worker.run_together([entries] * count)
+            us = (time.perf_counter() - start_s) / count * 1e6
+            values: dict[str, Any] = {"kernel": "step, ahead", "shape": f"{self.model} {batch} x {context}"}
+            values["us"] = round(us, 1)
+            if device := self.device_time(lambda: entries):
+                values |= {"device_us": device["device_us"], "share": round(device["device_us"] / us, 3)}
+            emit(row=values)
 
     def mixed(self, decodes: int, context: int, chunk: int) -> None:
         """Decodes beside the first chunk of a prompt, which is another one each time."""
@@ -172,6 +192,7 @@ class Steps:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=sorted(MODELS))
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--emulate", action="store_true")
     arguments = parser.parse_args()
     settings: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
@@ -190,16 +211,13 @@ def main() -> None:
     mixed = ((1, 20, 9), (0, 0, 9)) if arguments.emulate else ((63, 2048, 2048), (0, 0, 4096))
     parts: list[tuple[Callable[..., None], tuple[int, ...]]] = [
         *((steps.decode, point) for point in decodes),
+        *((steps.ahead, point) for point in decodes),
         *((steps.mixed, point) for point in mixed),
         (steps.memory, ()),
     ]
-    for part, point in parts:
-        try:
-            part(*point)
-        except Exception as error:
-            emit(failed=f"{part.__name__} {point}: {type(error).__name__}: {error}")
+    checks = {f"{part.__name__} {point}": partial(part, *point) for part, point in parts}
+    run_checks(checks, arguments.first, lambda: usable(worker.worker.device.torch))
     worker.close()
-    emit(finished=True)
 
 
 if __name__ == "__main__":

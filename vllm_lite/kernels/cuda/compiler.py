@@ -196,9 +196,19 @@ class KernelCompiler:
         self._sources = sources
         self.num_compiled = 0
 
+    def path_of(self, source: str, name: str) -> Path:
+        """Where a compiled instantiation is kept."""
+        return self._path(self._program(source, name))
+
+    def _program(self, source: str, name: str) -> CudaSource:
+        return CudaSource(source, name, read_sources(source, self._sources), self._arch, options_for(source))
+
+    def _path(self, program: CudaSource) -> Path:
+        return self._folder / f"{program.key(self._nvrtc.version)}.cubin"
+
     def compile(self, source: str, name: str) -> Compiled:
-        program = CudaSource(source, name, read_sources(source, self._sources), self._arch, options_for(source))
-        path = self._folder / f"{program.key(self._nvrtc.version)}.cubin"
+        program = self._program(source, name)
+        path = self._path(program)
         if (kept := read_entry(path)) is not None:
             return kept
         self.num_compiled += 1

@@ -1,8 +1,12 @@
-"""Which library computes the prompts that come whole: a table that was measured on this machine, or none.
+"""Which prompts go through torch's FlashAttention: a table that was measured on this machine, or none.
 
-`scripts/gpu_check` measures prompts of several lengths by our kernel and by torch's attention, and keeps what it found
-in the folder of the compiled kernels. A worker on such a device, with the same torch, looks for the longest that was
-measured and is no longer than its prompt, and takes the fastest way of that. Without a table all go through our kernel.
+`scripts/gpu_check` measures prompts of several lengths, and chunks behind prefixes, by our kernel and by torch's
+attention, and keeps what it found in the folder of the compiled kernels. A worker on such a device, with the same
+torch, looks for the largest that was measured and is no larger than what it has, and takes the faster way of that.
+Without a table all go through our kernel.
+
+cuDNN's attention is no way: torch makes a plan for each new shape, which takes 0.4 s, and a server meets new shapes at
+any time.
 """
 
 import json
@@ -19,8 +23,10 @@ from vllm_lite.runtime import log
 from vllm_lite.runtime.untrusted_files import read_bounded
 
 OURS = "ours"
-LIBRARIES = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""Ways of torch's scaled_dot_product_attention."""
+LIBRARIES = {"flash": SDPBackend.FLASH_ATTENTION}
+"""Ways of torch's scaled_dot_product_attention, for prompts that come whole."""
+GATHERED = "varlen"
+"""The way of chunks behind a prefix that is not ours: varlen.py."""
 LEAST_GAIN = 0.95
 """A library has to take less than this part of our time: each length of prompts costs the host a launch and a copy."""
 
@@ -36,11 +42,12 @@ class Measured:
     group: int  # query heads of a KV head
     num_tokens: int
     us: dict[str, float]  # by way
+    num_before: int = 0  # tokens of the prefix that these are a chunk behind
 
     def best(self) -> str | None:
         """The library that is worth it, if one is."""
         ours = self.us.get(OURS)
-        others = {way: us for way, us in self.us.items() if way in LIBRARIES}
+        others = {way: us for way, us in self.us.items() if way in (LIBRARIES, (GATHERED,))[self.num_before > 0]}
         way = min(others, key=others.__getitem__, default=None)
         return way if way is not None and ours is not None and others[way] < LEAST_GAIN * ours else None
 
@@ -49,14 +56,21 @@ class PrefillTable:
     """What was measured of one device."""
 
     def __init__(self, measured: Iterable[Measured] = ()) -> None:
-        self._measured = sorted(measured, key=lambda one: one.num_tokens)
+        self._measured = sorted(measured, key=lambda one: (one.num_tokens, one.num_before))
 
     def ways(self, dtype: torch.dtype, head_size: int, group: int) -> list[tuple[int, str | None]]:
         """From how many tokens on prompts of such layers go which way: ascending; None: through our kernel."""
+        found = self._of(dtype, head_size, group)
+        return [(one.num_tokens, one.best()) for one in found if one.num_before == 0]
+
+    def behind(self, dtype: torch.dtype, head_size: int, group: int) -> list[tuple[int, int, bool]]:
+        """Chunks that were measured, ascending: tokens, tokens before them, and whether to gather those pays."""
+        found = self._of(dtype, head_size, group)
+        return [(one.num_tokens, one.num_before, one.best() is not None) for one in found if one.num_before > 0]
+
+    def _of(self, dtype: torch.dtype, head_size: int, group: int) -> list[Measured]:
         shape = str(dtype).removeprefix("torch."), head_size, group
-        return [
-            (one.num_tokens, one.best()) for one in self._measured if (one.dtype, one.head_size, one.group) == shape
-        ]
+        return [one for one in self._measured if (one.dtype, one.head_size, one.group) == shape]
 
 
 def path_for(device: str, folder: Path | None = None) -> Path:

@@ -1,8 +1,8 @@
-"""Chunked prefill without a kernel of our own for the products: gather the pages, then let torch attend.
+"""Chunks of prompts through torch's variable-length attention (FlashAttention), behind a copy of their pages.
 
-torch's variable-length attention (FlashAttention-2) where torch offers it, else scaled_dot_product_attention for each
-sequence. Both see a chunk's rows as the last of its sequence: row j of q sees seq_len - q + j + 1 keys. It serves as
-the other opinion, in results and in speed, on `prefill_attention`.
+`gather_kv` copies K and V of a chunk's sequence into rows, and torch attends; a chunk's rows are the last of its
+sequence: row j of q sees seq_len - q + j + 1 keys. Where torch has no such attention, as wherever there is no GPU,
+scaled_dot_product_attention takes each sequence by itself. Which chunks go this way is a matter of prefill_table.py.
 """
 
 import inspect
@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.kernels.cuda.gather_kv import gather_kv
 from vllm_lite.kernels.cuda.launcher import Launcher, require
+
+Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +28,9 @@ class VarlenPlan:
     """Which rows attend to what in a step: the same for all of its layers."""
 
     rows: torch.Tensor | None  # int64 [num_rows], rows of the step that attend here; None: all of them
-    query_start_loc: torch.Tensor  # int32 [num_seqs + 1], among the rows that attend
-    kv_start_loc: torch.Tensor  # int32 [num_seqs + 1], among the gathered tokens
+    query_start_loc: torch.Tensor  # int32 [num_attending + 1], among the rows that attend
+    kv_start_loc: torch.Tensor  # int32 [num_attending + 1], among the gathered tokens
+    gather_start_loc: torch.Tensor  # int32 [num_seqs + 1], among the gathered tokens
     queries: tuple[slice, ...]  # of each sequence that attends, among the rows that attend
     keys: tuple[slice, ...]  # of each sequence that attends, among the gathered tokens
     max_query_len: int
@@ -33,47 +38,43 @@ class VarlenPlan:
 
 
 def make_plan(
-    query_start_loc: torch.Tensor,  # int32 [num_seqs + 1]
-    seq_lens: torch.Tensor,  # int32 [num_seqs]
+    query_lens: Ints,  # [num_seqs]
+    seq_lens: Ints,  # [num_seqs]
     num_tokens: int,  # rows of the step, padding included
-    min_query_len: int = 2,
+    chosen: NDArray[np.bool_],  # [num_seqs]
+    device: torch.device,
 ) -> VarlenPlan:
-    """Plan for the sequences with at least `min_query_len` query rows. Waits for the device."""
-    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    rows: list[int] = []
-    query_starts, kv_starts = [0], [0]
-    for i, seq_len in enumerate(lens):
-        attends = starts[i + 1] - starts[i] >= min_query_len
-        rows += range(starts[i], starts[i + 1]) if attends else ()
-        query_starts.append(len(rows))
-        kv_starts.append(kv_starts[-1] + (seq_len if attends else 0))
-    queries = tuple(slice(a, b) for a, b in pairwise(query_starts))
-    keys = tuple(slice(a, b) for a, b in pairwise(kv_starts))
-    attending = [i for i, query in enumerate(queries) if query.stop > query.start]
-
-    def on_device(values: list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=seq_lens.device)
-
+    """Plan for the chosen sequences that have rows, from lengths that the host knows."""
+    attending = np.flatnonzero(chosen & (query_lens > 0))
+    first_rows = np.cumsum(query_lens) - query_lens
+    rows = np.repeat(first_rows[attending], query_lens[attending]) + _counts(query_lens[attending])
+    gathered = np.zeros(len(seq_lens), np.int64)
+    gathered[attending] = seq_lens[attending]
+    starts = [np.concatenate(([0], np.cumsum(lens))) for lens in (query_lens[attending], seq_lens[attending], gathered)]
+    queries, keys = (tuple(slice(int(a), int(b)) for a, b in pairwise(ends)) for ends in starts[:2])
+    query_start_loc, kv_start_loc, gather_start_loc = (_on(device, part.astype(np.int32)) for part in starts)
     return VarlenPlan(
-        None if rows == list(range(num_tokens)) else on_device(rows, torch.int64),
-        on_device(query_starts, torch.int32),
-        on_device(kv_starts, torch.int32),
-        tuple(queries[i] for i in attending),
-        tuple(keys[i] for i in attending),
-        max((query.stop - query.start for query in queries), default=0),
-        max((key.stop - key.start for key in keys), default=0),
+        None if len(rows) == num_tokens else _on(device, rows.astype(np.int64)),
+        query_start_loc,
+        kv_start_loc,
+        gather_start_loc,
+        queries,
+        keys,
+        int(query_lens[attending].max(initial=0)),
+        int(gathered.max(initial=0)),
     )
 
 
-def varlen_reason(window: int | None, soft_cap: float, has_alibi: bool) -> str | None:
-    """None when gathering serves this attention, else why only `prefill_attention` does."""
-    if window is not None:
-        return "gathering would copy what lies before the window"
-    if soft_cap:
-        return "torch's attention has no soft cap"
-    if has_alibi:
-        return "torch's variable-length attention has no ALiBi"
-    return None
+def _counts(sizes: Ints) -> Ints:
+    """0, 1, ... for each of these sizes: [2, 3] -> [0, 1, 0, 1, 2]."""
+    ends = np.cumsum(sizes)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - sizes, sizes)
+
+
+def _on(device: torch.device, values: NDArray[Any]) -> torch.Tensor:
+    """A copy on the device that the host does not wait for."""
+    made = torch.from_numpy(values)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def torch_varlen() -> Callable[..., Any] | None:
@@ -111,7 +112,7 @@ def varlen_prefill(  # noqa: PLR0913, PLR0917
     shape = (plan.keys[-1].stop, kv.shape[2], kv.shape[4])
     keys, values = query.new_empty(shape), query.new_empty(shape)
     gather_kv(
-        *(launcher, keys, values, kv, block_tables, plan.kv_start_loc, seq_lens),
+        *(launcher, keys, values, kv, block_tables, plan.gather_start_loc, seq_lens),
         max_rows=plan.max_seq_len,
         k_scale=k_scale,
         v_scale=v_scale,
@@ -142,11 +143,8 @@ def call_varlen(
     options |= {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
     if "num_splits" in names:
         options["num_splits"] = 1  # one order of additions, whatever else is in the batch
-    group = query.shape[1] // keys.shape[1]
-    if group > 1 and "enable_gqa" in names:
-        options["enable_gqa"] = True
-    elif group > 1:
-        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    if query.shape[1] > keys.shape[1] and "enable_gqa" in names:
+        options["enable_gqa"] = True  # versions that do not ask take fewer KV heads as they come
     lengths = (plan.query_start_loc, plan.kv_start_loc, plan.max_query_len, plan.max_seq_len)
     attended: torch.Tensor = function(query, keys, values, *lengths, **options)
     return attended
