@@ -8,6 +8,7 @@ import torch
 from tests.kernels import packed_linear_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.fused_cases import Case, draw
+from vllm_lite.kernels.cuda import packed_linear
 from vllm_lite.kernels.cuda.packed_linear import PackedLinear
 from vllm_lite.kernels.cuda.packed_weight import PackedWeight
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, quantize4
@@ -92,8 +93,9 @@ def test_other_tensors_are_refused(emulated: EmulatorLauncher) -> None:
         PackedLinear(emulated, packed, torch.zeros(74))
 
 
-def test_no_launch_depends_on_the_rows_but_by_their_number(emulated: EmulatorLauncher) -> None:
+def test_no_launch_depends_on_the_rows_but_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a CUDA graph needs it, and how inputs are cut into parts does not even depend on that."""
+    monkeypatch.setattr(packed_linear, "FEW_ROWS", 128)
     packed = PackedWeight.of(cases.weight(INT4, 64, sizes=cases.Sizes(64, 2048)), CPU)
     grids: list[tuple[str, tuple[int, int, int]]] = []
 

@@ -1,19 +1,22 @@
 """Part of `gpu_check_bench`: linear layers on packed quantized weights, next to torch's on dense ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from vllm_lite.kernels.cuda import packed_linear
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.many_rows import for_weight
 from vllm_lite.kernels.cuda.packed_linear import PackedLinear
 from vllm_lite.kernels.cuda.packed_weight import ONE_GROUP, OUTPUTS, TILE, TILE_BYTES, PackedWeight, chunk_inputs
 
 DENSE = "torch mm, bfloat16"
-ROWS = (1, 8, 32, 64, 128, 129, 512)
-"""128 is the last that multiplies codes, 129 the first that widens weights: what both take says where to change."""
+ROWS = (1, 8, 32, 64, 128, 512)
+BY_CODES = (64, 128)
+"""More rows than multiply codes; these are measured both ways: what both take says where to change FEW_ROWS."""
 
 
 Ways = Sequence[Callable[[], None]]
@@ -71,7 +74,7 @@ class Problem(NamedTuple):
 def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
     """Report each form and number of rows: bytes of weights a second up to 8 rows, and above products a second, next to
     torch's of dense weights. `bench` is a Bench of gpu_check_bench."""
-    sizes, counts = (((OUTPUTS, 128),), (1, 130)) if bench.small else (((4096, 4096), (28672, 8192)), ROWS)
+    sizes, counts = (((OUTPUTS, 128),), (1, 64)) if bench.small else (((4096, 4096), (28672, 8192)), ROWS)
     for problem in (Problem(rows, *size) for size in sizes for rows in counts):
         x, out, weight = (
             torch.randn(shape, dtype=torch.bfloat16, device=device)
@@ -85,6 +88,20 @@ def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
             layers = [PackedLinear(launcher, each, None, for_weight(launcher, each, float8_rows=True)) for each in cold]
             ways = [partial(layer.forward, x, out) for layer in layers]
             _measure_one(bench, (problem, f"linear, {kind.name}"), ways, packed.num_bytes, against)
+            if problem.rows in BY_CODES:
+                with _codes_for(problem.rows):
+                    name = f"linear, {kind.name}, codes"
+                    _measure_one(bench, (problem, name), ways, packed.num_bytes, against)
+
+
+@contextmanager
+def _codes_for(rows: int) -> Iterator[None]:
+    kept = packed_linear.FEW_ROWS
+    packed_linear.FEW_ROWS = rows
+    try:
+        yield
+    finally:
+        packed_linear.FEW_ROWS = kept
 
 
 def _dense(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:

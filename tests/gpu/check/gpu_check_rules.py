@@ -171,6 +171,13 @@ RULES = (
         "Our kernel stays for chunks with a prefix, as the table says by itself. Not above: they are gathered.",
     ),
     Rule(
+        "64 rows of 28672 x 8192 by int4 codes over widened weights",
+        lambda rows: rows.ratio("linear, int4 g128, codes", "linear, int4 g128", "^64 rows, 28672"),
+        0.95,
+        "FEW_ROWS of packed_linear.py becomes 64, or 128 if that holds for 128 rows, too.",
+        below=True,
+    ),
+    Rule(
         "the sampler with top-k and top-p, 1 row, us",
         lambda rows: rows.get("us", "sampler pick", r"^1 x"),
         60,

@@ -57,10 +57,13 @@ class WidenedProducts:
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         for first, columns in _slabs(self.weight, out, x.element_size() * self.weight.padded[1]):
             wide = self.widened(first, columns.shape[1], x.dtype).t()
+            into = columns if out.dtype == x.dtype else columns.new_empty(columns.shape, dtype=x.dtype)
             if bias is None:
-                columns.copy_(x @ wide)
+                torch.mm(x, wide, out=into)
             else:
-                columns.copy_(torch.addmm(bias[first : first + columns.shape[1]].to(x.dtype), x, wide))
+                torch.addmm(bias[first : first + columns.shape[1]].to(x.dtype), x, wide, out=into)
+            if into is not columns:
+                columns.copy_(into)
 
     def widened(self, first: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         """The weights of `size` outputs from `first` on as numbers: [size, num_inputs]. `first` is a multiple of 16;
@@ -77,25 +80,26 @@ class WidenedProducts:
 
 
 class Float8Products:
-    """Rows become float8 as well, each with its largest element at 448; the sums, in float32, are scaled by both.
-    Weights are float8 (E4M3) with one scale for each output."""
+    """Rows become float8 as well, each with its largest element at 448; torch scales the sums by both and rounds them
+    to bfloat16. Weights are float8 (E4M3) with one scale for each output."""
 
     def __init__(self, launcher: Launcher, weight: PackedWeight) -> None:
         self.weight = weight
         self._launcher = launcher
-        self._one = torch.ones((), dtype=torch.float32, device=weight.codes.device)
-        self._scales = weight.scales[0, : weight.shape[0], 0].float()
+        self._scales = torch.ones(-(-weight.padded[0] // TILE) * TILE, device=weight.codes.device)
+        self._scales[: weight.padded[0]] = weight.scales[0, :, 0]
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         rows, scales = quantized_rows(x, self.weight.padded[1])
-        for first, columns in _slabs(self.weight, out, max(self.weight.padded[1], 4 * len(x))):
-            size, one = columns.shape[1], (self._one, ScalingType.TensorWise)
-            sums = scaled_mm(rows, self.codes(first, size).t(), *one, *one, output_dtype=torch.float32)[:, :size]
-            sums *= scales
-            sums *= self._scales[first : first + size]
-            if bias is not None:
-                sums += bias[first : first + size]
-            columns.copy_(sums)
+        by_row = ScalingType.RowWise
+        for first, columns in _slabs(self.weight, out, max(self.weight.padded[1], 2 * len(x))):
+            codes, size = self.codes(first, columns.shape[1]).t(), columns.shape[1]
+            own = self._scales[None, first : first + codes.shape[1]]
+            sums = scaled_mm(rows, codes, scales, by_row, own, by_row, output_dtype=torch.bfloat16)[:, :size]
+            if bias is None:
+                columns.copy_(sums)
+            else:
+                torch.add(sums, bias[first : first + size], out=columns)
 
     def codes(self, first: int, size: int) -> torch.Tensor:
         """Those of `size` outputs, and more to fill up a tile, from `first`, a multiple of 16, on: float8 [outputs,

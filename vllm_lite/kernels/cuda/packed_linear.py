@@ -15,9 +15,9 @@ from vllm_lite.kernels.cuda.packed_weight import OUTPUTS, TILE, PackedWeight
 
 DTYPES = (torch.float16, torch.bfloat16)
 """What rows may be stored as."""
-FEW_ROWS = 128
-"""Not measured: no GPU has run either way. By arithmetic widening a weight first costs 9 bytes of memory traffic for
-each byte of 4-bit codes, and reading codes once for 32 rows wins up to about so many."""
+FEW_ROWS = 32
+"""Not measured: no GPU has run either way. So many rows read codes once; more would read x from L2 once for every 64
+outputs, which by arithmetic takes longer than dense bfloat16 from about 64 rows on. gpu_check measures both ways."""
 ENOUGH_BLOCKS = 128
 """Inputs are cut into parts until blocks of OUTPUTS outputs are so many: the multiprocessors of large GPUs."""
 MAX_PARTS = 8
