@@ -63,7 +63,7 @@ def rehearse(python: Path, folder: Path, limit_s: float, options: list[str]) -> 
     carried = carried_bytes(checkout / CARRIED)
     print(f"\nrehearsal of {found['commit']}: status {status}, {len(found['problems'])} problems, {seconds:.0f} s")
     print(f"carried {carried / 1e6:.1f} MB of {MOST_BYTES / 1e6:.0f}; versions {found['versions']}")
-    for name, taken in found["seconds"].items():
+    for name, taken in found.get("seconds", {}).items():
         skipped = found.get(name, {}) if isinstance(found.get(name), dict) else {}
         print(f"{name:<12} {taken:>7.1f} s  {skipped.get('skipped', '')}")
     return status or int(carried > MOST_BYTES)
