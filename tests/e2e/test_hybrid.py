@@ -151,8 +151,8 @@ def test_states_come_back_from_host_memory(tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "variant"),
-    [(1, VARIANTS[0]), (2, VARIANTS[0]), (1, BY_NAME["lfm2"])],
-    ids=["one rank", "two ranks", "of convolutions"],
+    [(1, VARIANTS[0]), (2, VARIANTS[0]), (1, BY_NAME["lfm2"]), (1, BY_NAME["falcon-h1"])],
+    ids=["one rank", "two ranks", "of convolutions", "beside attention"],
 )
 def test_drafts_change_no_token_and_states_are_saved_as_without(tmp_path: Path, ranks: int, variant: Variant) -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}

@@ -1,11 +1,13 @@
 """Checkpoints of the families whose layers are recurrent but for some with attention."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from tests.families.mixtures import routing
 from tests.families.variant import Control, Variant, drop, drop_in_layers, without_window
+from vllm_lite.checkpoint.mamba import MambaSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, NormSpec
 
 RECURRENT = {
@@ -135,6 +137,27 @@ def all_turned(layer: LayerSpec) -> LayerSpec:
     return msgspec.structs.replace(layer, rope=rope)
 
 
+def falcon_h1(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
+    own: dict[str, Any] = {"initializer_range": 0.1, "num_hidden_layers": 3, "pad_token_id": 0}
+    own |= {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_ssm": 80, "mamba_n_heads": 4}
+    own |= {"mamba_d_state": 25, "mamba_n_groups": 2, "mamba_chunk_size": 16, "time_step_limit": [0.0, 100.0]}
+    return Variant(name, "FalconH1Config", "FalconH1ForCausalLM", own | settings, controls)
+
+
+def change_mamba(**fields: Any) -> Callable[[LayerSpec], LayerSpec]:
+    def changed(layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.recurrent, MambaSpec)
+        return msgspec.structs.replace(layer, recurrent=msgspec.structs.replace(layer.recurrent, **fields))
+
+    return changed
+
+
+def scale_of_scores(layer: LayerSpec) -> LayerSpec:
+    """The usual one."""
+    attention = msgspec.structs.replace(layer.attention, scale=layer.attention.head_size**-0.5)
+    return msgspec.structs.replace(layer, attention=attention)
+
+
 def mamba2(name: str, **settings: Any) -> Variant:
     own: dict[str, Any] = {"num_heads": 4, "head_dim": 32, "state_size": 25, "n_groups": 1, "chunk_size": 16}
     own |= {"initializer_range": 0.1}
@@ -155,6 +178,27 @@ VARIANTS = [
     lfm2_moe("lfm2-moe-no-bias", {}, use_expert_bias=False, norm_topk_prob=False, num_dense_layers=1),
     lfm3("lfm3", {"window": drop_in_layers(without_window), "halves": drop_in_layers(all_turned)}),
     lfm3("lfm3-no-gate", {}, use_attention_gate=False, layer_types=["conv", "sliding_attention", "conv"]),
+    falcon_h1(
+        "falcon-h1",
+        {
+            "scale of scores": drop_in_layers(scale_of_scores),
+            "attention": drop(attention_scale=1.0),
+            "gate": drop(gate_scale=1.0),
+            "MLP": drop(residual_scale=1.0),
+            "parts": drop_in_layers(change_mamba(factors=None)),
+            "output": drop_in_layers(change_mamba(output_factor=1.0)),
+        },
+        lm_head_multiplier=0.5,
+        embedding_multiplier=3.0,
+        mlp_multipliers=[0.4, 1.8],
+        key_multiplier=0.3,
+        attention_in_multiplier=1.4,
+        attention_out_multiplier=0.6,
+        ssm_multipliers=[2.5, 2.0, 3.0, 3.5, 0.4],
+        ssm_in_multiplier=1.3,
+        ssm_out_multiplier=1.7,
+    ),
+    falcon_h1("falcon-h1-normed", {}, mamba_rms_norm=True, mamba_norm_before_gate=False, tie_word_embeddings=True),
     mamba2("mamba2"),
     mamba2("mamba2-tied", tie_word_embeddings=True, head_dim=16, num_heads=8, conv_kernel=3),
     next_("qwen3-next", CONTROLS | {"sum": routing(renormalize=False)}),

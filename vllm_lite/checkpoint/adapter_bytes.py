@@ -28,7 +28,8 @@ def adapted_elements(spec: ModelSpec, world: int = 1) -> int:
 def _attention(layer: LayerSpec, spec: ModelSpec) -> int:
     heads, hidden, latent, recurrent = layer.attention, spec.hidden_size, layer.latent, layer.recurrent
     if recurrent is not None:
-        return (recurrent.num_projections + 1) * hidden + recurrent.projected_size + recurrent.value_width
+        others = _attention(layer.blocks[0], spec) if recurrent.beside_attention else 0
+        return others + (recurrent.num_projections + 1) * hidden + recurrent.projected_size + recurrent.value_width
     if latent is not None:
         query = heads.num_heads * latent.query_size
         queries = hidden + (2 * latent.query_rank if latent.query_rank else 0) + query

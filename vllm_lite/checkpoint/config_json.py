@@ -45,6 +45,7 @@ FAMILIES = {
     "Ernie4_5_MoeForCausalLM": "ernie",
     "Exaone4ForCausalLM": "exaone",
     "FalconForCausalLM": "bloom",
+    "FalconH1ForCausalLM": "falcon_h1",
     "GPT2LMHeadModel": "gpt2",
     "GPTNeoXForCausalLM": "bloom",
     "Gemma2ForCausalLM": "gemma",

@@ -31,6 +31,7 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net"):
     """How many tokens the convolution sees, the present one included."""
     stored: Projections = "apart"
 
+    beside_attention = False
     num_projections = 4
     """How many projections of a token a checkpoint has."""
 

@@ -22,6 +22,15 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
     num_groups: int = 1
     """Heads are in so many groups of one size, one behind the other; what a token gets is normed over a group."""
 
+    normed: bool = True
+    """Whether what a token gets is normed at all."""
+    factors: tuple[float, float, float, float, float] | None = None
+    """What the parts of the first projection are multiplied by: the gate, x, b, c and time steps; None = by nothing."""
+    output_factor: float = 1.0
+    """What the second projection gives is multiplied by it."""
+    beside_attention: bool = False
+    """Whether attention stands beside it in the layer, and reads the same."""
+
     num_projections = 1
 
     @property
@@ -43,6 +52,12 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
         """Elements of a token that the first projection gives: the gate z, then x, b and c, and the time step of each
         head."""
         return self.value_width + self.conv_channels + self.num_heads
+
+    @property
+    def parts(self) -> tuple[int, int, int, int, int]:
+        """Elements of the gate, of x, b, c and of the time steps in the first projection."""
+        shared = self.num_groups * self.state_size
+        return self.value_width, self.value_width, shared, shared, self.num_heads
 
     @property
     def conv_shape(self) -> tuple[int, int]:
@@ -91,4 +106,5 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
 
     def parameters(self, hidden_size: int) -> int:
         matrices = hidden_size * (self.projected_size + self.value_width)
-        return matrices + self.conv_channels * (self.conv_size + 1) + 3 * self.num_heads + self.value_width
+        norm = self.value_width if self.normed else 0
+        return matrices + self.conv_channels * (self.conv_size + 1) + 3 * self.num_heads + norm

@@ -16,6 +16,7 @@ from vllm_lite.checkpoint.delta_net import STATE_BYTES, DeltaNetSpec
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.latent import LatentSpec
 from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.parameter_count import describe_parameters
 from vllm_lite.checkpoint.pooling import PoolingSpec
 from vllm_lite.checkpoint.quantization.spec import AnyQuantization
 from vllm_lite.checkpoint.rope import Rope
@@ -133,7 +134,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     output_gate: Literal["elements", "heads"] | None = None
     """Whether a sigmoid of its own multiplies what a token gets from V: element by element, or a whole head by one."""
     recurrent: DeltaNetSpec | MambaSpec | ShortConvSpec | None = None
-    """What the layer has instead of attention: it keeps a state and no KV, and `attention` is that of other layers."""
+    """What the layer has instead of attention: it keeps a state and no KV, and `attention` is that of other layers. One
+    that says `beside_attention` stands beside it, and the layer keeps both."""
     only: Literal["attention", "MLP"] | None = None
     """The one block that it has, attention or what stands for it, or an MLP or experts; None = both. A layer with an
     MLP alone keeps nothing of a sequence, and `attention` is that of other layers."""
@@ -150,7 +152,15 @@ class LayerSpec(msgspec.Struct, frozen=True):
     @property
     def keeps_kv(self) -> bool:
         """Whether it writes K and V of its own to the cache."""
-        return self.attends and self.kv_layer is None and self.recurrent is None
+        return self.attends and self.kv_layer is None and (self.recurrent is None or self.recurrent.beside_attention)
+
+    @property
+    def blocks(self) -> "tuple[LayerSpec, LayerSpec]":
+        """The layer with attention alone, and with what keeps a state alone; both are itself where it has but one."""
+        if not isinstance(self.recurrent, MambaSpec) or not self.recurrent.beside_attention:
+            return self, self
+        alone = msgspec.structs.replace(self.recurrent, beside_attention=False)
+        return msgspec.structs.replace(self, recurrent=None), msgspec.structs.replace(self, recurrent=alone)
 
     def per_rank(self, shard: Shard) -> "LayerSpec":
         """The layer with the heads that a rank holds. Raises ConfigError if so many ranks cannot share them."""
@@ -269,6 +279,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether attention and MLP read the same residual stream, in families of which some models do and some do not."""
     embedding_scale: float = 1.0
     """Token vectors are multiplied by it."""
+    attention_scale: float = 1.0
+    """What attention gives is multiplied by it, in families where that is no other block's factor."""
+    gate_scale: float = 1.0
+    """The gate of MLPs is multiplied by it before its activation."""
     residual_scale: float = 1.0
     """What attention and MLP give is multiplied by it before it is added."""
     logits_scale: float = 1.0
@@ -419,7 +433,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def _attention_parameters(self, layer: LayerSpec) -> int:
         spec = layer.attention
         if layer.recurrent is not None:
-            return layer.recurrent.parameters(self.hidden_size)
+            beside = layer.recurrent.beside_attention
+            others = self._attention_parameters(layer.blocks[0]) if beside else 0
+            return others + layer.recurrent.parameters(self.hidden_size)
         if layer.latent is not None:
             return layer.latent.parameters(spec.num_heads, self.hidden_size)
         num_kv = 0 if layer.kv_layer is not None else 1 if layer.values_are_keys else 2
@@ -462,16 +478,6 @@ def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGr
         for kind, members in sorted(kinds.items(), key=lambda kind: kind[0].window or 0)
         for first in range(0, len(members), size // widths[kind])
     )
-
-
-def describe_parameters(total: int, active: int) -> str:
-    """ "124.4M", or "30.5B, 3.4B active"."""
-    return _short(total) if active == total else f"{_short(total)}, {_short(active)} active"
-
-
-def _short(count: int) -> str:
-    """ "124.4M" or "30.5B"."""
-    return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M"
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -13,6 +13,7 @@ class ShortConvSpec(msgspec.Struct, frozen=True, tag="short_conv"):
     conv_size: int
     """How many tokens the convolution sees, the present one included."""
 
+    beside_attention = False
     num_projections = 1
     scratch_size = 0
 

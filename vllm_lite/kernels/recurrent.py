@@ -16,6 +16,13 @@ CHUNK = 64
 """Tokens that are computed together where there is no kernel."""
 
 
+class KVAndStates(NamedTuple):
+    """Cache of a layer that has attention and a recurrent block."""
+
+    kv: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_size]
+    states: torch.Tensor  # float32 [num_slots, state_elements]
+
+
 class Segments(NamedTuple):
     """Where the states of a step's sequences come from and go to.
 

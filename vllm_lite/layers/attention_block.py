@@ -77,7 +77,7 @@ class AttentionBlock:
         spec, whole, own = parts.spec, parts.spec.layers[layer], parts.layers[layer]
         heads, self.head_size = whole.attention.heads(parts.shard), whole.attention.head_size
         self.ops = ops_for(parts.device)
-        self.kind = parts.kinds.index(own)
+        self.kind = parts.kinds.index(own.blocks[0])
         self.kv_scales: KVScales | None = None
         kv_layer, groups = layer if whole.kv_layer is None else whole.kv_layer, enumerate(spec.kv_groups)
         self.group = next((index for index, group in groups if kv_layer in group.layers), self.kind)

@@ -39,6 +39,15 @@ class MambaBlock(RecurrentBlock):
         self.projections = parts.linear(hidden, *projected, bias=False)
         self.output = parts.row_parallel(values, hidden, bias=False)
         self.op = mamba_op(own, parts.device, parts.dtype)
+        self.parts = own.parts
+
+    def project_in(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """As RecurrentBlock's; each part has a factor of its own, if the model says so."""
+        super().project_in(x, out)
+        if self.whole.factors is not None:
+            for part, factor in zip(out.split(self.parts, dim=1), self.whole.factors, strict=True):
+                if factor != 1.0:
+                    self.ops.scale(part, factor)
 
     def _mixed(self) -> tuple[Split, Split, Split]:
         """The parts of x, b and c that this rank holds."""
@@ -51,6 +60,14 @@ class MambaBlock(RecurrentBlock):
     def project(self, rows: Rows) -> None:
         """Norm what was read and project it into rows.hidden."""
         read = rows.by_kind[self.kind].attended
+        if self.whole.normed:
+            self._norm(read)
+        self.output.forward(read, out=rows.hidden)
+        if self.whole.output_factor != 1.0:
+            self.ops.scale(rows.hidden, self.whole.output_factor)
+
+    def _norm(self, read: torch.Tensor) -> None:
+        """Norm what this rank's heads have read in place. read: [num_tokens, value_width]."""
         if self.whole.num_groups > 1:
             by_group = read.unflatten(1, (self.groups.size, -1))
             self.ops.wide_norm(by_group, self.norm, by_group)
@@ -61,7 +78,6 @@ class MambaBlock(RecurrentBlock):
             self.communicator.all_reduce(squares)
             scale = (squares / self.whole.value_width + self.eps).rsqrt_()
             read.copy_(read * scale * self.norm.weight)
-        self.output.forward(read, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of it under `prefix`, like "model.layers.0.mamba."."""
@@ -73,10 +89,9 @@ class MambaBlock(RecurrentBlock):
             for part in mixed
         )
         bias = tuple(WeightSlot(f"{prefix}conv1d.bias", shape[:1], (part.start,), (part.size,)) for part in mixed)
-        vectors = [
-            (WeightSlot(f"{prefix}{name}", (part.total,), (part.start,), (part.size,)),)
-            for name, part in (("A_log", heads), ("dt_bias", heads), ("D", heads), ("norm.weight", self.values))
-        ]
+        named = [("A_log", heads), ("dt_bias", heads), ("D", heads)]
+        named += [("norm.weight", self.values)] if spec.normed else []
+        vectors = [(WeightSlot(f"{prefix}{name}", (part.total,), (part.start,), (part.size,)),) for name, part in named]
         stacks = (WeightStack(slots, torch.float32, self.device) for slots in (conv, bias, *vectors))
         yield WeightGroup(tuple(stacks), self.load)
         yield self.output.group(f"{prefix}out_proj")
@@ -88,9 +103,11 @@ class MambaBlock(RecurrentBlock):
         decay: torch.Tensor,
         dt_bias: torch.Tensor,
         skip: torch.Tensor,
-        norm: torch.Tensor,
+        norm: torch.Tensor | None = None,
     ) -> None:
         """Keep what lies beside the projections."""
         self.weights = MambaWeights(conv[:, 0].T.contiguous(), conv_bias, decay.exp(), dt_bias, skip)
+        if norm is None:
+            return
         by_group = norm.unflatten(0, (self.groups.size, -1)) if self.whole.num_groups > 1 else norm
         self.norm = WideNormWeights(by_group, None, self.eps, centered=False)

@@ -67,6 +67,7 @@ class GatedMLP:
         """`size`: elements between the matrices, if they are not the model's."""
         spec = parts.spec
         self.ops, self.activation = ops_for(parts.device), spec.activation
+        self.gate_scale = spec.gate_scale
         hidden, inner = Split.whole(spec.hidden_size), Split.even(size or spec.intermediate_size, parts.shard)
         self.size = inner.size
         self.matrices = self.names.as_stored(spec)
@@ -78,6 +79,8 @@ class GatedMLP:
         """Write the MLP's output for x: [num_tokens, hidden_size] to rows.hidden, which may be x."""
         gate_up, activated = rows.gate_up[:, : 2 * self.size], rows.activated[:, : self.size]
         self.gate_up.forward(x, out=gate_up)
+        if self.gate_scale != 1.0:
+            self.ops.scale(gate_up[:, : self.size], self.gate_scale)
         self.ops.activate_and_mul(self.activation, gate_up, activated)
         self.down.forward(activated, out=rows.hidden)
 

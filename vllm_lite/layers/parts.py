@@ -89,5 +89,5 @@ class Parts:
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
-        """The different kinds of `layers`: AttentionBlock.kind and Rows.by_kind count by them."""
-        return tuple(dict.fromkeys(self.layers))
+        """The different kinds of the `blocks` of `layers`: AttentionBlock.kind and Rows.by_kind count by them."""
+        return tuple(dict.fromkeys(block for own in self.layers for block in own.blocks))

@@ -43,7 +43,7 @@ class RecurrentBlock:
 
     def __init__(self, parts: Parts, layer: int) -> None:
         self.device = parts.device
-        self.kind = parts.kinds.index(parts.layers[layer])
+        self.kind = parts.kinds.index(parts.layers[layer].blocks[1])
         self.kv_scales: KVScales | None = None
 
     def write(
@@ -58,10 +58,14 @@ class RecurrentBlock:
         own = rows.by_kind[self.kind]
         if batch.states is None or own.mixed is None:
             raise ValueError("a step of a recurrent model says nothing of its states")
-        self.projections.forward(x, out=own.qkv)
+        self.project_in(x, own.qkv)
         if batch.tentative is not None:
             self.tentative = own.qkv[batch.tentative]
         self.op.forward(own.qkv, self.weights, kv, batch.states, own.mixed, own.attended)
+
+    def project_in(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Make what goes from token to token. out: [num_tokens, projected_size]."""
+        self.projections.forward(x, out=out)
 
     def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """Nothing: the tokens have read their states on the way."""

@@ -8,7 +8,7 @@ computes something else.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -36,9 +36,9 @@ class Layer(Protocol):
 
     def __init__(self, parts: Parts, layer: int) -> None: ...
 
-    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None: ...
+    def write(self, rows: Rows, kv: Any, batch: StepBatch, backend: AttentionBackend) -> None: ...
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None: ...
+    def attend(self, rows: Rows, kv: Any, batch: StepBatch, backend: AttentionBackend) -> None: ...
 
     def combine(self, rows: Rows) -> None: ...
 
@@ -89,7 +89,7 @@ class Decoder:
     def forward(
         self,
         batch: StepBatch,  # prepared by `backend`
-        kv_caches: list[torch.Tensor],  # per layer: [num_blocks, 2, num_kv_heads, block_size, head_size]
+        kv_caches: list[Any],  # per layer, by `CacheEngine.layer_views`
         backend: AttentionBackend,
         progress: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Decoder:
             return rows
         return self.buffers.gather(rows, wanted, layer.attention.kind, index, heads=heads)
 
-    def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[torch.Tensor]) -> None:
+    def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[Any]) -> None:
         """As hybrid.Hybrid's. Here no layer keeps a state."""
 
     def last_norm(self, rows: Rows) -> None:

@@ -1,6 +1,6 @@
 """Decoders some of whose layers are recurrent."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +20,7 @@ class Hybrid(Decoder):
         return kind(parts, index)
 
     @torch.inference_mode()
-    def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[torch.Tensor]) -> None:
+    def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[Any]) -> None:
         """Bring states up to those tokens that the last step left tentative and that have proved right since.
 
         tokens: int64 [n], their places among the tentative ones; segments: of these n rows.

@@ -38,6 +38,7 @@ MODELS = {
     "Ernie4_5_MoeForCausalLM": "vllm_lite.models.ernie:ErnieMoe",
     "Exaone4ForCausalLM": "vllm_lite.models.exaone:Exaone4",
     "FalconForCausalLM": "vllm_lite.models.bloom:Falcon",
+    "FalconH1ForCausalLM": "vllm_lite.models.falcon_h1:FalconH1",
     "GPT2LMHeadModel": "vllm_lite.models.gpt2:GPT2",
     "GPTNeoXForCausalLM": "vllm_lite.models.bloom:GPTNeoX",
     "Gemma2ForCausalLM": "vllm_lite.models.gemma:Gemma2",
@@ -135,7 +136,7 @@ class Model(Protocol):
     def forward(
         self,
         batch: StepBatch,
-        kv_caches: list[torch.Tensor],
+        kv_caches: list[Any],
         backend: AttentionBackend,
         progress: Callable[[], None] = lambda: None,
     ) -> torch.Tensor: ...
@@ -146,7 +147,7 @@ class Model(Protocol):
 
     def gather_logits(self, out: torch.Tensor) -> None: ...
 
-    def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[torch.Tensor]) -> None:
+    def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[Any]) -> None:
         """As hybrid.Hybrid's, for models with recurrent layers."""
         ...
 

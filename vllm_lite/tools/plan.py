@@ -218,7 +218,7 @@ class _Sizes:
         kinds = {layer.attention for layer in largest.layers}
         turned = sum(size for _, size in {(own.rope, own.rotated_size) for own in largest.layers if own.rope})
         row: int = 2 * spec.hidden_size + sum(
-            map(max, zip(*(own.attention_buffers for own in largest.layers), strict=True))
+            map(max, zip(*(block.attention_buffers for own in largest.layers for block in own.blocks), strict=True))
         )
         channels = max((own.recurrent.scratch_size for own in largest.layers if own.recurrent is not None), default=0)
         row += channels * 4 // dtype_bytes

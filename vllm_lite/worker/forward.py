@@ -39,7 +39,7 @@ class EagerForward:
     def __init__(
         self,
         model: Model,
-        kv_caches: list[torch.Tensor],  # per layer: [num_blocks, 2, num_kv_heads, block_size, head_size]
+        kv_caches: list[Any],  # per layer, by `CacheEngine.layer_views`
         backend: AttentionBackend,
         device: torch.device,
         progress: Callable[[], None] = lambda: None,  # called once a layer, and for each product with the head

@@ -5,7 +5,7 @@ import argparse
 
 import msgspec
 
-from vllm_lite.checkpoint.model_spec import describe_parameters
+from vllm_lite.checkpoint.parameter_count import describe_parameters
 from vllm_lite.config import GIB
 from vllm_lite.runtime.settings import add_flags as add_config_flags
 from vllm_lite.tools.plan import CapacityPlan, PlanConfig, RankPlan, make_plan

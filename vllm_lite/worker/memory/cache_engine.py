@@ -11,6 +11,7 @@ import math
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
+from vllm_lite.kernels.recurrent import KVAndStates
 from vllm_lite.protocol.step import BlockOp
 from vllm_lite.worker.memory.block_mover import (
     BlockRun,
@@ -79,20 +81,22 @@ class CacheEngine:
         self.mover = make_mover(Pools(self.pool, self.host_pool))
         self._touch_ahead = TouchAhead(self.pool) if device.type == "cpu" and elements else None
 
-    def layer_views(self) -> list[torch.Tensor]:
+    def layer_views(self) -> list[Any]:
         """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_size]; of
-        a recurrent layer that of the states: float32 [num_slots, state_elements]; of one that keeps nothing, nothing.
+        a recurrent layer that of the states: float32 [num_slots, state_elements]; of one that keeps both KVAndStates,
+        and of one that keeps nothing, nothing.
 
         A block belongs to one group at a time, so the n-th layers of all groups share the n-th place in a block.
         """
-        views: dict[int, torch.Tensor] = {}
+        views: dict[int, Any] = {}
         for group in self.spec.kv_groups:
             shape = group.kv_shape(self.block_size, self._row_extra)
             layers = self.pool[:, : math.prod(shape)].unflatten(1, shape).unbind(1)
             views |= dict(zip(group.layers, layers, strict=True))
         recurrent = [index for index, own in enumerate(self.spec.layers) if own.recurrent is not None]
         sizes = [own.recurrent.state_elements for own in self.spec.layers if own.recurrent is not None]
-        views |= dict(zip(recurrent, self.states.split(sizes, dim=1), strict=True)) if sizes else {}
+        for index, states in zip(recurrent, self.states.split(sizes, dim=1) if sizes else (), strict=True):
+            views[index] = KVAndStates(views[index], states) if self.spec.layers[index].keeps_kv else states
         layers, nothing = enumerate(self.spec.layers if views else ()), self.pool[:0]
         return [views.get(layer if own.kv_layer is None else own.kv_layer, nothing) for layer, own in layers]
 

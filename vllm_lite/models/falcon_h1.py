@@ -1,0 +1,66 @@
+"""Falcon-H1: attention and Mamba-2 read one norm in each layer, and both are added to the residual stream."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.kernels.recurrent import KVAndStates, Segments
+from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
+from vllm_lite.layers.mamba import MambaBlock
+from vllm_lite.layers.parts import Parts
+from vllm_lite.models.decoder import Decoder, DecoderNames
+
+
+class FalconH1Layer(DecoderLayer):
+    """x + mamba(norm(x)) + attend(norm(x)), then the MLP.
+
+    Both blocks use one memory: first all tokens read their states, then Q, K and V are made, then what was read goes to
+    the residual stream. What attention gives comes later, for the tokens that go on.
+    """
+
+    names: ClassVar = LayerNames(mlp_norm="pre_ff_layernorm", mlp="feed_forward")
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__(parts, layer)
+        self.mamba, self.spec = MambaBlock(parts, layer), parts.spec
+
+    def write(self, rows: Rows, kv: KVAndStates, batch: StepBatch, backend: AttentionBackend) -> None:  # type: ignore[override]
+        if self.first:
+            self.input_norm.forward(rows.residual, out=rows.hidden)
+        else:
+            self.input_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        self.mamba.write(rows.hidden, rows, kv.states, batch, backend)
+        self.attention.write(rows.hidden, rows, kv.kv, batch, backend)
+        self.mamba.project(rows)
+        self.ops.add(rows.residual, rows.hidden)
+
+    def attend(self, rows: Rows, kv: KVAndStates, batch: StepBatch, backend: AttentionBackend) -> None:  # type: ignore[override]
+        self.attention.attend(rows, kv.kv, batch, backend)
+
+    def after_attention(self, rows: Rows) -> None:
+        if self.spec.attention_scale != 1.0:
+            self.ops.scale(rows.hidden, self.spec.attention_scale)
+
+    def after_mlp(self, rows: Rows) -> None:
+        if self.spec.residual_scale != 1.0:
+            self.ops.scale(rows.hidden, self.spec.residual_scale)
+
+    def weight_groups(self, prefix: str) -> Any:
+        yield from super().weight_groups(prefix)
+        yield from self.mamba.weight_groups(f"{prefix}mamba.")
+
+
+class FalconH1(Decoder):
+    names: ClassVar = DecoderNames(norm="model.final_layernorm")
+    layer = FalconH1Layer
+
+    @torch.inference_mode()
+    def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[Any]) -> None:
+        """As hybrid.Hybrid's."""
+        rows = self.buffers.rows(len(tokens))
+        for layer, cache in zip(self.layers, kv_caches, strict=True):
+            if isinstance(layer, FalconH1Layer):
+                layer.mamba.take_up(tokens, rows, cache.states, segments)
