@@ -132,7 +132,7 @@ def python(begin: str, end: str) -> Callable[[list[Call]], str]:
     return lambda calls: begin + "[" + ", ".join(map(one, calls)) + "]" + end
 
 
-def tagged(begin: str, tag: str, end: str) -> Callable[[list[Call]], str]:
+def tagged(begin: str, tag: str, end: str, first: str = "", last: str = "") -> Callable[[list[Call]], str]:
     def one(call: Call) -> str:
         def shown(value: Any) -> str:
             return value if isinstance(value, str) else dumps(value)
@@ -140,7 +140,50 @@ def tagged(begin: str, tag: str, end: str) -> Callable[[list[Call]], str]:
         tags = "".join(tag.replace("KEY", key).replace("VALUE", shown(value)) for key, value in call[1].items())
         return begin.replace("NAME", call[0]) + tags + end
 
-    return lambda calls: "\n".join(map(one, calls))
+    return lambda calls: first + "\n".join(map(one, calls)) + last
+
+
+def minimax_m3(calls: list[Call]) -> str:
+    ns = "]<]minimax[>["
+
+    def shown(value: Any) -> str:
+        if value in ({}, []) or not isinstance(value, (dict, list)):
+            return value if isinstance(value, str) else dumps(value)
+        pairs = value.items() if isinstance(value, dict) else [("item", item) for item in value]
+        return "".join(f"{ns}<{key}>{shown(item)}{ns}</{key}>" for key, item in pairs)
+
+    def one(call: Call) -> str:
+        return f'{ns}<invoke name="{call[0]}">{shown(call[1]) if call[1] else ""}{ns}</invoke>\n'
+
+    return f"{ns}<tool_call>\n{''.join(map(one, calls))}{ns}</tool_call>"
+
+
+def command_r(calls: list[Call]) -> str:
+    def one(call: Call) -> str:
+        return f'    {{\n        "tool_name": "{call[0]}",\n        "parameters": {dumps(call[1])}\n    }}'
+
+    return "Action:\n```json\n[\n" + ",\n".join(map(one, calls)) + "\n]```"
+
+
+def muse_glimmer(calls: list[Call]) -> str:
+    """Write each call as a message to its tool."""
+    write = in_block("atem:function_calls", "atem:")
+    return "<|eom|><|start|>assistant".join(f" to={call[0]}<|message|>{write([call])}" for call in calls)
+
+
+def kimi_k3(calls: list[Call]) -> str:
+    kinds = {bool: "boolean", int: "number", float: "number", str: "string", dict: "object", list: "array"}
+
+    def one(index: int, call: Call) -> str:
+        tags = "".join(
+            f'<|open|>argument key="{key}" type="{kinds.get(type(value), "null")}"<|sep|>'
+            f"{value if isinstance(value, str) else dumps(value)}<|close|>argument<|sep|>"
+            for key, value in call[1].items()
+        )
+        return f'<|open|>call tool="{call[0]}" index="{index}"<|sep|>{tags}<|close|>call<|sep|>'
+
+    written = "".join(one(index, call) for index, call in enumerate(calls, start=1))
+    return f"<|open|>tools<|sep|>{written}<|close|>tools<|sep|>"
 
 
 def gemma_value(value: Any, quote: str) -> str:
@@ -197,6 +240,9 @@ V3_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>")
 KIMI = ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")
 COHERE = ("THINKING", "ACTION", "RESPONSE")
+HY3 = ("tool_calls", "tool_call", "arg_key", "arg_value")
+SOLAR_CALL = tuple(f"tool_call:{part}" for part in ("begin", "name", "args", "end"))
+SOLAR = ("begin", "end", "think", "content", "tool_calls", "calls", *SOLAR_CALL)
 HERMES = each('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
 
 WRITERS: dict[str, Writer] = {
@@ -367,6 +413,57 @@ WRITERS: dict[str, Writer] = {
         ("internlm", None),
         ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
         each('<|action_start|><|plugin|>\n{"name": "NAME", "arguments": ', "}<|action_end|>", ""),
+    ),
+    "functionary_v31": Writer(("functionary_v31", None), (), each("<function=NAME>", "</function>", "")),
+    "functionary_v32": Writer(("functionary_v32", None), (), each(">>>NAME\n", "", "")),
+    "granite_20b_fc": Writer(
+        ("granite_20b_fc", None), (), each('<function_call> {"name": "NAME", "arguments": ', "}", "")
+    ),
+    "command_r": Writer(("command_r", None), (), command_r),
+    "kimi_k3": Writer(
+        ("kimi_k3", "kimi_k3"),
+        ("<|open|>", "<|close|>", "<|sep|>"),
+        kimi_k3,
+        thinks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ),
+    "hy_v3": Writer(
+        ("hy_v3", "hy_v3"),
+        (
+            *(f"<{end}{name}:opensource>" for name in (*HY3, "think") for end in ("", "/")),
+            "<tool_sep:opensource>",
+        ),
+        tagged(
+            "<tool_call:opensource>NAME<tool_sep:opensource>\n",
+            "<arg_key:opensource>KEY</arg_key:opensource>\n<arg_value:opensource>VALUE</arg_value:opensource>\n",
+            "</tool_call:opensource>",
+            "<tool_calls:opensource>\n",
+            "\n</tool_calls:opensource>",
+        ),
+        thinks("<think:opensource>", "</think:opensource>"),
+    ),
+    "solar_open": Writer(
+        ("solar_open", "solar_open"),
+        tuple(f"<|{name}|>" for name in SOLAR),
+        each(
+            "<|tool_call:begin|>a1b2c3d4INDEX<|tool_call:name|>NAME<|tool_call:args|>",
+            "<|tool_call:end|>",
+            "",
+            begin="<|tool_calls|>",
+            end="<|calls|>",
+        ),
+        thinks("<|think|>", "<|end|><|begin|>assistant<|content|>"),
+    ),
+    "muse_glimmer": Writer(
+        ("muse_glimmer", "muse_glimmer"),
+        ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+        muse_glimmer,
+        lambda text: f" to=self<|message|>{text}<|eom|><|start|>assistant to=user<|message|>",
+    ),
+    "minimax_m3": Writer(
+        ("minimax_m3", "minimax_m3"),
+        ("]<]minimax[>[", "<mm:think>", "</mm:think>"),
+        minimax_m3,
+        thinks("<mm:think>", "</mm:think>"),
     ),
     "minicpm5": Writer(("minicpm5", "qwen3"), (), minicpm, THINK),
 }

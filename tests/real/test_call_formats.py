@@ -33,13 +33,7 @@ TOOL: dict[str, Any] = {
 }
 ARGUMENTS = {"city": "Paris", "days": 3}
 USER: dict[str, Any] = {"role": "user", "content": "What is the weather like in Paris?"}
-CALLING: dict[str, Any] = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"id": "call00001", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
-    ],
-}
+CALLING: dict[str, Any] = {"role": "assistant", "content": ""}
 EXPECTED = {
     "Apertus-8B-Instruct": ("apertus", "apertus"),
     "ByteDance-Seed-OSS": ("seed_oss", "seed_oss"),
@@ -48,7 +42,16 @@ EXPECTED = {
     "GLM-4.6": ("glm45", "glm45"),
     "LFM2.5-8B-A1B": ("lfm2", "qwen3"),
     "MiniMax-M2": ("minimax_m2", "minimax_m2"),
-    "MiniMax-M3": (None, None),
+    "CohereForAI-c4ai-command-r-plus-tool_use": ("command_r", None),
+    "Kimi-K3": ("kimi_k3", "kimi_k3"),
+    "MiniMax-M3": ("minimax_m3", "minimax_m3"),
+    "granite_20b_fc": ("granite_20b_fc", None),
+    "meetkai-functionary-medium-v3.1": ("functionary_v31", None),
+    "meetkai-functionary-medium-v3.2": ("functionary_v32", None),
+    "muse-glimmer": ("muse_glimmer", "muse_glimmer"),
+    "muse_glimmer": ("muse_glimmer", "muse_glimmer"),
+    "tencent-Hy3": ("hy_v3", "hy_v3"),
+    "upstage-Solar-Open-100B": ("solar_open", "solar_open"),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("qwen3_coder", "qwen3"),
     "NVIDIA-Nemotron-Nano-v2": ("nemotron_json", "qwen3"),
     "Qwen-Qwen3-0.6B": ("hermes", "qwen3"),
@@ -86,14 +89,23 @@ def _common(one: str, other: str) -> str:
     return next((one[:end] for end in range(len(one), 0, -1) if other.startswith(one[:end])), "")
 
 
+def _with_call(template: ChatTemplate, arguments: Any) -> str | None:
+    """Render a call, whose arguments some templates take as a text. None if the template does not take it."""
+    call = {"id": "call00001", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    try:
+        return template.render([USER, CALLING | {"tool_calls": [call]}], tools=[TOOL], add_generation_prompt=False)
+    except RequestError:
+        return None
+
+
 def rendered_call(template: ChatTemplate) -> tuple[str, str] | None:
     """Render a prompt and the message behind it that calls. None if the template takes no calls, or leaves them out."""
     try:
-        ending, plain, full = (
-            template.render(messages, tools=[TOOL], add_generation_prompt=ends)
-            for messages, ends in (([USER], True), ([USER], False), ([USER, CALLING], False))
-        )
+        ending, plain = (template.render([USER], tools=[TOOL], add_generation_prompt=ends) for ends in (True, False))
+        full = _with_call(template, ARGUMENTS) or _with_call(template, json.dumps(ARGUMENTS))
     except RequestError:
+        return None
+    if full is None:
         return None
     prompt = ending if full.startswith(ending) else _common(plain, full)
     message = full[len(prompt) :]

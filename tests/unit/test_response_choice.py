@@ -31,8 +31,9 @@ def chosen(
     [
         ("{{ '<tool_call>' + call + '</tool_call>' }}", "hermes"),
         ("{% set a = '<tool_call>' %}{% set b = '</tool_call>' %}{{ a ~ x ~ b }}", "hermes"),
-        ("{% set ns = ']<]minimax[>[' %}{{ ns ~ '<tool_call>' }}{{ ns ~ '</tool_call>' }}", None),
-        ("{{ ']<]minimax[>[<tool_call> ]<]minimax[>[</tool_call>' }}", None),
+        ("{% set ns = ']<]minimax[>[' %}{{ ns ~ '<tool_call>' }} {{ ns ~ '</tool_call>' }}", "minimax_m3"),
+        ("{% set ns = '<]other[>[' %}{{ ns ~ '<tool_call>' }}{{ ns ~ '</tool_call>' }}", None),
+        ("{{ '<]other[>[<tool_call> <]other[>[</tool_call>' }}", None),
         ("{# a model may write <tool_call> or </tool_call> #}{{ x }}", None),
         ("{% set d = '｜DSML｜' %}{{ '<' + d + 'function_calls>' }}", "deepseek_v32"),
         ("{% set d = '｜DSML｜' %}{{ '<' + d + 'tool_calls>' }}", "deepseek_v4"),
@@ -148,6 +149,7 @@ OTHERS = {
 }
 """Literals of a format that stand elsewhere in its templates."""
 ASKED_FOR = {"hermes, text", "llama3_json", "pythonic", "xlam", "xlam, fenced", "phi4_mini", "hunyuan", "ernie45"}
+ASKED_FOR |= {"functionary_v31", "functionary_v32", "command_r"}
 """Writers whose calls have not all literals of their format: the instructions of its templates have the others."""
 
 

@@ -9,6 +9,10 @@ Choice = Literal["auto", "required", "named"]
 
 INDEX = "{index}"
 """Stands in a literal for the number of the call."""
+ID = "{id}"
+"""Stands in a literal for a name that the model gives the call."""
+TYPE = "{type}"
+"""Stands in a literal for the type of a value that is JSON."""
 
 
 class CallShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,8 +20,8 @@ class CallShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         begin  call_begin NAME name_end ARGUMENTS call_end  between  call_begin ... call_end  end
 
-    In a literal `{index}` stands for the number of the call, which some formats write. A literal may contain texts of
-    added tokens of the vocabulary, which are then written with these tokens only.
+    In a literal `{index}`, `{id}` and `{type}` stand for what some formats write beside a name. A literal may contain
+    texts of added tokens of the vocabulary, which are then written with these tokens only.
     """
 
     call_begin: str

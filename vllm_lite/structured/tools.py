@@ -7,7 +7,7 @@ from typing import NamedTuple
 from vllm_lite.errors import RequestError
 from vllm_lite.structured import schema as schemas
 from vllm_lite.structured.arguments import arguments_rule
-from vllm_lite.structured.call_shape import INDEX, CallShape, Choice, Tool
+from vllm_lite.structured.call_shape import ID, INDEX, TYPE, CallShape, Choice, Tool
 from vllm_lite.structured.check import check_lark
 from vllm_lite.structured.findings import Allowance, Findings
 from vllm_lite.structured.keywords import type_name
@@ -23,6 +23,11 @@ MIN_TRIGGER_CHARS = 4
 """A shorter text, such as `[`, is too common to begin a call; then the name of a tool has to stand behind it."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_WRITTEN_AS = {
+    INDEX: "/[0-9]{1,3}/",
+    ID: "/[A-Za-z0-9_.-]{1,64}/",
+    TYPE: "/array|boolean|null|number|object/",
+}
 _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -85,7 +90,7 @@ class _CallWriter:
     """Writes the rules of at most `most` calls. A body is what follows the literal behind a name."""
 
     def __init__(self, shape: CallShape, added_tokens: Mapping[str, int] | None, most: int) -> None:
-        self.lark = LarkWriter(added_tokens, {INDEX: "/[0-9]{1,3}/"})
+        self.lark = LarkWriter(added_tokens, _WRITTEN_AS)
         self.notes: list[str] = []
         self._allowance = Allowance()
         self._shape = shape

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_lite.client.text.response import contents
 from vllm_lite.client.text.response.calls import CallReader, CallSink, WholeReader
+from vllm_lite.client.text.response.element_calls import element_reader
 from vllm_lite.client.text.response.json_calls import ArgumentsReader, Envelope, EnvelopeReader, NamedReader
 from vllm_lite.client.text.response.json_value import JSON, Dialect
 from vllm_lite.client.text.response.marks import Marks
@@ -30,6 +31,9 @@ def reader_of(
 
     if field.kind == "pythonic":
         return PythonicReader(sink, properties_of)
+    if field.kind == "elements" and name is not None:
+        prefix = str(field.arguments.get("prefix", ""))
+        return element_reader(sink, marks.spell(name).strip(), prefix, marks, properties_of)
     if field.kind == "xml-inline" and name is not None and "tags" in field.arguments:
         tags = Tags(**{key: marks.literal(text) for key, text in field.arguments["tags"].items()})
         return TaggedReader(sink, name, tags, properties_of)

@@ -23,7 +23,7 @@ class Tags:
 
     trim        what is no part of a value: "line" takes one line break from each end, "space" all white space, ""
                 nothing
-    kind_mark   stands behind a key, and behind it "true" if its value is a string, "false" if it is JSON
+    kind_mark   stands behind a key, and behind it `text_kind` if its value is a string, something else if it is JSON
     wrap_open   may stand before a value that is a text with any letters, which ends with wrap_close
     call_open   begins another call in the same region. Its name ends with name_close, and each call with call_close
     """
@@ -34,6 +34,7 @@ class Tags:
     value_open: str = ""
     trim: str = "line"
     kind_mark: str = ""
+    text_kind: str = "true"
     wrap_open: str = ""
     wrap_close: str = ""
     call_open: str = ""
@@ -139,12 +140,12 @@ class TaggedReader:
             raise self._rejected()
         if found < 0:
             return False
-        key, is_string = self._text[self._place : found].strip(), ""
+        key, kind = self._text[self._place : found].strip(), ""
         if self._tags.kind_mark:
-            key, _, is_string = key.partition(self._tags.kind_mark)
+            key, _, kind = key.partition(self._tags.kind_mark)
         self._types = schema_types(self._properties.get(key))
-        if is_string:
-            self._types = ("string",) if is_string == "true" else ()
+        if kind:
+            self._types = ("string",) if kind == self._tags.text_kind else ()
         self._value_close, self._trim = self._tags.value_close, self._tags.trim
         self._sink.write(("{" if not self._num_keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         self._num_keys += 1

@@ -29,7 +29,7 @@ FIELD_KEYS = {
     *("open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats", "join", "optional"),
     *("transform", "transform_each", "at_start"),
 }
-KINDS = {*contents.KINDS, "pythonic"}
+KINDS = {*contents.KINDS, "pythonic", "elements"}
 MAX_FIELDS = 32
 MAX_LITERAL_CHARS = 256
 MAX_PATTERN_CHARS = 4096
