@@ -14,6 +14,7 @@ json_value.py      one JSON value, checked while it arrives
 json_calls.py      calls as JSON
 tagged_calls.py    calls as tags around keys and values
 pythonic_calls.py  calls as Python
+element_calls.py   calls as elements within elements
 readers.py         which reader reads the calls of a field
 contents.py        kinds of content: what a complete text means
 arguments.py       the arguments of a call, once they are complete
