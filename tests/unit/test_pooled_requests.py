@@ -10,7 +10,6 @@ import pytest
 from tests.recorded import Recorded
 from tests.scheduler_rig import VOCAB, Rig
 from vllm_lite.engine.intake import Intake, Model
-from vllm_lite.engine.observe.recorder import Recorder
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.request import Request
 from vllm_lite.errors import RequestError
@@ -140,7 +139,7 @@ def test_a_trace_with_them_is_replayed(tmp_path: Path) -> None:
 def test_what_the_model_cannot_do_is_refused(pooling: Pooling | None, length: int, problem: str) -> None:
     rig = Rig(num_blocks=40, max_model_len=40)
     pooler = PoolerInfo(("embed", "token_embed"), generates=False, size=8)
-    intake = Intake(rig.scheduler, Recorder(rig.scheduler), Model(VOCAB, frozenset(), pooler), lambda: 0.0)
+    intake = Intake(rig.scheduler, Model(VOCAB, frozenset(), pooler), lambda: 0.0)
     with pytest.raises(RequestError, match=problem):
         intake.add(b"client", Generate("r", pack_tokens(prompt_of(length)), PARAMS, pooling=pooling))
     assert not rig.scheduler.requests

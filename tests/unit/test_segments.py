@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.recorded import Recorded, agrees, replaced, rewritten
-from vllm_lite.engine.observe.recorder import Recorder
 from vllm_lite.engine.observe.replay import Replay
+from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -279,7 +279,7 @@ def test_a_later_life_serves_without_a_trace_if_it_must(tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING, "vllm_lite"):
         recorded = life(path, 2)
     assert "serves without a trace" in caplog.text
-    assert type(recorded.core.recorder) is Recorder
+    assert type(recorded.core.scheduler) is Scheduler
     recorded.add("a", PROMPT, max_tokens=2)
     recorded.drain()
 

@@ -237,7 +237,7 @@ def test_a_corrupted_request_is_not_found_on_the_host_either(is_swapped: bool) -
         assert sequence.status is Status.RUNNING
     assert rig.blocks.host is not None
     assert rig.blocks.host.pool.num_cached >= 10
-    rig.record(rig.scheduler._fail(sequence, NOT_FINITE))
+    rig.record(rig.scheduler._results._fail(sequence, NOT_FINITE))
     again = rig.add("again", prompt, max_tokens=1)
     rig.drain()
     assert rig.reasons[name, 0] == "error"

@@ -10,8 +10,9 @@ import pytest
 
 from tests.recorded import Recorded, agrees, snapshot
 from vllm_lite.engine.intake import Model
-from vllm_lite.engine.observe.recorder import Recorder, TraceRecorder
+from vllm_lite.engine.observe.recorder import RecordedScheduler
 from vllm_lite.engine.observe.replay import Replay
+from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.trace import records
@@ -55,8 +56,8 @@ def test_a_step_takes_100_bytes_and_4_for_each_token(tmp_path: Path, num_running
         prompt = [rng.randrange(200_000) for _ in range(rng.randint(20, 60))]
         recorded.add(f"r{index}", prompt, max_tokens=100, ignore_eos=True)
     recorded.loop()
-    before = recorded.core.recorder
-    assert isinstance(before, TraceRecorder)
+    before = recorded.core.scheduler
+    assert isinstance(before, RecordedScheduler)
     before.flush()
     size, steps = (tmp_path / "trace").stat().st_size, recorded.scheduler.step
     tokens = recorded.scheduler.counters.generated_tokens
@@ -125,8 +126,8 @@ def test_damage_is_told(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_trace_and_not_the_engine(pause_s: float, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm_lite"):
         recorded = Recorded(Path("/dev/full"), 40)
-        recorder = recorded.core.recorder
-        assert isinstance(recorder, TraceRecorder)
+        recorder = recorded.core.scheduler
+        assert isinstance(recorder, RecordedScheduler)
         recorder._next_flush_s += 0.0 if pause_s else 1e9
         for index in range(300):
             recorded.add(f"{index:0200}", [1, 2, index % 50, 4, 5], max_tokens=3, ignore_eos=True)
@@ -159,7 +160,7 @@ def test_a_step_that_raises_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.
     recorded.add("a", [1, 2, 3], max_tokens=9, ignore_eos=True)
     recorded.loop()
     with monkeypatch.context() as patch:
-        patch.setattr(recorded.scheduler, "_schedule_prompts", None)
+        patch.setattr(recorded.scheduler._prompts, "schedule", None)
         recorded.add("b", [4, 5, 6])
         with pytest.raises(TypeError):
             recorded.loop()
@@ -172,6 +173,6 @@ def test_a_step_that_raises_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.
 def test_nothing_is_recorded_unless_asked_for(tmp_path: Path) -> None:
     recorded = Recorded(None)
     recorded.random_work(random.Random(2))
-    assert type(recorded.core.recorder) is Recorder
+    assert type(recorded.core.scheduler) is Scheduler
     assert recorded.scheduler.on_decision is None
     assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ from vllm_lite.engine.blocks.state_slots import StateSlots
 from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.intake import Attached, Intake, Model
 from vllm_lite.engine.observe.describe import describe
-from vllm_lite.engine.observe.recorder import make_recorder
+from vllm_lite.engine.observe.recorder import MakeScheduler, RecordedScheduler, recorded
 from vllm_lite.engine.observe.residency import Residency
 from vllm_lite.engine.queues import Options
 from vllm_lite.engine.rates import PrefillRate, Rates
@@ -77,24 +77,23 @@ class EngineCore:
         # What a drafting sequence computes next depends on its last step, so a second one would be half empty.
         self.max_in_flight = 2 if config.async_scheduling and config.speculative_config is None else 1
         header = _header(config, ready, sizes, lives, clock())
-        self.scheduler = make_scheduler(header, PrefixHasher(config.block_size, config.prefix_hash_seed))
+        hasher = PrefixHasher(config.block_size, config.prefix_hash_seed)
+        self.scheduler = make_scheduler(header, hasher, recorded(config.record, header, clock))
         self.scheduler.on_policy_fault = lambda what: logger.error(
             "scheduling policy %r failed, from here on it is first come, first served: %s", header.policy, what
         )
         self.kv = self.scheduler.kv
         self.meter = self.scheduler.meter
         self.adapters = self.scheduler.queues.adapters
-        self.recorder = make_recorder(config.record, header, self.scheduler)
         if config.kv_cache_metrics:
             one_in = round(1 / config.kv_cache_metrics_sample)
             self.meter.counters.blocks = Residency(self.kv.pool, clock, one_in).histograms
-        self.adapters.on_change = lambda adapter: self.recorder.adapter_changed(adapter, clock())
         self.adapter_loader = AdapterLoader(self.scheduler, config, self.end_adapter, clock)
         self._counts_experts = config.expert_load_metrics
         self._expert_tokens: list[list[int]] = []
         """Those of groups that are gone."""
         self.max_model_len = self.scheduler.max_len
-        self._intake = Intake(self.scheduler, self.recorder, Model.of(ready), clock)
+        self._intake = Intake(self.scheduler, Model.of(ready), clock)
         self.in_flight = self.scheduler.in_flight
         self._holds = False
 
@@ -118,11 +117,8 @@ class EngineCore:
         request = self.scheduler.requests.get(request_id)
         if request is None:
             return []
-        self.meter.now_s = now_s = self._clock()
-        ended = self.scheduler.branching.end_samples(request, samples, "stop" if stopped else "abort")
-        if ended:
-            self.recorder.aborted(request, samples and [sample for sample, _ in ended], now_s)
-        return ended
+        self.meter.now_s = self._clock()
+        return self.scheduler.abort(request, samples, "stop" if stopped else "abort")
 
     def describe(
         self, request_ids: abc.Sequence[str] = (), external_id: str = "", *, with_content: bool = False
@@ -134,36 +130,26 @@ class EngineCore:
         return Descriptions(states, external.ended(external_id))
 
     def reset_prefix_cache(self) -> PrefixCacheReset:
-        done = self.scheduler.reset_prefix_cache()
-        self.recorder.cache_reset(self._clock())
-        return done
+        return self.scheduler.reset_prefix_cache()
 
     def hold_newcomers(self, *, are_held: bool) -> None:
         """Let no request run that comes from now on, or let all of them run again."""
         if are_held != self._holds:
             self._holds = are_held
             self.scheduler.hold_newcomers(are_held=are_held)
-            self.recorder.newcomers(are_held, self._clock())
 
     def end_adapter(self, adapter: Adapter, error: str) -> list[Produced]:
         """End the requests of an adapter that cannot be loaded."""
-        now_s = self.meter.now_s = self._clock()
-        produced = []
-        for request in [each for each in self.scheduler.requests.values() if each.adapter is adapter]:
-            sample, start = request.open_samples()[0]
-            produced.append(Produced(request, sample, start, [], reason="error", error=error))
-            self.scheduler.queues.end(request, "error")
-            self.recorder.aborted(request, (), now_s)
-        return produced
+        self.meter.now_s = self._clock()
+        having = [each for each in self.scheduler.requests.values() if each.adapter is adapter]
+        return [self.scheduler.fail(request, error) for request in having]
 
     # ---- the step
 
     def expire(self) -> list[Produced]:
         """End the requests whose deadline has passed."""
         now_s = self.meter.now_s = self._clock()
-        ended = self.scheduler.expire(now_s)
-        self.recorder.expired(ended, now_s)
-        return ended
+        return self.scheduler.expire(now_s)
 
     def begin(self) -> bool:
         """Schedule a step for the workers, if there is anything to compute and not too much in flight.
@@ -176,7 +162,7 @@ class EngineCore:
             return False
         if self._may_begin():
             if self.scheduler.requests:
-                step = self.recorder.schedule(now_s)
+                step = self.scheduler.schedule(now_s)
             else:
                 self.meter.rest(now_s)
         ends_message = True
@@ -202,12 +188,11 @@ class EngineCore:
         now_s = self.meter.now_s = self._clock()
         step = self.in_flight.oldest
         if step.ends_message and self._prefill_rate.measure(step.message, now_s):
-            rates = self.scheduler.rates._replace(prefill_tokens_per_s=self._prefill_rate.tokens_per_s)
-            self.scheduler.rates = rates
-            self.recorder.measured(rates)
+            tokens_per_s = self._prefill_rate.tokens_per_s
+            self.scheduler.measured(self.scheduler.rates._replace(prefill_tokens_per_s=tokens_per_s))
         if self.max_in_flight > 1:
             self._message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
-        return self.recorder.update(output, now_s)
+        return self.scheduler.update(output)
 
     def lose_workers(self, cause: str, *, are_ended: bool = False) -> list[Produced]:
         """The workers have died of `cause`, or for that reason `are_ended` by us, with nothing in flight. Every
@@ -215,7 +200,7 @@ class EngineCore:
         as ever. Returns the requests that end by it."""
         now_s = self.meter.now_s = self._clock()
         self._message_length = MessageLength()
-        ended = self.recorder.lose_workers(cause, now_s, are_ended=are_ended)
+        ended = self.scheduler.lose_workers(cause, now_s, are_ended=are_ended)
         for item in ended:
             logger.warning("%s", item.error)
         return ended
@@ -224,11 +209,12 @@ class EngineCore:
         """Go on with the workers behind `executor`, which have pools of the same sizes, as a later `generation`."""
         self._expert_tokens = sum_of(self._expert_tokens, self._executor.expert_tokens())
         self._executor = executor
-        self.recorder.resume(generation, swap_blocks_per_s, self._clock())
+        self.scheduler.resume(generation, swap_blocks_per_s)
 
     def close(self) -> None:
         """End the trace, if there is one."""
-        self.recorder.close()
+        if isinstance(self.scheduler, RecordedScheduler):
+            self.scheduler.close()
 
     def stats(self) -> Stats:
         """The engine's counters, with its gauges as they are now."""
@@ -260,8 +246,9 @@ def sum_of(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
     return [list(map(sum, zip(*both, strict=True))) for both in zip(first, second, strict=True)]
 
 
-def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
-    """The scheduler that a trace's header describes, with its policy, block manager and pools; a replay makes it anew.
+def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = Scheduler) -> Scheduler:
+    """`make` the scheduler that a trace's header describes, with its policy, block manager and pools; a replay makes it
+    anew.
 
     Raises ConfigError if the policy cannot be loaded.
     """
@@ -282,7 +269,7 @@ def make_scheduler(header: Header, hasher: PrefixHasher) -> Scheduler:
         room["blocks_each"] = header.max_swap_blocks_per_step // most
         parts.append(StateSlots(header.num_state_slots, header.block_size, caching, **room))
     kv = KVCacheManager(parts, hasher, blocks.counters)
-    scheduler = Scheduler(kv, Options(**header.options), policy.load(header.policy))
+    scheduler = make(kv, Options(**header.options), policy.load(header.policy))
     scheduler.rates = Rates(0.0, header.swap_blocks_per_s)
     return scheduler
 

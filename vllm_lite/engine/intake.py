@@ -8,7 +8,6 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_lite.engine.adapters import Adapter
-from vllm_lite.engine.observe.recorder import Recorder
 from vllm_lite.engine.request import Produced, Request, stop_ids
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
@@ -50,9 +49,8 @@ class Model(NamedTuple):
 class Intake:
     """Checks messages and makes requests of them. It reads time from `clock` only."""
 
-    def __init__(self, scheduler: Scheduler, recorder: Recorder, model: Model, clock: abc.Callable[[], float]) -> None:
+    def __init__(self, scheduler: Scheduler, model: Model, clock: abc.Callable[[], float]) -> None:
         self._scheduler = scheduler
-        self._recorder = recorder
         self._model = model
         self._clock = clock
 
@@ -66,17 +64,15 @@ class Intake:
         self._check_content(message)
         request = self._make_request(client, message, len(message.prompt) // 4, self._adapter_of(message))
         done = _end_complete(request)
-        now_s = self._scheduler.meter.now_s = self._clock()
+        self._scheduler.meter.now_s = self._clock()
         replaced, replaced_at = None, 0
         if known is not None:  # it begins anew behind what its client has, and finds its KV in the cache
             if known.client != client:
                 replaced, replaced_at = known.client, known.open_samples()[0][1]
             goes_on = bool(request.sequences)
-            self._scheduler.queues.withdraw(known, is_replaced=goes_on)
-            self._recorder.aborted(known, (), now_s, is_replaced=goes_on)
+            self._scheduler.withdraw(known, is_replaced=goes_on)
         if request.sequences:
             self._scheduler.add(request)
-            self._recorder.arrived(request, now_s)
         return Attached(request, [], done, replaced, replaced_at)
 
     def fork(self, client: bytes, message: ForkRequest) -> Request:
@@ -104,8 +100,7 @@ class Intake:
             raise RequestError(f"max_tokens must be more than the {message.have} tokens the fork starts with")
         self._scheduler.meter.now_s = self._clock()
         child.logprobs = parent.logprobs[: max(0, len(parent.logprobs) - (sequence.num_output - message.have))]
-        self._scheduler.branching.fork_request(parent, child)
-        self._recorder.forked(parent, child, self._clock())
+        self._scheduler.fork(parent, child)
         return child
 
     def _adapter_of(self, message: Generate) -> Adapter | None:

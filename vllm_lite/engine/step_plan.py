@@ -1,9 +1,11 @@
 """StepPlan: the step in the making, from an empty budget to the entries that the workers get."""
 
 from collections.abc import Callable
+from itertools import zip_longest
 
 from vllm_lite.engine.branching import Branching
 from vllm_lite.engine.policy import GuardedPolicy, View
+from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.step import Entry
 
@@ -29,11 +31,18 @@ class StepPlan:
     """
 
     def __init__(
-        self, budget: int, view: View, policy: GuardedPolicy, branching: Branching, on_decision: OnDecision | None
+        self,
+        budget: int,
+        view: View,
+        rates: Rates,
+        policy: GuardedPolicy,
+        branching: Branching,
+        on_decision: OnDecision | None,
     ) -> None:
         """`view` is what the policy knows of the step."""
         self.budget = self.room = budget
         self.view = view
+        self.rates = rates
         self.shortest: int | None = None
         self.is_cut = False
         self.entries: list[Entry] = []
@@ -71,3 +80,8 @@ class StepPlan:
         """Report a decision about `sequence`, if there is a listener."""
         if self.on_decision is not None:
             self.on_decision(code, sequence, numbers)
+
+
+def joined(first: list[list[int]], then: list[list[int]]) -> list[list[int]]:
+    """The blocks of both, by group."""
+    return [[*had, *more] for had, more in zip_longest(first, then, fillvalue=())]

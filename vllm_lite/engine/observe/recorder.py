@@ -1,4 +1,4 @@
-"""Recorder: stands between a core and its scheduler. TraceRecorder writes a trace of what passes; Recorder nothing.
+"""RecordedScheduler: a scheduler that writes a trace of its inputs and its decisions, for `--record`.
 
 A trace holds every input of the scheduler, a digest of every step, and the reasons for its decisions. Recording must
 not change what it watches, nor stop it: when the file cannot be written any more, the log says so once and the engine
@@ -12,11 +12,14 @@ from hashlib import blake2b
 import msgspec
 
 from vllm_lite.engine.adapters import Adapter
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.queues import Options
 from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ConfigError
+from vllm_lite.protocol.api import FinishReason, PrefixCacheReset
 from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.runtime.prefix_hash import PrefixHasher
@@ -30,6 +33,8 @@ FLUSH_S = 1.0
 MAX_FAULT_CHARS = 200
 MAX_WAITS = 1024
 """So many waiting sequences have their last reason remembered, so that it is recorded once."""
+
+MakeScheduler = abc.Callable[[KVCacheManager, Options, object | None], Scheduler]
 
 _encode = msgspec.msgpack.Encoder().encode
 logger = log.get(__name__)
@@ -106,151 +111,142 @@ class Reasons:
         return records.WAYS.index(value) if name == "by" else self._requests[value].arrival
 
 
-class Recorder:
-    """The null object, and the interface: the core calls the scheduler through it, and reports every other input."""
+class RecordedScheduler(Scheduler):
+    """Writes a trace of what it is asked and decides into a file."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def schedule(self, now_s: float) -> SchedulerOutput | None:
-        """Have the scheduler make a step."""
-        return self._scheduler.schedule(now_s)
-
-    def update(self, output: ModelOutput, now_s: float) -> list[Produced]:  # noqa: ARG002
-        """Have the scheduler apply a result."""
-        return self._scheduler.update(output)
-
-    def lose_workers(self, cause: str, now_s: float, *, are_ended: bool = False) -> list[Produced]:  # noqa: ARG002
-        """Tell the scheduler that the workers have died, or `are_ended`."""
-        return self._scheduler.lose_workers(cause, now_s)
-
-    def resume(self, generation: int, swap_blocks_per_s: float, now_s: float) -> None:  # noqa: ARG002
-        """Tell the scheduler that others have taken over."""
-        self._scheduler.resume(generation, swap_blocks_per_s)
-
-    def arrived(self, request: Request, now_s: float) -> None: ...
-
-    def forked(self, parent: Request, child: Request, now_s: float) -> None: ...
-
-    def aborted(
-        self, request: Request, samples: abc.Sequence[int], now_s: float, *, is_replaced: bool = False
-    ) -> None: ...
-
-    def expired(self, produced: list[Produced], now_s: float) -> None: ...
-
-    def cache_reset(self, now_s: float) -> None: ...
-
-    def newcomers(self, are_held: bool, now_s: float) -> None: ...
-
-    def measured(self, rates: Rates) -> None: ...
-
-    def adapter_changed(self, adapter: Adapter, now_s: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TraceRecorder(Recorder):
-    """Writes the trace of a scheduler into a file."""
-
-    def __init__(self, path: str, header: records.Header, scheduler: Scheduler) -> None:
-        super().__init__(scheduler)
+    def __init__(
+        self,
+        path: str,
+        header: records.Header,
+        clock: abc.Callable[[], float],
+        made_of: tuple[KVCacheManager, Options, object | None],
+    ) -> None:
+        """`made_of` is what a Scheduler is made of. Raises ConfigError if the file cannot be written."""
+        super().__init__(*made_of)
         try:
             self._writer: TraceWriter | None = TraceWriter(path)
         except OSError as error:
             raise ConfigError(f"record: {path!r} cannot be written ({error.strerror})") from error
         self._path = path
-        self._hasher = RecordingHasher(scheduler.kv.hasher)
-        self._reasons = Reasons(scheduler)
+        self._clock = clock
+        self._hasher = RecordingHasher(self.kv.hasher)
+        self._reasons = Reasons(self)
         self._next_flush_s = header.clock_s
-        scheduler.kv.hasher = self._hasher
-        scheduler.on_decision = self._reasons.add
+        self.kv.hasher = self._hasher
+        self.on_decision = self._reasons.add
+        self.queues.adapters.on_change = self._adapter_changed
         self._write(header)
 
-    # ---- the calls that decide
+    # ---- the step
 
-    def schedule(self, now_s: float) -> SchedulerOutput | None:
+    def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
         """A step that fails is in the trace as well."""
         step: SchedulerOutput | None = None
         try:
-            step = self._scheduler.schedule(now_s)
+            step = super().schedule(now_s)
             return step
         finally:
             if self._writer is not None:
                 self._write_step(now_s, step)
 
+    def _write_step(self, now_s: float, step: SchedulerOutput | None) -> None:
+        for what in self._reasons.faults:
+            self._write(records.PolicyFault(what))
+        self._reasons.faults.clear()
+        self._write(records.Step(now_s, *summary_of(step, self), self._hasher.take(), self._reasons.take()))
+        self._flush_in_time(now_s)
+
+    def update(self, result: ModelOutput) -> list[Produced]:
+        """A result that makes the scheduler fail is in the trace as well."""
+        candidates = _candidates(result, self.in_flight.awaited)
+        produced: list[Produced] = []
+        try:
+            produced = super().update(result)
+            return produced
+        finally:
+            if self._writer is not None:
+                now_s, (tokens, width) = self.meter.now_s, records.pack_tokens(result.tokens)
+                hashes, decisions = self._hasher.take(), self._reasons.ends(produced)
+                counts, failed = result.counts, result.failed
+                self._write(records.Result(now_s, tokens, width, counts, failed, candidates, hashes, decisions))
+
+    def measured(self, rates: Rates) -> None:
+        super().measured(rates)
+        self._write(records.RatesMeasured(*rates))
+
+    # ---- workers
+
     def lose_workers(self, cause: str, now_s: float, *, are_ended: bool = False) -> list[Produced]:
         kept = [
             records.Kept(request.arrival, sum(each.num_output for each in request.sequences), request.num_scored)
-            for request in self._scheduler.requests.values()
+            for request in self.requests.values()
         ]
-        produced = self._scheduler.lose_workers(cause, now_s)
+        produced = super().lose_workers(cause, now_s, are_ended=are_ended)
         decisions = self._reasons.take() + self._reasons.ends(produced)
         cause = cause[: records.MAX_CAUSE_CHARS]
         self._write(records.WorkersLost(now_s, cause, kept, self._hasher.take(), decisions, are_ended))
         self.flush()  # whatever killed the workers may kill the engine next
         return produced
 
-    def resume(self, generation: int, swap_blocks_per_s: float, now_s: float) -> None:
-        self._scheduler.resume(generation, swap_blocks_per_s)
-        self._write(records.WorkersReplaced(now_s, generation, swap_blocks_per_s))
+    def resume(self, generation: int, swap_blocks_per_s: float) -> None:
+        super().resume(generation, swap_blocks_per_s)
+        self._write(records.WorkersReplaced(self._clock(), generation, swap_blocks_per_s))
         self.flush()
 
-    def _write_step(self, now_s: float, step: SchedulerOutput | None) -> None:
-        for what in self._reasons.faults:
-            self._write(records.PolicyFault(what))
-        self._reasons.faults.clear()
-        summary = summary_of(step, self._scheduler)
-        self._write(records.Step(now_s, *summary, self._hasher.take(), self._reasons.take()))
-        self._flush_in_time(now_s)
+    # ---- requests
 
-    def update(self, output: ModelOutput, now_s: float) -> list[Produced]:
-        """A result that makes the scheduler fail is in the trace as well."""
-        candidates = _candidates(output, self._scheduler.in_flight.awaited)
-        produced: list[Produced] = []
-        try:
-            produced = self._scheduler.update(output)
-            return produced
-        finally:
-            if self._writer is not None:
-                tokens, width = records.pack_tokens(output.tokens)
-                hashes, decisions = self._hasher.take(), self._reasons.ends(produced)
-                counts, failed = output.counts, output.failed
-                self._write(records.Result(now_s, tokens, width, counts, failed, candidates, hashes, decisions))
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self._write(self._arrival(request))
 
-    # ---- the rest
+    def fork(self, parent: Request, child: Request) -> None:
+        super().fork(parent, child)
+        self._write(records.Forked(parent.arrival, self._arrival(child)))
 
-    def arrived(self, request: Request, now_s: float) -> None:
-        self._write(self._arrival(request, now_s))
+    def abort(self, request: Request, samples: abc.Sequence[int], reason: FinishReason) -> list[tuple[int, int]]:
+        ended = super().abort(request, samples, reason)
+        if ended:
+            self._aborted(request, samples and [sample for sample, _ in ended])
+        return ended
 
-    def forked(self, parent: Request, child: Request, now_s: float) -> None:
-        self._write(records.Forked(parent.arrival, self._arrival(child, now_s)))
+    def fail(self, request: Request, error: str) -> Produced:
+        produced = super().fail(request, error)
+        self._aborted(request, ())
+        return produced
 
-    def aborted(self, request: Request, samples: abc.Sequence[int], now_s: float, *, is_replaced: bool = False) -> None:
-        self._write(records.Aborted(request.arrival, now_s, list(samples), self._hasher.take(), is_replaced))
+    def withdraw(self, request: Request, *, is_replaced: bool) -> None:
+        super().withdraw(request, is_replaced=is_replaced)
+        self._aborted(request, (), is_replaced=is_replaced)
 
-    def expired(self, produced: list[Produced], now_s: float) -> None:
+    def expire(self, now_s: float) -> list[Produced]:
         """The engine asks for late requests in every pass of its loop, also while no step can be made."""
+        produced = super().expire(now_s)
         if produced:
             self._write(records.Expired(now_s, [item.request.arrival for item in produced]))
         self._flush_in_time(now_s)
+        return produced
 
-    def cache_reset(self, now_s: float) -> None:
-        self._write(records.CacheReset(now_s, self._hasher.take()))
+    def reset_prefix_cache(self) -> PrefixCacheReset:
+        done = super().reset_prefix_cache()
+        self._write(records.CacheReset(self._clock(), self._hasher.take()))
+        return done
 
-    def newcomers(self, are_held: bool, now_s: float) -> None:
-        self._write(records.Newcomers(now_s, are_held))
+    def hold_newcomers(self, *, are_held: bool) -> None:
+        super().hold_newcomers(are_held=are_held)
+        self._write(records.Newcomers(self._clock(), are_held))
 
-    def measured(self, rates: Rates) -> None:
-        self._write(records.RatesMeasured(*rates))
+    def _adapter_changed(self, adapter: Adapter) -> None:
+        self._write(records.AdapterChanged(self._clock(), adapter.number, adapter.is_loaded))
 
-    def adapter_changed(self, adapter: Adapter, now_s: float) -> None:
-        self._write(records.AdapterChanged(now_s, adapter.number, adapter.is_loaded))
+    def _aborted(self, request: Request, samples: abc.Sequence[int], *, is_replaced: bool = False) -> None:
+        now_s, hashes = self.meter.now_s, self._hasher.take()
+        self._write(records.Aborted(request.arrival, now_s, list(samples), hashes, is_replaced))
 
-    def _arrival(self, request: Request, now_s: float) -> records.Arrival:
+    def _arrival(self, request: Request) -> records.Arrival:
         return records.Arrival(
             number=request.arrival,
             request_id=request.request_id,
-            clock_s=now_s,
+            clock_s=self.meter.now_s,
             num_prompt=request.num_prompt,
             num_output=request.num_tokens - request.num_prompt,
             max_len=request.max_len,
@@ -291,8 +287,8 @@ class TraceRecorder(Recorder):
     def close(self) -> None:
         """End the trace; the scheduler goes on without."""
         writer, self._writer = self._writer, None
-        self._scheduler.on_decision = None
-        self._scheduler.kv.hasher = self._hasher.inner
+        self.on_decision = None
+        self.kv.hasher = self._hasher.inner
         if writer is not None:
             try:
                 writer.close()
@@ -300,18 +296,20 @@ class TraceRecorder(Recorder):
                 logger.warning("the end of the trace %s is lost: %s", self._path, error)
 
 
-def make_recorder(path: str | None, header: records.Header, scheduler: Scheduler) -> Recorder:
-    """What records into `path`, or nothing at all. Raises ConfigError if the first engine of a launch cannot write
-    there; for a trace's sake none of the later ones, on which streams wait, fails."""
-    if not path:
-        return Recorder(scheduler)
-    try:
-        return TraceRecorder(segment_path(path, header.life), header, scheduler)
-    except ConfigError as error:
-        if header.life <= 1:
-            raise
-        logger.warning("%s; this engine has taken over from another one and serves without a trace", error)
-        return Recorder(scheduler)
+def recorded(path: str | None, header: records.Header, clock: abc.Callable[[], float]) -> MakeScheduler:
+    """Scheduler itself, or what makes one that records into `path`. That raises ConfigError if the first engine of a
+    launch cannot write there; for a trace's sake none of the later ones, on which streams wait, fails."""
+
+    def make(kv: KVCacheManager, options: Options, policy: object | None) -> Scheduler:
+        try:
+            return RecordedScheduler(segment_path(path or "", header.life), header, clock, (kv, options, policy))
+        except ConfigError as error:
+            if header.life <= 1:
+                raise
+            logger.warning("%s; this engine has taken over from another one and serves without a trace", error)
+            return Scheduler(kv, options, policy)
+
+    return make if path else Scheduler
 
 
 def digest_of(step: SchedulerOutput) -> bytes:

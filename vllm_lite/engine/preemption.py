@@ -1,0 +1,62 @@
+"""Preemption: a running sequence gets blocks, if need be those of another one, which waits again.
+
+The KV of that other one is swapped to the host, or it is computed again.
+"""
+
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.part import Growth
+from vllm_lite.engine.queues import Queues
+from vllm_lite.engine.rates import Rates
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.engine.step_plan import StepPlan
+from vllm_lite.protocol.step import Fork, Preempt
+
+
+class Preemption:
+    """Moves sequences from those that run to those that wait."""
+
+    def __init__(self, queues: Queues, kv: KVCacheManager) -> None:
+        self._queues = queues
+        self._policy = queues.policy
+        self._kv = kv
+
+    def grow(self, sequence: Sequence, num_tokens: int, candidates: list[Sequence], plan: StepPlan) -> Growth | None:
+        """Get blocks for `num_tokens` of `sequence`, if need be by preempting `candidates`, which this step has not
+        served yet and which include the sequence. None: it was preempted itself."""
+        while (growth := self._kv.grow(sequence, num_tokens)) is None:
+            if self._kv.reclaim():
+                continue
+            victim = (
+                candidates[-1] if self._policy.choose_victim is None else self._policy.victim(candidates, plan.view)
+            )
+            candidates.remove(victim)
+            running = self._queues.running
+            running.remove(victim) if victim is not running[-1] else running.pop()
+            self.preempt(victim, sequence, plan)
+            if victim is sequence:
+                return None
+        plan.entries += growth.entries
+        return growth
+
+    def preempt(self, victim: Sequence, winner: Sequence, plan: StepPlan) -> None:
+        """Take all device blocks of the victim, which has left `running` already, and let it wait again."""
+        victim.lose_blocks()
+        # What a new fork shares may be computed in this very step, behind the block program that would move it.
+        is_new = any(isinstance(entry, Fork) and entry.child == victim.handle for entry in plan.entries)
+        swapped = not is_new and self._prefers_swap(victim, plan.rates) and self._kv.swap_out(victim)
+        if not swapped:
+            self._kv.release(victim)
+        self._queues.wait(victim, Status.SWAPPED if swapped else Status.PREEMPTED)
+        plan.num_preempted += 1
+        plan.entries.append(Preempt(victim.handle))
+        self._kv.counters.swaps += swapped
+        self._kv.counters.preemptions += 1
+        victim.request.num_preemptions += 1
+        how = "swap" if swapped else "recompute"
+        plan.decide("preempted", victim, **{"for": winner.request.request_id, "by": how})
+
+    def _prefers_swap(self, victim: Sequence, rates: Rates) -> bool:
+        """Whether to move the victim's blocks to the host instead of computing them again."""
+        if self._queues.options.preemption != "auto":
+            return self._queues.options.preemption == "swap"
+        return rates.prefer_swap(victim.num_computed, self._kv.num_moved(victim.num_computed))

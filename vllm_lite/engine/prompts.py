@@ -1,0 +1,87 @@
+"""Prompts: shares the tokens that decodes leave of a step between the prompts that run and those that wait."""
+
+from vllm_lite.engine.admission import Admitter
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.part import Growth
+from vllm_lite.engine.preemption import Preemption
+from vllm_lite.engine.queues import Queues
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.engine.step_plan import StepPlan, joined
+from vllm_lite.protocol.step import Continue
+
+
+class Prompts:
+    """Cuts prompts into chunks, and has waiting ones admitted."""
+
+    def __init__(self, queues: Queues, kv: KVCacheManager, preemption: Preemption, admitter: Admitter) -> None:
+        self._queues = queues
+        self._kv = kv
+        self._preemption = preemption
+        self._admitter = admitter
+
+    def schedule(self, plan: StepPlan) -> None:
+        """Share what decodes leave between the prompts that are running and those that wait.
+
+        The first running prompt gets half of it, and what no other takes. The other half goes to the other running
+        prompts that it completes, to waiting ones, and to the other running one that lacks least: a short prompt does
+        not wait for long ones, and no prompt stands still for ever, since in time each becomes the first. The first
+        takes blocks for its half before all others: served last, it would be preempted for those behind it, and each
+        of them for it.
+        """
+        unserved = list(plan.prompts)
+        plan.room = plan.budget
+        growth: Growth | None = None
+        if unserved and plan.budget:
+            first = unserved[0]
+            share = min(first.num_missing(), plan.budget - plan.budget // 2)
+            plan.room -= share
+            growth = self._preemption.grow(first, first.num_computed + share, unserved, plan)
+            if growth is None:
+                plan.room = plan.budget
+            else:
+                unserved.remove(first)
+        others = sorted((each for each in unserved if each is not plan.prompts[0]), key=Sequence.num_missing)
+        while others and others[0].num_missing() <= plan.room:
+            self._chunk(others.pop(0), plan.room, unserved, plan)
+            others = [sequence for sequence in others if sequence.status is Status.RUNNING]
+        if self._queues.waiting and not plan.num_preempted:
+            plan.shortest = others[0].num_missing() if others else None
+            self._admitter.schedule_waiting(plan)
+        for sequence in others:
+            self._chunk(sequence, plan.room, unserved, plan)
+        if growth is not None:
+            first = plan.prompts[0]
+            end = first.num_computed + min(first.num_missing(), plan.budget)
+            more = self._kv.grow(first, end)  # for the tokens that are left over; no sequence is preempted for it
+            if more is None:
+                end, more = min(end, first.num_slots), Growth([])
+            plan.entries += more.entries
+            _serve(first, end, joined(growth.new_ids, more.new_ids), plan)
+        unserved = list(plan.forked)
+        for sequence in plan.forked:
+            self._chunk(sequence, plan.budget, unserved, plan)
+        for sequence in plan.prompts:  # after the last preemption: no block is cached whose step is not sent
+            if sequence.status is Status.RUNNING:
+                self._kv.cache_blocks(sequence, sequence.num_computed)
+
+    def _chunk(self, sequence: Sequence, most: int, unserved: list[Sequence], plan: StepPlan) -> None:
+        """Give a running sequence its next tokens, at most `most`. One of `unserved` is preempted if blocks run out."""
+        count = min(sequence.num_missing(), most)
+        if count <= 0 or sequence.status is not Status.RUNNING:
+            return
+        end = sequence.num_computed + count
+        new_ids: list[list[int]] = []
+        if end > sequence.num_slots:
+            growth = self._preemption.grow(sequence, end, unserved, plan)
+            if growth is None:
+                return
+            new_ids = growth.new_ids
+        unserved.remove(sequence)
+        _serve(sequence, end, new_ids, plan)
+
+
+def _serve(sequence: Sequence, end: int, new_ids: list[list[int]], plan: StepPlan) -> None:
+    """Have the step compute the tokens of a running sequence up to `end`; it has the blocks."""
+    count = end - sequence.num_computed
+    plan.entries.append(Continue(sequence.handle, count, new_ids))
+    plan.serve(sequence, count)
