@@ -17,6 +17,7 @@
 namespace experts {
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr int SORT_THREADS = 1024;  // each block reads all pairs of a step: 65,536 of 8,192 tokens with 8 experts each
 constexpr int COLUMNS = 64;       // of a tile: two times 8 for each warp, 32 apart
 constexpr int ROW_BYTES = 128;    // of a row of a tile in shared memory, which holds so much of the depth
 constexpr int PITCH_BYTES = 144;  // from one row to the next: an odd number of 16 bytes, no conflicts
@@ -106,8 +107,8 @@ __device__ __forceinline__ void multiply(float (&sums)[MT][2][4], const T* rows,
 
 // The pairs in the order of their experts, those of one in the order of their numbers. Expert e of [first, first +
 // held) has the places [starts[e - first], starts[e - first + 1]); starts[held] and later places are those of other
-// experts. Grid: held + 1, block: experts::THREADS. Shared memory: 2 * experts::WARPS ints.
-__global__ void __launch_bounds__(experts::THREADS)
+// experts. Grid: held + 1, block: whole warps, up to experts::SORT_THREADS. Shared memory: 2 ints for each warp.
+__global__ void __launch_bounds__(experts::SORT_THREADS)
     sort_pairs(const int* __restrict__ chosen,  // [num_pairs]
                int* __restrict__ pairs,         // [num_pairs], which pair is at each place
                int* __restrict__ places,        // [num_pairs], the place of each pair
@@ -115,10 +116,11 @@ __global__ void __launch_bounds__(experts::THREADS)
                int num_pairs, int first, int held) {
   using namespace experts;
   DYNAMIC_SHARED(int, own_counts);
-  int* const counts_before = own_counts + WARPS;
+  const int warps = blockDim.x / 32;
+  int* const counts_before = own_counts + warps;
   const int group = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // This warp's pairs, and which group each is of.
-  const int share = round_up(ceil_div(num_pairs, WARPS), 32), low = min(warp * share, num_pairs);
+  const int share = round_up(ceil_div(num_pairs, warps), 32), low = min(warp * share, num_pairs);
   const int high = min(low + share, num_pairs);
   const auto group_of = [&](int pair) {
     if (pair >= high) return held + 1;
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(experts::THREADS)
   }
   __syncthreads();
   int place = 0;
-  for (int w = 0; w < WARPS; ++w) place += counts_before[w];
+  for (int w = 0; w < warps; ++w) place += counts_before[w];
   if (threadIdx.x == 0) starts[group] = place;
   for (int w = 0; w < warp; ++w) place += own_counts[w];
   for (int at = low; at < high; at += 32) {

@@ -89,6 +89,20 @@ def test_engines_of_one_machine_share_out_its_gpus(monkeypatch: pytest.MonkeyPat
         open_device(config, 0)
 
 
+def test_workers_of_one_process_do_not_share_out_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels, and how much shared memory they may have, belong to one device of a process."""
+    made = see_devices(2, monkeypatch)
+    for backend in ("auto", "gloo"):
+        config = resolved(device="cuda", tensor_parallel_size=2, tensor_parallel_backend=backend, single_process=True)
+        with pytest.raises(ConfigError, match=r"single_process has 2 workers .* torch sees 2; .*no --single-process"):
+            open_device(config, 0)
+    assert made == []
+    open_device(resolved(device="cuda", single_process=True), 0)
+    see_devices(1, monkeypatch)
+    config = resolved(device="cuda", tensor_parallel_size=2, tensor_parallel_backend="gloo", single_process=True)
+    assert open_device(config, 1).torch == torch.device("cuda", 0)
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_gpu_has_both_unless_graphs_are_off(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = see_devices(2, monkeypatch)

@@ -8,7 +8,7 @@ and what comes out has `value_size` elements a head.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -103,6 +103,15 @@ class Heads:
     """The rotary embedding that Q and K still lack, to be applied before K is stored; None = none."""
     norms: HeadNormWeights | None = None
     """What Q and K lack before that; only backends that `fuses_norms` see any."""
+
+
+@runtime_checkable
+class LoadsKernels(Protocol):
+    """A backend with kernels that have to be compiled or loaded before they run."""
+
+    def load_kernels(self) -> None:
+        """Load those that only some steps launch, so that no request waits for them."""
+        ...
 
 
 class AttentionBackend(Protocol):

@@ -29,7 +29,7 @@ from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring, tensor_core_reason
 from vllm_lite.kernels.cuda.attention_simple import attention_simple
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
-from vllm_lite.kernels.cuda.decode_attention import decode_attention
+from vllm_lite.kernels.cuda.decode_attention import CASCADE_SOURCE, cascade_name, decode_attention
 from vllm_lite.kernels.cuda.launcher import FLOAT8, Launcher
 from vllm_lite.kernels.cuda.prefill_attention import prefill_attention
 from vllm_lite.kernels.cuda.prefill_table import PrefillTable, of_device
@@ -66,6 +66,12 @@ class CudaBackend:
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
         """The most that `prepare` and `attend` allocate for `max_num_seqs` sequences of up to `max_seq_len` tokens."""
         return 0 if self.planner is None else self.planner.workspace_bytes(max_num_tokens, max_num_seqs, max_seq_len)
+
+    def load_kernels(self) -> None:
+        shape = self.shape
+        for spec in self.planner.sharing if self.planner is not None else ():
+            name = cascade_name(shape.dtype, shape.cache_dtype, spec.head_size, shape.block_size)
+            self.launcher.kernel(CASCADE_SOURCE, name)
 
     def prepare(self, batch: StepBatch) -> None:
         if self.planner is None:

@@ -104,6 +104,11 @@ class Planner:
         self._block_size = shape.block_size
         self._workspace = Workspace.on(shape.device, 0, 0)
 
+    @property
+    def sharing(self) -> list[AttentionSpec]:
+        """Layers of the groups whose steps look for what sequences have in common."""
+        return [self._groups[kind.group] for kind in self._kinds if kind.most_rows > 1]
+
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
         """The most that a step's plan takes on the device, and what a library returns: a row and a float a head."""
         floats = ints = counters = 0

@@ -51,6 +51,12 @@ def _device_of(config: ResolvedConfig, rank: int) -> int:
         )
     if config.distributed_executor_backend == "ray":
         return 0  # a worker sees only what Ray has given it
+    if config.single_process and config.ranks_on_machine > 1 and min(count, config.ranks_on_machine) > 1:
+        raise ConfigError(
+            f"single_process has {config.ranks_on_machine} workers in one process, whose kernels are loaded for one "
+            f"GPU, and torch sees {count}; give every worker a process of its own (no --single-process), or have them "
+            "share one GPU (CUDA_VISIBLE_DEVICES=0 and --tensor-parallel-backend gloo)"
+        )
     if config.tensor_parallel_backend == "gloo":
         return (config.first_rank + rank) % count
     if config.ranks_on_machine > count:

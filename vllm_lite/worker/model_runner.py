@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_lite.attention.backend import LoadsKernels
 from vllm_lite.errors import ProtocolError
 from vllm_lite.kernels.cuda import sampler as cuda_sampler
 from vllm_lite.kernels.cuda.patience import PATIENCE_S
@@ -26,6 +27,7 @@ from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.pieces import PieceCapture, PiecewiseForward
 from vllm_lite.worker.process import Progress
+from vllm_lite.worker.sampling.masks import allow_all
 from vllm_lite.worker.sampling.ranked_sampler import TokenSampler, sampler_of
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, row_params
 
@@ -156,10 +158,18 @@ class ModelRunner:
             warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=1)
             return
         logger.info("warming up; what kernels are not in the cache are compiled now")
+        self.load_kernels()
+        torch.cuda.synchronize(self.device)
+
+    def load_kernels(self) -> None:
+        """Launch all kernels that steps of a GPU may launch, or load those that only some of them do."""
+        limits, backend = self.limits, self.eager.backend
+        if isinstance(backend, LoadsKernels):
+            backend.load_kernels()
         decodes = min(limits.max_num_seqs, limits.max_num_tokens)
         for num_tokens, num_sampling in ((limits.max_num_tokens, 1), (decodes, min(decodes, cuda_sampler.BLOCKS))):
             warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=num_sampling)
-        torch.cuda.synchronize(self.device)
+        allow_all(torch.zeros(1, self.model.spec.vocab_size, device=self.device))
 
 
 def warm_up_step(

@@ -18,6 +18,8 @@ SOURCE = "experts.cuh"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WARPS, COLUMNS, PITCH_BYTES = 4, 64, 144  # as in SOURCE
 THREADS = 32 * WARPS
+SORT_WARPS = 32
+"""At most, of a block that sorts; it has one for each 32 pairs."""
 MAX_PAIRS = 16384
 """So many pairs are computed at once: their outputs in float32 take 128 MiB for 2048 elements, and an expert of 128
 still gets as many rows as a tile has."""
@@ -173,7 +175,8 @@ class StackedExperts:
         pairs, places = (experts.new_empty(experts.numel()) for _ in range(2))
         starts = experts.new_empty(num_experts + 1)
         sizes = map(np.int32, (experts.numel(), self._first, num_experts))
+        warps = min(SORT_WARPS, -(-experts.numel() // 32))
         self._launcher.kernel(SOURCE, "sort_pairs")(
-            (num_experts + 1, 1, 1), (THREADS, 1, 1), (experts, pairs, places, starts, *sizes), 8 * WARPS
+            (num_experts + 1, 1, 1), (32 * warps, 1, 1), (experts, pairs, places, starts, *sizes), 8 * warps
         )
         return Sorted(pairs, places, starts)
