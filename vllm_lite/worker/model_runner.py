@@ -77,8 +77,8 @@ class ModelRunner:
         tables = BlockTables(*sizes, limits.block_size, cache_engine.num_blocks, windows)
         self.batch = InputBatch(Rows(*sizes, model.spec.vocab_size, tables), parts)
         self.sampler = sampler_of(model, device, limits.patience_s)
-        names = ("prepare", "after_hidden", "after_sample", "answer")
-        self._hooks = {name: hooks(parts, name) for name in names}
+        self._prepare, self._after_hidden = hooks(parts, "prepare"), hooks(parts, "after_hidden")
+        self._after_sample, self._answer = hooks(parts, "after_sample"), hooks(parts, "answer")
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelOutput:
@@ -94,21 +94,20 @@ class ModelRunner:
         if inputs.num_tokens == 0:
             return ModelOutput(step.generation, step.step, b"")
         self.check_size(inputs)
-        self._call("prepare", inputs)
+        for prepare in self._prepare:
+            prepare(inputs)
         early = None if inputs.draws_late or not inputs.draws else self.batch.sample_inputs(inputs)
         logits = self._logits(inputs)
         result = StepResult(NOTHING_DRAWN, inputs.num_samples)
         if logits is not None:
             result.sampled = self.sampler.sample(logits, early or self.batch.sample_inputs(inputs))
-            self._call("after_sample", inputs, result)
+            for after_sample in self._after_sample:
+                after_sample(inputs, result)
         self.batch.commit(inputs, result.sampled.tokens, result.num_kept)
-        fields = _answer(inputs, result.sampled, result.num_kept)
-        self._call("answer", inputs, fields)
+        fields = _fields(inputs, result.sampled, result.num_kept)
+        for answer in () if inputs.is_steady else self._answer:
+            answer(inputs, fields)
         return ModelOutput(step.generation, step.step, **fields)
-
-    def _call(self, hook: str, *args: Any) -> None:
-        for call in self._hooks[hook]:
-            call(*args)
 
     def check_size(self, inputs: StepInputs) -> None:
         """Raises ProtocolError for a step that the buffers are not made for."""
@@ -122,7 +121,8 @@ class ModelRunner:
             hidden = self.eager.hidden(inputs)
         else:
             logits = self.forward.logits(inputs)
-        self._call("after_hidden", inputs, hidden)
+        for after_hidden in self._after_hidden:
+            after_hidden(inputs, hidden)
         if hidden is not None and inputs.draws:
             logits = self.eager.head(hidden[: int(inputs.num_samples.sum())])
         return logits
@@ -186,7 +186,7 @@ def warm_up_step(
     sampler.sample(forward.logits(inputs), SampleInputs(random, np.zeros(num_sampling, np.int64)))
 
 
-def _answer(inputs: StepInputs, sampled: Sampled, num_kept: Int64s) -> dict[str, Any]:  # num_kept: [num_sampling]
+def _fields(inputs: StepInputs, sampled: Sampled, num_kept: Int64s) -> dict[str, Any]:  # num_kept: [num_sampling]
     """The fields of the ModelOutput, without what parts add."""
     tokens, logprobs, counts = sampled.tokens, sampled.logprobs, None
     if len(num_kept) < len(tokens) or not num_kept.all():

@@ -8,13 +8,13 @@ parts, and no feature by name. In the order of a step:
     open, close     a sequence comes and ends; preempted sequences stay open
     add, remove     it gets a row, and loses it
     propose         before the inputs are made: tokens that may follow
-    build           the part's share of the inputs (not of a steady step, which has those of the step before)
+    build           the part's share of the inputs (not of a steady step's, which are those of the step before)
     prepare         before the forward pass
     before_sample   its share of what the sampler gets
     after_hidden    the model has run, or has been launched
     after_sample    the tokens are there
     commit          the step counts
-    answer          its fields of the answer
+    answer          its fields of the answer (not of a steady step's, which has none)
 
 A hook that a part does not override costs nothing.
 """
