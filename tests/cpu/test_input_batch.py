@@ -24,7 +24,7 @@ from vllm_lite.protocol.step import (
 )
 from vllm_lite.worker.batch.input_batch import InputBatch
 from vllm_lite.worker.batch.step_inputs import Int32s, StepInputs
-from vllm_lite.worker.sampling.drafter import NO_DRAFT, DraftBatch, num_kept
+from vllm_lite.worker.sampling.drafter import NO_DRAFT, DraftBatch, Drafter, num_proved
 from vllm_lite.worker.step_parts.drafts import Drafts, drafts_of
 
 MAX_SEQS, MAX_LEN, VOCAB, BLOCK, NUM_BLOCKS = 4, 24, 50, 4, 64
@@ -164,8 +164,8 @@ def test_drafts_are_computed_behind_the_last_token_and_kept_while_right() -> Non
     run(batch, new_request(1, [11, 12]), new_request(2, [21], sampling=ruled, block_ids=[[7, 8]]))
     batch.apply([Draft(1, 3, []), Draft(2, 2, [])])
 
-    class Fixed:
-        def propose(self, drafting: DraftBatch) -> list[Int32s]:
+    class Fixed(Drafter):
+        def before(self, drafting: DraftBatch) -> list[Int32s]:
             assert (drafting.handles, drafting.max_drafts) == ([1, 2], [3, 2])
             assert [tokens.tolist() for tokens in drafting.tokens] == [[11, 12, 9], [21, 9]]
             return [ids(31, 32, 33), ids(41, 42)]
@@ -184,7 +184,7 @@ def test_drafts_are_computed_behind_the_last_token_and_kept_while_right() -> Non
     assert samples.edits.banned is not None
     assert [array.tolist() for array in samples.edits.banned] == [[4, 5], [5, 5]], "of the second, up to length 4"
     sampled = np.array([31, 32, 0, 1, 40, 42, 43])
-    batch.commit(inputs, sampled, num_kept(sampled, drafts_of(inputs), inputs.sample_starts))
+    batch.commit(inputs, sampled, num_proved(sampled, drafts_of(inputs), inputs.sample_starts))
     batch.check_integrity()
     assert batch.tokens_of(1).tolist() == [11, 12, 9, 31, 32, 0]
     assert batch.tokens_of(2).tolist() == [21, 9, 40]

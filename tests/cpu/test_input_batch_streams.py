@@ -29,7 +29,7 @@ from vllm_lite.protocol.step import (
 )
 from vllm_lite.worker.batch.input_batch import InputBatch
 from vllm_lite.worker.batch.step_inputs import StepInputs
-from vllm_lite.worker.sampling.drafter import DraftBatch, Int32s, num_kept
+from vllm_lite.worker.sampling.drafter import DraftBatch, Drafter, Int32s, num_proved
 from vllm_lite.worker.sampling.masks import NEVER
 from vllm_lite.worker.sampling.sampler import SampleInputs
 from vllm_lite.worker.step_parts.drafts import Drafts, drafts_of
@@ -311,13 +311,13 @@ def new_batch(num_groups: int) -> InputBatch:
     )
 
 
-class OfStream:
+class OfStream(Drafter):
     """Drafts what the stream has drawn for its sequences."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
-    def propose(self, batch: DraftBatch) -> list[Int32s]:
+    def before(self, batch: DraftBatch) -> list[Int32s]:
         sequences = [self.stream.sequences[handle] for handle in batch.handles]
         assert not any(sequence.penalised for sequence in sequences)
         return [np.array(sequence.drafts, np.int32) for sequence in sequences]
@@ -339,7 +339,7 @@ def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.Data
         for i in inputs.sampling:
             sampled += sample(stream, stream.sequences[inputs.handles[i]])
         tokens = np.array(sampled, np.int64)
-        batch.commit(inputs, tokens, num_kept(tokens, drafts_of(inputs), inputs.sample_starts))
+        batch.commit(inputs, tokens, num_proved(tokens, drafts_of(inputs), inputs.sample_starts))
         batch.check_integrity()
         for handle, sequence in stream.sequences.items():
             assert batch.tokens_of(handle).tolist() == sequence.tokens

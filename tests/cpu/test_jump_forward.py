@@ -136,21 +136,21 @@ def test_preempted_sequences_go_on_with_drafts(chained: Driver) -> None:
 # ---- the drafter by itself
 
 
-class Fixed:
+class Fixed(Drafter):
     """Drafts the same for every sequence, as far as there is room."""
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = np.array(tokens, np.int32)
         self.asked: list[list[int]] = []
 
-    def propose(self, batch: DraftBatch) -> list[Int32s]:
+    def before(self, batch: DraftBatch) -> list[Int32s]:
         self.asked += [tokens.tolist() for tokens in batch.tokens]
         return [self.tokens[:most] for most in batch.max_drafts]
 
 
 def draft(other: Drafter | None, *output: int, most: int = 8, masked: bool = True) -> list[int]:
     mask = SequenceMask(ChainMask(384), 1) if masked else None
-    (drafts,) = GrammarDrafter(other).propose(DraftBatch([3], [np.array([5, *output], np.int32)], [most], [mask]))
+    (drafts,) = GrammarDrafter(other).before(DraftBatch([3], [np.array([5, *output], np.int32)], [most], [mask]))
     found: list[int] = drafts.tolist()
     return found
 
@@ -175,5 +175,5 @@ def test_sequences_keep_their_order() -> None:
     tokens = [np.array(each, np.int32) for each in ([5, 41], [5], [5, 42])]
     masks = [SequenceMask(ChainMask(384), 1), None, SequenceMask(ChainMask(384), 1)]
     batch = DraftBatch([8, 9, 4], tokens, [2, 1, 5], masks)
-    drafts = [each.tolist() for each in GrammarDrafter(Fixed(6)).propose(batch)]
+    drafts = [each.tolist() for each in GrammarDrafter(Fixed(6)).before(batch)]
     assert drafts == [[111, 121], [6], [112, 122, 132, 6]]

@@ -13,17 +13,17 @@ from tests.driver import GREEDY, WARM, Driver, expected, make_prompt, new_reques
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Draft, Finish, States
-from vllm_lite.worker.sampling.drafter import DraftBatch, Int32s
+from vllm_lite.worker.sampling.drafter import DraftBatch, Drafter, Int32s
 
 
-class Parrot:
+class Parrot(Drafter):
     """Drafts the tokens that the test expects of a sequence, wrong at some positions."""
 
     def __init__(self, tokens: list[int], wrong: tuple[int, ...] = ()) -> None:
         self.tokens = [token + 1 if position in wrong else token for position, token in enumerate(tokens)]
         self.num_calls = 0
 
-    def propose(self, batch: DraftBatch) -> list[Int32s]:
+    def before(self, batch: DraftBatch) -> list[Int32s]:
         self.num_calls += 1
         return [
             np.array(self.tokens[len(tokens) :][:max_drafts], np.int32)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.step_inputs import Int32s
-from vllm_lite.worker.sampling.drafter import NO_DRAFT, DraftBatch, NgramDrafter, num_kept
+from vllm_lite.worker.sampling.drafter import NO_DRAFT, DraftBatch, NgramDrafter, num_proved
 
 
 def array(tokens: list[int]) -> Int32s:
@@ -16,7 +16,7 @@ def array(tokens: list[int]) -> Int32s:
 
 def propose(tokens: list[int], max_drafts: int = 4, longest: int = 4, shortest: int = 1) -> list[int]:
     drafter = NgramDrafter(Speculation(prompt_lookup_max=longest, prompt_lookup_min=shortest))
-    (drafts,) = drafter.propose(DraftBatch([0], [array(tokens)], [max_drafts], [None]))
+    (drafts,) = drafter.before(DraftBatch([0], [array(tokens)], [max_drafts], [None]))
     found: list[int] = drafts.tolist()
     return found
 
@@ -64,7 +64,7 @@ def test_any_sequence_gives_the_drafts_of_the_search_by_hand(tokens, max_drafts,
 
 def test_every_sequence_of_a_batch_gets_drafts_of_its_own():
     batch = DraftBatch([4, 7, 2], [array([1, 2, 1]), array([1, 2, 3]), array([5, 5])], [2, 4, 3], [None] * 3)
-    drafts = NgramDrafter(Speculation()).propose(batch)
+    drafts = NgramDrafter(Speculation()).before(batch)
     assert [tokens.tolist() for tokens in drafts] == [[2, 1], [], [5, 5, 5]]
 
 
@@ -81,4 +81,4 @@ def test_every_sequence_of_a_batch_gets_drafts_of_its_own():
 def test_samples_count_up_to_the_first_that_was_not_drafted(sampled, drafts, kept):
     ends = np.flatnonzero(np.array(drafts) == NO_DRAFT)
     starts = np.concatenate(([0], ends[:-1] + 1))
-    assert num_kept(np.array(sampled), np.array(drafts), starts).tolist() == kept
+    assert num_proved(np.array(sampled), np.array(drafts), starts).tolist() == kept

@@ -14,7 +14,7 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.delta_net import STATE_BYTES
 from vllm_lite.checkpoint.kv_scales import KVScales, has_kv_scales, read_kv_scales
 from vllm_lite.checkpoint.lora import is_lora
-from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.model_spec import ModelSpec, make_kv_groups
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import (
     bucket_sizes,
@@ -50,7 +50,7 @@ from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.overlap import Overlap, run_ahead
 from vllm_lite.worker.pieces import PieceCapture
 from vllm_lite.worker.process import Progress
-from vllm_lite.worker.sampling.drafter import GrammarDrafter, NgramDrafter
+from vllm_lite.worker.sampling.drafter import drafter_of
 from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 from vllm_lite.worker.step_parts.adapter_cache import AdapterCache
 from vllm_lite.worker.step_parts.drafts import Drafts
@@ -83,6 +83,9 @@ class Worker:
         spec, world = load_spec(config.model, config.model_impl, config.pooling), config.tensor_parallel_size
         spec = examine(spec, self.dtype, config.max_model_len).shared_by(world)
         self.spec = replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *config.end_token_ids))))
+        self.drafter = drafter_of(config)
+        if own := self.drafter.kv_layers:
+            self.spec = replace(self.spec, kv_groups=make_kv_groups((*self.spec.layers, *own), world))
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.device = device or open_device(config, rank)
         self.limits = _limits(config, self.spec)
@@ -239,7 +242,9 @@ class Worker:
         they choose the same experts, each of which gets all rows of the step: no routing needs more memory."""
         device = self.device.torch
         cache = CacheEngine(self.own_spec, self.config.block_size, 1, 0, self.kv_dtype, device)
-        forward = EagerForward(self.model, cache.layer_views(), self.backend, device, self.progress.advance)
+        views, num_layers = cache.layer_views(), self.spec.num_layers
+        forward = EagerForward(self.model, views[:num_layers], self.backend, device, self.progress.advance)
+        self.drafter.run_largest(views[num_layers:])
         warm_up_step(forward, sampler_of(self.model, device), self.limits, self.limits.max_num_tokens)
 
     def start(self, start: Start) -> Started:
@@ -251,8 +256,10 @@ class Worker:
         swap_blocks_per_s = cache_engine.measure_swap()
         cache_engine.use(NULL_BLOCK)
         progress, model = self.progress, self.model
-        views = cache_engine.layer_views()
-        forward = EagerForward(model, views, self.backend, cache_engine.pool.device, progress.advance)
+        views, num_layers = cache_engine.layer_views(), self.spec.num_layers
+        device = cache_engine.pool.device
+        forward = EagerForward(model, views[:num_layers], self.backend, device, progress.advance)
+        self.drafter.begin(views[num_layers:])
         self.runner = ModelRunner(self.limits, forward, cache_engine, progress, self._parts(forward))
         self.runner.warm_up()
         if self.device.capture is not None and self.graph_sizes:
@@ -266,14 +273,12 @@ class Worker:
     def _parts(self, forward: EagerForward) -> list[StepPart]:
         """Parts of this model and these settings, in the order in which they act: drafts
         say what is kept before rules take tokens away, states come last, and pooling knows what is read before it."""
-        model, config, communicator = self.model, self.config, self.model.communicator
-        speculation = config.speculative_config
-        other = NgramDrafter(speculation) if speculation is not None else None
+        model, communicator = self.model, self.model.communicator
         rules = Rules(communicator, self.grammars.source_of, self.progress.advance)
         scores = PromptScores(model, self.progress.advance)
         pooled = PooledPrompts(model.pooler, communicator.shard.rank)
         parts: list[StepPart] = [
-            Drafts(GrammarDrafter(other, forces=config.jump_forward), rules),
+            Drafts(self.drafter, rules),
             rules,
             scores,
             pooled,

@@ -86,8 +86,8 @@ class StepPart:
         """Complete what the sampler gets; where possible, this is called before the forward pass."""
 
     def after_hidden(self, inputs: StepInputs, hidden: torch.Tensor | None) -> None:
-        """The model has run. hidden: [num_wanted, hidden_size]; None if the logits were made without showing it, which
-        happens only in steps of which no part has asked to `read` tokens."""
+        """The model has run. hidden: [num_wanted, hidden_size]; None if the logits were made without showing it, unless
+        a part has asked for it (`read`, `shows_hidden`)."""
 
     def after_sample(self, inputs: StepInputs, result: StepResult) -> None:
         """The tokens are there; a part may lower `num_kept`."""

@@ -59,6 +59,8 @@ class StepInputs:
     # ---- by the parts
     reads: list[Int64s] = field(default_factory=list)
     """Indices of the tokens whose hidden states a part has asked for by `read`."""
+    shows_hidden: bool = False
+    """Whether a part wants the hidden states that tokens are drawn from."""
     draws: bool = True
     """False: no sequence of the step ever gets a token, and the model may have no head."""
     draws_late: bool = False

@@ -84,7 +84,7 @@ class CacheEngine:
     def layer_views(self) -> list[Any]:
         """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_size]; of
         a recurrent layer that of the states: float32 [num_slots, state_elements]; of one that keeps both KVAndStates,
-        and of one that keeps nothing, nothing.
+        and of one that keeps nothing, nothing. Then the views of layers that KV groups have behind the model's.
 
         A block belongs to one group at a time, so the n-th layers of all groups share the n-th place in a block.
         """
@@ -98,7 +98,9 @@ class CacheEngine:
         for index, states in zip(recurrent, self.states.split(sizes, dim=1) if sizes else (), strict=True):
             views[index] = KVAndStates(views[index], states) if self.spec.layers[index].keeps_kv else states
         layers, nothing = enumerate(self.spec.layers if views else ()), self.pool[:0]
-        return [views.get(layer if own.kv_layer is None else own.kv_layer, nothing) for layer, own in layers]
+        further = [views[layer] for layer in sorted(views) if layer >= len(self.spec.layers)]
+        own = [views.get(layer if each.kv_layer is None else each.kv_layer, nothing) for layer, each in layers]
+        return own + further
 
     def make_states(self, num_slots: int, num_host_states: int = 0) -> None:
         """Make the slots of recurrent states, with all layers of one side by side: float32 [num_slots, ...]; and places

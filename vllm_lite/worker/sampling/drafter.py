@@ -7,16 +7,21 @@ sequence. What was computed behind a wrong draft is beyond the sequence's comput
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from vllm_lite.checkpoint.model_spec import LayerSpec
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.protocol.step import Handle
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.sampling.masks import SequenceMask
 
 Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Drafted = Int32s | torch.Tensor
+"""Token ids, on the host or (int64) on the device: [num_drafts]."""
 
 NO_DRAFT = -1
 """Equals no token: stands where nothing was drafted."""
@@ -33,15 +38,47 @@ class DraftBatch:
     masks: list[SequenceMask | None]  # of each, None if it follows no grammar
 
 
-class Drafter(Protocol):
-    """Proposes the tokens that follow. It is called once a step, before the forward pass."""
+@dataclass(frozen=True, slots=True)
+class DrawnStep:
+    """Names the sequences that got tokens in one step, for the half of a drafter that follows it."""
 
-    def propose(self, batch: DraftBatch) -> Sequence[Int32s]:
-        """Return each sequence's drafts, in the order of the batch: at most `max_drafts`, or none."""
-        ...
+    handles: list[Handle]
+    lengths: Int64s  # [n], tokens of each, the new ones included
+    tokens: Int64s  # [n], the last one of each
+    hidden: torch.Tensor  # [n, hidden_size], the hidden state that this token was drawn from
 
 
-class GrammarDrafter:
+class Drafter:
+    """Proposes the tokens that follow, in two halves; a kind of drafter overrides those that it has.
+
+    `before` runs on the host, before the forward pass, and says what is drafted. `after` runs behind it on the device,
+    with its hidden states and tokens, to prepare what the next `before` says. That may stay on the device.
+    """
+
+    kv_layers: tuple[LayerSpec, ...] = ()
+    """Layers that keep KV for the drafter, in blocks of the sequence's own tables: they are layers of the KV cache
+    behind the model's."""
+    reads_hidden = False
+    """Whether there is `after`."""
+
+    def begin(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """The KV cache is there. kv_caches: per layer of `kv_layers` [num_blocks, 2, num_kv_heads, block_size,
+        head_size]."""
+
+    def run_largest(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """Run what takes the most memory, as the memory profile does with the model. `kv_caches`: as in `begin`, with
+        the null block alone."""
+
+    def before(self, batch: DraftBatch) -> Sequence[Drafted]:
+        """Return each sequence's drafts, in the order of the batch: at most `max_drafts`, or none. Called once a step
+        in which a sequence takes drafts."""
+        return [NO_TOKENS] * len(batch.handles)
+
+    def after(self, step: DrawnStep) -> None:
+        """A step has been run, and these sequences got tokens. Called once a step."""
+
+
+class GrammarDrafter(Drafter):
     """Drafts what the sequences' grammars force, then what another drafter says, as far as the grammars allow it.
 
     Where a grammar allows one token only, that token is certain. It is verified like all drafts: a wrong one would cost
@@ -52,9 +89,20 @@ class GrammarDrafter:
         """`forces`: whether forced tokens are drafted."""
         self._other = other
         self._forces = forces
+        self._with_model = other or Drafter()
+        self.kv_layers, self.reads_hidden = self._with_model.kv_layers, self._with_model.reads_hidden
 
-    def propose(self, batch: DraftBatch) -> list[Int32s]:
-        """As Drafter.propose."""
+    def begin(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        self._with_model.begin(kv_caches)
+
+    def run_largest(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        self._with_model.run_largest(kv_caches)
+
+    def after(self, step: DrawnStep) -> None:
+        self._with_model.after(step)
+
+    def before(self, batch: DraftBatch) -> Sequence[Drafted]:
+        """As Drafter.before. What is on the device stays there where there is no grammar."""
         known, most, masks = batch.tokens, batch.max_drafts, batch.masks
         forced = [NO_TOKENS] * len(known)
         if self._forces:
@@ -62,7 +110,7 @@ class GrammarDrafter:
         if self._other is None:
             return forced
         further = [np.concatenate(pair) if len(pair[1]) else pair[0] for pair in zip(known, forced, strict=True)]
-        others = self._other.propose(replace(batch, tokens=further))
+        others = self._other.before(replace(batch, tokens=further))
         return [_allowed(*each) for each in zip(known, most, masks, forced, others, strict=True)]
 
 
@@ -71,22 +119,25 @@ def _forced(tokens: Int32s, max_drafts: int, mask: SequenceMask | None) -> Int32
 
 
 def _allowed(
-    tokens: Int32s, max_drafts: int, mask: SequenceMask | None, forced: Int32s, others: Int32s
-) -> Int32s:  # [at most max_drafts]
+    tokens: Int32s, max_drafts: int, mask: SequenceMask | None, forced: Int32s, others: Drafted
+) -> Drafted:  # [at most max_drafts]
     """Join the drafts of both kinds, as far as they may follow the tokens."""
+    if mask is None:
+        return others
+    others = on_host(others)
     drafts = np.concatenate((forced, others))[:max_drafts] if len(forced) else others
-    return drafts if mask is None else drafts[: mask.num_valid(tokens, drafts)]
+    return drafts[: mask.num_valid(tokens, drafts)]
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts that what followed the last few tokens before will follow them again."""
 
     def __init__(self, config: Speculation) -> None:
         self.longest = config.prompt_lookup_max
         self.shortest = config.prompt_lookup_min
 
-    def propose(self, batch: DraftBatch) -> list[Int32s]:
-        """As Drafter.propose."""
+    def before(self, batch: DraftBatch) -> list[Int32s]:
+        """As Drafter.before."""
         return [self._follow(*pair) for pair in zip(batch.tokens, batch.max_drafts, strict=True)]
 
     def _follow(
@@ -113,7 +164,19 @@ class NgramDrafter:
         return np.resize(tokens[ends[-1] + 1 :][:max_drafts], max_drafts)
 
 
-def num_kept(
+def drafter_of(config: ResolvedConfig) -> Drafter:
+    """The drafter that a configuration asks for, which includes grammars' forced tokens."""
+    speculation = config.speculative_config
+    other = NgramDrafter(speculation) if speculation is not None else None
+    return GrammarDrafter(other, forces=config.jump_forward)
+
+
+def on_host(drafted: Drafted) -> Int32s:
+    """Bring drafts to the host, if they are not there."""
+    return drafted.numpy(force=True).astype(np.int32) if isinstance(drafted, torch.Tensor) else drafted
+
+
+def num_proved(
     sampled: NDArray[np.int64],  # [num_samples]
     drafts: NDArray[np.int64],  # [num_samples], the draft for the same position; NO_DRAFT at the last of each sequence
     starts: NDArray[np.int64],  # [num_seqs], of each sequence's samples; every sequence has one

@@ -3,16 +3,18 @@
 worker/sampling/drafter.py says why the tokens are the same as without, and what drafts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from vllm_lite.attention.step_batch import to_device
 from vllm_lite.errors import ProtocolError
-from vllm_lite.protocol.step import Draft, Handle
+from vllm_lite.protocol.step import Draft, Entry, Handle
 from vllm_lite.worker.batch.part import Handler, StepPart, StepResult
 from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
-from vllm_lite.worker.sampling.drafter import NO_DRAFT, DraftBatch, Drafter, num_kept
+from vllm_lite.worker.sampling.drafter import NO_DRAFT, DraftBatch, Drafter, DrawnStep, num_proved, on_host
 from vllm_lite.worker.step_parts.rules import Rules
 
 
@@ -24,6 +26,9 @@ class Drafts(StepPart):
         self.drafter = drafter
         self._rules = rules
         self._max_drafts: dict[Handle, int] = {}  # of the sequences that take drafts in this step
+        self._on_device: dict[Handle, torch.Tensor] = {}
+        """Drafts of this step that the host does not know: int64 [num_drafts]. The rows have token 0 in their place."""
+        self._hidden: torch.Tensor | None = None
 
     def handlers(self) -> Mapping[type, Handler]:
         return {Draft: self._draft}
@@ -50,20 +55,69 @@ class Drafts(StepPart):
         handles = list(asked)
         tokens = [self.rows.tokens_of(handle) for handle in handles]
         masks = [self._rules.mask_of(handle) for handle in handles]
-        drafts = self.drafter.propose(DraftBatch(handles, tokens, list(asked.values()), masks))
+        drafts = self.drafter.before(DraftBatch(handles, tokens, list(asked.values()), masks))
         for handle, drafted in zip(handles, drafts, strict=True):
-            self.rows.propose(handle, drafted)
+            if isinstance(drafted, torch.Tensor) and len(drafted) and not self._rules.is_ruled(handle):
+                self._on_device[handle] = drafted
+                self.rows.propose(handle, np.zeros(len(drafted), np.int32))
+            else:  # rules read the drafts before each sample
+                self.rows.propose(handle, on_host(drafted))
+
+    def build(self, inputs: StepInputs) -> None:
+        inputs.shows_hidden = self.drafter is not None and self.drafter.reads_hidden
+        if not self._on_device:
+            return
+        drafts = [self._on_device[handle] for handle in inputs.handles if handle in self._on_device]
+        device = drafts[0].device
+        inputs.device_ids = to_device(inputs.input_ids, device).index_copy(
+            0, to_device(self._places(inputs), device), torch.cat(drafts)
+        )
+
+    def _places(self, inputs: StepInputs) -> Int64s:  # [num_drafts]
+        """Indices among the step's tokens of the drafts that are on the device."""
+        ends = zip(inputs.handles, inputs.query_start_loc[1:].tolist(), strict=True)
+        ranges = [np.arange(end - len(self._on_device[each]), end) for each, end in ends if each in self._on_device]
+        return np.concatenate(ranges).astype(np.int64)
+
+    def after_hidden(self, inputs: StepInputs, hidden: torch.Tensor | None) -> None:
+        if inputs.shows_hidden:
+            self._hidden = hidden
 
     def after_sample(self, inputs: StepInputs, result: StepResult) -> None:
         """Keep the samples that are proved by the drafts before them, which are right."""
         if not inputs.has_proposals:
             return
+        if self._on_device and inputs.device_ids is not None:  # they come to the host together with the tokens
+            places = self._places(inputs)
+            inputs.input_ids[places] = inputs.device_ids.numpy(force=True)[places]
+            self._on_device = {}
         drafts, num_before = drafts_of(inputs), inputs.sample_offsets
         # A failed draft position is rejected; the next step samples it again, undrafted.
         for sample in result.sampled.failed:
             if num_before[sample]:
                 drafts[sample - 1] = NO_DRAFT
-        result.num_kept = num_kept(result.sampled.tokens, drafts, inputs.sample_starts)
+        result.num_kept = num_proved(result.sampled.tokens, drafts, inputs.sample_starts)
+
+    def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:
+        """Let the drafter follow the step."""
+        hidden, self._hidden = self._hidden, None
+        if self.drafter is None or hidden is None:
+            return
+        kept = inputs.num_samples if num_kept is None else num_kept
+        (at,) = kept.nonzero()
+        samples = inputs.sample_starts[at] + kept[at] - 1
+        rows = inputs.rows[inputs.sampling[at]]
+        self.drafter.after(
+            DrawnStep(
+                [self.rows.handle_of(row) for row in rows.tolist()],
+                self.rows.num_tokens[rows] + kept[at],
+                tokens[samples],
+                hidden[to_device(samples, hidden.device)],
+            )
+        )
+
+    def can_run_ahead(self, entries: Sequence[Entry]) -> bool:  # noqa: ARG002
+        return self.drafter is None or not self.drafter.reads_hidden
 
     def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:
         if inputs.has_proposals:

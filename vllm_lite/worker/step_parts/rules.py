@@ -70,6 +70,9 @@ class Rules(StepPart):
         rules = self._of.get(handle)
         return None if rules is None else rules.mask
 
+    def is_ruled(self, handle: Handle) -> bool:
+        return handle in self._of
+
     def penalises(self, handle: Handle) -> bool:
         """Whether the tokens of a sequence change the logits of its later ones."""
         rules = self._of.get(handle)
