@@ -13,9 +13,9 @@ from tests.driver import GREEDY, WARM, Driver, make_prompt, new_request
 from tests.parity_mask import ParityMask
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.protocol.params import LogitRules, Sampling
-from vllm_lite.protocol.step import Continue, Draft, Finish
+from vllm_lite.protocol.step import Continue, Draft, Finish, NewRequest
 from vllm_lite.worker import worker as worker_module
-from vllm_lite.worker.sampling.drafter import DraftBatch, Drafted, Drafter, DrawnStep, GrammarDrafter
+from vllm_lite.worker.sampling.drafter import DraftBatch, Drafted, Drafter, DrawnStep, GrammarDrafter, on_host
 
 PROMPT = make_prompt(30, seed=11)
 RULED = msgspec.structs.replace(GREEDY, rules=LogitRules(bad_words=((7, 9), (11,))))
@@ -26,7 +26,7 @@ class OnDevice(Parrot):
     """Parrot's drafts, where only the device has them."""
 
     def before(self, batch: DraftBatch) -> list[Drafted]:
-        return [torch.from_numpy(drafts.astype(np.int64)) for drafts in super().before(batch)]
+        return [torch.from_numpy(on_host(drafts).astype(np.int64)) for drafts in super().before(batch)]
 
 
 def generate(driver: Driver, drafter: Drafter | None, sampling: Sampling, count: int = 20) -> list[tuple[int, ...]]:
@@ -150,7 +150,7 @@ def test_a_drafter_has_kv_of_its_own(tiny_checkpoint: Path, monkeypatch: pytest.
         assert given[: len(expected)] == expected
 
 
-def _request(num_groups: int):  # type: ignore[no-untyped-def]
+def _request(num_groups: int) -> NewRequest:
     request = new_request(0, PROMPT, [])
     request.block_ids[:] = [list(range(1 + 4 * group, 5 + 4 * group)) for group in range(num_groups)]
     return request

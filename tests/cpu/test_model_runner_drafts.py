@@ -1,5 +1,6 @@
 """Speculation through the ModelRunner: other steps, the same tokens, logprobs, bans and failures."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.driver import GREEDY, WARM, Driver, expected, make_prompt, new_reques
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Draft, Finish, States
-from vllm_lite.worker.sampling.drafter import DraftBatch, Drafter, Int32s
+from vllm_lite.worker.sampling.drafter import DraftBatch, Drafted, Drafter
 
 
 class Parrot(Drafter):
@@ -23,7 +24,7 @@ class Parrot(Drafter):
         self.tokens = [token + 1 if position in wrong else token for position, token in enumerate(tokens)]
         self.num_calls = 0
 
-    def before(self, batch: DraftBatch) -> list[Int32s]:
+    def before(self, batch: DraftBatch) -> Sequence[Drafted]:
         self.num_calls += 1
         return [
             np.array(self.tokens[len(tokens) :][:max_drafts], np.int32)

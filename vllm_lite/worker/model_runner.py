@@ -27,7 +27,6 @@ from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.pieces import PieceCapture, PiecewiseForward
 from vllm_lite.worker.process import Progress
-from vllm_lite.worker.sampling.masks import allow_all
 from vllm_lite.worker.sampling.ranked_sampler import TokenSampler, sampler_of
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, row_params
 
@@ -169,7 +168,8 @@ class ModelRunner:
         decodes = min(limits.max_num_seqs, limits.max_num_tokens)
         for num_tokens, num_sampling in ((limits.max_num_tokens, 1), (decodes, min(decodes, cuda_sampler.BLOCKS))):
             warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=num_sampling)
-        allow_all(torch.zeros(1, self.model.spec.vocab_size, device=self.device))
+        for part in self.parts:
+            part.load_kernels(self.device)
 
 
 def warm_up_step(

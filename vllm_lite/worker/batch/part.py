@@ -100,6 +100,9 @@ class StepPart:
 
     # ---- else
 
+    def load_kernels(self, device: torch.device) -> None:
+        """Load the kernels that the part's steps may launch on a GPU, before the first request."""
+
     def can_run_ahead(self, entries: Sequence[Entry]) -> bool:  # noqa: ARG002
         """Whether a step of these entries may be launched while the host lacks tokens of those before it."""
         return True

@@ -19,7 +19,7 @@ from vllm_lite.worker.batch.rows import Rows, SequenceState
 from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
 from vllm_lite.worker.sampling import readiness
 from vllm_lite.worker.sampling.logit_rules import RuleBook, SequenceRules, read_rules
-from vllm_lite.worker.sampling.masks import MaskSourceOf, SequenceMask
+from vllm_lite.worker.sampling.masks import MaskSourceOf, SequenceMask, allow_all
 from vllm_lite.worker.sampling.sampler import ALL_BANNED, SampleInputs
 
 
@@ -148,6 +148,9 @@ class Rules(StepPart):
     def can_run_ahead(self, entries: Sequence[Entry]) -> bool:
         ruled = (isinstance(entry, NewRequest) and entry.sampling.is_ruled for entry in entries)
         return not self.book.entries and not any(ruled)
+
+    def load_kernels(self, device: torch.device) -> None:
+        allow_all(torch.zeros(1, self.rows.vocab_size, device=device))
 
     def check_integrity(self) -> None:
         entries = self.rows.params["rules"][: len(self.rows)].tolist()
