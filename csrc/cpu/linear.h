@@ -16,9 +16,9 @@
 // lower half of a byte is for the first four inputs, the upper half for the other four, so that one vector of bytes
 // becomes two of weights by a mask and a shift. Minima that come from zero points are a byte each, kShifts: a weight is
 // (values[code] + byte) * scale. Scales and minima may be signed bytes, kIntegers, times numbers that kSuperInputs
-// inputs share. Where values are whole numbers, rows are quantized as for int8, with the groups of the weight; for
-// codes of 4 bits in groups of up to kOnePlane inputs to one plane, as those weights are coarser themselves. Elsewhere
-// weights become float32, a tile at a time.
+// inputs share. Where values are whole numbers, rows are quantized as for int8, with the groups of the weight. For
+// codes of 4 bits, which are coarser themselves, they have one plane, with a scale for kOnePlane inputs or fewer; but
+// for tiles, which take larger groups, two. Elsewhere weights become float32, a tile at a time.
 //
 // Every output is one chain of additions over its inputs in their order, however many rows there are: a row's results
 // do not depend on the rows beside it nor on the number of threads, bit for bit. They do depend on the instruction set.
@@ -35,7 +35,7 @@ constexpr int64_t kMaxTileRows = 256;  // the same where tiles multiply
 constexpr int64_t kMaxBlocks = 8;      // of one task
 constexpr int64_t kManyRows = 13;      // which meet two blocks at a time
 constexpr int64_t kQuantGroup = 128;   // the most inputs that share a scale
-constexpr int64_t kOnePlane = 32;      // inputs that may share one where rows have 8 bits
+constexpr int64_t kOnePlane = 32;      // the most that share one where rows have 8 bits
 constexpr int32_t kInt8Weight = 100;   // beside the DTypes; a weight is its integer times its output's scale
 constexpr int32_t kGrouped4 = 101;     // codes of 4 bits, and
 constexpr int32_t kGrouped8 = 102;     // of 8 bits, with scales for groups of inputs
@@ -104,7 +104,7 @@ struct CellLayout {
 };
 
 // How the rows of a product with `weight` are quantized: each group of inputs has a scale, and is known by the sum of
-// its integers. Groups are those of a grouped weight, filled up with zeros.
+// its integers. Groups are those of a grouped weight or parts of them, filled up with zeros.
 struct RowLayout {
   int64_t group_size;  // inputs
   int64_t num_groups;
@@ -112,8 +112,10 @@ struct RowLayout {
 
   static RowLayout of(const PackedWeight& weight) {
     const int64_t size = is_grouped(weight.type) ? weight.group_size : kQuantGroup;
-    const bool is_coarse = weight.type == kGrouped4 && size <= kOnePlane;
-    return {size, (weight.num_inputs + size - 1) / size, is_coarse ? 1 : 2};
+    const int64_t count = (weight.num_inputs + size - 1) / size;
+    if (weight.type != kGrouped4 || (size > kOnePlane && isa() >= Isa::kAmx)) return {size, count, 2};
+    const int64_t own = size < kOnePlane ? size : kOnePlane;
+    return {own, count * (size / own), 1};
   }
   int64_t width() const { return num_groups * group_size; }     // bytes of a plane
   int64_t value_bytes() const { return num_planes * width(); }  // of a row

@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import ONE_PLANE, QUANT_GROUP
 
 LARGEST = 127
@@ -12,7 +13,10 @@ LARGEST_OF_TWO = 127 * 128
 def rounded_rows(x: torch.Tensor, group_size: int = QUANT_GROUP, *, bits: int = 8) -> torch.Tensor:
     """x: [rows, inputs] -> float32 of the same shape, for weights of so many bits in groups of group_size inputs: each
     group of a row as integers times a scale."""
-    most = LARGEST if bits == 4 and group_size <= ONE_PLANE else LARGEST_OF_TWO
+    if bits == 4 and (group_size <= ONE_PLANE or not cpu.isa().startswith("amx")):
+        most, group_size = LARGEST, min(group_size, ONE_PLANE)
+    else:
+        most = LARGEST_OF_TWO
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group_size)).reshape(-1, group_size)
     largest = groups.abs().amax(dim=1, keepdim=True)
     inverse = torch.where(largest > 0, torch.full_like(largest, most) / largest, 0)

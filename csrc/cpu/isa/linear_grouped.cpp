@@ -18,7 +18,7 @@ constexpr int kVectors = kWidth == 16 || R > 2 ? 2 : 4;
 constexpr int64_t kDepth = kWidth == 16 ? 1024 : 512;  // inputs: a block's weights stay in L1 for all groups of rows
 constexpr int64_t kAheadBytes = 4096;
 
-// Rows of one group, from one group of inputs on.
+// Rows of one group, from one of their groups of inputs on.
 struct Rows {
   const int8_t* values;
   const float* scales;  // [rows][num_groups], as those below
@@ -32,12 +32,13 @@ struct Cells {
   const char* first;
   CellLayout layout;
   int64_t count;
+  int64_t parts;         // groups of the rows' inputs that share a cell
   const uint8_t* table;  // [16] or nullptr
   bool is_wide;          // whether something is taken off its bytes
   const float* supers;   // PackedWeight::supers_of the first
 
-  const float* supers_of(int64_t group) const {
-    return supers == nullptr ? supers : supers + 2 * kBlock * (group * layout.group_size / kSuperInputs);
+  const float* supers_of(int64_t number) const {
+    return supers == nullptr ? supers : supers + 2 * kBlock * (number * layout.group_size / kSuperInputs);
   }
 };
 
@@ -95,11 +96,12 @@ VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, const 
 // total times the scales of weights, less minima times what rows add up to, times the scales of rows. All are those of
 // a block's outputs from `column` on.
 template <int kPlanes, int R, int V>
-VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cell, const Cells& cells, int64_t column,
-                                const Ints (&total)[R * kPlanes][V], Vec (&sum)[R][V]) {
+VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cell, const CellLayout& layout,
+                                const float* supers, int64_t column, const Ints (&total)[R * kPlanes][V],
+                                Vec (&sum)[R][V]) {
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
-    const Scales scales(cell, cells.layout, cells.supers_of(group), column + v * kWidth);
+    const Scales scales(cell, layout, supers, column + v * kWidth);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const int64_t place = r * rows.num_groups + group;
@@ -109,20 +111,14 @@ VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cel
   }
 }
 
-// Of one cell: total = what its bytes lack, plus its products.
+// Of the codes at `from`: total = what their bytes lack, plus the products with one group of the rows' inputs.
 template <int kPlanes, int R, int V, bool kAlone, class Codes>
-VLLM_LITE_INLINE void multiply_cell(Codes& codes, const Rows& rows, int64_t group, const char* cell,
-                                    const CellLayout& layout, int64_t column, Ahead ahead,
-                                    Ints (&total)[R * kPlanes][V]) {
-  if (kAlone && column == 0) {
-    for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
-  }
+VLLM_LITE_INLINE void multiply_part(const Codes& codes, const Rows& rows, int64_t group, const char* from,
+                                    int64_t num_octets, Ahead ahead, Ints (&total)[R * kPlanes][V]) {
   begin_group<kPlanes, R>(rows.biases + group, rows.num_groups, total);
-  codes.enter(cell + layout.scale_bytes + column);
-  const int64_t num_octets = layout.group_size / 8;
-  multiply_codes<R * kPlanes, V, Codes, kAlone>(codes, rows.values + 8 * R * kPlanes * num_octets * group,
-                                                cell + layout.codes() + 4 * column, num_octets,
-                                                {ahead.from + group * num_octets * ahead.step, ahead.step}, total);
+  multiply_codes<R * kPlanes, V, Codes, kAlone>(codes, rows.values + 8 * R * kPlanes * num_octets * group, from,
+                                                num_octets, {ahead.from + group * num_octets * ahead.step, ahead.step},
+                                                total);
 }
 
 // The sums of R rows and V vectors of a block's outputs, from `column` on, go on with some of its cells. Rows that are
@@ -131,13 +127,23 @@ template <int R, int V, class Codes, int kPlanes, bool kAlone>
 __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ahead ahead, const Sums<false>& sums,
                                         int64_t row, int64_t column) {
   Codes codes(cells.table);
-  const char* cell = cells.first;
+  const CellLayout layout = cells.layout;
+  const int64_t num_octets = layout.group_size / 8 / cells.parts;
   Ints total[R * kPlanes][V];
   Vec sum[R][V];
   sums.begin({row, column}, sum);
-  for (int64_t group = 0; group < cells.count; ++group, cell += cells.layout.bytes()) {
-    multiply_cell<kPlanes, R, V, kAlone>(codes, rows, group, cell, cells.layout, column, ahead, total);
-    add_group<kPlanes, R, V>(rows, group, cell, cells, column, total, sum);
+  const char* cell = cells.first;
+  for (int64_t number = 0, group = 0; number < cells.count; ++number, cell += layout.bytes()) {
+    const float* supers = cells.supers_of(number);
+    if (kAlone && column == 0) {
+      for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
+    }
+    codes.enter(cell + layout.scale_bytes + column);
+    const char* from = cell + layout.codes() + 4 * column;
+    for (int64_t part = 0; part < cells.parts; ++part, ++group, from += num_octets * Codes::kBytes) {
+      multiply_part<kPlanes, R, V, kAlone>(codes, rows, group, from, num_octets, ahead, total);
+      add_group<kPlanes, R, V>(rows, group, cell, layout, supers, column, total, sum);
+    }
   }
   sums.end({row, column}, sum);
 }
@@ -155,17 +161,16 @@ void multiply_group(int64_t count, const Rows& rows, const Cells& cells, Ahead a
   }
 }
 
-// A task's rows from one group of inputs on.
+// A task's rows from one cell's inputs on.
 struct Panel {
   const LinearTask& task;
   const QuantizedRows& all;
   RowGroups groups;
-  int64_t first;  // group of inputs
+  int64_t input;
 
   Rows rows(int64_t row, int64_t count) const {
     const RowLayout& layout = all.layout;
-    const int64_t at = task.first_row + row, input = first * layout.group_size;
-    const int64_t place = at * layout.num_groups + first;
+    const int64_t at = task.first_row + row, place = at * layout.num_groups + input / layout.group_size;
     return {all.values + at * layout.value_bytes() + input * layout.num_planes * count, all.scales + place,
             all.biases + place, all.sums + place, layout.num_groups};
   }
@@ -207,18 +212,25 @@ void run(const LinearCall& call, const LinearTask& task) {
   alignas(64) float memory[kMaxRows * kMaxBlocks * kBlock];
   const PackedWeight& weight = *call.weight;
   const CellLayout layout = CellLayout::of(weight);
-  const int64_t num_groups = call.quantized->layout.num_groups, block_bytes = num_groups * layout.bytes();
+  const int64_t num_groups = layout.groups(weight.num_inputs), block_bytes = num_groups * layout.bytes();
+  const int64_t parts = layout.group_size / call.quantized->layout.group_size;
   const bool four = weight.type == kGrouped4;
   const int64_t length = task.num_rows <= kAloneRows<kPlanes> ? num_groups : kDepth / layout.group_size;
   const int64_t octet_bytes = layout.bytes() * 8 / layout.group_size;
   const char* blocks = static_cast<const char*>(weight.data) + task.first_block * block_bytes;
   for (int64_t group = 0; group < num_groups; group += length) {
-    const Panel panel = {task, *call.quantized, RowGroups::of(call.quantized->layout, task.num_rows), group};
+    const Panel panel = {task, *call.quantized, RowGroups::of(call.quantized->layout, task.num_rows),
+                         group * layout.group_size};
     const int64_t left = num_groups - group, count = left < length ? left : length;
     for (int64_t block = 0; block < task.num_blocks; ++block) {
       const char* tile = blocks + block * block_bytes + group * layout.bytes();
-      const Cells cells = {
-          tile, layout, count, weight.bytes, taken_off(weight) != 0, weight.supers_of(task.first_block + block, group)};
+      const Cells cells = {tile,
+                           layout,
+                           count,
+                           parts,
+                           weight.bytes,
+                           taken_off(weight) != 0,
+                           weight.supers_of(task.first_block + block, group)};
       const char* next = block + 1 < task.num_blocks   ? tile + block_bytes
                          : group + length < num_groups ? blocks + (group + length) * layout.bytes()
                                                        : tile;

@@ -19,8 +19,8 @@ from vllm_lite.kernels.grouped import GroupedWeight
 QUANT_GROUP = 128
 """The most inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
 ONE_PLANE = 32
-"""The most inputs of a row that share one and are 8 bits for it, with weights of 4 bits; kOnePlane. All others are 15
-bits."""
+"""The most inputs of a row that share one and are 8 bits for it, as they are with weights of 4 bits; kOnePlane. For
+others, and for AMX with weights in larger groups, they are 15 bits."""
 
 _PACK_TYPES = (pointer, int64, int32, int64, int64, int32, pointer, pointer)
 _UNPACK_TYPES = (pointer, int64, int64, pointer, int64, pointer, int64, int32)
@@ -33,7 +33,7 @@ class PackedWeight:
 
     int8 is symmetric, one scale for each output: weight = integer * scale, with the row's largest at 127. Where the
     machine multiplies bytes, products quantize each QUANT_GROUP inputs of their rows to 15 bits. With grouped weights
-    whose values are whole numbers they do so for each group; to 8 bits for 4 bits in groups of up to ONE_PLANE.
+    whose values are whole numbers they do so for each group; with 4 bits to 8 bits for each ONE_PLANE inputs.
     """
 
     def __init__(
