@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from tests.simulated_worker import SimulatedWorker, Slot
 from tests.state_contents import StateContents
 from vllm_lite.engine.blocks.groups import KVGroup
+from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.sequence import Sequence
@@ -34,8 +35,8 @@ class CachedContents:
         """To be called when the worker has run every step that was scheduled; `sequences` are all the unfinished
         ones."""
         tiers = [(self._blocks.pool, 0)]
-        if self._blocks.host is not None:
-            tiers.append((self._blocks.host.pool, self._blocks.host.first_id))
+        if isinstance(host := self._blocks.host, HostTier):
+            tiers.append((host.pool, host.first_id))
         for pool, first_id in tiers:
             for block in pool.blocks:
                 if block.block_hash is not None:

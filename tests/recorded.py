@@ -8,6 +8,7 @@ import msgspec
 
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
+from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
@@ -254,7 +255,7 @@ def state_of(scheduler: Scheduler, hash_bytes: int = 8) -> object:
         return text[: 2 * hash_bytes] + "/" + (text[-2:] if text else "")
 
     host = scheduler.kv.part(KVBlocks).host
-    pools = [scheduler.kv.pool] + ([host.pool] if host else [])
+    pools = [scheduler.kv.pool] + ([host.pool] if isinstance(host, HostTier) else [])
     return (
         [[(block_id, refs, short(text)) for block_id, refs, text in snapshot(pool)] for pool in pools],
         [[block.block_id for block in pool._free] for pool in pools],

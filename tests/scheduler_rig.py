@@ -41,6 +41,7 @@ class Rig:
         num_host_states: int = 0,
         max_moved_states: int = 1,
         blocks_each: int = 0,
+        host_tier: type[HostTier] = HostTier,
         more_parts: Sequence[CachePart[Any]] = (),
         depth: int = 1,
         come_together: bool = False,
@@ -49,11 +50,12 @@ class Rig:
     ) -> None:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, **options}
         self.decisions: list[tuple[str, dict[str, int | str]]] = []
+        self.host = host_tier(num_host_blocks, num_blocks, caching) if num_host_blocks else None
         self.blocks = KVBlocks(
             BlockPool(num_blocks, caching),
             make_groups(windows, block_size),
             block_size,
-            host=HostTier(num_host_blocks, num_blocks, caching) if num_host_blocks else None,
+            host=self.host,
             watermark=0.01,
             max_swap_blocks_per_step=max_swap_blocks,
         )
@@ -104,7 +106,7 @@ class Rig:
         assert not self.scheduler.in_flight
         self.scheduler.check_integrity()
         assert self.kv.pool.num_used == self.kv.pool.num_cached == 0
-        assert self.blocks.host is None or self.blocks.host.pool.num_used == self.blocks.host.pool.num_cached == 0
+        assert self.host is None or self.host.pool.num_used == self.host.pool.num_cached == 0
 
     def replace_workers(self) -> None:
         self.worker = self._new_worker()
@@ -159,7 +161,7 @@ class Rig:
                 while self.scheduler.in_flight:
                     self.step()
                 assert self.kv.pool.num_used == 0
-                assert self.blocks.host is None or self.blocks.host.pool.num_used == 0
+                assert self.host is None or self.host.pool.num_used == 0
                 assert not self.scheduler.waiting
                 states = self.states
                 assert states is None or states.store.num_held == 0

@@ -200,7 +200,7 @@ def test_places_are_counted_as_they_are_found(
     num_blocks: int, pinned: set[int], cached: set[int], keys: list[int]
 ) -> None:
     host = HostTier(num_blocks, 100)
-    ids = host.new_blocks([bytes((number,)) for number in sorted(cached)[:num_blocks]])
+    ids = host.reserve([bytes((number,)) for number in sorted(cached)[:num_blocks]])
     host.unpin([block_id for block_id in ids if block_id - 100 not in pinned])
     wanted = [bytes((number,)) for number in keys]
     found = {key: block_id for key in wanted if (block_id := host.find(key)) is not None}
@@ -217,10 +217,10 @@ def test_places_are_counted_as_they_are_found(
 def test_what_is_about_to_be_loaded_is_not_dropped_for_what_is_demoted() -> None:
     """The host is full; the oldest that it has is what the waiting sequence begins with."""
     rig = Rig(26, 1, num_host_blocks=10, max_swap_blocks=6, max_num_batched_tokens=64)
-    host = rig.blocks.host
+    host = rig.host
     assert host is not None
     ask(rig, "cached", PROMPT[:24])
-    on_host = host.new_blocks([bytes((number,)) for number in range(10)])
+    on_host = host.reserve([bytes((number,)) for number in range(10)])
     host.unpin(on_host)
     sequence = rig.add("waits", [VOCAB - 1] * 20).sequences[0]
     rig.kv.begin_step()

@@ -89,5 +89,5 @@ def test_nothing_is_held_when_everybody_has_gone(windows: tuple[int | None, ...]
     assert rig.scheduler.requests == {}
     assert rig.scheduler.running == []
     assert rig.kv.pool.num_free == rig.kv.pool.num_usable
-    assert rig.blocks.host is not None
-    assert rig.blocks.host.pool.num_free == 16
+    assert rig.host is not None
+    assert rig.host.pool.num_free == 16

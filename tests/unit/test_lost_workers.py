@@ -186,8 +186,8 @@ def test_what_was_cached_is_found_no_more_on_either_tier() -> None:
         rig.add(f"r{start}", list(range(start, start + 16)), 2)
         rig.drain()
     assert rig.kv.pool.num_cached
-    assert rig.blocks.host is not None
-    assert rig.blocks.host.pool.num_cached
+    assert rig.host is not None
+    assert rig.host.pool.num_cached
     waits = rig.add("waits", list(range(16)), 2)
     assert rig.kv.find_cached(waits.sequences[0]).num_tokens
     rig.restart_workers()

@@ -17,6 +17,7 @@ from tests.cached_contents import CachedContents
 from tests.recorded import Recorded, agrees
 from tests.simulated_worker import next_token, seed_of
 from tests.unit.test_replay import configurations
+from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.in_flight import MessageLength
@@ -128,7 +129,7 @@ class Watched(Recorded):
     def pools(self) -> list[Any]:
         kv = self.core.kv
         host = kv.part(KVBlocks).host
-        return [kv.pool] if host is None else [kv.pool, host.pool]
+        return [kv.pool, host.pool] if isinstance(host, HostTier) else [kv.pool]
 
     def check_streams(self) -> None:
         """Compare every stream with what the model says of its prompt, or with a beam search that nothing disturbs."""

@@ -60,13 +60,13 @@ def test_without_room_on_the_host_for_the_rest_it_is_computed_again() -> None:
     """While it waits, half on the host, something else takes the host's last room."""
     rig = pressed(3, num_host_blocks=14)
     sequence = first_swapped(rig)
-    assert rig.blocks.host is not None
-    rig.blocks.host.new_blocks([None] * rig.blocks.host.pool.num_free)
+    assert rig.host is not None
+    rig.host.reserve([None] * rig.host.pool.num_free)
     rig.blocks.swapping.begin_step()
     while rig.kv.reclaim():
         pass
     assert (sequence.status, sequence.host_ids, sequence.num_computed) == (Status.PREEMPTED, None, 0)
-    rig.blocks.host.pool.free([index for index, block in enumerate(rig.blocks.host.pool.blocks) if block.ref_count])
+    rig.host.pool.free([index for index, block in enumerate(rig.host.pool.blocks) if block.ref_count])
     rig.drain()
     assert rig.output("a") == expected(PROMPT, 30)
     assert rig.output("b") == expected(PROMPT[::-1], 30)
@@ -216,9 +216,9 @@ def test_blocks_on_the_host_that_are_taken_back_into_use_need_room_there() -> No
     rig = Rig(12, num_host_blocks=2, preemption="swap", max_num_batched_tokens=64)
     sequence = rig.add("a", PROMPT[:12], max_tokens=5).sequences[0]
     rig.step()
-    host = rig.blocks.host
+    host = rig.host
     assert host is not None
-    host.unpin(host.new_blocks([key + rig.blocks.groups[0].key for key in sequence.block_hashes[:2]]))
+    host.unpin(host.reserve([key + rig.blocks.groups[0].key for key in sequence.block_hashes[:2]]))
     used = rig.kv.pool.num_used
     assert not rig.kv.swap_out(sequence)
     assert (sequence.host_ids, rig.kv.pool.num_used, host.pool.num_used) == (None, used, 0)
@@ -235,8 +235,8 @@ def test_a_corrupted_request_is_not_found_on_the_host_either(is_swapped: bool) -
         rig.abort("a")
         rig.step()
         assert sequence.status is Status.RUNNING
-    assert rig.blocks.host is not None
-    assert rig.blocks.host.pool.num_cached >= 10
+    assert rig.host is not None
+    assert rig.host.pool.num_cached >= 10
     rig.record(rig.scheduler._results._fail(sequence, NOT_FINITE))
     again = rig.add("again", prompt, max_tokens=1)
     rig.drain()

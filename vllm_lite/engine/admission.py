@@ -69,11 +69,11 @@ class Admitter:
                 break
 
     def _admit_or_reclaim(self, sequence: Sequence, plan: StepPlan, *, is_first: bool, in_parts: bool) -> bool:
-        """As `_admit`. With no sequence to wait for, the first may take the blocks of those that are parked behind
-        it."""
+        """As `_admit`. With no sequence to wait for, nor anything on its way, the first may take the blocks of those
+        that are parked behind it."""
         kv, running = self._kv, self._queues.running
         is_in = self._admit(sequence, plan, in_parts=in_parts)
-        while is_first and not (is_in or running or kv.is_moving) and kv.reclaim(keep=sequence):
+        while is_first and not (is_in or running or kv.is_moving or plan.is_arriving) and kv.reclaim(keep=sequence):
             is_in = self._admit(sequence, plan, in_parts=True)
         return is_in
 
@@ -108,6 +108,8 @@ class Admitter:
             if is_in or sequence.host_ids is not None:
                 queues.meter.admitted(sequence, hit)
         if not is_in:
+            parked = sequence.host_ids is not None
+            plan.is_arriving = parked and kv.swap_in_admission(sequence, chunk).is_arriving
             _waits(plan, sequence, admission)
             return False
         queues.waiting.remove(sequence)
@@ -133,6 +135,7 @@ class Admitter:
         """Whether the budget and the free blocks allow a waiting sequence, `num_computed` of whose tokens are in the
         cache, to come in."""
         count = sequence.num_tokens - num_computed
+        plan.is_arriving = admission.is_arriving
         plan.is_cut = count > plan.room
         if plan.is_cut and not (self._options.chunked_prefill and (plan.shortest is None or count < plan.shortest)):
             plan.decide("waits_for_budget", sequence, budget=plan.room)

@@ -27,6 +27,7 @@ class StepPlan:
     draftable      sequences that got one token, with the places of their entries, and may draft more
     drafted        sequences that draft, with the most drafts of each
     is_cut         the waiting sequence looked at last was not admitted because it would be cut
+    is_arriving    what it lacked was on its way
     num_looked_up  tokens of waiting sequences that were looked up in the prefix cache
     """
 
@@ -44,7 +45,7 @@ class StepPlan:
         self.view = view
         self.rates = rates
         self.shortest: int | None = None
-        self.is_cut = False
+        self.is_cut = self.is_arriving = False
         self.entries: list[Entry] = []
         self.sampling: list[Sequence] = []
         self.prompts: list[Sequence] = []

@@ -1,5 +1,4 @@
-"""HostTier: KV blocks in CPU memory. One pool and one index serve two uses: the KV of preempted sequences, pinned to
-them, and cached blocks that the device had no room for any more, kept until newer ones need the place.
+"""HostTier: KV blocks in CPU memory, which a step's block program reads and writes: all of them are at hand.
 
 Ids are global: the device's are [0, first_id), the host's [first_id, first_id + num_blocks).
 """
@@ -7,22 +6,36 @@ Ids are global: the device's are [0, first_id), the host's [first_id, first_id +
 from collections.abc import Iterable, Sequence
 
 from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.blocks.tier import Tier
 
 
-class HostTier:
+class HostTier(Tier):
     """Decides ids; the worker's CacheEngine moves the bytes."""
 
     def __init__(self, num_blocks: int, first_id: int, enable_caching: bool = True) -> None:
         self.pool = BlockPool(num_blocks, enable_caching, has_null=False)
         self.first_id = first_id
 
+    @property
+    def num_usable(self) -> int:
+        return self.pool.num_usable
+
+    @property
+    def num_used(self) -> int:
+        return self.pool.num_used
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    def num_unpinned(self, ids: Iterable[int]) -> int:
+        return sum(self.pool.is_free(block_id - self.first_id) for block_id in ids)
+
     def find(self, key: bytes) -> int | None:
-        """The global id of a block with this content."""
         block_id = self.pool.get_cached_block(key)
         return None if block_id is None else block_id + self.first_id
 
-    def new_blocks(self, keys: Sequence[bytes | None]) -> list[int]:
-        """Global ids of pinned blocks, findable under their keys. Raises OutOfBlocks and takes none if short."""
+    def reserve(self, keys: Sequence[bytes | None]) -> list[int]:
         ids = self.pool.get_new_blocks(len(keys))
         for block_id, key in zip(ids, keys, strict=True):
             if key is not None:
@@ -33,26 +46,28 @@ class HostTier:
         self.pool.touch([block_id - self.first_id for block_id in ids])
 
     def unpin(self, ids: Sequence[int]) -> None:
-        """Unpin blocks, last first: a sequence's tail is dropped before its beginning."""
         self.pool.free([block_id - self.first_id for block_id in reversed(ids)])
 
     def num_places(self, keys: Iterable[bytes]) -> int:
-        """Number of places that demote() would find for `keys` without a limit."""
         return sum(host_id is None for host_id in self._fitting(keys).values())
 
     def demote(self, keys: Iterable[bytes], limit: int) -> list[tuple[bytes, int]]:
-        """Find places for at most `limit` cached blocks that the device drops: (key, global id), while there is room.
-
-        The first get places first, and are dropped last. A block that is here already takes no place, and counts as
-        newly used.
-        """
         kept = self._fitting(keys)
         self.pin([host_id for host_id in kept.values() if host_id is not None])  # no other shall have their places
         lacking = [key for key, host_id in kept.items() if host_id is None][:limit]
-        places = list(zip(lacking, self.new_blocks(lacking), strict=True))
+        places = list(zip(lacking, self.reserve(lacking), strict=True))
         kept.update(places)
         self.unpin([host_id for host_id in kept.values() if host_id is not None])
         return places
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        self.pool.forget_contents(keys)
+
+    def reset(self) -> int:
+        return self.pool.reset_cache()
+
+    def check_integrity(self, pinned: Iterable[Sequence[int]]) -> None:
+        self.pool.check_integrity([block_id - self.first_id for block_id in ids] for ids in pinned)
 
     def _fitting(self, keys: Iterable[bytes]) -> dict[bytes, int | None]:
         """The first of `keys`, as many as there is room for beside what is pinned, and the blocks that have them."""

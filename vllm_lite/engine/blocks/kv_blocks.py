@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
 from vllm_lite.engine.blocks.groups import KVGroup, blocks_held, common_hit, longest_sequence
-from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, Op, PrefixHit
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 from vllm_lite.engine.blocks.swapping import Place, Swapping, num_held
 from vllm_lite.engine.blocks.table import BlockTable
-from vllm_lite.engine.blocks.verdict import Admission, admission
+from vllm_lite.engine.blocks.tier import Tier
+from vllm_lite.engine.blocks.verdict import OK, Admission, Verdict, admission
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.step import Entry, ReplaceBlock
 
+ON_ITS_WAY = Admission(Verdict.LATER, lacks="swap", is_arriving=True)
+"""Verdict while another tier loads what a parked sequence has there."""
 Tables = list[list[int]]
 """Global ids of blocks per group, null where the window is past."""
 
@@ -36,7 +38,7 @@ class KVBlocks(CachePart[Tables]):
         groups: Many[KVGroup],
         block_size: int,
         *,
-        host: HostTier | None = None,
+        host: Tier | None = None,
         watermark: float = 0.01,
         max_swap_blocks_per_step: int = 10**9,
     ) -> None:
@@ -207,8 +209,9 @@ class KVBlocks(CachePart[Tables]):
         if forget:
             hashes = sequence.block_hashes[: sequence.num_hashed_blocks]
             keys = [block_hash + group.key for group in self.groups for block_hash in hashes]
-            for pool in (self.pool, self.host.pool) if self.host is not None else (self.pool,):
-                pool.forget_contents(keys)
+            self.pool.forget_contents(keys)
+            if self.host is not None:
+                self.host.forget(keys)
         for table in sequence.tables:
             table.free()
         self.swapping.leave(sequence)
@@ -246,7 +249,8 @@ class KVBlocks(CachePart[Tables]):
 
     def swap_in_admission(self, sequence: Sequence, chunk: int) -> Admission:
         required = self.num_blocks(sequence.num_tokens, chunk) - num_held(sequence)
-        return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
+        result = admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
+        return result.unless(ON_ITS_WAY if self.swapping.is_loading(sequence) else OK)
 
     def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:
         """As for any part, as much as the step may move. Unless `in_parts`, it got no block if this is False."""
@@ -262,14 +266,14 @@ class KVBlocks(CachePart[Tables]):
     # ---- forgetting and reporting
 
     def reset(self) -> Forgotten:
-        return Forgotten(self.pool.reset_cache(), self.host.pool.reset_cache() if self.host is not None else 0)
+        return Forgotten(self.pool.reset_cache(), self.host.reset() if self.host is not None else 0)
 
     def count(self, stats: Stats) -> None:
         pool, host = self.pool, self.host
         stats.num_blocks, stats.num_used_blocks = pool.num_usable, pool.num_used
         stats.num_cached_blocks, stats.peak_used_blocks = pool.num_cached, pool.peak_used
         if host is not None:
-            stats.num_host_blocks, stats.num_used_host_blocks = host.pool.num_usable, host.pool.num_used
+            stats.num_host_blocks, stats.num_used_host_blocks = host.num_usable, host.num_used
 
     def check_integrity(self, sequences: Many[Sequence]) -> None:
         self.pool.check_integrity(table.ids for sequence in sequences for table in sequence.tables)

@@ -34,6 +34,7 @@ SNAPSHOTS = 2
 """So many states of a sequence that decodes are kept."""
 
 LACKING = Admission(Verdict.LATER, lacks="state")
+COMING = LACKING._replace(is_arriving=True)
 
 
 class StateHit(NamedTuple):
@@ -122,7 +123,9 @@ class StateSlots(CachePart[StateHit]):
         """As for any part. If need be the sequence takes over the slot in which it begins. A state on the host has to
         be loaded by this step; one that is about to be there is waited for."""
         may_load = not self.store.is_on_host(found.place) or (self.host is not None and self.host.may_move)
-        return OK if self.store.num_free > 0 and may_load and not found.is_coming else LACKING
+        if found.is_coming:
+            return COMING
+        return OK if self.store.num_free > 0 and may_load else LACKING
 
     # ---- a sequence's state
 

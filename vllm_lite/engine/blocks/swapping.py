@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm_lite.engine.blocks.groups import KVGroup
-from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
+from vllm_lite.engine.blocks.tier import AT_HAND, Tier
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.step import BlockOp
@@ -39,7 +39,7 @@ class Swapping:
     def __init__(
         self,
         pool: BlockPool,
-        host: HostTier | None,
+        host: Tier | None,
         groups: abc.Sequence[KVGroup],
         max_blocks: int,
         cache: Callable[[Sequence, KVGroup, int, int], None],
@@ -54,6 +54,7 @@ class Swapping:
         self._cache = cache
         self._max_blocks = self._left = max_blocks
         self._reserved = self._wanted = 0
+        self._loading: dict[Sequence, int] = {}  # tickets of what parked sequences wait for
         self._ops: list[tuple[int, int, int]] = []
         pool.on_evict = self._demote if host is not None else None
 
@@ -63,6 +64,9 @@ class Swapping:
         """Start the next step: it may move blocks again, first of all those that the last one had to leave."""
         self._left = self._max_blocks
         self._reserved, self._wanted = min(self._wanted, self._max_blocks), 0
+        if self._loading and self._host is not None:
+            ended = set(self._host.poll())
+            self._loading = {sequence: ticket for sequence, ticket in self._loading.items() if ticket not in ended}
 
     @property
     def is_moving(self) -> bool:
@@ -97,6 +101,7 @@ class Swapping:
     def leave(self, sequence: Sequence) -> None:
         """End the parking of `sequence`, if it is parked: it needs nothing on the host any more."""
         host_ids, sequence.host_ids = sequence.host_ids, None
+        self._loading.pop(sequence, None)
         if host_ids is not None and self._host is not None:
             self.parked.remove(sequence)
             for ids in host_ids:
@@ -115,8 +120,7 @@ class Swapping:
                 ids[index] = (host.find(key) if key else None) or NULL_BLOCK
         found = [block_id for ids in host_ids for block_id in _present(ids)]
         num_new = sum(map(len, keep)) - len(found)
-        revived = sum(host.pool.is_free(block_id - host.first_id) for block_id in found)
-        if (num_new and self._left <= 0) or num_new + revived > host.pool.num_free:
+        if (num_new and self._left <= 0) or num_new + host.num_unpinned(found) > host.num_free:
             return False
         for table, kept in zip(sequence.tables, keep, strict=True):
             table.trim(kept.start)
@@ -138,9 +142,9 @@ class Swapping:
                 if block_id == NULL_BLOCK:
                     continue
                 if host_ids[index] == NULL_BLOCK:
-                    if self._left <= 0 or host.pool.num_free == 0:
+                    if self._left <= 0 or host.num_free == 0:
                         return taken
-                    (host_ids[index],) = host.new_blocks([self._key(sequence, group, index)])
+                    (host_ids[index],) = host.reserve([self._key(sequence, group, index)])
                     self._ops.append((BlockOp.SWAP_OUT, block_id, host_ids[index]))
                     self._left -= 1
                     self.counters.swapped_out_blocks += 1
@@ -171,6 +175,8 @@ class Swapping:
                 else:
                     present.append((table, index, block_id))
                 ids.append(host_id if block_id is None else block_id)
+        if not self._is_at_hand(sequence, missing):
+            return [], False
         is_all = self.may_take(sequence, len(missing) + num_new, ids, ahead=not (in_parts and missing))
         if not (in_parts or is_all):
             return [], False
@@ -182,13 +188,27 @@ class Swapping:
         self._wanted += len(missing) - len(places)
         return places, is_all
 
+    def _is_at_hand(self, sequence: Sequence, places: abc.Sequence[Place]) -> bool:
+        """Whether the step can read these blocks of a parked sequence. If not, they are being loaded from now on."""
+        host_ids = sequence.host_ids or ()
+        ids = [host_ids[group.index][index] for group, index in places]
+        ticket = AT_HAND if self._host is None else self._host.begin_load(ids)
+        if ticket == AT_HAND:
+            return True
+        self._loading[sequence] = ticket
+        return False
+
+    def is_loading(self, sequence: Sequence) -> bool:
+        """Whether a parked sequence waits for blocks that are on their way to where a step can read them."""
+        return sequence in self._loading
+
     def _num_loadable(self, most: int) -> int:
         """How many blocks the step may load, at most `most`, if it also demotes the cached ones in whose place they
         come. It may load one in any case, so that the sequence comes in at last."""
         left = self._left
         if self._host is None or left <= 0:
             return 0
-        room = self._host.pool.num_free
+        room = self._host.num_free
         blocks = self._pool.peek(min(most, left))
         for count, block in enumerate(blocks):
             moves_out = room > 0 and block.block_hash is not None and self._host.find(block.block_hash) is None
@@ -277,9 +297,7 @@ class Swapping:
                 if not all(map(max, zip(table.ids[start:], ids[start:], strict=True))):
                     raise RuntimeError(f"{sequence} has lost a block")
         if self._host is not None:
-            first = self._host.first_id
-            pinned = [ids for sequence in parked for ids in sequence.host_ids or ()]
-            self._host.pool.check_integrity([[i - first for i in _present(ids)] for ids in pinned])
+            self._host.check_integrity([_present(ids) for sequence in parked for ids in sequence.host_ids or ()])
 
 
 def num_held(sequence: Sequence) -> int:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 class Verdict(Enum):
     OK = "fits now"
-    LATER = "fits once others have left"
+    LATER = "fits once others have left, or what it lacks has arrived"
     NEVER = "does not fit into the whole pool"
 
 
@@ -20,12 +20,14 @@ class Admission(NamedTuple):
     total: int = 0
     lacks: str = "blocks"
     """The kind of thing that a sequence waits for which may be admitted LATER."""
+    is_arriving: bool = False
+    """Whether that is on its way, so that the sequence need not wait until others have left."""
 
     def unless(self, other: "Admission") -> "Admission":
         """Return this verdict, or where it is OK that of another part, with the numbers of this one."""
         if self.verdict is not Verdict.OK or other.verdict is Verdict.OK:
             return self
-        return self._replace(verdict=other.verdict, lacks=other.lacks)
+        return self._replace(verdict=other.verdict, lacks=other.lacks, is_arriving=other.is_arriving)
 
 
 OK = Admission(Verdict.OK)
