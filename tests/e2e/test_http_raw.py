@@ -3,51 +3,28 @@
 import asyncio
 import json
 import re
-import socket
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.deadlines import scaled
-from tests.http_server import Server, client, engine_of, serving, short_socket, until
+from tests.e2e.raw_server import JSON, KEY, LONG, OTHER_KEY, PROMPT, error_of, raw_server, with_key
+from tests.http_server import Server, engine_of, until
 from vllm_lite import __version__
 from vllm_lite.client.engines.session import Session
-
-KEY = "a-key-of-the-tests"
-OTHER_KEY = "a-key-in-a-file"
-PROMPT = "Once upon a time"
-JSON = {"Content-Type": "application/json"}
-LONG: Any = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
-MAX_BYTES = 100_000
-SLOW_S = str(scaled(1.0))
-FLOOD_BYTES, FLOOD_MEMORY_BYTES = 3_000_000, 20_000_000
-"""Sent, and what the server may take for it: each request would be 3 kB of objects, and answered with 300 bytes."""
-CHUNKED = (
-    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\nContent-Type: application/json\r\n"
-    b"Transfer-Encoding: chunked\r\n\r\n" % KEY.encode()
-)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with tempfile.TemporaryDirectory(prefix="vl") as folder:
-        keys = Path(folder) / "keys"
-        keys.write_text(f"# keys\n{OTHER_KEY}\n")
-        flags = ["--address", short_socket(Path(folder)), "--api-key-file", str(keys), "--max-num-seqs", "4"]
-        limits = ["--max-num-queued-reqs", "2", "--max-request-bytes", str(MAX_BYTES), "--header-timeout-s", SLOW_S]
-        flags += ["--body-timeout-s", SLOW_S, "--allowed-origins", "https://example.org"]
-        with serving(*flags, *limits, env={"VLLM_LITE_API_KEY": KEY}) as server:
-            yield server
+    with raw_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server, headers={"Authorization": f"Bearer {KEY}"}) as http:
+    with with_key(server) as http:
         yield http
 
 
@@ -55,20 +32,6 @@ def http(server: Server) -> Iterator[httpx.Client]:
 def session(server: Server) -> Iterator[Session]:
     with engine_of(server) as session:
         yield session
-
-
-def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
-    """The error, which has OpenAI's shape."""
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    error: dict[str, Any] = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert error["type"].endswith("Error")
-    assert error["code"] == status
-    assert "Traceback" not in answer.text
-    assert "/vllm_lite" not in answer.text
-    return error
 
 
 # ---- who may call
@@ -300,128 +263,6 @@ def test_a_body_that_is_not_declared_as_json_is_refused(http: httpx.Client, kind
     for path in ("/v1/completions", "/tokenize", "/v1/requests/none/fork"):
         error = error_of(http.post(path, content=b'{"prompt": "x", "max_tokens": 1}', headers=headers), 415)
         assert "application/json" in error["message"]
-
-
-def connected(server: Server) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=scaled(20))
-
-
-def exchange(server: Server, data: bytes) -> bytes:
-    """Send `data` and read until the server closes the connection."""
-    with connected(server) as connection:
-        try:
-            connection.sendall(data)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it answered already
-        answer = b""
-        try:
-            while piece := connection.recv(65536):
-                answer += piece
-        except ConnectionResetError:
-            pass
-    return answer
-
-
-@pytest.mark.parametrize("data", [b"\x00\x01\x02\x03\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
-def test_what_is_not_http_is_refused(server: Server, data: bytes) -> None:
-    answer = exchange(server, data)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b'{"error":{"message":' in answer
-
-
-@pytest.mark.parametrize("header", [b"X-Long: " + b"x" * 1_000_000, b"X: y\r\n" * 100_000, b"X: y\r\n" * 12_000])
-def test_headers_have_a_size(server: Server, header: bytes) -> None:
-    assert exchange(server, b"GET /health HTTP/1.1\r\n" + header + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
-
-
-@pytest.mark.parametrize("data", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nX: y\r\n"])
-def test_headers_have_a_time(server: Server, data: bytes) -> None:
-    assert exchange(server, data).startswith(b"HTTP/1.1 408 ")
-
-
-@pytest.mark.parametrize("rest", [b"X: y\r\n" * 100_000, b"X: " + b"y" * 1_000_000])
-def test_trailers_have_a_size(server: Server, rest: bytes) -> None:
-    assert exchange(server, CHUNKED + b"0\r\n" + rest).startswith(b"HTTP/1.1 431 ")
-
-
-def test_the_description_of_a_chunk_has_a_size(server: Server) -> None:
-    assert exchange(server, CHUNKED + b"1;" + b"x" * 1_000_000).startswith(b"HTTP/1.1 431 ")
-
-
-def test_small_chunks_make_a_body(server: Server) -> None:
-    """All that describes them is longer than headers may be."""
-    body = b'{"prompt": "x"}'.rjust(90_000)
-    data = CHUNKED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-    data += b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\nX: y\r\n\r\n"
-    assert exchange(server, data).startswith(b"HTTP/1.1 200 ")
-
-
-def test_a_trailer_is_no_header(server: Server) -> None:
-    data = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-    data += b"2\r\n{}\r\n0\r\nAuthorization: Bearer %b\r\n\r\n" % KEY.encode()
-    assert exchange(server, data).startswith(b"HTTP/1.1 401 ")
-
-
-@pytest.mark.parametrize(("header", "rest"), [(b"", b"\r\n"), (b"Content-Length: 9\r\n", b"x")])
-def test_what_comes_behind_an_answer_has_a_time(server: Server, header: bytes, rest: bytes) -> None:
-    """Neither is headers that somebody waits for, nor a body."""
-    with connected(server) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n")
-        answer = connection.recv(65536)
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        connection.sendall(rest)
-        while connection.recv(65536):
-            pass
-
-
-@pytest.mark.parametrize("rest", [b"", b"Content-Length: 9\r\n\r\n1234567"])
-def test_requests_without_end_take_little_memory(server: Server, rest: bytes) -> None:
-    """A client without a key sends as many as are taken, and reads nothing."""
-    process = psutil.Process(server.process.pid)
-    with connected(server) as connection:
-        before = process.memory_info().rss
-        flood, sent = b"POST / HTTP/1.1\r\n" + rest + b"\r\n", 0
-        data = memoryview(flood * (FLOOD_BYTES // len(flood)))
-        connection.settimeout(1.0)
-        try:
-            while sent < len(data):
-                sent += connection.send(data[sent : sent + 65536])
-        except TimeoutError:
-            pass  # it is not read any more, which is as well
-        assert sent > 200_000
-        assert httpx.get(server.url + "/health", timeout=scaled(30.0)).status_code == 200
-        assert process.memory_info().rss - before < FLOOD_MEMORY_BYTES
-
-
-def test_a_client_behind_two_requests_is_missed(server: Server, session: Session) -> None:
-    body = json.dumps({**LONG, "n": 4}).encode()
-    length = b"Content-Length: %d" % len(body)
-    head = CHUNKED.replace(b"/tokenize", b"/v1/completions").replace(b"Transfer-Encoding: chunked", length)
-    before = session.stats().generated_tokens
-    with connected(server) as connection:
-        connection.sendall(head + body)
-        until(lambda: session.stats().generated_tokens > before, "its first token")
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    until(lambda: session.stats().num_used_blocks == 0, "the end of what was abandoned")
-    assert session.stats().generated_tokens - before < 4 * LONG["max_tokens"]
-    assert "Traceback" not in server.output
-
-
-def test_a_body_has_a_time(server: Server) -> None:
-    head = CHUNKED.replace(b"Transfer-Encoding: chunked", b"Content-Length: 10")
-    assert exchange(server, head + b'{"pro').startswith(b"HTTP/1.1 408 ")
-
-
-def test_a_body_has_a_size(http: httpx.Client) -> None:
-    def chunks() -> Iterator[bytes]:
-        for _ in range(30):
-            yield b" " * (MAX_BYTES // 20)
-
-    for content in (b" " * (MAX_BYTES + 1), chunks()):
-        error_of(http.post("/v1/completions", content=content, headers=JSON), 413)
-    inside = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
-    assert http.post("/v1/completions", content=inside.ljust(MAX_BYTES), headers=JSON).status_code == 200
 
 
 # ---- aborts and queues

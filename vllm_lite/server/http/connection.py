@@ -64,6 +64,8 @@ class HttpConnection(HttpToolsProtocol):
         self._is_new = False  # the message began, or body came, in the middle of what is being read, which may be long
         self._timer: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
+        self._broken: RequestResponseCycle | None = None
+        """The last of the requests that wait for their turn, if what came of its body is wrong."""
         self._is_over = False  # what comes is no longer looked at: it follows something that is not HTTP
         self._error = ApiError(400, "what was sent is not HTTP")
 
@@ -179,18 +181,23 @@ class HttpConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        if cycle is self._broken:
+            app = self._error.response()
         if cycle.scope["http_version"] != "1.1":
             cycle.keep_alive, app = False, without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base's words, which are not JSON
         """Answer, as `_error` says, what is wrong before there is a request, or with the body of the one that waits for
-        its answer. What came behind one that is being answered gets none; the connection ends after those before it."""
+        its answer, when those before it have theirs. What came behind a whole request gets none. The connection ends
+        behind the last answer."""
         self._is_over = True
         latest = self.cycle
         is_own = latest is self._answered and latest is not None and latest.more_body and not latest.response_started
         if latest is not None and not latest.response_complete and not is_own:
             latest.keep_alive = False
+            if latest is not self._answered and latest.more_body:
+                self._broken = latest
             return
         body = self._error.body()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)

@@ -1,0 +1,159 @@
+"""HTTP as bytes: what is none, sizes and times of its parts, requests one behind another on one connection."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from tests.deadlines import scaled
+from tests.e2e.raw_server import (
+    CHUNKED,
+    FLOOD_BYTES,
+    FLOOD_MEMORY_BYTES,
+    JSON,
+    KEY,
+    LONG,
+    MAX_BYTES,
+    connected,
+    error_of,
+    exchange,
+    raw_server,
+    with_key,
+)
+from tests.http_server import Server, engine_of, until
+from vllm_lite.client.engines.session import Session
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with raw_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with with_key(server) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def session(server: Server) -> Iterator[Session]:
+    with engine_of(server) as session:
+        yield session
+
+
+@pytest.mark.parametrize("data", [b"\x00\x01\x02\x03\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
+def test_what_is_not_http_is_refused(server: Server, data: bytes) -> None:
+    answer = exchange(server, data)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b'{"error":{"message":' in answer
+
+
+@pytest.mark.parametrize("header", [b"X-Long: " + b"x" * 1_000_000, b"X: y\r\n" * 100_000, b"X: y\r\n" * 12_000])
+def test_headers_have_a_size(server: Server, header: bytes) -> None:
+    assert exchange(server, b"GET /health HTTP/1.1\r\n" + header + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("data", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nX: y\r\n"])
+def test_headers_have_a_time(server: Server, data: bytes) -> None:
+    assert exchange(server, data).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("rest", [b"X: y\r\n" * 100_000, b"X: " + b"y" * 1_000_000])
+def test_trailers_have_a_size(server: Server, rest: bytes) -> None:
+    assert exchange(server, CHUNKED + b"0\r\n" + rest).startswith(b"HTTP/1.1 431 ")
+
+
+def test_the_description_of_a_chunk_has_a_size(server: Server) -> None:
+    assert exchange(server, CHUNKED + b"1;" + b"x" * 1_000_000).startswith(b"HTTP/1.1 431 ")
+
+
+def test_small_chunks_make_a_body(server: Server) -> None:
+    """All that describes them is longer than headers may be."""
+    body = b'{"prompt": "x"}'.rjust(90_000)
+    data = CHUNKED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    data += b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\nX: y\r\n\r\n"
+    assert exchange(server, data).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_trailer_is_no_header(server: Server) -> None:
+    data = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    data += b"2\r\n{}\r\n0\r\nAuthorization: Bearer %b\r\n\r\n" % KEY.encode()
+    assert exchange(server, data).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize(("header", "rest"), [(b"", b"\r\n"), (b"Content-Length: 9\r\n", b"x")])
+def test_what_comes_behind_an_answer_has_a_time(server: Server, header: bytes, rest: bytes) -> None:
+    """Neither is headers that somebody waits for, nor a body."""
+    with connected(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n")
+        answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        connection.sendall(rest)
+        while connection.recv(65536):
+            pass
+
+
+@pytest.mark.parametrize("rest", [b"", b"Content-Length: 9\r\n\r\n1234567"])
+def test_requests_without_end_take_little_memory(server: Server, rest: bytes) -> None:
+    """A client without a key sends as many as are taken, and reads nothing."""
+    process = psutil.Process(server.process.pid)
+    with connected(server) as connection:
+        before = process.memory_info().rss
+        flood, sent = b"POST / HTTP/1.1\r\n" + rest + b"\r\n", 0
+        data = memoryview(flood * (FLOOD_BYTES // len(flood)))
+        connection.settimeout(1.0)
+        try:
+            while sent < len(data):
+                sent += connection.send(data[sent : sent + 65536])
+        except TimeoutError:
+            pass  # it is not read any more, which is as well
+        assert sent > 200_000
+        assert httpx.get(server.url + "/health", timeout=scaled(30.0)).status_code == 200
+        assert process.memory_info().rss - before < FLOOD_MEMORY_BYTES
+
+
+def test_a_client_behind_two_requests_is_missed(server: Server, session: Session) -> None:
+    body = json.dumps({**LONG, "n": 4}).encode()
+    length = b"Content-Length: %d" % len(body)
+    head = CHUNKED.replace(b"/tokenize", b"/v1/completions").replace(b"Transfer-Encoding: chunked", length)
+    before = session.stats().generated_tokens
+    with connected(server) as connection:
+        connection.sendall(head + body)
+        until(lambda: session.stats().generated_tokens > before, "its first token")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    until(lambda: session.stats().num_used_blocks == 0, "the end of what was abandoned")
+    assert session.stats().generated_tokens - before < 4 * LONG["max_tokens"]
+    assert "Traceback" not in server.output
+
+
+def test_a_body_has_a_time(server: Server) -> None:
+    head = CHUNKED.replace(b"Transfer-Encoding: chunked", b"Content-Length: 10")
+    assert exchange(server, head + b'{"pro').startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_has_a_size(http: httpx.Client) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(30):
+            yield b" " * (MAX_BYTES // 20)
+
+    for content in (b" " * (MAX_BYTES + 1), chunks()):
+        error_of(http.post("/v1/completions", content=content, headers=JSON), 413)
+    inside = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    assert http.post("/v1/completions", content=inside.ljust(MAX_BYTES), headers=JSON).status_code == 200
+
+
+@pytest.mark.parametrize("rest", [b"zz\r\n", b"5\r\n{}\r\n\r\n\r\nzz", b"3\r\n{} \r\nx\r\n"])
+def test_a_broken_body_behind_a_request_is_answered_behind_it(server: Server, rest: bytes) -> None:
+    """At once, and not when its time is over."""
+    first = json.dumps({**LONG, "max_tokens": 8}).encode()
+    length = b"Content-Length: %d" % len(first)
+    head = CHUNKED.replace(b"/tokenize", b"/v1/completions").replace(b"Transfer-Encoding: chunked", length)
+    answer = exchange(server, head + first + CHUNKED + rest)
+    assert re.findall(rb"HTTP/1.1 (\d+) ", answer) == [b"200", b"400"]
+    assert answer.count(b"connection: close") == 1
+    error = json.loads(answer.rpartition(b"\r\n\r\n")[2])["error"]
+    assert "HTTP" in error["message"]
