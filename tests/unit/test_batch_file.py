@@ -1,5 +1,6 @@
 """Batch files: what lines say, what an output file remembers, and many requests from one into the other."""
 
+import argparse
 import asyncio
 import json
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from vllm_lite.tools.chat import batch, batch_file
 from vllm_lite.tools.chat.batch import BatchRun, Server
 from vllm_lite.tools.chat.batch_file import Bad, BatchRequest, Results
 from vllm_lite.tools.chat.remote_server import Address, client_settings
-from vllm_lite.tools.cli import main
+from vllm_lite.tools.cli import main, run_batch
 
 URL = "/v1/completions"
 
@@ -152,6 +153,14 @@ def run(tmp_path: Path, handler: Handler, max_concurrency: int = 3) -> tuple[Bat
         made = BatchRun(results, complain=bad.append)
         asyncio.run(work())
     return made, bad
+
+
+def test_its_own_server_takes_what_changes_answers() -> None:
+    parser = argparse.ArgumentParser()
+    run_batch.add_flags(parser)
+    flags = ["-i", "in", "-o", "out", "--model", "demo", "--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]
+    config = run_batch._config(parser.parse_args(flags))
+    assert (config.reasoning_parser, config.tool_call_parser) == ("qwen3", "hermes")
 
 
 def test_every_line_is_answered_once(tmp_path: Path) -> None:

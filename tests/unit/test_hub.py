@@ -159,6 +159,18 @@ def test_a_tokenizer_needs_no_weights(stub: Hub) -> None:
     assert "model.safetensors" in names(local_folder(SOURCE)), "it is not taken for the whole model"
 
 
+def test_an_adapter_may_be_named_by_its_hub_id(stub: Hub, tmp_path: Path) -> None:
+    stub.files |= {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x" * 9, "adapter_model.bin": b"x"}
+    given = {"model": str(DEMO), "enable_lora": True, "lora_modules": ["a=org/model", f"b={tmp_path}"]}
+    modules = resolve(EngineConfig.check(given | {"download_dir": str(tmp_path / "mine")})).lora_modules
+    assert [(module.name, module.path) for module in modules] == [("a", modules[0].path), ("b", str(tmp_path))]
+    assert names(Path(modules[0].path)) == {"adapter_config.json", "adapter_model.safetensors"}
+    assert modules[0].path.startswith(str(tmp_path / "mine"))
+    del stub.files["adapter_config.json"]
+    with pytest.raises(ModelError, match=r"^org/model has no adapter_config\.json; it holds "):
+        local_folder(HubSource("org/model", None, str(tmp_path / "other")), what="adapter")
+
+
 def test_a_client_may_name_a_tokenizer_by_its_hub_id(stub: Hub) -> None:
     tokenizer = load_tokenizer("org/model", "/no/such/folder")
     assert tokenizer is not None

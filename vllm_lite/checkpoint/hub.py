@@ -50,6 +50,7 @@ OTHER_TOKENIZERS = (
     "merges.txt",
 )
 """What is wanted as well of a repository that has no tokenizer.json."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 NUM_THREADS = 4
 LOOK_S = 0.1
 REACH_S = 2.5
@@ -88,7 +89,7 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
-What = Literal["model", "model without weights", "config", "tokenizer"]
+What = Literal["model", "model without weights", "config", "tokenizer", "adapter"]
 
 
 def local_folder(source: HubSource, stopped: Callable[[], bool] = never, what: What = "model") -> str:
@@ -125,6 +126,7 @@ SMALL_FILES: dict[What, tuple[str, ...]] = {
     "model without weights": CONFIG_FILES + TOKENIZER_FILES,
     "config": CONFIG_FILES,
     "tokenizer": TOKENIZER_FILES,
+    "adapter": ADAPTER_FILES,
 }
 """The files that are wanted beside weights. A repository must have the first one."""
 

@@ -32,8 +32,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LoraModulePath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An adapter that is served from the start: `path` is a folder as PEFT writes it. `base_model_name`: what its
-    parent is called in lists of models, instead of the model's name."""
+    """An adapter that is served from the start: `path` is a folder as PEFT writes it, or a hub id. `base_model_name`:
+    what its parent is called in lists of models, instead of the model's name."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     path: Annotated[str, Meta(min_length=1, max_length=4096)]

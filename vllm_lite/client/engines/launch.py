@@ -43,7 +43,7 @@ from vllm_lite.runtime.addresses import check_address, split_tcp
 from vllm_lite.runtime.cpu_binding import check_binding
 from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_SCALE_BYTES
 from vllm_lite.runtime.machine import memory_limit_bytes
-from vllm_lite.runtime.nested_settings import KVEventsConfig
+from vllm_lite.runtime.nested_settings import KVEventsConfig, LoraModulePath
 from vllm_lite.transport.keys import load_engine_keys
 from vllm_lite.transport.zmq import answers
 
@@ -245,6 +245,18 @@ def spawn(config: ResolvedConfig, *, publishes: bool = False) -> LaunchedEngine:
         raise
 
 
+def _with_adapters(config: EngineConfig, stopped: Callable[[], bool]) -> EngineConfig:
+    """Download the adapters that are named by their hub ids."""
+
+    def here(module: LoraModulePath) -> LoraModulePath:
+        if not hub.is_hub_id(module.path):
+            return module
+        source = hub.HubSource(module.path, None, config.download_dir)
+        return msgspec.structs.replace(module, path=hub.local_folder(source, stopped, "adapter"))
+
+    return msgspec.structs.replace(config, lora_modules=tuple(map(here, config.lora_modules)))
+
+
 def resolve(
     config: EngineConfig,
     stopped: Callable[[], bool] = lambda: False,
@@ -270,6 +282,7 @@ def resolve(
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
     elif gguf_files(Path(path)):  # whose tokenizer everybody is to find as files, the engine's grammars, too
         config = msgspec.structs.replace(config, tokenizer=str(conversion.folder_of(path)))
+    config = _with_adapters(config, stopped)
     spec = load_spec(path, config.model_impl, config.pooling)
     check_settings(config, spec)
     if spec.encoder is not None:

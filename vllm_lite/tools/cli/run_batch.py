@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from vllm_lite.tools.chat.remote_server import RemoteServer
 
 MAX_COMPLAINTS = 20
-DEFAULTS = ("generation_config", "override_generation_config")
+DEFAULTS = (
+    *("generation_config", "override_generation_config", "chat_template", "default_chat_template_kwargs"),
+    *("tool_call_parser", "reasoning_parser"),
+)
 """The settings of its own server, beside an engine's, that change answers."""
 
 
