@@ -41,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_server_flags(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings of its own server")
     add_config_flags(parser, EngineConfig)
-    add_config_flags(parser.add_argument_group("answers"), ServeConfig, DEFAULTS)
+    add_config_flags(parser, ServeConfig, DEFAULTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
