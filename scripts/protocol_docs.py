@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 import protocol_example
 
-from vllm_lite.engine import external
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, MAX_PASS_MESSAGES, MAX_PASS_S, SLOW_READER_S
+from vllm_lite.engine.scheduling import external
 from vllm_lite.protocol import PROTOCOL_VERSION, adapters, api, codec, control, histograms, operations, params, step
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
 from vllm_lite.transport import zmq

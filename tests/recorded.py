@@ -14,7 +14,7 @@ from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.request import Produced, Request
-from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.errors import RequestError
 from vllm_lite.executor.simulated import VirtualClock
 from vllm_lite.protocol.api import ForkRequest, Generate, SampleSoFar

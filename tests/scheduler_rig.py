@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.simulated_worker import SimulatedWorker, candidates, next_token
-from vllm_lite.engine.beam import Beam, BeamSearch
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.part import CachePart
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.blocks.state_slots import StateSlots
-from vllm_lite.engine.queues import Options
 from vllm_lite.engine.request import Produced, Request
-from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.scheduling.beam import Beam, BeamSearch
+from vllm_lite.engine.scheduling.queues import Options
+from vllm_lite.engine.scheduling.scheduler import Scheduler
+from vllm_lite.engine.states.slots import StateSlots
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams

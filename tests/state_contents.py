@@ -4,9 +4,9 @@ from collections import abc
 
 from tests.simulated_worker import SimulatedWorker, StateOf
 from vllm_lite.engine.blocks.manager import KVCacheManager
-from vllm_lite.engine.blocks.state_slots import StateSlots
-from vllm_lite.engine.blocks.state_store import KEY
 from vllm_lite.engine.sequence import Sequence
+from vllm_lite.engine.states.slots import StateSlots
+from vllm_lite.engine.states.store import KEY
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 

@@ -3,9 +3,10 @@
 import msgspec
 
 from tests.e2e.kill_plan import Points
-from vllm_lite.engine import in_flight, process
+from vllm_lite.engine import process
 from vllm_lite.engine.client_port import ClientPort
 from vllm_lite.engine.core import EngineCore
+from vllm_lite.engine.scheduling import in_flight
 from vllm_lite.executor.multiproc import MultiprocExecutor
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.runtime import supervise

@@ -10,9 +10,9 @@ from vllm_lite.engine.blocks import manager
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, PrefixHit
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.blocks.state_slots import StateSlots
 from vllm_lite.engine.blocks.verdict import OK, Admission, Verdict
 from vllm_lite.engine.sequence import Sequence
+from vllm_lite.engine.states.slots import StateSlots
 from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.step import Entry
 

@@ -20,7 +20,7 @@ from vllm_lite.client.engines.launch import ENGINE_MODULE
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import process_early
 from vllm_lite.engine.process import EngineProcess
-from vllm_lite.engine.worker_groups import WorkerGroups
+from vllm_lite.engine.workers.groups import WorkerGroups
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup

@@ -12,8 +12,8 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.engine.client_port import MAX_PASS_MESSAGES, MAX_PASS_S
 from vllm_lite.engine.operations import Operations
 from vllm_lite.engine.process import EngineProcess
-from vllm_lite.engine.recovery import Recovery
-from vllm_lite.engine.worker_groups import WorkerGroups
+from vllm_lite.engine.workers.groups import WorkerGroups
+from vllm_lite.engine.workers.recovery import Recovery
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (

@@ -11,7 +11,7 @@ import pytest
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.process import EngineProcess, made_to_last
-from vllm_lite.engine.worker_groups import WorkerGroups
+from vllm_lite.engine.workers.groups import WorkerGroups
 from vllm_lite.executor.base import Executor
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.step import ModelOutput

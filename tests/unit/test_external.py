@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.unit.test_core import drain, make_core
-from vllm_lite.engine import external
 from vllm_lite.engine.core import EngineCore
+from vllm_lite.engine.scheduling import external
 from vllm_lite.protocol.api import Descriptions, EndedRequest, ForkRequest, Generate, TokenLogprobs
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_lite.engine.in_flight import InFlight
+from vllm_lite.engine.scheduling.in_flight import InFlight
 from vllm_lite.protocol.step import Continue, SchedulerOutput
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.scheduler_rig import VOCAB, Rig
-from vllm_lite.engine.policy import Fair
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduling.policy import Fair
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.params import SamplingParams
 

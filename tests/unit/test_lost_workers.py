@@ -7,7 +7,7 @@ import pytest
 
 from tests.recorded import Recorded
 from tests.scheduler_rig import Rig, expected
-from vllm_lite.engine.policy import Fair, Priority
+from vllm_lite.engine.scheduling.policy import Fair, Priority
 from vllm_lite.engine.sequence import Status
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol.api import ForkRequest

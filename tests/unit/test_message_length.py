@@ -5,7 +5,7 @@ import pytest
 from tests.simulated_worker import SimulatedWorker, next_token
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
-from vllm_lite.engine.in_flight import MAX_STEPS, MEASURED_STEPS, MESSAGE_S, MessageLength
+from vllm_lite.engine.scheduling.in_flight import MAX_STEPS, MEASURED_STEPS, MESSAGE_S, MessageLength
 from vllm_lite.executor.simulated import VirtualClock
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens

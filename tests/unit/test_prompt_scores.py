@@ -6,8 +6,8 @@ import pytest
 
 from tests.scheduler_rig import Rig, expected
 from tests.unit.test_core import EOS, VOCAB, make_core
-from vllm_lite.engine.handles import Handles
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduling.handles import Handles
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import ForkRequest, Generate, PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import pack_tokens

@@ -11,7 +11,7 @@ from tests.recorded import EOS, VOCAB, Recorded, agrees
 from tests.scheduler_rig import expected
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.engine.request import Produced
-from vllm_lite.engine.suspects import PROBATION
+from vllm_lite.engine.workers.suspects import PROBATION
 from vllm_lite.protocol.api import ForkRequest
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Continue, Draft, ModelOutput, NewRequest, Resume, SchedulerOutput

@@ -7,9 +7,9 @@ import pytest
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Lives, Sizes
-from vllm_lite.engine.in_flight import InFlight
 from vllm_lite.engine.observe.replay import Replay
-from vllm_lite.engine.rates import MIN_PREFILL_TOKENS, PrefillRate, Rates
+from vllm_lite.engine.scheduling.in_flight import InFlight
+from vllm_lite.engine.scheduling.rates import MIN_PREFILL_TOKENS, PrefillRate, Rates
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens

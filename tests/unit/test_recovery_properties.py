@@ -20,9 +20,9 @@ from tests.unit.test_replay import configurations
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.core import EngineCore
-from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.intake import Attached
 from vllm_lite.engine.request import Produced, Request
+from vllm_lite.engine.scheduling.in_flight import MessageLength
 from vllm_lite.protocol.api import ForkRequest, Generate
 from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
 

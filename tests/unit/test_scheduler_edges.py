@@ -6,11 +6,11 @@ import pytest
 
 from tests.scheduler_rig import VOCAB, Rig
 from tests.unit.test_meter import Bench
-from vllm_lite.engine import admission
-from vllm_lite.engine.admission import MAX_PASSED
-from vllm_lite.engine.policy import Fair
+from vllm_lite.engine.scheduling import admission
+from vllm_lite.engine.scheduling.admission import MAX_PASSED
+from vllm_lite.engine.scheduling.policy import Fair
+from vllm_lite.engine.scheduling.waiting_queue import MIN_PRUNE, FairQueue
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.engine.waiting_queue import MIN_PRUNE, FairQueue
 from vllm_lite.protocol.api import ForkRequest
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Draft, SchedulerOutput

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tests.scheduler_rig import Rig, expected
-from vllm_lite.engine import admission
-from vllm_lite.engine.admission import MAX_BLOCKED, MAX_PASSED
 from vllm_lite.engine.blocks.manager import KVCacheManager
-from vllm_lite.engine.policy import Deadline, Fair, Priority
 from vllm_lite.engine.request import Request
-from vllm_lite.engine.waiting_queue import MIN_PRUNE, FairQueue
+from vllm_lite.engine.scheduling import admission
+from vllm_lite.engine.scheduling.admission import MAX_BLOCKED, MAX_PASSED
+from vllm_lite.engine.scheduling.policy import Deadline, Fair, Priority
+from vllm_lite.engine.scheduling.waiting_queue import MIN_PRUNE, FairQueue
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.scheduler_rig import VOCAB, Rig, expected, expected_beams
-from vllm_lite.engine.policy import Fair, Priority
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduling.policy import Fair, Priority
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Generate

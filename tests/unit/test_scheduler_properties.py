@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.cached_contents import CachedContents
 from tests.scheduler_rig import VOCAB, Rig, expected, expected_beams
-from vllm_lite.engine.policy import Deadline, Fair, Priority
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduling.policy import Deadline, Fair, Priority
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens

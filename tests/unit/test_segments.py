@@ -10,7 +10,7 @@ import pytest
 
 from tests.recorded import Recorded, agrees, replaced, rewritten
 from vllm_lite.engine.observe.replay import Replay
-from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from vllm_lite.engine.blocks import state_histories
-from vllm_lite.engine.blocks.state_histories import History, StateHistories
+from vllm_lite.engine.states import histories as state_histories
+from vllm_lite.engine.states.histories import History, StateHistories
 
 
 class Chats:

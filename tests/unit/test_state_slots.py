@@ -6,12 +6,12 @@ import pytest
 
 from tests.cached_contents import CachedContents
 from tests.scheduler_rig import Rig, expected
-from vllm_lite.engine.blocks.host_states import HostStates
-from vllm_lite.engine.blocks.state_histories import History, StateHistories
-from vllm_lite.engine.blocks.state_place import NO_SLOT
-from vllm_lite.engine.blocks.state_slots import LAST_MARKS
-from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduling.rates import Rates
+from vllm_lite.engine.states.histories import History, StateHistories
+from vllm_lite.engine.states.host import HostStates
+from vllm_lite.engine.states.place import NO_SLOT
+from vllm_lite.engine.states.slots import LAST_MARKS
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams

@@ -6,7 +6,15 @@ from math import inf
 
 import pytest
 
-from vllm_lite.engine.suspects import MAX_PROBATION, MAX_SINGLES, MAX_STRAYS, MIN_CONVICT, PROBATION, STRAY_S, Suspects
+from vllm_lite.engine.workers.suspects import (
+    MAX_PROBATION,
+    MAX_SINGLES,
+    MAX_STRAYS,
+    MIN_CONVICT,
+    PROBATION,
+    STRAY_S,
+    Suspects,
+)
 
 
 class Engine:

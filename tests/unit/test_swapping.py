@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler_rig import VOCAB, Rig, expected
-from vllm_lite.engine.policy import Priority
+from vllm_lite.engine.scheduling.policy import Priority
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.step import NOT_FINITE
 

@@ -12,7 +12,7 @@ from tests.recorded import Recorded, agrees, snapshot
 from vllm_lite.engine.intake import Model
 from vllm_lite.engine.observe.recorder import RecordedScheduler
 from vllm_lite.engine.observe.replay import Replay
-from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.trace import records

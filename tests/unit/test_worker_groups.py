@@ -13,8 +13,8 @@ from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.kept_state import KeptState
 from vllm_lite.engine.operations import Operations
 from vllm_lite.engine.process import EngineProcess
-from vllm_lite.engine.recovery import Recovery
-from vllm_lite.engine.worker_groups import MAX_STANDBY_DEATHS, STANDBY_LOOK_S, WorkerGroups
+from vllm_lite.engine.workers.groups import MAX_STANDBY_DEATHS, STANDBY_LOOK_S, WorkerGroups
+from vllm_lite.engine.workers.recovery import Recovery
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, VllmLiteError
 from vllm_lite.executor.base import Failure, WorkersLostError
 from vllm_lite.process_settings import EngineSettings

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.engine.adapters import MAX_ADAPTERS, Adapter
 from vllm_lite.engine.request import Produced
-from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.errors import ModelError
 from vllm_lite.executor import blocking
 from vllm_lite.executor.base import Executor

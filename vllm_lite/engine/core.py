@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from vllm_lite import __version__
 from vllm_lite.config import ResolvedConfig
-from vllm_lite.engine import policy
 from vllm_lite.engine.adapter_loader import AdapterLoader
 from vllm_lite.engine.adapters import Adapter
 from vllm_lite.engine.blocks.groups import make_groups
@@ -15,17 +14,18 @@ from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.part import CachePart
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.blocks.state_slots import StateSlots
-from vllm_lite.engine.in_flight import MessageLength
 from vllm_lite.engine.intake import Attached, Intake, Model
 from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.observe.recorder import MakeScheduler, RecordedScheduler, recorded
 from vllm_lite.engine.observe.residency import Residency
-from vllm_lite.engine.queues import Options
-from vllm_lite.engine.rates import PrefillRate, Rates
 from vllm_lite.engine.request import Produced, Request
-from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.scheduling import policy
+from vllm_lite.engine.scheduling.in_flight import MessageLength
+from vllm_lite.engine.scheduling.queues import Options
+from vllm_lite.engine.scheduling.rates import PrefillRate, Rates
+from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
+from vllm_lite.engine.states.slots import StateSlots
 from vllm_lite.executor.base import Executor
 from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset, Stats
 from vllm_lite.protocol.control import Ready

@@ -9,7 +9,7 @@ import msgspec
 
 from vllm_lite.engine.adapters import Adapter
 from vllm_lite.engine.request import Produced, Request, stop_ids
-from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ContextLengthError, PooledLengthError, RequestError
 from vllm_lite.protocol.api import ForkRequest, Generate

@@ -23,7 +23,7 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.engine.client_port import ClientPort
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.kept_state import KeptState
-from vllm_lite.engine.worker_groups import WorkerGroups
+from vllm_lite.engine.workers.groups import WorkerGroups
 from vllm_lite.errors import ConfigError, EngineError, ModelError, VllmLiteError
 from vllm_lite.executor.base import WorkersLostError
 from vllm_lite.protocol import api

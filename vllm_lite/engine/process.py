@@ -17,9 +17,9 @@ from vllm_lite.engine.core import EngineCore, Lives, Sizes
 from vllm_lite.engine.kept_state import keep, kept
 from vllm_lite.engine.observe.stats_log import StatsLog
 from vllm_lite.engine.operations import Operations
-from vllm_lite.engine.recovery import Recovery
 from vllm_lite.engine.request import Produced, Request
-from vllm_lite.engine.worker_groups import WorkerGroups
+from vllm_lite.engine.workers.groups import WorkerGroups
+from vllm_lite.engine.workers.recovery import Recovery
 from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError, RequestError, VllmLiteError
 from vllm_lite.executor.base import Executor, WorkersLostError
 from vllm_lite.executor.select import select

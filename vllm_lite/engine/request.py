@@ -4,7 +4,7 @@ from array import array
 from collections import abc
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_lite.engine.beam import BeamSearch
+from vllm_lite.engine.scheduling.beam import BeamSearch
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import FinishReason, Generate, PromptLogprobs, SampleSoFar, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams

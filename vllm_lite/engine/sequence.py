@@ -12,8 +12,8 @@ from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue
 
 if TYPE_CHECKING:
-    from vllm_lite.engine.blocks.state_place import StatePlace
     from vllm_lite.engine.request import Request
+    from vllm_lite.engine.states.place import StatePlace
 
 
 class Status(Enum):

@@ -10,7 +10,7 @@ from vllm_lite.engine.blocks.pool import NULL_BLOCK
 from vllm_lite.engine.blocks.swapping import num_held
 from vllm_lite.engine.blocks.verdict import Admission, Verdict
 from vllm_lite.engine.request import Request
-from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol import api
 

@@ -13,10 +13,10 @@ import msgspec
 
 from vllm_lite.engine.adapters import Adapter
 from vllm_lite.engine.blocks.manager import KVCacheManager
-from vllm_lite.engine.queues import Options
-from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Produced, Request
-from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.scheduling.queues import Options
+from vllm_lite.engine.scheduling.rates import Rates
+from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.api import FinishReason, PrefixCacheReset

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from vllm_lite.engine.core import make_scheduler
 from vllm_lite.engine.observe.recorder import Reasons, summary_of
-from vllm_lite.engine.rates import Rates
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduling.rates import Rates
 from vllm_lite.protocol.api import Generate, SampleSoFar, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import Pooling

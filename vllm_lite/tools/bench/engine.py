@@ -16,11 +16,11 @@ from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.policy import BUILT_IN, load
 from vllm_lite.engine.process import made_to_last
-from vllm_lite.engine.queues import Options
 from vllm_lite.engine.request import Request
-from vllm_lite.engine.scheduler import Scheduler
+from vllm_lite.engine.scheduling.policy import BUILT_IN, load
+from vllm_lite.engine.scheduling.queues import Options
+from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.executor import blocking
 from vllm_lite.executor.multiproc import MultiprocExecutor

@@ -7,7 +7,7 @@ another was under way has taken the time since that one's result; those of one m
 
 from typing import NamedTuple
 
-from vllm_lite.engine.in_flight import StepMessage
+from vllm_lite.engine.scheduling.in_flight import StepMessage
 
 MIN_PREFILL_TOKENS = 32
 """Messages with fewer prompt tokens do not show the rate at which prompts are computed."""

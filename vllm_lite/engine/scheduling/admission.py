@@ -7,9 +7,9 @@ waits for blocks, which they take from it, is passed by MAX_PASSED at most; and 
 from vllm_lite.engine.adapters import StepAdapters
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.verdict import Admission, Verdict
-from vllm_lite.engine.queues import Queues
+from vllm_lite.engine.scheduling.queues import Queues
+from vllm_lite.engine.scheduling.step_plan import StepPlan
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.engine.step_plan import StepPlan
 from vllm_lite.protocol.step import NewRequest, Resume
 
 MAX_PASSED = 32

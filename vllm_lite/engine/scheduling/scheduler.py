@@ -13,23 +13,23 @@ are its drafts, as if all of them were right; what proves wrong is taken back wi
 from collections import abc
 from collections.abc import Callable
 
-from vllm_lite.engine.admission import Admitter
 from vllm_lite.engine.blocks.manager import KVCacheManager
-from vllm_lite.engine.branching import Branching
-from vllm_lite.engine.drafts import add_drafts
-from vllm_lite.engine.in_flight import InFlight
 from vllm_lite.engine.observe.counters import Meter
-from vllm_lite.engine.policy import Fcfs, GuardedPolicy, View
-from vllm_lite.engine.preemption import Preemption
-from vllm_lite.engine.prompts import Prompts
-from vllm_lite.engine.quarantine import Quarantine
-from vllm_lite.engine.queues import Options, Queues
-from vllm_lite.engine.rates import MIN_PREFILL_TOKENS, Rates
 from vllm_lite.engine.request import Produced, Request
-from vllm_lite.engine.results import Results
+from vllm_lite.engine.scheduling.admission import Admitter
+from vllm_lite.engine.scheduling.branching import Branching
+from vllm_lite.engine.scheduling.drafts import add_drafts
+from vllm_lite.engine.scheduling.in_flight import InFlight
+from vllm_lite.engine.scheduling.policy import Fcfs, GuardedPolicy, View
+from vllm_lite.engine.scheduling.preemption import Preemption
+from vllm_lite.engine.scheduling.prompts import Prompts
+from vllm_lite.engine.scheduling.queues import Options, Queues
+from vllm_lite.engine.scheduling.rates import MIN_PREFILL_TOKENS, Rates
+from vllm_lite.engine.scheduling.results import Results
+from vllm_lite.engine.scheduling.step_plan import OnDecision, StepPlan
+from vllm_lite.engine.scheduling.waiting_queue import WaitingQueue
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.engine.step_plan import OnDecision, StepPlan
-from vllm_lite.engine.waiting_queue import WaitingQueue
+from vllm_lite.engine.workers.quarantine import Quarantine
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import FinishReason, PrefixCacheReset
 from vllm_lite.protocol.step import Continue, Entry, ModelOutput, SchedulerOutput

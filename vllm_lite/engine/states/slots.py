@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, Op, PrefixHit
-from vllm_lite.engine.blocks.state_histories import History
-from vllm_lite.engine.blocks.state_place import NO_SLOT, Left, Snapshot, StatePlace
-from vllm_lite.engine.blocks.state_store import KEY, StateStore
 from vllm_lite.engine.blocks.verdict import OK, Admission, Verdict
 from vllm_lite.engine.sequence import Sequence as Seq
 from vllm_lite.engine.sequence import Status
+from vllm_lite.engine.states.histories import History
+from vllm_lite.engine.states.place import NO_SLOT, Left, Snapshot, StatePlace
+from vllm_lite.engine.states.store import KEY, StateStore
 from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.step import Entry, States
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from vllm_lite.engine.adapters import AdapterLimits, Adapters
 from vllm_lite.engine.blocks.manager import KVCacheManager
-from vllm_lite.engine.external import ExternalRequests
-from vllm_lite.engine.handles import Handles
 from vllm_lite.engine.observe.counters import Meter
-from vllm_lite.engine.policy import GuardedPolicy
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduling.external import ExternalRequests
+from vllm_lite.engine.scheduling.handles import Handles
+from vllm_lite.engine.scheduling.policy import GuardedPolicy
+from vllm_lite.engine.scheduling.waiting_queue import WaitingQueue
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.engine.waiting_queue import WaitingQueue
 from vllm_lite.protocol.api import FinishReason
 from vllm_lite.protocol.step import Entry, Finish, Preempt
 

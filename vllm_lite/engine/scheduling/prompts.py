@@ -1,12 +1,12 @@
 """Prompts: shares the tokens that decodes leave of a step between the prompts that run and those that wait."""
 
-from vllm_lite.engine.admission import Admitter
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.part import Growth
-from vllm_lite.engine.preemption import Preemption
-from vllm_lite.engine.queues import Queues
+from vllm_lite.engine.scheduling.admission import Admitter
+from vllm_lite.engine.scheduling.preemption import Preemption
+from vllm_lite.engine.scheduling.queues import Queues
+from vllm_lite.engine.scheduling.step_plan import StepPlan, joined
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.engine.step_plan import StepPlan, joined
 from vllm_lite.protocol.step import Continue
 
 

@@ -5,12 +5,12 @@ that arrive. One step at a time is in flight then, so that a death speaks agains
 far each of them had come is known exactly. The trial ends when no suspect is left, and all go on in their old order.
 """
 
-from vllm_lite.engine.in_flight import InFlight
-from vllm_lite.engine.queues import Queues
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduling.in_flight import InFlight
+from vllm_lite.engine.scheduling.queues import Queues
+from vllm_lite.engine.scheduling.step_plan import OnDecision
 from vllm_lite.engine.sequence import Status
-from vllm_lite.engine.step_plan import OnDecision
-from vllm_lite.engine.suspects import Suspects
+from vllm_lite.engine.workers.suspects import Suspects
 from vllm_lite.protocol.step import Continue, Draft, NewRequest, Resume
 
 

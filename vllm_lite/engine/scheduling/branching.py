@@ -6,10 +6,10 @@ It is kept apart so that a plain request never meets it.
 from array import array
 from collections import abc
 
-from vllm_lite.engine.beam import Beam
 from vllm_lite.engine.blocks.manager import KVCacheManager
-from vllm_lite.engine.queues import Queues
 from vllm_lite.engine.request import Produced, Request
+from vllm_lite.engine.scheduling.beam import Beam
+from vllm_lite.engine.scheduling.queues import Queues
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import FinishReason, TokenLogprobs

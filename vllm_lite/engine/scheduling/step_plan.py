@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from itertools import zip_longest
 
-from vllm_lite.engine.branching import Branching
-from vllm_lite.engine.policy import GuardedPolicy, View
-from vllm_lite.engine.rates import Rates
+from vllm_lite.engine.scheduling.branching import Branching
+from vllm_lite.engine.scheduling.policy import GuardedPolicy, View
+from vllm_lite.engine.scheduling.rates import Rates
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.step import Entry
 

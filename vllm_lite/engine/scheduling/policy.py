@@ -21,8 +21,8 @@ from importlib import import_module
 from math import isnan
 from typing import Any, NamedTuple
 
+from vllm_lite.engine.scheduling.waiting_queue import FairQueue, Key, SortedQueue, WaitingQueue
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.engine.waiting_queue import FairQueue, Key, SortedQueue, WaitingQueue
 from vllm_lite.errors import ConfigError
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_lite.engine.blocks.state_histories import History
+from vllm_lite.engine.states.histories import History
 
 NO_SLOT = 0
 """The state before the first token; nothing is ever left there."""

@@ -6,7 +6,7 @@ Ids are global: the device's slots are [0, first_id), the host's places [first_i
 
 from collections.abc import Iterable
 
-from vllm_lite.engine.blocks.state_histories import History, StateHistories
+from vllm_lite.engine.states.histories import History, StateHistories
 from vllm_lite.protocol.step import BlockOp
 
 

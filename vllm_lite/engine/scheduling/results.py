@@ -1,10 +1,10 @@
 """Results: applies what the workers sampled in a step to the sequences that were to get tokens from it."""
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
-from vllm_lite.engine.branching import Branching
-from vllm_lite.engine.in_flight import StepInFlight
-from vllm_lite.engine.queues import Queues
 from vllm_lite.engine.request import Produced
+from vllm_lite.engine.scheduling.branching import Branching
+from vllm_lite.engine.scheduling.in_flight import StepInFlight
+from vllm_lite.engine.scheduling.queues import Queues
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.api import FinishReason
 from vllm_lite.protocol.step import NOT_FINITE, ModelOutput

@@ -6,10 +6,10 @@ been sent; what it reads is held until then. StateSlots decides what each sequen
 
 from collections.abc import Iterable
 
-from vllm_lite.engine.blocks.host_states import HostStates
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.blocks.state_histories import StateHistories
-from vllm_lite.engine.blocks.state_place import Left
+from vllm_lite.engine.states.histories import StateHistories
+from vllm_lite.engine.states.host import HostStates
+from vllm_lite.engine.states.place import Left
 from vllm_lite.protocol.api import Stats
 
 KEY = b"state"

@@ -5,10 +5,10 @@ The KV of that other one is swapped to the host, or it is computed again.
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.part import Growth
-from vllm_lite.engine.queues import Queues
-from vllm_lite.engine.rates import Rates
+from vllm_lite.engine.scheduling.queues import Queues
+from vllm_lite.engine.scheduling.rates import Rates
+from vllm_lite.engine.scheduling.step_plan import StepPlan
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.engine.step_plan import StepPlan
 from vllm_lite.protocol.step import Fork, Preempt
 
 

@@ -4,9 +4,9 @@ Like all that may be wrong they count as computed until the step's result takes 
 """
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
-from vllm_lite.engine.queues import Options
+from vllm_lite.engine.scheduling.queues import Options
+from vllm_lite.engine.scheduling.step_plan import StepPlan, joined
 from vllm_lite.engine.sequence import Status
-from vllm_lite.engine.step_plan import StepPlan, joined
 from vllm_lite.protocol.step import Continue, Draft
 
 

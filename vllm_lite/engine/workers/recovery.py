@@ -12,7 +12,7 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.engine.client_port import ClientPort
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.request import Produced
-from vllm_lite.engine.worker_groups import WorkerGroups
+from vllm_lite.engine.workers.groups import WorkerGroups
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ModelError
 from vllm_lite.executor.base import Failure, WorkersLostError
 from vllm_lite.runtime import log
