@@ -125,8 +125,8 @@ struct RowLayout {
 
 // Rows as integers, one panel for the rows of each task, which begins at values + its first row * value_bytes(). A
 // panel is groups of rows (isa/byte_products.h), each [inputs / 4][rows of the group][planes][4], so that a product
-// reads its rows from the first byte to the last; the upper plane comes first. For products by AMX the panel is
-// [rows][planes] [inputs].
+// reads its rows from the first byte to the last; the upper plane comes first. Without VNNI two planes are words of 16
+// bits, [4] of them. For products by AMX the panel is [rows][planes][inputs].
 struct QuantizedRows {
   int8_t* values;
   float* scales;    // [num_rows][num_groups], as those below

@@ -93,11 +93,11 @@ VLLM_LITE_INLINE int32_t taken_off(const PackedWeight&) {
 #else
 
 // Two products of a byte up to kNarrow and two more, each with an integer up to 127, fit in 16 bits. Larger bytes less
-// 128 are signed: their size is multiplied by the integer that has taken over their sign, two products at a time.
+// 128 are signed: their size is multiplied by the integer that has taken over their sign, two products at a time. Rows
+// of 15 bits are not in two planes here, but words of 16 bits, and so become the bytes they are multiplied by.
 constexpr int32_t kNarrow = 64;
 
 VLLM_LITE_INLINE bool are_narrow(const PackedWeight& weight) {
-  if (weight.type != kGrouped4) return false;
   int32_t largest = 15;  // of codes; shifts add 48 at most
   for (int i = 0; i < 16 && weight.bytes != nullptr; ++i)
     largest = weight.bytes[i] > largest ? weight.bytes[i] : largest;
@@ -106,7 +106,7 @@ VLLM_LITE_INLINE bool are_narrow(const PackedWeight& weight) {
 
 // What kernels take off each byte.
 VLLM_LITE_INLINE int32_t taken_off(const PackedWeight& weight) {
-  return are_narrow(weight) ? 0 : 128;
+  return weight.type != kGrouped4 || are_narrow(weight) ? 0 : 128;
 }
 
 #if defined(__AVX512F__)
@@ -118,6 +118,26 @@ VLLM_LITE_INLINE Ints add_pairs(Ints total, Ints products) {
 }
 VLLM_LITE_INLINE Ints add_narrow(Ints total, Ints first, Ints x, Ints second, Ints y) {
   return add_pairs(total, _mm512_add_epi16(_mm512_maddubs_epi16(first, x), _mm512_maddubs_epi16(second, y)));
+}
+// Half of a vector's bytes as words, and four words of a row for each output: two sums to an output.
+VLLM_LITE_INLINE Ints widen_half(const void* from) {
+  return _mm512_cvtepu8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+}
+VLLM_LITE_INLINE Ints four_words(const int8_t* x) {
+  int64_t four;
+  std::memcpy(&four, x, 8);
+  return _mm512_set1_epi64(four);
+}
+VLLM_LITE_INLINE Ints add_words(Ints total, Ints weights, Ints x) {
+  return _mm512_add_epi32(total, _mm512_madd_epi16(weights, x));
+}
+VLLM_LITE_INLINE Ints add_twos(Ints lower, Ints upper) {  // sums of both halves' outputs
+  const Ints even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const Ints odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return _mm512_add_epi32(_mm512_permutex2var_epi32(lower, even, upper), _mm512_permutex2var_epi32(lower, odd, upper));
+}
+VLLM_LITE_INLINE Ints all_twos(int32_t x) {  // what add_twos() makes x
+  return _mm512_set1_epi64(static_cast<uint32_t>(x));
 }
 VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
   const Ints turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(bytes), _mm512_setzero_si512(), x);
@@ -134,6 +154,23 @@ VLLM_LITE_INLINE Ints add_pairs(Ints total, Ints products) {
 VLLM_LITE_INLINE Ints add_narrow(Ints total, Ints first, Ints x, Ints second, Ints y) {
   return add_pairs(total, _mm256_add_epi16(_mm256_maddubs_epi16(first, x), _mm256_maddubs_epi16(second, y)));
 }
+VLLM_LITE_INLINE Ints widen_half(const void* from) {
+  return _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+}
+VLLM_LITE_INLINE Ints four_words(const int8_t* x) {
+  int64_t four;
+  std::memcpy(&four, x, 8);
+  return _mm256_set1_epi64x(four);
+}
+VLLM_LITE_INLINE Ints add_words(Ints total, Ints weights, Ints x) {
+  return _mm256_add_epi32(total, _mm256_madd_epi16(weights, x));
+}
+VLLM_LITE_INLINE Ints add_twos(Ints lower, Ints upper) {
+  return _mm256_permute4x64_epi64(_mm256_hadd_epi32(lower, upper), 0xd8);
+}
+VLLM_LITE_INLINE Ints all_twos(int32_t x) {
+  return _mm256_set1_epi64x(static_cast<uint32_t>(x));
+}
 VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
   return add_pairs(total, _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), _mm256_sign_epi8(x, bytes)));
 }
@@ -144,9 +181,11 @@ VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
 // Rows of a panel that products take at a time: with two vectors of sums for each of their planes they fill the
 // registers. A few more of one plane are still faster in one group, whose floats are in memory then, than in two.
 template <int kPlanes>
-constexpr int kGroupRows = kWidth == 16 ? 6 : 4 / kPlanes;
+constexpr int kGroupRows = kWidth == 16   ? 6
+                           : kPlanes == 1 ? 4
+                                          : 2;
 template <int kPlanes>
-constexpr int kAloneRows = kWidth == 16 ? 12 / kPlanes : 4 / kPlanes;
+constexpr int kAloneRows = kWidth == 16 ? 12 / kPlanes : kGroupRows<kPlanes>;
 
 // How the rows of a panel are dealt to groups, which differ by one row at most.
 struct RowGroups {
@@ -176,10 +215,12 @@ VLLM_LITE_INLINE Vec to_floats(Ints x) {
   return __builtin_convertvector(reinterpret_cast<VecI>(x), Vec);
 }
 
+#if defined(__AVX512VNNI__)
 // What the planes of a row add up to; with its bias below 2^31. The upper plane comes first.
 VLLM_LITE_INLINE Ints both_planes(Ints upper, Ints lower) {
   return reinterpret_cast<Ints>((reinterpret_cast<VecI>(upper) << 7) + reinterpret_cast<VecI>(lower));
 }
+#endif
 
 // Sums of integers of R rows and V vectors of outputs, before a group's products: what its bytes lack. The biases of
 // rows are `stride` apart.
@@ -189,19 +230,46 @@ VLLM_LITE_INLINE void begin_group(const int32_t* biases, int64_t stride, Ints (&
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      total[r * kPlanes][v] = all_ints(kPlanes == 1 ? biases[r * stride] : 0);
-      if constexpr (kPlanes == 2) total[r * 2 + 1][v] = all_ints(biases[r * stride]);
+      if constexpr (kPlanes == 1) {
+        total[r][v] = all_ints(biases[r * stride]);
+      } else {
+#if defined(__AVX512VNNI__)
+        total[2 * r][v] = all_ints(0);
+        total[2 * r + 1][v] = all_ints(biases[r * stride]);
+#else
+        total[2 * r][v] = total[2 * r + 1][v] = all_twos(biases[r * stride]);
+#endif
+      }
     }
   }
 }
 
+#if !defined(__AVX512VNNI__)
+// total += the products of four inputs, words of R / 2 rows, with the v-th vector of outputs, whose bytes are at
+// `from`.
+template <int R, int V>
+VLLM_LITE_INLINE void multiply_words(const int8_t* x, const void* from, int v, Ints (&total)[R][V]) {
+  const Ints lower = widen_half(from), upper = widen_half(static_cast<const char*>(from) + sizeof(Ints) / 2);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r += 2) {
+    const Ints words = four_words(x + 4 * r);
+    total[r][v] = add_words(total[r][v], lower, words);
+    total[r + 1][v] = add_words(total[r + 1][v], upper, words);
+  }
+}
+#endif
+
 // Those of one row and vector, behind a group's products.
 template <int kPlanes, int N, int V>
 VLLM_LITE_INLINE Vec group_sum(const Ints (&total)[N][V], int r, int v) {
-  if constexpr (kPlanes == 1)
-    return to_floats(total[r][v]);
+  if constexpr (kPlanes == 1) return to_floats(total[r][v]);
+#if defined(__AVX512VNNI__)
   else
     return to_floats(both_planes(total[2 * r][v], total[2 * r + 1][v]));
+#else
+  else
+    return to_floats(add_twos(total[2 * r][v], total[2 * r + 1][v]));
+#endif
 }
 
 }  // namespace

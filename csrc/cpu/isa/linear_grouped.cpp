@@ -42,8 +42,8 @@ struct Cells {
   }
 };
 
-// total [R][V] += the products of eight inputs of R rows, or of their planes.
-template <int R, int V, class Codes>
+// total [R][V] += the products of eight inputs; R counts planes.
+template <int kPlanes, int R, int V, class Codes>
 VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, const char* from, Ints (&total)[R][V]) {
 #if defined(__AVX512VNNI__)
   const Octet low = codes.load(from, 0), high = codes.load(from, 1);
@@ -62,6 +62,11 @@ VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, const 
 #else
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
+    if constexpr (kPlanes == 2) {
+      multiply_words(x, from + v * sizeof(Ints), v, total);
+      multiply_words(x + 4 * R, from + kOctetBytes + v * sizeof(Ints), v, total);
+      continue;
+    }
     const Octet weights = codes.load(from, v);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
@@ -78,7 +83,7 @@ VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, const 
 }
 
 // total [R][V] += the products of one group.
-template <int R, int V, class Codes, bool kAlone>
+template <int kPlanes, int R, int V, class Codes, bool kAlone>
 VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, const char* from, int64_t num_octets,
                                      Ahead ahead, Ints (&total)[R][V]) {
   for (int64_t octet = 0; octet < num_octets; ++octet, from += Codes::kBytes, x += 8 * R) {
@@ -89,7 +94,7 @@ VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, const 
       __builtin_prefetch(line);
       for (int64_t i = 64; i < ahead.step; i += 64) __builtin_prefetch(line + i);
     }
-    multiply_octet<R, V>(codes, x, from, total);
+    multiply_octet<kPlanes, R, V>(codes, x, from, total);
   }
 }
 
@@ -116,9 +121,9 @@ template <int kPlanes, int R, int V, bool kAlone, class Codes>
 VLLM_LITE_INLINE void multiply_part(const Codes& codes, const Rows& rows, int64_t group, const char* from,
                                     int64_t num_octets, Ahead ahead, Ints (&total)[R * kPlanes][V]) {
   begin_group<kPlanes, R>(rows.biases + group, rows.num_groups, total);
-  multiply_codes<R * kPlanes, V, Codes, kAlone>(codes, rows.values + 8 * R * kPlanes * num_octets * group, from,
-                                                num_octets, {ahead.from + group * num_octets * ahead.step, ahead.step},
-                                                total);
+  multiply_codes<kPlanes, R * kPlanes, V, Codes, kAlone>(
+      codes, rows.values + 8 * R * kPlanes * num_octets * group, from, num_octets,
+      {ahead.from + group * num_octets * ahead.step, ahead.step}, total);
 }
 
 // The sums of R rows and V vectors of a block's outputs, from `column` on, go on with some of its cells. Rows that are
@@ -198,6 +203,9 @@ template <int kPlanes>
 void multiply_cells(const Panel& panel, const Cells& cells, bool four, Ahead ahead, const Sums<false>& sums) {
   if constexpr (kPlanes == 2) {
     if (!four) return multiply_rows<Bytes, kPlanes>(panel, cells, ahead, sums);
+#if !defined(__AVX512VNNI__)
+    return;  // 4 bits have two planes where there are tiles
+#endif
   }
   if (cells.layout.minima_type == kShifts) return multiply_rows<Shifted, kPlanes>(panel, cells, ahead, sums);
   if (cells.table == nullptr) return multiply_rows<Nibbles, kPlanes>(panel, cells, ahead, sums);

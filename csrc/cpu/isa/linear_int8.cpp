@@ -71,17 +71,25 @@ VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, flo
 }
 
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
-// Two of them: whole = 128 * upper + lower.
+// Integers of 15 bits, to [2 * count] bytes: those of the upper plane before the lower one's, whole = 128 * upper +
+// lower; without VNNI words.
 template <class T>
-VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* upper, int8_t* lower, float* scale) {
-  const auto put = [=](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
-    const VecI over = (whole + 64) >> 7;
-    const Bytes first = __builtin_convertvector(over, Bytes),
-                second = __builtin_convertvector(whole - (over << 7), Bytes);
-    std::memcpy(upper + i, &first, static_cast<size_t>(left));
-    std::memcpy(lower + i, &second, static_cast<size_t>(left));
-  };
-  return quantize_to(x, count, kLargestOfTwo, scale, put);
+VLLM_LITE_INLINE int32_t quantize_row_twice(const T* x, int64_t count, int64_t plane, int8_t* to, float* scale) {
+  return quantize_to(x, count, kLargestOfTwo, scale,
+                     [=](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
+                       const size_t size = static_cast<size_t>(left);
+#if defined(__AVX512VNNI__)
+                       const VecI over = (whole + 64) >> 7;
+                       const Bytes upper = __builtin_convertvector(over, Bytes),
+                                   lower = __builtin_convertvector(whole - (over << 7), Bytes);
+                       std::memcpy(to + i, &upper, size);
+                       std::memcpy(to + plane + i, &lower, size);
+#else
+    typedef int16_t Words __attribute__((vector_size(kWidth * 2)));
+    const Words words = __builtin_convertvector(whole, Words);
+    std::memcpy(to + 2 * i, &words, 2 * size);
+#endif
+                     });
 }
 
 // The inputs from `first` on that share a scale, in the order of the weight's columns.
@@ -92,8 +100,8 @@ VLLM_LITE_INLINE const T* columns(const T* row, const int32_t* order, int64_t fi
   return buffer;
 }
 
-// Where a group's integers go: those of four inputs lie `step` behind those of the four before, a plane `plane` behind
-// the other.
+// Where a group's integers go: those of four inputs lie `step` behind those of the four before, with VNNI a plane
+// `plane` behind the other.
 struct GroupPlace {
   int8_t* to;
   int64_t step, plane;
@@ -111,29 +119,40 @@ struct RowQuantizer {
   inline __attribute__((always_inline)) void run(int64_t row, int64_t group, GroupPlace place) const {
     const int64_t input = group * kSize, left = call.weight->num_inputs - input,
                   at = row * rows.layout.num_groups + group;
-    alignas(64) int8_t integers[kPlanes][kSize];
+    alignas(64) int8_t integers[kPlanes * kSize];
     T buffer[kSize];
     if (left < kSize) std::memset(integers, 0, sizeof integers);
     const T* whole = static_cast<const T*>(call.x) + row * call.x_stride;
     const T* x = columns(whole, order, input, left < kSize ? left : kSize, buffer);
     float* scale = rows.scales + at;
-    const int32_t sum = left < kSize ? quantize(x, left, integers, scale) : quantize(x, kSize, integers, scale);
-    for (int64_t i = 0; i < kSize; i += 4, place.to += place.step) {
-#pragma GCC unroll 2
-      for (int p = 0; p < kPlanes; ++p) std::memcpy(place.to + p * place.plane, integers[p] + i, 4);
-    }
+    const int32_t sum = left < kSize ? quantize<kSize, kPlanes>(x, left, integers, scale)
+                                     : quantize<kSize, kPlanes>(x, kSize, integers, scale);
+    for (int64_t i = 0; i < kSize; i += 4, place.to += place.step) put<kSize, kPlanes>(integers, i, place);
     rows.biases[at] = static_cast<int32_t>(static_cast<uint32_t>(lacking) * static_cast<uint32_t>(sum));
     rows.sums[at] = static_cast<float>(sum);
   }
 
  private:
-  template <int64_t kSize>
-  VLLM_LITE_INLINE int32_t quantize(const T* x, int64_t count, int8_t (&to)[1][kSize], float* scale) {
-    return quantize_row(x, count, to[0], scale);
+  template <int64_t kSize, int kPlanes>
+  VLLM_LITE_INLINE int32_t quantize(const T* x, int64_t count, int8_t* to, float* scale) {
+    if constexpr (kPlanes == 1)
+      return quantize_row(x, count, to, scale);
+    else
+      return quantize_row_twice(x, count, kSize, to, scale);
   }
-  template <int64_t kSize>
-  VLLM_LITE_INLINE int32_t quantize(const T* x, int64_t count, int8_t (&to)[2][kSize], float* scale) {
-    return quantize_row(x, count, to[0], to[1], scale);
+  // Those of four inputs from i on.
+  template <int64_t kSize, int kPlanes>
+  VLLM_LITE_INLINE void put(const int8_t* integers, int64_t i, const GroupPlace& place) {
+    if constexpr (kPlanes == 1) {
+      std::memcpy(place.to, integers + i, 4);
+    } else {
+#if defined(__AVX512VNNI__)
+      std::memcpy(place.to, integers + i, 4);
+      std::memcpy(place.to + place.plane, integers + kSize + i, 4);
+#else
+      std::memcpy(place.to, integers + 2 * i, 8);
+#endif
+    }
   }
 };
 
@@ -156,6 +175,7 @@ void quantize_groups(const LinearCall& call, const QuantizeTask& task) {
   }
 }
 
+// Only machines with VNNI have tiles.
 template <class T, int64_t kSize>
 void quantize_for_tiles(const LinearCall& call, const QuantizeTask& task) {
   const RowQuantizer<T> quantizer{call};
@@ -208,11 +228,7 @@ VLLM_LITE_INLINE void multiply_quad(const int8_t* x, const uint8_t* bytes, Ints 
   }
 #else
 #pragma GCC unroll 2
-  for (int v = 0; v < kVectors; ++v) {
-    const Ints weights = signed_bytes(load_ints(bytes + v * sizeof(Ints)));
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) total[r][v] = add_signed(total[r][v], weights, four_of(x + 4 * r));
-  }
+  for (int v = 0; v < kVectors; ++v) multiply_words(x, bytes + v * sizeof(Ints), v, total);
 #endif
 }
 
