@@ -89,6 +89,9 @@ class NotePart(CachePart[int]):
         self.notes[sequence] = "out"
         return True
 
+    def holds(self, sequence: Sequence) -> bool:
+        return sequence in self.notes
+
     def holds_device(self, sequence: Sequence) -> bool:
         return self.notes.get(sequence) == "in"
 

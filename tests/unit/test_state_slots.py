@@ -309,3 +309,17 @@ def test_a_fork_of_a_live_request_computes_less_than_a_block_again(num_behind: i
         rig.drain()
         computed = [int(numbers["tokens"]) for code, numbers in rig.decisions if code == "admitted"]
         assert all(tokens <= rig.kv.block_size for tokens in computed[1:])
+
+
+@pytest.mark.parametrize("windows", [(), (None,)], ids=["states alone", "with KV"])
+def test_what_goes_on_from_before_a_reset_is_not_found_by_others(windows: tuple[int | None, ...]) -> None:
+    rig = Rig(20, windows=windows, num_state_slots=9, max_num_batched_tokens=64)
+    prompt = [1] * 13
+    rig.add("begun before", prompt, 30)
+    for _ in range(3):
+        rig.step()
+    assert rig.scheduler.reset_prefix_cache().num_live == 1
+    rig.drain()
+    again = rig.add("again", [*prompt, *rig.output("begun before")], 2)
+    rig.drain()
+    assert again.num_cached_at_start == 0

@@ -241,6 +241,9 @@ class KVBlocks(CachePart[Tables]):
         sequence.num_slots = 0
         return True
 
+    def holds(self, sequence: Sequence) -> bool:
+        return sequence.host_ids is not None or any(table.ids for table in sequence.tables)
+
     def holds_device(self, sequence: Sequence) -> bool:
         return num_held(sequence) > 0
 

@@ -280,7 +280,7 @@ class KVCacheManager:
     def reset_cache(self, sequences: Iterable[Sequence]) -> PrefixCacheReset:
         """Forget all that is cached on any tier. What `sequences`, all the unfinished ones, hold stays theirs."""
         num_blocks, num_host_blocks = self._forget_cached()
-        holders = [each for each in sequences if each.host_ids is not None or any(table.ids for table in each.tables)]
+        holders = [each for each in sequences if any(part.holds(each) for part in self.parts)]
         if self.is_caching:
             for sequence in holders:
                 self._retire(sequence)

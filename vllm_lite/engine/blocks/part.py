@@ -212,6 +212,10 @@ class CachePart(ABC, Generic[Found]):
         """Begin to move it to the host. False, which the first part alone may say: nothing is changed."""
 
     @abstractmethod
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether a sequence holds anything, wherever it is."""
+
+    @abstractmethod
     def holds_device(self, sequence: Sequence) -> bool:
         """Whether a parked sequence still holds something on the device."""
 

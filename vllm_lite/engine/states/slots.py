@@ -354,6 +354,9 @@ class StateSlots(CachePart[StateHit]):
         self.push_out(sequence)
         return True
 
+    def holds(self, sequence: Seq) -> bool:
+        return sequence.state is not None
+
     def holds_device(self, sequence: Seq) -> bool:
         return sequence.state is not None and sequence.state.live != NO_SLOT
 
