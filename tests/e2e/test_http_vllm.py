@@ -139,6 +139,11 @@ def test_a_rendered_prompt_says_where_its_tokens_stand(http: httpx.Client) -> No
     shown = [text[start:end] for start, end in found["token_offsets"]]
     assert [piece.replace("\u0120", " ") for piece in pieces][1:4] == shown[1:4]
     assert found["token_offsets"][0] == [0, 0]
+    (cut,) = post(
+        http, "/v1/completions/render", {"prompt": text, "return_token_offsets": True, "truncate_prompt_tokens": 3}
+    )
+    assert cut["token_ids"] == [found["token_ids"][0], *found["token_ids"][-2:]]
+    assert cut["token_offsets"] == [[0, 0], *found["token_offsets"][-2:]]
     chats = post(http, "/v1/chat/completions/render", {"messages": STORY, "return_token_offsets": True})
     assert len(chats["token_offsets"]) == len(chats["token_ids"])
     assert (

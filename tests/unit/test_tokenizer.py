@@ -71,7 +71,10 @@ def test_where_tokens_stand() -> None:
     places = tokenizer.offsets(text, ids)
     assert places is not None
     assert "".join(text[start:end] for start, end in places) == text
-    assert tokenizer.offsets(text, ids[:-1]) is None
+    assert tokenizer.offsets(text, ids[:-1]) == places[:-1]
+    assert tokenizer.offsets(text, [ids[0], *ids[2:]]) is None
+    assert tokenizer.offsets(text, ids[2:]) == places[2:]
+    assert tokenizer.offsets(text, [*ids, ids[0]]) is None
 
 
 def test_special_tokens() -> None:

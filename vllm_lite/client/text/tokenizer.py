@@ -159,11 +159,15 @@ class Tokenizer:
     @_encoding
     def offsets(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
         """Offsets of `token_ids` in `text`, as (start, end) in characters; (0, 0) for a special token that the file's
-        post-processor adds. None if `text` is tokenized otherwise."""
+        post-processor adds. Some may have been cut off, behind these special ones or at the end. None if `text` is
+        tokenized otherwise."""
         for add_special_tokens in (False, True):
             encoding = self._placed(text, add_special_tokens=add_special_tokens)
-            if encoding.ids == token_ids:
-                return list(encoding.offsets)
+            ids, places, num_cut = encoding.ids, encoding.offsets, len(encoding) - len(token_ids)
+            added = next((place for place, special in enumerate(encoding.special_tokens_mask) if not special), 0)
+            for kept in (0, added, len(token_ids)):
+                if num_cut >= 0 and [*ids[:kept], *ids[kept + num_cut :]] == token_ids:
+                    return [*places[:kept], *places[kept + num_cut :]]
         return None
 
     @_encoding
