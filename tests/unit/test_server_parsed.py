@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import random
 from collections.abc import Callable, Sequence
 from importlib.resources import files
@@ -298,6 +299,24 @@ def test_logprobs_are_those_of_all_tokens() -> None:
     found = streamed(logprobs=1)
     assert found["scores"] == len([*tokens(TRANSCRIPT), END])
     assert {**found, "scores": 0} == streamed()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_do_not_tell_the_reasoning_that_is_not_shown(stream: bool) -> None:
+    ids = tokens(TRANSCRIPT)
+
+    async def play(stage: ParsedStage) -> str:
+        hidden = Parsing(TOOLS, include_reasoning=False)
+        client = stage.begin(hidden, logprobs=1, return_token_ids=True, stream=stream, resumable=stream)
+        await settle()
+        await say(stage, ids, range(1, len(ids)), logprobs=True)
+        await client.ended()
+        return client.data.decode()
+
+    told = on_stage(play)
+    assert ("will look" in told) is not stream
+    assert '"name":"look"' in told
+    assert not re.search(r'"(logprob|bytes)":|"token_ids":\[\d|Twice', told)
 
 
 def test_a_stop_string_is_looked_for_in_what_is_generated_but_special_tokens() -> None:

@@ -28,7 +28,10 @@ class Writers:
         if style is None or self._formats is None:
             return writer(call, self.spelling)
         parsers = [_parser(self._formats, style, call, choice) for choice in call.choices]
-        return ParsedChatWriter(call, self.spelling, [each for each in parsers if each is not None], one_chunk)
+        made = ParsedChatWriter(call, self.spelling, [each for each in parsers if each is not None], one_chunk)
+        if self._formats.reasoning is not None and not style.include_reasoning:
+            made.hide_tokens()
+        return made
 
     def message(self, call: "Call", choice: "Choice") -> MessageParser:
         """A parser for one choice of a chat, for the writers of other dialects. It gets all of the choice's deltas."""
@@ -57,6 +60,15 @@ class ParsedChatWriter(ChatWriter):
         super().__init__(call, spelling)
         self._parsers = parsers
         self._one_chunk = one_chunk
+        self._shows_tokens = True
+
+    def hide_tokens(self) -> None:
+        """Show neither ids of tokens nor logprobs, which would tell the reasoning that is not shown."""
+        self._shows_tokens = False
+        self._style = msgspec.structs.replace(self._style, token_ids=False)
+
+    def _content_logprobs(self, delta: CompletionOutput) -> dict[str, Any] | None:
+        return super()._content_logprobs(delta) if self._shows_tokens else None
 
     def skip(self, choice: "Choice", shown: CompletionOutput) -> None:
         super().skip(choice, shown)
@@ -68,8 +80,10 @@ class ParsedChatWriter(ChatWriter):
         deltas = self._deltas(parser.feed(delta), parser)
         delta = self._shown(delta)
         delta.finish_reason = parser.finish_reason(delta.finish_reason)  # type: ignore[assignment]  # not the engine's
-        has_tokens = bool(delta.token_ids) and (delta.logprobs is not None or self._style.token_ids)
-        if not (deltas or delta.finish_reason is not None or has_tokens):
+        has_scores = delta.logprobs is not None and self._shows_tokens
+        if not (
+            deltas or delta.finish_reason is not None or (delta.token_ids and (has_scores or self._style.token_ids))
+        ):
             return b""
         scores, last = self._content_logprobs(delta), max(len(deltas) - 1, 0)
         lines = []
