@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-import re
 import random
+import re
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -311,7 +311,7 @@ def test_tokens_do_not_tell_the_reasoning_that_is_not_shown(stream: bool) -> Non
         await settle()
         await say(stage, ids, range(1, len(ids)), logprobs=True)
         await client.ended()
-        return client.data.decode()
+        return str(client.data, "utf-8")
 
     told = on_stage(play)
     assert ("will look" in told) is not stream

@@ -81,9 +81,8 @@ class ParsedChatWriter(ChatWriter):
         delta = self._shown(delta)
         delta.finish_reason = parser.finish_reason(delta.finish_reason)  # type: ignore[assignment]  # not the engine's
         has_scores = delta.logprobs is not None and self._shows_tokens
-        if not (
-            deltas or delta.finish_reason is not None or (delta.token_ids and (has_scores or self._style.token_ids))
-        ):
+        has_tokens = bool(delta.token_ids) and (has_scores or self._style.token_ids)
+        if not (deltas or delta.finish_reason is not None or has_tokens):
             return b""
         scores, last = self._content_logprobs(delta), max(len(deltas) - 1, 0)
         lines = []
