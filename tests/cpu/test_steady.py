@@ -91,6 +91,16 @@ def test_whatever_else_happens_is_made_in_full() -> None:
     assert not step(batches, [*decode(1), Continue(2, 2, [])], 10)
 
 
+def test_a_sequence_that_goes_alone_may_move_another() -> None:
+    """The one that decodes is the same, and its row is another."""
+    batches = both()
+    step(batches, [new_request(0, [11], block_ids=[[1, 2]]), new_request(1, [12], block_ids=[[3, 4]])], 20)
+    step(batches, decode(1), 21)
+    assert step(batches, decode(1), 22)
+    assert not step(batches, [Finish(0), *decode(1)], 23)
+    assert step(batches, decode(1), 24)
+
+
 def test_what_does_not_fit_is_refused_as_ever() -> None:
     batch = new_batch()
     batch.apply([new_request(3, [1, 2], block_ids=[[1]])])
