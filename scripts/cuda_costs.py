@@ -23,8 +23,7 @@ from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.attention.step_batch import HostLens, StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
-from vllm_lite.kernels import cpu
-from vllm_lite.kernels import ops as ops_module
+from vllm_lite.kernels import cpu, select
 from vllm_lite.kernels.cuda import cache_ops, fused, sampler
 from vllm_lite.kernels.cuda import decode_attention as decode
 from vllm_lite.kernels.cuda import prefill_attention as prefill
@@ -277,7 +276,7 @@ def steps() -> None:
     launcher = NullLauncher()
     for name, (module, value) in {
         "select_backend": (worker_module, lambda shape, _: CudaBackend(shape, launcher)),
-        "TorchOps": (ops_module, lambda: CudaOps(launcher)),
+        "TorchOps": (select, lambda: CudaOps(launcher)),
         "available": (cpu, lambda: False),
         "pack": (onednn, lambda _: None),
         "forward": (DenseMatmul, lambda *_: None),

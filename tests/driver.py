@@ -23,7 +23,7 @@ from vllm_lite.protocol.step import (
     SchedulerOutput,
 )
 from vllm_lite.worker.device import Device
-from vllm_lite.worker.process import Progress
+from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.step_parts.drafts import Drafts
 from vllm_lite.worker.step_parts.rules import Rules
 from vllm_lite.worker.worker import Worker

@@ -21,8 +21,7 @@ from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.attention.paged import PagedBackend
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.select import BACKENDS
-from vllm_lite.kernels import delta_rule, mamba, short_conv
-from vllm_lite.kernels import ops as ops_module
+from vllm_lite.kernels import select
 from vllm_lite.kernels.cuda import shared_prefix
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.packed_linear import PackedLinear
@@ -55,7 +54,7 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def launcher(monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None) -> CapturingLauncher:
     """What a GPU has: kernels for small operations and packed weights, torch for all else."""
     launcher = CapturingLauncher(emulator.EmulatorLauncher())
-    monkeypatch.setattr(ops_module, "TorchOps", lambda: CudaOps(launcher))
+    monkeypatch.setattr(select, "TorchOps", lambda: CudaOps(launcher))
     monkeypatch.setattr(gpu_matmul, "launcher_for", lambda dtype, _: launcher if dtype in gpu_matmul.DTYPES else None)
     return launcher
 
@@ -217,8 +216,7 @@ def test_recurrent_layers_are_in_graphs(
     ]
     drivers: list[Driver] = []
     for has_kernels, eager in ((False, True), (True, True), (True, False)):
-        for module in (delta_rule, mamba, short_conv):
-            monkeypatch.setattr(module, "launcher_of", lambda _: launcher if has_kernels else None)  # noqa: B023
+        monkeypatch.setattr(select, "launcher_of", lambda _: launcher if has_kernels else None)  # noqa: B023
         on = Device(CPU, capture=CudaLikeCapture())
         drivers.append(driver := Driver(path, enforce_eager=eager, on=on, cudagraph_capture_sizes=[2, 4]))
         driver.run(*arrivals)

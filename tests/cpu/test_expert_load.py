@@ -15,7 +15,8 @@ from vllm_lite.engine.core import sum_of
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.routing import Routing
 from vllm_lite.layers.experts import Router, SparseMLP
-from vllm_lite.worker.process import Progress, _Heartbeat
+from vllm_lite.worker.process import _Heartbeat
+from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.step_parts.expert_load import ExpertLoad
 
 

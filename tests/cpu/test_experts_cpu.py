@@ -15,7 +15,8 @@ from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.program import Program
 from vllm_lite.kernels.grouped import UINT4, UINT8, GroupedWeight
 from vllm_lite.kernels.routing import Chosen, Routing, choose
-from vllm_lite.layers.expert_matmul import ExpertSizes, LoopedExperts, NativeExperts, make_expert_matmul
+from vllm_lite.layers.expert_matmul import ExpertSizes, LoopedExperts, NativeExperts
+from vllm_lite.layers.experts import make_expert_matmul
 from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, make_grouped_matmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")

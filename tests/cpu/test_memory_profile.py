@@ -35,7 +35,7 @@ from vllm_lite.worker.memory.profile import (
     profile_memory,
     warn_if_short,
 )
-from vllm_lite.worker.process import Progress
+from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.worker import Worker
 
 MIB = 2**20

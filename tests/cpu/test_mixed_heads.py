@@ -25,7 +25,7 @@ from vllm_lite.tools.bench.step import step_bytes
 from vllm_lite.tools.plan import PlanConfig, _Sizes, make_plan
 from vllm_lite.tools.plan_checkpoint import load
 from vllm_lite.worker.memory.cache_engine import CacheEngine
-from vllm_lite.worker.process import Progress
+from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.worker import Worker
 
 MAX_DIFFERENCE = 1e-3

@@ -11,7 +11,8 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import fused
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.program import Program
-from vllm_lite.kernels.ops import Ops, Rotation, TorchOps, WideNormWeights, ops_for
+from vllm_lite.kernels.ops import Ops, Rotation, TorchOps, WideNormWeights
+from vllm_lite.kernels.select import ops_for
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 

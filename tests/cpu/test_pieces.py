@@ -17,7 +17,7 @@ from vllm_lite.attention import cuda as cuda_module
 from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.sizing import piece_sizes
-from vllm_lite.kernels import ops as ops_module
+from vllm_lite.kernels import select
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.prefill_table import PrefillTable
 from vllm_lite.kernels.cuda.torch_prefill import torch_prefill
@@ -46,7 +46,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> CapturingLauncher:
         out.copy_(torch.nn.functional.linear(x.double(), self.weight.double()))
 
     monkeypatch.setattr(DenseMatmul, "forward", forward)
-    monkeypatch.setattr(ops_module, "TorchOps", lambda: CudaOps(launcher))
+    monkeypatch.setattr(select, "TorchOps", lambda: CudaOps(launcher))
     monkeypatch.setattr(gpu_matmul, "launcher_for", lambda dtype, _: launcher if dtype in gpu_matmul.DTYPES else None)
     monkeypatch.setattr(worker_module, "select_backend", lambda shape, _: CudaBackend(shape, launcher))
     monkeypatch.setattr(worker_module, "piece_sizes", lambda most, _: tuple(n for n in (8, 32) if n <= most))

@@ -28,7 +28,7 @@ from vllm_lite.protocol.step import (
     Resume,
     SchedulerOutput,
 )
-from vllm_lite.worker.process import Progress
+from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.worker import Worker
 
 SAMPLING = SamplingParams(temperature=0).for_worker(0, 9, (), None, unscored=False)

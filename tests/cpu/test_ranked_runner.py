@@ -50,7 +50,7 @@ from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.graphs import Capture, CpuCapture, Graph
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits
-from vllm_lite.worker.process import Progress
+from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.sampling.drafter import NgramDrafter
 from vllm_lite.worker.step_parts import prompt_scores
 from vllm_lite.worker.step_parts.drafts import Drafts

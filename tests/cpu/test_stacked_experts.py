@@ -10,11 +10,11 @@ from tests.families.mixtures import VARIANTS
 from tests.kernels import emulator
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.cuda import cupy_launcher
 from vllm_lite.kernels.cuda.experts import StackedExperts
 from vllm_lite.kernels.routing import Chosen
-from vllm_lite.layers.expert_matmul import ExpertSizes, LoopedExperts, make_expert_matmul
-from vllm_lite.layers.experts import SparseMLP
+from vllm_lite.layers import experts as experts_module
+from vllm_lite.layers.expert_matmul import ExpertSizes, LoopedExperts
+from vllm_lite.layers.experts import SparseMLP, make_expert_matmul
 from vllm_lite.layers.matmul import DenseMatmul, Int8Matmul, Matmul, Quantization
 from vllm_lite.layers.stacked_experts import stacked_experts
 from vllm_lite.layers.stacked_weights import stack_weights
@@ -95,7 +95,7 @@ class OnGpu(torch.Tensor):
 def test_a_gpu_has_its_kernels_or_the_loop(
     has_kernels: bool, launcher: emulator.EmulatorLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cupy_launcher, "default_launcher", lambda: launcher if has_kernels else None)
+    monkeypatch.setattr(experts_module, "default_launcher", lambda: launcher if has_kernels else None)
     sizes = ExpertSizes(Split.whole(2), INNER, "silu")
     gate_up, down = ([DenseMatmul(each.weight.as_subclass(OnGpu), None) for each in part] for part in make(2))
     made = make_expert_matmul(gate_up, down, sizes)

@@ -14,8 +14,7 @@ from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
 from tests.families.all import VARIANTS
 from vllm_lite.attention.cuda import CudaBackend
-from vllm_lite.kernels import cpu
-from vllm_lite.kernels import ops as ops_module
+from vllm_lite.kernels import cpu, select
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.recurrent import LaunchedDeltaNet, LaunchedMamba
 from vllm_lite.layers import onednn
@@ -45,7 +44,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     monkeypatch.setattr(cpu, "available", lambda: False)
     monkeypatch.setattr(onednn, "pack", lambda _: None)
-    monkeypatch.setattr(ops_module, "TorchOps", lambda: CudaOps(made))
+    monkeypatch.setattr(select, "TorchOps", lambda: CudaOps(made))
     monkeypatch.setattr(worker_module, "select_backend", lambda shape, _: CudaBackend(shape, made))
     monkeypatch.setattr(masks, "launcher_for", lambda _: made)
     monkeypatch.setattr("vllm_lite.layers.delta_net.delta_net_op", lambda spec, *_: LaunchedDeltaNet(spec, made))

@@ -14,7 +14,7 @@ from typing import Any
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
-from vllm_lite.worker import process
+from vllm_lite.worker import process, progress
 
 VARIABLE = "FAILURE"
 STEPS_BEFORE = 2
@@ -59,20 +59,20 @@ WAYS: dict[str, Callable[[], None]] = {
 
 def fail_in_a_step(fail: Callable[[], None]) -> None:
     """In the middle of a step if its layers are run one by one, otherwise at its end."""
-    execute, advance, num_messages = process._execute, process.Progress.advance, 0
+    execute, advance, num_messages = process._execute, progress.Progress.advance, 0
 
     def counting(*arguments: Any) -> Any:
         nonlocal num_messages
         num_messages += 1
         return execute(*arguments)
 
-    def failing(self: process.Progress) -> None:
+    def failing(self: progress.Progress) -> None:
         if num_messages > STEPS_BEFORE:
             fail()
         advance(self)
 
     process._execute = counting  # type: ignore[assignment]
-    process.Progress.advance = failing  # type: ignore[method-assign]
+    progress.Progress.advance = failing  # type: ignore[method-assign]
 
 
 def fail_at_the_start(fail: Callable[[], None]) -> None:

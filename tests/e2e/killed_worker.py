@@ -9,7 +9,7 @@ from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol.step import BlockOp
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
-from vllm_lite.worker import process
+from vllm_lite.worker import process, progress
 
 LIGHT = "LIGHT_WORKERS"
 """The environment variable that says: without torch, see light_worker.py."""
@@ -25,7 +25,7 @@ def add_points_of_the_loop(points: Points) -> None:
     points.around(loop, "send", lambda a: said("before", a), lambda a, _: said("after", a))
     points.around(loop, "receive", None, lambda _, message: points.reach(f"got {kind(message)}"))
     points.before(process, "_execute", "beginning of a message")
-    points.before(process.Progress, "advance", "in a layer")
+    points.before(progress.Progress, "advance", "in a layer")
 
 
 def add_points_between_steps(points: Points, worker: Any) -> None:
@@ -52,6 +52,7 @@ def add_points_of_a_step(points: Points) -> None:
     """In what is imported with torch."""
     from vllm_lite.worker import model_runner
     from vllm_lite.worker.memory.cache_engine import CacheEngine
+    from vllm_lite.worker.step_parts import prompt_scores
 
     move = CacheEngine.execute
 
@@ -65,8 +66,8 @@ def add_points_of_a_step(points: Points) -> None:
         move(self, ops)
 
     CacheEngine.execute = moving  # type: ignore[assignment, method-assign]
-    points.before(model_runner, "score", "before scores of a prompt")
-    points.after(model_runner, "score", "after scores of a prompt")
+    points.before(prompt_scores, "score", "before scores of a prompt")
+    points.after(prompt_scores, "score", "after scores of a prompt")
     points.after(model_runner.ModelRunner, "_logits", "before a draw")
 
 

@@ -12,7 +12,7 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.worker.membership import Membership
-from vllm_lite.worker.process import Progress
+from vllm_lite.worker.progress import Progress
 
 VOCAB_SIZE = 384
 MAX_MODEL_LEN = 512

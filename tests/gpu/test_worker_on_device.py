@@ -14,7 +14,7 @@ from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import Start
 from vllm_lite.protocol.params import LogitRules, Sampling
 from vllm_lite.protocol.step import Preempt, Resume, SchedulerOutput
-from vllm_lite.worker.process import Progress
+from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.worker import Worker
 
 PROMPTS = [(0, 30, [1, 2, 3]), (1, 7, [4, 5]), (2, 50, [6, 7, 8, 9])]

@@ -7,9 +7,11 @@ import torch
 
 from tests.kernels import fused_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
+from vllm_lite.kernels import select
 from vllm_lite.kernels.cuda import cupy_launcher
 from vllm_lite.kernels.cuda.fused import CudaOps, vector_width
-from vllm_lite.kernels.ops import Rotation, TorchOps, ops_for
+from vllm_lite.kernels.ops import Rotation, TorchOps
+from vllm_lite.kernels.select import ops_for
 
 CPU = torch.device("cpu")
 
@@ -66,7 +68,7 @@ def test_without_cupy_plain_torch_serves_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_with_a_launcher_the_kernels_serve_a_gpu(monkeypatch: pytest.MonkeyPatch, emulated: EmulatorLauncher) -> None:
-    monkeypatch.setattr(cupy_launcher, "default_launcher", lambda: emulated)
+    monkeypatch.setattr(select, "default_launcher", lambda: emulated)
     assert isinstance(ops_for(torch.device("cuda")), CudaOps)
 
 

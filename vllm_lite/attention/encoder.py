@@ -20,7 +20,7 @@ from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.cpu import attention as kernels
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import available
-from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.select import ops_for
 
 BLOCK_TOKENS = 64
 """Tokens in a row that the native kernel finds without looking into its table."""

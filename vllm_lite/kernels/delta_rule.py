@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from vllm_lite.checkpoint.delta_net import DeltaNetSpec
-from vllm_lite.kernels.recurrent import CHUNK, SegmentedOp, launcher_of, native_available
+from vllm_lite.kernels.recurrent import CHUNK, SegmentedOp
 
 EPS = 1e-6
 """Added to the squared length of q and k."""
@@ -124,18 +124,3 @@ def chunk_rule(inputs: RuleInputs, state: torch.Tensor) -> tuple[torch.Tensor, t
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
-
-
-def delta_net_op(spec: DeltaNetSpec, device: torch.device, dtype: torch.dtype) -> DeltaNetOp:
-    """The fastest implementation that a device has."""
-    if native_available(device):
-        from vllm_lite.kernels.cpu.delta_rule import NativeDeltaNet
-
-        if NativeDeltaNet.supports(spec, dtype):
-            return NativeDeltaNet(spec)
-    if (launcher := launcher_of(device)) is not None:
-        from vllm_lite.kernels.cuda.recurrent import LaunchedDeltaNet
-
-        if LaunchedDeltaNet.supports(spec, dtype):
-            return LaunchedDeltaNet(spec, launcher)
-    return DeltaNetOp(spec)

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from vllm_lite.checkpoint.mamba import MambaSpec
-from vllm_lite.kernels.recurrent import CHUNK, SegmentedOp, launcher_of, native_available
+from vllm_lite.kernels.recurrent import CHUNK, SegmentedOp
 
 
 class MambaWeights(NamedTuple):
@@ -69,18 +69,3 @@ class MambaOp(SegmentedOp[MambaSpec, Projected, MambaWeights]):
             left = (total[:, -1:] - total).exp()[..., None]
             state = state * total[:, -1:].exp()[..., None] + writes @ (values * left)
         return torch.cat(outs).flatten(1) * silu(own.z), state
-
-
-def mamba_op(spec: MambaSpec, device: torch.device, dtype: torch.dtype) -> MambaOp:
-    """The fastest implementation that a device has."""
-    if native_available(device):
-        from vllm_lite.kernels.cpu.mamba import NativeMamba
-
-        if NativeMamba.supports(spec, dtype):
-            return NativeMamba(spec)
-    if (launcher := launcher_of(device)) is not None:
-        from vllm_lite.kernels.cuda.recurrent import LaunchedMamba
-
-        if LaunchedMamba.supports(spec, dtype):
-            return LaunchedMamba(spec, launcher)
-    return MambaOp(spec)

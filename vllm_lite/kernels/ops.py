@@ -1,6 +1,6 @@
 """The small operations between matrix products: what each computes, in plain torch, the reference of all others.
 
-`ops_for(device)` gives the fastest implementation that a device has. All write into preallocated outputs.
+`select.ops_for(device)` gives the fastest implementation that a device has. All write into preallocated outputs.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,6 @@ import torch
 from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from vllm_lite.checkpoint.activation import Activation
-from vllm_lite.kernels import cpu
 from vllm_lite.kernels.routing import Chosen, Routing, choose
 
 
@@ -221,18 +220,3 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": relu,
     "relu2": lambda x: relu(x).square(),
 }
-
-
-def ops_for(device: torch.device) -> Ops:
-    """Make the best implementation for `device`."""
-    if device.type == "cpu" and cpu.available():
-        from vllm_lite.kernels.cpu.fused import CpuOps  # which is built on this module
-
-        return CpuOps()
-    if device.type == "cuda":
-        from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
-        from vllm_lite.kernels.cuda.fused import CudaOps  # which is built on this module
-
-        if (launcher := default_launcher()) is not None:
-            return CudaOps(launcher)
-    return TorchOps()

@@ -10,7 +10,6 @@ from torch.nn.functional import conv1d, silu
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm_lite.kernels.cuda.launcher import Launcher
 
 CHUNK = 64
 """Tokens that are computed together where there is no kernel."""
@@ -178,19 +177,3 @@ class TwoCalls(SegmentedOp[Spec, Parts, Weights]):
         x: torch.Tensor = parts._asdict()["mixed"]
         self.convolution(x, None, Taps(weights.conv, weights.conv_bias), kept, segments, mixed)
         self.scan_all(parts, weights, matrices, segments, mixed, out)
-
-
-def native_available(device: torch.device) -> bool:
-    """Whether kernels of the CPU can be called."""
-    from vllm_lite.kernels.cpu import available
-
-    return device.type == "cpu" and available()
-
-
-def launcher_of(device: torch.device) -> "Launcher | None":
-    """What launches kernels on a GPU; None elsewhere, and where none can be compiled."""
-    if device.type != "cuda":
-        return None
-    from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
-
-    return default_launcher()

@@ -3,7 +3,7 @@
 import torch
 
 from vllm_lite.checkpoint.short_conv import ShortConvSpec
-from vllm_lite.kernels.recurrent import Convolution, Segments, Taps, convolve, launcher_of, native_available
+from vllm_lite.kernels.recurrent import Convolution, Segments, Taps, convolve
 
 
 class ShortConvOp:
@@ -55,18 +55,3 @@ class ConvolvedOp(ShortConvOp):
         """As ShortConvOp's."""
         b, c, x = projected.chunk(3, dim=1)
         self.convolution(x, (b, c), Taps(weight), states.unflatten(1, self.spec.conv_shape), segments, out)
-
-
-def short_conv_op(spec: ShortConvSpec, device: torch.device, dtype: torch.dtype) -> ShortConvOp:
-    """The fastest implementation that a device has."""
-    if native_available(device):
-        from vllm_lite.kernels.cpu.short_conv import NativeShortConv
-
-        if NativeShortConv.supports(dtype):
-            return NativeShortConv(spec)
-    if (launcher := launcher_of(device)) is not None:
-        from vllm_lite.kernels.cuda.recurrent import LaunchedConvolution
-
-        if LaunchedConvolution.supports(spec.conv_size):
-            return ConvolvedOp(spec, LaunchedConvolution(launcher))
-    return ShortConvOp(spec)

@@ -10,7 +10,8 @@ from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.ops import HeadNormWeights, ops_for
+from vllm_lite.kernels.ops import HeadNormWeights
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import HeadRows, Rows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.qk_norm import HeadNorms, QKNorm, make_qk_norm

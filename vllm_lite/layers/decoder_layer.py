@@ -11,7 +11,7 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.attention_block import Attention, AttentionBlock
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.experts import SparseMLP

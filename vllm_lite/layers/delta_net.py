@@ -8,7 +8,8 @@ import torch
 
 from vllm_lite.checkpoint.delta_net import DeltaNetSpec, Projections
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.delta_rule import DeltaNetWeights, delta_net_op
+from vllm_lite.kernels.delta_rule import DeltaNetWeights
+from vllm_lite.kernels.select import delta_net_op
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.recurrent import RecurrentBlock
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot

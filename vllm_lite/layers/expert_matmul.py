@@ -8,9 +8,9 @@ import torch
 from vllm_lite.checkpoint.activation import Activation
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.experts import PackedExperts
-from vllm_lite.kernels.ops import ops_for
 from vllm_lite.kernels.routing import Chosen
-from vllm_lite.layers.matmul import DenseMatmul, Matmul, NativeMatmul
+from vllm_lite.kernels.select import ops_for
+from vllm_lite.layers.matmul import Matmul, NativeMatmul
 
 
 class ExpertSizes(NamedTuple):
@@ -70,24 +70,3 @@ class NativeExperts:
 
     def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
         self.packed.forward(x, chosen, out)
-
-
-def make_expert_matmul(gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes: ExpertSizes) -> ExpertMatmul:
-    """The best for these weights; one of each for every expert that the rank holds."""
-    native = [[each for each in part if isinstance(each, NativeMatmul)] for part in (gate_up, down)]
-    if gate_up and all(len(part) == len(gate_up) and _are_alike(part) for part in native):
-        return NativeExperts(native[0], native[1], sizes)
-    if any(isinstance(each, DenseMatmul) and each.weight.is_cuda for each in gate_up):
-        from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
-        from vllm_lite.layers.stacked_experts import stacked_experts  # which no other device needs
-
-        launcher = default_launcher()
-        stacked = None if launcher is None else stacked_experts(gate_up, down, sizes, launcher)
-        if stacked is not None:
-            return stacked
-    return LoopedExperts(gate_up, down, sizes)
-
-
-def _are_alike(weights: Sequence[NativeMatmul]) -> bool:
-    """Not where a checkpoint quantizes some experts and others not, or otherwise."""
-    return len({each.packed.kind for each in weights}) == 1

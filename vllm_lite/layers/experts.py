@@ -4,7 +4,7 @@ The outputs of a token's experts, of the shared MLP and of the other ranks are o
 share an MLP, by columns and rows, or, where `Shard.expert_parallel` says so, each has some of the experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -13,13 +13,16 @@ import torch
 
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.routing import Routing
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import ExpertRows, Rows
-from vllm_lite.layers.expert_matmul import ExpertMatmul, ExpertSizes, make_expert_matmul
+from vllm_lite.layers.expert_matmul import ExpertMatmul, ExpertSizes, LoopedExperts, NativeExperts
 from vllm_lite.layers.linear import Linear
+from vllm_lite.layers.matmul import DenseMatmul, Matmul, NativeMatmul
 from vllm_lite.layers.mlp import GatedNames, first_names, first_rows
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.stacked_experts import stacked_experts
 from vllm_lite.layers.stacked_weights import StackMemory
 from vllm_lite.layers.weight_form import DENSE, LinearShape, WidenedForm
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
@@ -227,3 +230,21 @@ class SparseMLP:
         yield from self.experts.weight_groups(prefix)
         if self.shared is not None:
             yield from self.shared.weight_groups(prefix)
+
+
+def make_expert_matmul(gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes: ExpertSizes) -> ExpertMatmul:
+    """The best for these weights; one of each for every expert that the rank holds."""
+    native = [[each for each in part if isinstance(each, NativeMatmul)] for part in (gate_up, down)]
+    if gate_up and all(len(part) == len(gate_up) and _are_alike(part) for part in native):
+        return NativeExperts(native[0], native[1], sizes)
+    if any(isinstance(each, DenseMatmul) and each.weight.is_cuda for each in gate_up):
+        launcher = default_launcher()
+        stacked = None if launcher is None else stacked_experts(gate_up, down, sizes, launcher)
+        if stacked is not None:
+            return stacked
+    return LoopedExperts(gate_up, down, sizes)
+
+
+def _are_alike(weights: Sequence[NativeMatmul]) -> bool:
+    """Not where a checkpoint quantizes some experts and others not, or otherwise."""
+    return len({each.packed.kind for each in weights}) == 1

@@ -17,7 +17,7 @@ from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.latent import LatentSpec
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import HeadRows, LatentRows, Rows
 from vllm_lite.layers.head_matmul import HeadMatmul, make_head_matmul
 from vllm_lite.layers.linear import Linear

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 

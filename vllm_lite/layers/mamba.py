@@ -6,8 +6,9 @@ import torch
 
 from vllm_lite.checkpoint.mamba import MambaSpec
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.mamba import MambaWeights, mamba_op
-from vllm_lite.kernels.ops import WideNormWeights, ops_for
+from vllm_lite.kernels.mamba import MambaWeights
+from vllm_lite.kernels.ops import WideNormWeights
+from vllm_lite.kernels.select import mamba_op, ops_for
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.recurrent import RecurrentBlock

@@ -7,7 +7,7 @@ import torch
 
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_slot import WeightGroup

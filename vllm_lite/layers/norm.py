@@ -5,7 +5,8 @@ from typing import Protocol
 import torch
 
 from vllm_lite.checkpoint.model_spec import NormSpec
-from vllm_lite.kernels.ops import WideNormWeights, ops_for
+from vllm_lite.kernels.ops import WideNormWeights
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 
 

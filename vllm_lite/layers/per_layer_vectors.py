@@ -6,7 +6,7 @@ import torch
 from msgspec.structs import replace
 
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import PerLayerRows, Rows
 from vllm_lite.layers.norm import WideNorm
 from vllm_lite.layers.parts import Parts

@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.ops import HeadNormWeights, Ops, WideNormWeights, ops_for
+from vllm_lite.kernels.ops import HeadNormWeights, Ops, WideNormWeights
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import HeadRows
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.parts import Parts

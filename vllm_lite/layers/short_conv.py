@@ -6,7 +6,7 @@ import torch
 
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.short_conv import ShortConvSpec
-from vllm_lite.kernels.short_conv import short_conv_op
+from vllm_lite.kernels.select import short_conv_op
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.recurrent import RecurrentBlock
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack

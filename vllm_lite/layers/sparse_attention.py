@@ -17,7 +17,8 @@ from vllm_lite.checkpoint.latent import LatentSpec
 from vllm_lite.checkpoint.model_spec import NormSpec
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels.ops import Rotation, ops_for
+from vllm_lite.kernels.ops import Rotation
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import HeadRows, Rows
 from vllm_lite.layers.latent_attention import LatentAttention
 from vllm_lite.layers.norm import WideNorm

@@ -17,8 +17,8 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensor_names import is_ignored
-from vllm_lite.kernels.ops import ops_for
 from vllm_lite.kernels.recurrent import Segments
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.attention_block import Attention
 from vllm_lite.layers.buffers import Buffers, Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer

@@ -15,7 +15,7 @@ from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import EncoderSpec
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ConfigError, ProtocolError
-from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import Buffers, Rows
 from vllm_lite.layers.encoder_layer import EncoderLayer
 from vllm_lite.layers.learned_positions import LearnedPositions

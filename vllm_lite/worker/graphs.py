@@ -45,7 +45,7 @@ from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.runtime import log
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.forward import EagerForward, Forward
-from vllm_lite.worker.process import no_garbage_collection
+from vllm_lite.worker.progress import no_garbage_collection
 
 logger = log.get(__name__)
 

@@ -26,7 +26,7 @@ from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.pieces import PieceCapture, PiecewiseForward
-from vllm_lite.worker.process import Progress
+from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.sampling.ranked_sampler import TokenSampler, sampler_of
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, row_params
 

@@ -12,8 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -42,6 +41,7 @@ from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, connect, finish
 from vllm_lite.transport.interface import poller
 from vllm_lite.worker.membership import Membership
+from vllm_lite.worker.progress import Progress, no_garbage_collection
 
 if TYPE_CHECKING:
     from vllm_lite.worker.worker import Worker
@@ -78,23 +78,6 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
         member.close()
         connection.close()
     return 0
-
-
-class Progress:
-    """A counter that grows with every layer computed, shard loaded and step done, to show that a worker is not hung.
-
-    The worker's thread writes it, the heartbeat's thread reads it.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.is_idle = False
-        """It waits for the engine's next message."""
-        self.expert_tokens: Callable[[], list[list[int]]] | None = None
-        """What WorkerHeartbeat says of the experts; None if that is not counted here."""
-
-    def advance(self) -> None:
-        self.count += 1
 
 
 class WorkerLoop:
@@ -310,17 +293,6 @@ def _import_worker() -> "type[Worker]":
 
         gc.freeze()
     return Worker
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def process_main(settings: WorkerSettings, stop: Wakeup) -> int:

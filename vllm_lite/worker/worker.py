@@ -28,7 +28,7 @@ from vllm_lite.checkpoint.sizing import (
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ModelError, ProtocolError
 from vllm_lite.kernels.cpu.file_packer import FilePacker
-from vllm_lite.kernels.recurrent_ops import is_graph_safe
+from vllm_lite.kernels.select import is_graph_safe
 from vllm_lite.layers.lora import AdapterLimits, Adapters
 from vllm_lite.models.registry import Sizes, build, examine
 from vllm_lite.models.weight_source import open_source
@@ -49,7 +49,7 @@ from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, 
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.overlap import Overlap, run_ahead
 from vllm_lite.worker.pieces import PieceCapture
-from vllm_lite.worker.process import Progress
+from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.sampling.drafter import drafter_of
 from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 from vllm_lite.worker.step_parts.adapter_cache import AdapterCache

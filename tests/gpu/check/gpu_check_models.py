@@ -11,8 +11,7 @@ import torch
 from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.config import EngineConfig
-from vllm_lite.kernels import cpu
-from vllm_lite.kernels import ops as ops_module
+from vllm_lite.kernels import cpu, select
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.layers import gpu_matmul, onednn
 from vllm_lite.protocol.control import Start
@@ -21,7 +20,7 @@ from vllm_lite.worker import model_runner
 from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.memory.profile import MemoryProfile, profile_memory
-from vllm_lite.worker.process import Progress
+from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.worker import Worker
 
 _8B: dict[str, Any] = {
@@ -94,7 +93,7 @@ def launch_with(launcher: Any) -> None:
     """Have this process's workers give a CPU's kernels, as a GPU's, to `launcher`."""
     replaced: dict[str, tuple[Any, Any]] = {
         "select_backend": (worker_module, lambda shape, _: CudaBackend(shape, launcher)),
-        "TorchOps": (ops_module, lambda: CudaOps(launcher)),
+        "TorchOps": (select, lambda: CudaOps(launcher)),
         "available": (cpu, lambda: False),
         "pack": (onednn, lambda _: None),
         "launcher_for": (gpu_matmul, lambda dtype, _: launcher if dtype in gpu_matmul.DTYPES else None),

@@ -16,7 +16,7 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensor_names import is_ignored
 from vllm_lite.checkpoint.tied_head import has_own_head
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels.ops import ops_for
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler

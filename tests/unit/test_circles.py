@@ -1,0 +1,67 @@
+"""No circles: following imports, those inside functions too, never leads from a module back to it."""
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def modules() -> dict[str, ast.Module]:
+    """All modules of the package, parsed, by name."""
+    found = {}
+    for path in sorted((ROOT / "vllm_lite").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+    return found
+
+
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes that run: not those for type checkers alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield other
+                yield from runtime_nodes(other)
+            continue
+        yield child
+        yield from runtime_nodes(child)
+
+
+def imports_of(tree: ast.Module, names: Iterable[str]) -> set[str]:
+    """The modules among `names` that one imports; `from package import module` imports the module alone."""
+    known, found = set(names), set[str]()
+    for node in runtime_nodes(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & known
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & known
+            if inner - known and node.module in known:
+                found.add(node.module)
+    return found
+
+
+def circle(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Modules of which each imports the one before it, the first the last; [] if there are none."""
+    try:
+        TopologicalSorter({name: imports_of(tree, trees) - {name} for name, tree in trees.items()}).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def test_no_imports_go_round() -> None:
+    assert circle(modules()) == []
+
+
+def test_circles_are_seen() -> None:
+    def trees(**sources: str) -> dict[str, ast.Module]:
+        return {f"p.{name}": ast.parse(source) for name, source in sources.items()}
+
+    assert circle(trees(a="from p import b", b="def f():\n    from p.a import x"))
+    assert circle(trees(a="import p.b", b="from p.c import y", c="from p import a"))
+    assert not circle(trees(a="from p.b import x", b="if TYPE_CHECKING:\n    from p.a import X"))
+    assert not circle(trees(a="from p.b import x", b="import p.c", c="from os import path"))
