@@ -77,6 +77,16 @@ def test_texts(server: Server, backend: str, tmp_path: Path) -> None:
     assert not result.keys() & LISTS
 
 
+def test_chats_of_random_tokens_need_no_tokenizer(server: Server, tmp_path: Path) -> None:
+    """The server says what text they are."""
+    flags = ["--backend", "openai-chat", "--num-prompts", "3", "--random-input-len", "20", "--random-output-len", "4"]
+    assert bench(server, *flags, "--ignore-eos", "--save-result", "--result-dir", str(tmp_path)) == 0
+    (file,) = tmp_path.iterdir()
+    result = json.loads(file.read_text())
+    assert (result["completed"], result["total_output_tokens"]) == (3, 12)
+    assert result["total_input_tokens"] > 3 * 10
+
+
 def test_what_the_server_refuses(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(server, "--num-prompts", "2", "--model", "nobody") == 1
     said = capsys.readouterr()

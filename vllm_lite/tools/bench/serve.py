@@ -30,7 +30,7 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.bench.serve_client import ENDPOINTS, Endpoint, Outcome
 from vllm_lite.tools.bench.serve_datasets import DatasetOptions, LoadItem, make_requests
-from vllm_lite.tools.bench.serve_http import HttpClient
+from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
 from vllm_lite.tools.bench.serve_result import DETAILS, summarize
 
 PROBES = 8
@@ -63,6 +63,12 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     show_progress: bool = False
 
 
+class _Detokenized(msgspec.Struct):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
 class ServeRun(msgspec.Struct, frozen=True):
     """`result` has vLLM's keys; `cpu_s` is what this client itself took while it measured."""
 
@@ -81,12 +87,12 @@ async def _run(options: ServeOptions) -> ServeRun:
     endpoint = options.endpoint or ENDPOINTS[options.backend]
     tokenizer = load_tokenizer(options)
     requests = make_requests(options.dataset, tokenizer)
-    if endpoint.endswith("chat/completions") and not all(isinstance(request.prompt, str) for request in requests):
-        raise ConfigError("a chat is made of text, these prompts are token ids; give --tokenizer FOLDER")
     _allow_sockets(len(requests))
     client = HttpClient(options.base_url, options.headers, check_tls=not options.insecure)
     try:
         model = options.served_model_name or options.model or await Endpoint(client, endpoint, {}, timeout_s=0).model()
+        if endpoint.endswith("chat/completions"):
+            requests = [await _as_text(client, model, request) for request in requests]
         api = Endpoint(client, endpoint, {"model": model, **options.sampling}, timeout_s=options.request_timeout_s)
         if options.num_warmups:
             warmups = [requests[place % len(requests)] for place in range(options.num_warmups)]
@@ -119,6 +125,20 @@ async def _run(options: ServeOptions) -> ServeRun:
         **summarize(outcomes, duration_s, options.percentiles, options.goodput),
     }
     return ServeRun(result, [outcome for outcome in outcomes if not outcome.error], cpu_s)
+
+
+async def _as_text(client: HttpClient, model: str, request: LoadItem) -> LoadItem:
+    """A chat is made of text: have the server say that of token ids. Its usage counts the tokens. Raises ConfigError
+    for a server that cannot."""
+    if isinstance(request.prompt, str):
+        return request
+    body = msgspec.json.encode({"model": model, "tokens": request.prompt})
+    try:
+        text = msgspec.json.decode(await client.post("/detokenize", body), type=_Detokenized).prompt
+    except (HttpError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        text = f"a chat is made of text, these prompts are token ids, and the server's /detokenize fails ({error})"
+        raise ConfigError(f"{text}; give --tokenizer FOLDER") from error
+    return msgspec.structs.replace(request, prompt=text, input_len=0)
 
 
 def load_tokenizer(options: ServeOptions) -> Tokenizer | None:
