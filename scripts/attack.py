@@ -9,6 +9,7 @@ The exit status is 1 if an attack took more than the bars, or was answered other
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +29,14 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.http_server import serving
+from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.http.body import MAX_BYTES, MAX_COMMAS, MAX_NESTED
 
 MAX_MB, MAX_MS = 100.0, 100.0
 """Memory that an attack may take, and how long it may hold up the loop."""
 MB = 1_000_000
+SETTLE_S = 30.0
+"""How long a fresh server's memory may still grow by itself."""
 PROBE = """
 import http.client, sys, time
 longest, end = 0.0, time.monotonic() + float(sys.argv[3])
@@ -67,7 +72,14 @@ class Target:
     other_key: str
     pid: int | None
     admin_key: str = ""
+    largest: int = MAX_BYTES
+    """Bytes of the longest body that the server takes."""
     rows: list[Row] = field(default_factory=list)
+
+    @property
+    def long(self) -> int:
+        """Bytes of a text that nearly fills a body."""
+        return self.largest - 16_384
 
     def client(self, key: str | None = None) -> httpx.Client:
         key = self.key if key is None else key
@@ -135,6 +147,9 @@ class Target:
                 reader.join()
 
 
+Attack = Callable[[Target], None]
+
+
 def thought(num_bytes: int) -> dict[str, Any]:
     """An item that takes room in the store, and none in the prompt."""
     text = {"type": "reasoning_text", "text": "x" * num_bytes}
@@ -169,36 +184,33 @@ def expect(*statuses: int) -> Callable[[Counter[int]], str]:
 
 def references(target: Target) -> None:
     with target.client() as http:
-        _, names = stored(http, thought(28 * MB), thought(10))
+        _, names = stored(http, thought(target.long), thought(10))
         refer = [{"type": "item_reference", "id": names[1]}] * 400
         body = {"input": [*refer, {"role": "user", "content": "Hi."}], "max_output_tokens": 1}
-        target.measure("400 references to 28 MB", lambda: Counter([ask(http, body)]), expect(200))
+        target.measure("400 references to the longest response", lambda: Counter([ask(http, body)]), expect(200))
         refer = [{"type": "item_reference", "id": names[0]}] * 40
         body = {**body, "input": [*refer, {"role": "user", "content": "Hi."}]}
-        target.measure("40 references to an item of 28 MB", lambda: Counter([ask(http, body)]), expect(400))
+        target.measure("40 references to the longest item", lambda: Counter([ask(http, body)]), expect(400))
 
 
 def conversations(target: Target) -> None:
     with target.client() as http:
-        name, _ = stored(http, thought(24 * MB))
+        name, _ = stored(http, thought(target.long))
         body = {"input": "And?", "previous_response_id": name, "max_output_tokens": 1}
 
-        def attack() -> Counter[int]:
-            with ThreadPoolExecutor(16) as pool:
-                return Counter(pool.map(lambda _: ask(http, body), range(16)))
-
-        target.measure("16 conversations of 24 MB at once", attack, expect(200, 429))
-        later, _ = stored(http, previous_response_id=stored(http, thought(15 * MB))[0])
+        target.measure("16 of the longest conversations at once", lambda: at_once(http, body), expect(200, 429))
+        half = thought(target.long // 2)
+        later, _ = stored(http, previous_response_id=stored(http, half)[0])
         path = f"/v1/responses/{later}/input_items?limit=1"
 
         def pages() -> Counter[int]:
             return Counter(http.get(path).status_code for _ in range(12))
 
-        target.measure("12 pages of one item of 15 MB", pages, expect(200))
+        target.measure("12 pages of one long item", pages, expect(200))
 
 
 def queued(target: Target) -> None:
-    body = {"input": [thought(24 * MB), {"role": "user", "content": "Hi."}], "background": True}
+    body = {"input": [thought(target.long), {"role": "user", "content": "Hi."}], "background": True}
     slow, names = {"max_output_tokens": 1500, "ignore_eos": True}, list[str]()
     with target.client() as http:
 
@@ -208,7 +220,7 @@ def queued(target: Target) -> None:
             names.extend(answer.json()["id"] for answer in answers if answer.is_success)
             return Counter(answer.status_code for answer in answers)
 
-        target.measure("20 queued bodies of 24 MB", attack, expect(200, 429))
+        target.measure("20 of the longest bodies, queued", attack, expect(200, 429))
         for name in names:
             http.post(f"/v1/responses/{name}/cancel")
 
@@ -216,13 +228,84 @@ def queued(target: Target) -> None:
 def eviction(target: Target) -> None:
     with target.client() as http, target.client(target.other_key) as other:
         name, _ = stored(other)
+        count = ServeConfig().responses_store_bytes // target.long + 2
 
         def attack() -> Counter[int]:
-            for _ in range(5):
-                stored(http, thought(20 * MB))
+            for _ in range(count):
+                stored(http, thought(target.long))
             return Counter([other.get(f"/v1/responses/{name}").status_code])
 
-        target.measure("5 answers of 20 MB, and another key's", attack, expect(200))
+        target.measure(f"{count} of the longest answers, and another key's", attack, expect(200))
+
+
+# ---- bodies
+
+
+CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
+COSTLY: dict[str, tuple[str, Callable[[int], Any]]] = {
+    "of one text": (CHAT, lambda size: chat("x" * size)),
+    "of one wide text": (CHAT, lambda size: chat("x" * size + WIDE)),
+    "of one wide thought": (CHAT, lambda size: chat("?", reasoning="x" * size + WIDE)),
+    "of lists": (CHAT, lambda size: chat("?", [[]] * min(size // 4, MAX_NESTED - 100))),
+    "of objects": (CHAT, lambda size: chat("?", [{"a": 0}] * min(size // 8, MAX_NESTED // 2 - 100))),
+    "of fields": (CHAT, lambda size: chat("?", {f"{n:x}": 0 for n in range(min(size // 16, MAX_NESTED - 100))})),
+    "of short texts": (CHAT, lambda size: chat("?", ["ab"] * min(size // 6, MAX_COMMAS - 100))),
+    "with too many objects": (CHAT, lambda size: chat("?", [{"a": 0}] * (size // 8))),
+    "of token ids": (TEXTS, lambda size: {"prompt": [1] * min(size // 3, MAX_COMMAS - 100)}),
+    "of prompts": (TEXTS, lambda size: {"prompt": ["ab"] * (size // 6)}),
+}
+"""Long bodies whose content is costly: their path, and how each is made for so many bytes."""
+WIDE = "\N{GRINNING FACE}"
+"""One such character makes all others of a text take 4 bytes."""
+
+
+def chat(text: str, variable: Any = None, reasoning: str | None = None) -> dict[str, Any]:
+    thought_of = [] if reasoning is None else [{"role": "assistant", "content": "", "reasoning": reasoning}]
+    messages = [*thought_of, {"role": "user", "content": text}]
+    return {"messages": messages, "chat_template_kwargs": {"x": variable}}
+
+
+def at_once(http: httpx.Client, body: Any, path: str = "/v1/responses") -> Counter[int]:
+    """Ask sixteen times at once."""
+    data = json.dumps(body, ensure_ascii=False).encode()
+    headers = {"content-type": "application/json"}
+    with ThreadPoolExecutor(16) as pool:
+        return Counter(pool.map(lambda _: http.post(path, content=data, headers=headers).status_code, range(16)))
+
+
+def costly(name: str) -> Attack:
+    path, make = COSTLY[name]
+
+    def attack(target: Target) -> None:
+        body = {**make(target.long), "max_tokens": 1}
+        with target.client() as http:
+            target.measure(f"16 long bodies {name}", lambda: at_once(http, body, path), expect(200, 400, 413, 429))
+
+    return attack
+
+
+def instructions(target: Target) -> None:
+    """The response object, with the instructions in it, is in three events of each stream."""
+    body = {"input": "Hi.", "instructions": "x" * target.long, "stream": True, "background": True}
+    with target.client() as http:
+        target.measure("16 long instructions, streamed", lambda: at_once(http, body), expect(200, 429))
+
+
+def readers(target: Target) -> None:
+    """Streams are stored packed; each reader who does not read has one unpacked."""
+    with target.client() as http:
+        body = {"input": "Hi.", "instructions": "x" * target.long, "background": True, "stream": True}
+        with http.stream("POST", "/v1/responses", json=body) as answer:
+            events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+            name = json.loads(events[0])["response"]["id"]
+
+        def attack() -> Counter[int]:
+            with ExitStack() as opened:
+                path = f"/v1/responses/{name}?stream=true"
+                streams = [opened.enter_context(http.stream("GET", path)) for _ in range(24)]
+                return Counter(stream.status_code for stream in streams)
+
+        target.measure("24 readers of a long stream who read nothing", attack, expect(200, 429))
 
 
 # ---- who may call what
@@ -285,22 +368,43 @@ def adapters(target: Target) -> None:
             )
 
 
-ATTACKS = [references, conversations, queued, eviction, others, proxied, aborts, adapters]
+def warm_up(target: Target) -> None:
+    """Ask each API for a little: what a server loads with its first request no attack has taken."""
+    with target.client() as http:
+        ask(http, {"input": "Hi.", "max_output_tokens": 1})
+        ask(http, {"prompt": "Hi", "max_tokens": 1}, TEXTS)
+        ask(http, chat("Hi") | {"max_tokens": 1}, CHAT)
+    before, end_s = 0.0, time.monotonic() + SETTLE_S
+    while time.monotonic() < end_s and abs((now := target.memory()) - before) > 0.1:  # workers load beside requests
+        before = now
+        time.sleep(0.5)
+
+
+ATTACKS: list[Attack] = [
+    *map(costly, COSTLY),
+    instructions,
+    readers,
+    references,
+    conversations,
+    queued,
+    eviction,
+    others,
+    proxied,
+    aborts,
+    adapters,
+]
 NEED_TWO_KEYS = (eviction, others)
 
 
-def run(target: Target) -> int:
-    for attack in ATTACKS:
-        if attack in NEED_TWO_KEYS and not target.other_key:
-            continue
-        attack(target)
+def show(rows: list[Row]) -> int:
+    """Print the rows. Returns the exit status."""
     print(f"{'attack':<40}{'answers':<22}{'MB':>8}{'ms of the loop':>16}{'s':>8}  problem")
-    for row in target.rows:
+    for row in rows:
         print(
             f"{row.attack:<40}{row.answers:<22}{row.megabytes:>8.1f}{row.milliseconds:>16.1f}{row.took_s:>8.2f}  "
             f"{row.problem or '-'}"
         )
-    return int(any(row.problem for row in target.rows))
+    return int(any(row.problem for row in rows))
 
 
 def main() -> int:
@@ -309,12 +413,23 @@ def main() -> int:
     parser.add_argument("--pid", type=int, help="its process, whose memory is looked at, with its children's")
     parser.add_argument("--key", default="", help="an API key of it")
     parser.add_argument("--other-key", default="", help="another one")
+    parser.add_argument("--largest", type=int, default=Target.largest, help="bytes of the longest body that it takes")
     args = parser.parse_args()
     if args.url is not None:
-        return run(Target(args.url.rstrip("/"), args.key, args.other_key, args.pid))
-    keys = ["--api-key", "sk-one", "--api-key", "sk-two"]
-    with serving("--enable-lora", *keys, "--admin-api-key", "sk-admin") as server:
-        return run(Target(server.url, "sk-one", "sk-two", server.process.pid, "sk-admin"))
+        target = Target(args.url.rstrip("/"), args.key, args.other_key, args.pid, largest=args.largest)
+        for attack in ATTACKS:
+            if target.other_key or attack not in NEED_TWO_KEYS:
+                attack(target)
+        return show(target.rows)
+    rows = list[Row]()
+    flags = ["--enable-lora", "--api-key", "sk-one", "--api-key", "sk-two", "--admin-api-key", "sk-admin"]
+    for attack in ATTACKS:  # each on a fresh server: memory that another attack has left would be taken again unseen
+        with serving(*flags, "--max-request-bytes", str(args.largest)) as server:
+            target = Target(server.url, "sk-one", "sk-two", server.process.pid, "sk-admin", args.largest)
+            warm_up(target)
+            attack(target)
+            rows += target.rows
+    return show(rows)
 
 
 if __name__ == "__main__":

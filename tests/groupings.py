@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tests.response_events import events_in
+from tests.response_events import events_of
 from tests.response_transcripts import MESSAGES, TOOLS, WRITERS
 from tests.scripted import END, tokenizer_of
 from vllm_lite.client.streams.stream import StreamFactory
@@ -260,7 +260,7 @@ def responses(case: Case, cuts: Sequence[int]) -> list[Item]:
     output.finish("completed" if case.reason == "stop" else "incomplete", {})
     parts: dict[int, str] = {}
     scores: dict[int, int] = {}
-    for event in events_in(log.text().decode().splitlines()):
+    for event in events_of(log):
         if event["type"].endswith(".delta"):
             at = event["output_index"]
             parts[at] = parts.get(at, "") + event["delta"]

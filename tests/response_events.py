@@ -2,12 +2,15 @@
 
 import json
 import random
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
 import pydantic
 from openai.types.responses import Response, ResponseCustomToolCall, ResponseStreamEvent
+
+from vllm_lite.server.responses.event_log import EventLog
 
 _EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 _ENDS = {"response.completed", "response.incomplete", "response.failed"}
@@ -101,3 +104,8 @@ def broken_stream(http: httpx.Client, fields: dict[str, Any], chance: random.Ran
         path = f"/responses/{found[0]['response']['id']}?stream=true&starting_after={found[-1]['sequence_number']}"
     check_stream(found)
     return num_breaks
+
+
+def events_of(log: EventLog) -> list[dict[str, Any]]:
+    """All events that a log keeps."""
+    return list(events_in(zlib.decompress(log.packed()).decode().splitlines()))

@@ -451,9 +451,13 @@ def test_what_waits_holds_the_bytes_of_its_body() -> None:
     body: dict[str, Any] = {"model": "demo", "input": [thought, {"role": "user", "content": "Hi."}], "background": True}
     with serving(*SMALL_BODIES) as server, httpx.Client(base_url=server.url, timeout=scaled(60)) as http:
         assert http.post("/pause", params={"mode": "keep"}).status_code == 200
-        waiting = [http.post("/v1/responses", json=body) for _ in range(3)]
-        assert [answer.status_code for answer in waiting] == [200, 200, 429]
-        assert "requests that wait or run keep" in waiting[2].json()["error"]["message"]
+        repeated = body | {"input": "Hi.", "instructions": "x" * 280_000}  # by four events of the stream
+        first, second = (http.post("/v1/responses", json=repeated) for _ in range(2))
+        assert (first.status_code, second.status_code) == (200, 429)
+        assert http.post(f"/v1/responses/{first.json()['id']}/cancel").json()["status"] == "cancelled"
+        waiting = [http.post("/v1/responses", json=body) for _ in range(6)]
+        assert [answer.status_code for answer in waiting] == [200] * 5 + [429]
+        assert "requests that wait or run keep" in waiting[-1].json()["error"]["message"]
         small = http.post("/v1/responses", json=body | {"input": "Hi."})
         assert small.status_code == 200
         cancelled = http.post(f"/v1/responses/{waiting[0].json()['id']}/cancel")

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.server.http.body import MAX_HELD, SMALL_BYTES, BodyReader
+from vllm_lite.server.http.body import MAX_HELD, MAX_KEPT, SMALL_BYTES, BodyReader, memory_of
 from vllm_lite.server.openai.bodies import MAX_MESSAGES
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.responses.earlier import Earlier, is_running, named
@@ -43,7 +43,7 @@ class Kept:
         self.asked.append(response_id)
         return self.records.get(response_id)
 
-    def hold(self, data: bytes | memoryview) -> None:
+    async def hold(self, data: bytes | memoryview) -> None:
         self.num_bytes += len(data)
 
 
@@ -148,26 +148,32 @@ def request() -> Request:
 
 
 def test_what_a_request_takes_counts_as_its_body() -> None:
-    limits, one = reader(), request()
-    for _ in range(7):
-        limits.hold(one, bytes(1 << 17))
-    assert limits.held_bytes == 7 * (1 << 17) - SMALL_BYTES
-    with pytest.raises(ApiError, match=r"with its body, 1179648 bytes .* at most 1048576") as error:
-        limits.hold(one, bytes(1 << 18))
-    assert error.value.status == 400
-    with pytest.raises(ApiError, match="lists, objects and commas") as error:
-        reader(1 << 24).hold(request(), b"[{,," * (1 << 19))
-    assert error.value.status == 400
+    async def main() -> None:
+        limits, one = reader(), request()
+        for _ in range(7):
+            await limits.hold(one, bytes(1 << 17))
+        assert limits.held_bytes == memory_of(one) - SMALL_BYTES == 7 * (1 << 17) - SMALL_BYTES
+        with pytest.raises(ApiError, match=r"with its body, 1179648 bytes.*; at most 1048576") as error:
+            await limits.hold(one, bytes(1 << 18))
+        assert error.value.status == 400
+        with pytest.raises(ApiError, match=r"commas and .* lists, objects and named fields") as error:
+            await reader(1 << 24).hold(request(), b"[{,," * (1 << 19))
+        assert error.value.status == 400
+
+    asyncio.run(main())
 
 
 def test_all_requests_together_take_so_much() -> None:
-    limits = reader()
-    requests = [request() for _ in range(MAX_HELD + 1)]
-    for each in requests[:MAX_HELD]:
-        limits.hold(each, bytes(1 << 20))
-    with pytest.raises(ApiError) as error:
-        limits.hold(requests[-1], bytes(1 << 20))
-    assert error.value.status == 429
+    async def main() -> None:
+        limits = reader()
+        requests = [request() for _ in range(MAX_HELD + 1)]
+        for each in requests[:MAX_HELD]:
+            await limits.hold(each, bytes(1 << 20))
+        with pytest.raises(ApiError) as error:
+            await limits.hold(requests[-1], bytes(1 << 20))
+        assert error.value.status == 429
+
+    asyncio.run(main())
 
 
 def test_what_is_kept_has_room_of_its_own() -> None:
@@ -176,25 +182,27 @@ def test_what_is_kept_has_room_of_its_own() -> None:
     async def main() -> None:
         limits = reader()
         kept = []
-        for _ in range(MAX_HELD):
+        for _ in range(MAX_KEPT):
             one = request()
 
             async def endpoint(one: Request) -> Response:
-                limits.hold(one, bytes(1 << 20))
+                await limits.hold(one, bytes(1 << 20))
                 kept.append(limits.keep(one))
                 return Response()
 
             await limits.holding(endpoint)(one)
-        assert kept == [(1 << 20) - SMALL_BYTES] * MAX_HELD
+        assert kept == [(1 << 20) - SMALL_BYTES] * MAX_KEPT
         assert limits.held_bytes == 0
         another = request()
-        limits.hold(another, bytes(1 << 20))
+        await limits.hold(another, bytes(1 << 20))
         limits.keep(request())  # a small one
-        assert limits.kept_bytes == MAX_HELD * kept[0]
-        limits.kept_bytes += MAX_HELD * SMALL_BYTES  # now it is full
-        with pytest.raises(ApiError, match="requests that wait or run keep 2097152 bytes") as error:
+        assert limits.kept_bytes == MAX_KEPT * kept[0]
+        limits.kept_bytes += MAX_KEPT * SMALL_BYTES  # now it is full
+        with pytest.raises(ApiError, match="requests that wait or run keep 4194304 bytes") as error:
             limits.keep(another)
         assert error.value.status == 429
+        with pytest.raises(ApiError):
+            limits.keep(request(), SMALL_BYTES + 1)  # what is made of a small one counts as well
         limits.release(kept.pop())
         limits.keep(another)
 

@@ -21,7 +21,17 @@ from vllm_lite.client.text.surrogates import without_halves
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http import body as reading
 from vllm_lite.server.http import charsets
-from vllm_lite.server.http.body import MAX_HELD, MAX_VALUES, SMALL_BYTES, BodyReader, decode
+from vllm_lite.server.http.body import (
+    BYTES_PER_TOKEN,
+    MAX_COMMAS,
+    MAX_HELD,
+    MAX_NESTED,
+    SMALL_BYTES,
+    BodyReader,
+    decode,
+)
+from vllm_lite.server.http.body import MAX_BYTES as DEFAULT_BYTES
+from vllm_lite.server.http.weight import NESTED_BYTES
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 
@@ -69,7 +79,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def test_what_is_not_yet_whole_is_bounded_in_sum() -> None:
-    """Two of 40 clients that send nearly whole bodies can; what is held never exceeds the sum."""
+    """Six of 40 clients that send nearly whole bodies can; what is held never exceeds the sum."""
 
     async def main() -> None:
         read = reader()
@@ -90,7 +100,7 @@ def test_what_is_not_yet_whole_is_bounded_in_sum() -> None:
         refused = [result for result in results if isinstance(result, ApiError)]
         assert {error.status for error in refused} == {429}
         assert {error.headers["Retry-After"] for error in refused} == {"1"}
-        assert 36 <= len(refused) < 40
+        assert 40 - 2 * MAX_HELD <= len(refused) <= 40 - MAX_HELD + 2
         assert read.held_bytes == 0
 
     run(main)
@@ -100,7 +110,8 @@ def test_what_is_small_is_always_taken() -> None:
     async def main() -> None:
         read = reader()
         read.held_bytes = MAX_HELD * MAX_BYTES
-        body, _ = await read.read(Sender(prompt_of(SMALL_BYTES), waits=False).request, CompletionBody)
+        small = prompt_of(SMALL_BYTES - 2 * NESTED_BYTES)
+        body, _ = await read.read(Sender(small, waits=False).request, CompletionBody)
         assert isinstance(body.prompt, str)
         with pytest.raises(ApiError) as caught:
             await read.read(Sender(prompt_of(SMALL_BYTES + 1), waits=False).request, CompletionBody)
@@ -131,19 +142,27 @@ def test_a_body_is_held_until_its_route_has_made_something_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [b"[]", b"{}", b'""', b"1", b'{"type":"text"}', b"[[[]]]"],
+    ("value", "most"),
+    [
+        (b"[]", MAX_NESTED),
+        (b"{}", MAX_NESTED),
+        (b'""', MAX_COMMAS),
+        (b"1", MAX_COMMAS),
+        (b'{"type":"text"}', MAX_NESTED // 2),
+        (b"[[[]]]", MAX_NESTED // 3),
+    ],
     ids=["lists", "dicts", "texts", "ints", "parts", "deep"],
 )
-def test_values_are_counted_before_they_are_made(value: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_counted_before_they_are_made(value: bytes, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has too many is not decoded, and no more of it is kept."""
 
     async def main() -> None:
         read = BodyReader(ServeConfig(max_request_bytes=32 << 20))
         kept: list[int] = []
         monkeypatch.setattr(reading, "decode", lambda *_: kept.append(1))
-        sender = Sender(b'{"prompt":[' + b",".join([value] * (MAX_VALUES + 1)) + b"]}", waits=False)
-        with pytest.raises(ApiError, match=f"at most {MAX_VALUES} lists, objects and commas") as caught:
+        sender = Sender(b'{"prompt":[' + b",".join([value] * (most + 2)) + b"]}", waits=False)
+        text = f"at most {MAX_COMMAS} commas and {MAX_NESTED} lists, objects and named fields outside of its texts"
+        with pytest.raises(ApiError, match=text) as caught:
             await read.read(sender.request, CompletionBody)
         assert caught.value.status == 413
         assert kept == []
@@ -154,10 +173,16 @@ def test_values_are_counted_before_they_are_made(value: bytes, monkeypatch: pyte
 
 def test_a_context_of_more_tokens_may_be_asked_for_whole() -> None:
     async def main() -> None:
-        data = b'{"prompt":[' + b",".join([b"1"] * (MAX_VALUES + 10)) + b"]}"
-        read = BodyReader(ServeConfig(max_request_bytes=32 << 20), max_model_len=2 * MAX_VALUES)
+        num_tokens = 2 * MAX_COMMAS
+        data = b'{"prompt":[' + b",".join([b"123456"] * num_tokens) + b"]}"
+        assert len(data) > DEFAULT_BYTES
+        read = BodyReader(ServeConfig(), max_model_len=num_tokens)
         body, _ = await read.read(Sender(data, waits=False).request, CompletionBody)
-        assert len(body.prompt) == MAX_VALUES + 10
+        assert len(body.prompt) == num_tokens
+        longer = b'{"prompt":"' + b"x" * BYTES_PER_TOKEN * num_tokens + b'"}'
+        for most in (num_tokens, 1):
+            with pytest.raises(ApiError, match=r"at most \d+ bytes \(--max-request-bytes\)"):
+                await BodyReader(ServeConfig(), most).read(Sender(longer, waits=False).request, CompletionBody)
 
     run(main)
 

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 
 from tests.client_tools import AGENTS, ANY_ITEM, DEEP, PATCH, SEARCH
-from tests.response_events import check_stream, checked, events_in
+from tests.response_events import check_stream, checked, events_of
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.text.response.pieces import CallDelta
 from vllm_lite.server.openai.bodies import warned
@@ -243,7 +243,7 @@ def test_each_kind_of_call_is_written_and_streamed() -> None:
     tokens = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
     details = {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
     output.finish("completed", {**tokens, **details, "output_tokens_details": {"reasoning_tokens": 0}})
-    found = check_stream(list(events_in(log.text().decode().splitlines())))["output"]
+    found = check_stream(events_of(log))["output"]
     assert [item["id"].split("_")[0] for item in found] == ["fc", "ctc", "lsh", "sh", "tsc", "fc", "ctc"]
     assert (found[0]["name"], found[0]["namespace"], found[0]["arguments"]) == ("spawn", "agents", '{"a": 1}')
     assert (found[1]["name"], found[1]["input"]) == ("apply_patch", "*** \N{LATIN SMALL LETTER E WITH ACUTE}")

@@ -48,7 +48,8 @@ class Here:
     )
     takes_tools = True
 
-    async def render(self, chat: Render, _: Callable[[], Awaitable[bool]]) -> Rendered:
+    async def render(self, chat: Render, _: Callable[[], Awaitable[bool]], num_bytes: int = 0) -> Rendered:
+        del num_bytes
         made = self.template.rendering(
             chat.messages,
             add_generation_prompt=chat.add_generation_prompt,

@@ -90,8 +90,9 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Count | None, Meta(description="prompt tokens of requests without a first token yet; more are refused (429)")
     ] = None
     max_request_bytes: Annotated[
-        int, Meta(ge=1, description="longest body of a request; all that are on their way may have twice as much")
-    ] = 32 * 1024 * 1024
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="longest body of a request (default: 4M, or 8 bytes for each token of the context)"),
+    ] = None
     header_timeout_s: Annotated[float, Meta(gt=0, description="time for the headers of a request")] = 10.0
     body_timeout_s: Annotated[float, Meta(gt=0, description="time for the body of a request")] = 60.0
     write_timeout_s: Annotated[float, Meta(gt=0, description="time a client may leave what it is sent unread")] = 60.0
@@ -104,7 +105,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Meta(description="SQLite file that keeps the answers of /v1/responses (default: memory, for each API server)"),
     ] = None
     responses_store_bytes: Annotated[Count, Meta(description="how much of them is kept; beyond that the oldest go")] = (
-        64 * 1024 * 1024
+        32 * 1024 * 1024
     )
     shutdown_timeout: Annotated[
         float, Meta(ge=0, description="seconds that running requests may take to end after SIGTERM")

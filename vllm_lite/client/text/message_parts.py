@@ -19,12 +19,14 @@ UNREADABLE = ("redacted_thinking",)
 
 MAY_BE_EMPTY = ("assistant", "tool", "function")
 """Roles whose messages may have null in the place of a content: calls alone, and tools that answer nothing."""
+THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""Names that templates know the thought before an answer by."""
 
 
 def reasoning_fields(thought: str, *, calls_behind_text: bool = False) -> dict[str, str]:
     """Reasoning before an answer, under the names that templates know it by. That of gpt-oss calls it `thinking` and
     refuses it where the answer has both a text and calls."""
-    names = ["reasoning_content", "reasoning", *([] if calls_behind_text else ["thinking"])]
+    names = THOUGHT_NAMES[:-1] if calls_behind_text else THOUGHT_NAMES
     return dict.fromkeys(names, thought) if thought else {}
 
 

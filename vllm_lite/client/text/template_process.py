@@ -12,12 +12,14 @@ import gc
 import resource
 import signal
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from vllm_lite.client.text.chat_template import ChatTemplate
 from vllm_lite.client.text.left_out import LeftOut
+from vllm_lite.client.text.message_parts import THOUGHT_NAMES
 from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 from vllm_lite.runtime.supervise import run_child
@@ -28,6 +30,8 @@ MAX_CPU_S = 1.0
 MAX_COMPILE_S = 3.0
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
 """Address space of the process."""
+MAX_LOOKED_AT_BYTES = 1024 * 1024
+"""Longer chats are not rendered once more to see what is not in the prompt: their copies take memory."""
 MAX_FRAME_BYTES = 1024 * 1024 * 1024
 LIMIT = f"a rendering may take {MAX_CPU_S:g} s of processor time and {MAX_MEMORY_BYTES >> 20} MiB of memory"
 LENGTH_BYTES = 4
@@ -40,7 +44,10 @@ class RenderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Render(msgspec.Struct, frozen=True):
-    """The arguments of ChatTemplate.rendering. A text of more than `max_chars` is refused."""
+    """The arguments of ChatTemplate.rendering. A text of more than `max_chars` is refused.
+
+    `alike` has, by the place of a message, further names of its thought, which is sent under one name alone.
+    """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
@@ -48,6 +55,23 @@ class Render(msgspec.Struct, frozen=True):
     variables: dict[str, Any]
     max_chars: int
     tools: list[dict[str, Any]] | None = None
+    alike: dict[int, list[str]] = {}
+
+    def without_copies(self) -> "Render":
+        """Leave out what complete() puts back."""
+        alike = {place: names for place, message in enumerate(self.messages) if (names := _alike(message))}
+        messages = [
+            {name: value for name, value in message.items() if name not in alike.get(place, ())}
+            for place, message in enumerate(self.messages)
+        ]
+        return msgspec.structs.replace(self, messages=messages, alike=alike) if alike else self
+
+    def complete(self) -> list[dict[str, Any]]:
+        """Return the messages with all names of their thoughts, which share one text."""
+        for place, names in self.alike.items():
+            message = self.messages[place]
+            message.update(dict.fromkeys(names, message[THOUGHT_NAMES[0]]))
+        return self.messages
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
@@ -67,12 +91,21 @@ class RenderRefused(msgspec.Struct, frozen=True, tag=True):
 Answer = Rendered | RenderRefused
 _TOO_MUCH = RenderRefused(f"the model's chat template takes too much: {LIMIT}")
 _PIECE_BYTES = 1 << 20
+_encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: msgspec.Struct) -> bytes:
-    """Encode `message` for the socket."""
-    data = msgspec.msgpack.encode(message)
-    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+def _alike(message: Mapping[str, Any]) -> list[str]:
+    """Name the fields of a message that have the same thought as the first one has."""
+    first, *others = THOUGHT_NAMES
+    return [name for name in others if name in message and message[name] is message.get(first)]
+
+
+def frame(message: msgspec.Struct) -> bytearray:
+    """Encode `message` for the socket, into the frame itself: a second copy of a long chat would be a large one."""
+    data = bytearray(LENGTH_BYTES)
+    _encoder.encode_into(message, data, LENGTH_BYTES)
+    data[:LENGTH_BYTES] = (len(data) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
+    return data
 
 
 def main(settings: RenderSettings, stop: Wakeup) -> int:
@@ -107,16 +140,18 @@ def serve(wire: socket.socket, template: ChatTemplate) -> None:
         wire.sendall(_answer(template, data))
 
 
-def _answer(template: ChatTemplate, data: bytes | bytearray) -> bytes:
-    """Make the frame of the answer here, as encoding takes memory too."""
+def _answer(template: ChatTemplate, data: bytearray) -> bytearray:
+    """Make the frame of the answer here, as encoding takes memory too. `data` is emptied once it is decoded."""
     try:
-        asked = msgspec.msgpack.decode(data, type=Render)
+        asked, looks = msgspec.msgpack.decode(data, type=Render), len(data) <= MAX_LOOKED_AT_BYTES
+        data.clear()
         made = template.rendering(
-            asked.messages,
+            asked.complete(),
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
             variables=asked.variables,
             tools=asked.tools,
+            looks=looks,
         )
         size = len(made.text)
         if size <= asked.max_chars:

@@ -5,6 +5,8 @@ framing.py     offers of other protocols, clients of HTTP/1.0
 callers.py     names that the server answers to, web pages, proxies
 auth.py        API keys, request ids
 body.py        reads and decodes a body, within limits
+weight.py      memory that a body takes, from its bytes as they come
+long_work.py   goes through long bodies beside the loop, one at a time
 unpack.py      packed bodies
 charsets.py    bodies that are not in UTF-8
 paths.py       paths as clients write them

@@ -1,10 +1,11 @@
 """Reads bodies: how much of them, for how long, and into what they are decoded.
 
-What decoding makes of a body can be far larger than the body: a list that holds nothing is two bytes of it and 80 of
-memory. So it is counted, while the body comes, how many values it can hold at most.
+What decoding makes of a body can be far larger than the body. So it is weighed while it comes (weight.py): how much
+structure one may have is bounded, and how much memory all of them may take that are being read and decoded.
 """
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
@@ -16,27 +17,37 @@ from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http.callers import is_page
 from vllm_lite.server.http.charsets import as_utf8
 from vllm_lite.server.http.disconnect import disconnected
+from vllm_lite.server.http.long_work import through
 from vllm_lite.server.http.unpack import unpacked
+from vllm_lite.server.http.weight import Scale, Weight, weighed
 from vllm_lite.server.openai import bodies, decoding
 from vllm_lite.server.openai.bodies import GenerateBody, SamplingFields
 from vllm_lite.server.openai.errors import ApiError
 
 DRAIN_S = 2.0
 """How long a body that is refused is still read, so that its client comes to read the answer."""
-MAX_VALUES = 1 << 20
-"""Lists, objects and commas of a body, or tokens of a context if those are more; those in texts are counted as well, as
-that is what can be counted fast. As many take up to 80 MB and 100 ms."""
+MAX_BYTES = 4 * 1024 * 1024
+"""Longest body where the settings say nothing. Rendering one whose texts are wide takes about 60 MB."""
+BYTES_PER_TOKEN = 8
+"""As much more of a body is taken for each token of a context that is longer than MAX_BYTES would do."""
+MAX_COMMAS = 300_000
+"""Outside of texts, or tokens of a context if those are more. As many short texts take 20 MB."""
+MAX_NESTED = 100_000
+"""Lists, objects and named fields. As many take up to 13 MB."""
 SMALL_BYTES = 64 * 1024
-"""So much of each body is always taken."""
-MAX_HELD = 2
-"""Bodies of the longest kind that may be held at a time, by all clients together, beyond what of each is small."""
-BIG_BYTES = 256 * 1024
-"""Longer bodies are decoded in a thread."""
+"""Memory that is always taken for each body."""
+SLICE_BYTES = 64 * 1024
+"""Weighed in one go, in 0.5 ms."""
+MAX_HELD = 6
+"""Bodies of the longest kind that may be held at a time, by all clients together, beyond what of each is small. One
+whose memory is more than all of that is taken if nothing else is held."""
+MAX_KEPT = 4
+"""The same of those that are kept while their requests wait and run."""
 RETRY_AFTER_S = 1
 _HELD = "vllm_lite.held_bytes"
 """In a request's scope: how many of the held bytes are its own."""
 _SIZE = "vllm_lite.request_size"
-"""In a request's scope: bytes and values of its body, and of what it takes from what the server keeps."""
+"""In a request's scope: the weight of its body, and of what it takes from what the server keeps."""
 
 B = TypeVar("B", bound=msgspec.Struct)
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -46,17 +57,18 @@ class BodyReader:
     """Reads and decodes bodies, within limits for each and for all at a time. Every method raises ApiError."""
 
     def __init__(self, config: ServeConfig, max_model_len: int = 0) -> None:
-        self._max_bytes = config.max_request_bytes
-        self._max_values = max(MAX_VALUES, max_model_len + SMALL_BYTES)
+        self._max_bytes = config.max_request_bytes or max(MAX_BYTES, BYTES_PER_TOKEN * max_model_len)
+        self._max_commas = max(MAX_COMMAS, max_model_len + SMALL_BYTES)
         self._timeout_s = config.body_timeout_s
+        self._turn = asyncio.Lock()
         self.held_bytes = 0
-        """Bytes of the bodies that are not yet whole, and of those that are not yet tokenized."""
+        """Memory of the bodies that are not yet whole, and of those that are not yet tokenized."""
         self.kept_bytes = 0
-        """Bytes of bodies that are kept while their requests wait and run. They have as much room of their own: large
-        requests that take long keep no other body from being read."""
+        """Memory of bodies that are kept while their requests wait and run. They have room of their own: large requests
+        that take long keep no other body from being read."""
 
     def holding(self, endpoint: Endpoint) -> Endpoint:
-        """Wrap `endpoint`: when it ends, the bytes of the body that it has read are no longer counted as held."""
+        """Wrap `endpoint`: when it ends, the body that it has read is no longer counted as held."""
 
         async def held(request: Request) -> Response:
             try:
@@ -66,27 +78,30 @@ class BodyReader:
 
         return held
 
-    def hold(self, request: Request, data: bytes | memoryview) -> None:
+    async def hold(self, request: Request, data: bytes | memoryview) -> None:
         """Count `data`, which the request takes from what the server keeps, as a part of its body. Raises ApiError."""
-        num_bytes, num_values = request.scope.get(_SIZE, (0, 0))
-        num_bytes += len(data)
-        num_values += _num_values(bytes(data)) if num_bytes <= self._max_bytes else 0  # what is too long is not read
-        request.scope[_SIZE] = num_bytes, num_values
-        if num_bytes > self._max_bytes or num_values > self._max_values:
+        weight: Weight = request.scope.get(_SIZE, Weight())
+        if weight.num_bytes + len(data) > self._max_bytes:  # what is too long is not read
+            weight = weight.plus(Weight(len(data)))
+        else:
+            weight = weight.plus(await through(len(data), lambda: weighed(data)))
+        request.scope[_SIZE] = weight
+        if weight.num_bytes > self._max_bytes or self._has_too_many(weight):
             text = (
-                f"the earlier responses that this request refers to have, with its body, {num_bytes} bytes and "
-                f"{num_values} lists, objects and commas; at most {self._max_bytes} and {self._max_values} are taken"
+                f"the earlier responses that this request refers to have, with its body, {weight.num_bytes} bytes, "
+                f"{weight.num_commas} commas and {weight.num_nested} lists, objects and named fields; at most "
+                f"{self._max_bytes}, {self._max_commas} and {MAX_NESTED} are taken"
             )
             raise ApiError(400, text)
-        refusal = self._refusal(request, num_bytes, num_values)
+        refusal = self._refusal(request, weight)
         if refusal is not None:
             raise refusal
 
-    def keep(self, request: Request) -> int:
-        """Count what the request holds as kept, also when its endpoint has ended. Returns how many bytes that are, for
-        release(). Raises ApiError if too much is kept."""
-        num_bytes: int = request.scope.get(_HELD, 0)
-        if self.kept_bytes + num_bytes > MAX_HELD * self._max_bytes:
+    def keep(self, request: Request, num_more: int = 0) -> int:
+        """Count what the request holds as kept, and `num_more` bytes that are made of it, also when its endpoint has
+        ended. Returns how many bytes that are, for release(). Raises ApiError if too much is kept."""
+        num_bytes: int = request.scope.get(_HELD, 0) + max(0, num_more - SMALL_BYTES)
+        if self.kept_bytes and self.kept_bytes + num_bytes > MAX_KEPT * self._max_bytes:
             text = f"requests that wait or run keep {self.kept_bytes} bytes, and this one is too much; try again later"
             raise ApiError(429, text, headers={"Retry-After": str(RETRY_AFTER_S)})
         self.kept_bytes += num_bytes
@@ -109,16 +124,16 @@ class BodyReader:
         length = request.headers.get("content-length", "0")
         refusal = self._too_long() if length.isdecimal() and int(length) > self._max_bytes else None
         encoding = request.headers.get("content-encoding", "").strip().lower()
-        pieces, data, num_values = _pieces(request), bytearray(), 0
+        pieces, data, scale = _pieces(request), io.BytesIO(), Scale()
         try:
             async with asyncio.timeout(self._timeout_s if refusal is None else DRAIN_S) as patience:
                 if refusal is None:
                     async for piece in unpacked(pieces, encoding):
-                        data += piece
-                        num_values += _num_values(piece)
-                        refusal = self._refusal(request, len(data), num_values)
+                        data.write(piece)
+                        await self._weigh(scale, piece)
+                        refusal = self._refusal(request, scale.weight)
                         if refusal is not None:
-                            data.clear()
+                            data = io.BytesIO()
                             self.held_bytes -= request.scope.pop(_HELD, 0)
                             patience.reschedule(asyncio.get_running_loop().time() + DRAIN_S)
                             break
@@ -130,41 +145,61 @@ class BodyReader:
                 raise ApiError(408, text, headers={"Connection": "close"}) from error
         if refusal is not None:
             raise refusal
-        request.scope[_SIZE] = len(data), num_values
-        return await as_utf8(bytes(data), BIG_BYTES)
+        request.scope[_SIZE] = scale.weight
+        return await as_utf8(data.getvalue())  # no copy: BytesIO hands out its own bytes
 
-    def _refusal(self, request: Request, num_bytes: int, num_values: int) -> ApiError | None:
-        """The error of a body of this size so far; None, and the bytes count as held, if it is within limits."""
-        if num_bytes > self._max_bytes:
+    async def _weigh(self, scale: Scale, piece: bytes) -> None:
+        """Weigh a piece. Of long bodies one slice is weighed between two turns of the loop, of all clients together."""
+        if scale.weight.num_bytes + len(piece) <= SMALL_BYTES:
+            scale.feed(piece)
+            return
+        for start in range(0, len(piece), SLICE_BYTES):
+            async with self._turn:
+                scale.feed(piece[start : start + SLICE_BYTES])
+                await asyncio.sleep(0)
+
+    def _refusal(self, request: Request, weight: Weight) -> ApiError | None:
+        """The error of a body of this weight so far; None, and it counts as held, if it is within limits."""
+        if weight.num_bytes > self._max_bytes:
             return self._too_long()
-        if num_values > self._max_values:
-            text = f"a body may have at most {self._max_values} lists, objects and commas"
+        if self._has_too_many(weight):
+            text = (
+                f"a body may have at most {self._max_commas} commas and {MAX_NESTED} lists, objects and named fields "
+                "outside of its texts"
+            )
             return ApiError(413, text, headers={"Connection": "close"})
-        more = max(0, num_bytes - SMALL_BYTES) - request.scope.setdefault(_HELD, 0)
-        if self.held_bytes + more > MAX_HELD * self._max_bytes:
-            text = f"bodies of {self.held_bytes} bytes are being read, and this one is too much; try again later"
+        own = request.scope.setdefault(_HELD, 0)
+        more = max(0, weight.memory_bytes - SMALL_BYTES) - own
+        is_alone = self.held_bytes == own
+        if more > 0 and not is_alone and self.held_bytes + more > MAX_HELD * self._max_bytes:
+            text = f"bodies that take {self.held_bytes} bytes are being read, and this one is too much; try again later"
             return ApiError(429, text, headers={"Connection": "close", "Retry-After": str(RETRY_AFTER_S)})
         self.held_bytes += more
         request.scope[_HELD] += more
         return None
 
+    def _has_too_many(self, weight: Weight) -> bool:
+        return weight.num_commas > self._max_commas or weight.num_nested > MAX_NESTED
+
     def _too_long(self) -> ApiError:
-        return ApiError(413, f"a body may have at most {self._max_bytes} bytes", headers={"Connection": "close"})
+        text = f"a body may have at most {self._max_bytes} bytes (--max-request-bytes)"
+        return ApiError(413, text, headers={"Connection": "close"})
 
 
-def _num_values(data: bytes) -> int:
-    """Largest number of values that a part of a body can begin."""
-    return data.count(b",") + data.count(b"[") + data.count(b"{")
+def memory_of(request: Request) -> int:
+    """Return the memory that the body of a request takes at most, with what the request takes of earlier ones."""
+    weight: Weight = request.scope.get(_SIZE, Weight())
+    return weight.memory_bytes
 
 
 async def decoded(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:
     """Do the same as decode(), in a thread if the body is long."""
-    return await asyncio.to_thread(decode, data, kind) if len(data) > BIG_BYTES else decode(data, kind)
+    return await through(len(data), lambda: decode(data, kind))
 
 
 async def top_level(data: bytes) -> tuple[bytes, dict[str, msgspec.Raw]]:
     """Do the same as decoding.top_level(), in a thread if the body is long."""
-    return await asyncio.to_thread(decoding.top_level, data) if len(data) > BIG_BYTES else decoding.top_level(data)
+    return await through(len(data), lambda: decoding.top_level(data))
 
 
 def decode(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:

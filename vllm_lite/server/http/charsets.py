@@ -3,10 +3,10 @@
 PowerShell 5 writes files with either, and sends a body as its caller has encoded it.
 """
 
-import asyncio
 import codecs
 import json
 
+from vllm_lite.server.http.long_work import through
 from vllm_lite.server.openai.errors import ApiError
 
 PIECE_BYTES = 64 * 1024
@@ -15,15 +15,15 @@ MAX_REPLACED = 1 << 16
 _PLAIN = "utf-8"
 
 
-async def as_utf8(data: bytes, in_thread_from: int) -> bytes:
-    """Return JSON in UTF-8, from whatever encoding its first bytes show; in a thread from so many bytes on.
+async def as_utf8(data: bytes) -> bytes:
+    """Return JSON in UTF-8, from whatever encoding its first bytes show; in a thread if it is long.
 
     What is no character is replaced. Raises ApiError if that is too much.
     """
     encoding = json.detect_encoding(data)
     if encoding == _PLAIN:
         return data
-    return await asyncio.to_thread(_decoded, data, encoding) if len(data) > in_thread_from else _decoded(data, encoding)
+    return await through(len(data), lambda: _decoded(data, encoding))
 
 
 def _decoded(data: bytes, encoding: str) -> bytes:

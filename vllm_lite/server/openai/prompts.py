@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +19,9 @@ from vllm_lite.client.text.template_process import Render, Rendered
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server.http.body import memory_of
 from vllm_lite.server.http.disconnect import Threads
+from vllm_lite.server.http.long_work import through
 from vllm_lite.server.openai.bodies import (
     MAX_PROMPTS,
     ChatBody,
@@ -179,7 +182,8 @@ class Prompts:
         continued = bool(body.continue_final_message)
         generated = not continued if body.add_generation_prompt is None else body.add_generation_prompt
         given = body.chat_template_kwargs or {}
-        check_depth(given, "chat_template_kwargs", "chat_template_kwargs")
+        size = memory_of(request)
+        await through(size, partial(check_depth, given, "chat_template_kwargs", "chat_template_kwargs"))
         variables = dict(self._told.defaults)
         if isinstance(body, ChatBody) and (effort := body.reasoning_effort) is not None:
             variables["reasoning_effort"] = self._told.efforts.get(effort, effort)
@@ -197,7 +201,7 @@ class Prompts:
             return not await request.is_disconnected()
 
         try:
-            made = await self._renderer.render(chat, is_wanted)
+            made = await self._renderer.render(chat, is_wanted, size)
         except TextTooLongError as error:
             raise refused(too_many_bytes(error.num_chars, self._max_model_len, params), "messages") from error
         except VllmLiteError as error:

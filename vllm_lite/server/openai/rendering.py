@@ -11,6 +11,7 @@ from vllm_lite.client.text import template_process
 from vllm_lite.client.text.template_source import TemplateSource
 from vllm_lite.errors import EngineError, ModelError, RequestError
 from vllm_lite.runtime import log, supervise
+from vllm_lite.server.http.long_work import through
 
 START_S = 60.0
 ANSWER_S = 60.0
@@ -19,6 +20,8 @@ END_S = 10.0
 """For a process that has closed its wire to be gone; on a busy machine that takes its time."""
 CLOSED = "the server is shutting down"
 TOO_MUCH = "killed by SIGPROF"
+PIECE_BYTES = 1 << 18
+"""Received at a time."""
 
 _answers: msgspec.msgpack.Decoder[template_process.Answer] = msgspec.msgpack.Decoder(template_process.Answer)
 logger = log.get(__name__)
@@ -48,24 +51,21 @@ class Renderer:
         self._start()
 
     async def render(
-        self, chat: template_process.Render, is_wanted: Callable[[], Awaitable[bool]]
+        self, chat: template_process.Render, is_wanted: Callable[[], Awaitable[bool]], num_bytes: int = 0
     ) -> template_process.Rendered:
-        """The text of `chat`, and what is not in it. Before it is rendered `is_wanted` says whether its client still
-        waits for it.
+        """The text of `chat`, of about `num_bytes`, and what is not in it. Before it is rendered `is_wanted` says
+        whether its client still waits for it.
 
         Raises RequestError, also when the template takes too much, and EngineError if its process cannot be used.
         """
-        try:
-            data = template_process.frame(chat)
-        except OverflowError as error:
-            raise RequestError(
-                "integers of chat_template_kwargs, tools and messages may have at most 64 bits"
-            ) from error
         async with self._busy:
             if not await is_wanted():
                 raise RequestError("the client has gone")
             try:
-                answer = await self._asked(data)
+                answer = await self._asked(chat, num_bytes)
+            except OverflowError as error:
+                text = "integers of chat_template_kwargs, tools and messages may have at most 64 bits"
+                raise RequestError(text) from error
             except (ModelError, OSError) as error:
                 raise EngineError(f"the chat template cannot be rendered: {error}") from error
         if isinstance(answer, template_process.RenderRefused):
@@ -85,8 +85,9 @@ class Renderer:
         if not self._busy.locked():
             self._end(0.0)
 
-    async def _asked(self, data: bytes) -> template_process.Answer:
-        """The process's answer to `data`. Raises OSError, ModelError, or RequestError if it has ended of it."""
+    async def _asked(self, chat: template_process.Render, num_bytes: int) -> template_process.Answer:
+        """The process's answer. Raises OSError, ModelError, OverflowError, or RequestError if it has ended of it."""
+        data = await through(num_bytes, lambda: template_process.frame(chat.without_copies()))
         if self._is_closed:
             raise OSError(CLOSED)
         if self._wire is not None and _has_ended(self._wire):  # somebody has killed it
@@ -98,8 +99,10 @@ class Renderer:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await loop.sock_sendall(wire, data)
+                data.clear()  # the other side has it, and needs the memory
                 length = int.from_bytes(await _received(wire, template_process.LENGTH_BYTES), "little")
-                return _answers.decode(await _received(wire, length))
+                answer = await _received(wire, length)
+                return await through(length, lambda: _answers.decode(answer))
         except (OSError, TimeoutError):
             reason = await asyncio.to_thread(self._end, END_S)
             if reason != TOO_MUCH:
@@ -161,11 +164,11 @@ def _has_ended(wire: socket.socket) -> bool:
         return True
 
 
-async def _received(wire: socket.socket, count: int) -> bytes:
-    loop, data = asyncio.get_running_loop(), bytearray()
-    while len(data) < count:
-        piece = await loop.sock_recv(wire, min(count - len(data), 1 << 18))
-        if not piece:
+async def _received(wire: socket.socket, count: int) -> bytearray:
+    loop, data, place = asyncio.get_running_loop(), bytearray(count), 0
+    while place < count:
+        num_new = await loop.sock_recv_into(wire, memoryview(data)[place : place + PIECE_BYTES])
+        if not num_new:
             raise ConnectionResetError
-        data += piece
-    return bytes(data)
+        place += num_new
+    return data

@@ -4,15 +4,13 @@ A request of 100 bytes may refer to a conversation of megabytes. So each respons
 request, in a thread if it is long, and its bytes count as those of the request's own body do.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 from msgspec import Raw
 
-from vllm_lite.server.http.body import BIG_BYTES
+from vllm_lite.server.http.long_work import through
 from vllm_lite.server.openai.bodies import MAX_MESSAGES
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.responses import items
@@ -21,11 +19,9 @@ from vllm_lite.server.responses.store import StoredResponse
 
 Find = Callable[[str], Awaitable[StoredResponse | None]]
 """Finds what is kept of a response of the sender, by its id."""
-Hold = Callable[[bytes | memoryview], None]
+Hold = Callable[[bytes | memoryview], Awaitable[None]]
 """Counts bytes as a part of the request. Raises ApiError (400, 429)."""
 _RUNNING = ("queued", "in_progress")
-
-T = TypeVar("T")
 
 
 class Earlier:
@@ -45,17 +41,17 @@ class Earlier:
         data = None if record is None else (await self._by_id(record)).get(reference)
         if data is None:
             raise ApiError(404, f"input[{place}] refers to {reference[:80]!r}, which is not kept", f"input[{place}].id")
-        self._hold(memoryview(data))
+        await self._hold(memoryview(data))
         if reference not in self._items:
             decode = partial(msgspec.json.decode, data, type=Item)
-            self._items[reference] = await in_thread_if_long(len(memoryview(data)), decode)
+            self._items[reference] = await through(len(memoryview(data)), decode)
         return self._items[reference]
 
     async def before(self, previous: str | None) -> list[Item]:
         """The conversation up to the response `previous` and its output, oldest first."""
         parts, count = list[list[Item]](), 0
         async for record in self.chain(previous):
-            parts.append(await in_thread_if_long(record.size, partial(_decoded, record)))
+            parts.append(await through(record.size, partial(_decoded, record)))
             count += len(parts[-1])
             if count > MAX_MESSAGES:
                 text = f"a conversation has at most {MAX_MESSAGES} items, and this one has more"
@@ -73,8 +69,8 @@ class Earlier:
             if is_running(record):
                 raise ApiError(400, f"previous response {previous!r} has not ended; wait for its end", field)
             seen.add(previous)
-            self._hold(record.items)
-            self._hold(record.response)
+            await self._hold(record.items)
+            await self._hold(record.response)
             yield record
             previous = record.previous
 
@@ -85,14 +81,9 @@ class Earlier:
 
     async def _by_id(self, record: StoredResponse) -> dict[str, Raw]:
         if record.id not in self._named:
-            stored = await in_thread_if_long(record.size, partial(named, record))
+            stored = await through(record.size, partial(named, record))
             self._named[record.id] = dict(reversed(stored))  # of two items with one id the first counts
         return self._named[record.id]
-
-
-async def in_thread_if_long(num_bytes: int, work: Callable[[], T]) -> T:
-    """Do `work`, which goes through so many bytes."""
-    return await asyncio.to_thread(work) if num_bytes > BIG_BYTES else work()
 
 
 class _Status(msgspec.Struct):

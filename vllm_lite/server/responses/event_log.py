@@ -1,6 +1,7 @@
 """EventLog: the events of one stream, written once. Any number of connections read it, each from any place."""
 
 import asyncio
+import zlib
 from collections import deque
 from itertools import islice
 from typing import Any
@@ -9,8 +10,8 @@ import msgspec
 
 MAX_BYTES = 16 * 1024 * 1024
 """What one log holds at most; beyond that the oldest events go."""
-MANY = 1024
-"""Events in one write."""
+MANY, MANY_BYTES = 1024, 256 * 1024
+"""Events in one write, and their bytes, beyond which it has no other one."""
 
 
 class EventLog:
@@ -28,7 +29,7 @@ class EventLog:
 
     @classmethod
     def of(cls, events: bytes, first: int) -> "EventLog":
-        """Make the log of a stream that has ended, of what text() returned."""
+        """Make the log of a stream that has ended, of what packed() returned, unpacked."""
         log = cls(first)
         log._new = [event + b"\n\n" for event in events.split(b"\n\n") if event]
         log.close()
@@ -48,16 +49,24 @@ class EventLog:
         """Return events from `number` on, not all if there are many; None if the first of them is no longer kept."""
         if number < self.first:
             return None
-        return list(islice(self._events, number - self.first, number - self.first + MANY))
+        found, num_bytes = list[bytes](), 0
+        for event in islice(self._events, number - self.first, number - self.first + MANY):
+            num_bytes += len(event)
+            if found and num_bytes > MANY_BYTES:
+                break
+            found.append(event)
+        return found
 
     def forget(self, number: int) -> None:
         """Keep only events from `number` on."""
         while self._events and self.first < number:
             self._drop()
 
-    def text(self) -> bytes:
-        """All that is kept, with what is not shown yet."""
-        return b"".join([*self._events, *self._new])
+    def packed(self) -> bytes:
+        """All that is kept, with what is not shown yet, packed by zlib; b"" if that is nothing."""
+        events = [*self._events, *self._new]
+        packer = zlib.compressobj(1)
+        return b"".join([*map(packer.compress, events), packer.flush()]) if events else b""
 
     def changed(self) -> "asyncio.Future[None]":
         """Return what is done at the next wake()."""

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.text.response.pieces import CallDelta, ReasoningDelta, TextDelta
 from vllm_lite.server.openai.logprobs import AnySpelling, Candidates, candidate, likeliest
@@ -63,6 +65,10 @@ class Output:
         """The open item's call, if that is one."""
         self._open: Item | None = None
         self.num_tokens = 0
+
+    def num_bytes(self) -> int:
+        """Measure the response object as it is now, in JSON."""
+        return len(msgspec.json.encode(self.response))
 
     # ---- the stream as a whole
 

@@ -16,7 +16,9 @@ from starlette.types import Receive, Scope, Send
 from vllm_lite.server.calls.response import PING_S
 from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.auth import holder_of, owner_of
+from vllm_lite.server.http.body import memory_of
 from vllm_lite.server.http.disconnect import until_disconnected
+from vllm_lite.server.http.long_work import through
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.bodies import MAX_MESSAGES, warned
 from vllm_lite.server.openai.chunks import AnswerWriter
@@ -25,7 +27,7 @@ from vllm_lite.server.responses import asking, bodies, history, items
 from vllm_lite.server.responses.asking import ChatTurns
 from vllm_lite.server.responses.bodies import ENCRYPTED, LOGPROBS, MAX_ID_CHARS, ResponseBody
 from vllm_lite.server.responses.client_tools import Item
-from vllm_lite.server.responses.earlier import Earlier, in_thread_if_long, is_running, named
+from vllm_lite.server.responses.earlier import Earlier, is_running, named
 from vllm_lite.server.responses.event_log import EventLog
 from vllm_lite.server.responses.output import Output, OutputStyle
 from vllm_lite.server.responses.runs import Run, Runs, Sender
@@ -34,6 +36,10 @@ from vllm_lite.server.responses.toolbox import Toolbox
 from vllm_lite.server.vllm import rendered
 
 MAX_PAGE = 100
+NUM_REPEATED = 4
+"""Events of a stream that repeat the response object, with the instructions and the tools of the request."""
+MOST_UNPACKED = 1032
+"""zlib makes so many bytes of one at most."""
 SETTLE_S = 1.0
 """How long a response that its API server has ended may take to be stored."""
 
@@ -81,8 +87,11 @@ class ResponsesRoutes:
                 params.logprobs if body.includes(LOGPROBS) else None, body.includes(ENCRYPTED), tools=shown.tools
             ),
         )
-        sender = Sender(call.owner, holder_of(request), self._live.reader.keep(request))
-        run = Run(call, output, own, log, sender, is_kept=body.is_kept)
+        size = memory_of(request)
+        num_repeated = 0 if log is None else NUM_REPEATED * await through(size, output.num_bytes)
+        own_data = await through(size, partial(msgspec.json.encode, own))
+        sender = Sender(call.owner, holder_of(request), self._live.reader.keep(request, num_repeated))
+        run = Run(call, output, own_data, log, sender, is_kept=body.is_kept)
         self._runs.start(run)
         if body.background:  # the other API servers shall know it, and one that is started again
             try:
@@ -138,8 +147,10 @@ class ResponsesRoutes:
             raise ApiError(400, text, "starting_after")
         if after + 1 < log.first:
             raise ApiError(400, f"events before {log.first} are no longer kept", "starting_after")
-        run = found if isinstance(found, Run) else None
-        return EventStream(log, after + 1, (lambda: None) if run is None else self._runs.attach(run), None)
+        if isinstance(found, Run):
+            return EventStream(log, after + 1, self._runs.attach(found), None)
+        reader = self._live.reader  # what was unpacked is this client's own, for as long as it reads
+        return EventStream(log, after + 1, partial(reader.release, reader.keep(request, log.num_bytes)), None)
 
     async def delete(self, request: Request) -> Response:
         found = await self._found(request)
@@ -175,9 +186,9 @@ class ResponsesRoutes:
         limit = _number(request, "limit", 20, least=1, most=MAX_PAGE)
         found = await self._found(request)
         record = found.record() if isinstance(found, Run) else found
-        parts = [await in_thread_if_long(record.size, partial(named, record, has_outputs=False))]
+        parts = [await through(record.size, partial(named, record, has_outputs=False))]
         before = self._earlier(request).chain(record.previous)
-        parts += [await in_thread_if_long(each.size, partial(named, each)) async for each in before]
+        parts += [await through(each.size, partial(named, each)) async for each in before]
         shown = [item for part in reversed(parts) for item in part]
         if order == "desc":
             shown.reverse()
@@ -379,7 +390,8 @@ def _unknown(response_id: str) -> ApiError:
 async def _log_of(record: StoredResponse) -> EventLog | None:
     if not record.events:
         return None
-    return EventLog.of(await asyncio.to_thread(zlib.decompress, record.events), record.first)
+    unpack = partial(zlib.decompress, record.events)
+    return await through(MOST_UNPACKED * len(record.events), lambda: EventLog.of(unpack(), record.first))
 
 
 def _number(request: Request, name: str, default: int, *, least: int, most: int = 2**31) -> int:

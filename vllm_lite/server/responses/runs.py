@@ -6,7 +6,6 @@ nothing, and neither does an engine that dies: the call pauses until the next en
 
 import asyncio
 import time
-import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from vllm_lite.server.calls.call import Call
 from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.calls.response import MANY_TOKENS, as_error
 from vllm_lite.server.openai.errors import ApiError
-from vllm_lite.server.responses.client_tools import Item
 from vllm_lite.server.responses.event_log import EventLog
 from vllm_lite.server.responses.output import Output
 from vllm_lite.server.responses.store import Store, StoredResponse
@@ -41,13 +39,13 @@ class Run:
     """One response that is being generated."""
 
     def __init__(
-        self, call: Call, output: Output, items: list[Item], log: EventLog | None, sender: Sender, *, is_kept: bool
+        self, call: Call, output: Output, items: bytes, log: EventLog | None, sender: Sender, *, is_kept: bool
     ) -> None:
-        """`items` are its own input. One that `is_kept` is stored at its end."""
+        """`items` are its own input, as JSON. One that `is_kept` is stored at its end."""
         self.id = call.id
         self.call = call
         self.output = output
-        self.items = msgspec.json.encode(items)
+        self.items = items
         self.log = log
         self.sender = sender
         self.is_kept = is_kept
@@ -206,8 +204,7 @@ class Runs:
             output.finish("completed", usage)
 
     async def _keep(self, run: Run) -> None:
-        text = b"" if run.log is None else run.log.text()
-        events = await asyncio.to_thread(zlib.compress, text, 1) if text else b""
+        events = b"" if run.log is None else await asyncio.to_thread(run.log.packed)
         if run.was_deleted:  # meanwhile
             return
         try:
