@@ -322,6 +322,8 @@ def others(target: Target) -> None:
                 lambda: Counter(other.get(path).status_code for path in paths),
                 expect(404),
             )
+            again = {**body, "max_tokens": 1, "stream": False}
+            target.measure("the id of another key's request", lambda: Counter([ask(other, again, TEXTS)]), expect(200))
 
 
 def proxied(target: Target) -> None:

@@ -1,10 +1,12 @@
 """Hostile or merely large input against a running server: it goes on, and what it may not take is refused."""
 
+import json
 import re
 import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +96,25 @@ def test_bodies_that_are_never_whole_take_a_bounded_sum(server: Server) -> None:
     process = psutil.Process(server.process.pid)
     before = process.memory_info().rss
     head = b"POST /tokenize HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\nContent-Length: 4100000\r\n\r\n"
-    connections, refused = [], 0
-    for _ in range(12):
+    connections = []
+
+    def send() -> None:
         connection = socket.create_connection((host, int(port)), timeout=READY_S)
         connections.append(connection)
-        try:
+        with suppress(OSError):  # one that is refused
             connection.sendall(head + b'{"prompt":"' + b"x" * 4_000_000)
-        except OSError:
-            refused += 1
+
+    def is_full() -> bool:
+        send()
+        answer = http.post("/tokenize", json={"prompt": "x" * 3_000_000})
+        return answer.status_code == 429 and answer.headers["retry-after"] == "1"
+
     try:
-        until(lambda: process.memory_info().rss - before < 50 * MIB, "the end of what was refused", READY_S)
+        for _ in range(12):
+            send()
         with client(server) as http:
-            answer = http.post("/tokenize", json={"prompt": "x" * 3_000_000})
-            assert answer.status_code == 429
-            assert answer.headers["retry-after"] == "1"
+            until(is_full, "a refusal", READY_S)
+            until(lambda: process.memory_info().rss - before < 50 * MIB, "the end of what was refused", READY_S)
             assert http.post("/tokenize", json={"prompt": "x" * 60_000}).status_code == 200
     finally:
         for connection in connections:
@@ -115,6 +122,28 @@ def test_bodies_that_are_never_whole_take_a_bounded_sum(server: Server) -> None:
     with client(server) as http:
         body = {"prompt": "x" * 500_000}
         until(lambda: http.post("/tokenize", json=body).status_code == 200, "what is held no longer", READY_S)
+
+
+@pytest.mark.parametrize("num_objects", [49_000, 260_000])
+def test_costly_bodies_take_a_bounded_sum(server: Server, pool: ThreadPoolExecutor, num_objects: int) -> None:
+    """Sixteen bodies of a few hundred kilobytes, each of many small objects, were 400 MB once they were decoded."""
+    process = psutil.Process(server.process.pid)
+    family = [process, *process.children(recursive=True)]
+    body = json.dumps({**chat("user"), "chat_template_kwargs": {"x": [{"a": 0}] * num_objects}})
+    headers = {"Content-Type": "application/json"}
+    with client(server) as http:
+        assert http.post("/v1/chat/completions", json=chat("user")).status_code == 200
+
+        def ask() -> int:
+            return http.post("/v1/chat/completions", content=body, headers=headers).status_code
+
+        before = most = sum(each.memory_info().rss for each in family)
+        answers = [pool.submit(ask) for _ in range(16)]
+        while not all(answer.done() for answer in answers):
+            most = max(most, sum(each.memory_info().rss for each in family))
+        statuses = {answer.result() for answer in answers}
+    assert statuses <= {413 if num_objects > 100_000 else 200, 429}
+    assert most - before < 95 * MIB
 
 
 def test_what_has_not_begun_at_the_end_is_refused(pool: ThreadPoolExecutor) -> None:
