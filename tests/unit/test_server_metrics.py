@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -136,6 +137,15 @@ def test_blocks_are_in_it_only_where_the_engine_follows_them() -> None:
 def test_the_ranks_of_the_engine() -> None:
     assert 'vllm_lite:workers{engine="0",model_name="name"} 1.0' in look(full())
     assert 'vllm_lite:workers{engine="0",model_name="name"} 4.0' in look(full(), tensor_parallel_size=4)
+
+
+def test_a_set_of_adapters_is_bounded() -> None:
+    """Each set is a series of its own in a monitor. Those who send requests make no long ones, and order makes none."""
+    (adapters,) = (each for each in METRICS if each.name == "vllm:lora_requests_info")
+    names = [f"a{number:03}" for number in range(200)]
+    stats = full(running_adapters=names[2:0:-1], waiting_adapters=names[::-1])
+    at: Any = SimpleNamespace(stats=stats, engine=SimpleNamespace(max_loras=2))
+    assert adapters.read(at) == {("2", "a001,a002", "a000,a001"): 1}
 
 
 def test_what_was_replaced() -> None:

@@ -177,8 +177,12 @@ _LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 
 def _adapters(at: Scrape) -> dict[tuple[str, ...], float]:
+    """One series for each set of adapters, as vLLM's and as routers read it; a monitor keeps each set that it has seen.
+    So a set has at most the adapters of one step, and these are ones that an admin has loaded, in order of their names:
+    who sends requests makes no names, and no longer labels."""
+    most = at.engine.max_loras
     names = at.stats.running_adapters, at.stats.waiting_adapters
-    return {(str(at.engine.max_loras), *map(",".join, names)): 1}
+    return {(str(most), *(",".join(sorted(each)[:most]) for each in names)): 1}
 
 
 def _usage(at: Scrape) -> float:
