@@ -284,12 +284,12 @@ def test_a_request_can_be_aborted_by_its_id(http: httpx.Client, session: Session
     until(lambda: session.stats().num_used_blocks == 0, "the end of an aborted request")
 
 
-def test_the_prompts_of_a_list_have_names_too(http: httpx.Client) -> None:
+def test_the_prompts_of_a_list_take_no_id_of_another_request(http: httpx.Client) -> None:
     with http.stream("POST", "/v1/completions", json={**LONG, "stream": True, "request_id": "list-1"}) as answer:
-        lines = answer.iter_lines()  # kept: without it the stream would be closed
-        next(lines)
-        again = http.post("/v1/completions", json={**LONG, "prompt": ["a", "b"], "request_id": "list"})
-        assert error_of(again, 409)["param"] == "request_id"
+        assert next(lines := answer.iter_lines()), lines
+        several = {"prompt": ["a", "b"], "max_tokens": 1}
+        for name, status in {"list": 200, "list-1": 409}.items():
+            assert http.post("/v1/completions", json={**several, "request_id": name}).status_code == status
 
 
 @pytest.mark.parametrize("stream", [True, False])

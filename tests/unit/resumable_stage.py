@@ -21,7 +21,7 @@ from vllm_lite.server.calls.call import Call
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.calls.resumable import ResumableCalls
-from vllm_lite.server.http.auth import owner_of
+from vllm_lite.server.http.auth import name_of, owner_of
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage
@@ -54,8 +54,9 @@ class StageSession(FakeSession):
         self.messages.append(message)
 
     def describe(self, *, external_id: str, with_content: bool = False) -> "Future[Descriptions]":
-        del external_id, with_content
-        return _answered(Descriptions(self.known))
+        del with_content
+        known = [each for each in self.known if f"{each.request_id.partition('@')[0]}-".startswith(f"{external_id}-")]
+        return _answered(Descriptions(known))
 
     def find_external(self, external_ids: Sequence[str]) -> "Future[ExternalFound]":
         self.looked_for.append(list(external_ids))
@@ -125,10 +126,11 @@ class Stage:
             style = msgspec.structs.replace(style, echo=("Say: ",))
         call_id = f"{style.kind}-{name}"
         wanted = SamplingParams(**{"max_tokens": 100, "seed": 1, **params})
-        streams = [FACTORY.make([5, 6, 7], wanted, each) for each in self.calls.stream_ids(call_id, num_prompts)]
-        call = Call(call_id, streams, style)
+        owner = owner_of(asking(call_id, key=key), call_id)
+        names = self.calls.stream_ids(name_of(call_id, owner), num_prompts)
+        streams = [FACTORY.make([5, 6, 7], wanted, each) for each in names]
+        call = Call(call_id, streams, style, owner=owner)
         call.created = 1
-        call.owner = owner_of(asking(call_id, key=key), call_id)
         return self._reads(self.live.respond(call, stream=True, headers={}))
 
     async def resume(self, call_id: str = "chatcmpl-1", last: str = "", key: bytes = b"") -> Client:
@@ -153,7 +155,9 @@ class Stage:
 def asking(call_id: str, last: str = "", key: bytes = b"") -> Request:
     headers = [(b"last-event-id", last.encode("latin-1"))] if last else []
     params = {"request_id": call_id}
-    return Request({"type": "http", "headers": headers, "path_params": params, "vllm_lite.key": key})
+    return Request(
+        {"type": "http", "headers": headers, "path_params": params, "vllm_lite.key": key, "vllm_lite.reach": [key]}
+    )
 
 
 async def settle() -> None:

@@ -197,7 +197,8 @@ async def fork(member: tuple[CallContext, RequestState], body: ForkBody) -> Call
     desk = Desk()
     desk.session.known = [msgspec.structs.replace(member[1], context=msgspec.msgpack.encode(member[0]))]
     live = LiveRequests(desk.calls, ResumableCalls(desk.calls, 30.0), FACTORY, cast(BodyReader, None))
-    return await live._forks(*await live._parent("cmpl-parent", asking("cmpl-parent")), body)
+    request = asking("cmpl-parent")
+    return await live._forks(*await live._parent("cmpl-parent", request), body, request)
 
 
 def test_a_fork_goes_on_from_what_the_engine_knows() -> None:
@@ -277,14 +278,14 @@ def test_a_call_of_this_server_is_known_until_its_answer_is_sent() -> None:
             assert await live._parent("parent", asking("parent")) == (call.streams[0], call.style)
             desk.session.say(Finished("parent", 1, WORDS[1:2], "length"))
             await settle()
-            ((context, state),) = await live.members("parent")
+            ((context, state),) = await live.members("parent", "parent")
             assert context == call.context(0)
             assert (state.num_prompt, state.num_output, state.priority) == (3, 2, 0)  # type: ignore[union-attr]
             with pytest.raises(ApiError, match="has finished") as refused:
                 await live._parent("parent", asking("parent"))
             assert refused.value.status == 409
         with pytest.raises(ApiError, match="no request 'parent' is running"):
-            await live.members("parent")
+            await live.members("parent", "parent")
 
     run(main)
 
@@ -295,7 +296,7 @@ def test_a_call_that_starts_while_the_engine_is_asked_is_not_said_to_have_finish
         live = LiveRequests(desk.calls, ResumableCalls(desk.calls, 30.0), FACTORY, cast(BodyReader, None))
         answer: Future[Descriptions] = Future()
         desk.session.describe = lambda **_: answer  # type: ignore[method-assign]
-        asked = asyncio.ensure_future(live.members("parent"))
+        asked = asyncio.ensure_future(live.members("parent", "parent"))
         await settle()
         with desk.calls.run(desk.call("parent")):
             answer.set_result(Descriptions([]))

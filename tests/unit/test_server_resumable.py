@@ -67,13 +67,13 @@ async def begun(stage: Stage, count: int = 2, **settings: Any) -> Client:
     """A resumable call with some tokens, which its client has."""
     client = stage.start(**settings)
     await settle()
-    await stage.say(Tokens("chatcmpl-1", 0, WORDS[:count]))
+    await stage.say(Tokens(stage.session.messages[-1].request_id, 0, WORDS[:count]))
     assert events_in(client.data)
     return client
 
 
 async def finish(stage: Stage, start: int = 2) -> None:
-    await stage.say(Finished("chatcmpl-1", start, WORDS[start:], "length"))
+    await stage.say(Finished(stage.session.messages[-1].request_id, start, WORDS[start:], "length"))
 
 
 def test_the_newer_of_two_readers_reads() -> None:
@@ -394,7 +394,7 @@ def test_an_id_is_taken_as_long_as_its_stream_is_kept() -> None:
         await finish(stage)
         await client.ended()
         with pytest.raises(ApiError, match="in use"):
-            await stage.live.new_id("chatcmpl", "1")
+            await stage.live.new_id("chatcmpl", "1", asking(""))
         with pytest.raises(ApiError, match="in use"):
             await stage.start().ended()
         assert stage.kept.get("chatcmpl-1") is not None

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.resumable_stage import CHAT, WORDS, Client, Stage, content, events_in, settle
+from tests.unit.resumable_stage import CHAT, WORDS, Client, Stage, asking, content, events_in, settle
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import (
     AdmissionState,
@@ -87,13 +87,15 @@ def test_it_goes_on_with_what_the_engine_knows(with_logprobs: bool) -> None:
             original.params,
         )
         assert (message.have, unpack_tokens(message.output)) == (3, WORDS[:3])
-        assert (message.external_id, message.context) == ("chatcmpl-1", original.context)
-        await pair.second.say(Finished("chatcmpl-1", 3, WORDS[3:], "length", logprobs=scores and scores[3:]))
+        assert (message.external_id, message.context) == (original.external_id, original.context)
+        assert message.external_id.startswith("chatcmpl-1~")
+        name = message.request_id
+        await pair.second.say(Finished(name, 3, WORDS[3:], "length", logprobs=scores and scores[3:]))
         await again.ended()
         found = content([data for _, data in events_in(client.data) + events_in(again.data)])
         assert (found[0]["text"], found[0]["roles"], found["done"]) == ("Once \N{BEAR FACE} upon a bear", 1, 1)
         assert len(found[0]["scores"]) == (len(WORDS) if with_logprobs else 0)
-        assert pair.second.kept.unread_s("chatcmpl-1") == 0.0
+        assert pair.second.kept.unread_s(name) == 0.0
 
     run(main)
 
@@ -277,7 +279,7 @@ def test_a_chosen_id_waits_while_the_engine_is_replaced(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(stage.session, "describe", describe)
         stage.session.recovering = "the engine died"
-        waiting = asyncio.create_task(stage.live.new_id("cmpl", "mine"))
+        waiting = asyncio.create_task(stage.live.new_id("cmpl", "mine", asking("")))
         await asked.wait()
         await settle()
         assert not waiting.done()
@@ -285,6 +287,6 @@ def test_a_chosen_id_waits_while_the_engine_is_replaced(monkeypatch: pytest.Monk
         assert await waiting == "cmpl-mine"
         stage.session.recovering, stage.session.dead = "the engine died", EngineDeadError("for good")
         with pytest.raises(ApiError, match="is being replaced"):
-            await stage.live.new_id("cmpl", "mine")
+            await stage.live.new_id("cmpl", "mine", asking(""))
 
     run(main)

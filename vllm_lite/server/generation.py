@@ -19,7 +19,7 @@ from vllm_lite.protocol.params import MAX_NAME_CHARS, SamplingParams
 from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.server.http.auth import owner_of
+from vllm_lite.server.http.auth import name_of, owner_of
 from vllm_lite.server.http.body import decoded
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.openai import bodies, forms
@@ -284,28 +284,28 @@ class Generation:
             style = msgspec.structs.replace(style, names_ids=True)
         if self._config.enable_force_include_usage:
             style = style.with_usage()
-        call_id = call_id or await self.live.new_id(style.kind, asked.body.request_id)
-        streams = await self._streams(call_id, style.kind, prompts, params, asked.request)
+        call_id = call_id or await self.live.new_id(style.kind, asked.body.request_id, asked.request)
+        owner = owner_of(asked.request, call_id)
+        streams = await self._streams(name_of(call_id, owner), style.kind, prompts, params, asked.request)
         adapter = self.model.adapter_of(asked.model)
         for stream in streams:
             stream.adapter = adapter
         echo = tuple(await self._texts(streams)) if echo is None else echo
-        call = Call(call_id, streams, msgspec.structs.replace(style, echo=echo, parsing=parsing))
-        call.owner = owner_of(asked.request, call_id)
+        call = Call(call_id, streams, msgspec.structs.replace(style, echo=echo, parsing=parsing), owner=owner)
         call.affinity = asked.request.headers.get(SESSION_HEADER)
         return Made(call, asked.headers)
 
     async def _streams(
-        self, call_id: str, kind: str, prompts: Sequence[PromptLike], params: SamplingParams, request: Request
+        self, name: str, kind: str, prompts: Sequence[PromptLike], params: SamplingParams, request: Request
     ) -> list[RequestStream]:
-        """Make the streams of a call, without starting them. Raises ApiError."""
-        ids = self.live.calls.stream_ids(call_id, len(prompts))
+        """Make the streams of the call of this name, without starting them. Raises ApiError."""
+        ids = self.live.calls.stream_ids(name, len(prompts))
 
         def made(check: Check) -> list[RequestStream]:
             streams = []
-            for prompt, name in zip(prompts, ids, strict=True):
+            for prompt, stream_id in zip(prompts, ids, strict=True):
                 check()
-                streams.append(self._factory.make(prompt, params, name, check))
+                streams.append(self._factory.make(prompt, params, stream_id, check))
             return streams
 
         try:

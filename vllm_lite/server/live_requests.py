@@ -16,6 +16,7 @@ from vllm_lite.client.prompt import check_room
 from vllm_lite.client.streams.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import AdmissionState, EndedRequest, RequestState, SampleState
+from vllm_lite.protocol.external import MAX_FOUND
 from vllm_lite.protocol.params import MAX_SAMPLES
 from vllm_lite.server.calls.call import Call, CallContext
 from vllm_lite.server.calls.marked import MarkedWriter
@@ -24,7 +25,7 @@ from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.calls.restored import restored
 from vllm_lite.server.calls.resumable import ResumableCalls
-from vllm_lite.server.http.auth import may_touch, owner_of, require_admin
+from vllm_lite.server.http.auth import name_of, names_of, owner_of, require_admin
 from vllm_lite.server.http.body import BodyReader, decoded
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import ForkBody
@@ -88,13 +89,15 @@ class LiveRequests:
             Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
         ]
 
-    async def new_id(self, kind: str, wanted: str | None) -> str:
-        """The id of a new call. Raises ApiError if another server has a call with the id that is wanted."""
+    async def new_id(self, kind: str, wanted: str | None, request: Request) -> str:
+        """The id of a new call. Raises ApiError if the sender has one with the id that is wanted, here or at another
+        server."""
         call_id = f"{kind}-{wanted or os.urandom(12).hex()}"
-        if self.resumable.get(call_id) is not None:
+        name = name_of(call_id, owner_of(request, call_id))
+        if self.resumable.get(name) is not None:
             raise in_use(call_id)
         if wanted is not None and self._scoreboard.num_servers > 1:
-            found = await self.calls.ask_for_new(lambda session: session.describe(external_id=call_id))
+            found = await self.calls.ask_for_new(lambda session: session.describe(external_id=name))
             if found.requests:
                 raise in_use(call_id)
         return call_id
@@ -121,9 +124,8 @@ class LiveRequests:
     async def state(self, request: Request) -> Response:
         """Describe a request, and why it waits if it does."""
         call_id = id_in(request)
-        members = await self.members(call_id)
-        if not may_touch(request, call_id, members[0][0].owner):
-            raise _not_running(call_id)
+        name = await self._name(call_id, request)
+        members = await self.members(name, call_id)
         prompts = [_prompt(member) for _, member in members]
         states = {prompt["state"] for prompt in prompts}
         live = [member for _, member in members if isinstance(member, RequestState)]
@@ -142,7 +144,7 @@ class LiveRequests:
                 "admission": None if first is None else _admission(first),
                 "usage": usage,
                 "resumable": context.style.resumable,
-                "disconnected_s": self.resumable.unread_s(call_id),
+                "disconnected_s": self.resumable.unread_s(name),
                 "prompts": prompts,
             }
         )
@@ -154,33 +156,34 @@ class LiveRequests:
             raise _not_running(call_id)
         return as_json({"id": call_id, "object": "request", "deleted": True})
 
-    async def end_first(self, names: Sequence[Sequence[str]], request: Request) -> None:
-        """End, of each group of ids, the first call that runs and is of the sender of `request`. The engine is asked
-        once for all that do not run here, however many there are. Raises ApiError when the others have ended."""
-        elsewhere = [each for ids in names for each in ids if len(each) <= MAX_ID_CHARS and self._own(each) is None]
+    async def end_first(self, groups: Sequence[Sequence[str]], request: Request) -> None:
+        """End, of each group of ids, the first call that runs and that the sender of `request` may end. The engine is
+        asked once for all that do not run here, however many there are. Raises ApiError when the others have ended."""
+        wanted = [
+            [name for each in ids if len(each) <= MAX_ID_CHARS for name in names_of(request, each)] for ids in groups
+        ]
         running: set[str] = set()
         error: ApiError | None = None
         try:
-            if elsewhere:
-                found = await self.calls.ask(lambda session: session.find_external(elsewhere))
-                running.update(found.external_ids)
+            running = await self._running([name for names in wanted for name in names if self._own(name) is None])
         except ApiError as refusal:  # what runs here ends also while the engine is being replaced
             error = refusal
-        for ids in names:
-            for call_id in ids:
-                if (call_id in running or self._own(call_id) is not None) and await self.end(call_id, request):
+        for names in wanted:
+            for name in names:
+                if (name in running or self._own(name) is not None) and await self.end_named(name):
                     break
         if error is not None:
             raise error
 
     async def end(self, call_id: str, request: Request) -> bool:
-        """End a call for the sender of `request`. False: none of this name runs, or it is another key's. Raises
-        ApiError."""
-        own = self._own(call_id)
-        if not may_touch(request, call_id, await self._owner(call_id) if own is None else own.owner):
-            return False
+        """End a call for the sender of `request`. False: none that it may end has this id. Raises ApiError."""
+        return await self.end_named(await self._name(call_id, request))
+
+    async def end_named(self, name: str) -> bool:
+        """End the call of this name. False: it does not run. Raises ApiError."""
+        own = self._own(name)
         try:
-            aborted = await self.calls.ask(lambda session: session.abort_external(call_id))
+            aborted = await self.calls.ask(lambda session: session.abort_external(name))
         except ApiError:
             if own is None:
                 raise
@@ -188,7 +191,7 @@ class LiveRequests:
         else:
             if not aborted.num_requests and own is None:
                 return False
-        if own is not None and self.resumable.unread_s(call_id) is not None:
+        if own is not None and self.resumable.unread_s(name) is not None:
             self.resumable.forget(own)
         return True
 
@@ -198,8 +201,7 @@ class LiveRequests:
         parent, style = await self._parent(id_in(request), request)
         body, headers = await decoded(data, ForkBody)
         self.calls.check()
-        call = await self._forks(parent, style, body)
-        call.owner = owner_of(request, call.id)
+        call = await self._forks(parent, style, body, request)
         return self.respond(call, stream=body.stream, headers=headers)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -208,11 +210,12 @@ class LiveRequests:
         done = await self.calls.ask(lambda session: session.reset_prefix_cache())
         return as_json({"object": "prefix_cache.reset", **msgspec.structs.asdict(done)})
 
-    async def members(self, call_id: str, *, with_content: bool = False) -> list[Member]:
-        """The streams of a call, in order. Those of this server are known until its client has the whole answer, others
-        until the engine has ended the last of them. Raises ApiError if there is no such call."""
-        own = self._own(call_id)  # before the engine is asked: of a call that starts meanwhile it says nothing
-        found = await self.calls.ask(lambda session: session.describe(external_id=call_id, with_content=with_content))
+    async def members(self, name: str, call_id: str, *, with_content: bool = False) -> list[Member]:
+        """The streams of the call of this name, in order. Those of this server are known until its client has the whole
+        answer, others until the engine has ended the last of them. Raises ApiError, which shows the id, if there is no
+        such call."""
+        own = self._own(name)  # before the engine is asked: of a call that starts meanwhile it says nothing
+        found = await self.calls.ask(lambda session: session.describe(external_id=name, with_content=with_content))
         if own is not None:
             live = {state.request_id: state for state in found.requests}
             states = [live.get(stream.request_id) or _ended(stream) for stream in own.streams]
@@ -228,49 +231,58 @@ class LiveRequests:
 
     # ---- inside
 
-    def _own(self, call_id: str) -> Call | None:
+    def _own(self, name: str) -> Call | None:
         """The call, if it runs here, or is kept here for its reader to come back."""
-        return self.calls.get(call_id) or self.resumable.get(call_id)
+        return self.calls.get(name) or self.resumable.get(name)
 
-    async def _forks(self, parent: RequestStream, style: AnswerStyle, body: ForkBody) -> Call:
+    async def _name(self, call_id: str, request: Request) -> str:
+        """The name of the call with this id that the sender may look at, fork and end. Only an admin has several to
+        choose from: the first that runs. Raises ApiError."""
+        names = names_of(request, call_id)
+        here = next((name for name in names if self._own(name) is not None), None)
+        if here is not None or len(names) == 1:
+            return here or names[0]
+        running = await self._running(names)
+        return next((name for name in names if name in running), names[0])
+
+    async def _running(self, names: Sequence[str]) -> set[str]:
+        """Ask the engine which of `names` have calls that run. Raises ApiError."""
+        running = set[str]()
+        for start in range(0, len(names), MAX_FOUND):
+            asked = names[start : start + MAX_FOUND]
+            found = await self.calls.ask(lambda session, asked=asked: session.find_external(asked))
+            running.update(found.external_ids)
+        return running
+
+    async def _forks(self, parent: RequestStream, style: AnswerStyle, body: ForkBody, request: Request) -> Call:
         """A call of `n` streams that begin with all that `parent` has. Raises ApiError."""
         count = 1 if body.n is None else body.n
         if not 1 <= count <= MAX_SAMPLES:
             raise ApiError(400, f"n must be between 1 and {MAX_SAMPLES}, got {count}", "n")
         if body.stream and parent.params.prompt_logprobs is not None:
             raise ApiError(400, "the request has prompt_logprobs, which are not told in a stream", "stream")
-        call_id = await self.new_id(style.kind, body.request_id)
+        call_id = await self.new_id(style.kind, body.request_id, request)
+        owner = owner_of(request, call_id)
         inherited = {**msgspec.structs.asdict(parent.params), "seed": None}
         params = bodies.sampling(body, inherited, {"n": parent.params.n})
-        ids = self.calls.stream_ids(call_id, count)
+        ids = self.calls.stream_ids(name_of(call_id, owner), count)
         try:
             check_room([parent.prompt], body.max_tokens, self._factory.limits.max_model_len)
             streams = [self._factory.fork(parent, params, each, number) for number, each in enumerate(ids)]
         except RequestError as error:
             raise refused(error, bodies.field_of(str(error))) from error
         style = style.forked(body)
-        return Call(call_id, streams, style.with_usage() if self._forces_usage else style, are_forks=True)
-
-    async def _owner(self, call_id: str) -> str:
-        """Who has started a call of another server; "" for one that does not run."""
-        try:
-            return (await self.members(call_id))[0][0].owner
-        except ApiError as error:
-            if error.status == 404:
-                return ""
-            raise
+        style = style.with_usage() if self._forces_usage else style
+        return Call(call_id, streams, style, owner=owner, are_forks=True)
 
     async def _parent(self, call_id: str, request: Request) -> tuple[RequestStream, AnswerStyle]:
         """The stream of the call that is to be forked, and the call's style. Raises ApiError."""
-        own = self._own(call_id)
+        name = await self._name(call_id, request)
+        own = self._own(name)
         if own is not None:
-            if not may_touch(request, call_id, own.owner):
-                raise _not_running(call_id)
             num_prompts, style, stream = len(own.streams), own.style, None if own.finished else own.streams[0]
         else:
-            context, state = (await self.members(call_id, with_content=True))[0]
-            if not may_touch(request, call_id, context.owner):
-                raise _not_running(call_id)
+            context, state = (await self.members(name, call_id, with_content=True))[0]
             num_prompts, style, stream = (
                 context.num_streams,
                 context.style,

@@ -17,7 +17,7 @@ from vllm_lite.server.calls.call import Call
 from vllm_lite.server.calls.marked import MarkedWriter
 from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.calls.restored import restored
-from vllm_lite.server.http.auth import owner_of
+from vllm_lite.server.http.auth import name_of, owner_of
 from vllm_lite.server.live_requests import LiveRequests, Member, id_in
 from vllm_lite.server.openai.errors import ApiError, refused
 
@@ -47,18 +47,18 @@ class Resumption:
         return CallResponse(call, marked, run, stream=True, headers={})
 
     async def _found(self, call_id: str, owner: str) -> Call:
-        """The call, kept here or taken over from another server. Raises ApiError."""
-        own = self._resumable.get(call_id)
+        """The owner's call, kept here or taken over from another server. Raises ApiError. Another's is not found."""
+        name = name_of(call_id, owner)
+        own = self._resumable.get(name)
         if own is not None:
-            self._check(call_id, own.owner, owner, is_resumable=own.style.resumable)
-            if own.error is None or not await self._runs_elsewhere(call_id):
+            if own.error is None or not await self._runs_elsewhere(name):
                 return own
-        elif (running := self._calls.get(call_id)) is not None:
-            self._check(call_id, running.owner, owner, is_resumable=False)
+        elif self._calls.get(name) is not None:
+            raise _not_resumable(call_id)
         elif self._calls.scoreboard.num_servers == 1:
             raise self._unknown(call_id)
         taken = await self._taken_over(call_id, owner)
-        now = self._resumable.get(call_id)
+        now = self._resumable.get(name)
         if now is not None and now is not own:  # by another connection, while the engine was asked
             return now
         if own is not None:
@@ -66,21 +66,22 @@ class Resumption:
         self._resumable.add(taken)
         return taken
 
-    async def _runs_elsewhere(self, call_id: str) -> bool:
+    async def _runs_elsewhere(self, name: str) -> bool:
         """Whether a call of this server, whose stream has failed, was taken over by another server."""
         if self._calls.scoreboard.num_servers == 1 or self._calls.death is not None:
             return False
-        found = await self._calls.ask(lambda session: session.describe(external_id=call_id))
+        found = await self._calls.ask(lambda session: session.describe(external_id=name))
         return bool(found.requests)
 
     async def _taken_over(self, call_id: str, owner: str) -> Call:
         """Another server's call, not started here yet. Raises ApiError if the engine does not know all of it."""
         try:
-            members = await self._live.members(call_id, with_content=True)
+            members = await self._live.members(name_of(call_id, owner), call_id, with_content=True)
         except ApiError as error:
             raise (self._unknown(call_id) if error.status == 404 else error) from error
         context = members[0][0]
-        self._check(call_id, context.owner, owner, is_resumable=context.style.resumable)
+        if not context.style.resumable:
+            raise _not_resumable(call_id)
         try:
             stream = restored(self._factory, members[0][1], for_fork=False) if _is_whole(members) else None
         except RequestError as error:
@@ -88,20 +89,17 @@ class Resumption:
         if stream is None:
             text = f"the stream of request {call_id!r} is at another API server, and the engine does not know all of it"
             raise ApiError(409, f"{text}; connect again, and that one may answer")
-        call = Call(call_id, [stream], context.style, are_forks=context.are_forks, num_inherited=0)
-        call.created, call.owner = context.created, context.owner
+        call = Call(call_id, [stream], context.style, owner=owner, are_forks=context.are_forks, num_inherited=0)
+        call.created = context.created
         return call
-
-    def _check(self, call_id: str, started_by: str, owner: str, *, is_resumable: bool) -> None:
-        """Raises ApiError unless the sender may resume the call. Another's is to it as if it were not there."""
-        if started_by != owner:
-            raise self._unknown(call_id)
-        if not is_resumable:
-            raise ApiError(404, f'request {call_id!r} cannot be resumed: it was sent without "resumable": true')
 
     def _unknown(self, call_id: str) -> ApiError:
         which = f'those that were sent with "resumable": true can, for {self._resumable.resume_s:g} s'
         return ApiError(404, f"no request {call_id!r} can be resumed; {which} after their connection broke")
+
+
+def _not_resumable(call_id: str) -> ApiError:
+    return ApiError(404, f'request {call_id!r} cannot be resumed: it was sent without "resumable": true')
 
 
 def _is_whole(members: list[Member]) -> bool:

@@ -13,6 +13,7 @@ from vllm_lite.client.streams.stream import RequestStream
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import MAX_CONTEXT_BYTES, ForkRequest, Generate
 from vllm_lite.server.calls.place import Shown, StreamPosition
+from vllm_lite.server.http.auth import name_of
 from vllm_lite.server.openai.chunks import AnswerStyle
 
 MAX_ECHO_CHARS = (MAX_CONTEXT_BYTES - 4096) // 4
@@ -125,14 +126,17 @@ class Call:
         streams: Sequence[RequestStream],
         style: AnswerStyle,
         *,
+        owner: str = "",
         are_forks: bool = False,
         num_inherited: int | None = None,
     ) -> None:
         """`streams` have the same number of samples each; if they `are_forks` of one request its prompt counts once.
         `num_inherited` of the tokens that they have now are none of their own, all of them if it is not given."""
         self.id = call_id
-        self.owner = ""
+        self.owner = owner
         """As in CallContext."""
+        self.name = name_of(call_id, owner)
+        """What the servers and the engine know it by; clients know its id."""
         self.affinity: str | None = None
         """The session that its client says it belongs to: of several engines one gets all of its calls."""
         self.created = int(time.time())
@@ -157,9 +161,9 @@ class Call:
         return CallContext(self.created, index, count, self.are_forks, style, self.owner)
 
     def message(self, index: int) -> Generate | ForkRequest:
-        """The message that starts stream `index` in the engine, where any API server finds it by the call's id."""
+        """The message that starts stream `index` in the engine, where any API server finds it by the call's name."""
         context = msgspec.msgpack.encode(self.context(index))
-        return msgspec.structs.replace(self.streams[index].message(), external_id=self.id, context=context)
+        return msgspec.structs.replace(self.streams[index].message(), external_id=self.name, context=context)
 
     @property
     def choices(self) -> Sequence[Choice]:

@@ -57,8 +57,8 @@ class Calls:
     def __len__(self) -> int:
         return len(self._running)
 
-    def get(self, call_id: str) -> Call | None:
-        return self._running.get(call_id)
+    def get(self, name: str) -> Call | None:
+        return self._running.get(name)
 
     @property
     def death(self) -> str | None:
@@ -113,9 +113,9 @@ class Calls:
         """Start `call`, which runs until end(). Raises ApiError if it cannot be started; then nothing is left of it."""
         self.check(call.num_sequences)
         self._check_tokens(call)
-        if call.id in self._running or self.dispatcher.has_one_of(call):
+        if call.name in self._running or self.dispatcher.has_one_of(call):
             raise in_use(call.id)
-        self._running[call.id] = call
+        self._running[call.name] = call
         self.scoreboard.report_load(len(self._running))
         try:
             self.dispatcher.start(call)
@@ -127,16 +127,16 @@ class Calls:
 
     def end(self, call: Call) -> None:
         """End what is left of `call`, if it still runs."""
-        if self._running.get(call.id) is call:
-            del self._running[call.id]
+        if self._running.get(call.name) is call:
+            del self._running[call.name]
             self.scoreboard.report_load(len(self._running))
             self.dispatcher.drop(call)
 
-    def stream_ids(self, call_id: str, count: int) -> list[str]:
-        """The request ids in the engine of a call's streams. No other server's streams have them, even if two clients
-        chose the same id for their calls."""
-        names = [call_id] if count == 1 else [f"{call_id}-{index}" for index in range(count)]
-        return [name + self._suffix for name in names]
+    def stream_ids(self, name: str, count: int) -> list[str]:
+        """The request ids in the engine of the streams of the call of this name. No other server's streams have them,
+        even if two of them have a call of one name."""
+        names = [name] if count == 1 else [f"{name}-{index}" for index in range(count)]
+        return [each + self._suffix for each in names]
 
     def abort_all(self) -> None:
         """The server ends. What has begun keeps what it has, what has not is refused."""

@@ -48,23 +48,23 @@ class ResumableCalls:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, call_id: str) -> Call | None:
+    def get(self, name: str) -> Call | None:
         """The call, if it is one of these: it may have ended."""
-        kept = self._kept.get(call_id)
+        kept = self._kept.get(name)
         return None if kept is None else kept.call
 
-    def unread_s(self, call_id: str) -> float | None:
+    def unread_s(self, name: str) -> float | None:
         """For how long nobody has read the call; None if somebody does, or if it is none of these."""
-        kept = self._kept.get(call_id)
+        kept = self._kept.get(name)
         return None if kept is None or kept.unread_since_s is None else self._clock() - kept.unread_since_s
 
     def add(self, call: Call) -> None:
         """Start `call`, unless it has ended, and keep it from now on. Raises ApiError if it cannot be started."""
-        if call.id in self._kept:
+        if call.name in self._kept:
             raise in_use(call.id)
         if not call.has_ended:
             self.calls.start(call)
-        self._kept[call.id] = _Kept(call)
+        self._kept[call.name] = _Kept(call)
 
     @contextmanager
     def run(self, call: Call) -> Iterator[Reading]:
@@ -82,8 +82,8 @@ class ResumableCalls:
     def forget(self, call: Call) -> None:
         """Abort what of `call` still runs, and keep it no longer. Its reader, if it has one, gets no more."""
         call.reading.replace()
-        if self.get(call.id) is call:
-            del self._kept[call.id]
+        if self.get(call.name) is call:
+            del self._kept[call.name]
         self.calls.end(call)
 
     def look(self) -> None:
@@ -105,7 +105,7 @@ class ResumableCalls:
 
     @contextmanager
     def _read(self, call: Call, reading: Reading) -> Iterator[Reading]:
-        kept = self._kept[call.id]
+        kept = self._kept[call.name]
         kept.unread_since_s, kept.num_held = None, 0
         try:
             yield reading
@@ -114,7 +114,7 @@ class ResumableCalls:
                 self.forget(call)
             raise
         finally:
-            if call.reading is reading and self.get(call.id) is call:
+            if call.reading is reading and self.get(call.name) is call:
                 kept.unread_since_s = self._clock()
                 self._settle(kept)
 

@@ -26,9 +26,13 @@ _NO_ADMIN = "vllm_lite.no_admin"
 """In a scope: why its sender is no admin, None if it is."""
 _KEY = "vllm_lite.key"
 """In a scope: the digest of the key that it came with, b"" if that is none of ours."""
+_REACH = "vllm_lite.reach"
+"""In a scope: the digests of the keys whose calls its sender may look at, fork and end; its own comes first."""
 _KEY_HEADERS = {b"authorization": b"", b"x-api-key": b"Bearer ", b"api-key": b"Bearer "}
 """Where a key is looked for, and what stands before it where clients of other dialects put it as it is."""
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
+MAX_NAMED_CHARS = 200
+"""How much of an id is in a name; the owner behind it stands for all of it."""
 _FLAGS = "--admin-api-key or --admin-api-key-file"
 
 
@@ -74,6 +78,7 @@ class AuthMiddleware:
             await self._dialects.response(scope, error)(scope, receive, send_with_id)
             return
         scope[_KEY] = _digest_in(authorization) if is_user or is_admin else b""
+        scope[_REACH] = [scope[_KEY], *([b"", *self._users, *self._admins] if is_admin else [])]
         scope[_NO_ADMIN] = None if is_admin else self._why_no_admin(authorization, scope)
         await self._app(scope, receive, send_with_id)
 
@@ -108,7 +113,22 @@ def require_admin(request: Request) -> None:
 def owner_of(request: Request, call_id: str) -> str:
     """An opaque name of the sender's key, other for each call; "" without keys. Nobody learns the key from it, nor
     which calls have the same one."""
-    digest: bytes = request.scope[_KEY]
+    return _owner(request.scope[_KEY], call_id)
+
+
+def names_of(request: Request, call_id: str) -> list[str]:
+    """The names, as name_of() makes them, of the calls with this id that the sender may look at, fork and end: the one
+    of its own key, which comes first, and for an admin those of all keys."""
+    return list(dict.fromkeys(name_of(call_id, _owner(digest, call_id)) for digest in request.scope[_REACH]))
+
+
+def name_of(call_id: str, owner: str) -> str:
+    """The name that the servers and the engine know a call by. Clients choose ids, so each key has ids of its own: the
+    same one of two keys is two names, and nobody learns from an id which ones others use."""
+    return f"{call_id[:MAX_NAMED_CHARS]}~{owner}" if owner else call_id
+
+
+def _owner(digest: bytes, call_id: str) -> str:
     return sha256(digest + call_id.encode()).hexdigest()[:32] if digest else ""
 
 
@@ -116,11 +136,6 @@ def holder_of(request: Request) -> str:
     """Digest of the sender's key for what is kept, "" without keys: senders with one key share it."""
     digest: bytes = request.scope[_KEY]
     return sha256(digest + b"holder").hexdigest()[:32] if digest else ""
-
-
-def may_touch(request: Request, call_id: str, owner: str) -> bool:
-    """Whether the sender may look at, fork or end a call of `owner`: with its key, or as an admin."""
-    return not owner or owner == owner_of(request, call_id) or request.scope[_NO_ADMIN] is None
 
 
 def _unknown(message: str) -> ApiError:

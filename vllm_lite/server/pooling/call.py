@@ -14,6 +14,7 @@ from vllm_lite.client.pooling import PoolingStream
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Generate
 from vllm_lite.server.calls.call import CallContext
+from vllm_lite.server.http.auth import name_of
 from vllm_lite.server.openai.chunks import AnswerStyle
 
 
@@ -34,10 +35,11 @@ class Window:
 class PoolingCall:
     """See calls.call.Call, of which it has what the registry and the dispatcher need."""
 
-    def __init__(self, call_id: str, model: str, num_texts: int, window: Window) -> None:
+    def __init__(self, call_id: str, model: str, num_texts: int, window: Window, owner: str = "") -> None:
         """`num_texts` are to come in all."""
         self.id = call_id
-        self.owner = ""
+        self.owner = owner
+        self.name = name_of(call_id, owner)
         self.affinity: str | None = None
         self.created = int(time.time())
         self.style = AnswerStyle("embd", model)
@@ -59,9 +61,9 @@ class PoolingCall:
         return CallContext(self.created, index, self.num_texts, are_forks=False, style=self.style, owner=self.owner)
 
     def message(self, index: int) -> Generate:
-        """The message that starts stream `index` in the engine, where any API server finds it by the call's id."""
+        """The message that starts stream `index` in the engine, where any API server finds it by the call's name."""
         context = msgspec.msgpack.encode(self.context(index))
-        return msgspec.structs.replace(self.streams[index].message(), external_id=self.id, context=context)
+        return msgspec.structs.replace(self.streams[index].message(), external_id=self.name, context=context)
 
     @property
     def num_sequences(self) -> int:

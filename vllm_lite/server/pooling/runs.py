@@ -134,9 +134,9 @@ class PoolingRuns:
         """`sizes` are the characters of the texts. They are computed with the adapter that is asked for."""
         request, adapter = asked.request, self.generation.model.adapter_of(asked.model)
         live = self.generation.live
-        call_id = await live.new_id(kind, getattr(asked.body, "request_id", None))
-        call = PoolingCall(call_id, self.generation.model.names[0], len(sizes), self._window)
-        call.owner = owner_of(request, call_id)
+        call_id = await live.new_id(kind, getattr(asked.body, "request_id", None), request)
+        owner = owner_of(request, call_id)
+        call = PoolingCall(call_id, self.generation.model.names[0], len(sizes), self._window, owner)
         watch = asyncio.ensure_future(until_disconnected(request.receive))
         watch.add_done_callback(lambda _: call.end())
         calls: Any = live.calls
@@ -157,7 +157,7 @@ class PoolingRuns:
             while call.has_room() and (made or next_text < len(sizes)):
                 if not made:
                     end = min(next_text + BATCH, len(sizes))
-                    ids = [suffix(f"{call.id}-{index}", 1)[0] for index in range(next_text, end)]
+                    ids = [suffix(f"{call.name}-{index}", 1)[0] for index in range(next_text, end)]
                     with _refusing(next_text if len(sizes) > BATCH else 0):
                         made = await _made(make, next_text, end, ids, sum(sizes[next_text:end]))
                     made.reverse()

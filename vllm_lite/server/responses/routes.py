@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_lite.server.calls.response import PING_S
 from vllm_lite.server.generation import Asked, Generation
-from vllm_lite.server.http.auth import holder_of, owner_of
+from vllm_lite.server.http.auth import holder_of, name_of, owner_of
 from vllm_lite.server.http.body import memory_of
 from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.http.long_work import through
@@ -72,7 +72,7 @@ class ResponsesRoutes:
         asked = await self._generation.read(request, ResponseBody)
         body = asked.body
         bodies.check(body)
-        response_id = await self._new_id(body)
+        response_id = await self._new_id(body, request)
         own, shown, asked = await self._messages(asked, response_id)
         call, headers = await asking.made(self._generation, asked, shown, response_id)
         params = call.streams[0].params
@@ -134,14 +134,16 @@ class ResponsesRoutes:
         """The response as it is, or its stream behind the event `starting_after`."""
         after = _number(request, "starting_after", -1, least=0)
         is_streamed = request.query_params.get("stream", "false").lower() in ("true", "1")
-        found = await self._found(request)
+        found, response_id = await self._found(request), request.path_params["response_id"]
         if not is_streamed:
             return _json(found.response)
         log = found.log if isinstance(found, Run) else await _log_of(found)
         if log is None and isinstance(found, StoredResponse) and is_running(found):
-            raise ApiError(409, f"the stream of response {found.id!r} is at another API server; connect again")
+            raise ApiError(409, f"the stream of response {response_id!r} is at another API server; connect again")
         if log is None:
-            raise ApiError(400, f"response {found.id!r} has no stream: it was not asked for with stream or background")
+            raise ApiError(
+                400, f"response {response_id!r} has no stream: it was not asked for with stream or background"
+            )
         if after >= log.end:
             text = f"starting_after is {after}, and the stream has events up to {log.end - 1} so far"
             raise ApiError(400, text, "starting_after")
@@ -158,9 +160,9 @@ class ResponsesRoutes:
             found.was_deleted = True
             self._runs.cancel(found)
         elif is_running(found):
-            await self._live.end(found.id, request)
-        await self._store.delete(found.id)
-        return as_json({"id": found.id, "object": "response", "deleted": True})
+            await self._live.end_named(found.id)
+        await self._store.delete(found.name if isinstance(found, Run) else found.id)
+        return as_json({"id": request.path_params["response_id"], "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """End a response that runs in the background. One that has ended is answered as it is."""
@@ -174,7 +176,7 @@ class ResponsesRoutes:
             await asyncio.shield(found.task)
             return _json(found.response)
         if is_running(found):
-            await self._live.end(found.id, request)
+            await self._live.end_named(found.id)
             found = await self._settled(found)
         return _json(found.response)
 
@@ -204,21 +206,27 @@ class ResponsesRoutes:
 
     # ---- what is known
 
-    async def _new_id(self, body: ResponseBody) -> str:
+    async def _new_id(self, body: ResponseBody, request: Request) -> str:
         if body.request_id is None:
             return _random_id()
         response_id = f"resp_{body.request_id.removeprefix('resp_')}"
-        if self._runs.get(response_id) is not None or await self._store.get(response_id) is not None:
+        if await self._known(response_id, owner_of(request, response_id)) is not None:
             raise in_use(response_id)
         return response_id
+
+    async def _known(self, response_id: str, owner: str) -> Run | StoredResponse | None:
+        """Find the owner's response of this id, also one that no client is shown any more."""
+        name = name_of(response_id, owner)
+        found = self._runs.get(name) or await self._store.get(name)
+        if found is None and name != response_id:  # kept by an earlier version
+            found = await self._store.get(response_id)
+        return None if found is None or found.owner != owner else found
 
     async def _find(self, response_id: str, request: Request) -> Run | StoredResponse | None:
         """Find a response of the sender, as far as this server knows."""
         if len(response_id) > MAX_ID_CHARS:
             return None
-        found = self._runs.get(response_id) or await self._store.get(response_id)
-        if found is None or found.owner != owner_of(request, response_id):
-            return None
+        found = await self._known(response_id, owner_of(request, response_id))
         return None if isinstance(found, Run) and (found.was_deleted or not found.is_kept) else found
 
     async def _found(self, request: Request) -> Run | StoredResponse:
@@ -234,7 +242,7 @@ class ResponsesRoutes:
     async def _checked(self, record: StoredResponse) -> StoredResponse:
         """A response that another API server runs, or one that ended with its server."""
         try:
-            await self._live.members(record.id)
+            await self._live.members(record.id, record.id)
         except ApiError as error:
             if error.status != 404:
                 return record

@@ -28,7 +28,7 @@ logger = log.get(__name__)
 
 
 class Sender(NamedTuple):
-    """Who asked for a response, in the words of a Record, and the bytes of the body that are kept until its end."""
+    """Owner and holder of a response, as a StoredResponse has them, and the bytes of the body kept until its end."""
 
     owner: str
     holder: str
@@ -43,6 +43,7 @@ class Run:
     ) -> None:
         """`items` are its own input, as JSON. One that `is_kept` is stored at its end."""
         self.id = call.id
+        self.name = call.name
         self.call = call
         self.output = output
         self.items = items
@@ -72,7 +73,7 @@ class Run:
         previous = self.output.response["previous_response_id"]
         status, kept = self.output.response["status"], (self.response, self.items, events, first)
         owner, holder, _ = self.sender
-        return StoredResponse(self.id, owner, previous, self.is_background, *kept, holder, status)
+        return StoredResponse(self.name, owner, previous, self.is_background, *kept, holder, status)
 
 
 class Runs:
@@ -90,8 +91,8 @@ class Runs:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def get(self, response_id: str) -> Run | None:
-        return self._runs.get(response_id)
+    def get(self, name: str) -> Run | None:
+        return self._runs.get(name)
 
     def start(self, run: Run) -> None:
         """Start a response. Raises ApiError if it cannot be started."""
@@ -100,7 +101,7 @@ class Runs:
         except ApiError:
             self._release(run.sender.kept_bytes)
             raise
-        self._runs[run.id] = run
+        self._runs[run.name] = run
         run.output.begin()
         if run.log is not None:
             run.log.wake()
@@ -151,7 +152,7 @@ class Runs:
         finally:
             if run.expiry is not None:
                 run.expiry.cancel()
-            self._runs.pop(run.id, None)
+            self._runs.pop(run.name, None)
             self._release(run.sender.kept_bytes)
             if run.log is not None:
                 run.log.close()

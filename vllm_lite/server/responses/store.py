@@ -40,7 +40,7 @@ logger = log.get(__name__)
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """One response.
+    """One response. Its id is the name of its call (auth.name_of), in files of earlier versions the id alone.
 
     response  the response object, as JSON
     items     its own input items, a JSON list; those before it are its `previous` response's
