@@ -94,11 +94,8 @@ def test_both_planes_of_the_largest_rows_count(num_rows: int) -> None:
     """The upper plane at its ends beside the lower one at each of its own: sums stay below 2^31."""
     signs = torch.tensor([1.0, -1.0])
     weight = 127 * signs[torch.arange(64)[:, None] % 2].expand(64, 256).contiguous()
-    for lower in (0, 63, -64):
-        x = (
-            torch.full((num_rows, 256), LARGEST_OF_TWO - 128.0 * (lower > 0) + lower)
-            * signs[torch.arange(num_rows) % 2, None]
-        )
+    for less in (0, 1, 127, 128):
+        x = torch.full((num_rows, 256), float(LARGEST_OF_TWO - less)) * signs[torch.arange(num_rows) % 2, None]
         x[:, ::128] = LARGEST_OF_TWO
         out = torch.empty(num_rows, 64)
         linear(x, PackedWeight(weight, int8=True), out)

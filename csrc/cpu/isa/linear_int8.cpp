@@ -27,7 +27,7 @@ VLLM_LITE_INLINE int32_t max_of(VecI x) {
 }
 
 constexpr int32_t kLargest = 127;             // of integers of one plane
-constexpr int32_t kLargestOfTwo = 127 * 128;  // so that the upper plane's are those, the lower one's from -64 to 63
+constexpr int32_t kLargestOfTwo = 127 * 128;  // so that the upper plane's are those, the lower one's from 0 to 127
 typedef int8_t Bytes __attribute__((vector_size(kWidth)));
 
 // The size of the largest of x; NaN is above all.
@@ -79,9 +79,8 @@ VLLM_LITE_INLINE int32_t quantize_row_twice(const T* x, int64_t count, int64_t p
                      [=](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
                        const size_t size = static_cast<size_t>(left);
 #if defined(__AVX512VNNI__)
-                       const VecI over = (whole + 64) >> 7;
-                       const Bytes upper = __builtin_convertvector(over, Bytes),
-                                   lower = __builtin_convertvector(whole - (over << 7), Bytes);
+                       const Bytes upper = __builtin_convertvector(whole >> 7, Bytes),
+                                   lower = __builtin_convertvector(whole & 127, Bytes);
                        std::memcpy(to + i, &upper, size);
                        std::memcpy(to + plane + i, &lower, size);
 #else
