@@ -122,6 +122,38 @@ def test_revived_blocks_count_against_the_free_ones() -> None:
     assert (verdict.required, verdict.free, verdict.verdict) == (3, 4, Verdict.OK)
 
 
+def test_a_lookup_is_remembered_until_more_of_the_prefix_is_cached() -> None:
+    kv = make(num_blocks=5)
+    first = admit(kv, list(range(12)))
+    kv.cache_blocks(first, 4)
+    second = request(kv, list(range(12)))
+    hit = kv.find_cached(second)
+    verdict = kv.admission(second, hit, 100)
+    assert (hit.num_tokens, verdict.verdict) == (4, Verdict.LATER)
+    kv.remember(second, hit, verdict)
+    known = kv.recall(second)
+    assert known is not None
+    assert (known.num_cached, known.admission) == (4, verdict)
+    kv.cache_blocks(first, 8)
+    assert kv.recall(second) is None
+    assert kv.find_cached(second).num_tokens == 8
+
+
+def test_a_remembered_verdict_is_asked_again_when_blocks_are_free() -> None:
+    kv = make(num_blocks=5)
+    first = admit(kv, list(range(12)))
+    second = request(kv, [50] * 12)
+    hit = kv.find_cached(second)
+    kv.remember(second, hit, kv.admission(second, hit, 100))
+    known = kv.recall(second)
+    assert known is not None
+    assert known.admission.verdict is Verdict.LATER
+    kv.release(first)
+    known = kv.recall(second)
+    assert known is not None
+    assert known.admission.verdict is Verdict.OK
+
+
 def test_without_caching_nothing_is_hashed() -> None:
     kv = make(caching=False)
     first = admit(kv, list(range(8)))
