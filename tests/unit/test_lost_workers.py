@@ -156,7 +156,7 @@ def test_preempted_and_swapped_sequences_are_computed_again(preemption: str) -> 
     assert (sequence.host_ids is not None) == (preemption == "swap")
     rig.lose_workers()
     assert (sequence.host_ids, sequence.status, rig.blocks.swapping.parked) == (None, Status.PREEMPTED, [])
-    assert not rig.blocks.swapping.is_moving
+    assert not rig.blocks.is_moving
     rig.replace_workers()
     rig.drain()
     assert rig.output("a") == expected(PROMPT, 15)
@@ -173,7 +173,7 @@ def test_moves_that_no_step_has_carried_are_dropped() -> None:
     rig.blocks.swapping.copy(1, 2)
     rig.blocks.swapping._wanted = 2
     rig.lose_workers()
-    assert not rig.blocks.swapping.is_moving
+    assert not rig.blocks.is_moving
     rig.blocks.swapping.begin_step()
     assert rig.blocks.swapping._reserved == 0
     rig.replace_workers()

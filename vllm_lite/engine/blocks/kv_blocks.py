@@ -60,7 +60,7 @@ class KVBlocks(CachePart[Tables]):
 
     @property
     def is_moving(self) -> bool:
-        return self.swapping.is_moving
+        return bool(self.swapping.ops)
 
     def take_ops(self) -> list[Op]:
         return self.swapping.take_ops()
@@ -106,7 +106,10 @@ class KVBlocks(CachePart[Tables]):
         return [block_hash + group.key for block_hash in next_hash for group in self.groups]
 
     def has_any(self, keys: Iterable[bytes]) -> bool:
-        return any(self.find(key) is not None for key in keys)
+        for key in keys:  # noqa: SIM110  # asked for each waiting sequence in every step
+            if self.find(key) is not None:
+                return True
+        return False
 
     @property
     def supply(self) -> int:

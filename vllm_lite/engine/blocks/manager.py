@@ -56,7 +56,10 @@ class KVCacheManager:
     @property
     def is_moving(self) -> bool:
         """Whether the step being made moves or copies anything."""
-        return any(part.is_moving for part in self.parts)
+        for part in self.parts:  # noqa: SIM110  # asked in every step: a generator takes longer than the answers
+            if part.is_moving:
+                return True
+        return False
 
     @property
     def is_freeing(self) -> bool:
@@ -65,7 +68,10 @@ class KVCacheManager:
 
     def take_ops(self) -> list[Op]:
         """Return the block program of the step that has been made; the next one starts empty."""
-        return [op for part in self.parts for op in part.take_ops()]
+        ops = self._first.take_ops()
+        for part in self._others:
+            ops += part.take_ops()
+        return ops
 
     # ---- sizes
 

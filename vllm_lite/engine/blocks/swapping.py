@@ -55,7 +55,8 @@ class Swapping:
         self._max_blocks = self._left = max_blocks
         self._reserved = self._wanted = 0
         self._loading: dict[Sequence, int] = {}  # tickets of what parked sequences wait for
-        self._ops: list[tuple[int, int, int]] = []
+        self.ops: list[tuple[int, int, int]] = []
+        """The block program of the step in the making."""
         pool.on_evict = self._demote if host is not None else None
 
     # ---- the block program
@@ -68,24 +69,19 @@ class Swapping:
             ended = set(self._host.poll())
             self._loading = {sequence: ticket for sequence, ticket in self._loading.items() if ticket not in ended}
 
-    @property
-    def is_moving(self) -> bool:
-        """Whether the step being made moves or copies any block."""
-        return bool(self._ops)
-
     def take_ops(self) -> list[tuple[int, int, int]]:
         """Return the block program of the step that has been made; the next one starts empty."""
-        ops, self._ops = self._ops, []
+        ops, self.ops = self.ops, []
         return ops
 
     def drop_ops(self) -> None:
         """Forget the block program of the step in the making, and what the step before it had to leave."""
-        self._ops = []
+        self.ops = []
         self._reserved = self._wanted = 0
 
     def copy(self, src: int, dst: int) -> None:
         """Copy a shared block that is about to be written."""
-        self._ops.append((BlockOp.COPY, src, dst))
+        self.ops.append((BlockOp.COPY, src, dst))
         self.counters.copied_blocks += 1
 
     # ---- out
@@ -145,7 +141,7 @@ class Swapping:
                     if self._left <= 0 or host.num_free == 0:
                         return taken
                     (host_ids[index],) = host.reserve([self._key(sequence, group, index)])
-                    self._ops.append((BlockOp.SWAP_OUT, block_id, host_ids[index]))
+                    self.ops.append((BlockOp.SWAP_OUT, block_id, host_ids[index]))
                     self._left -= 1
                     self.counters.swapped_out_blocks += 1
                 table.ids[index] = NULL_BLOCK
@@ -222,7 +218,7 @@ class Swapping:
         """Fill new device blocks with the contents of `places` on the host."""
         host_ids = sequence.host_ids or ()
         for (group, index), block_id in zip(places, block_ids, strict=True):
-            self._ops.append((BlockOp.SWAP_IN, host_ids[group.index][index], block_id))
+            self.ops.append((BlockOp.SWAP_IN, host_ids[group.index][index], block_id))
             sequence.tables[group.index].ids[index] = block_id
             if index < sequence.num_hashed_blocks:
                 self._cache(sequence, group, index, block_id)
@@ -275,7 +271,7 @@ class Swapping:
         if self._host is None:
             return
         places = self._host.demote(lost, limit)
-        self._ops += [(BlockOp.SWAP_OUT, lost[key], host_id) for key, host_id in places]
+        self.ops += [(BlockOp.SWAP_OUT, lost[key], host_id) for key, host_id in places]
         self._left -= len(places)
         self.counters.demoted_blocks += len(places)
 
