@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
-from vllm_lite.protocol.control import AdapterRead
+from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.step import (
@@ -81,6 +81,23 @@ class History:
     def append(self, block_ids: list[list[int]]) -> None:
         for table, ids in zip(self.tables, block_ids or [[] for _ in self.tables], strict=True):
             table.extend(ids)
+
+
+class FakeProfiles:
+    """The part of an executor that profiles: keeps what it is told, and answers as a test says."""
+
+    profiles: list[str]
+    profile_answers: list[Profiled] | None
+
+    def check(self) -> None:
+        """Raises WorkersLostError where there are no workers any more."""
+
+    def profile(self, message: BeginProfile | EndProfile) -> None:
+        self.profiles.append(type(message).__name__)
+
+    def profiled(self) -> list[Profiled] | None:
+        self.check()
+        return self.profile_answers
 
 
 class SimulatedWorker:

@@ -18,6 +18,7 @@ from vllm_lite.runtime.nested_settings import (
     LoraModulePath,
     PoolerConfig,
     PoolingOptions,
+    ProfilerConfig,
     Speculation,
     check_adapters,
 )
@@ -245,6 +246,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None, about("folder made by `vllm-lite keys`: who may connect to tcp_address, encrypted")
     ] = None
     insecure: Annotated[bool, about("let in whoever reaches tcp_address, without keys and in the clear")] = False
+    profiler_config: Annotated[
+        ProfilerConfig | None,
+        about('what POST /start_profile measures: JSON, e.g. {"profiler":"torch","torch_profiler_dir":"traces"}'),
+    ] = None
     ready_timeout_s: Annotated[float, about("longest start of the whole engine", gt=0)] = 600.0
     heartbeat_timeout_s: Annotated[
         float,

@@ -1,6 +1,7 @@
 """Pause, sleep and other weights over HTTP, in real processes: two API servers, an engine and two ranks, any of which
 may die at any moment. Nothing of a stream is lost, and a replay of the trace decides the same."""
 
+import gzip
 import json
 import os
 import shutil
@@ -53,6 +54,10 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folders: dict[str, Path], trace: Path) -> Iterator[Server]:
     flags = ["--dtype", "float32", "-tp", "2", "--api-server-count", "2", "--record", str(trace)]
     flags += ["--admin-api-key", "admin", "--attention-backend", "reference", "--enforce-eager"]
+    flags += [
+        "--profiler-config",
+        json.dumps({"profiler": "torch", "torch_profiler_dir": str(trace.parent / "profiles")}),
+    ]
     with serving(str(folders["first"]), *flags, "--served-model-name", "tiny") as server:
         yield server
     divergences = [Replay(path).run().divergence for path in segment_paths(str(trace))]
@@ -212,8 +217,26 @@ def test_other_weights_are_served_without_a_restart_also_by_the_next_engine(
     assert Stream(server).all() == expected
 
 
+def test_profiles_of_both_ranks_are_written(
+    server: Server, http: httpx.Client, trace: Path, expected: list[int]
+) -> None:
+    assert http.post("/stop_profile").status_code == 400
+    assert done(http.post("/start_profile")) == {"status": "profiling"}
+    assert "on already" in http.post("/start_profile").json()["error"]["message"]
+    assert Stream(server).all() == expected
+    assert done(http.post("/stop_profile")) == {"status": "written"}
+    folder = trace.parent / "profiles"
+    for rank in range(2):
+        (path,) = folder.glob(f"rank{rank}.*.pt.trace.json.gz")
+        with gzip.open(path) as file:
+            names = [event.get("name") for event in json.load(file)["traceEvents"]]
+        assert names.count("model") > NUM_TOKENS // 2
+        assert (folder / f"profiler_out_{rank}.txt").exists()
+    assert Stream(server).all() == expected
+
+
 def test_users_may_not(server: Server) -> None:
-    for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):
+    for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/start_profile", "/stop_profile"):
         assert httpx.post(server.url + path, json={}).status_code == 401
     for path in ("/is_sleeping", "/get_world_size"):
         assert httpx.get(server.url + path).status_code == 401

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.simulated_worker import SimulatedWorker
+from tests.simulated_worker import FakeProfiles, SimulatedWorker
 from tests.unit.test_core import EOS, VOCAB, continuation
 from tests.unit.test_engine_clients import Client
 from vllm_lite.config import EngineConfig
@@ -21,7 +21,7 @@ from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import Abort, Dying, Generate, GetStats, Recovered, Recovering, RestartCause, Stats, Welcome
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.control import AdapterRead, KVGroupInfo, Ready
+from vllm_lite.protocol.control import AdapterRead, KVGroupInfo, Profiled, Ready
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime.wakeup import Wakeup
@@ -34,7 +34,7 @@ KILLED = "worker 0 (pid 7) died: killed by SIGKILL"
 PHASES = ("spawned", "loads", "allocates")
 
 
-class FakeGroup:
+class FakeGroup(FakeProfiles):
     """An executor. `dies_when` names the phase in which it dies by itself; die() kills it now."""
 
     def __init__(self, host: "Host", generation: int) -> None:
@@ -45,6 +45,7 @@ class FakeGroup:
         self.lost: Failure | None = None
         self.knows_cause = self.is_gone = True
         self.is_ending = self.is_closed = False
+        self.profiles, self.profile_answers = [], [Profiled(0, generation)]
         self.worker = SimulatedWorker(NUM_BLOCKS, 4, vocab_size=VOCAB)
 
     def die(

@@ -281,6 +281,14 @@ class AsyncClient:
         if the folder cannot be served; then the weights before go on."""
         await self._operate("update_weights", model=str(model), mode=mode)
 
+    async def start_profile(self) -> None:
+        """Have the workers profile their steps, as profiler_config says. Raises RequestError if there is none."""
+        await self._operate("start_profile")
+
+    async def stop_profile(self) -> None:
+        """End that, and have them write what they found."""
+        await self._operate("stop_profile")
+
     # ---- inside
 
     async def _operate(self, name: str, **values: object) -> None:

@@ -164,6 +164,14 @@ class LLM:
         cannot be served; then the weights before go on."""
         self._operate("update_weights", model=str(model), mode=mode)
 
+    def start_profile(self) -> None:
+        """Have the workers profile their steps, as profiler_config says. Raises RequestError if there is none."""
+        self._operate("start_profile")
+
+    def stop_profile(self) -> None:
+        """End that, and have them write what they found."""
+        self._operate("stop_profile")
+
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike] | None = None,

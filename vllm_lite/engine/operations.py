@@ -28,6 +28,7 @@ from vllm_lite.errors import ConfigError, EngineError, ModelError, VllmLiteError
 from vllm_lite.executor.base import WorkersLostError
 from vllm_lite.protocol import api
 from vllm_lite.protocol import operations as wire
+from vllm_lite.protocol.control import BeginProfile, EndProfile
 from vllm_lite.runtime import log
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 MAX_LOADS = 3
 """How often workers that die while they load are started before that is the answer."""
+PROFILE_TIMEOUT_S = 300.0
+"""For workers to write what they have found."""
 REATTACH_S = 2.0
 """For clients to find an engine that takes the place of another one, and to send it what has not ended."""
 _MEMORY = frozenset({"weights", "kv_cache"})
@@ -149,6 +152,10 @@ class Operations:
                 return self._wake_up(message)
             case wire.UpdateWeights():
                 return self._update_weights(message)
+            case wire.StartProfile():
+                return self._profile(BeginProfile())
+            case wire.StopProfile():
+                return self._profile(EndProfile())
 
     # ---- the operations
 
@@ -210,6 +217,25 @@ class Operations:
             yield from self._load_again(error)
             raise
         self._served = found
+
+    def _profile(self, message: BeginProfile | EndProfile) -> Stages:
+        """Have the workers begin or end a profile; steps go on meanwhile, but for what writing it takes."""
+        profiler, executor = self._config.profiler_config, self._groups.executor
+        if profiler is None or profiler.profiler is None:
+            raise ConfigError(
+                "the engine was started without a profiler: give --profiler-config "
+                """'{"profiler":"torch","torch_profiler_dir":"FOLDER"}'"""
+            )
+        if not self._core.scheduler.has_workers:
+            raise EngineError("there are no workers to profile: the engine sleeps")
+        until_s = self._clock() + PROFILE_TIMEOUT_S
+        executor.profile(message)
+        while (answers := executor.profiled()) is None:
+            if self._clock() > until_s:
+                raise EngineError(f"the workers have not answered within {PROFILE_TIMEOUT_S:g} s")
+            yield
+        if errors := dict.fromkeys(answer.error for answer in answers if answer.error is not None):
+            raise ConfigError("; ".join(errors))
 
     def _load_again(self, cause: VllmLiteError) -> Stages:
         """The weights before, as others could not be loaded. If they cannot either, the engine sleeps."""

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from vllm_lite.errors import EngineDeadError, VllmLiteError
 from vllm_lite.protocol.api import RestartCause
-from vllm_lite.protocol.control import AdapterRead, Ready
+from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, Ready
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.transport.interface import Watched
 
@@ -74,6 +74,12 @@ class Executor(Watched, Protocol):
 
     def adapters_read(self) -> list[AdapterRead]:
         """Answers on adapters: of each once, that all workers have read it or why one cannot."""
+
+    def profile(self, message: BeginProfile | EndProfile) -> None:
+        """Have the workers profile their steps, or end that, between two steps."""
+
+    def profiled(self) -> list[Profiled] | None:
+        """Their answers to the last such message; None until all have come."""
 
     def expert_tokens(self) -> list[list[int]]:
         """For each layer how many tokens each of its experts has got from this group; empty if nobody counts them."""

@@ -19,10 +19,13 @@ from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import MAX_WORKER_BYTES, FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import (
     AdapterRead,
+    BeginProfile,
     DropAdapter,
+    EndProfile,
     Failed,
     Imported,
     Load,
+    Profiled,
     ReadAdapter,
     Ready,
     Shutdown,
@@ -47,7 +50,7 @@ MOST_APART_S = 7.0
 """Two looks at the workers that are further apart mean that the engine did not run: it looks every 5 s when idle."""
 MUST_AGREE = ("groups", "max_model_len", "vocab_size", "eos_token_ids")
 """Fields of Ready that are properties of the model, so that every rank must have the same."""
-RankMessage = WorkerHello | Imported | Ready | Started | AdapterRead | WorkerHeartbeat | Failed
+RankMessage = WorkerHello | Imported | Ready | Started | AdapterRead | Profiled | WorkerHeartbeat | Failed
 
 logger = log.get(__name__)
 
@@ -128,6 +131,7 @@ class MultiprocExecutor:
         """The folder that begin_load names."""
         self._adapter_answers: dict[int, dict[int, AdapterRead]] = {}
         self._adapters_read: list[AdapterRead] = []
+        self._profiled: dict[int, Profiled] = {}
         self._deadline: StartDeadline | None = None
         """When the part of the start that is under way has to be done; None before the workers may load."""
         self._failure: Failure | None = None
@@ -253,6 +257,15 @@ class MultiprocExecutor:
             self.drop_adapter(message.number)
         self._adapters_read.append(answer)
 
+    def profile(self, message: BeginProfile | EndProfile) -> None:
+        self._profiled.clear()
+        self._broadcast(message)
+
+    def profiled(self) -> list[Profiled] | None:
+        self._receive()
+        self._check()
+        return list(self._profiled.values()) if len(self._profiled) == len(self._workers) else None
+
     def expert_tokens(self) -> list[list[int]]:
         return self._expert_tokens
 
@@ -291,6 +304,8 @@ class MultiprocExecutor:
             self._expert_tokens = message.expert_tokens or self._expert_tokens
         elif isinstance(message, AdapterRead):
             self._on_adapter(message)
+        elif isinstance(message, Profiled):
+            self._profiled[message.rank] = message
         elif isinstance(message, Failed):
             health.on_failed(message, health.last_heard_s)
         elif isinstance(message, WorkerHello):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from vllm_lite.executor.base import Failure
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.control import AdapterRead, Ready
+from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, Ready
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, ModelOutput, NewRequest, Resume, SchedulerOutput
 from vllm_lite.transport.interface import Pollable
@@ -130,6 +130,12 @@ class SimulatedExecutor:
     def adapters_read(self) -> list[AdapterRead]:
         read, self._adapters = self._adapters, []
         return read
+
+    def profile(self, message: BeginProfile | EndProfile) -> None:
+        pass
+
+    def profiled(self) -> list[Profiled] | None:
+        return [Profiled(0, 0, "a simulation has nothing to profile")]
 
     def expert_tokens(self) -> list[list[int]]:
         return []

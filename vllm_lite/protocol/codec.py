@@ -10,10 +10,13 @@ from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.control import (
     AdapterRead,
+    BeginProfile,
     DropAdapter,
+    EndProfile,
     Failed,
     Imported,
     Load,
+    Profiled,
     ReadAdapter,
     Ready,
     Shutdown,
@@ -54,9 +57,18 @@ class Codec(Generic[M]):
 client_to_engine: Codec[api.FromClient] = Codec(api.FromClient, "client to engine")
 engine_to_client: Codec[api.ToClient] = Codec(api.ToClient, "engine to client")
 
-ToWorker = SchedulerOutput | Steps | Load | Start | ReadAdapter | DropAdapter | Shutdown
+ToWorker = SchedulerOutput | Steps | Load | Start | ReadAdapter | DropAdapter | BeginProfile | EndProfile | Shutdown
 FromWorker = (
-    ModelOutput | StepOutputs | WorkerHello | Imported | Ready | Started | AdapterRead | WorkerHeartbeat | Failed
+    ModelOutput
+    | StepOutputs
+    | WorkerHello
+    | Imported
+    | Ready
+    | Started
+    | AdapterRead
+    | Profiled
+    | WorkerHeartbeat
+    | Failed
 )
 engine_to_worker: Codec[ToWorker] = Codec(ToWorker, "engine to worker")
 worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine", MAX_WORKER_BYTES)

@@ -108,6 +108,22 @@ class AdapterRead(Message, tag=41):
     is_missing: bool = False
 
 
+class BeginProfile(Message, tag=42):
+    """Profile the steps that come from now on; every rank answers with Profiled."""
+
+
+class EndProfile(Message, tag=43):
+    """End that, and write what was found; every rank answers with Profiled."""
+
+
+class Profiled(Message, tag=44):
+    """The profile has begun, or is written; or `error` says in one sentence why not, and the worker goes on."""
+
+    rank: int
+    generation: int
+    error: str | None = None
+
+
 class WorkerHeartbeat(Message, tag=34):
     """`progress` grows with every layer computed and every shard loaded: a hung worker's stands still.
 

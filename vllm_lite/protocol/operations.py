@@ -64,6 +64,15 @@ class UpdateWeights(Message, tag="update_weights"):
     mode: PauseMode = "wait"
 
 
+class StartProfile(Message, tag="start_profile"):
+    """Have all workers profile their steps from the next one on, as the engine's profiler_config says. Answered by
+    OperationDone, once they do."""
+
+
+class StopProfile(Message, tag="stop_profile"):
+    """End that, and have each worker write what it has found. Answered by OperationDone, once it is written."""
+
+
 class OperationDone(Message, tag="operation_done"):
     """The answer to each of these messages, in the order in which a client sent them.
 
@@ -74,4 +83,4 @@ class OperationDone(Message, tag="operation_done"):
     bad_input: bool = False
 
 
-Operation = PauseGeneration | ResumeGeneration | Sleep | WakeUp | UpdateWeights
+Operation = PauseGeneration | ResumeGeneration | Sleep | WakeUp | UpdateWeights | StartProfile | StopProfile

@@ -31,6 +31,35 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
 
+class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of /start_profile and /stop_profile; the names are vLLM's.
+
+    "torch": each worker writes a trace of its operations and kernels into `torch_profiler_dir`, for Perfetto or
+    chrome://tracing, and a table of what took most. "cuda": workers tell a profiler that they run under (Nsight) when
+    to begin and end. Both see the parts of a step by name.
+    """
+
+    profiler: Literal["torch", "cuda"] | None = None
+    torch_profiler_dir: Annotated[str, Meta(max_length=4096)] = ""
+    torch_profiler_with_stack: bool = False
+    """vLLM's default is true; torch then takes half a minute to write 200 steps of a small model."""
+    torch_profiler_with_flops: bool = False
+    torch_profiler_with_memory: bool = False
+    torch_profiler_record_shapes: bool = False
+    torch_profiler_use_gzip: bool = True
+    torch_profiler_dump_cuda_time_total: bool = True
+    ignore_frontend: bool = False
+    """Nothing here: only workers are profiled."""
+    delay_iterations: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    max_iterations: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+
+    def __post_init__(self) -> None:
+        if self.profiler == "torch" and not self.torch_profiler_dir:
+            raise ValueError("profiler torch needs torch_profiler_dir, a folder for its traces")
+        if "://" in self.torch_profiler_dir:
+            raise ValueError(f"torch_profiler_dir must be a folder of this machine, got {self.torch_profiler_dir!r}")
+
+
 class LoraModulePath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An adapter that is served from the start: `path` is a folder as PEFT writes it, or a hub id. `base_model_name`:
     what its parent is called in lists of models, instead of the model's name."""

@@ -185,7 +185,7 @@ REFUSED: tuple[Flags, ...] = (
     Flags("--max-num-scheduled-tokens", "see --max-num-batched-tokens"),
     Flags("--kv-transfer-config --ec-transfer-config", "prompts and answers are computed by one engine"),
     Flags("--otlp-traces-endpoint --collect-detailed-traces", "see --record, and docs/metrics.md"),
-    Flags("--override-attention-dtype --additional-config --profiler-config --eplb-config", "there is no such thing"),
+    Flags("--override-attention-dtype --additional-config --eplb-config", "there is no such thing"),
     Flags("--aux-output-config --engram-config --diffusion-config -dc --watermark-config", "there is no such thing"),
     Flags("--long-prefill-token-threshold", "see --max-num-batched-tokens"),
     Flags("--long-prefill-token-threshold-adaptive", "see --max-num-batched-tokens", SWITCHES),

@@ -147,7 +147,7 @@ REFUSED: tuple[Flags, ...] = (
     Flags("DEBUG_LOG_API_SERVER_RESPONSE", "answers are not logged"),
     Flags("ENABLE_COHERE_API", "there are Cohere's routes for vectors and rankings, and none for chats"),
     Flags("MOE_ROUTING_SIMULATION_STRATEGY", "tokens go to the experts that the model chooses"),
-    Flags("TORCH_PROFILER_*", "there is no such thing; see vllm-lite bench"),
+    Flags("TORCH_PROFILER_*", "see --profiler-config"),
 )
 
 

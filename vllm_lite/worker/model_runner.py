@@ -26,6 +26,7 @@ from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import Capture, DecodeGraphs
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.pieces import PieceCapture, PiecewiseForward
+from vllm_lite.worker.profiler import StepRanges
 from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.sampling.ranked_sampler import TokenSampler, sampler_of
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, row_params
@@ -67,6 +68,7 @@ class ModelRunner:
         self.model = model = forward.model
         self.cache_engine = cache_engine
         self.progress = progress
+        self.ranges = StepRanges()
         self.device = device = cache_engine.pool.device
         self.eager = forward
         self.forward: Forward = forward
@@ -85,27 +87,32 @@ class ModelRunner:
 
         Raises ProtocolError for a step that does not fit this worker's state or limits.
         """
-        if step.block_ops:
-            self.cache_engine.execute(step.block_ops)
-        self.batch.apply(step.entries)
-        self.cache_engine.use(self.batch.tables.highest_block)
-        inputs = self.batch.build()
+        self.ranges.step()
+        with self.ranges("inputs"):
+            if step.block_ops:
+                self.cache_engine.execute(step.block_ops)
+            self.batch.apply(step.entries)
+            self.cache_engine.use(self.batch.tables.highest_block)
+            inputs = self.batch.build()
         if inputs.num_tokens == 0:
             return ModelOutput(step.generation, step.step, b"")
         self.check_size(inputs)
         for prepare in self._prepare:
             prepare(inputs)
         early = None if inputs.draws_late or not inputs.draws else self.batch.sample_inputs(inputs)
-        logits = self._logits(inputs)
+        with self.ranges("model"):
+            logits = self._logits(inputs)
         result = StepResult(NOTHING_DRAWN, inputs.num_samples)
         if logits is not None:
-            result.sampled = self.sampler.sample(logits, early or self.batch.sample_inputs(inputs))
+            with self.ranges("sample"):
+                result.sampled = self.sampler.sample(logits, early or self.batch.sample_inputs(inputs))
             for after_sample in self._after_sample:
                 after_sample(inputs, result)
-        self.batch.commit(inputs, result.sampled.tokens, result.num_kept)
-        fields = _fields(inputs, result.sampled, result.num_kept)
-        for answer in () if inputs.is_steady else self._answer:
-            answer(inputs, fields)
+        with self.ranges("answer"):
+            self.batch.commit(inputs, result.sampled.tokens, result.num_kept)
+            fields = _fields(inputs, result.sampled, result.num_kept)
+            for answer in () if inputs.is_steady else self._answer:
+                answer(inputs, fields)
         return ModelOutput(step.generation, step.step, **fields)
 
     def check_size(self, inputs: StepInputs) -> None:
@@ -169,7 +176,7 @@ class ModelRunner:
         for num_tokens, num_sampling in ((limits.max_num_tokens, 1), (decodes, min(decodes, cuda_sampler.BLOCKS))):
             warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=num_sampling)
         for part in self.parts:
-            part.load_kernels(self.device)
+            part.load_kernels(self.eager.device)
 
 
 def warm_up_step(

@@ -77,17 +77,21 @@ class Overlap:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> None:
         """Launch the step. Raises ProtocolError, as ModelRunner.execute does, for one that does not fit."""
-        runner, batch = self._runner, self._runner.batch
-        batch.apply(step.entries)
-        for entry in step.entries:
-            if isinstance(entry, Finish):  # the same step may give its handle to a new sequence
-                self._places.pop(entry.handle, None)
-        runner.cache_engine.use(batch.tables.highest_block)
-        inputs = batch.build()
+        runner, batch, ranges = self._runner, self._runner.batch, self._runner.ranges
+        ranges.step()
+        with ranges("inputs"):
+            batch.apply(step.entries)
+            for entry in step.entries:
+                if isinstance(entry, Finish):  # the same step may give its handle to a new sequence
+                    self._places.pop(entry.handle, None)
+            runner.cache_engine.use(batch.tables.highest_block)
+            inputs = batch.build()
         runner.check_size(inputs)
         samples = batch.sample_inputs(inputs)
-        logits = runner.forward.logits(self._with_device_ids(inputs))
-        picked = self._sampler.launch(logits, samples)
+        with ranges("model"):
+            logits = runner.forward.logits(self._with_device_ids(inputs))
+        with ranges("sample"):
+            picked = self._sampler.launch(logits, samples)
         sequences = [batch.resident[row] for row in inputs.rows[inputs.sampling].tolist()]
         lengths = samples.positions.tolist()
         # A steady step's arrays are overwritten by the next; what `take` needs of them is kept.

@@ -1,7 +1,7 @@
 """The worker's process: a conversation with the engine over one connection, and a heartbeat over another.
 
 Hello -> (Load) -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput, by rank 0, and one
-AdapterRead for every ReadAdapter, by all ranks -> (Shutdown).
+AdapterRead for every ReadAdapter and one Profiled for every profile that begins or ends, by all ranks -> (Shutdown).
 Between the first two it imports torch, so that a group which waits for its turn has done that. Any error is sent to
 the engine as Failed, makes the other ranks leave their waits, and ends the process with status 1. `main` also runs
 as a thread of a client (--single-process), so nothing here touches signals, the log's handlers or the process's end.
@@ -24,7 +24,9 @@ from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
 from vllm_lite.protocol.control import (
+    BeginProfile,
     DropAdapter,
+    EndProfile,
     Imported,
     Load,
     ReadAdapter,
@@ -138,6 +140,9 @@ class WorkerLoop:
                     continue
                 if isinstance(message, ReadAdapter):
                     self.send(worker.load_adapter(message))
+                    continue
+                if isinstance(message, BeginProfile | EndProfile):
+                    self.send(worker.profile(message))
                     continue
                 if isinstance(message, DropAdapter):
                     worker.drop_adapter(message.number)

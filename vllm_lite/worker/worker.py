@@ -34,7 +34,17 @@ from vllm_lite.models.registry import Sizes, build, examine
 from vllm_lite.models.weight_source import open_source
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator, SingleRank
-from vllm_lite.protocol.control import AdapterRead, KVGroupInfo, ReadAdapter, Ready, Start, Started
+from vllm_lite.protocol.control import (
+    AdapterRead,
+    BeginProfile,
+    EndProfile,
+    KVGroupInfo,
+    Profiled,
+    ReadAdapter,
+    Ready,
+    Start,
+    Started,
+)
 from vllm_lite.protocol.pooling import POOLING_TASKS, PoolerInfo
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
@@ -49,6 +59,7 @@ from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, 
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.overlap import Overlap, run_ahead
 from vllm_lite.worker.pieces import PieceCapture
+from vllm_lite.worker.profiler import Profiler
 from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.sampling.drafter import drafter_of
 from vllm_lite.worker.sampling.ranked_sampler import sampler_of
@@ -268,6 +279,8 @@ class Worker:
             progress.expert_tokens = self.expert_load.tokens
         self.generation = start.generation
         self.overlap = Overlap.of(self.runner)
+        place = self.config.first_rank + self.rank, self.device.torch
+        self.profiler = Profiler(self.config.profiler_config, *place, self.runner.ranges, self.progress)
         return Started(self.rank, start.generation, swap_blocks_per_s)
 
     def _parts(self, forward: EagerForward) -> list[StepPart]:
@@ -342,6 +355,12 @@ class Worker:
     def drop_adapter(self, number: int) -> None:
         """Forget an adapter that no step has any more."""
         self._cache().drop(number)
+
+    def profile(self, message: BeginProfile | EndProfile) -> Profiled:
+        """Begin or end a profile between two steps, or say why not."""
+        error = self.profiler.begin() if isinstance(message, BeginProfile) else self.profiler.end()
+        self.progress.advance()
+        return Profiled(self.rank, self.generation, error)
 
     def _cache(self) -> AdapterCache:
         if self.adapters is None:

@@ -64,8 +64,9 @@ def rehearse(python: Path, folder: Path, limit_s: float, options: list[str]) -> 
     print(f"\nrehearsal of {found['commit']}: status {status}, {len(found['problems'])} problems, {seconds:.0f} s")
     print(f"carried {carried / 1e6:.1f} MB of {MOST_BYTES / 1e6:.0f}; versions {found['versions']}")
     for name, taken in found.get("seconds", {}).items():
-        skipped = found.get(name, {}) if isinstance(found.get(name), dict) else {}
-        print(f"{name:<12} {taken:>7.1f} s  {skipped.get('skipped', '')}")
+        said = found.get(name, {}) if isinstance(found.get(name), dict) else {}
+        why = said.get("skipped", "")
+        print(f"{name:<12} {taken:>7.1f} s  {f'{len(why)} skipped' if isinstance(why, list) else why}")
     return status or int(carried > MOST_BYTES)
 
 

@@ -295,7 +295,7 @@ class Check:
             command = [sys.executable, "-m", "vllm_lite", "bench", "throughput", "--model", model, "--json"]
             for flag, value in zip(("--num-prompts", "--input-len", "--output-len"), sizes, strict=True):
                 command += [flag, value]
-            done = self._command(command, STAGES["throughput"].seconds / 2, environment)
+            done = self._command(command, self.seconds / (2 if name == "graphs" else 1), environment)
             figures = last_json(done["out"])
             self.found.setdefault("throughput", {})[name] = figures or done["tail"]
             if figures is None:

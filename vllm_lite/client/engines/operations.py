@@ -15,6 +15,8 @@ _BY_NAME: dict[str, type[operations.Operation]] = {
     "sleep": operations.Sleep,
     "wake_up": operations.WakeUp,
     "update_weights": operations.UpdateWeights,
+    "start_profile": operations.StartProfile,
+    "stop_profile": operations.StopProfile,
 }
 
 

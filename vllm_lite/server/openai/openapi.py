@@ -100,6 +100,8 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("post", "/wake_up", "load the model again (admin)", None),
     ("get", "/is_sleeping", "whether there is none (admin)", None),
     ("get", "/get_world_size", "how many workers there are (admin)", None),
+    ("post", "/start_profile", "have workers profile their steps, as --profiler-config says (admin)", None),
+    ("post", "/stop_profile", "end that, and have them write what they found (admin)", None),
     ("post", "/update_weights", "serve the weights in another folder (admin)", bodies.UpdateWeightsBody),
 )
 _MODE = {"type": "string", "enum": list(get_args(PauseMode)), "default": "abort"}

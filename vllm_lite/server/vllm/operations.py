@@ -1,4 +1,4 @@
-"""Routes that pause the engine, put it to sleep, and give it other weights: for those who may change the server."""
+"""Routes that pause the engine, put it to sleep, give it other weights and profile it: for admins."""
 
 from typing import Any
 
@@ -41,6 +41,8 @@ class OperationRoutes:
             ("/resume", self.resume),
             ("/sleep", self.sleep),
             ("/wake_up", self.wake_up),
+            ("/start_profile", self.start_profile),
+            ("/stop_profile", self.stop_profile),
             ("/update_weights", self._reader.holding(self.update_weights)),
         ]
         routes = [Route(path, method, methods=["GET"]) for path, method in gets]
@@ -78,6 +80,14 @@ class OperationRoutes:
         require_admin(request)
         alone = request.query_params.get("include_dp", "true").lower() in ("false", "0")
         return as_json({"world_size": self._config.tensor_parallel_size if alone else self._config.ranks_on_machine})
+
+    async def start_profile(self, request: Request) -> Response:
+        await self._operate(request, "start_profile")
+        return as_json({"status": "profiling"})
+
+    async def stop_profile(self, request: Request) -> Response:
+        await self._operate(request, "stop_profile")
+        return as_json({"status": "written"})
 
     async def update_weights(self, request: Request) -> Response:
         require_admin(request)
