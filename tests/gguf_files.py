@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +129,12 @@ def write_gguf(
     dense: bool = False,
     rows: dict[str, int] | None = None,
     joins: bool = False,
+    factors: dict[str, list[float]] | None = None,
 ) -> Path:
     """Write the checkpoint folder to `file`; `more`: further metadata, or another architecture. Norms and biases
     remain float32. `dense`: as float32 what blocks stand for. `rows`: further tensors, of so many elements. `joins`:
-    what converters may leave as one tensor is one, as gate and up of experts. Returns the file."""
+    what converters may leave as one tensor is one, as gate and up of experts. `factors`: numbers that matrices, or
+    those of each expert, have beside their blocks. Returns the file."""
     config = json.loads((checkpoint / "config.json").read_text())
     config |= config.get("text_config", {})
     more = dict(more or {})
@@ -157,7 +159,10 @@ def write_gguf(
         tensors[gate.replace("gate", "gate_up")] = torch.cat(parts, dim=1)
     for name, tensor in tensors.items():
         kind = kind_of(name) if len(tensor.shape) > 1 and "gate_inp" not in name else "F32"
-        add_tensor(writer, name, tensor, kind, dense=dense)
+        own = (factors or {}).get(name.removesuffix(".weight"), [1.0])
+        add_tensor(writer, name, tensor, kind, dense=dense, factors=own)
+        if own != [1.0] and not dense:
+            writer.add_tensor(name.replace(".weight", ".scale"), np.array(own, np.float32))
     for name, size in (rows or {}).items():
         add_tensor(writer, name, torch.zeros(size), "F32")
     write(writer)
@@ -176,12 +181,22 @@ def write(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: str, *, dense: bool = False) -> None:
+def add_tensor(
+    writer: gguf.GGUFWriter,
+    name: str,
+    tensor: torch.Tensor,
+    kind: str,
+    *,
+    dense: bool = False,
+    factors: Sequence[float] = (1.0,),
+) -> None:
     array, number = tensor.float().contiguous().numpy(), gguf.GGMLQuantizationType[kind]
     if kind == "F32":
         writer.add_tensor(name, array)
     elif dense:
-        writer.add_tensor(name, gguf.quants.dequantize(quantized(array, kind), number))
+        floats = gguf.quants.dequantize(quantized(array, kind), number)
+        each = np.array(factors, np.float32).reshape(-1, *[1] * (floats.ndim - 1))
+        writer.add_tensor(name, floats * each)
     else:
         writer.add_tensor(name, quantized(array, kind), raw_dtype=number)
 

@@ -49,6 +49,8 @@ class BlockRows(NamedTuple):
     """uint8 [num_outputs, bytes of a row], whole blocks."""
     order: torch.Tensor | None = None
     """As GroupedWeight's."""
+    factors: torch.Tensor | None = None
+    """float32 [num_outputs]: each row is multiplied by one. Only for types that are not native."""
 
 
 def take_apart(rows: BlockRows) -> GroupedWeight:
@@ -58,10 +60,11 @@ def take_apart(rows: BlockRows) -> GroupedWeight:
     parts = own.parts(rows.blocks.reshape(-1, own.num_bytes))
     shape = num_rows, num_inputs // own.group_size
     minima = None if parts.minima is None else parts.minima.reshape(shape)
+    scales = parts.scales.reshape(shape)
     return GroupedWeight(
         parts.codes.reshape(num_rows, num_inputs),
         own.values,
-        parts.scales.reshape(shape),
+        scales if rows.factors is None else scales * rows.factors.unsqueeze(1),
         own.group_size,
         minima,
         rows.order,
@@ -91,7 +94,9 @@ def take_apart_by_rows(rows: BlockRows) -> GroupedWeight:
     count = max(1, ELEMENTS_AT_ONCE // max(1, blocks_per_row * own.elements))
     if count >= len(rows.blocks):
         return take_apart(rows)
-    parts = [take_apart(rows._replace(blocks=some)) for some in rows.blocks.split(count)]
+    factors = [None] * -(-len(rows.blocks) // count) if rows.factors is None else rows.factors.split(count)
+    each = zip(rows.blocks.split(count), factors, strict=True)
+    parts = [take_apart(rows._replace(blocks=some, factors=own_factors)) for some, own_factors in each]
     codes, scales = (torch.cat(each) for each in zip(*((part.codes, part.scales) for part in parts), strict=True))
     return parts[0]._replace(codes=codes, scales=scales)
 

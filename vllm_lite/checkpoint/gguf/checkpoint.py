@@ -15,7 +15,7 @@ from vllm_lite.checkpoint.gguf.files import gguf_files, read_files
 from vllm_lite.checkpoint.gguf.header import GgufHeader, GgufTensor
 from vllm_lite.checkpoint.gguf.kinds import FLOATS, READ
 from vllm_lite.checkpoint.gguf.metadata import Metadata
-from vllm_lite.checkpoint.gguf.names import halves, in_layer, name_here
+from vllm_lite.checkpoint.gguf.names import SCALE, halves, in_layer, name_here
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.pooling import SentenceModules
 from vllm_lite.checkpoint.quantization.spec import Gguf
@@ -86,7 +86,12 @@ class GgufCheckpoint:
             qkv_layout="stacked" if own.stacks_qkv else spec.qkv_layout,
             splits_gate_up=own.splits_gate_up,
             num_unread_layers=Metadata(self.header).num_unread,
-            quantization=Gguf(kinds=dict(self._kinds()), qkv_rows=self._qkv_rows, inputs=dict(self._inputs())),
+            quantization=Gguf(
+                kinds=dict(self._kinds()),
+                qkv_rows=self._qkv_rows,
+                inputs=dict(self._inputs()),
+                factors=dict(self._factors()),
+            ),
         )
 
     def _has_bias(self, *parts: str) -> bool:
@@ -133,6 +138,21 @@ class GgufCheckpoint:
                 if tensor.shape[-1] != heads.end:
                     raise ModelError(f"{name} has {tensor.shape[-1]} inputs; its heads have {heads.end}")
                 yield name.removesuffix(".weight"), tuple(heads.inverse())
+
+    def _factors(self) -> Iterator[tuple[str, tuple[float, ...]]]:
+        """The numbers that matrices of NVFP4 have beside the scales in their blocks, one or one for each expert."""
+        own, of = self.architecture.names, Metadata(self.header)
+        for stored in self.header.tensors:
+            if not stored.endswith(SCALE) or name_here(stored, own) is not None:
+                continue
+            weight = f"{stored.removesuffix(SCALE)}.weight"
+            tensor, name, numbers = self.header.tensors.get(weight), name_here(weight, own), of.factors(stored) or []
+            if tensor is None or name is None or tensor.kind.name != "NVFP4":
+                raise ModelError(f"tensor {stored!r} must be the scale of a matrix of NVFP4, {weight!r}")
+            if len(numbers) != (tensor.shape[0] if "{}" in name else 1):
+                raise ModelError(f"tensor {stored!r} has {len(numbers)} numbers; it must have one for each matrix")
+            for each in halves(name):
+                yield each.removesuffix(".weight"), tuple(numbers)
 
     def tensors(self) -> Mapping[str, GgufTensor]:
         """The model's weights by their canonical names; of the tensors of experts each expert's part. Raises ModelError

@@ -100,7 +100,7 @@ def _rotated_part(of: Metadata) -> float | None:
 
 def _rope(of: Metadata, own: Architecture) -> dict[str, Any] | None:
     """The rope_parameters of config.json; None where nothing is scaled."""
-    factors = {name: found for name in FACTORS if (found := of.factors(name))}
+    factors = {name: found for name in FACTORS if (found := of.factors(f"{name}.weight"))}
     if factors:
         plain = factors.get("rope_freqs")
         long, short = (factors.get(f"rope_factors_{name}", plain) for name in ("long", "short"))

@@ -47,7 +47,7 @@ def gemma4(of: Metadata) -> dict[str, Any]:
 
 def _ropes(of: Metadata) -> dict[str, Any]:
     """Full layers turn the first pairs of a head alone: the file slows the others down until they stand still."""
-    factors = of.factors("rope_freqs") or [1.0]
+    factors = of.factors("rope_freqs.weight") or [1.0]
     turned = factors.count(1.0)
     if any(factor != 1.0 for factor in factors[:turned]) or any(factor < UNTURNED for factor in factors[turned:]):
         raise ModelError("rope_freqs.weight must be 1 for the pairs that turn and then 1e30 for those that do not")

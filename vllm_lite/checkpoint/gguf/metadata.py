@@ -11,8 +11,8 @@ from vllm_lite.errors import ModelError
 T = TypeVar("T")
 _NEEDED = object()
 MAX_LAYERS = 10_000
-MAX_PAIRS = 4096
-"""Factors of rope, one for each pair of a head."""
+MAX_NUMBERS = 4096
+"""Factors of rope, one for each pair of a head, or of matrices, one for each expert."""
 
 
 class Metadata:
@@ -128,13 +128,12 @@ class Metadata:
         return self.tensors[name].shape
 
     def factors(self, name: str) -> list[float] | None:
-        """The numbers of a small tensor: what each pair of a head turns slower by. None where there is no such."""
-        tensor = self.tensors.get(f"{name}.weight")
+        """The numbers of a small tensor. None where there is no such."""
+        tensor = self.tensors.get(name)
         if tensor is None:
             return None
-        if tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_PAIRS:
-            shape = list(tensor.shape)
-            raise ModelError(f"tensor {name}.weight is {tensor.kind.name} {shape}; it must be a row of F32")
+        if tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_NUMBERS:
+            raise ModelError(f"tensor {name} is {tensor.kind.name} {list(tensor.shape)}; it must be a row of F32")
         with tensor.file.open("rb") as stream:
             stream.seek(tensor.offset)
             return array("f", stream.read(tensor.num_bytes)).tolist()

@@ -146,6 +146,10 @@ DEEPSEEK = {
 READ_ASIDE = re.compile(r"(?:blk\.\d+\.)?(?:rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)\.weight")
 """Tensors that config.json has as numbers, or that nobody needs."""
 ENDINGS = ("weight", "bias")
+SCALE = ".scale"
+_SCALES = re.compile(rf"(?:blk\.\d+\.)?\w+(?:\{SCALE}|\.input_scale)")
+"""The numbers of matrices of NVFP4, which `checkpoint` reads, and those of inputs that are rounded to it, as no product
+here does."""
 _IN_LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]{1,100})")
 
 
@@ -158,6 +162,8 @@ def name_here(stored: str, own: Mapping[str, str]) -> str | None:
         layer, rest = found.groups()
         if rest in own:
             return f"model.layers.{layer}.{own[rest]}"
+        if _SCALES.fullmatch(rest):
+            return None
         part, _, ending = rest.rpartition(".")
         if ending not in ENDINGS:
             return stored
@@ -170,6 +176,8 @@ def name_here(stored: str, own: Mapping[str, str]) -> str | None:
             return stored
         whole = name.replace("{layer}", layer) if "{layer}" in name else f"model.layers.{layer}.{name}"
         return f"{whole}.{ending}"
+    if _SCALES.fullmatch(stored):
+        return None
     part, _, ending = stored.rpartition(".")
     name = own.get(part) or TOP.get(part)
     return stored if name is None else f"{name}.{ending}"

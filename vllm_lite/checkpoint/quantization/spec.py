@@ -10,7 +10,7 @@ from vllm_lite.checkpoint.tensor_names import HEAD, TABLES
 
 EXPERTS = ".experts."
 """What the names of experts' matrices have within them."""
-_NUMBERED = re.compile(r"(\.experts|_proj)\.\d+(?=\.|$)")
+_NUMBERED = re.compile(r"(\.experts|_proj)\.(?P<number>\d+)(?=\.|$)")
 """What one of several matrices, which a file has in one tensor, has in its name."""
 
 
@@ -200,11 +200,22 @@ class Gguf(QuantizationSpec, frozen=True, kw_only=True):
     before K and V, which the family's own checkpoints have head by head. See layers/stored_rows.py."""
     inputs: dict[str, tuple[int, ...]] = {}
     """Matrices of blocks whose inputs are in another order than the model's: which of its inputs each column is for."""
+    factors: dict[str, tuple[float, ...]] = {}
+    """The number that a matrix is multiplied by, beside the scales in its blocks; under the names of `kinds`, and those
+    of all experts together."""
 
     def kind(self, name: str) -> str | None:
         """The type of the matrix `name`; None if it is stored as floats."""
         found = self.kinds.get(name)
         return found or self.kinds.get(_NUMBERED.sub(r"\1.{}", name))
+
+    def factor(self, name: str) -> float:
+        """The number that the matrix `name` is multiplied by."""
+        found = _NUMBERED.search(name)
+        together = self.factors.get(_NUMBERED.sub(r"\1.{}", name)) if found is not None else None
+        if found is not None and together is not None:
+            return together[int(found["number"])]
+        return self.factors.get(name, (1.0,))[0]
 
     def is_dense(self, name: str) -> bool:
         return self.kind(name) is None

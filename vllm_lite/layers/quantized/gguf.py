@@ -4,7 +4,7 @@ https://github.com/ggml-org/ggml has the format. Matrices are always [outputs, i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -45,7 +45,8 @@ class GgufForm:
             if kind is None:
                 parts.append(DenseForm(self.quantization).stored(own, part))
             else:
-                parts.append(BlockWeight.of(kind, own, part, self.spec.inputs.get(own[0])))
+                weight = BlockWeight.of(kind, own, part, self.spec.inputs.get(own[0]))
+                parts.append(replace(weight, factors=tuple(map(self.spec.factor, own))))
         return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), shape)
 
     def quantizes(self, name: str) -> bool:
@@ -62,6 +63,8 @@ class BlockWeight:
     shape: LinearShape
     order: tuple[int, ...] | None = None
     """As GroupedWeight's."""
+    factors: tuple[float, ...] = ()
+    """What each projection is multiplied by."""
 
     @classmethod
     def of(
@@ -97,15 +100,20 @@ class BlockWeight:
     def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return self._chunks(tensors).dense(self.shape.dtype, self.shape.device)
 
-    def _rows(self, blocks: torch.Tensor) -> BlockRows:
-        return BlockRows(self.kind, blocks, None if self.order is None else torch.tensor(self.order))
+    def _rows(self, blocks: torch.Tensor, rows: slice = slice(None)) -> BlockRows:
+        """Of these rows, which are among all of the `blocks`."""
+        factors = None
+        if any(factor != 1.0 for factor in self.factors):
+            parts = zip(self.factors, self.shape.outputs, strict=True)
+            factors = torch.cat([torch.full((part.size,), factor) for factor, part in parts])[rows]
+        return BlockRows(self.kind, blocks[rows], None if self.order is None else torch.tensor(self.order), factors)
 
     def _chunks(self, tensors: Sequence[torch.Tensor]) -> GroupedChunks:
         take_apart = native.take_apart if cpu.available() else gguf_blocks.take_apart
         (blocks,), num_inputs = tensors, self.shape.inputs.size
         num_rows = max(1, CHUNK_ELEMENTS // (32 * max(1, num_inputs))) * 32
         shape = len(blocks), num_inputs
-        return GroupedChunks(shape, num_rows, lambda rows: take_apart(self._rows(blocks[rows])))
+        return GroupedChunks(shape, num_rows, lambda rows: take_apart(self._rows(blocks, rows)))
 
 
 @dataclass(frozen=True, slots=True)
