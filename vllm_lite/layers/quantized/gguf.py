@@ -101,7 +101,7 @@ class BlockWeight:
         return self._chunks(tensors).dense(self.shape.dtype, self.shape.device)
 
     def _rows(self, blocks: torch.Tensor, rows: slice = slice(None)) -> BlockRows:
-        """Of these rows, which are among all of the `blocks`."""
+        """Some rows of the matrix whose blocks are given whole."""
         factors = None
         if any(factor != 1.0 for factor in self.factors):
             parts = zip(self.factors, self.shape.outputs, strict=True)
