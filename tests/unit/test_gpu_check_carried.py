@@ -36,7 +36,8 @@ def check_of(tmp_path: Path, *flags: str) -> stages.Check:
 def test_a_worker_that_cannot_be_imported_is_said_though_nothing_seems_to_lack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "IMPORTS", "import vllm_lite.worker.worker, no_such_module")
+    monkeypatch.setattr(stages, "IMPORTS", "import no_such_module")
+    monkeypatch.setitem(stages.STAGES, "wheels", stages.Stage(scaled(60), ""))
     check = check_of(tmp_path)
     check.run(["wheels"])
     assert check.problems == ["wheels: a worker cannot be imported: No module named 'no_such_module'"] or (

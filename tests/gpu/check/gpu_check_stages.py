@@ -40,7 +40,7 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "wheels": Stage(30, "unpack wheels of a folder beside the checkout, for what this Python lacks"),
+    "wheels": Stage(60, "unpack wheels of a folder beside the checkout, for what this Python lacks"),
     "kernels": Stage(30, "put kernels that were compiled ahead into the cache"),
     "native": Stage(150, "the native library: carried along, or built while the next stages run"),
     "smoke": Stage(75, "each file of csrc/cuda once, a captured replay, the demo model's tokens by five roads"),
