@@ -237,3 +237,14 @@ def test_the_word_before_phi_s_calls_is_a_word() -> None:
     assert given("phi4_mini_json", 'functools[{"name": "f", "arguments": {}}]') == [{}]
     text = "from functools import reduce; functools[0]"
     assert whole("phi4_mini_json", text) == (text, [])
+
+
+def test_a_kind_beside_a_value_counts_for_more_than_how_it_looks() -> None:
+    """Also where the schema says something else."""
+    tags = "".join(
+        f'<|open|>argument key="{key}" type="{kind}"<|sep|>3<|close|>argument<|sep|>'
+        for key, kind in (("a", "string"), ("b", "number"), ("text", "number"))
+    )
+    text = f'<|open|>call tool="f" index="1"<|sep|>{tags}<|close|>call<|sep|>'
+    ((_, arguments),) = whole("kimi_k3", text)[1]
+    assert json.loads(arguments) == {"a": "3", "b": 3, "text": 3}
