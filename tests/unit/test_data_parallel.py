@@ -116,7 +116,7 @@ def test_a_stream_moves_a_few_times_only() -> None:
     with ExitStack() as stack:
         rig = Rig(stack, is_supervised=False)
         rig.submit("r")
-        stream = rig.session.members[rig.home("r")]._open["r"]
+        stream = rig.session.members[rig.home("r")]._streams["r"]
         stream.num_moves = MAX_MOVES
         rig.engines[[member.is_live("r") for member in rig.session.members].index(True)].die()
         event = rig.next()

@@ -6,6 +6,7 @@ connection.py       the handshake
 asking.py           questions beside requests
 answers.py          pending answers
 joined_answers.py   answers of several engines as one
+feature.py          the seam for what engines do beside requests
 known_adapters.py   LoRA adapters that requests may name
 operations.py       pause, sleep, adapters, weights
 data_parallel.py    several engines as one session

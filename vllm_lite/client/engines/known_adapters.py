@@ -1,8 +1,10 @@
 """KnownAdapters: the LoRA adapters that requests may name, as the engine lists them, whichever engine serves."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList, LoadAdapter
+from vllm_lite.protocol.api import Welcome
 
 
 class KnownAdapters:
@@ -18,6 +20,14 @@ class KnownAdapters:
         """The engine has these; others may be on their way."""
         has = {info.name: info for info in listed}
         self.by_name = has | {name: info for name, info in self._reloading.items() if name not in has}
+
+    def handlers(self) -> Mapping[type, Callable[[Any], None]]:
+        """As SessionFeature.handlers."""
+        return {AdapterAnswer: self.on_answer, AdapterList: lambda message: self.on_list(message.adapters)}
+
+    def again(self, welcome: Welcome) -> list[LoadAdapter]:
+        """As SessionFeature.again."""
+        return self.load_again(welcome.adapters)
 
     def load_again(self, listed: Iterable[AdapterInfo]) -> list[LoadAdapter]:
         """Messages that load the adapters which a new engine lacks: it has those of its configuration alone."""

@@ -12,22 +12,24 @@ are several engines, other sessions may adopt() them meanwhile (data_parallel.py
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vllm_lite.client.engines.answers import Answers, copy_of, fail_all
 from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.client.engines.asking import ANSWERS
 from vllm_lite.client.engines.connection import REASON_S, Alive, EngineAddress, Search, shake_hands
+from vllm_lite.client.engines.feature import SessionFeature
 from vllm_lite.client.engines.known_adapters import KnownAdapters
 from vllm_lite.client.streams.open_stream import OpenStream, Sink, by_sink
+from vllm_lite.client.streams.open_streams import OpenStreams
 from vllm_lite.client.streams.stream import Event, StreamFailure
-from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
+from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError
 from vllm_lite.protocol import api
-from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList
-from vllm_lite.protocol.api import Finished, ForkRequest, FromClient, Generate, ToClient, Tokens, Welcome
+from vllm_lite.protocol.adapters import AdapterInfo
+from vllm_lite.protocol.api import ForkRequest, FromClient, Generate, ToClient, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import log
 from vllm_lite.runtime.silence import Silence
@@ -85,12 +87,11 @@ class Session(AnySession):
         # Several threads change what follows, always under the lock.
         self._lock = threading.Lock()
         self._outgoing: deque[FromClient] = deque()
-        self._open: dict[str, OpenStream] = {}
-        self._dropped: dict[str, deque[set[int]]] = {}
-        """Streams that were dropped here, oldest first: the samples whose Finished is still to come from the engine. An
-        id may be used again before that."""
+        self._streams = OpenStreams()
         self._answers = Answers()
         self._adapters = KnownAdapters(welcome.adapters)
+        self._features: tuple[SessionFeature, ...] = (self._adapters,)
+        self._handlers = self._all_handlers()
         self._dead: EngineError | None = None
         self._thread = threading.Thread(target=self._run, name="engine session", daemon=True)
         self._thread.start()
@@ -146,7 +147,7 @@ class Session(AnySession):
     @property
     def num_open(self) -> int:
         """The requests that have not ended."""
-        return len(self._open)
+        return len(self._streams)
 
     @property
     def num_engines(self) -> int:
@@ -170,15 +171,16 @@ class Session(AnySession):
         request_id = message.child_id if isinstance(message, ForkRequest) else message.request_id
         with self._lock:
             self._check_usable()
-            if request_id in self._open:
-                raise RequestError(f"request id {request_id!r} is in use; choose another")
-            if not self._open:
-                self._silence.end()  # an idle engine was silent with good reason
-            self._open[request_id] = OpenStream(message, sink, own)
+            self._add(request_id, OpenStream(message, sink, own))
             self._post(message)
 
+    def _add(self, request_id: str, stream: OpenStream) -> None:
+        if not self._streams:
+            self._silence.end()  # an idle engine was silent with good reason
+        self._streams.add(request_id, stream)
+
     def is_live(self, request_id: str) -> bool:
-        return request_id in self._open
+        return request_id in self._streams
 
     def abort(self, request_id: str, samples: Sequence[int] = (), *, stopped: bool = False) -> None:
         """Ask the engine to end a request, or some `samples` of it. Their stream ends when the engine says so.
@@ -187,27 +189,23 @@ class Session(AnySession):
         and the engine counts them as such.
         """
         with self._lock:
-            stream = self._open.get(request_id)
-            named = None if stream is None else stream.abort(samples)
-            if named is not None:
-                self._post(api.Abort(request_id, stopped, tuple(named)))
+            message = self._streams.abort(request_id, samples, stopped=stopped)
+            if message is not None:
+                self._post(message)
 
     def drop(self, request_id: str, *, stopped: bool = False) -> None:
         """Abort a request at once: its sink gets no more events. `stopped` is as for abort()."""
         with self._lock:
-            stream = self._open.pop(request_id, None)
-            if stream is not None:
-                self._abort_dropped(request_id, stream, stopped=stopped)
-                self._wakeup.set()
+            self._outgoing += self._streams.drop(request_id, stopped=stopped, has_engine=self._lost is None)
+            self._wakeup.set()
 
     def release(self) -> dict[str, OpenStream]:
         """Give up the streams that have not ended, if there is no engine for them; others may adopt() them."""
         with self._lock:
             if self._lost is None and self._dead is None:
                 return {}
-            ended = self._take_ended()
-            streams = {name: stream for name, stream in self._open.items() if stream.num_moves < MAX_MOVES}
-            self._open = {name: stream for name, stream in self._open.items() if name not in streams}
+            ended = self._streams.take_ended()
+            streams = self._streams.release(MAX_MOVES)
         self._deliver(by_sink(ended))
         return streams
 
@@ -218,9 +216,7 @@ class Session(AnySession):
             stream.num_moves += 1
             again = stream.again(request_id)
             if isinstance(again, Generate):
-                if not self._open:
-                    self._silence.end()
-                self._open[request_id] = stream
+                self._add(request_id, stream)
                 self._post(again)
         if not isinstance(again, Generate):
             self._deliver({stream.sink: [again]})
@@ -305,27 +301,55 @@ class Session(AnySession):
                 continue
             self._handle(message)
 
+    def _all_handlers(self) -> dict[type, list[Callable[[Any], None]]]:
+        """Map each kind of message to its handlers, those of features first."""
+        handlers: dict[type, list[Callable[[Any], None]]] = {}
+        own: Mapping[type, Callable[[Any], None]] = {
+            api.OutputBatch: self._on_outputs,
+            **dict.fromkeys(ANSWERS, self._on_answer),
+            api.Dying: self._on_dying,
+            api.Recovering: self._on_recovery,
+            api.Recovered: self._on_recovery,
+            api.Refused: self._on_refused,
+        }
+        for some in (*(feature.handlers() for feature in self._features), own):
+            for kind, handler in some.items():
+                handlers.setdefault(kind, []).append(handler)
+        return handlers
+
     def _handle(self, message: ToClient) -> None:
         if isinstance(message, _OF_AN_EPOCH) and message.epoch != self.welcome.epoch:
             self._lose(f"another engine took the place of the one at {self.address}")
-        elif isinstance(message, api.OutputBatch):
-            self._dispatch(message.outputs)
-        elif isinstance(message, ANSWERS):
-            if isinstance(message, AdapterAnswer):
-                self._adapters.on_answer(message)
-            with self._lock:
-                future = self._answers.awaited(message)
-            if future is not None and future.set_running_or_notify_cancel():
-                future.set_result(message)
-        elif isinstance(message, AdapterList):
-            self._adapters.on_list(message.adapters)
-        elif isinstance(message, api.Dying):
-            self._die(EngineDeadError(message.reason)) if message.is_final else self._lose(message.reason)
-        elif isinstance(message, api.Recovering | api.Recovered):
-            self._replacing = message.reason if isinstance(message, api.Recovering) else None
-            self.on_change(self)
-        elif isinstance(message, api.Refused):  # it was restarted and does not know this client
-            self._lose(f"the engine at {self.address} was restarted and refused us: {message.reason}")
+            return
+        for handler in self._handlers.get(type(message), ()):
+            handler(message)
+
+    def _on_outputs(self, message: api.OutputBatch) -> None:
+        """Call each sink once, with the events that this message holds for it."""
+        with self._lock:
+            events, aborts = self._streams.take(message.outputs, has_engine=self._lost is None)
+            self._outgoing += aborts
+        self._deliver(events)
+
+    def _on_answer(self, message: Any) -> None:
+        with self._lock:
+            future = self._answers.awaited(message)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(message)
+
+    def _on_dying(self, message: api.Dying) -> None:
+        if message.is_final:
+            self._die(EngineDeadError(message.reason))
+        else:
+            self._lose(message.reason)
+
+    def _on_recovery(self, message: api.Recovering | api.Recovered) -> None:
+        self._replacing = message.reason if isinstance(message, api.Recovering) else None
+        self.on_change(self)
+
+    def _on_refused(self, message: api.Refused) -> None:
+        """It was restarted and does not know this client."""
+        self._lose(f"the engine at {self.address} was restarted and refused us: {message.reason}")
 
     def _check(self) -> None:
         if self._connection.lost() or self._reported_end is not None:
@@ -335,7 +359,7 @@ class Session(AnySession):
             elif self._dead is None and self._lost is None:
                 self._lose(f"the engine died: {self._reason_of_death()}")
         silent_s = self._silence.seconds()
-        if self._open and silent_s > self._heartbeat_timeout_s:
+        if self._streams and silent_s > self._heartbeat_timeout_s:
             self._lose(f"the engine at {self.address} has been silent for {silent_s:.0f} s")
 
     def _lose(self, reason: str) -> None:
@@ -348,7 +372,7 @@ class Session(AnySession):
             self._lost, self._replacing = reason, None
             # All that is open is sent again, and what was dropped ends without an engine.
             self._outgoing.clear()
-            self._dropped.clear()
+            self._streams.forget_dropped()
             questions = self._answers.take_all()
         logger.warning("%s; looking for the one that takes its place", reason)
         fail_all(questions, self._no_answer(reason))
@@ -374,37 +398,22 @@ class Session(AnySession):
         self._connection, self._welcome = found
         self._silence.end()
         with self._lock:
-            self._outgoing += self._adapters.load_again(self.welcome.adapters)
+            for feature in self._features:
+                self._outgoing += feature.again(self.welcome)
         self._send_again()
 
     def _end_here(self) -> None:
-        """End what ends although there is no engine to say so."""
+        """While there is no engine: end streams that were aborted or passed their deadline."""
         with self._lock:
-            ended = self._take_ended()
+            ended = self._streams.take_ended()
         self._deliver(by_sink(ended))
-
-    def _take_ended(self) -> list[tuple[OpenStream, list[Event]]]:
-        """The ends of what was aborted, and of what passed its deadline; needs the lock."""
-        ended = []
-        for request_id, stream in list(self._open.items()):
-            if events := stream.end_here(request_id):
-                ended.append((stream, events))
-                if not stream.tokens:
-                    del self._open[request_id]
-        return ended
 
     def _send_again(self) -> None:
         """Start in the new engine what has not ended, in the order in which it was submitted."""
-        with self._lock:
-            ended = self._take_ended()  # under the same lock: an abort either ends here or follows its Generate
-            for request_id, stream in list(self._open.items()):
-                again = stream.again(request_id)
-                if isinstance(again, Generate):
-                    self._outgoing.append(again)
-                else:
-                    del self._open[request_id]
-                    ended.append((stream, [again]))
-            logger.info("an engine serves at %s again; %d requests go on", self.address, len(self._open))
+        with self._lock:  # one lock for all of it: an abort either ends here or follows its Generate
+            messages, ended = self._streams.again()
+            self._outgoing += messages
+            logger.info("an engine serves at %s again; %d requests go on", self.address, len(messages))
             self._lost = None
         self._deliver(by_sink(ended))
         self.on_change(self)
@@ -423,52 +432,11 @@ class Session(AnySession):
         """Abort what runs in the engine and end every stream."""
         if self._lost is None:
             with self._lock:
-                self._outgoing += [api.Abort(request_id) for request_id in self._open]
+                self._outgoing += self._streams.aborts()
             self._send_queued()
         self._die(EngineError("the client was closed"))
 
     # ---- streams
-
-    def _dispatch(self, outputs: list[Tokens | Finished]) -> None:
-        """Call each sink once, with the events that this message holds for it."""
-        events: dict[Sink, list[Event]] = {}
-        with self._lock:
-            for output in outputs:
-                if output.request_id in self._dropped:
-                    self._count_end(output)
-                    continue
-                stream = self._open.get(output.request_id)
-                event = None if stream is None else stream.take(output)
-                if stream is not None and event is not None:
-                    if not stream.tokens or isinstance(event, StreamFailure):
-                        self._close(output.request_id, stream)
-                    events.setdefault(stream.sink, []).append(event)
-        self._deliver(events)
-
-    def _close(self, request_id: str, stream: OpenStream) -> None:
-        """Forget a stream that ends; needs the lock. What the engine still computes of it is aborted."""
-        del self._open[request_id]
-        if stream.tokens:
-            self._abort_dropped(request_id, stream)
-
-    def _abort_dropped(self, request_id: str, stream: OpenStream, *, stopped: bool = False) -> None:
-        """Abort a stream that has no sink any more; needs the lock. The engine will still send its samples' ends."""
-        if self._lost is not None:
-            return
-        self._dropped.setdefault(request_id, deque()).append(set(stream.tokens))
-        self._outgoing.append(api.Abort(request_id, stopped))
-
-    def _count_end(self, output: Tokens | Finished) -> None:
-        """Count off the ends of the oldest dropped stream with this id; needs the lock. After its last one the id means
-        the next stream."""
-        if not isinstance(output, Finished):
-            return
-        streams = self._dropped[output.request_id]
-        streams[0].discard(output.index)
-        if not streams[0] or output.reason == "error":
-            streams.popleft()
-            if not streams:
-                del self._dropped[output.request_id]
 
     def _deliver(self, events: dict[Sink, list[Event]]) -> None:
         for sink, its_events in events.items():
@@ -476,7 +444,7 @@ class Session(AnySession):
                 sink(its_events)
             except Exception:  # its event loop is closed, for example: its streams have no reader
                 logger.debug("a reader has gone", exc_info=True)
-                for request_id in [name for name, stream in list(self._open.items()) if stream.sink == sink]:
+                for request_id in self._streams.of_sink(sink):
                     self.drop(request_id)
 
     def _die(self, error: EngineError) -> None:
@@ -488,7 +456,7 @@ class Session(AnySession):
             questions = self._answers.take_all()
         self.on_change(self)
         with self._lock:
-            streams, self._open = self._open, {}
+            streams = self._streams.end_all()
         failures = [(stream, [StreamFailure(name, copy_of(error))]) for name, stream in streams.items()]
         self._deliver(by_sink(failures))
         fail_all(questions, error)
