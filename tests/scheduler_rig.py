@@ -48,7 +48,7 @@ class Rig:
         policy: object | None = None,
         **options: int | bool | str,
     ) -> None:
-        options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, **options}
+        options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "adaptive_drafts": False, **options}
         self.decisions: list[tuple[str, dict[str, int | str]]] = []
         self.host = host_tier(num_host_blocks, num_blocks, caching) if num_host_blocks else None
         self.blocks = KVBlocks(

@@ -192,6 +192,7 @@ class SimulatedWorker:
         scores = [found for handle, count, _ in scheduled if (found := self._score(handle, count)) is not None]
         tokens: list[int] = []
         counts: list[int] = []
+        drafted: list[int] = []
         pooled: list[tuple[Handle, bytes]] = []
         logprobs: list[TokenLogprobs | None] = []
         for handle, count, _ in scheduled:  # ... before it reads any
@@ -201,6 +202,7 @@ class SimulatedWorker:
             if sampled is not None:
                 tokens += sampled
                 counts.append(len(sampled))
+                drafted.append(len(drafts[handle]))
                 logprobs += [self._logprobs(self.sequences[handle], len(sampled))] * len(sampled) if sampled else []
         for history in tentative:  # what has proved right is taken up
             self._states()[history.live] = StateOf(history.adapter, tuple(history.tokens[: history.num_computed]))
@@ -212,7 +214,7 @@ class SimulatedWorker:
             counts if any(count != 1 for count in counts) else None,
             logprobs if any(logprobs) else None,
             prompts=scores or None,
-            drafted=(sum(map(bool, drafts.values())), sum(map(len, drafts.values()))) if any(drafts.values()) else None,
+            drafted=drafted if any(drafted) else None,
             pooled=pooled or None,
         )
         decoded = worker_to_engine.decode(worker_to_engine.encode(reply))

@@ -205,8 +205,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         True
     )
     speculative_config: Annotated[
-        Speculation | None, about('JSON, e.g. {"method":"ngram","num_speculative_tokens":4}')
+        Speculation | None, about('JSON, e.g. {"method":"suffix","num_speculative_tokens":8}')
     ] = None
+    disable_adaptive_drafts: Annotated[
+        bool, about("always draft num_speculative_tokens, and not fewer where more do not pay")
+    ] = False
 
     cpu_threads: Annotated[
         Threads | None,

@@ -8,12 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.checkpoints import VOCAB_SIZE
 from tests.driver import GREEDY, WARM, Driver, expected, make_prompt, new_request
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from vllm_lite.protocol.params import Sampling
-from vllm_lite.protocol.step import Continue, Draft, Finish, States
+from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, Preempt, States
 from vllm_lite.worker.sampling.drafter import DraftBatch, Drafted, Drafter
 
 
@@ -88,14 +89,14 @@ def test_the_output_says_how_much_was_drafted(tiny_checkpoint: Path) -> None:
     driver = Driver(tiny_checkpoint)
     driver.drafts.drafter = Parrot([*prompt, 0, 0, 0, 0])
     driver.run(new_request(1, prompt[:5], [20, 21, 22]), new_request(0, prompt, [1, 2, 3, 4]))
-    assert driver.run(Draft(0, 3, []), Continue(1, 1, [])).drafted == (1, 3), "whether it was right or not"
+    assert driver.run(Draft(0, 3, []), Continue(1, 1, [])).drafted == [3, 0], "whether it was right or not"
     assert driver.run(Continue(0, 1, []), Continue(1, 1, [])).drafted is None
 
 
 def test_the_drafter_is_asked_once_for_a_whole_step(driver: Driver) -> None:
     driver.run(new_request(0, make_prompt(5, seed=1), [1, 2]), new_request(1, make_prompt(6, seed=2), [3, 4]))
     driver.drafts.drafter = parrot = Parrot([9] * 40)
-    assert driver.run(Draft(1, 2, []), Draft(0, 3, [])).drafted == (2, 5)
+    assert driver.run(Draft(1, 2, []), Draft(0, 3, [])).drafted == [2, 3]
     assert parrot.num_calls == 1
 
 
@@ -157,3 +158,38 @@ def test_min_tokens_hold_at_every_drafted_position(driver: Driver, oracle: Any) 
     driver.run(Finish(0), new_request(1, prompt, [3, 4], sampling=ruled))
     assert driver.run(Draft(1, 3, [])).counts == [4]
     assert driver.got[1] == plain
+
+
+class Keeper(Drafter):
+    """Writes down the answers that ended, and the groups of the sequences that it is asked for."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[bytes, list[int]]] = []
+        self.asked: list[bytes] = []
+
+    def before(self, batch: DraftBatch) -> Sequence[Drafted]:
+        self.asked += batch.groups or []
+        return super().before(batch)
+
+    def ended(self, group: bytes, answer: NDArray[np.int32]) -> None:
+        self.answers.append((group, answer.tolist()))
+
+
+def test_answers_of_a_group_reach_the_drafter(driver: Driver) -> None:
+    """Also of a sequence that is preempted when it ends, and of a fork; not of one without a group."""
+    driver.drafts.drafter = keeper = Keeper()
+    requests = [
+        msgspec.structs.replace(
+            new_request(handle, make_prompt(5, seed=handle), [3 * handle + 1, 3 * handle + 2]), draft_group=group
+        )
+        for handle, group in enumerate((b"one", b"", b"two"))
+    ]
+    driver.run(*requests)
+    driver.run(Draft(0, 1, []), Draft(1, 1, []), Draft(2, 1, []))
+    assert keeper.asked == [b"one", b"", b"two"]
+    driver.run(Fork(0, 7, requests[0].sampling, 6, 5, 0), Continue(7, 1, []), Preempt(2))
+    answers = [list(driver.got[handle]) for handle in range(3)]
+    driver.run(Finish(0), Finish(1), Finish(2), Finish(7), new_request(9, make_prompt(4, seed=4), [1, 2]))
+    assert (b"one", answers[0]) in keeper.answers
+    assert (b"two", answers[2]) in keeper.answers
+    assert [group for group, _ in keeper.answers] == [b"one", b"two", b"one"]

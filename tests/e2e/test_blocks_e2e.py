@@ -28,6 +28,9 @@ MODELS: dict[str, dict[str, Any]] = {
 model that soon says the same again and again."""
 SWAP: dict[str, Any] = {"swap_space": 1e-3, "preemption_mode": "swap"}
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 8}
+FIXED: dict[str, Any] = {"async_scheduling": False, "speculative_config": NGRAM, "disable_adaptive_drafts": True}
+"""Rows of a model this small cost so much that adaptive drafts are few."""
 EVERY_MODEL = pytest.mark.parametrize("model", ["llama", "mistral", "mixed"])
 SMALL_POOL = {"llama": 22, "mistral": 16, "mixed": 44}
 """Blocks of 8 that hold the longest of the sequences, and not many together."""
@@ -153,19 +156,20 @@ def test_drafts_save_steps_and_change_no_greedy_token(truth):
     plain, steps = continued(truth, params, async_scheduling=False)
     cases = [truth.reference("loops").generate(prompt) for prompt in repetitive_prompts()]
     assert [tokens[:NUM_TOKENS] for tokens in plain] == [case.tokens for case in cases]
-    drafted, fewer = continued(truth, params, async_scheduling=False, speculative_config=NGRAM)
+    drafted, fewer = continued(truth, params, **FIXED)
     print(f"greedy: {steps} steps without drafts, {fewer} with")
     assert drafted == plain
     assert fewer < 0.75 * steps
-    overlapped, _ = continued(truth, params, speculative_config=NGRAM)
-    assert overlapped == plain
+    for method in (NGRAM, SUFFIX):
+        overlapped, _ = continued(truth, params, speculative_config=method)
+        assert overlapped == plain
 
 
 def test_drafts_save_steps_and_change_no_seeded_token(truth):
     """Cool enough to fall into loops, warm enough to leave them at times."""
     params = [SamplingParams(temperature=0.005, seed=seed, max_tokens=96, ignore_eos=True) for seed in range(4)]
     plain, steps = continued(truth, params, async_scheduling=False)
-    drafted, fewer = continued(truth, params, async_scheduling=False, speculative_config=NGRAM)
+    drafted, fewer = continued(truth, params, **FIXED)
     print(f"seeded: {steps} steps without drafts, {fewer} with")
     assert drafted == plain
     assert fewer < 0.75 * steps

@@ -21,6 +21,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "batched": {},
     "chunks of 7": {"max_num_batched_tokens": 7},
     "drafted": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "drafted from answers": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 8}},
     "preempted": {"num_gpu_blocks_override": LONGEST // 16 + 4, "preemption_mode": "recompute"},
     "swapped": {"num_gpu_blocks_override": LONGEST // 16 + 4, "preemption_mode": "swap", "swap_space": 0.05},
 }

@@ -122,7 +122,7 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.engine_to_worker, control.Load(1, "/folder")),
     (codec.engine_to_worker, control.Shutdown()),
     (codec.worker_to_engine, step.ModelOutput(7, 8, pack_tokens([1]), None, [LOGPROBS], [(3, "nan")])),
-    (codec.worker_to_engine, step.ModelOutput(7, 8, b"", prompts=[(3, SCORES), (4, SCORES)], drafted=(1, 4))),
+    (codec.worker_to_engine, step.ModelOutput(7, 8, b"", prompts=[(3, SCORES), (4, SCORES)], drafted=[0, 4])),
     (codec.worker_to_engine, step.StepOutputs([step.ModelOutput(7, 8, b""), step.ModelOutput(7, 9, pack_tokens([1]))])),
     (codec.worker_to_engine, control.WorkerHello(1, "m", 0, 1, 42)),
     (codec.worker_to_engine, control.Imported(0, 2)),

@@ -31,6 +31,7 @@ configurations = st.fixed_dictionaries(
         "depth": st.sampled_from([1, 2, 4]),
         "come_together": st.booleans(),
         "num_drafts": st.sampled_from([0, 0, 3]),
+        "adaptive_drafts": st.booleans(),
         "num_forced": st.sampled_from([0, 2, 5]),
         "policy": st.sampled_from([lambda: None, lambda: None, Priority, Deadline, Fair]).map(lambda make: make()),
         "max_num_seqs": st.integers(1, 6),

@@ -22,7 +22,7 @@ from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling import policy
 from vllm_lite.engine.scheduling.in_flight import MessageLength
 from vllm_lite.engine.scheduling.queues import Options
-from vllm_lite.engine.scheduling.rates import PrefillRate, Rates
+from vllm_lite.engine.scheduling.rates import PrefillRate, Rates, RowCost
 from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.states.slots import StateSlots
@@ -74,8 +74,9 @@ class EngineCore:
         self._clock = clock
         self._message_length = MessageLength()
         self._prefill_rate = PrefillRate()
-        # What a drafting sequence computes next depends on its last step, so a second one would be half empty.
-        self.max_in_flight = 2 if config.async_scheduling and config.speculative_config is None else 1
+        self._row_cost = RowCost()
+        self._is_drafting = config.speculative_config is not None and not config.disable_adaptive_drafts
+        self.max_in_flight = 2 if config.async_scheduling else 1
         header = _header(config, ready, sizes, lives, clock())
         hasher = PrefixHasher(config.block_size, config.prefix_hash_seed)
         self.scheduler = make_scheduler(header, hasher, recorded(config.record, header, clock))
@@ -190,6 +191,11 @@ class EngineCore:
         if step.ends_message and self._prefill_rate.measure(step.message, now_s):
             tokens_per_s = self._prefill_rate.tokens_per_s
             self.scheduler.measured(self.scheduler.rates._replace(prefill_tokens_per_s=tokens_per_s))
+        elif step.ends_message and self._is_drafting and not step.message.num_prefill_tokens:
+            num_rows = len(step.sampling) + sum(output.drafted or ())
+            if self._row_cost.measure(num_rows, self._prefill_rate.took_s / step.message.num_steps):
+                line = {"step_s": self._row_cost.step_s, "row_s": self._row_cost.row_s}
+                self.scheduler.measured(self.scheduler.rates._replace(**line))
         if self.max_in_flight > 1:
             self._message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
         return self.scheduler.update(output)
@@ -284,6 +290,8 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, lives: Lives, no
         preemption=config.preemption_mode,
         num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
         num_forced=NUM_FORCED if config.jump_forward else 0,
+        adaptive_drafts=not config.disable_adaptive_drafts,
+        shares_answers=config.speculative_config is not None and config.speculative_config.method == "suffix",
         generation=lives.generation,
         max_itl_s=(config.max_itl_ms or 0) / 1000,
         max_loras=config.max_loras if config.enable_lora else 0,

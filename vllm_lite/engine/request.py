@@ -2,6 +2,7 @@
 
 from array import array
 from collections import abc
+from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_lite.engine.scheduling.beam import BeamSearch
@@ -82,6 +83,8 @@ class Request:
         salt = () if message.params.cache_salt is None else (message.params.cache_salt,)
         self.extra_keys = salt if adapter is None else ("lora", str(adapter.number), *salt)
         """What must be equal for KV to be shared; no salt makes one tuple look like another."""
+        self.draft_group = sha256(repr(self.extra_keys).encode()).digest()[:16]
+        """The same in short, for drafts from the answers of other requests."""
         self.num_samples = 1 if search else message.params.n
         self.unforked = [] if message.samples else list(range(1, self.num_samples))
         """Indices of the samples that fork once the prompt is computed."""

@@ -34,6 +34,7 @@ class Sequence:
                    engine does
     num_computed   positions whose KV is in the cache once every step sent so far has run, if all their drafts are right
     num_drafted    drafts in steps in flight, all of which may be wrong
+    drafts_right   earlier drafts that were right, and first ones that were wrong, with a weight that falls by steps
     num_cached     positions whose KV was there already and must not be written again
     num_slots      positions that can be computed without asking the KV manager
     unscored       its prompt is to be scored (prompt_logprobs) or pooled as a whole, and not all of it is: takes
@@ -57,6 +58,8 @@ class Sequence:
     num_pending: int = 0
     num_computed: int = 0
     num_drafted: int = 0
+    drafts_right: float = 0.0
+    drafts_wrong: float = 0.0
     num_cached: int = 0
     num_slots: int = 0
     tables: list[BlockTable] = field(default_factory=list)

@@ -7,6 +7,9 @@ Both directions carry (generation, step): after the workers were restarted nothi
 """
 
 from enum import IntEnum
+from typing import Annotated
+
+from msgspec import Meta
 
 from vllm_lite.protocol import Message
 from vllm_lite.protocol.api import Pooled, PromptLogprobs, TokenBytes, TokenLogprobs
@@ -37,7 +40,7 @@ class NewRequest(Message, tag=1):
     Positions [num_computed, num_computed + num_tokens) are computed in this step. Below `num_cached` the KV is
     already there and must not be written: on a hit of the whole prompt num_cached = num_computed + 1 = its length,
     so that the last token's query is recomputed and nothing is written. With `pooling` it is never sampled. `adapter`
-    has been loaded before.
+    has been loaded before. Answers of requests with the same `draft_group` may be drafted for each other.
     """
 
     handle: Handle
@@ -50,6 +53,7 @@ class NewRequest(Message, tag=1):
     block_ids: BlockIds
     pooling: Pooling | None = None
     adapter: AdapterNumber = 0
+    draft_group: Annotated[bytes, Meta(max_length=16)] = b""
 
 
 class Continue(Message, tag=2):
@@ -154,7 +158,7 @@ class ModelOutput(Message, tag=20):
     it asked for is in `pooled`, unless it has `failed`. `logprobs` runs parallel to the tokens
     where asked for; `prompts` has those of the prompt tokens that this step computed. `failed` names sequences whose
     logits were not finite (NOT_FINITE), whose rules left no token or whose grammar failed; their token is to be
-    ignored. `drafted` is the number of sequences that tokens were drafted for, and the number of these tokens.
+    ignored. `drafted` runs parallel to `counts`: how many tokens were drafted for each; None if none were.
     """
 
     generation: int
@@ -164,7 +168,7 @@ class ModelOutput(Message, tag=20):
     logprobs: list[TokenLogprobs | None] | None = None
     failed: list[tuple[Handle, str]] | None = None
     prompts: list[tuple[Handle, PromptLogprobs]] | None = None
-    drafted: tuple[int, int] | None = None
+    drafted: list[int] | None = None
     pooled: list[tuple[Handle, Pooled]] | None = None
 
 

@@ -15,13 +15,20 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Draft the next tokens and keep those that the model confirms: the same tokens in fewer steps.
 
     "ngram" looks for the last `prompt_lookup_max` to `prompt_lookup_min` tokens earlier in the sequence, and drafts
-    what followed them there.
+    what followed them there. "suffix" looks for the longest suffix of at most `suffix_decoding_max_tree_depth` tokens,
+    also in the latest `suffix_decoding_max_cached_requests` answers of the same adapter and cache salt, and drafts
+    `suffix_decoding_max_spec_factor` tokens for each that matches, as long as a share of at least
+    `suffix_decoding_min_token_prob` of its occurrences agrees. Names are vLLM's.
     """
 
-    method: Literal["ngram"] = "ngram"
+    method: Literal["ngram", "suffix"] = "ngram"
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 1
+    suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=1, le=256)] = 24
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 10_000
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(ge=0, le=64)] = 1.0
+    suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0, le=1)] = 0.1
 
     def __post_init__(self) -> None:
         if self.prompt_lookup_min > self.prompt_lookup_max:

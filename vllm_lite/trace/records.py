@@ -166,10 +166,12 @@ class Expired(_Record, frozen=True, tag=4):
 
 
 class RatesMeasured(_Record, frozen=True, tag=5):
-    """The rates that preemption decides by, from now on."""
+    """The rates that preemption and drafts are decided by, from now on."""
 
     prefill_tokens_per_s: float
     swap_blocks_per_s: float
+    step_s: float = 0.0
+    row_s: float = 0.0
 
 
 class Step(_Record, frozen=True, tag=6):
@@ -198,6 +200,7 @@ class Result(_Record, frozen=True, tag=7):
     candidates: list[tuple[int, list[tuple[int, float]]]] | None
     hashes: bytes
     decisions: list[Decision]
+    drafted: list[int] | None = None
 
 
 class PolicyFault(_Record, frozen=True, tag=8):

@@ -61,10 +61,9 @@ from vllm_lite.worker.overlap import Overlap, run_ahead
 from vllm_lite.worker.pieces import PieceCapture
 from vllm_lite.worker.profiler import Profiler
 from vllm_lite.worker.progress import Progress
-from vllm_lite.worker.sampling.drafter import drafter_of
 from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 from vllm_lite.worker.step_parts.adapter_cache import AdapterCache
-from vllm_lite.worker.step_parts.drafts import Drafts
+from vllm_lite.worker.step_parts.drafts import Drafts, drafter_of
 from vllm_lite.worker.step_parts.expert_load import ExpertLoad
 from vllm_lite.worker.step_parts.pooling import PooledPrompts
 from vllm_lite.worker.step_parts.prompt_scores import PromptScores

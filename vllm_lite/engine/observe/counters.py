@@ -128,7 +128,7 @@ class Meter:
         """A step with this `result` gave tokens to the sequences in `sampling`, of which the `silent` pass nothing
         on."""
         if result.drafted is not None:
-            self._drafted(*result.drafted, result.counts or ())
+            self._drafted(result.drafted, result.counts or ())
         if silent:
             without = set(silent)
             sampling = [sequence for sequence in sampling if sequence not in without]
@@ -136,12 +136,11 @@ class Meter:
         self._untimed.append((sampling, self._num_counted - before))
         self._results_s = self.now_s
 
-    def _drafted(self, num_drafting: int, num_tokens: int, counts: abc.Sequence[int]) -> None:
-        """So many sequences had drafts in a step, so many tokens together; the first of each one's `counts` tokens was
-        no draft."""
+    def _drafted(self, drafted: abc.Sequence[int], counts: abc.Sequence[int]) -> None:
+        """Sequences of a step had so many drafts each; the first of each one's `counts` tokens was no draft."""
         counters, accepted_at = self.counters, self.counters.accepted_at
-        counters.drafts += num_drafting
-        counters.draft_tokens += num_tokens
+        counters.drafts += sum(map(bool, drafted))
+        counters.draft_tokens += sum(drafted)
         for count in counts:
             counters.accepted_tokens += max(count - 1, 0)
             for place in range(min(count - 1, len(accepted_at))):

@@ -168,7 +168,8 @@ class RecordedScheduler(Scheduler):
                 now_s, (tokens, width) = self.meter.now_s, records.pack_tokens(result.tokens)
                 hashes, decisions = self._hasher.take(), self._reasons.ends(produced)
                 counts, failed = result.counts, result.failed
-                self._write(records.Result(now_s, tokens, width, counts, failed, candidates, hashes, decisions))
+                made = (now_s, tokens, width, counts, failed, candidates, hashes, decisions)
+                self._write(records.Result(*made, drafted=result.drafted))
 
     def measured(self, rates: Rates) -> None:
         super().measured(rates)

@@ -157,7 +157,9 @@ class Replay:
             case records.Newcomers():
                 scheduler.hold_newcomers(are_held=record.are_held)
             case records.RatesMeasured():
-                scheduler.rates = Rates(record.prefill_tokens_per_s, record.swap_blocks_per_s)
+                scheduler.rates = Rates(
+                    record.prefill_tokens_per_s, record.swap_blocks_per_s, record.step_s, record.row_s
+                )
             case records.WorkersLost():
                 self._lose_workers(record)
             case records.WorkersReplaced():
@@ -181,7 +183,7 @@ class Replay:
         tokens = records.unpack_tokens(record.tokens, record.token_bytes)
         generation, step = self.scheduler.generation, self.scheduler.in_flight.step_awaited
         logprobs = _logprobs(record, len(tokens) // 4)
-        output = ModelOutput(generation, step, tokens, record.counts, logprobs, record.failed)
+        output = ModelOutput(generation, step, tokens, record.counts, logprobs, record.failed, drafted=record.drafted)
         with self._hasher.given(record.hashes):
             produced = self.scheduler.update(output)
         self._compare_ends(record.decisions, self._reasons.ends(produced))

@@ -171,6 +171,7 @@ class Admitter:
             block_ids,
             request.pooling,
             adapter,
+            request.draft_group if self._queues.options.shares_answers else b"",
         )
 
 

@@ -1,22 +1,91 @@
-"""Drafts: what a step has left goes to sequences that draft tokens behind the one they get.
+"""Drafts: a step's room that is left goes to sequences that draft tokens behind the one they get, as many as pay.
 
 Like all that may be wrong they count as computed until the step's result takes back those that are.
+
+A draft is right with the odds that the sequence's earlier ones had, its j-th one with the j-th power of them, and takes
+the time of a row. It pays if that brings more tokens for the time than the step has without it. So drafts end where
+nothing is gained, and a step is never slower for them than its measured time by rows says.
 """
+
+from collections import abc
+from math import log
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.scheduling.queues import Options
+from vllm_lite.engine.scheduling.rates import Rates
 from vllm_lite.engine.scheduling.step_plan import StepPlan, joined
-from vllm_lite.engine.sequence import Status
+from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.step import Continue, Draft
 
+MEMORY = 0.9
+"""Weight of a sequence's earlier drafts beside those of its latest step: about the last ten steps count."""
+PRIOR = 2.0
+"""Number of drafts that the mean of all sequences counts for in the odds of one."""
+PROBE_STEPS = 16
+"""A sequence whose drafts do not pay has one in so many tokens, to see whether they do again."""
 
-def add_drafts(plan: StepPlan, kv: KVCacheManager, options: Options) -> None:
-    """Let decoding sequences draft with the tokens that are left. No sequence is preempted for drafts."""
-    most = options.num_drafts or options.num_forced
-    share = min(most, plan.budget // len(plan.draftable))
-    for place, sequence in plan.draftable:
+
+class DraftLengths:
+    """Chooses how many tokens each sequence may draft in a step."""
+
+    def __init__(self, options: Options) -> None:
+        self._most = options.num_drafts or options.num_forced
+        self._is_fixed = not (options.num_drafts and options.adaptive_drafts)
+        self._right, self._wrong = 2.0, 1.0  # of all sequences, with a weight that falls with every step
+
+    def odds(self, sequence: Sequence) -> float:
+        """Estimate the chance that a draft is right where those before it were."""
+        mean = self._right / (self._right + self._wrong)
+        count = sequence.drafts_right + sequence.drafts_wrong
+        return (sequence.drafts_right + PRIOR * mean) / (count + PRIOR)
+
+    def learn(self, sequence: Sequence, num_drafted: int, num_tokens: int) -> None:
+        """A step has drafted so many tokens for `sequence`, and given it so many."""
+        if not num_drafted:
+            return
+        right = min(num_tokens - 1, num_drafted)
+        wrong = right < num_drafted
+        sequence.drafts_right = MEMORY * sequence.drafts_right + right
+        sequence.drafts_wrong = MEMORY * sequence.drafts_wrong + wrong
+        self._right = 0.99 * self._right + right
+        self._wrong = 0.99 * self._wrong + wrong
+
+    def choose(self, sequences: abc.Sequence[Sequence], num_rows: int, rates: Rates, step: int) -> list[int]:
+        """The most drafts of each of these sequences in a step that has `num_rows` rows without them."""
+        if self._is_fixed:
+            return [self._most] * len(sequences)
+        if not rates.row_s:  # the time by rows shows only in steps of different ones
+            return [step % (self._most + 1)] * len(sequences)
+        odds = [self.odds(sequence) for sequence in sequences]
+        step_s = rates.step_s + rates.row_s * num_rows
+        # The drafts chosen raise the rate that further ones must beat, so choose twice.
+        lengths = [self._length(each, rates.row_s * num_rows / step_s) for each in odds]
+        gained = sum(_expected(each, length) for each, length in zip(odds, lengths, strict=True))
+        rate = max(num_rows / step_s, (num_rows + gained) / (step_s + rates.row_s * sum(lengths)))
+        lengths = [self._length(each, rates.row_s * rate) for each in odds]
+        return [
+            length or int(sequence.num_output % PROBE_STEPS == PROBE_STEPS - 1)
+            for sequence, length in zip(sequences, lengths, strict=True)
+        ]
+
+    def _length(self, odds: float, least: float) -> int:
+        """How many drafts have a chance of `least` or more, each that all up to it are right."""
+        if odds < least:
+            return 0
+        return self._most if odds >= 1 or least <= 0 else min(self._most, int(log(least) / log(odds)))
+
+
+def _expected(odds: float, length: int) -> float:
+    """The number of `length` drafts that come to be right."""
+    return float(length) if odds >= 1 else odds * (1 - odds**length) / (1 - odds)
+
+
+def add_drafts(plan: StepPlan, kv: KVCacheManager, lengths: abc.Sequence[int]) -> None:
+    """Let decoding sequences draft, at most `lengths`, with the tokens that are left. None is preempted for it."""
+    share = plan.budget // len(plan.draftable)
+    for (place, sequence), most in zip(plan.draftable, lengths, strict=True):
         end = sequence.num_tokens + sequence.num_pending  # with the token that this step samples
-        count = kv.most_drafts(sequence, min(share, sequence.max_len - end))
+        count = kv.most_drafts(sequence, min(share, most, sequence.max_len - end))
         if count <= 0 or sequence.status is not Status.RUNNING:
             continue
         entry = plan.entries[place]

@@ -26,12 +26,12 @@ Item = TypeVar("Item")
 
 
 class StepMessage:
-    """Steps that go to the workers together. `num_left` of them have no result yet."""
+    """`num_steps` steps that go to the workers together. `num_left` of them have no result yet."""
 
-    __slots__ = ("num_left", "num_prefill_tokens", "num_tokens", "sent_s")
+    __slots__ = ("num_left", "num_prefill_tokens", "num_steps", "num_tokens", "sent_s")
 
     def __init__(self) -> None:
-        self.num_left = self.num_tokens = self.num_prefill_tokens = 0
+        self.num_steps = self.num_left = self.num_tokens = self.num_prefill_tokens = 0
         self.sent_s = 0.0
 
 
@@ -131,6 +131,7 @@ class InFlight:
     ) -> None:
         """A step of `num_tokens` has been scheduled; the next message carries it."""
         message = self._unsent
+        message.num_steps += 1
         message.num_left += 1
         message.num_tokens += num_tokens
         if not only_decodes:

@@ -31,6 +31,10 @@ class Options(NamedTuple):
     """The most drafts of a sequence in a step, of every sequence."""
     num_forced: int = 0
     """The same, of those that follow a grammar, where others draft nothing."""
+    adaptive_drafts: bool = True
+    """Whether fewer are drafted where more do not pay."""
+    shares_answers: bool = False
+    """Whether drafts are looked for in the answers of other requests, too."""
     generation: int = 0
     max_itl_s: float = 0.0
     """How long a step may take in which sequences wait for their next tokens, as far as prompts make it longer. 0: any

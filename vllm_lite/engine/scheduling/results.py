@@ -3,6 +3,7 @@
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.request import Produced
 from vllm_lite.engine.scheduling.branching import Branching
+from vllm_lite.engine.scheduling.drafts import DraftLengths
 from vllm_lite.engine.scheduling.in_flight import StepInFlight
 from vllm_lite.engine.scheduling.queues import Queues
 from vllm_lite.engine.sequence import Sequence, Status
@@ -13,10 +14,11 @@ from vllm_lite.protocol.step import NOT_FINITE, ModelOutput
 class Results:
     """Appends tokens, and ends sequences and requests that are complete or failed."""
 
-    def __init__(self, queues: Queues, kv: KVCacheManager, branching: Branching) -> None:
+    def __init__(self, queues: Queues, kv: KVCacheManager, branching: Branching, lengths: DraftLengths) -> None:
         self._queues = queues
         self._kv = kv
         self._branching = branching
+        self._lengths = lengths
         self._counters = kv.counters
         self._block_size = kv.block_size
 
@@ -26,6 +28,10 @@ class Results:
         tokens = step.tokens_of(result)
         for sequence, count in step.drafted:
             sequence.take_back(count)
+        if result.drafted is not None:
+            counts = result.counts or [1] * len(step.sampling)
+            for each in zip(step.sampling, result.drafted, counts, strict=False):
+                self._lengths.learn(*each)
         produced = queues.handles.scores(result) if result.prompts else []
         num_running, num_entries = len(queues.running), len(queues.entries)
         silent: list[Sequence] = []  # sequences whose tokens go to no stream

@@ -18,7 +18,7 @@ from vllm_lite.engine.observe.counters import Meter
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling.admission import Admitter
 from vllm_lite.engine.scheduling.branching import Branching
-from vllm_lite.engine.scheduling.drafts import add_drafts
+from vllm_lite.engine.scheduling.drafts import DraftLengths, add_drafts
 from vllm_lite.engine.scheduling.in_flight import InFlight
 from vllm_lite.engine.scheduling.policy import Fcfs, GuardedPolicy, View
 from vllm_lite.engine.scheduling.preemption import Preemption
@@ -69,7 +69,8 @@ class Scheduler:
         self._admitter = Admitter(self.queues, kv)
         self._preemption = Preemption(self.queues, kv)
         self._prompts = Prompts(self.queues, kv, self._preemption, self._admitter)
-        self._results = Results(self.queues, kv, self.branching)
+        self._lengths = DraftLengths(options)
+        self._results = Results(self.queues, kv, self.branching, self._lengths)
 
     @property
     def step(self) -> int:
@@ -202,7 +203,8 @@ class Scheduler:
         self._schedule_decodes(plan)
         self._prompts.schedule(plan)
         if plan.draftable:
-            add_drafts(plan, self.kv, self.options)
+            drafting, num_rows = [sequence for _, sequence in plan.draftable], len(plan.sampling)
+            add_drafts(plan, self.kv, self._lengths.choose(drafting, num_rows, self.rates, queues.step))
         while plan.budget == budget and not (self.in_flight or self.kv.is_moving) and queues.running and queues.waiting:
             # Beams that wait for another beam of their request hold the blocks it needs to come in.
             victim = queues.running.pop()

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.checkpoint.model_spec import LayerSpec
-from vllm_lite.config import ResolvedConfig
 from vllm_lite.protocol.step import Handle
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.sampling.masks import SequenceMask
@@ -36,6 +35,7 @@ class DraftBatch:
     tokens: list[Int32s]  # of each: [num_tokens], views of the persistent batch
     max_drafts: list[int]  # of each, at least 1
     masks: list[SequenceMask | None]  # of each, None if it follows no grammar
+    groups: list[bytes] | None = None  # of each, the requests that may share answers; None: there are no groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,10 @@ class Drafter:
     def after(self, step: DrawnStep) -> None:
         """A step has been run, and these sequences got tokens. Called once a step."""
 
+    def ended(self, group: bytes, answer: Int32s) -> None:
+        """A sequence has ended with these output tokens: [num_tokens]. They may be drafted for others of its group, if
+        it is not empty."""
+
 
 class GrammarDrafter(Drafter):
     """Drafts what the sequences' grammars force, then what another drafter says, as far as the grammars allow it.
@@ -100,6 +104,9 @@ class GrammarDrafter(Drafter):
 
     def after(self, step: DrawnStep) -> None:
         self._with_model.after(step)
+
+    def ended(self, group: bytes, answer: Int32s) -> None:
+        self._with_model.ended(group, answer)
 
     def before(self, batch: DraftBatch) -> Sequence[Drafted]:
         """As Drafter.before. What is on the device stays there where there is no grammar."""
@@ -162,13 +169,6 @@ class NgramDrafter(Drafter):
         if not len(ends) or length < self.shortest:
             return tokens[:0]
         return np.resize(tokens[ends[-1] + 1 :][:max_drafts], max_drafts)
-
-
-def drafter_of(config: ResolvedConfig) -> Drafter:
-    """The drafter that a configuration asks for, which includes grammars' forced tokens."""
-    speculation = config.speculative_config
-    other = NgramDrafter(speculation) if speculation is not None else None
-    return GrammarDrafter(other, forces=config.jump_forward)
 
 
 def on_host(drafted: Drafted) -> Int32s:

@@ -8,13 +8,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_lite.attention.step_batch import to_device
+from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ProtocolError
-from vllm_lite.protocol.step import Draft, Entry, Handle
+from vllm_lite.protocol.step import Draft, Entry, Fork, Handle, NewRequest
 from vllm_lite.worker.batch.part import Handler, StepPart, StepResult
-from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
-from vllm_lite.worker.sampling.drafter import NO_DRAFT, DraftBatch, Drafter, DrawnStep, num_proved, on_host
+from vllm_lite.worker.batch.rows import SequenceState
+from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
+from vllm_lite.worker.sampling.drafter import (
+    NO_DRAFT,
+    DraftBatch,
+    Drafter,
+    DrawnStep,
+    GrammarDrafter,
+    NgramDrafter,
+    num_proved,
+    on_host,
+)
+from vllm_lite.worker.sampling.suffix import SuffixDrafter
 from vllm_lite.worker.step_parts.rules import Rules
 
 
@@ -29,6 +42,29 @@ class Drafts(StepPart):
         self._on_device: dict[Handle, torch.Tensor] = {}
         """Drafts of this step that the host does not know: int64 [num_drafts]. The rows have token 0 in their place."""
         self._hidden: torch.Tensor | None = None
+        self._groups: dict[Handle, bytes] = {}  # of the sequences whose answers may be drafted for others
+        self._answers: dict[Handle, Int32s] = {}  # of those among them that have lost their row
+
+    def open(self, sequence: SequenceState, entry: NewRequest | Fork) -> None:
+        group = entry.draft_group if isinstance(entry, NewRequest) else self._groups.get(entry.parent, b"")
+        if group:
+            self._groups[sequence.handle] = group
+
+    def add(self, row: int, sequence: SequenceState, tokens: NDArray[Any]) -> None:  # noqa: ARG002
+        self._answers.pop(sequence.handle, None)
+
+    def remove(self, row: int, last: int) -> None:  # noqa: ARG002
+        if not self._groups:
+            return
+        handle, sequence = self.rows.handle_of(row), self.rows.resident[row]
+        if handle in self._groups:
+            self._answers[handle] = self.rows.tokens_of(handle)[sequence.num_prompt :].copy()
+
+    def close(self, sequence: SequenceState) -> None:
+        """Let the drafter remember the answer."""
+        group, answer = self._groups.pop(sequence.handle, b""), self._answers.pop(sequence.handle, None)
+        if self.drafter is not None and answer is not None:
+            self.drafter.ended(group, answer)
 
     def handlers(self) -> Mapping[type, Handler]:
         return {Draft: self._draft}
@@ -55,7 +91,8 @@ class Drafts(StepPart):
         handles = list(asked)
         tokens = [self.rows.tokens_of(handle) for handle in handles]
         masks = [self._rules.mask_of(handle) for handle in handles]
-        drafts = self.drafter.before(DraftBatch(handles, tokens, list(asked.values()), masks))
+        groups = [self._groups.get(handle, b"") for handle in handles]
+        drafts = self.drafter.before(DraftBatch(handles, tokens, list(asked.values()), masks, groups))
         for handle, drafted in zip(handles, drafts, strict=True):
             if isinstance(drafted, torch.Tensor) and len(drafted) and not self._rules.is_ruled(handle):
                 self._on_device[handle] = drafted
@@ -121,8 +158,7 @@ class Drafts(StepPart):
 
     def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:
         if inputs.has_proposals:
-            drafted = inputs.num_samples - 1
-            fields["drafted"] = int(np.count_nonzero(drafted)), int(drafted.sum())
+            fields["drafted"] = (inputs.num_samples - 1).tolist()
 
 
 def drafts_of(inputs: StepInputs) -> Int64s:  # [num_samples]
@@ -130,3 +166,12 @@ def drafts_of(inputs: StepInputs) -> Int64s:  # [num_samples]
     drafts = np.append(inputs.input_ids, NO_DRAFT)[inputs.sample_tokens + 1]
     drafts[inputs.sample_starts + inputs.num_samples - 1] = NO_DRAFT
     return drafts
+
+
+def drafter_of(config: ResolvedConfig) -> Drafter:
+    """The drafter that a configuration asks for, which includes grammars' forced tokens."""
+    speculation = config.speculative_config
+    other: Drafter | None = None
+    if speculation is not None:
+        other = (SuffixDrafter if speculation.method == "suffix" else NgramDrafter)(speculation)
+    return GrammarDrafter(other, forces=config.jump_forward)

@@ -1,0 +1,188 @@
+"""How much is drafted: the time of a row as steps show it, the odds of a sequence's drafts, and what pays."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler_rig import Rig
+from vllm_lite.engine.scheduling.drafts import PROBE_STEPS, DraftLengths
+from vllm_lite.engine.scheduling.queues import Options
+from vllm_lite.engine.scheduling.rates import MIN_STEPS, Rates, RowCost
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.protocol.step import Draft, SchedulerOutput
+
+MOST = 6
+
+
+def lengths_of(**options: Any) -> DraftLengths:
+    return DraftLengths(Options(8, 64, num_drafts=MOST, **options))
+
+
+def sequence(right: float = 0.0, wrong: float = 0.0, num_output: int = 0) -> Sequence:
+    return cast(Sequence, SimpleNamespace(drafts_right=right, drafts_wrong=wrong, num_output=num_output))
+
+
+def chosen(lengths: DraftLengths, sequences: list[Sequence], rates: Rates, num_rows: int | None = None) -> list[int]:
+    return lengths.choose(sequences, len(sequences) if num_rows is None else num_rows, rates, step=3)
+
+
+# ---- the time of a row
+
+
+def test_the_line_through_steps_is_found() -> None:
+    cost = RowCost()
+    changed = [cost.measure(1 + place % 5, 0.010 + 0.002 * (1 + place % 5)) for place in range(40)]
+    assert cost.row_s == pytest.approx(0.002, rel=1e-6)
+    assert cost.step_s == pytest.approx(0.010, rel=1e-6)
+    first = changed.index(True)
+    assert first >= MIN_STEPS - 1
+    assert changed.count(True) == 1, "what stays the same is no change"
+
+
+def test_steps_of_the_same_rows_show_nothing() -> None:
+    cost = RowCost()
+    assert not any(cost.measure(4, 0.01) for _ in range(100))
+    assert (cost.step_s, cost.row_s) == (0.0, 0.0)
+
+
+def test_a_machine_that_becomes_slower_is_followed_and_a_pause_is_not() -> None:
+    cost = RowCost()
+    for place in range(60):
+        cost.measure(1 + place % 5, 0.010 + 0.002 * (1 + place % 5))
+    known = cost.step_s, cost.row_s
+    cost.measure(3, 5.0)
+    assert cost.step_s + cost.row_s < 1.5 * sum(known), "one step that waited for something else"
+    for place in range(300):
+        cost.measure(1 + place % 5, 0.030 + 0.004 * (1 + place % 5))
+    assert cost.step_s == pytest.approx(0.030, rel=0.15)
+    assert cost.row_s == pytest.approx(0.004, rel=0.15)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.floats(1e-5, 1.0)), max_size=60))
+def test_whatever_is_measured_a_row_takes_time_and_no_more_than_the_step(steps: list[tuple[int, float]]) -> None:
+    cost = RowCost()
+    for num_rows, took_s in steps:
+        cost.measure(num_rows, took_s)
+    assert cost.step_s >= 0
+    assert cost.row_s >= 0
+    assert (cost.row_s > 0) or (cost.step_s == 0)
+
+
+# ---- the odds
+
+
+def test_odds_follow_the_sequence_and_begin_with_those_of_all() -> None:
+    lengths = lengths_of()
+    good, bad, new = sequence(), sequence(), sequence()
+    for _ in range(30):
+        lengths.learn(good, 4, 5)
+        lengths.learn(bad, 4, 1)
+    assert lengths.odds(good) > 0.9
+    assert lengths.odds(bad) < 0.2
+    assert lengths.odds(bad) < lengths.odds(new) < lengths.odds(good)
+    before = lengths.odds(good)
+    lengths.learn(good, 0, 1)
+    assert lengths.odds(good) == before, "nothing was drafted"
+
+
+def test_drafts_behind_a_wrong_one_say_nothing() -> None:
+    lengths, each = lengths_of(), sequence()
+    lengths.learn(each, 6, 3)  # two right, the third wrong
+    assert (each.drafts_right, each.drafts_wrong) == (2.0, 1.0)
+    lengths.learn(each, 2, 3)
+    assert each.drafts_right == pytest.approx(3.8)
+    assert each.drafts_wrong == pytest.approx(0.9)
+
+
+# ---- what pays
+
+
+def test_rows_that_are_free_are_all_taken_and_dear_ones_only_by_sure_drafts() -> None:
+    lengths = lengths_of()
+    sure, even, bad = sequence(50, 0.01), sequence(10, 10), sequence(0.1, 20)
+    free, dear, medium = Rates(step_s=0.01, row_s=1e-6), Rates(step_s=0.0, row_s=0.01), Rates(step_s=0.008, row_s=0.002)
+    assert chosen(lengths, [sure], free) == [MOST]
+    assert chosen(lengths, [even], free) == [MOST]
+    assert chosen(lengths, [even], dear) == [0], "each row takes as long as a step of its own"
+    assert chosen(lengths, [bad], medium) == [0]
+    (one,), (more,) = chosen(lengths, [even], medium), chosen(lengths, [sure], medium)
+    assert 0 < one < more
+
+
+def test_beside_many_rows_fewer_drafts_pay() -> None:
+    """A draft's row takes time from all streams of the step."""
+    lengths, rates = lengths_of(), Rates(step_s=0.008, row_s=0.001)
+    alone = chosen(lengths, [sequence(8, 4)], rates)[0]
+    crowd = chosen(lengths, [sequence(8, 4)] * 32, rates)
+    assert alone > crowd[0]
+    assert len(set(crowd)) == 1
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.tuples(st.floats(0, 30), st.floats(0, 30)), min_size=1, max_size=12),
+    st.floats(0, 0.02),
+    st.floats(1e-6, 0.02),
+    st.integers(0, 20),
+)
+def test_what_is_chosen_is_expected_to_be_no_slower(
+    counts: list[tuple[float, float]], step_s: float, row_s: float, others: int
+) -> None:
+    lengths, sequences = lengths_of(), [sequence(*each) for each in counts]
+    rates, num_rows = Rates(step_s=step_s, row_s=row_s), len(sequences) + others
+    taken = chosen(lengths, sequences, rates, num_rows)
+    gained = sum(
+        sum(lengths.odds(each) ** place for place in range(1, length + 1))
+        for each, length in zip(sequences, taken, strict=True)
+    )
+    without = num_rows / (step_s + row_s * num_rows)
+    assert (num_rows + gained) / (step_s + row_s * (num_rows + sum(taken))) >= without * (1 - 1e-9)
+    assert all(0 <= length <= MOST for length in taken)
+
+
+def test_drafts_that_do_not_pay_are_tried_again() -> None:
+    lengths, rates = lengths_of(), Rates(step_s=0.001, row_s=0.01)
+    taken = [chosen(lengths, [sequence(0.1, 20, place)], rates)[0] for place in range(2 * PROBE_STEPS)]
+    assert sum(taken) == 2
+
+
+def test_fixed_lengths_and_unknown_rates() -> None:
+    assert chosen(lengths_of(adaptive_drafts=False), [sequence(0, 20)], Rates(step_s=0.0, row_s=1.0)) == [MOST]
+    forced = DraftLengths(Options(8, 64, num_forced=3))
+    assert forced.choose([sequence(0, 20)], 1, Rates(step_s=0.0, row_s=1.0), 1) == [3]
+    unknown = [lengths_of().choose([sequence()], 1, Rates(), step)[0] for step in range(2 * (MOST + 1))]
+    assert sorted(set(unknown)) == list(range(MOST + 1)), "steps of different rows show their time"
+
+
+def test_the_scheduler_drafts_less_where_rows_are_dear() -> None:
+    """The same tokens either way."""
+    drafted, outputs = [], []
+    for row_s in (1e-6, 0.05):
+        rig = Rig(num_blocks=60, num_drafts=4, max_num_batched_tokens=64, adaptive_drafts=True)
+        rig.scheduler.measured(Rates(step_s=0.01, row_s=row_s))
+        rig.add("a", [1, 2, 3], max_tokens=40)
+        rig.drain()
+        drafted.append(rig.worker.num_drafted)
+        outputs.append(rig.output("a"))
+    assert outputs[0] == outputs[1]
+    assert drafted[0] > 3 * drafted[1] > 0
+
+
+def test_without_adaption_every_entry_takes_the_most() -> None:
+    rig = Rig(num_blocks=60, num_drafts=4, max_num_batched_tokens=64, adaptive_drafts=False)
+    rig.add("a", [1, 2, 3], max_tokens=20)
+    found: list[int] = []
+    schedule = rig.scheduler.schedule
+
+    def watched(now_s: float = 0.0) -> SchedulerOutput | None:
+        step = schedule(now_s)
+        found.extend(entry.max_drafts for entry in (step.entries if step else ()) if isinstance(entry, Draft))
+        return step
+
+    rig.scheduler.schedule = watched  # type: ignore[method-assign]
+    rig.drain()
+    assert len(found) > 4
+    assert set(found[:-4]) == {4}, "but for the end of the sequence"

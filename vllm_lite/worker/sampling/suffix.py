@@ -1,0 +1,146 @@
+"""Suffix drafts: the tokens that followed the same words before, in the sequence itself or in recent answers.
+
+As in SuffixDecoding (Oliaro et al., 2024, https://arxiv.org/abs/2411.04975), the longest suffix that occurred before is
+looked up, its occurrences vote for the tokens after it, and a longer match drafts more. In place of a tree there are
+arrays of tokens, which numpy searches: 16 thousand tokens take some 5 us, and nothing is built for a prompt.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_lite.runtime.nested_settings import Speculation
+from vllm_lite.worker.sampling.drafter import DraftBatch, Drafter
+
+Int32s = NDArray[np.int32]
+
+MAX_OCCURRENCES = 16
+"""The most recent occurrences of a suffix vote; what earlier ones would add is not worth the time."""
+SEPARATOR = -1
+"""Equals no token: stands between two answers."""
+MAX_ANSWER_TOKENS = 1 << 14
+"""Tokens of recent answers that are searched, for each group of requests that share answers."""
+MAX_GROUPS = 64
+"""Groups of requests that share answers; of more, the one that was used least recently is forgotten."""
+
+
+class SuffixDrafter(Drafter):
+    """Drafts from the sequence's own tokens and from recent answers of requests with the same `group`."""
+
+    def __init__(self, config: Speculation) -> None:
+        self.longest = config.suffix_decoding_max_tree_depth
+        self.factor = config.suffix_decoding_max_spec_factor
+        self.least_share = config.suffix_decoding_min_token_prob
+        self.answers = Answers(config.suffix_decoding_max_cached_requests)
+
+    def before(self, batch: DraftBatch) -> Sequence[Int32s]:
+        """As Drafter.before."""
+        groups = batch.groups or [b""] * len(batch.handles)
+        return [self._draft(*each) for each in zip(batch.tokens, batch.max_drafts, groups, strict=True)]
+
+    def ended(self, group: bytes, answer: Int32s) -> None:
+        """As Drafter.ended."""
+        if group:
+            self.answers.add(group, answer)
+
+    def _draft(self, tokens: Int32s, max_drafts: int, group: bytes) -> Int32s:  # [at most max_drafts]
+        suffix = tokens[len(tokens) - self.longest :] if len(tokens) > self.longest else tokens
+        best, length = occurrences(tokens[:-1], suffix)
+        source = tokens
+        answers = self.answers.of(group)
+        # Own tokens win where both match alike: they are of this text.
+        if length < self.longest and answers is not None:
+            others, longer = occurrences(answers, suffix)
+            if longer > length:
+                best, length, source = others, longer, answers
+        if not length:
+            return tokens[:0]
+        count = min(max_drafts, max(1, int(self.factor * length)))
+        return follow(source, best[-MAX_OCCURRENCES:], count, self.least_share)
+
+
+class Answers:
+    """Tokens of answers that ended lately, by group; at most MAX_ANSWER_TOKENS and `max_requests` of each group."""
+
+    def __init__(self, max_requests: int) -> None:
+        self.max_requests = max_requests
+        self._answers: dict[bytes, deque[Int32s]] = {}
+        self._joined: dict[bytes, Int32s] = {}
+
+    def add(self, group: bytes, answer: Int32s) -> None:
+        """Remember `answer` as the latest of `group`."""
+        if not self.max_requests or not len(answer):
+            return
+        kept = self._answers.pop(group, None) or deque()
+        self._answers[group] = kept
+        kept.append(np.append(answer[-MAX_ANSWER_TOKENS + 1 :], np.int32(SEPARATOR)).astype(np.int32))
+        while len(kept) > self.max_requests or sum(map(len, kept)) > MAX_ANSWER_TOKENS:
+            kept.popleft()
+        self._joined.pop(group, None)
+        while len(self._answers) > MAX_GROUPS:
+            oldest = next(iter(self._answers))
+            del self._answers[oldest]
+            self._joined.pop(oldest, None)
+
+    def of(self, group: bytes) -> Int32s | None:
+        """All answers of the group, the latest last, each with a SEPARATOR behind it; None if there are none."""
+        if group not in self._answers:
+            return None
+        if group not in self._joined:
+            self._joined[group] = np.concatenate(self._answers[group])
+        return self._joined[group]
+
+
+def occurrences(tokens: Int32s, suffix: Int32s) -> tuple[NDArray[np.intp], int]:
+    """Return where the longest end of `suffix` that occurs in `tokens` ends there, in order, and its length.
+
+    Each place is that of the occurrence's last token, which has a token behind it in the text: `tokens` of a sequence
+    itself are given without its last one. ([], 0) if not even the last token occurs.
+    """
+    ends = np.flatnonzero(tokens == suffix[-1])
+    length = min(1, len(ends))
+    while length and length < len(suffix):
+        longer = ends[ends >= length]
+        longer = longer[tokens[longer - length] == suffix[len(suffix) - 1 - length]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return ends, length
+
+
+def follow(tokens: Int32s, ends: NDArray[np.intp], count: int, least_share: float) -> Int32s:  # [at most count]
+    """Return the tokens that most of the occurrences have behind them, one after the other.
+
+    After each token only those that had it vote on; a draft ends once the share of all that agree so far falls below
+    `least_share`. Of equals the most recent wins. Drafts of a sequence continue with themselves: one that repeats p
+    tokens is drafted to repeat them for ever.
+    """
+    drafts: list[int] = []
+    voters = ends
+    while len(voters) > 1 and len(drafts) < count:
+        places = voters + (1 + len(drafts))
+        if places[-1] >= len(tokens):
+            voters, places = voters[:-1], places[:-1]  # ends differ, so at most one of them has run out
+        found = tokens[places].tolist()
+        votes = Counter(reversed(found))  # of equals the most recent comes first
+        token, num_votes = votes.most_common(1)[0]
+        if num_votes < least_share * len(ends) or token == SEPARATOR:
+            return np.array(drafts, np.int32)
+        drafts.append(token)
+        if num_votes < len(found):
+            voters = voters[np.array(found) == token]
+    if len(drafts) == count or least_share * len(ends) > 1:
+        return np.array(drafts, np.int32)
+    rest = _copied(tokens, int(voters[0]) + len(drafts), count - len(drafts))
+    return np.concatenate((np.array(drafts, np.int32), rest)) if drafts else rest
+
+
+def _copied(tokens: Int32s, end: int, count: int) -> Int32s:  # [at most count]
+    """The tokens behind `end`, up to a SEPARATOR; at the end of `tokens` the copy goes on with itself."""
+    found = tokens[end + 1 : end + 1 + count]
+    stops = np.flatnonzero(found == SEPARATOR)
+    if len(stops):
+        return found[: stops[0]]
+    return np.resize(found, count) if len(found) else found
