@@ -201,15 +201,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int, about("most KV blocks moved to or from the host in one step; more take several", ge=1)
     ] = 256
     async_scheduling: Annotated[bool, about("make the next step while the workers run this one")] = True
-    jump_forward: Annotated[bool, about("compute the tokens that a grammar leaves no choice of several at a time")] = (
-        True
-    )
+    jump_forward: Annotated[bool, about("compute tokens that a grammar forces several at a time")] = True
     speculative_config: Annotated[
         Speculation | None, about('JSON, e.g. {"method":"suffix","num_speculative_tokens":8}')
     ] = None
-    disable_adaptive_drafts: Annotated[
-        bool, about("always draft num_speculative_tokens, and not fewer where more do not pay")
-    ] = False
+    disable_adaptive_drafts: Annotated[bool, about("draft as many, even where fewer pay more")] = False
 
     cpu_threads: Annotated[
         Threads | None,
