@@ -21,11 +21,11 @@ from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig
 from vllm_lite.kernels.cpu.linear import multiplies_bytes
-from vllm_lite.layers.matmul import Quantization
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.worker.device import KV_DTYPES
@@ -37,9 +37,20 @@ BLOCK_SIZE = 16
 class Reader:
     """A model that says its logits at every position of a text."""
 
-    def __init__(self, path: str, length: int, quantization: Quantization | None, kv_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        path: str,
+        length: int,
+        quantization: Quantization | None,
+        kv_dtype: torch.dtype,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        exact: bool = False,
+    ) -> None:
+        """`exact`: as --exact-activations."""
         spec, device = load_spec(path), torch.device("cpu")
-        self.model = build(spec, "bfloat16", device, Sizes(length, length), quantization)
+        sizes = Sizes(length, length, exact_activations=exact)
+        self.model = build(spec, dtype, device, sizes, quantization)
         load_weights(self.model, path)
         num_blocks = -(-length // BLOCK_SIZE)
         self.blocks = torch.arange(num_blocks, dtype=torch.int32)
@@ -47,7 +58,7 @@ class Reader:
         cache = CacheEngine(spec, BLOCK_SIZE, num_blocks, 0, kv_dtype, device)
         self.kv_caches = cache.layer_views()
         groups = tuple(group.attention for group in spec.kv_groups)
-        self.backend = select_backend(AttentionShape(groups, BLOCK_SIZE, torch.bfloat16, device, kv_dtype))
+        self.backend = select_backend(AttentionShape(groups, BLOCK_SIZE, dtype, device, kv_dtype))
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: int64 [n] -> float32 [n, vocab_size]; the whole text in one step."""

@@ -13,8 +13,8 @@ from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.kernels.recurrent import Segments
-from vllm_lite.layers.matmul import Quantization
 from vllm_lite.models.registry import Model, Sizes, build, examine
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator

@@ -68,6 +68,8 @@ struct PackedWeight {
   int32_t are_whole;     // whether values are whole numbers, so that `bytes` and `offset` count
   const int32_t* order;  // [num_inputs]: column k is for input order[k]; nullptr: for input k
   const float* supers;   // [blocks][inputs / kSuperInputs][2][kBlock]: what kIntegers are multiplied by, or nullptr
+  // Of all weights again.
+  int32_t exact_rows;  // whether products take rows as they are, where they could quantize them
 
   // Those of a group: of its scales, then of its minima.
   const float* supers_of(int64_t block, int64_t group) const {
@@ -195,12 +197,14 @@ VLLM_LITE_DECLARE_TILES(int64_t multiply_registers(int32_t type, int64_t rounds,
 
 // Whether products with `weight` quantize their rows.
 inline bool quantizes_rows(const PackedWeight& weight) {
+  if (weight.exact_rows != 0) return false;
   const bool bytes = weight.type == kInt8Weight || (is_grouped(weight.type) && weight.are_whole != 0);
   return bytes && VLLM_LITE_DISPATCH(multiplies_bytes)();
 }
 
 // Whether products of rows of DType `x_type` with `weight` go through tiles, where there are some.
 inline bool fits_tiles(const PackedWeight& weight, int32_t x_type) {
+  if (weight.exact_rows != 0 && weight.type != kBFloat16) return false;
   if (is_grouped(weight.type)) return weight.are_whole != 0 && weight.group_size == kQuantGroup;
   return weight.type == kInt8Weight || (weight.type == kBFloat16 && x_type == kBFloat16);
 }

@@ -41,10 +41,10 @@ struct WeightJob {
   int64_t num_outputs;
   int64_t num_inputs;
   char* packed;        // zeros
-  float* scales;       // [num_outputs], nullptr for all types but kInt8Weight
+  float* scales;       // of kInt8Weight: [num_outputs]; of weights with supers: those; else nullptr
   int32_t row_type;    // DType that rows have before they are packed
-  int32_t type;        // DType, kInt8Weight, kGrouped4 or kGrouped8
-  int64_t group_size;  // of the last two: inputs
+  int32_t type;        // DType, kInt8Weight or one of quantize.h
+  int64_t group_size;  // of the last: inputs; else 0
 };
 
 namespace {
@@ -148,9 +148,10 @@ class Loading {
       row += taken;
     }
     const RowsToPack part = {rows, job.num_inputs, count, job.num_inputs, job.row_type};
-    if (is_grouped(job.type)) {
-      const int64_t block_bytes = quantized_block_bytes(job.type, job.num_inputs, job.group_size);
-      pack_quantized(part, job.type, job.group_size, job.packed + block * block_bytes);
+    if (job.group_size != 0) {
+      const PackedWeight weight = quantized_weight(job.type, job.num_outputs, job.num_inputs, job.group_size);
+      pack_quantized(part, job.type, job.group_size, job.packed + block * quantized_block_bytes(weight),
+                     job.scales + block * num_supers(weight));
     } else {
       pack_rows(part, job.type, job.packed + block * packed_block_bytes(job.num_inputs, job.type),
                 job.scales == nullptr ? nullptr : job.scales + first);

@@ -1,5 +1,8 @@
-// Rows of a dense weight into codes and scales; the arithmetic is in isa/quantize.cpp.
+// Rows of a dense weight into codes, scales and minima; the searches are in isa/quantize.cpp.
 #include "quantize.h"
+
+#include <algorithm>
+#include <cmath>
 
 #include "common.h"
 #include "grouped.h"
@@ -7,65 +10,156 @@
 
 namespace {
 
-using QuantizeGroup = void (*)(const void* x, int32_t type, int64_t count, uint8_t* codes, float* scale);
+constexpr float kMostInteger = 127;  // of scales and minima that are integers
 
-// One row into codes [num_inputs] and scales [groups].
-void quantize_row(QuantizeGroup quantize_group, const char* row, int32_t type, int64_t num_inputs, int64_t group_size,
-                  uint8_t* codes, float* scales) {
-  const int64_t size = element_size(type);
-  for (int64_t first = 0; first < num_inputs; first += group_size) {
-    const int64_t left = num_inputs - first;
-    quantize_group(row + first * size, type, left < group_size ? left : group_size, codes + first, scales++);
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// One row, as float32, and what becomes of it: all of a block's rows lie below each other.
+struct Row {
+  const float* x;
+  int64_t num_inputs, group_size;
+  uint8_t* codes;
+  float *scales, *minima;  // [groups]
+
+  int64_t groups() const { return ceil_div(num_inputs, group_size); }
+  int64_t count(int64_t group) const { return std::min(group_size, num_inputs - group * group_size); }
+};
+
+float as_bfloat16(float x) {
+  char narrow[2];
+  VLLM_LITE_DISPATCH(convert)(&x, kFloat32, narrow, kBFloat16, 1);
+  VLLM_LITE_DISPATCH(convert)(narrow, kBFloat16, &x, kFloat32, 1);
+  return x;
+}
+
+// The numbers [count] as integers times one float, which is returned; the integers are left in them.
+float as_integers(float* numbers, int64_t count) {
+  float most = 0;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, std::fabs(numbers[i]));
+  const float super = most / kMostInteger, inverse = super > 0 ? 1 / super : 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float whole = std::nearbyint(numbers[i] * inverse);
+    numbers[i] = whole == whole ? whole : 0;  // NaN is no byte; it stays in `super`
+  }
+  return super;
+}
+
+// Scales and minima become what is stored of them before codes are chosen, so that codes make up for some of that.
+void quantize4(const Row& row, float* supers) {
+  const auto search = VLLM_LITE_DISPATCH(search_group4);
+  const auto encode = VLLM_LITE_DISPATCH(encode_group4);
+  const int64_t at_once = supers == nullptr ? 1 : kSuperInputs / row.group_size;
+  for (int64_t first = 0; first < row.groups(); first += at_once, supers += supers == nullptr ? 0 : 2 * kBlock) {
+    const int64_t count = std::min(at_once, row.groups() - first);
+    float *scales = row.scales + first, *minima = row.minima + first, units[] = {1, 1};
+    for (int64_t i = 0; i < count; ++i) {
+      search(row.x + (first + i) * row.group_size, row.count(first + i), scales + i, minima + i);
+    }
+    if (supers != nullptr) {
+      supers[0] = units[0] = as_integers(scales, count);
+      supers[kBlock] = units[1] = as_integers(minima, count);
+    } else {
+      scales[0] = as_bfloat16(scales[0]);
+      minima[0] = as_bfloat16(minima[0]);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t input = (first + i) * row.group_size;
+      encode(row.x + input, row.count(first + i), scales[i] * units[0], minima[i] * units[1], row.codes + input);
+    }
   }
 }
 
-PackedWeight quantized(int32_t type, int64_t num_inputs, int64_t num_outputs, int64_t group_size) {
-  PackedWeight weight = {};
-  weight.num_inputs = num_inputs;
-  weight.num_outputs = num_outputs;
-  weight.type = type;
-  weight.group_size = static_cast<int32_t>(group_size);
-  weight.scale_type = kBFloat16;
-  weight.minima_type = kNoMinima;
-  return weight;
+void quantize8(const Row& row, int32_t type) {
+  const auto quantize = type == kFloats8 ? VLLM_LITE_DISPATCH(quantize_group_fp8) : VLLM_LITE_DISPATCH(quantize_group8);
+  for (int64_t group = 0; group < row.groups(); ++group) {
+    const int64_t input = group * row.group_size;
+    quantize(row.x + input, row.count(group), row.codes + input, row.scales + group);
+  }
 }
 
 }  // namespace
 
-int64_t quantized_block_bytes(int32_t type, int64_t num_inputs, int64_t group_size) {
-  const CellLayout layout = CellLayout::of(quantized(type, num_inputs, kBlock, group_size));
-  return layout.groups(num_inputs) * layout.bytes();
+PackedWeight quantized_weight(int32_t type, int64_t num_outputs, int64_t num_inputs, int64_t group_size) {
+  PackedWeight weight = {};
+  weight.num_inputs = num_inputs;
+  weight.num_outputs = num_outputs;
+  weight.type = type == kGrouped4 ? kGrouped4 : kGrouped8;
+  weight.group_size = static_cast<int32_t>(group_size);
+  // In small groups scales and minima take a quarter less as bytes, and half as much.
+  weight.scale_type = type == kGrouped4 && group_size < kQuantGroup ? kIntegers : kBFloat16;
+  weight.minima_type = type == kGrouped4 ? weight.scale_type : kNoMinima;
+  return weight;
 }
 
-void pack_quantized(const RowsToPack& rows, int32_t type, int64_t group_size, char* block) {
-  const auto quantize_group =
-      type == kGrouped4 ? VLLM_LITE_DISPATCH(quantize_group4) : VLLM_LITE_DISPATCH(quantize_group_fp8);
+int64_t num_supers(const PackedWeight& weight) {
+  return weight.scale_type == kIntegers ? 2 * kBlock * ceil_div(weight.num_inputs, kSuperInputs) : 0;
+}
+
+int64_t quantized_block_bytes(const PackedWeight& weight) {
+  const CellLayout layout = CellLayout::of(weight);
+  return layout.groups(weight.num_inputs) * layout.bytes();
+}
+
+void pack_quantized(const RowsToPack& rows, int32_t type, int64_t group_size, char* block, float* supers) {
+  const auto convert = VLLM_LITE_DISPATCH(convert);
   static thread_local Scratch scratch;
-  const int64_t num_inputs = rows.num_inputs, num_groups = (num_inputs + group_size - 1) / group_size;
-  float* scales = reinterpret_cast<float*>(scratch.get(rows.num_rows * (4 * num_groups + num_inputs)));
-  uint8_t* codes = reinterpret_cast<uint8_t*>(scales + rows.num_rows * num_groups);
+  const PackedWeight weight = quantized_weight(type, rows.num_rows, rows.num_inputs, group_size);
+  const int64_t num_inputs = rows.num_inputs, num_groups = ceil_div(num_inputs, group_size);
+  float* x = reinterpret_cast<float*>(scratch.get(4 * num_inputs + rows.num_rows * (8 * num_groups + num_inputs)));
+  float *scales = x + num_inputs, *minima = scales + rows.num_rows * num_groups;
+  uint8_t* codes = reinterpret_cast<uint8_t*>(minima + rows.num_rows * num_groups);
   const char* from = static_cast<const char*>(rows.rows);
-  for (int64_t row = 0; row < rows.num_rows; ++row) {
-    quantize_row(quantize_group, from + row * rows.stride * element_size(rows.row_type), rows.row_type, num_inputs,
-                 group_size, codes + row * num_inputs, scales + row * num_groups);
+  for (int64_t i = 0; i < rows.num_rows; ++i) {
+    convert(from + i * rows.stride * element_size(rows.row_type), rows.row_type, x, kFloat32, num_inputs);
+    const Row row = {
+        x, num_inputs, group_size, codes + i * num_inputs, scales + i * num_groups, minima + i * num_groups};
+    type == kGrouped4 ? quantize4(row, num_supers(weight) == 0 ? nullptr : supers + i) : quantize8(row, type);
   }
-  pack_cells(quantized(type, num_inputs, rows.num_rows, group_size), {codes, num_inputs, scales, nullptr}, 0, block);
+  pack_cells(weight, {codes, num_inputs, scales, type == kGrouped4 ? minima : nullptr}, 0, block);
 }
 
-// rows [num_outputs][num_inputs] of DType `type` into codes [num_outputs][num_inputs] and scales [num_outputs][groups]:
-// groups of `group_size` inputs, which is at most kQuantGroup; the last one may be cut off.
-VLLM_LITE_API void vllm_lite_quantize4(const void* rows, int64_t stride, int32_t type, int64_t num_outputs,
-                                       int64_t num_inputs, int64_t group_size, uint8_t* codes, float* scales) {
-  const int64_t num_groups = (num_inputs + group_size - 1) / group_size, row_bytes = stride * element_size(type);
-  const auto quantize_group = VLLM_LITE_DISPATCH(quantize_group4);
-  vllm_lite::parallel_for(num_outputs, [&](int64_t output) {
-    quantize_row(quantize_group, static_cast<const char*>(rows) + output * row_bytes, type, num_inputs, group_size,
-                 codes + output * num_inputs, scales + output * num_groups);
+// rows [num_outputs][num_inputs] of DType `row_type` into `packed`, which must be zero, and `supers`, which may be
+// nullptr where there are none. `type` as in quantize.h; groups have up to kQuantGroup inputs.
+VLLM_LITE_API void vllm_lite_pack_quantized(const void* rows, int64_t stride, int32_t row_type, int64_t num_outputs,
+                                            int64_t num_inputs, int32_t type, int64_t group_size, void* packed,
+                                            float* supers) {
+  const PackedWeight weight = quantized_weight(type, num_outputs, num_inputs, group_size);
+  const int64_t block_bytes = quantized_block_bytes(weight), block_supers = num_supers(weight);
+  vllm_lite::parallel_for(ceil_div(num_outputs, kBlock), [=](int64_t block) {
+    const int64_t first = block * kBlock;
+    const char* from = static_cast<const char*>(rows) + first * stride * element_size(row_type);
+    const RowsToPack part = {from, stride, std::min(kBlock, num_outputs - first), num_inputs, row_type};
+    pack_quantized(part, type, group_size, static_cast<char*>(packed) + block * block_bytes,
+                   supers + block * block_supers);
   });
 }
 
-// Bytes of a weight that pack_quantized packs.
-VLLM_LITE_API int64_t vllm_lite_quantized_size(int64_t num_outputs, int64_t num_inputs, int32_t type,
-                                               int64_t group_size) {
-  return (num_outputs + kBlock - 1) / kBlock * quantized_block_bytes(type, num_inputs, group_size);
+// rows [num_outputs][num_inputs] of DType `type` into symmetric codes [num_outputs][num_inputs] and scales
+// [num_outputs] [groups]: groups of `group_size` inputs, which is at most kQuantGroup; the last one may be cut off.
+VLLM_LITE_API void vllm_lite_quantize4(const void* rows, int64_t stride, int32_t type, int64_t num_outputs,
+                                       int64_t num_inputs, int64_t group_size, uint8_t* codes, float* scales) {
+  const auto quantize = VLLM_LITE_DISPATCH(quantize_symmetric4);
+  const auto convert = VLLM_LITE_DISPATCH(convert);
+  const int64_t num_groups = ceil_div(num_inputs, group_size), row_bytes = stride * element_size(type);
+  vllm_lite::parallel_for(num_outputs, [&](int64_t output) {
+    static thread_local Scratch scratch;
+    float* x = reinterpret_cast<float*>(scratch.get(4 * num_inputs));
+    convert(static_cast<const char*>(rows) + output * row_bytes, type, x, kFloat32, num_inputs);
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const int64_t first = group * group_size, count = std::min(group_size, num_inputs - first);
+      quantize(x + first, count, codes + output * num_inputs + first, scales + output * num_groups + group);
+    }
+  });
+}
+
+// Fills *weight with what such a weight's record has beside memory and values. Returns how many bytes it takes, and
+// *supers gets the number of those.
+VLLM_LITE_API int64_t vllm_lite_quantized_weight(int64_t num_outputs, int64_t num_inputs, int32_t type,
+                                                 int64_t group_size, PackedWeight* weight, int64_t* supers) {
+  *weight = quantized_weight(type, num_outputs, num_inputs, group_size);
+  const int64_t num_blocks = ceil_div(num_outputs, kBlock);
+  *supers = num_blocks * num_supers(*weight);
+  return num_blocks * quantized_block_bytes(*weight);
 }

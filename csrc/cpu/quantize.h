@@ -1,20 +1,37 @@
-// Weights as integers of 4 bits (kGrouped4) or floats of 8 (kGrouped8: E4M3), with a scale for each group of inputs.
+// Dense weights on their way into grouped ones (linear.h), each group of inputs with a scale that is searched for.
 #pragma once
 
 #include <cstdint>
 
 #include "isa.h"
+#include "linear.h"
 #include "pack.h"
 
-// x [count] of DType `type`, up to kQuantGroup of them, as codes, which are integers from -8 to 7 plus 8: x ~ integer *
-// *scale, which is a bfloat16. The scale is the one of some that leaves the least squared error.
-VLLM_LITE_DECLARE(void quantize_group4(const void* x, int32_t type, int64_t count, uint8_t* codes, float* scale))
+// kGrouped4: integers of 4 bits times a scale, less a minimum; kGrouped8: integers of 8 bits times a scale; kFloats8:
+// E4M3 times a scale.
+constexpr int32_t kFloats8 = 105;
 
+// Scale and minimum of x [count], up to kQuantGroup of them: x ~ integer * scale - minimum, with integers from 0 to 15.
+// Of several they are the two that leave the least squared error.
+VLLM_LITE_DECLARE(void search_group4(const float* x, int64_t count, float* scale, float* minimum))
+// The codes that are nearest to x with these.
+VLLM_LITE_DECLARE(void encode_group4(const float* x, int64_t count, float scale, float minimum, uint8_t* codes))
+// x [count], up to kQuantGroup, as integers from -128 to 127 plus 128: x ~ integer * *scale, which is a bfloat16. The
+// scale is the one of some that leaves the least squared error.
+VLLM_LITE_DECLARE(void quantize_group8(const float* x, int64_t count, uint8_t* codes, float* scale))
+// As integers from -8 to 7 plus 8; the scale may be negative. For checkpoints, whose formats know no such minima.
+VLLM_LITE_DECLARE(void quantize_symmetric4(const float* x, int64_t count, uint8_t* codes, float* scale))
 // The same as the bits of E4M3, with the largest at 448.
-VLLM_LITE_DECLARE(void quantize_group_fp8(const void* x, int32_t type, int64_t count, uint8_t* codes, float* scale))
+VLLM_LITE_DECLARE(void quantize_group_fp8(const float* x, int64_t count, uint8_t* codes, float* scale))
 
-// The bytes of one block of a weight that has become codes of `type`: its scales are bfloat16, there are no minima.
-int64_t quantized_block_bytes(int32_t type, int64_t num_inputs, int64_t group_size);
+// What a dense weight becomes: everything of its record but memory, bias and values. `type` is one of those above.
+PackedWeight quantized_weight(int32_t type, int64_t num_outputs, int64_t num_inputs, int64_t group_size);
 
-// Up to kBlock rows into such a block, which must be zero.
-void pack_quantized(const RowsToPack& rows, int32_t type, int64_t group_size, char* block);
+// Floats that a block of such a weight has as PackedWeight::supers; 0 for most.
+int64_t num_supers(const PackedWeight& weight);
+
+// Rows of one block, as cells into `block`, which must be zero, and num_supers floats into `supers`.
+void pack_quantized(const RowsToPack& rows, int32_t type, int64_t group_size, char* block, float* supers);
+
+// The bytes of one block of such a weight.
+int64_t quantized_block_bytes(const PackedWeight& weight);

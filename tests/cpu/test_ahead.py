@@ -19,16 +19,15 @@ from tests.families.variant import Variant
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE, TensorPlace, locate
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.file_packer import FilePacker, Job, Piece
-from vllm_lite.kernels.cpu.grouped import quantize4
 from vllm_lite.kernels.cpu.linear import PackedWeight, linear
 from vllm_lite.kernels.cpu.pages import Pages
-from vllm_lite.kernels.grouped import quantize_fp8
 from vllm_lite.layers.matmul import NativeMatmul
 from vllm_lite.models.ahead import pack_ahead
 from vllm_lite.models.registry import Model, Sizes, build
@@ -225,8 +224,10 @@ def product(weight: PackedWeight) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
-@pytest.mark.parametrize("form", ["float", "int8", "int4", "fp8"])
-def test_pieces_of_any_kind_are_packed(tmp_path: Path, each_isa: str, num_threads: int, form: str) -> None:
+@pytest.mark.parametrize("form", [None, "int8", "int4", "int4_g32", "fp8"])
+def test_pieces_of_any_kind_are_packed(
+    tmp_path: Path, each_isa: str, num_threads: int, form: Quantization | None
+) -> None:
     """Rows of several tensors, in another order, parts of rows, of one type as another: as PackedWeight packs them."""
     generator = torch.Generator().manual_seed(1)
     files, tensors = [], []
@@ -247,11 +248,8 @@ def test_pieces_of_any_kind_are_packed(tmp_path: Path, each_isa: str, num_thread
                 pieces += [Piece(*sizes, 5, 40), Piece(*sizes, 0, len(order), order), Piece(*sizes, 3, 0)]
                 part = tensor[:, first : first + width].to(dtype)
                 rows += [part[5:45], part[list(order)]]
-            group_size = {"int4": 16, "fp8": 128}.get(form, 0)
-            jobs[dtype, width] = Job(tuple(pieces), width, NAMES[dtype], form == "int8", group_size, form == "fp8")
-            dense = torch.cat(rows)
-            whole = quantize4(dense, 16) if form == "int4" else quantize_fp8(dense) if form == "fp8" else dense
-            expected[dtype, width] = PackedWeight(whole, int8=form == "int8")
+            jobs[dtype, width] = Job(tuple(pieces), width, NAMES[dtype], form)
+            expected[dtype, width] = PackedWeight(torch.cat(rows), form=form)
     with FilePacker(jobs, num_threads) as packer:
         for key in (*reversed(jobs), *jobs):
             packed = packer.take(key)
@@ -265,7 +263,7 @@ def test_pieces_of_any_kind_are_packed(tmp_path: Path, each_isa: str, num_thread
 def test_a_closed_packer_gives_back_what_nobody_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(64 * 64 * 4))
-    job = Job((Piece(file, 0, "float32", 64, 0, 0, 64),), 64, "float32", int8=False)
+    job = Job((Piece(file, 0, "float32", 64, 0, 0, 64),), 64, "float32")
     given: list[tuple[int, int]] = []
     monkeypatch.setattr(Pages, "give_back", lambda _, start, size: given.append((start, size)))
     packer = FilePacker({"first": job, "second": job, "third": job}, 2)
@@ -286,7 +284,7 @@ def test_given_back_pages_are_whole_ones() -> None:
 
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
-    job = Job((Piece(tmp_path / "none", 0, "float32", 64, 0, 0, 64),), 64, "float32", int8=False)
+    job = Job((Piece(tmp_path / "none", 0, "float32", 64, 0, 0, 64),), 64, "float32")
     with pytest.raises(FileNotFoundError):
         FilePacker({"one": job}, 1)
 

@@ -12,13 +12,13 @@ from tests.paged import Oracle, Paged
 from tests.thread_group import ThreadCommunicator, ThreadGroup, on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE, read_headers
+from vllm_lite.checkpoint.quantization.on_load import Quantization, quantized_bytes
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, active_bytes, weights_bytes
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.experts import SparseMLP
-from vllm_lite.layers.matmul import Quantization
 from vllm_lite.models.registry import Model, Sizes, build
 from vllm_lite.models.weights import load_weights
 
@@ -106,12 +106,12 @@ def test_ranks_need_an_expert_each(
 def test_a_plan_has_the_bytes_that_each_rank_takes(
     checkpoint: Path, quantization: Quantization | None, *, expert_parallel: bool
 ) -> None:
-    """Slots of packed weights have 4 bytes an element, or one and a scale for each row; the router keeps its type."""
+    """Slots of packed weights have 4 bytes an element, or one and scales for groups; the router keeps its type."""
     stored = Checkpoint(load_spec(checkpoint), read_headers(checkpoint))
     for communicator in ThreadGroup(2, expert_parallel=expert_parallel).communicators:
         model = build(stored.spec, "float32", "cpu", Sizes(8, 8), quantization, communicator)
         taken = sum(
-            slot.num_elements + 4 * slot.size[0] if part.packed_as == "int8" else 4 * slot.num_elements
+            quantized_bytes(slot.size, "int8") if part.packed_as == "int8" else 4 * slot.num_elements
             for group in model.weight_groups()
             for part in group.stacks
             for slot in part.slots

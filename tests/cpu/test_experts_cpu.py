@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_lite.checkpoint.experts import RoutingSpec
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.experts import PackedExperts
@@ -17,7 +18,7 @@ from vllm_lite.kernels.grouped import UINT4, UINT8, GroupedWeight
 from vllm_lite.kernels.routing import Chosen, Routing, choose
 from vllm_lite.layers.expert_matmul import ExpertSizes, LoopedExperts, NativeExperts
 from vllm_lite.layers.experts import make_expert_matmul
-from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, make_grouped_matmul, make_matmul
+from vllm_lite.layers.matmul import Matmul, NativeMatmul, make_grouped_matmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 

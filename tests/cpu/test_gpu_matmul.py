@@ -15,6 +15,7 @@ from tests.paged import Oracle, Paged
 from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME
 from vllm_lite.checkpoint.headers import SINGLE_FILE
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.quantization.spec import Gptq
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cuda import cupy_launcher, many_rows
@@ -24,7 +25,7 @@ from vllm_lite.kernels.gguf_blocks import BlockRows, take_apart
 from vllm_lite.kernels.grouped import E4M3, INT4, INT8, GroupedChunks, GroupedWeight, dequantize
 from vllm_lite.layers import gpu_matmul, matmul, weight_form
 from vllm_lite.layers.gpu_matmul import packed_matmul
-from vllm_lite.layers.matmul import DenseMatmul, Quantization, make_grouped_matmul, make_matmul
+from vllm_lite.layers.matmul import DenseMatmul, make_grouped_matmul, make_matmul
 from vllm_lite.layers.quantized.select import QuantizedForm
 from vllm_lite.layers.weight_form import DENSE, LinearShape, WidenedForm, WidenedWeight
 
@@ -94,7 +95,7 @@ def test_launchers_are_for_rows_of_16_bits_on_a_gpu(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(
     ("quantization", "groups", "most"),
-    [("int8", 1, 0.01), ("fp8", 2, 0.04), ("int4", 2, 0.11), ("int4_g32", 6, 0.1)],
+    [("int8", 6, 0.008), ("fp8", 2, 0.04), ("int4", 2, 0.11), ("int4_g32", 6, 0.1)],
 )
 def test_dense_weights_are_packed_some_rows_after_others(
     quantization: Quantization, groups: int, most: float, monkeypatch: pytest.MonkeyPatch

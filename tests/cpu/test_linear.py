@@ -13,7 +13,7 @@ from vllm_lite.kernels import cpu
 from vllm_lite.layers import onednn
 from vllm_lite.layers.embedding import Embedding, LMHead
 from vllm_lite.layers.linear import Linear
-from vllm_lite.layers.matmul import DenseMatmul, Int8Matmul, NativeMatmul, OneDnnMatmul, make_matmul
+from vllm_lite.layers.matmul import DenseMatmul, Int8Matmul, NativeMatmul, OneDnnMatmul, SideBySide, make_matmul
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.onednn import pack, packed_linear
 from vllm_lite.layers.parts import Parts
@@ -138,7 +138,7 @@ class Codes:
         self.table = table
 
     def matmul(self, _, bias):
-        return make_matmul(self.table, bias, "int8")
+        return SideBySide(((make_matmul(self.table, bias), len(self.table)),))
 
     def dense(self, _):
         return self.table

@@ -8,13 +8,12 @@ import torch
 from tests.cpu.conftest import has_amx, using_isa
 from tests.cpu.rounded_rows import rounded_rows
 from tests.cpu.test_native_linear import random
-from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, dequantize, quantize4
-from vllm_lite.layers.matmul import NativeMatmul, make_grouped_matmul, make_matmul
+from vllm_lite.layers.matmul import make_grouped_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
@@ -311,15 +310,6 @@ def test_weights_become_the_integers_of_the_best_scale(dtype: torch.dtype, num_i
     simple = exact.abs().amax(1, keepdim=True) / 7
     rounded = torch.where(simple > 0, exact / simple, 0).round() * simple
     assert errors[0].sum() < 0.9 * (rounded - exact).square().sum()
-
-
-@pytest.mark.parametrize("quantization", ["int4", "int4_g32"])
-def test_a_plan_knows_what_they_take(quantization: str) -> None:
-    made = make_matmul(random(64, 320), None, quantization)  # type: ignore[arg-type]
-    assert isinstance(made, NativeMatmul)
-    groups = math.ceil(320 / INT4_GROUPS[quantization])
-    table = 4 * len(INT4)  # of the values, which is kept beside
-    assert made.packed.num_bytes == table + 64 * groups * (INT4_GROUPS[quantization] // 2 + 2)
 
 
 def test_a_weight_of_the_largest_size_may_be_negative_or_positive() -> None:

@@ -18,8 +18,9 @@ from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, make_kv_groups
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.layers.matmul import DenseMatmul, Matmul, Quantization
+from vllm_lite.layers.matmul import DenseMatmul, Matmul
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_form import LinearShape, StoredWeight
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 from tests.checkpoints import make_checkpoint
 from tests.cpu.test_attention_reference import Batch
@@ -59,6 +58,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "float8 cache": ("llama", {}, {"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"}),
     "int8 cache, two KV groups": ("qwen3", MIXED, {"kv_cache_dtype": "int8", "dtype": "bfloat16"}),
     "int8, tied": ("llama", {"tie_word_embeddings": True}, {"quantization": "int8", "dtype": "bfloat16"}),
+    "int4_g32, exact rows": (
+        "llama",
+        {},
+        {"quantization": "int4_g32", "dtype": "bfloat16", "exact_activations": True},
+    ),
     "padded to sizes": ("llama", {}, {"cudagraph_capture_sizes": [3, 8]}),
 }
 
@@ -81,13 +85,13 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str, tmp_path: Path) -
 def test_decode_steps_with_states_are_replayed(variant: Variant, tmp_path: Path) -> None:
     """They have the bits of eager steps, tokens and states."""
     model, drivers = variant.make(tmp_path / "model"), []
-    num_groups = len(load_spec(model).kv_groups)
+    has_kv = any(layer.keeps_kv for layer in load_spec(model).layers)
     for enforce_eager in (True, False):
         driver = Driver(model, enforce_eager=enforce_eager)
         for handle in range(2):
-            request = new_request(handle, make_prompt(6 + handle, seed=handle), None)
-            blocks = [[2 + 8 * handle + group] for group in range(num_groups)]
-            driver.run(replace(request, block_ids=blocks), States(handle, 0, 1 + handle, []))
+            blocks = [2 + 8 * handle] if has_kv else None
+            request = new_request(handle, make_prompt(6 + handle, seed=handle), blocks)
+            driver.run(request, States(handle, 0, 1 + handle, []))
         for _ in range(4):
             driver.run(Continue(0, 1, []), Continue(1, 1, []))
         driver.run(States(1, 2, 5, []), Continue(0, 1, []), Continue(1, 1, []))

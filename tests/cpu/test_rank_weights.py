@@ -14,11 +14,11 @@ from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, make_kv_groups
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
-from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.weight_slot import WeightSlot
 from vllm_lite.models.registry import Model, Sizes, build
 
@@ -132,7 +132,7 @@ def test_the_first_rank_takes_what_the_plan_says_and_no_other_more(
 
 
 def weights_of(model: Model, quantization: Quantization | None) -> int:
-    """Bytes of the tensors that the layers take, with a scale for each row of a matrix that becomes int8."""
+    """Bytes of the tensors that the layers take, with a scale for each group of a matrix that becomes int8."""
     total = 0
     for group in model.weight_groups():
         for stack in group.stacks:
@@ -142,5 +142,5 @@ def weights_of(model: Model, quantization: Quantization | None) -> int:
             if quantization is None or not columns or embeds:
                 total += 4 * size
             if quantization is not None and columns and (not embeds or model.spec.tie_word_embeddings):
-                total += size + 4 * rows
+                total += rows * math.ceil(math.prod(columns) / 32) * 34
     return total

@@ -15,11 +15,11 @@ from tests.checkpoints import load_and_see, make_checkpoint
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, read_headers
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import memory
-from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weight_form import DenseForm
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack

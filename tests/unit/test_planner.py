@@ -117,14 +117,14 @@ def test_what_a_model_has_not_counts_as_held_whole(tmp_path: Path, name: str, sh
     assert weights_bytes(more, 2, shard=shard) - weights_bytes(plain, 2, shard=shard) == 2 * prod(shape)
 
 
-def test_int8_weights_have_a_byte_and_scales(tmp_path: Path) -> None:
+def test_int8_weights_have_a_byte_and_a_scale_for_each_group(tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
     spec = model.spec
     matrices = {name: tensor for name, tensor in model.tensors.items() if len(tensor.shape) == 2}
     vectors = sum(tensor.num_elements for name, tensor in model.tensors.items() if name not in matrices)
     table = 2 * matrices.pop("model.embed_tokens.weight").num_elements
-    int8 = sum(tensor.num_elements + 4 * tensor.shape[0] for tensor in matrices.values())
-    head = 0 if not spec.tie_word_embeddings else table // 2 + 4 * spec.vocab_size
+    int8 = sum(tensor.shape[0] * ceil(tensor.shape[1] / 32) * 34 for tensor in matrices.values())
+    head = 0 if not spec.tie_word_embeddings else spec.vocab_size * ceil(spec.hidden_size / 32) * 34
     assert weights_bytes(model, 2, "int8") == int8 + 2 * vectors + table + head
 
 
@@ -133,9 +133,17 @@ def test_int4_and_fp8_weights_have_their_codes_and_the_scales_of_their_groups(tm
     matrices = {name: tensor.shape for name, tensor in model.tensors.items() if len(tensor.shape) == 2}
     vectors = sum(tensor.num_elements for name, tensor in model.tensors.items() if name not in matrices)
     table = 2 * prod(matrices.pop("model.embed_tokens.weight"))
-    for quantization, group, codes in (("int4", 128, 64), ("int4_g32", 32, 16), ("fp8", 128, 128)):
-        quantized = sum(rows * ceil(columns / group) * (codes + 2) for rows, columns in matrices.values())
-        assert weights_bytes(model, 2, quantization) == quantized + 2 * vectors + table
+    head = matrices.pop("lm_head.weight")
+    in_int8 = head[0] * ceil(head[1] / 32) * 34
+
+    def expected(group: int, cell: int, shared: int = 0) -> int:
+        rows = {name: ceil(shape[1] / group) * cell + ceil(shape[1] / 256) * shared for name, shape in matrices.items()}
+        return sum(shape[0] * rows[name] for name, shape in matrices.items()) + 2 * vectors + table
+
+    assert weights_bytes(model, 2, "int4") == expected(128, 64 + 4) + in_int8
+    assert weights_bytes(model, 2, "int4_g32") == expected(32, 16 + 2, 8) + in_int8
+    assert weights_bytes(model, 2, "int4_g32", device="cuda") == expected(32, 16 + 4) + in_int8
+    assert weights_bytes(model, 2, "fp8") == expected(128, 128 + 2) + head[0] * ceil(head[1] / 128) * 130
 
 
 def test_ranks_share_matrices_and_repeat_kv_heads(tmp_path: Path) -> None:

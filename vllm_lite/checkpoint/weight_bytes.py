@@ -9,7 +9,7 @@ import msgspec
 from vllm_lite.checkpoint.headers import FLOAT_BYTES, Tensor
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.memory import share, tensor_bytes
-from vllm_lite.checkpoint.quantization.on_load import quantized_bytes
+from vllm_lite.checkpoint.quantization.on_load import Quantization, head_form, quantized_bytes
 from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
 from vllm_lite.checkpoint.rank_shapes import is_of_experts, is_of_router, rank_shape
 from vllm_lite.checkpoint.shard import SINGLE, Shard
@@ -42,7 +42,7 @@ class Checkpoint(msgspec.Struct, frozen=True, dict=True):
 def weights_bytes(
     checkpoint: Checkpoint,
     dtype_bytes: int,
-    quantization: str | None = None,
+    quantization: Quantization | None = None,
     shard: Shard = SINGLE,
     device: str = "cpu",
 ) -> int:
@@ -51,7 +51,9 @@ def weights_bytes(
     return sum(_tensor_bytes(checkpoint, dtype_bytes, quantization, shard, device).values())
 
 
-def active_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None = None, device: str = "cpu") -> int:
+def active_bytes(
+    checkpoint: Checkpoint, dtype_bytes: int, quantization: Quantization | None = None, device: str = "cpu"
+) -> int:
     """Bytes of the weights that a step with one token reads: of the experts those that it is sent to, and of a table
     of token vectors that is not the head, too, one row."""
     spec, total, of_experts = checkpoint.spec, 0, 0
@@ -67,17 +69,19 @@ def active_bytes(checkpoint: Checkpoint, dtype_bytes: int, quantization: str | N
 
 
 def _tensor_bytes(
-    checkpoint: Checkpoint, dtype_bytes: int, quantization: str | None, shard: Shard, device: str
+    checkpoint: Checkpoint, dtype_bytes: int, quantization: Quantization | None, shard: Shard, device: str
 ) -> Mapping[str, int]:
     """Bytes of what a rank has of each tensor."""
     spec, held = checkpoint.spec, dict[str, int]()
     if spec.quantization is not None:
         return _quantized_tensors(checkpoint, spec.quantization, dtype_bytes, shard, device)
+    heads = EMBEDDING, "lm_head.weight"
     for name, stored in checkpoint.shapes.items():
         shape = rank_shape(name, stored, spec, shard)
         count, embeds = prod(shape), name == EMBEDDING
         if quantization is not None and _is_quantized(name, shape, spec):
-            quantized = quantized_bytes(shape, quantization)
+            form = head_form(quantization) if name in heads else quantization
+            quantized = quantized_bytes(shape, form, device)
             kept = count * dtype_bytes if embeds else 0  # the head's copy is quantized, the table is not
             held[name] = kept + (quantized if not embeds or spec.tie_word_embeddings else 0)
         else:

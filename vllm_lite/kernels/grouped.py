@@ -1,11 +1,11 @@
 """A quantized weight taken apart: what every format of checkpoints is read into, and what kernels pack."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
-from vllm_lite.checkpoint.quantization.on_load import FP8_GROUP
+from vllm_lite.checkpoint.quantization.on_load import GROUPS, SUPER_INPUTS, Quantization
 
 
 class GroupedWeight(NamedTuple):
@@ -105,13 +105,120 @@ def _apply(dense: torch.Tensor, weight: GroupedWeight, groups: slice) -> None:
         dense -= weight.minima[:, groups].unsqueeze(-1)
 
 
+VALUES: Mapping[Quantization, torch.Tensor] = {"int8": INT8, "fp8": E4M3, "int4": UINT4, "int4_g32": UINT4}
+"""Values of the codes of each form that dense weights take when they are loaded."""
+STEPS4 = tuple(13 + i / 4 for i in range(16))
+STEPS8 = tuple(127.5 - i / 2 for i in range(16))
+"""What the range of a group, or its largest weight, may become in steps, when a scale is searched; kSteps4, kSteps8."""
+
+
+def quantize(
+    weight: torch.Tensor, form: Quantization, *, integers: bool = True, group_size: int | None = None
+) -> GroupedWeight:
+    """weight: float [num_outputs, num_inputs] -> what `--quantization` makes of it. `integers`: scales and minima of
+    small groups are integers times floats that SUPER_INPUTS inputs share; else they are bfloat16 numbers. `group_size`:
+    another than GROUPS has."""
+    size = group_size or GROUPS[form]
+    if form == "fp8":
+        return quantize_fp8(weight)
+    parts = [
+        _quantize8_rows(rows, size) if form == "int8" else _quantize4_rows(rows, size, integers=integers)
+        for rows in weight.split(_ROWS_AT_A_TIME)
+    ]
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    minima = None if form == "int8" else torch.cat([part.minima for part in parts if part.minima is not None])
+    return GroupedWeight(codes, VALUES[form].to(weight.device), scales, size, minima)
+
+
+class _Groups(NamedTuple):
+    """A weight in groups of inputs, the last of which may be cut off."""
+
+    x: torch.Tensor
+    """float32 [num_outputs, groups, size], with zeros behind the end."""
+    counts: torch.Tensor
+    """float32 [groups, 1]: of inputs."""
+    is_there: torch.Tensor
+    """bool [groups, size]."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, size: int) -> "_Groups":
+        num_inputs, missing = weight.shape[1], -weight.shape[1] % size
+        x = torch.nn.functional.pad(weight.float(), (0, missing)).unflatten(1, (-1, size))
+        is_there = (torch.arange(num_inputs + missing, device=weight.device) < num_inputs).view(-1, size)
+        return cls(x, is_there.sum(1, keepdim=True).float(), is_there)
+
+
+def _quantize4_rows(weight: torch.Tensor, size: int, *, integers: bool) -> GroupedWeight:
+    groups = _Groups.of(weight, size)
+    scales, minima = _search4(groups)
+    if integers and size < GROUPS["int4"]:
+        scales, minima = (_as_integers(each, SUPER_INPUTS // size) for each in (scales, minima))
+    else:
+        scales, minima = (each.to(torch.bfloat16).float() for each in (scales, minima))
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    codes = ((groups.x + minima) * inverse + 0.5).clamp(0, 15.5).to(torch.uint8)
+    return GroupedWeight(codes.flatten(1)[:, : weight.shape[1]], UINT4, scales[..., 0], size, minima[..., 0])
+
+
+def _search4(groups: _Groups) -> tuple[torch.Tensor, torch.Tensor]:
+    """[num_outputs, groups, 1] each: the scales and minima that leave the least squared error, of those that STEPS4
+    give. Each makes a line through the weights over their integers, and that line another one."""
+    least = torch.where(groups.is_there, groups.x, torch.inf).amin(2, keepdim=True)
+    most = torch.where(groups.is_there, groups.x, -torch.inf).amax(2, keepdim=True)
+    x = torch.where(groups.is_there, groups.x - least, 0)
+    total, width = x.sum(2, keepdim=True), most - least
+    best, scales, starts = torch.zeros_like(total), torch.zeros_like(total), torch.zeros_like(total)
+    for steps in STEPS4:
+        start, inverse = torch.zeros_like(total), torch.where(width > 0, steps / width, 0)
+        for _ in range(2):
+            codes = torch.where(groups.is_there, ((x - start) * inverse).round().clamp(0, 15), 0)
+            ones, squares = codes.sum(2, keepdim=True), codes.square().sum(2, keepdim=True)
+            products = (codes * x).sum(2, keepdim=True)
+            spread = groups.counts * squares - ones * ones
+            scale = torch.where(spread > 0, (groups.counts * products - ones * total) / spread, 0)
+            start = (total - scale * ones) / groups.counts
+            gain, inverse = scale * products + start * total, torch.where(scale > 0, 1 / scale, 0)
+        better = (gain > best) & (width > 0)
+        best, scales, starts = (
+            torch.where(better, new, old) for new, old in ((gain, best), (scale, scales), (start, starts))
+        )
+    return scales, -(least + starts)
+
+
+def _as_integers(numbers: torch.Tensor, at_once: int) -> torch.Tensor:
+    """[num_outputs, groups, 1], as multiples of a number that `at_once` of them share, the largest 127 times."""
+    num_groups = numbers.shape[1]
+    shared = torch.nn.functional.pad(numbers, (0, 0, 0, -num_groups % at_once)).unflatten(1, (-1, at_once))
+    supers = shared.abs().amax(2, keepdim=True) / 127
+    whole: torch.Tensor = (shared * torch.where(supers > 0, 1 / supers, 0)).round()
+    stored: torch.Tensor = whole * supers
+    return stored.flatten(1, 2)[:, :num_groups]
+
+
+def _quantize8_rows(weight: torch.Tensor, size: int) -> GroupedWeight:
+    """The scale of each group is the one of some that leaves the least squared error."""
+    groups = _Groups.of(weight, size).x
+    largest = groups.abs().amax(2, keepdim=True)
+    best, scales = torch.zeros_like(largest), torch.zeros_like(largest)
+    for steps in STEPS8:
+        integers = (groups * torch.where(largest > 0, steps / largest, 0)).round().clamp(-127, 127)
+        products, squares = (groups * integers).sum(2, keepdim=True), integers.square().sum(2, keepdim=True)
+        better = products * products > best * squares
+        best = torch.where(better, products * products / squares, best)
+        scales = torch.where(better, products / squares, scales)
+    scales = scales.to(torch.bfloat16).float()
+    codes = (groups * torch.where(scales > 0, 1 / scales, 0)).round().clamp(-128, 127) + 128
+    return GroupedWeight(codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]], INT8, scales[..., 0], size)
+
+
 ENDS = (-9, -8.75, -8.5, -8.25, -8, -7.75, -7.5, -7.25, -7, -6.75, 6.5, 6.75, 7, 7.25, 7.5, 8)
 """What the weight of the largest size in a group may become, when a scale is searched; kEnds."""
 
 
 def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
     """weight: float [num_outputs, num_inputs] -> symmetric integers of 4 bits, rounded to nearest with the scale that
-    leaves the least squared error of those that ENDS give. Scales are bfloat16 numbers, and may be negative."""
+    leaves the least squared error of those that ENDS give. Scales are bfloat16 numbers, and may be negative. It is what
+    formats of checkpoints have, where `quantize` has minima as well."""
     num_inputs = weight.shape[1]
     groups = torch.nn.functional.pad(weight.float(), (0, -num_inputs % group_size)).unflatten(1, (-1, group_size))
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
@@ -133,16 +240,16 @@ _ROWS_AT_A_TIME = 4096
 
 
 def quantize_fp8(weight: torch.Tensor) -> GroupedWeight:
-    """weight: float [num_outputs, num_inputs] -> floats of 8 bits (E4M3), with the largest of each FP8_GROUP inputs at
+    """weight: float [num_outputs, num_inputs] -> floats of 8 bits (E4M3), with the largest of each group of inputs at
     448. Scales are bfloat16 numbers."""
     parts = [_quantize_fp8_rows(rows) for rows in weight.split(_ROWS_AT_A_TIME)]
     codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-    return GroupedWeight(codes, E4M3.to(weight.device), scales, FP8_GROUP)
+    return GroupedWeight(codes, E4M3.to(weight.device), scales, GROUPS["fp8"])
 
 
 def _quantize_fp8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_inputs = weight.shape[1]
-    groups = torch.nn.functional.pad(weight.float(), (0, -num_inputs % FP8_GROUP)).unflatten(1, (-1, FP8_GROUP))
+    groups = torch.nn.functional.pad(weight.float(), (0, -num_inputs % GROUPS["fp8"])).unflatten(1, (-1, GROUPS["fp8"]))
     scales = (groups.abs().amax(2, keepdim=True) / 448).to(torch.bfloat16).float()
     inverse = torch.where(scales >= torch.finfo(torch.float32).tiny, 1 / scales, 0)
     codes = (groups * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.linear import PackedWeight, look_up
-from vllm_lite.layers.matmul import DenseMatmul, Matmul, NativeMatmul, Quantization, copies, make_matmul, packs
+from vllm_lite.layers.matmul import DenseMatmul, Matmul, NativeMatmul, copies, keep_rows, make_matmul, packs
 from vllm_lite.layers.weight_form import DENSE, LinearShape, StoredWeight, WeightForm
 from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.parallel.communicator import Communicator
@@ -113,15 +114,26 @@ class LMHead:
 
     matmul: Matmul  # by `load`
 
-    def __init__(self, embedding: Embedding, *, tied: bool, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self,
+        embedding: Embedding,
+        *,
+        tied: bool,
+        quantization: Quantization | None = None,
+        exact_rows: bool = False,
+    ) -> None:
+        """`exact_rows`: its rows stay as they are where a dense tensor is quantized, see `keep_rows`."""
         self.embedding = embedding
         self.tied = tied
         self.quantization = quantization
+        self.exact_rows = exact_rows
 
     def load(self, weight: torch.Tensor) -> None:
         """weight: [this rank's part of vocab_size, hidden_size]. A tied one is the embedding's, if that cannot look up
         in what is made of it."""
         self.matmul = make_matmul(weight, None, self.quantization)
+        if self.exact_rows:
+            keep_rows(self.matmul)
         if self.tied and self.quantization is None:
             self.embedding.share_with(self.matmul, lambda: weight)
         elif self.tied:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS
-from vllm_lite.kernels.cpu.linear import quantize
-from vllm_lite.kernels.grouped import INT8, GroupedChunks, GroupedWeight, quantize4, quantize_fp8
+from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.kernels.grouped import GroupedChunks, GroupedWeight, quantize
 
 if TYPE_CHECKING:  # other devices need none of it
     from vllm_lite.kernels.cuda.launcher import Launcher
@@ -54,7 +53,9 @@ def packed_matmul(
     return PackedLinear(launcher, packed, bias, many_rows.for_weight(launcher, packed, float8_rows=float8_rows))
 
 
-def quantized_matmul(weight: torch.Tensor, bias: torch.Tensor | None, quantization: str) -> "PackedLinear | None":
+def quantized_matmul(
+    weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization
+) -> "PackedLinear | None":
     """The product with what a dense weight becomes with `--quantization`; None where there are no kernels.
     weight: float [num_outputs, num_inputs]."""
     if launcher_for(weight.dtype, weight.device) is None:
@@ -62,16 +63,10 @@ def quantized_matmul(weight: torch.Tensor, bias: torch.Tensor | None, quantizati
     return packed_matmul(_in_chunks(weight, quantization), bias, weight.dtype, weight.device)
 
 
-def _in_chunks(weight: torch.Tensor, quantization: str) -> GroupedChunks:
+def _in_chunks(weight: torch.Tensor, quantization: Quantization) -> GroupedChunks:
     num_rows = max(1, ELEMENTS_AT_ONCE // (32 * max(1, weight.shape[1]))) * 32
 
     def make(rows: slice) -> GroupedWeight:
-        some = weight[rows]
-        if quantization == "fp8":
-            return quantize_fp8(some)
-        if quantization == "int8":
-            integers, scales = quantize(some)
-            return GroupedWeight(integers.view(torch.uint8) ^ 128, INT8, scales[:, None], some.shape[1])
-        return quantize4(some, INT4_GROUPS[quantization])
+        return quantize(weight[rows], quantization, integers=False)  # the kernels know no scales that are integers
 
     return GroupedChunks((weight.shape[0], weight.shape[1]), num_rows, make)

@@ -7,25 +7,20 @@ prepacked, and of ours: 1 row 1975, 961, 906; 8 rows 2086, 1412, 983; 32 rows 38
 """
 
 from functools import cache
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
-from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.file_packer import Packed
-from vllm_lite.kernels.cpu.linear import PackedWeight, linear, quantize
-from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize4, quantize_fp8
+from vllm_lite.kernels.cpu.linear import PackedWeight, linear
+from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize
 from vllm_lite.layers import gpu_matmul, onednn
 from vllm_lite.runtime import log
 
 logger = log.get(__name__)
-
-Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
-"""int8: one scale for each output; fp8 and int4: one for each 128 inputs of an output, or 32. Activations are as the
-machine multiplies fastest (kernels/cpu/linear.py); with fp8 they stay as they are."""
 
 
 class Matmul(Protocol):
@@ -80,16 +75,16 @@ class Int8Matmul:
     ROWS_AT_A_TIME = 8192  # of the weight: bounds the memory of the widened part
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.parts = [quantize(part) for part in weight.split(self.ROWS_AT_A_TIME)]
+        self.parts = [quantize(part, "int8") for part in weight.split(self.ROWS_AT_A_TIME)]
         self.dtype = weight.dtype
         self.bias = bias
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         column = 0
-        for integers, scales in self.parts:
-            weight = (integers * scales[:, None]).to(self.dtype)
-            out[:, column : column + len(integers)] = x @ weight.t()
-            column += len(integers)
+        for part in self.parts:
+            weight = dequantize(part).to(self.dtype)
+            out[:, column : column + len(weight)] = x @ weight.t()
+            column += len(weight)
         if self.bias is not None:
             out += self.bias
 
@@ -105,6 +100,16 @@ class SideBySide:
         for matmul, num_outputs in self.parts:
             matmul.forward(x, out.narrow(1, first, num_outputs))
             first += num_outputs
+
+
+def keep_rows(matmul: Matmul) -> Matmul:
+    """Have a product with a quantized weight leave its rows as they are, where it would round them; returns it."""
+    if isinstance(matmul, NativeMatmul):
+        matmul.packed.keep_rows()
+    elif isinstance(matmul, SideBySide):
+        for part, _ in matmul.parts:
+            keep_rows(part)
+    return matmul
 
 
 def copies(dtype: torch.dtype, device: torch.device) -> bool:
@@ -128,21 +133,14 @@ def make_matmul(
         return NativeMatmul(PackedWeight(weight, bias))
     if quantization is not None and (packed := gpu_matmul.quantized_matmul(weight, bias, quantization)) is not None:
         return packed
-    if quantization in INT4_GROUPS:
-        return _make_int4(weight, bias, INT4_GROUPS[quantization])
-    if quantization == "fp8":
-        return make_grouped_matmul(quantize_fp8(weight), bias, weight.dtype, weight.device)
     if copies(weight.dtype, weight.device):
-        return NativeMatmul(PackedWeight(weight, bias, int8=quantization == "int8"))
+        return NativeMatmul(PackedWeight(weight, bias, form=quantization))
     if quantization == "int8":
         return Int8Matmul(weight, bias)
+    if quantization is not None:
+        return make_grouped_matmul(quantize(weight, quantization), bias, weight.dtype, weight.device)
     reordered = onednn.pack(weight)
     return DenseMatmul(weight, bias) if reordered is None else OneDnnMatmul(reordered, bias)
-
-
-def _make_int4(weight: torch.Tensor, bias: torch.Tensor | None, group_size: int) -> Matmul:
-    make = cpu_grouped.quantize4 if copies(weight.dtype, weight.device) else quantize4
-    return make_grouped_matmul(make(weight, group_size), bias, weight.dtype, weight.device)
 
 
 def make_grouped_matmul(

@@ -7,11 +7,11 @@ from typing import Self
 import torch
 
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Shard, Split
-from vllm_lite.layers.embedding import Embedding
+from vllm_lite.layers.embedding import Embedding, LMHead
 from vllm_lite.layers.linear import Linear, RowParallelLinear
 from vllm_lite.layers.lora import Adapters
-from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.norm import Norm, RMSNorm, WideNorm
 from vllm_lite.layers.weight_form import DENSE, LinearShape, WeightForm
 from vllm_lite.parallel.communicator import Communicator
@@ -30,6 +30,8 @@ class Parts:
     """What the LM head becomes where the checkpoint has it dense."""
     adapters: Adapters | None = None
     """Those that its linear layers can have; None: none."""
+    exact_rows: bool = False
+    """Whether the LM head takes its rows as they are, if it is quantized; for all other weights `form` says so."""
 
     @property
     def linear_form(self) -> WeightForm:
@@ -74,6 +76,10 @@ class Parts:
             device=self.device,
             form=self.form,
         )
+
+    def lm_head(self, embedding: Embedding, *, tied: bool) -> LMHead:
+        """The scores of the tokens that `embedding` has, from the same tensor if it is `tied`."""
+        return LMHead(embedding, tied=tied, quantization=self.head_quantization, exact_rows=self.exact_rows)
 
     def norm(self, size: int | None = None) -> Norm:
         """The model's norm, over `size` elements or over the whole hidden state."""

@@ -11,8 +11,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.layers.matmul import Matmul, Quantization, copies, make_matmul, packs
+from vllm_lite.layers.matmul import Matmul, copies, make_matmul, packs
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
 from vllm_lite.runtime import log
 

@@ -8,13 +8,13 @@ key is that of the model, which says everything that it depends on.
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.headers import TensorPlace, locate
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.quantization.on_load import FP8_GROUP, INT4_GROUPS
+from vllm_lite.checkpoint.quantization.on_load import GROUPS, Quantization, head_form
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
 from vllm_lite.config import ResolvedConfig
@@ -29,6 +29,7 @@ FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LAYER = re.compile(r"(.*\blayers\.(\d+)\.(?:self_attn|mlp)\.)\w+\.weight")
 _SHARED = "shared_experts"
 _ROUTER, _SHARED_GATE = "gate", "shared_expert_gate"
+_HEADS = ("embed_tokens.weight", "lm_head.weight")
 _NEVER_QUANTIZED = (f".{_ROUTER}", f".{_SHARED_GATE}")
 
 logger = log.get(__name__)
@@ -82,9 +83,8 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
             if not is_ignored(name, tied=tied, unread_layers=spec.unread_layers, without_kv=without_kv)
         }
         shard = Shard.of(config, rank)
-        form = config.quantization or config.dtype
         weights = _weights(stored, spec, shard)
-        wanted = (Wanted(slots, config.dtype, config.dtype if is_dense else form) for slots, is_dense in weights)
+        wanted = (Wanted(slots, config.dtype, _form(slots, config, is_dense=is_dense)) for slots, is_dense in weights)
         if tied and config.quantization:  # the model keeps the embedding as it is, beside the head
             wanted = (one for one in wanted if not one.slots[0].name.endswith("embed_tokens.weight"))
         jobs = {one: job for one in wanted if (job := _job(one, stored)) is not None}
@@ -92,6 +92,13 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
     except (VllmLiteError, OSError, ValueError, LookupError) as error:
         logger.debug("no weights are packed ahead: %s", error)
         return None
+
+
+def _form(slots: tuple[Slot, ...], config: ResolvedConfig, *, is_dense: bool) -> str:
+    """As what a weight is packed."""
+    of_head = slots[0].name.endswith(_HEADS)
+    form = None if is_dense else head_form(config.quantization) if of_head else config.quantization
+    return form or config.dtype
 
 
 def _begin(jobs: Mapping[Wanted, Job], stored: Mapping[str, TensorPlace], num_threads: int) -> FilePacker | None:
@@ -186,6 +193,5 @@ def _job(wanted: Wanted, stored: Mapping[str, TensorPlace]) -> Job | None:
             return None
         sizes = (slot.shape[1], slot.start[1], slot.start[0], slot.size[0])
         pieces.append(Piece(place.file, place.offset, FLOATS[place.dtype], *sizes, slot.order))
-    int8, fp8 = wanted.packed_as == "int8", wanted.packed_as == "fp8"
-    group_size = FP8_GROUP if fp8 else INT4_GROUPS.get(wanted.packed_as, 0)
-    return Job(tuple(pieces), wanted.slots[0].size[1], wanted.dtype, int8, group_size, fp8)
+    form = cast("Quantization", wanted.packed_as) if wanted.packed_as in GROUPS else None
+    return Job(tuple(pieces), wanted.slots[0].size[1], wanted.dtype, form)

@@ -22,7 +22,6 @@ from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.attention_block import Attention
 from vllm_lite.layers.buffers import Buffers, Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer
-from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.weight_slot import WeightGroup
@@ -77,7 +76,7 @@ class Decoder:
         self.last_reader = max(attending, default=0)
         """The last layer that attends. What follows needs nothing of a step but its rows."""
         self.norm = parts.norm()
-        self.lm_head = LMHead(self.embedding, tied=spec.tie_word_embeddings, quantization=parts.head_quantization)
+        self.lm_head = parts.lm_head(self.embedding, tied=spec.tie_word_embeddings)
         self.pooler = None if spec.pooling is None else Pooler(parts)
         self.buffers = Buffers(parts, max_model_len, max_num_tokens)
 

@@ -14,14 +14,16 @@ from vllm_lite.checkpoint.config_json import ENCODERS
 from vllm_lite.checkpoint.fitting import NO_ADAPTERS
 from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.quantization.on_load import Quantization, head_form
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.layers.lora import Adapters
-from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
+from vllm_lite.layers.quantized.exact import ExactForm
 from vllm_lite.layers.quantized.select import form_for
 from vllm_lite.layers.stored_rows import stored_rows
+from vllm_lite.layers.weight_form import DENSE
 from vllm_lite.layers.weight_slot import WeightGroup
 from vllm_lite.models.transformers.library import load_library
 from vllm_lite.parallel.communicator import Communicator, SingleRank
@@ -159,7 +161,7 @@ class Model(Protocol):
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model's tables and buffers."""
+    """Sizes of a model's tables and buffers, and what its linear layers can do."""
 
     max_model_len: int
     """Positions go up to it."""
@@ -167,6 +169,8 @@ class Sizes(NamedTuple):
     """A step has at most so many tokens."""
     adapters: Adapters | None = None
     """What its linear layers join, if they can have adapters."""
+    exact_activations: bool = False
+    """Whether products with quantized weights take their rows as they are. Those of float32 always do."""
 
 
 def build(
@@ -194,7 +198,10 @@ def build(
     model_class: type[Model] = resolve_name(MODELS[spec.architecture] if native else TRANSFORMERS)
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     form = form_for(spec.quantization, quantization)
-    parts = Parts(spec, torch_dtype, torch.device(device), communicator, form=form, head_quantization=quantization)
+    head = head_form(quantization)
+    parts = Parts(spec, torch_dtype, torch.device(device), communicator, form=form, head_quantization=head)
+    if form != DENSE and (sizes.exact_activations or torch_dtype == torch.float32):
+        parts = replace(parts, form=ExactForm(form), exact_rows=True)
     if sizes.adapters is not None:
         if not native:
             raise ConfigError(NO_ADAPTERS)

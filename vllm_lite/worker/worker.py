@@ -173,7 +173,8 @@ class Worker:
     def _load_model(self, ahead: FilePacker | None) -> int:
         """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
         memory, limits, device = self.device.memory, self.limits, self.device.torch
-        sizes = Sizes(limits.max_model_len, limits.max_num_tokens, self._make_adapters())
+        adapters, exact = self._make_adapters(), self.config.exact_activations
+        sizes = Sizes(limits.max_model_len, limits.max_num_tokens, adapters, exact)
         parts = (self.config.quantization, self.communicator)
         self.model = build(self.spec, self.dtype, device, sizes, *parts)
         counts = self.config.expert_load_metrics and self.rank == 0

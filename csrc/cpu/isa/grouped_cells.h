@@ -83,6 +83,15 @@ struct E4m3Values {
   }
 };
 
+// The same where values are whole numbers that follow one another.
+struct WholeValues {
+  float least;
+  explicit WholeValues(const float* from) : least(*from) {}
+  VLLM_LITE_INLINE Vec of(const WholeValues& table, VecI words, int at) {
+    return __builtin_convertvector(words >> at & 255, Vec) + table.least;
+  }
+};
+
 // What the 4 bits of each word from bit `at` on stand for, in a table of 16.
 struct FewValues {
 #if defined(__AVX512F__)
@@ -123,21 +132,6 @@ VLLM_LITE_INLINE void widen_codes(const Values& values, const char* codes, int64
       float* at = to + (first + i) * kBlock + column;
       store(at, Values::of(values, words, 8 * i) * scale);
       if constexpr (kInputs == 8) store(at + 4 * kBlock, Values::of(values, words, 8 * i + 4) * scale);
-    }
-  }
-}
-
-// A whole cell: to [group_size][kBlock]. kInputs are 8 of codes of 4 bits, or 4.
-template <int kInputs, class Values>
-VLLM_LITE_INLINE void widen_cell(const Values& values, const CellLayout& layout, const char* cell, const float* supers,
-                                 float* to) {
-  for (int64_t column = 0; column < kBlock; column += kWidth) {
-    const Vec scale = load_scales(cell, layout.scale_type, column, supers);
-    widen_codes<kInputs>(values, cell + layout.codes(), layout.group_size, scale, column, to);
-    if (layout.minima_type == kNoMinima) continue;
-    const Vec minima = load_minima(cell, layout, column, supers);
-    for (int64_t i = 0; i < layout.group_size; ++i) {
-      store(to + i * kBlock + column, load(to + i * kBlock + column) - minima);
     }
   }
 }

@@ -5,7 +5,7 @@
 // reused stays in the caches: sums and x in L2, a tile of weights in L1. Between tiles the sums are in memory.
 #include "../linear.h"
 
-#include "grouped_cells.h"
+#include "grouped_floats.h"
 #include "linear_task.h"
 
 namespace VLLM_LITE_ISA {
@@ -252,43 +252,105 @@ void widen_columns(const In* row, const int32_t* order, int64_t first, int64_t c
   for (int64_t i = 0; i < count; ++i) to[i] = to_float(row[order[first + i]]);
 }
 
-// Grouped weights: a tile of them becomes float32 for all rows.
+// One block's cells of a tile of inputs.
+struct TileCells {
+  const PackedWeight& weight;
+  const CellLayout& layout;
+  int64_t block, first, count;  // first: group
+
+  FloatCell cell(int64_t group) const {
+    const int64_t place = block * layout.groups(weight.num_inputs) + first + group;
+    const char* from = static_cast<const char*>(weight.data) + place * layout.bytes();
+    for (int64_t i = 0; i < layout.bytes(); i += 64) __builtin_prefetch(from + kAheadBytes + i);
+    return {from, weight.supers_of(block, first + group)};
+  }
+};
+
+// R rows times all cells, G at a time.
+template <int R, int G, int kInputs, class Values>
+void multiply_cells(const Values& values, const FloatRows& rows, const TileCells& cells, float* sums, int64_t stride) {
+  int64_t group = 0;
+  for (; group + G <= cells.count; group += G) {
+    FloatCell some[G];
+    for (int g = 0; g < G; ++g) some[g] = cells.cell(group + g);
+    multiply_codes<R, G, kInputs>(values, rows, group, cells.layout, some, sums, stride);
+  }
+  for (; group < cells.count; ++group) {
+    const FloatCell one[] = {cells.cell(group)};
+    multiply_codes<R, 1, kInputs>(values, rows, group, cells.layout, one, sums, stride);
+  }
+}
+
+constexpr int64_t kFewRows = 4;  // which use codes as they lie
+
+template <int kInputs, class Values>
+void multiply_few(int64_t num_rows, const Values& values, const FloatRows& rows, const TileCells& cells, float* sums,
+                  int64_t stride) {
+  if (num_rows == 1) return multiply_cells<1, 4, kInputs>(values, rows, cells, sums, stride);
+  if (num_rows == 2) return multiply_cells<2, 2, kInputs>(values, rows, cells, sums, stride);
+  if (num_rows == 3) return multiply_cells<3, 1, kInputs>(values, rows, cells, sums, stride);
+  multiply_cells<4, 1, kInputs>(values, rows, cells, sums, stride);
+}
+
+template <int kInputs, class Values>
+void multiply_many(int64_t num_rows, const Values& values, const FloatRows& rows, const TileCells& cells, float* sums,
+                   int64_t stride) {
+  alignas(64) float wide[kQuantGroup * kBlock];
+  for (int64_t group = 0; group < cells.count; ++group) {
+    const FloatCell cell = cells.cell(group);
+    widen_numbers<kInputs>(values, cells.layout, cell.from, wide);
+    for (int64_t row = 0; row < num_rows; row += kGroup) {
+      const int64_t left = num_rows - row;
+      const FloatRows some = {rows.x + row * rows.stride, rows.stride, rows.sums + row * rows.sums_stride,
+                              rows.sums_stride};
+      multiply_some<kGroup>(left < kGroup ? left : kGroup, some, group, cells.layout, cell, wide, sums + row * stride,
+                            stride);
+    }
+  }
+}
+
+// Grouped weights times rows that stay as they are; see grouped_floats.h.
 template <class In, int kInputs, class Values>
 void run_grouped(const LinearCall& call, const LinearTask& task) {
-  constexpr int64_t kTile = kQuantGroup;  // float32 takes twice as much of L1 as other types
-  alignas(64) float x[kMaxRows * kTile], sums[kMaxRows * kMaxBlocks * kBlock], wide[kTile * kBlock];
+  constexpr int64_t kLeastGroup = 16, kLength = 1024;
+  alignas(64) float x[kMaxRows * kQuantGroup], sums[kMaxRows * kMaxBlocks * kBlock];
+  float x_sums[kMaxRows * kQuantGroup / kLeastGroup];
+  static_assert(kFewRows * kLength <= kMaxRows * kQuantGroup, "x has room for both");
   const PackedWeight& weight = *call.weight;
   const Values values(weight.values);
   const CellLayout layout = CellLayout::of(weight);
-  const int64_t sums_stride = task.num_blocks * kBlock, num_groups = layout.groups(weight.num_inputs);
-  const char* blocks = static_cast<const char*>(weight.data) + task.first_block * num_groups * layout.bytes();
-  const In* rows = static_cast<const In*>(call.x) + task.first_row * call.x_stride;
-  std::memset(sums, 0, static_cast<size_t>(task.num_rows * sums_stride) * sizeof *sums);
-  for (int64_t input = 0; input < weight.num_inputs; input += kTile) {
-    const int64_t left = weight.num_inputs - input, count = left < kTile ? left : kTile;
-    const int64_t first = input / layout.group_size, end = layout.groups(input + count);
+  const bool are_few = task.num_rows <= kFewRows;
+  const int64_t length = are_few ? kLength : kQuantGroup, stride = task.num_blocks * kBlock;
+  const FloatRows rows = {x, length, x_sums, length / kLeastGroup};
+  const In* from = static_cast<const In*>(call.x) + task.first_row * call.x_stride;
+  std::memset(sums, 0, static_cast<size_t>(task.num_rows * stride) * sizeof *sums);
+  for (int64_t input = 0; input < weight.num_inputs; input += length) {
+    const int64_t left = weight.num_inputs - input, count = left < length ? left : length;
+    const int64_t first = input / layout.group_size, num_groups = layout.groups(count);
     for (int64_t row = 0; row < task.num_rows; ++row) {
-      widen_columns(rows + row * call.x_stride, weight.order, input, count, x + row * kTile);
-      if (count % 2 != 0) x[row * kTile + count] = 0;
+      float* to = x + row * length;
+      widen_columns(from + row * call.x_stride, weight.order, input, count, to);
+      for (int64_t i = count; i < num_groups * layout.group_size; ++i) to[i] = 0;
+      for (int64_t group = 0; group < num_groups; ++group) {
+        float sum = 0;
+        for (int64_t i = 0; i < layout.group_size; ++i) sum += to[group * layout.group_size + i];
+        x_sums[row * rows.sums_stride + group] = sum;
+      }
     }
     for (int64_t block = 0; block < task.num_blocks; ++block) {
-      const char* cell = blocks + (block * num_groups + first) * layout.bytes();
-      float* to = wide;
-      for (int64_t group = first; group < end; ++group, cell += layout.bytes()) {
-        for (int64_t i = 0; i < layout.bytes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
-        widen_cell<kInputs>(values, layout, cell, weight.supers_of(task.first_block + block, group), to);
-        to += layout.group_size * kBlock;
-      }
-      multiply_rows<kTile>(x, task.num_rows, wide, (count + 1) / 2, sums + block * kBlock, sums_stride, wide);
+      const TileCells cells = {weight, layout, task.first_block + block, first, num_groups};
+      are_few ? multiply_few<kInputs>(task.num_rows, values, rows, cells, sums + block * kBlock, stride)
+              : multiply_many<kInputs>(task.num_rows, values, rows, cells, sums + block * kBlock, stride);
     }
   }
-  if (call.out_type == kFloat32) return write<float>(call, task, sums, sums_stride);
-  write<In>(call, task, sums, sums_stride);
+  if (call.out_type == kFloat32) return write<float>(call, task, sums, stride);
+  write<In>(call, task, sums, stride);
 }
 
 template <class In>
 void run_grouped_for(const LinearCall& call, const LinearTask& task) {
   if (call.weight->type == kGrouped4) return run_grouped<In, 8, FewValues>(call, task);
+  if (call.weight->are_whole != 0) return run_grouped<In, 4, WholeValues>(call, task);
   if (E4m3Values::takes(call.weight->values)) return run_grouped<In, 4, E4m3Values>(call, task);
   run_grouped<In, 4, ManyValues>(call, task);
 }

@@ -1,121 +1,180 @@
-// The scale of a group of weights by trying some: the largest weight becomes one of kEnds, all others follow.
+// The scale of a group of weights by trying some at a time: those that are tried lie in a vector, not the weights, so
+// that there are no sums over a vector's elements.
 #include "../quantize.h"
 
-#include "../linear.h"
 #include "convert.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
 
-// Integers, and what lies between them, that the weight of the largest size may become. As there are more negative ones
-// than positive ones, a scale may be negative, too. The same as ENDS in vllm_lite/kernels/grouped.py.
-constexpr float kEnds[] = {-9,    -8.75f, -8.5f, -8.25f, -8,   -7.75f, -7.5f, -7.25f,
-                           -7.0f, -6.75f, 6.5f,  6.75f,  7.0f, 7.25f,  7.5f,  8};
-constexpr int kNumEnds = 16;
+// What the range of a group, or its largest weight, may become in steps: as many as there are steps, less (what is far
+// out is then cut off), or more. The same as STEPS4 and STEPS8 in vllm_lite/kernels/grouped.py.
+constexpr int kNumTried = 16;
+constexpr float kSteps4[] = {13,    13.25f, 13.5f, 13.75f, 14,    14.25f, 14.5f, 14.75f,
+                             15.0f, 15.25f, 15.5f, 15.75f, 16.0f, 16.25f, 16.5f, 16.75f};
+constexpr float kSteps8[] = {127.5f, 127,    126.5f, 126,    125.5f, 125,    124.5f, 124,
+                             123.5f, 123.0f, 122.5f, 122.0f, 121.5f, 121.0f, 120.5f, 120};
+// Integers, and what lies between them, that the largest of symmetric integers of 4 bits may become. As there are more
+// negative ones than positive ones, a scale may be negative, too. The same as ENDS there.
+constexpr float kEnds4[] = {-9,    -8.75f, -8.5f, -8.25f, -8,   -7.75f, -7.5f, -7.25f,
+                            -7.0f, -6.75f, 6.5f,  6.75f,  7.0f, 7.25f,  7.5f,  8};
 constexpr float kMagic = 0x1.8p23f;  // adding it rounds to a whole number, which then is in the lowest bits
 
-// x + kMagic, rounded and kept within the whole numbers of 4 bits: as bits they are in order.
-VLLM_LITE_INLINE VecI within(Vec shifted) {
-  const VecI least = reinterpret_cast<VecI>(splat(kMagic - 8)), most = reinterpret_cast<VecI>(splat(kMagic + 7));
-  const VecI bits = reinterpret_cast<VecI>(shifted), above = bits < least ? least : bits;
-  return above > most ? most : above;
+// A whole number plus kMagic, kept between two others: as bits they are in order.
+VLLM_LITE_INLINE Vec within(Vec shifted, float least, float most) {
+  const VecI low = reinterpret_cast<VecI>(splat(kMagic + least)), high = reinterpret_cast<VecI>(splat(kMagic + most));
+  const VecI bits = reinterpret_cast<VecI>(shifted), above = bits < low ? low : bits;
+  return reinterpret_cast<Vec>(above > high ? high : above);
 }
 
-// The bfloat16 next to x, as a float.
 VLLM_LITE_INLINE float to_bfloat16(float x) {
   BFloat16 narrow;
   from_float(x, &narrow);
   return to_float(narrow);
 }
 
-// What integers times the weights, and times themselves, add up to; for kWidth of kEnds, side by side.
-struct Sums {
-  Vec products = {}, squares = {};
+struct Range {
+  float least = 0, most = 0;
 
-  inline __attribute__((always_inline)) void add(float x, Vec inverse) {
-    const Vec shifted = multiply_add(splat(x), inverse, splat(kMagic));
-    const Vec integer = reinterpret_cast<Vec>(within(shifted)) - kMagic;
-    products = multiply_add(splat(x), integer, products);
-    squares = multiply_add(integer, integer, squares);
+  static Range of(const float* x, int64_t count) {
+    Range range;
+    range.least = range.most = x[0];
+    for (int64_t i = 1; i < count; ++i) {
+      range.least = x[i] < range.least ? x[i] : range.least;
+      range.most = x[i] > range.most ? x[i] : range.most;
+    }
+    return range;
   }
 };
 
-// The first number of the largest size among x [count], filled up with zeros to whole vectors.
-VLLM_LITE_INLINE float largest_of(const float* x, int64_t count) {
-  Vec most = {}, least = {};
-  for (int64_t i = 0; i < count; i += kWidth) {
-    const Vec value = load(x + i);
-    most = value > most ? value : most;
-    least = value < least ? value : least;
-  }
-  const float above = max_of(most), below = max_of(-least);
-  if (above == 0 && below == 0) return 0;  // there may be NaN
-  if (above != below) return above > below ? above : -below;
-  while (std::fabs(*x) != above) ++x;
+// The number of the largest size, of two the first.
+float largest_of(const float* x, int64_t count) {
+  const Range range = Range::of(x, count);
+  if (-range.least != range.most) return -range.least > range.most ? range.least : range.most;
+  while (std::fabs(*x) != range.most) ++x;
   return *x;
 }
 
-// The scale for x [count]. Ends are what lies in a vector, not weights: no sums over a vector's elements.
-float search(const float* x, int64_t count) {
+// The scale for integers from `least` to `most` times it, if the largest number becomes one of `ends` [kNumTried]. NaN
+// is no number that one could choose.
+float search(const float* x, int64_t count, const float* ends, float least, float most) {
   const float largest = largest_of(x, count);
-  if (largest == 0) return 0;
-  float best = 0, scale = 0;
-  for (int end = 0; end < kNumEnds; end += kWidth) {
-    const Vec inverse = load(kEnds + end) / largest;
-    Sums even, odd;  // two chains of additions
-    for (int64_t i = 0; i < count; i += 2) {
-      even.add(x[i], inverse);
-      odd.add(x[i + 1], inverse);
+  if (!(largest != 0)) return 0;
+  float best = 0, chosen = 0;
+  for (int first = 0; first < kNumTried; first += kWidth) {
+    const Vec inverse = load(ends + first) / largest;
+    Vec products = {}, squares = {};
+    for (int64_t i = 0; i < count; ++i) {
+      const Vec value = splat(x[i]), integer = within(value * inverse + kMagic, least, most) - kMagic;
+      products = multiply_add(integer, value, products);
+      squares = multiply_add(integer, integer, squares);
     }
-    const Vec products = even.products + odd.products, squares = even.squares + odd.squares;
     const Vec scales = products / squares, gains = products * scales;  // the squared error is sum(x^2) - gain
     for (int i = 0; i < kWidth; ++i) {
-      scale = gains[i] > best ? scales[i] : scale;
+      chosen = gains[i] > best ? scales[i] : chosen;
       best = gains[i] > best ? gains[i] : best;
     }
   }
-  return to_bfloat16(scale);
+  return to_bfloat16(chosen);
 }
 
-template <class T>
-void quantize_group(const T* from, int64_t count, uint8_t* codes, float* scale) {
-  alignas(64) float x[kQuantGroup] = {};
-  for (int64_t i = 0; i < count; ++i) x[i] = to_float(from[i]);
-  *scale = search(x, count);
-  const Vec inverse = splat(*scale != 0 ? 1 / *scale : 0);
-  typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
-  for (int64_t i = 0; i < count; i += kWidth) {
-    const VecI code = within(load(x + i) * inverse + kMagic) - reinterpret_cast<VecI>(splat(kMagic - 8));
-    const Bytes bytes = __builtin_convertvector(code, Bytes);
-    std::memcpy(codes + i, &bytes, static_cast<size_t>(count - i < kWidth ? count - i : kWidth));
+// The integers next to x * inverse from `least` to `most`, counted from the least.
+void encode(const float* x, int64_t count, float scale, float least, float most, uint8_t* codes) {
+  const float inverse = scale != 0 ? 1 / scale : 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float integer = __builtin_nearbyintf(x[i] * inverse);
+    codes[i] = static_cast<uint8_t>(integer > most ? most - least : integer > least ? integer - least : 0);
   }
 }
 
-// As _quantize_fp8_rows in vllm_lite/kernels/grouped.py, code for code.
-template <class T>
-void quantize_group8(const T* from, int64_t count, uint8_t* codes, float* scale) {
-  alignas(64) float x[kQuantGroup] = {};
-  for (int64_t i = 0; i < count; ++i) x[i] = to_float(from[i]);
-  *scale = to_bfloat16(std::fabs(largest_of(x, count)) / 448);
-  const float inverse = *scale >= 0x1p-126f ? 1 / *scale : 0;
-  for (int64_t i = 0; i < count; i += kWidth) {
-    const int64_t left = count - i;
-    store_some(reinterpret_cast<Fp8E4M3*>(codes + i), load(x + i) * inverse, static_cast<int>(left));
+// What integers and the numbers that they stand for add up to, for kWidth ways to choose them.
+struct Sums {
+  Vec integers = {}, squares = {}, products = {};
+
+  inline __attribute__((always_inline)) void add(Vec integer, Vec x) {
+    integers = integers + integer;
+    squares = multiply_add(integer, integer, squares);
+    products = multiply_add(integer, x, products);
   }
+};
+
+// The line through `count` numbers, which add up to `total`, over their integers: number ~ scale * integer + start.
+struct Line {
+  Vec scale, start, gain;  // gain: by how much the squared error is less than all the numbers squared
+
+  static inline __attribute__((always_inline)) Line through(const Sums& sums, float total, int64_t count) {
+    const Vec n = splat(static_cast<float>(count)), all = splat(total);
+    const Vec spread = n * sums.squares - sums.integers * sums.integers;
+    const Vec scale = spread > 0 ? (n * sums.products - sums.integers * all) / spread : splat(0);
+    const Vec start = (all - scale * sums.integers) / n;
+    return {scale, start, scale * sums.products + start * all};
+  }
+};
+
+// The codes of x with (x - start) * inverse, summed up. x counts from `least`.
+VLLM_LITE_INLINE Sums sum_codes(const float* x, int64_t count, float least, Vec start, Vec inverse) {
+  Sums sums;
+  for (int64_t i = 0; i < count; ++i) {
+    const Vec value = splat(x[i] - least);
+    sums.add(within((value - start) * inverse + kMagic, 0, 15) - kMagic, value);
+  }
+  return sums;
 }
 
 }  // namespace
 
-void quantize_group_fp8(const void* x, int32_t type, int64_t count, uint8_t* codes, float* scale) {
-  if (type == kFloat32) return quantize_group8(static_cast<const float*>(x), count, codes, scale);
-  if (type == kFloat16) return quantize_group8(static_cast<const Float16*>(x), count, codes, scale);
-  quantize_group8(static_cast<const BFloat16*>(x), count, codes, scale);
+void search_group4(const float* x, int64_t count, float* scale, float* minimum) {
+  const Range range = Range::of(x, count);
+  const float least = range.least, width = range.most - range.least;
+  *scale = 0;
+  *minimum = -least;
+  if (!(width > 0) || width > 3e38f) return;  // all are alike, or they are no numbers
+  float total = 0, best = 0, chosen = 0, start = 0;
+  for (int64_t i = 0; i < count; ++i) total += x[i] - least;
+  for (int first = 0; first < kNumTried; first += kWidth) {
+    const Vec inverse = load(kSteps4 + first) / width;
+    // Twice: what the line makes of the integers may be nearer to others.
+    Line line = Line::through(sum_codes(x, count, least, splat(0), inverse), total, count);
+    const Vec again = line.scale > 0 ? splat(1) / line.scale : splat(0);
+    line = Line::through(sum_codes(x, count, least, line.start, again), total, count);
+    for (int i = 0; i < kWidth; ++i) {
+      if (!(line.gain[i] > best)) continue;
+      best = line.gain[i];
+      chosen = line.scale[i];
+      start = line.start[i];
+    }
+  }
+  *scale = chosen;
+  *minimum = -(least + start);
 }
 
-void quantize_group4(const void* x, int32_t type, int64_t count, uint8_t* codes, float* scale) {
-  if (type == kFloat32) return quantize_group(static_cast<const float*>(x), count, codes, scale);
-  if (type == kFloat16) return quantize_group(static_cast<const Float16*>(x), count, codes, scale);
-  quantize_group(static_cast<const BFloat16*>(x), count, codes, scale);
+void encode_group4(const float* x, int64_t count, float scale, float minimum, uint8_t* codes) {
+  const float inverse = scale > 0 ? 1 / scale : 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float code = (x[i] + minimum) * inverse;
+    codes[i] = static_cast<uint8_t>(code > 0 ? (code < 15 ? code : 15) + 0.5f : 0);
+  }
+}
+
+void quantize_group8(const float* x, int64_t count, uint8_t* codes, float* scale) {
+  *scale = search(x, count, kSteps8, -127, 127);
+  encode(x, count, *scale, -128, 127, codes);
+}
+
+void quantize_symmetric4(const float* x, int64_t count, uint8_t* codes, float* scale) {
+  *scale = search(x, count, kEnds4, -8, 7);
+  encode(x, count, *scale, -8, 7, codes);
+}
+
+// As _quantize_fp8_rows in vllm_lite/kernels/grouped.py, code for code.
+void quantize_group_fp8(const float* from, int64_t count, uint8_t* codes, float* scale) {
+  alignas(64) float x[kQuantGroup] = {};
+  std::memcpy(x, from, static_cast<size_t>(count) * sizeof *x);
+  *scale = to_bfloat16(std::fabs(largest_of(x, count)) / 448);
+  const float inverse = *scale >= 0x1p-126f ? 1 / *scale : 0;
+  for (int64_t i = 0; i < count; i += kWidth) {
+    store_some(reinterpret_cast<Fp8E4M3*>(codes + i), load(x + i) * inverse, static_cast<int>(count - i));
+  }
 }
 
 }  // namespace VLLM_LITE_ISA

@@ -4,19 +4,32 @@ Kernels, layers and plans share it. It needs no package, as the check of a GPU m
 """
 
 from math import prod
+from typing import Literal
+
+Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
+"""int8: integers of 8 bits with a scale for each 32 inputs of an output. fp8: E4M3 with a scale for each 128. int4 and
+int4_g32: integers of 4 bits with a scale and a minimum for each 128 or 32."""
 
 INT4_GROUPS = {"int4": 128, "int4_g32": 32}
 """Inputs that share a scale, where dense weights become integers of 4 bits."""
-FP8_GROUP = 128
-"""The same, where they become floats of 8 bits."""
+GROUPS = {"int8": 32, "fp8": 128, **INT4_GROUPS}
+"""The same for all."""
+SUPER_INPUTS = 256
+"""Inputs that share the two floats of 4 bytes which scales and minima of groups of 32 are integers times."""
 
 
-def quantized_bytes(shape: tuple[int, ...], quantization: str) -> int:
-    """A matrix of int8 has a scale of 4 bytes for each row; one of int4 or fp8 scales of 2 bytes for the groups of a
-    row, and whole groups."""
-    if quantization == "int8":
-        return prod(shape) + 4 * prod(shape[:-1])
-    if quantization == "fp8":
-        return prod(shape[:-1]) * -(-shape[-1] // FP8_GROUP) * (FP8_GROUP + 2)
-    group_size = INT4_GROUPS[quantization]
-    return prod(shape[:-1]) * -(-shape[-1] // group_size) * (group_size // 2 + 2)
+def head_form(quantization: Quantization | None) -> Quantization | None:
+    """The form of the LM head: with 4 bits it loses more than a layer does, so that llama.cpp gives it more, too."""
+    return "int8" if quantization in INT4_GROUPS else quantization
+
+
+def quantized_bytes(shape: tuple[int, ...], quantization: Quantization | None, device: str = "cpu") -> int:
+    """A matrix with whole groups in each row. Scales and minima have 2 bytes; on a CPU those of int4_g32 have one, and
+    floats that some share."""
+    if quantization is None:
+        raise ValueError("a dense matrix has the bytes of its type")
+    rows, size = prod(shape[:-1]), GROUPS[quantization]
+    groups = -(-shape[-1] // size)
+    if quantization == "int4_g32" and device == "cpu":
+        return rows * (groups * (size // 2 + 2) + 8 * -(-shape[-1] // SUPER_INPUTS))
+    return rows * groups * (size // 2 + 4 if quantization in INT4_GROUPS else size + 2)

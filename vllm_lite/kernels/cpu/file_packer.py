@@ -12,14 +12,20 @@ from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
 from vllm_lite.checkpoint.headers import identity
-from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
+from vllm_lite.checkpoint.quantization.on_load import GROUPS, Quantization
+from vllm_lite.kernels.cpu.library import function, int32, int64, isa, pointer
 from vllm_lite.kernels.cpu.pages import Pages
+from vllm_lite.kernels.cpu.record import QUANTIZED_TYPES, Record
 from vllm_lite.runtime import log
 
 FLOATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """The numbers of dtypes.py, by name."""
 INT8, GROUPED4, GROUPED8 = 100, 101, 102
 """kInt8Weight, kGrouped4 and kGrouped8."""
+FORMS = {"int8": GROUPED8, "fp8": 105, "int4": GROUPED4, "int4_g32": GROUPED4}
+"""What dense weights become with a --quantization, as csrc/cpu/quantize.h has it."""
+TILE_GROUP = 128
+"""kQuantGroup: the inputs in a group that tiles multiply."""
 NICENESS = 5
 """How much lower the threads that pack stand than the process: whatever else starts meanwhile goes first."""
 LOOK_EVERY_S = 0.2
@@ -32,6 +38,12 @@ _WAIT_TYPES = (pointer, int64, int64)
 K = TypeVar("K", bound=Hashable)
 
 logger = log.get(__name__)
+
+
+def group_size(form: Quantization) -> int:
+    """Inputs that share a scale. Where the machine has tiles integers of 8 bits have the groups that those multiply: in
+    smaller ones prompts would take several times as long."""
+    return TILE_GROUP if form == "int8" and isa().startswith("amx") else GROUPS[form]
 
 
 class Piece(NamedTuple):
@@ -53,16 +65,12 @@ class Piece(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A weight to be packed: its pieces one below the other, as `dtype`, and then as int8 if `int8`; if there is a
-    `group_size`, as floats of 8 bits if `fp8`, else as integers of 4 bits."""
+    """A weight to be packed: its pieces one below the other, as `dtype`, and then in another form."""
 
     pieces: tuple[Piece, ...]
     num_inputs: int
     dtype: str
-    int8: bool
-    group_size: int = 0
-    """Inputs that share a scale; 0: none do."""
-    fp8: bool = False
+    form: Quantization | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -76,11 +84,10 @@ class Packed(NamedTuple):
     num_inputs: int
     dtype: str
     data: memoryview
-    scales: memoryview | None
-    """float32 [num_outputs]; None: it is not int8."""
-    group_size: int = 0
+    supers: memoryview | None = None
+    """float32, as PackedWeight in csrc/cpu/linear.h has them; None: its form has none."""
+    form: Quantization | None = None
     """As the job's."""
-    fp8: bool = False
 
 
 class _Piece(ctypes.Structure):
@@ -120,12 +127,12 @@ class _Place(NamedTuple):
     number: int
     data: int
     data_bytes: int
-    scales: int
-    scales_bytes: int
+    supers: int
+    supers_bytes: int
 
     @property
     def end(self) -> int:
-        return self.scales + self.scales_bytes
+        return self.supers + self.supers_bytes
 
 
 class FilePacker:
@@ -191,8 +198,8 @@ class FilePacker:
         job, view = self._jobs[key], memoryview(self._pages.mapping)
         first = self._pages.start
         data = view[first + place.data : first + place.data + place.data_bytes]
-        scales = view[first + place.scales : first + place.end] if job.int8 else None
-        return Packed(job.num_outputs, job.num_inputs, job.dtype, data, scales, job.group_size, job.fp8)
+        supers = view[first + place.supers : first + place.end] if place.supers_bytes else None
+        return Packed(job.num_outputs, job.num_inputs, job.dtype, data, supers, job.form)
 
     def close(self) -> None:
         """End what is not done, and give back what nobody has taken."""
@@ -210,9 +217,9 @@ class FilePacker:
         end = 0
         for number, (key, job) in enumerate(self._jobs.items()):
             data = end + -end % _ALIGNMENT_BYTES
-            num_bytes = _packed_bytes(job)
-            scales = data + num_bytes + -num_bytes % _ALIGNMENT_BYTES
-            places[key] = _Place(number, data, num_bytes, scales, 4 * job.num_outputs * job.int8)
+            num_bytes, num_supers = _packed_size(job)
+            supers = data + num_bytes + -num_bytes % _ALIGNMENT_BYTES
+            places[key] = _Place(number, data, num_bytes, supers, 4 * num_supers)
             end = places[key].end
         return places
 
@@ -220,17 +227,17 @@ class FilePacker:
         pieces = (_Piece * len(job.pieces))(*map(self._piece, job.pieces))
         self._alive.append(pieces)
         address = self._pages.address
-        scales = address + place.scales if job.int8 else None
+        supers = address + place.supers if place.supers_bytes else None
         return _Job(
             ctypes.addressof(pieces),
             len(job.pieces),
             job.num_outputs,
             job.num_inputs,
             address + place.data,
-            scales,
+            supers,
             FLOATS[job.dtype],
-            _type(job),
-            job.group_size,
+            FLOATS[job.dtype] if job.form is None else FORMS[job.form],
+            0 if job.form is None else group_size(job.form),
         )
 
     def _piece(self, piece: Piece) -> _Piece:
@@ -243,17 +250,14 @@ class FilePacker:
         return _Piece(*sizes, order, self._files[piece.file], FLOATS[piece.dtype])
 
 
-def _type(job: Job) -> int:
-    if job.group_size:
-        return GROUPED8 if job.fp8 else GROUPED4
-    return INT8 if job.int8 else FLOATS[job.dtype]
-
-
-def _packed_bytes(job: Job) -> int:
-    """Without int8's scales."""
+def _packed_size(job: Job) -> tuple[int, int]:
+    """Bytes of its data, and how many supers it has."""
     shape = job.num_outputs, job.num_inputs
-    if job.group_size:
-        size = function("vllm_lite_quantized_size", (int64, int64, int32, int64), int64)
-        return int(size(*shape, _type(job), job.group_size))
-    item_bytes = 1 if job.int8 else 4 if job.dtype == "float32" else 2
-    return item_bytes * int(function("vllm_lite_packed_size", (int64, int64, int32), int64)(*shape, _type(job)))
+    if job.form is not None:
+        record, num_supers = Record(), int64()
+        size = function("vllm_lite_quantized_weight", QUANTIZED_TYPES, int64)
+        own = (FORMS[job.form], group_size(job.form))
+        return int(size(*shape, *own, ctypes.addressof(record), ctypes.addressof(num_supers))), num_supers.value
+    item_bytes = 4 if job.dtype == "float32" else 2
+    size = function("vllm_lite_packed_size", (int64, int64, int32), int64)
+    return item_bytes * int(size(*shape, FLOATS[job.dtype])), 0

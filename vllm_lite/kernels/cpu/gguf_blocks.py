@@ -8,9 +8,10 @@ import torch
 from vllm_lite.checkpoint.gguf.kinds import NUMBERS
 from vllm_lite.kernels.cpu.dtypes import dtype_code
 from vllm_lite.kernels.cpu.group_scales import BLOCK, INTEGERS, NO_MINIMA
-from vllm_lite.kernels.cpu.grouped import Record, Values, grouped_size, int32_order, pack_grouped
+from vllm_lite.kernels.cpu.grouped import Values, grouped_size, int32_order, pack_grouped
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
+from vllm_lite.kernels.cpu.record import Record
 from vllm_lite.kernels.gguf_blocks import BlockRows, Layout, is_native, layout, take_apart_by_rows
 from vllm_lite.kernels.grouped import GroupedWeight
 

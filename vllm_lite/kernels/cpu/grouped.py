@@ -6,11 +6,12 @@ from typing import NamedTuple
 import torch
 
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
-from vllm_lite.kernels.cpu.file_packer import GROUPED4, GROUPED8, Packed
-from vllm_lite.kernels.cpu.group_scales import NO_MINIMA, GroupScales
+from vllm_lite.kernels.cpu.file_packer import GROUPED4, GROUPED8
+from vllm_lite.kernels.cpu.group_scales import GroupScales
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros as zeroed
-from vllm_lite.kernels.grouped import E4M3, INT4, GroupedWeight
+from vllm_lite.kernels.cpu.record import Record
+from vllm_lite.kernels.grouped import INT4, GroupedWeight
 
 LARGEST_GROUP = 128
 """Inputs; larger groups are packed as several of this size."""
@@ -20,28 +21,6 @@ _UNITS = (1.0, 0.5, 0.25, 0.125)
 
 _QUANTIZE_TYPES = (pointer, int64, int32, int64, int64, int64, pointer, pointer)
 _PACK_TYPES = (pointer, pointer, int64, pointer, pointer)
-
-
-class Record(ctypes.Structure):
-    """The same record as `PackedWeight` in csrc/cpu/linear.h."""
-
-    _fields_ = (
-        ("data", pointer),
-        ("scales", pointer),
-        ("bias", pointer),
-        ("num_inputs", int64),
-        ("num_outputs", int64),
-        ("type", int32),
-        ("group_size", int32),
-        ("scale_type", int32),
-        ("minima_type", int32),
-        ("values", pointer),
-        ("bytes", pointer),
-        ("offset", int32),
-        ("are_whole", int32),
-        ("order", pointer),
-        ("supers", pointer),
-    )
 
 
 def takes(weight: GroupedWeight) -> bool:
@@ -123,24 +102,6 @@ def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...
 def grouped_size(record: Record) -> int:
     """Bytes that a weight takes packed."""
     return int(function("vllm_lite_grouped_size", (pointer,), int64)(ctypes.addressof(record)))
-
-
-def adopt_grouped(packed: Packed) -> tuple[Record, tuple[torch.Tensor, ...]]:
-    """As `pack_grouped`, of what `quantize4` or `quantize_fp8` and that would make, which is packed already."""
-    data, values = torch.frombuffer(packed.data, dtype=torch.uint8), (E4M3 if packed.fp8 else INT4).clone()
-    record = Record(
-        data=data.data_ptr(),
-        num_inputs=packed.num_inputs,
-        num_outputs=packed.num_outputs,
-        type=GROUPED8 if packed.fp8 else GROUPED4,
-        group_size=packed.group_size,
-        scale_type=dtype_code(torch.bfloat16),
-        minima_type=NO_MINIMA,
-        values=values.data_ptr(),
-        offset=0 if packed.fp8 else int(values[0]),
-        are_whole=not packed.fp8,
-    )
-    return record, (data, values)
 
 
 def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:

@@ -6,13 +6,16 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.file_packer import INT8, Packed
 from vllm_lite.kernels.cpu.gguf_blocks import pack_blocks
-from vllm_lite.kernels.cpu.grouped import Record, adopt_grouped, pack_grouped, takes
+from vllm_lite.kernels.cpu.grouped import pack_grouped, takes
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
+from vllm_lite.kernels.cpu.quantized import adopt_quantized, pack_quantized
+from vllm_lite.kernels.cpu.record import Record
 from vllm_lite.kernels.gguf_blocks import BlockRows
 from vllm_lite.kernels.grouped import GroupedWeight
 
@@ -32,8 +35,9 @@ class PackedWeight:
     """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout: in its own dtype, as int8, or grouped.
 
     int8 is symmetric, one scale for each output: weight = integer * scale, with the row's largest at 127. Where the
-    machine multiplies bytes, products quantize each QUANT_GROUP inputs of their rows to 15 bits. With grouped weights
-    whose values are whole numbers they do so for each group; with 4 bits to 8 bits for each ONE_PLANE inputs.
+    machine multiplies bytes, products quantize each QUANT_GROUP inputs of their rows to 15 bits, unless `keep_rows` has
+    been called. With grouped weights whose values are whole numbers they do so for each group; with 4 bits to 8 bits
+    for each ONE_PLANE inputs.
     """
 
     def __init__(
@@ -42,11 +46,15 @@ class PackedWeight:
         bias: torch.Tensor | None = None,
         *,
         int8: bool = False,
+        form: Quantization | None = None,
     ) -> None:
         """weight: [num_outputs, num_inputs], bias: [num_outputs], both on the CPU. Copies them, but for a weight that
-        is packed already; then, and for a grouped one, `int8` says nothing. Raises ValueError for what it does not
-        take."""
-        made = _make(weight, int8=int8)
+        is packed already. A dense one becomes `int8`, or a grouped one of the form that `form` asks for. Raises
+        ValueError for what it does not take."""
+        if form is not None and isinstance(weight, torch.Tensor):
+            made = _made_grouped(*pack_quantized(weight, form))
+        else:
+            made = _make(weight, int8=int8)
         record = made.record
         if bias is not None and bias.shape != (record.num_outputs,):
             raise ValueError(f"the bias must have {record.num_outputs} elements, got {list(bias.shape)}")
@@ -68,6 +76,10 @@ class PackedWeight:
     def kind(self) -> tuple[int, int]:
         """What the kernels that take several weights at once want alike: how they are stored, and in which groups."""
         return int(self._record.type), int(self._record.group_size)
+
+    def keep_rows(self) -> None:
+        """Have all products from now on take their rows as they are, also those that are recorded already."""
+        self._record.exact_rows = 1
 
     @property
     def num_bytes(self) -> int:
@@ -111,8 +123,8 @@ def _make(weight: torch.Tensor | Packed | GroupedWeight | BlockRows, *, int8: bo
         return _made_grouped(*pack_grouped(weight))
     if isinstance(weight, BlockRows):
         return _made_grouped(*pack_blocks(weight))
-    if isinstance(weight, Packed) and weight.group_size:
-        return _made_grouped(*adopt_grouped(weight))
+    if isinstance(weight, Packed) and weight.form is not None:
+        return _made_grouped(*adopt_quantized(weight, weight.form))
     data, scales, (num_outputs, num_inputs) = _adopt(weight) if isinstance(weight, Packed) else _pack(weight, int8=int8)
     quantized = data.dtype == torch.int8
     record = Record(
@@ -135,11 +147,8 @@ _Parts = tuple[torch.Tensor, torch.Tensor | None, tuple[int, int]]
 
 
 def _adopt(packed: Packed) -> _Parts:
-    shape = packed.num_outputs, packed.num_inputs
-    if packed.scales is None:
-        return torch.frombuffer(packed.data, dtype=getattr(torch, packed.dtype)), None, shape
-    scales = torch.frombuffer(packed.scales, dtype=torch.float32)
-    return torch.frombuffer(packed.data, dtype=torch.int8), scales, shape
+    data = torch.frombuffer(packed.data, dtype=getattr(torch, packed.dtype))
+    return data, None, (packed.num_outputs, packed.num_inputs)
 
 
 def _pack(weight: torch.Tensor, *, int8: bool) -> _Parts:

@@ -10,6 +10,7 @@ from itertools import groupby
 import torch
 
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels import cpu, gguf_blocks
@@ -18,7 +19,7 @@ from vllm_lite.kernels.cpu.linear import PackedWeight
 from vllm_lite.kernels.gguf_blocks import BlockRows
 from vllm_lite.kernels.grouped import GroupedChunks
 from vllm_lite.layers.gpu_matmul import packed_matmul
-from vllm_lite.layers.matmul import Matmul, NativeMatmul, Quantization, SideBySide, copies, make_matmul, say_dense
+from vllm_lite.layers.matmul import Matmul, NativeMatmul, SideBySide, copies, make_matmul, say_dense
 from vllm_lite.layers.quantized.stored import CPU, in_units
 from vllm_lite.layers.weight_form import DenseForm, LinearShape, StoredWeight
 from vllm_lite.layers.weight_slot import WeightSlot, WeightStack

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.quantization.spec import (
     AnyQuantization,
     Awq,
@@ -18,7 +19,6 @@ from vllm_lite.checkpoint.quantization.spec import (
     QuantizationSpec,
 )
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.layers.matmul import Quantization
 from vllm_lite.layers.quantized import awq, bitsandbytes, bitsandbytes8, block_scaled, gptq, mxfp4, packed_ints
 from vllm_lite.layers.quantized.gguf import GgufForm
 from vllm_lite.layers.weight_form import DENSE, DenseForm, LinearShape, StoredWeight, WeightForm

@@ -17,7 +17,6 @@ from vllm_lite.checkpoint.tensor_names import is_ignored
 from vllm_lite.checkpoint.tied_head import has_own_head
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.select import ops_for
-from vllm_lite.layers.embedding import LMHead
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
@@ -46,7 +45,7 @@ class TransformersModel:
         self.causal = make_skeleton(spec.folder, parts.dtype, max_model_len)
         tied = bool(self.causal.config.tie_word_embeddings) and not has_own_head(Path(spec.folder))
         self.embedding = parts.embedding(own)
-        self.lm_head = LMHead(self.embedding, tied=tied, quantization=parts.head_quantization)
+        self.lm_head = parts.lm_head(self.embedding, tied=tied)
         stored = read_headers(Path(spec.folder)) if _has_weights(spec.folder) else {}
         self.pooler = None if spec.pooling is None else Pooler(parts)
         self._names = Names(self.causal, self.causal.state_dict().keys(), stored)

@@ -1,0 +1,119 @@
+// Grouped weights times rows that stay as they are, in float32. For each output the products of a group are added up
+// first, in the order of its inputs; that times the group's scale, less its minimum times what the row's inputs add up
+// to, is added to the sum. So a weight costs no multiplication of its own.
+//
+// Few rows use codes once: they become numbers in registers, those of several groups at a time, as sums are chains of
+// additions. For more rows they become numbers in memory, once for all. Both give the same bits.
+#pragma once
+
+#include "grouped_cells.h"
+
+namespace VLLM_LITE_ISA {
+namespace {
+
+// Rows of x, [rows][stride], from the first input of a cell on, and what they add up to in each group.
+struct FloatRows {
+  const float* x;
+  int64_t stride;
+  const float* sums;  // [rows][sums_stride]
+  int64_t sums_stride;
+};
+
+// A cell, and what its scales are multiplied by.
+struct FloatCell {
+  const char* from;
+  const float* supers;
+};
+
+template <int R>
+VLLM_LITE_INLINE void add_products(const FloatRows& rows, int64_t input, Vec first, Vec second, Vec (&total)[R][2]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const Vec value = splat(rows.x[r * rows.stride + input]);
+    total[r][0] = multiply_add(value, first, total[r][0]);
+    total[r][1] = multiply_add(value, second, total[r][1]);
+  }
+}
+
+// sums [R][stride] += what R rows and the outputs from `column` on make of one group.
+template <int R>
+VLLM_LITE_INLINE void add_total(const FloatRows& rows, int64_t group, const CellLayout& layout, const FloatCell& cell,
+                                int64_t column, const Vec (&total)[R][2], float* sums, int64_t stride) {
+#pragma GCC unroll 2
+  for (int v = 0; v < 2; ++v) {
+    const int64_t at = column + v * kWidth;
+    const Vec scale = load_scales(cell.from, layout.scale_type, at, cell.supers);
+    const Vec minima = load_minima(cell.from, layout, at, cell.supers);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      float* to = sums + r * stride + at;
+      const Vec part = multiply_add(total[r][v], scale, load(to));
+      store(to, subtract_product(minima, splat(rows.sums[r * rows.sums_stride + group]), part));
+    }
+  }
+}
+
+// R rows times G cells that follow one another, the first of which is number `group` of the rows'. kInputs are those of
+// a word of codes.
+template <int R, int G, int kInputs, class Values>
+void multiply_codes(const Values& values, const FloatRows& rows, int64_t group, const CellLayout& layout,
+                    const FloatCell (&cells)[G], float* sums, int64_t stride) {
+  for (int64_t column = 0; column < kBlock; column += 2 * kWidth) {
+    Vec total[G][R][2] = {};
+    const int64_t num_words = layout.group_size / kInputs;
+    for (int64_t word = 0; word < num_words; ++word) {
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) {
+        const char* codes = cells[g].from + layout.codes() + 4 * (word * kBlock + column);
+        VecI words[2];
+        std::memcpy(words, codes, sizeof words);
+        const int64_t input = (group + g) * layout.group_size + word * kInputs;
+#pragma GCC unroll 8
+        for (int i = 0; i < kInputs; ++i) {
+          const int at = 8 * (i % 4) + 4 * (i / 4);
+          add_products<R>(rows, input + i, Values::of(values, words[0], at), Values::of(values, words[1], at),
+                          total[g]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+      add_total<R>(rows, group + g, layout, cells[g], column, total[g], sums, stride);
+    }
+  }
+}
+
+// The numbers of a cell's codes, without its scales: to [group_size][kBlock].
+template <int kInputs, class Values>
+void widen_numbers(const Values& values, const CellLayout& layout, const char* cell, float* to) {
+  for (int64_t column = 0; column < kBlock; column += kWidth) {
+    widen_codes<kInputs>(values, cell + layout.codes(), layout.group_size, splat(1), column, to);
+  }
+}
+
+// R rows times a cell whose numbers are `wide` [group_size][kBlock].
+template <int R>
+void multiply_numbers(const FloatRows& rows, int64_t group, const CellLayout& layout, const FloatCell& cell,
+                      const float* wide, float* sums, int64_t stride) {
+  for (int64_t column = 0; column < kBlock; column += 2 * kWidth) {
+    Vec total[R][2] = {};
+    for (int64_t i = 0; i < layout.group_size; ++i) {
+      const float* at = wide + i * kBlock + column;
+      add_products<R>(rows, group * layout.group_size + i, load(at), load(at + kWidth), total);
+    }
+    add_total<R>(rows, group, layout, cell, column, total, sums, stride);
+  }
+}
+
+// The same for `count` rows, 1 <= count <= R.
+template <int R>
+void multiply_some(int64_t count, const FloatRows& rows, int64_t group, const CellLayout& layout, const FloatCell& cell,
+                   const float* wide, float* sums, int64_t stride) {
+  if constexpr (R > 1) {
+    if (count < R) return multiply_some<R - 1>(count, rows, group, layout, cell, wide, sums, stride);
+  }
+  multiply_numbers<R>(rows, group, layout, cell, wide, sums, stride);
+}
+
+}  // namespace
+}  // namespace VLLM_LITE_ISA

@@ -1,0 +1,104 @@
+"""What `--quantization` makes of dense weights: natively as by the plain twin, how far off, in how many bytes."""
+
+import pytest
+import torch
+
+from tests.cpu.test_native_linear import random
+from tests.isas import isa_in_use
+from vllm_lite.checkpoint.quantization.on_load import Quantization, quantized_bytes
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.file_packer import group_size
+from vllm_lite.kernels.cpu.linear import PackedWeight, linear, multiplies_bytes
+from vllm_lite.kernels.grouped import VALUES, dequantize, quantize
+from vllm_lite.layers.matmul import NativeMatmul, make_matmul
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
+
+FORMS: tuple[Quantization, ...] = ("int8", "fp8", "int4", "int4_g32")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_plan_knows_what_they_take(form: Quantization) -> None:
+    made = make_matmul(random(64, 320), None, form)
+    assert isinstance(made, NativeMatmul)
+    table = 4 * len(VALUES[form])  # of the values, which is kept beside
+    expected = quantized_bytes((64, 320), form)
+    if form == "int8" and group_size(form) == 128:  # with tiles; plans say a little more
+        expected = 64 * 3 * (128 + 2)
+    assert made.packed.num_bytes == table + expected
+
+
+def stands_for(weight: PackedWeight) -> torch.Tensor:
+    out = torch.empty(weight.num_outputs, weight.num_inputs)
+    weight.rows(torch.arange(weight.num_outputs), out)
+    return out
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(37, 96), (64, 200), (33, 33), (5, 576)])
+def test_dense_weights_become_what_the_plain_twin_makes(
+    each_isa: str, form: Quantization, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """But for those that lie between two codes, and scales that are as good."""
+    weight = random(*shape, dtype=dtype)
+    weight[:, 3] *= 20
+    weight[2], weight[3], weight[4, :9] = 0, 0.25, -0.5
+    exact = weight.float()
+    plain = dequantize(quantize(weight, form, group_size=group_size(form)))
+    native = stands_for(PackedWeight(weight, form=form))
+    errors = [(made - exact).square().sum() for made in (native, plain)]
+    torch.testing.assert_close(errors[0], errors[1], rtol=5e-3, atol=0)
+    assert ((native - plain).abs() > 1e-3 * (exact.abs() + 1)).float().mean() < 0.12, each_isa
+    assert torch.equal(native[2], exact[2])
+    torch.testing.assert_close(native[3], exact[3], rtol=4e-3, atol=0)
+
+
+@pytest.mark.parametrize(("form", "most"), [("int8", 0.0061), ("fp8", 0.0253), ("int4", 0.1155), ("int4_g32", 0.0802)])
+def test_the_error_of_a_form(form: Quantization, most: float) -> None:
+    """Of normal weights, and of products of two. With the range of a group in 15 steps 4 bits would give 0.125 and
+    0.089, and 8 bits with the largest at 127 0.0065."""
+    generator = torch.Generator().manual_seed(0)
+    normal, flat = (torch.randn(256, 1024, generator=generator) for _ in range(2))
+    weight = torch.cat([normal, flat.sign() * (flat.abs() * normal.abs())])
+    with isa_in_use("avx2"):  # tiles want larger groups of 8 bits
+        error = stands_for(PackedWeight(weight, form=form)) - weight
+    assert error.norm() < most * weight.norm()
+
+
+def test_weights_on_a_grid_of_their_own_are_found(each_isa: str) -> None:
+    """Each group of 32 has 16 levels, as blocks of Q4_1 have; scales and minima are what bytes hold exactly."""
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 16, (64, 8, 32), generator=generator)
+    codes[:, :, 0], codes[:, :, 1] = 0, 15
+    scales, minima = (torch.randint(1, 128, (64, 8, 1), generator=generator).float() for _ in range(2))
+    scales[:, 0], minima[:, 0] = 127, 127
+    weight = (codes * scales - minima).flatten(1)
+    torch.testing.assert_close(stands_for(PackedWeight(weight, form="int4_g32")), weight, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_that_are_no_numbers_stay_so_where_they_are(each_isa: str, form: Quantization) -> None:
+    weight = random(40, 256)
+    weight[7, 5], weight[8, 5] = float("nan"), float("inf")
+    made = stands_for(PackedWeight(weight, form=form))
+    others = [row for row in range(40) if row not in (7, 8)]
+    assert made[others].isfinite().all()
+    assert torch.equal(made[others], stands_for(PackedWeight(weight[others], form=form)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 3, 20, 300])
+def test_rows_can_be_kept_as_they_are(each_isa: str, form: Quantization, dtype: torch.dtype, num_rows: int) -> None:
+    packed = PackedWeight(random(70, 200), form=form)
+    x, out = random(num_rows, 200, dtype=dtype), torch.empty(num_rows, 70)
+    x[:, 5] *= 50
+    expected = x.double() @ stands_for(packed).double().t()
+    linear(x, packed, out)
+    rounded = (out - expected).norm()
+    packed.keep_rows()
+    linear(x, packed, out)
+    assert (out - expected).norm() < 3e-6 * expected.norm()
+    if multiplies_bytes() and form != "fp8":
+        assert rounded > 10 * (out - expected).norm()

@@ -1,0 +1,48 @@
+"""Products that take their rows as they are: what `--exact-activations` and float32 ask of quantized weights on a CPU.
+
+Where the machine multiplies bytes, products with integers round their rows to 8 bits, too (csrc/cpu/linear.h). That is
+most of the speed, and a part of the error that depends on the model: one with a few large channels loses the most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_lite.layers.matmul import Matmul, keep_rows
+from vllm_lite.layers.quantized.stored import QuantizedWeight
+from vllm_lite.layers.weight_form import LinearShape, StoredWeight, WeightForm
+from vllm_lite.layers.weight_slot import WeightStack
+
+
+@dataclass(frozen=True, slots=True)
+class ExactForm:
+    """Another form, whose products leave their rows as they are."""
+
+    form: WeightForm
+
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        stored = self.form.stored(names, shape)
+        if isinstance(stored, QuantizedWeight):  # on a GPU
+            stored = replace(stored, float8_rows=False)
+        return ExactWeight(stored)
+
+    def quantizes(self, name: str) -> bool:
+        return self.form.quantizes(name)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactWeight:
+    """Another weight, whose product leaves its rows as they are."""
+
+    stored: StoredWeight
+
+    @property
+    def stacks(self) -> tuple[WeightStack, ...]:
+        return self.stored.stacks
+
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        return keep_rows(self.stored.matmul(tensors, bias))
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.stored.dense(tensors)
