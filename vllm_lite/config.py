@@ -163,9 +163,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     deterministic: Annotated[
         bool, about("a request's tokens and logprobs are the same bit for bit in any schedule; a GPU is refused")
     ] = False
-    exact_activations: Annotated[
-        bool, about("products with quantized weights do not round their inputs, as those of float32 never do; slower")
-    ] = False
+    exact_activations: Annotated[bool, about("products with quantized weights round no input; slower")] = False
     enforce_eager: Annotated[
         bool, about("launch every operation of a decode step by itself: no CUDA graphs, no recorded programs")
     ] = False
