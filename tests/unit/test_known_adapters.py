@@ -1,7 +1,11 @@
 """The adapters that a client knows, while an engine takes the place of another one."""
 
+from tests.unit.test_session_recovery import Play
 from vllm_lite.client.engines.known_adapters import KnownAdapters
-from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList, LoadAdapter
+from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
 
 
 def info(name: str) -> AdapterInfo:
@@ -32,3 +36,17 @@ def test_answers_to_others_change_nothing() -> None:
     known.load_again([])
     known.on_answer(AdapterAnswer(3, "a", "the name is taken"))
     assert list(known.by_name) == ["a"]
+
+
+def test_another_engine_loads_them_before_it_gets_requests() -> None:
+    play = Play()
+    play.submit(Generate("a", pack_tokens([1, 2]), SamplingParams(max_tokens=9)))
+    play.engine.send(AdapterList((info("poems"),)))
+    play.until(lambda: "poems" in play.session.adapters)
+    engine = play.replaced()
+    assert engine.expect(LoadAdapter) == LoadAdapter(0, "poems", "/poems", parent="base")
+    assert engine.expect(Generate).request_id == "a"
+    assert "poems" in play.session.adapters
+    engine.send(AdapterAnswer(0, "poems", "it is gone"))
+    play.until(lambda: "poems" not in play.session.adapters)
+    play.close()
