@@ -92,6 +92,7 @@ def test_a_problem_before_the_smoke_stage_stops_nothing(tmp_path: Path, monkeypa
     ran: list[str] = []
     monkeypatch.setattr(stages.Check, "smoke", lambda _: None)
     monkeypatch.setattr(stages.Check, "graphs", lambda _: ran.append("graphs"))
+    monkeypatch.setattr(stages.Check, "smoke", lambda check: check.problem("native: it was not built"))
     check = check_of(tmp_path)
     check.problem("wheels: one lacks")
     check.run(["smoke", "graphs"])

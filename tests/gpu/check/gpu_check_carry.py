@@ -18,6 +18,7 @@ from pathlib import Path
 import gpu_check_kernels as kernels
 from gpu_check_prepare import CARRIED, KERNELS, LIBRARY, ROOT
 
+from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cuda.compiler import cache_folder
 
 WHEELS = ("msgspec", "pyzmq", "llguidance>=1.9")
@@ -62,10 +63,10 @@ def main() -> int:
     count = pack_kernels(built, folder / KERNELS)
     print(f"{count} kernels for {arguments.arch}, {made} of them compiled now")
     native = files("vllm_lite") / "_native" / LIBRARY.name
-    if native.is_file():
+    if cpu.available():  # one of another ABI would be built anew there
         (folder / LIBRARY.name).write_bytes(native.read_bytes())
     else:
-        print("no native library is built here: it would be built there", file=sys.stderr)
+        print("no native library of this ABI is built here: call make -B venv first", file=sys.stderr)
     size = carried_bytes(folder)
     print(f"{folder}: {size / 1e6:.1f} MB")
     if size > MOST_BYTES:
