@@ -33,7 +33,7 @@ BANNED = {
 """Patterns of words, and what to write instead."""
 ASKS = re.compile(r"(?:What|Which|Those|Where|Whose|How|Behind)\b")
 """A docstring says the noun or the verb first: "Token budget of the step", not "How many tokens a step may have"."""
-STILL_ASKING = ("attention", "engine", "kernels", "layers", "worker")
+STILL_ASKING = ("attention", "kernels", "layers", "worker")
 """Folders of the package that have such docstrings. It may only shrink."""
 FAMILY = re.compile(r"\bfamil(?:y|ies)\b", re.IGNORECASE)
 """Models have families; API servers have none."""

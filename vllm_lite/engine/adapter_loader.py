@@ -53,7 +53,7 @@ class AdapterLoader:
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """What clients know of the adapters."""
+        """The adapters as clients know them."""
         listed = [each for each in self._adapters.listed if each not in self._asked]
         return tuple(AdapterInfo(each.name, each.path, each.parent) for each in listed)
 

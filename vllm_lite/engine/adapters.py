@@ -105,7 +105,7 @@ class Adapters:
         adapter.is_listed = False
 
     def idle(self) -> list[Adapter]:
-        """Those that are not listed and have no request. Asked for in every pass of the loop."""
+        """Adapters that are not listed and have no request. Asked for in every pass of the loop."""
         return [each for each in self._unlisted if not each.num_requests]
 
     # ---- what the workers have
@@ -166,7 +166,7 @@ class Adapters:
 
 
 class StepAdapters:
-    """Which adapters a step may have, while sequences are admitted to it."""
+    """Room for adapters in a step, while sequences are admitted to it."""
 
     def __init__(self, adapters: Adapters, running: Iterable[Sequence]) -> None:
         self._adapters = adapters

@@ -42,7 +42,7 @@ mostly shorter, and the blocks for the drafts of two steps are taken whether the
 
 
 class Sizes(NamedTuple):
-    """How many blocks each pool holds, and how fast blocks move between the pools."""
+    """Number of blocks in each pool, and the rate at which blocks move between the pools."""
 
     num_blocks: int
     num_host_blocks: int = 0
@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
 
 class Lives(NamedTuple):
-    """Which workers and which engine these are: `generation` counts the worker groups of the engine, `life` the engines
+    """Ordinal numbers of workers and engine: `generation` counts the worker groups of the engine, `life` the engines
     that were started in place of each other, and `launch` is the same for all of these."""
 
     generation: int = 1
@@ -236,7 +236,7 @@ class EngineCore:
         return counters
 
     def _num_deferred(self, waiting: list[Sequence]) -> int:
-        """How many sequences wait for something else than room; `waiting` are all, if there are adapters."""
+        """Number of sequences that wait for something else than room; `waiting` are all, if there are adapters."""
         scheduler, queues = self.scheduler, self.scheduler.queues
         if scheduler.is_paused or not scheduler.has_workers:
             return queues.num_waiting

@@ -35,7 +35,7 @@ class Attached(NamedTuple):
 
 
 class Model(NamedTuple):
-    """How many tokens the model knows, those that end a sequence, and what can be pooled."""
+    """Facts about the model: the size of its vocabulary, tokens that end a sequence, and its pooler."""
 
     vocab_size: int
     eos: frozenset[int]
@@ -298,7 +298,7 @@ def _listed(tasks: abc.Sequence[str]) -> str:
 
 
 def _num_tokens(what: str, data: bytes) -> int:
-    """How many token ids `data` holds. Raises RequestError if that is no whole number."""
+    """Number of token ids in `data`. Raises RequestError if that is no whole number."""
     if len(data) % 4:
         raise RequestError(f"{what} must be u32 token ids, got {len(data)} bytes, which is not a multiple of 4")
     return len(data) // 4

@@ -1,4 +1,4 @@
-"""What operations have made of an engine, kept in a file for the one that takes its place if it dies."""
+"""State of an engine after its operations, kept in a file for the one that takes its place if it dies."""
 
 import os
 from pathlib import Path
@@ -40,7 +40,7 @@ def keep(run_dir: str, state: KeptState) -> None:
 
 
 def kept(run_dir: str) -> KeptState | None:
-    """What an earlier engine has kept, None if nothing, or if it cannot be read, which the log says."""
+    """State that an earlier engine has kept; None if there is none, or if it cannot be read, which the log says."""
     try:
         return msgspec.msgpack.decode((Path(run_dir) / FILE).read_bytes(), type=KeptState)
     except FileNotFoundError:

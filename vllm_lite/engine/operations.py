@@ -50,7 +50,7 @@ Stages = Generator[None, None, None]
 
 
 class Operations:
-    """What clients want of the engine itself, and how far that is."""
+    """Operations that clients ask of the engine itself, and their progress."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class Operations:
                 return
 
     def _check_folder(self, folder: str) -> "Weights":
-        """What the headers of a checkpoint say. Raises ModelError if it is not one of the model that is served."""
+        """Read the headers of a checkpoint. Raises ModelError if it is not one of the model that is served."""
         from vllm_lite.checkpoint.replacement import check_same_model, read_weights  # what no start should wait for
 
         config, served = self._config, self._served
@@ -333,12 +333,12 @@ class Operations:
 
 
 def _mode(message: wire.Operation) -> wire.PauseMode:
-    """What becomes of requests; "wait" where nothing has to."""
+    """The mode in which requests are paused; "wait" if none have to be."""
     return message.mode if isinstance(message, wire.PauseGeneration | wire.Sleep | wire.UpdateWeights) else "wait"
 
 
 def _in_thread(work: Callable[[], T]) -> Generator[None, None, T]:
-    """What `work` returns or raises, in a thread: disks may be slow, and the loop goes on meanwhile."""
+    """Run `work` in a thread, and return or raise what it does: disks may be slow, and the loop continues meanwhile."""
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -213,7 +213,7 @@ class EngineProcess:
             self._publish(core, produced)
 
     def _patience_ms(self, core: EngineCore) -> int:
-        """How long to wait for a message. Without requests only the workers' health is to be checked meanwhile."""
+        """Milliseconds to wait for a message. Without requests only the workers' health is to be checked meanwhile."""
         if self._port.gathers():
             return GATHER_MS
         is_idle = not (core.scheduler.requests or self._port.owes() or self._stats_log.owes)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # adapters know sequences
 
 
 class Produced(NamedTuple):
-    """What one step gave one sample: tokens that begin at output position `start`. `reason` is None until it ends."""
+    """Output of one step for one sample: tokens that begin at output position `start`. `reason` is None until it
+    ends."""
 
     request: "Request"
     sample: int

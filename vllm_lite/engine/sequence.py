@@ -108,7 +108,7 @@ class Sequence:
         return self.without_last(self.num_tokens - self.num_computed)
 
     def without_last(self, count: int) -> int:
-        """How many of the last `count` tokens one step may compute together."""
+        """Number of the last `count` tokens that one step may compute together."""
         return count - 1 if self.forks_state and count > 1 and self.request.unforked else count
 
     def finish_reason(self, token: int) -> FinishReason | None:

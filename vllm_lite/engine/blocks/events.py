@@ -168,7 +168,7 @@ class KVEventStream:
 
     @property
     def patience_ms(self) -> int | None:
-        """How long serve() need not be called again, though nothing happens; None: for ever."""
+        """Milliseconds until serve() has to be called again even if nothing happens; None: never."""
         return self._publisher.patience_ms
 
     def serve(self, now_s: float) -> None:

@@ -58,7 +58,7 @@ def blocks_held(groups: Sequence[KVGroup], num_tokens: int, chunk: int) -> int:
 
 
 def longest_sequence(groups: Sequence[KVGroup], room: int, limit: int, chunk: int) -> int:
-    """How many tokens, at most `limit`, a sequence may have that is to hold no more than `room` blocks."""
+    """Largest number of tokens, at most `limit`, of a sequence that holds no more than `room` blocks."""
     low, high = 0, limit
     while low < high:  # the number of blocks grows with the length
         middle = (low + high + 1) // 2

@@ -316,8 +316,8 @@ class KVBlocks(CachePart[Tables]):
         sequence.num_slots = self._num_slots(sequence, sequence.num_tokens)
 
     def _num_missing(self, sequence: Sequence, num_tokens: int, held: Iterable[Many[int]]) -> list[int]:
-        """How many blocks each group lacks beside those `held` to admit a sequence: for all its tokens, and in a window
-        for the first `num_tokens`."""
+        """Number of blocks that each group lacks beside those `held` to admit a sequence: for all its tokens, and in a
+        window for the first `num_tokens`."""
         ends = (sequence.num_tokens if group.window is None else num_tokens for group in self.groups)
         return [max(0, -(-end // self.block_size) - len(ids)) for end, ids in zip(ends, held, strict=True)]
 

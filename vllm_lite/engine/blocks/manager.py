@@ -196,7 +196,7 @@ class KVCacheManager:
         return growth
 
     def most_drafts(self, sequence: Sequence, count: int) -> int:
-        """How many of `count` drafts a step may have that computes `sequence` up to `num_computed` otherwise."""
+        """Number of `count` drafts that a step may have which computes `sequence` up to `num_computed` otherwise."""
         for part in self.parts:
             count = part.most_drafts(sequence, count)
         return count

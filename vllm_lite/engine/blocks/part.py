@@ -174,7 +174,7 @@ class CachePart(ABC, Generic[Found]):
         """Make room to compute up to `num_tokens`. None, which the first part alone may say: there is none."""
 
     def most_drafts(self, sequence: Sequence, count: int) -> int:  # noqa: ARG002
-        """How many of `count` drafts a step may have that computes `sequence` up to `num_computed` otherwise."""
+        """Number of `count` drafts that a step may have which computes `sequence` up to `num_computed` otherwise."""
         return count
 
     @abstractmethod

@@ -199,8 +199,8 @@ class Swapping:
         return sequence in self._loading
 
     def _num_loadable(self, most: int) -> int:
-        """How many blocks the step may load, at most `most`, if it also demotes the cached ones in whose place they
-        come. It may load one in any case, so that the sequence comes in at last."""
+        """Number of blocks that the step may load, at most `most`, if it also demotes the cached ones in their place.
+        It may load one in any case, so that the sequence comes in at last."""
         left = self._left
         if self._host is None or left <= 0:
             return 0

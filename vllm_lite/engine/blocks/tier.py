@@ -36,7 +36,7 @@ class Tier(ABC):
 
     @abstractmethod
     def num_unpinned(self, ids: Iterable[int]) -> int:
-        """How many of these blocks nobody pins: to pin them takes as many of the free places."""
+        """Number of these blocks that nobody pins: to pin them takes as many of the free places."""
 
     @abstractmethod
     def find(self, key: bytes) -> int | None:

@@ -1,1 +1,1 @@
-"""What can be seen of the engine: counters, recorded decisions, their replay, the state of one request."""
+"""Views of the engine: counters, recorded decisions, their replay, the state of one request."""

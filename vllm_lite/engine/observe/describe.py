@@ -88,7 +88,7 @@ def _admission(scheduler: Scheduler, sequence: Sequence, places: dict[int, int])
 
 
 def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: int) -> str:
-    """What a sequence waits for. The order of the tests is that in which the scheduler looks."""
+    """The reason why a sequence waits. The order of the tests is that in which the scheduler looks."""
     options, queues = scheduler.options, scheduler.queues
     if scheduler.is_paused or queues.is_newcomer(sequence.request):
         return "waits_for_resume"

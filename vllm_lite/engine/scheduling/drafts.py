@@ -69,7 +69,7 @@ class DraftLengths:
         ]
 
     def _length(self, odds: float, least: float) -> int:
-        """How many drafts have a chance of `least` or more, each that all up to it are right."""
+        """Number of drafts whose chance, that all up to it are right, is `least` or more."""
         if odds < least:
             return 0
         return self._most if odds >= 1 or least <= 0 else min(self._most, int(log(least) / log(odds)))

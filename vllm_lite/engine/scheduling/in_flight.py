@@ -69,7 +69,7 @@ class StepInFlight(NamedTuple):
     def results_of(
         self, result: ModelOutput, tokens: list[int]
     ) -> Iterator[tuple[Sequence, list[int], list[TokenLogprobs | None] | None, str | None]]:
-        """What the workers found for each sequence, in order: its part of `tokens`, their logprobs, and its error."""
+        """The workers' results for each sequence, in order: its part of `tokens`, their logprobs, and its error."""
         counts = result.counts or [1] * len(tokens)
 
         def pieces(items: list[Item]) -> list[list[Item]]:
@@ -172,7 +172,7 @@ def num_prefill_tokens(output: SchedulerOutput) -> int:
 
 
 class MessageLength:
-    """How many `steps` to send in one message, learned from how long decode steps take."""
+    """Number of `steps` to send in one message, learned from the time of decode steps."""
 
     def __init__(self) -> None:
         self.steps = 1

@@ -27,7 +27,7 @@ from vllm_lite.errors import ConfigError
 
 
 class View(NamedTuple):
-    """What a policy may know besides the sequences."""
+    """Facts for a policy besides the sequences."""
 
     now_s: float
     num_running: int

@@ -79,7 +79,7 @@ class Queues:
 
     @property
     def num_waiting(self) -> int:
-        """How many sequences do not run."""
+        """Number of sequences that do not run."""
         return len(self.waiting) + len(self.held)
 
     @property

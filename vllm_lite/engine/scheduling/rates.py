@@ -26,7 +26,7 @@ class Rates(NamedTuple):
     """The time that each row adds to it."""
 
     def tokens_within(self, seconds: float, least: int, most: int) -> int:
-        """How many tokens a step computes in `seconds`, which a chunk of a prompt is cut to: `least` to `most`.
+        """Number of tokens that a step computes in `seconds`, to which a chunk of a prompt is cut: `least` to `most`.
 
         A step takes a time of its own and one for each token, so that the rate falls with the chunks. Cut to the rate,
         and measured again, they come to where the whole step takes `seconds`.

@@ -14,7 +14,7 @@ OnDecision = Callable[[str, Sequence | None, dict[str, int | str]], None]
 
 
 class StepPlan:
-    """What a step holds so far, and what of its budget is left.
+    """Contents of a step so far, and the rest of its budget.
 
     budget         tokens that are left of it
     room           the part of them that is not reserved for the first running prompt

@@ -1,5 +1,5 @@
-"""Which saved state makes room for another: the oldest that a longer one of the same chat has superseded; if there is
-none, the one whose next use is expected to be furthest away.
+"""Choice of the saved state that makes room for another: the oldest that a longer one of the same chat has superseded;
+if there is none, the one whose next use is expected to be furthest away.
 
 The least recently used would be the worst choice where chats follow one another in a circle: with one chat more than
 there is room for, each would lose its state just before its next prompt. A state is used about once, by the chat's next

@@ -21,7 +21,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class StatePlace:
-    """Where a sequence's state is.
+    """Slots of a sequence's state.
 
     live      the slot in which it goes on; held; none while its state is on the host
     host      its place there, while it is swapped out

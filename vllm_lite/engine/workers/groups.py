@@ -84,7 +84,7 @@ class WorkerGroups:
 
     @property
     def sizes(self) -> tuple[Ready | None, int, int]:
-        """What the first group said of itself, and the blocks of the pools on the device and on the host."""
+        """The first group's answer, and the blocks of the pools on the device and on the host."""
         return self._ready, self._num_blocks, self._num_host_blocks
 
     def adopt(self, ready: Ready, num_blocks: int, num_host_blocks: int) -> None:

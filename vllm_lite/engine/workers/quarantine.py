@@ -80,9 +80,9 @@ class Quarantine:
 
 
 def _progress(request: Request) -> int:
-    """How far the sequence of a live request has come that is behind the others. While some run, only they count: a
-    sample that waits for a row or for blocks may do so until another one has ended, and all else is held meanwhile.
-    Samples that have not forked are as far as its prompt."""
+    """Progress of a live request: tokens of the sequence that has least. While some run, only they count: a sample that
+    waits for a row or for blocks may do so until another one has ended, and all else is held meanwhile. Samples that
+    have not forked are as far as its prompt."""
     running = [sequence.num_tokens for sequence in request.sequences if sequence.status is Status.RUNNING]
     everywhere = (sequence.num_tokens for sequence in request.sequences)
     return min(running) if running else min(everywhere, default=request.num_prompt)

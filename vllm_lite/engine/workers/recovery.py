@@ -91,7 +91,7 @@ class Recovery:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """What cannot be done, is the end, and it says why it had to be done."""
+        """Add the cause of the recovery to an error that ends it."""
         try:
             yield
         except WorkersLostError:  # there is another attempt

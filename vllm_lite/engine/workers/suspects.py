@@ -38,7 +38,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(slots=True)
 class Record:
-    """What is known of a request that was in the batch of a death.
+    """Record of a request that was in the batch of a death.
 
     mark        its progress at the last one
     num_deaths  deaths in a row
