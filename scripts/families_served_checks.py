@@ -247,8 +247,8 @@ def engine(subject: Subject, server: Server) -> str:
     return goes_on(subject, server, "vllm_lite.engine.process")
 
 
-EAGER = ("apertus",)
-"""Models that have a part without a native kernel, an activation with weights."""
+EAGER = ("deepseek-v32", "glm-moe-dsa")
+"""Models that have a part without a native kernel: attention to what an index chooses."""
 
 
 def recorded(subject: Subject, server: Server) -> str:

@@ -88,3 +88,19 @@ VLLM_LITE_API void vllm_lite_sigmoid_gate(int32_t dtype, int64_t num_rows, int64
   over_rows(num_rows, 2 * size, VLLM_LITE_DISPATCH(sigmoid_gate), op);
 }
 VLLM_LITE_RECORDABLE(vllm_lite_sigmoid_gate)
+
+// x: [num_rows, num_heads, head_size], in place; gate: [num_rows, num_heads].
+VLLM_LITE_API void vllm_lite_gate_heads(int32_t dtype, int64_t num_rows, int64_t num_heads, int64_t head_size, void* x,
+                                        int64_t x_stride, const void* gate, int64_t gate_stride) {
+  const GateHeads op = {dtype, num_heads, head_size, x, gate, x_stride, gate_stride};
+  over_rows(num_rows, num_heads * head_size, VLLM_LITE_DISPATCH(gate_heads), op);
+}
+VLLM_LITE_RECORDABLE(vllm_lite_gate_heads)
+
+// x: [num_rows, size], in place; factors: [4].
+VLLM_LITE_API void vllm_lite_xielu(int32_t dtype, int64_t num_rows, int64_t size, void* x, int64_t stride,
+                                   const float* factors) {
+  const Xielu op = {dtype, size, x, stride, factors};
+  over_rows(num_rows, 2 * size, VLLM_LITE_DISPATCH(xielu), op);
+}
+VLLM_LITE_RECORDABLE(vllm_lite_xielu)

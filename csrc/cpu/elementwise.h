@@ -54,6 +54,24 @@ struct SigmoidGate {
   int64_t x_stride, gate_stride;
 };
 
+// Head (i, j) begins at x + i * x_stride + j * head_size, and is multiplied by the sigmoid of gate[i, j].
+struct GateHeads {
+  int32_t dtype;
+  int64_t num_heads, head_size;
+  void* x;
+  const void* gate;
+  int64_t x_stride, gate_stride;
+};
+
+// factors: a, c, beta and eps. Above 0 x becomes a x^2 + beta x, elsewhere c (e^min(x, eps) - 1 - x) + beta x.
+struct Xielu {
+  int32_t dtype;
+  int64_t size;
+  void* x;
+  int64_t stride;
+  const float* factors;
+};
+
 // Every element of x is brought between -limit and limit. NaN stays.
 struct Clamp {
   int32_t dtype;
@@ -76,5 +94,7 @@ VLLM_LITE_DECLARE(void gated_activation(const GatedActivation& op, int64_t first
 VLLM_LITE_DECLARE(void add_rows(const AddRows& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void scale_rows(const ScaleRows& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void sigmoid_gate(const SigmoidGate& op, int64_t first, int64_t last))
+VLLM_LITE_DECLARE(void gate_heads(const GateHeads& op, int64_t first, int64_t last))
+VLLM_LITE_DECLARE(void xielu(const Xielu& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void clamp(const Clamp& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void scale_and_cap(const ScaleAndCap& op, int64_t first, int64_t last))

@@ -129,6 +129,36 @@ def test_gelu_is_that_of_torch(ops: CpuOps) -> None:
     torch.testing.assert_close(out[0], gelu(x), rtol=3e-7, atol=1.5e-6)  # torch's own is off by up to 1.1e-6
 
 
+@pytest.mark.usefixtures("each_isa")
+def test_xielu(dtype: torch.dtype, ops: CpuOps) -> None:
+    """Also where e^x - 1 - x is small beside its parts."""
+    for factors in ((0.8, 1.3, 0.5, -1e-6), (2.0, 0.6, 0.1, -0.3)):
+        above, below, beta, eps = (float(torch.tensor(each)) for each in factors)
+        for size, scale in [*((size, 4.0) for size in SIZES), (37, 0.3), (37, 1e-3), (37, 30.0)]:
+            x = values(4, size, dtype=dtype, scale=scale)
+            wide = x.double()
+            power = torch.expm1(wide.clamp(max=eps))
+            exact = torch.where(wide > 0, above * wide**2, below * (power - wide)) + beta * wide
+            largest = torch.where(wide > 0, above * wide**2, below * (power.abs() + wide.abs())) + beta * wide.abs()
+            spread = strided(x)
+            ops.xielu(spread, torch.tensor(factors))
+            most = torch.finfo(dtype).eps * (2 * largest + torch.finfo(dtype).tiny)  # or half a step of the smallest
+            assert ((spread.double() - exact).abs() <= most).all()
+            assert_gaps_untouched(spread)
+
+
+@pytest.mark.usefixtures("each_isa")
+def test_one_gate_for_each_head(dtype: torch.dtype, ops: CpuOps) -> None:
+    for size in (8, 24, 128):
+        x, gate = values(4, 3 * size, dtype=dtype), values(4, 3, dtype=dtype, seed=1, scale=5)
+        gate[0, 0], gate[1, 2] = 200, -200
+        exact = (x.double().view(4, 3, size) * gate.double().sigmoid()[..., None]).flatten(1)
+        spread, gates = strided(x), strided(gate)
+        ops.gate_heads(spread.unflatten(1, (3, size)), gates)
+        assert_close(spread, exact, 4)
+        assert_gaps_untouched(spread)
+
+
 # ---- sums and products: bit for bit, as each is rounded once
 
 

@@ -42,6 +42,7 @@ TARGETS: dict[str, list[Any]] = {
     "opt": ["all-linear"],
     "qwen3-moe": [["q_proj", "o_proj"]],
     "qwen3.5": ["all-linear"],  # six projections in one product of a recurrent layer, and a gate in that of Q
+    "lfm3": ["all-linear"],  # a gate for each head, by a matrix of its own
     "deepseek-v2-groups": [["q_proj", "kv_a_proj_with_mqa", "o_proj"]],
 }
 """By variants of tests/families, what is adapted: alone, and all together."""

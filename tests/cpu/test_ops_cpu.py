@@ -30,6 +30,7 @@ class Operands:
         self.positions = torch.arange(num_tokens) % 7
         self.table, self.factors = values(7, size, dtype=dtype, seed=6), values(7, dtype=torch.float32, seed=7)
         self.residual, self.heads = self.other.clone(), self.x.view(num_tokens, size // 16, 16).clone()
+        self.gates, self.xielu = self.other[:, : size // 16].clone(), torch.tensor([0.8, 1.3, 0.5, -1e-6])
         self.gate_up, self.logits = torch.cat((self.x, self.other), dim=1), self.x.float()
         self.outs = [torch.empty_like(self.x) for _ in range(8)]
 
@@ -49,6 +50,8 @@ class Operands:
         for out, kind in zip(outs[2:], fused.KINDS, strict=True):
             ops.activate_and_mul(kind, self.gate_up, out)
         ops.activate("gelu", self.gate_up)
+        ops.gate_heads(self.heads, self.gates)
+        ops.xielu(self.residual, self.xielu)
 
     @property
     def results(self) -> list[torch.Tensor]:
@@ -99,7 +102,7 @@ def test_no_rows(dtype: torch.dtype, ops: CpuOps) -> None:
 def test_a_program_runs_them_all(dtype: torch.dtype, ops: CpuOps) -> None:
     eager, recorded, program = Operands(5, 48, dtype), Operands(5, 48, dtype), Program()
     program.record(lambda: recorded.apply(ops))
-    assert len(set(program.names)) == 12
+    assert len(set(program.names)) == 14
     eager.apply(ops)
     program.replay()
     for found, expected in zip(recorded.results, eager.results, strict=True):

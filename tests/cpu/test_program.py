@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.checkpoints import make_checkpoint
 from tests.cpu.test_attention_reference import Batch
@@ -85,13 +86,13 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str, tmp_path: Path) -
 def test_decode_steps_with_states_are_replayed(variant: Variant, tmp_path: Path) -> None:
     """They have the bits of eager steps, tokens and states."""
     model, drivers = variant.make(tmp_path / "model"), []
-    has_kv = any(layer.keeps_kv for layer in load_spec(model).layers)
+    num_groups = len(load_spec(model).kv_groups)
     for enforce_eager in (True, False):
         driver = Driver(model, enforce_eager=enforce_eager)
         for handle in range(2):
-            blocks = [2 + 8 * handle] if has_kv else None
-            request = new_request(handle, make_prompt(6 + handle, seed=handle), blocks)
-            driver.run(request, States(handle, 0, 1 + handle, []))
+            request = new_request(handle, make_prompt(6 + handle, seed=handle), None)
+            blocks = [[2 + 8 * handle + group] for group in range(num_groups)]
+            driver.run(replace(request, block_ids=blocks), States(handle, 0, 1 + handle, []))
         for _ in range(4):
             driver.run(Continue(0, 1, []), Continue(1, 1, []))
         driver.run(States(1, 2, 5, []), Continue(0, 1, []), Continue(1, 1, []))

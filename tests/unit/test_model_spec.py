@@ -22,6 +22,7 @@ from vllm_lite.checkpoint.model_spec import (
 )
 from vllm_lite.checkpoint.rope import Llama3, Rope
 from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
 from vllm_lite.errors import ConfigError, ModelError
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
@@ -411,6 +412,21 @@ LATENT = {
     "rope_scaling": None,
 }
 """Numbers of a model with latent attention and experts."""
+
+
+def test_kimi_is_read_as_it_is_published_and_as_transformers_writes_it(tmp_path):
+    text = config() | LATENT | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    specs = [
+        load(tmp_path, {"architectures": [name], "model_type": "kimi_k25", "text_config": text})
+        for name in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+    ]
+    assert specs[0].layers == specs[1].layers == load(tmp_path, text).layers
+    stored = (
+        "language_model.model.layers.3.mlp.down_proj.weight",
+        "language_model.model.blocks.3.mlp.down_proj.weight",
+    )
+    assert {canonical(name) for name in stored} == {"model.layers.3.mlp.down_proj.weight"}
+    assert is_ignored(canonical("mm_projector.proj.0.weight"), tied=False)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def _attention(layer: LayerSpec, spec: ModelSpec) -> int:
         return queries + hidden + latent.cached_size + heads.num_heads * latent.value_size + hidden
     num_kv = 0 if layer.kv_layer is not None else 1 if layer.values_are_keys else 2
     projected = heads.query_size + layer.gate_size + num_kv * heads.num_kv_heads * heads.head_size
-    return (1 + num_kv + (layer.gate_size > 0)) * hidden + projected + heads.output_size + hidden
+    return (1 + num_kv + (layer.output_gate in ("elements", "heads"))) * hidden + projected + heads.output_size + hidden
 
 
 def _mlp(layer: LayerSpec, spec: ModelSpec, world: int) -> int:

@@ -131,8 +131,9 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """The layer before it whose K and V it attends to; None = it has its own."""
     intermediate_size: int | None = None
     """Elements between the matrices of its MLP; None = as many as the model says."""
-    output_gate: Literal["elements", "heads"] | None = None
-    """Whether a sigmoid of its own multiplies what a token gets from V: element by element, or a whole head by one."""
+    output_gate: Literal["elements", "elements beside Q", "heads"] | None = None
+    """Whether a sigmoid of its own multiplies what a token gets from V: element by element, or a whole head by one. It
+    is made by a matrix of its own, or, "beside Q", by rows of Q's in turn with those of each head."""
     recurrent: DeltaNetSpec | MambaSpec | ShortConvSpec | None = None
     """What the layer has instead of attention: it keeps a state and no KV, and `attention` is that of other layers. One
     that says `beside_attention` stands beside it, and the layer keeps both."""
@@ -171,7 +172,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     def gate_size(self) -> int:
         """Elements of a token's output gate."""
         own = self.attention
-        return {None: 0, "heads": own.num_heads, "elements": own.query_size}[self.output_gate]
+        return 0 if self.output_gate is None else own.num_heads if self.output_gate == "heads" else own.query_size
 
     @property
     def rotated_size(self) -> int:

@@ -65,6 +65,8 @@ EXPERT_PARTS = (
     (".router.", ".mlp.gate."),
 )
 """What a name has in its middle where a layer has experts -> here; the first that fits is taken."""
+HEAD_GATES = ".self_attn.g_proj", ".self_attn.gate_proj"
+"""What transformers calls the gates of LFM3's heads, and adapters with it -> here, as in its files."""
 _BESIDE_MLP = re.compile(r"(.*\.layers\.\d+)(\.experts\..*)")
 """Experts that stand beside an MLP, not in its place, are called here as others."""
 EXPERT_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -117,6 +119,7 @@ def canonical(name: str) -> str:
         if stored in name:
             name = name.replace(stored, here, 1)
             break
+    name = name.replace(*HEAD_GATES)
     if ".experts." in name and (beside := _BESIDE_MLP.fullmatch(name)):
         name = f"{beside[1]}.mlp{beside[2]}"
     if ".mlp.experts." in name and (found := _EXPERT_MATRIX.fullmatch(name)):

@@ -123,8 +123,18 @@ class Ops(Protocol):
         ...
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> None:
-        """x *= sigmoid(gate), in float32 and rounded once; both [num_tokens, size], or x: [num_tokens, num_heads,
-        head_size], gate: [num_tokens, num_heads]."""
+        """x *= sigmoid(gate), in float32 and rounded once; both [num_tokens, size]."""
+        ...
+
+    def gate_heads(self, heads: torch.Tensor, gate: torch.Tensor) -> None:
+        """heads *= sigmoid(gate), as `sigmoid_gate`; heads: [num_tokens, num_heads, head_size], gate: [num_tokens,
+        num_heads]."""
+        ...
+
+    def xielu(self, x: torch.Tensor, factors: torch.Tensor) -> None:
+        """x = xIELU(x), in float32 and rounded once; x: [num_tokens, size], factors: float32 [4], contiguous: a, c,
+        beta and eps (Huang and Schlag 2024). Above 0 it is a x^2 + beta x, elsewhere c (exp(min(x, eps)) - 1 - x) +
+        beta x."""
         ...
 
 
@@ -200,8 +210,16 @@ class TorchOps:
         residual.copy_(residual.float() + gates.sigmoid() * x.float())
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> None:
-        factor = gate.float().sigmoid()
-        x.copy_(x.float() * (factor if x.dim() == gate.dim() else factor[..., None]))
+        x.copy_(x.float() * gate.float().sigmoid())
+
+    def gate_heads(self, heads: torch.Tensor, gate: torch.Tensor) -> None:
+        self.sigmoid_gate(heads, gate[..., None])
+
+    def xielu(self, x: torch.Tensor, factors: torch.Tensor) -> None:
+        above, below, beta, eps = factors
+        wide = x.float()
+        curved = torch.where(wide > 0, above * wide * wide, below * (torch.expm1(torch.minimum(wide, eps)) - wide))
+        x.copy_(curved.add_(beta * wide))
 
 
 SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0

@@ -28,8 +28,8 @@ class AttentionNames(NamedTuple):
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     sinks: str = "sinks"
-    gate: str = ""
-    """That of what the heads give; empty where each head's gate stands behind its Q in one tensor."""
+    gate: str = "gate_proj"
+    """Makes the gate of what the heads give, if that is not in the tensor of Q."""
     layout: Layout = "separate"
 
 
@@ -98,7 +98,7 @@ class AttentionBlock:
         """Make what gives Q, K and V, and what norms them."""
         hidden, spec = Split.whole(parts.spec.hidden_size), parts.spec
         outputs: tuple[Split, ...] = splits
-        if self.gated and self.names.gate:
+        if self.gated in ("elements", "heads"):
             heads = spec.layers[layer].attention.heads(parts.shard).query
             outputs = *splits, heads if self.gated == "heads" else heads.times(self.head_size)
         elif self.gated:
@@ -132,7 +132,10 @@ class AttentionBlock:
         given = (own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks)
         backend.attend(*given, scales=self.kv_scales, new=own.heads if self.has_kv else None)
         if own.gate is not None:
-            self.ops.sigmoid_gate(own.attended_heads if self.gated == "heads" else own.attended, own.gate)
+            if self.gated == "heads":
+                self.ops.gate_heads(own.attended_heads, own.gate)
+            else:
+                self.ops.sigmoid_gate(own.attended, own.gate)
 
     def later_norms(self, own: HeadRows, backend: AttentionBackend) -> HeadNormWeights | None:
         """The norms of Q and K, where nothing lies between them and the rotation, and the backend does both at once."""
@@ -156,7 +159,7 @@ class AttentionBlock:
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """What a checkpoint has of this block under `prefix`, like "model.layers.0.self_attn."."""
-        gate = (self.names.gate or self.names.qkv[0],) if self.gated else ()
+        gate = () if not self.gated else self.names.qkv[:1] if self.gated == "elements beside Q" else (self.names.gate,)
         yield self.qkv.group(*(f"{prefix}{name}" for name in (*self.names.qkv, *gate)))
         if self.qk_norm is not None:
             names = self.names

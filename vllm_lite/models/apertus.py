@@ -14,10 +14,10 @@ from vllm_lite.models.decoder import Decoder
 
 
 class XieluMLP(MLP):
-    """xIELU (Huang and Schlag 2024): a x^2 + beta x above 0, c (exp(min(x, eps)) - 1 - x) + beta x elsewhere, where a
-    is softplus(alpha_p) and c is beta + softplus(alpha_n). Ranks hold all four numbers."""
+    """An MLP with xIELU, as `Ops.xielu` computes it: a is softplus(alpha_p), c is beta + softplus(alpha_n). Ranks hold
+    all four numbers."""
 
-    factors: tuple[torch.Tensor, ...]  # a, c, beta, eps: float32 [1] each, by `load`
+    factors: torch.Tensor  # a, c, beta, eps: float32 [4], by `load`
 
     def __init__(self, parts: Parts, size: int | None = None) -> None:
         super().__init__(parts, size)
@@ -26,10 +26,7 @@ class XieluMLP(MLP):
     def forward(self, x: torch.Tensor, rows: Rows) -> None:
         """As MLP's."""
         self.up.forward(x, out=rows.activated)
-        above, below, beta, eps = self.factors
-        wide = rows.activated.float()
-        curved = torch.where(wide > 0, above * wide * wide, below * (torch.expm1(torch.minimum(wide, eps)) - wide))
-        rows.activated.copy_(curved.add_(beta * wide))
+        self.ops.xielu(rows.activated, self.factors)
         self.down.forward(rows.activated, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
@@ -41,7 +38,7 @@ class XieluMLP(MLP):
     def load(self, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: torch.Tensor, eps: torch.Tensor) -> None:
         """Keep what the activation has: float32 [1] each."""
         softplus = torch.nn.functional.softplus
-        self.factors = softplus(alpha_p), beta + softplus(alpha_n), beta, eps
+        self.factors = torch.cat((softplus(alpha_p), beta + softplus(alpha_n), beta, eps))
 
 
 class ApertusLayer(DecoderLayer):

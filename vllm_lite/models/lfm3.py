@@ -2,16 +2,12 @@
 
 from typing import ClassVar
 
-from vllm_lite.layers.attention_block import Attention, AttentionBlock, AttentionNames
+from vllm_lite.layers.attention_block import Attention, AttentionBlock
 from vllm_lite.layers.decoder_layer import LayerNames, SandwichLayer
 from vllm_lite.layers.short_conv import ShortConvBlock
 from vllm_lite.models.decoder import DecoderNames
 from vllm_lite.models.hybrid import Hybrid
 from vllm_lite.models.lfm2 import Lfm2MLP
-
-
-class Lfm3Attention(AttentionBlock):
-    names = AttentionNames(gate="gate_proj")
 
 
 class AttentionLayer(SandwichLayer):
@@ -22,7 +18,7 @@ class AttentionLayer(SandwichLayer):
         mlp="feed_forward",
         after_mlp="post_ffn_norm",
     )
-    attention_block: ClassVar[type[Attention]] = Lfm3Attention
+    attention_block: ClassVar[type[Attention]] = AttentionBlock
     mlp_block: ClassVar = Lfm2MLP
 
 

@@ -1,13 +1,10 @@
 """Muse Glimmer's text: a norm before and one behind each block, gated attention, normed token vectors."""
 
-from typing import ClassVar
-
 import torch
 from msgspec.structs import replace
 
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.kernels.ops import WideNormWeights
-from vllm_lite.layers.attention_block import AttentionBlock, AttentionNames
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.decoder_layer import SandwichLayer
 from vllm_lite.layers.norm import WideNorm
@@ -15,14 +12,8 @@ from vllm_lite.layers.parts import Parts
 from vllm_lite.models.decoder import Decoder
 
 
-class MuseAttention(AttentionBlock):
-    names = AttentionNames(gate="gate_proj")
-
-
 class MuseLayer(SandwichLayer):
     """The norms behind blocks have an eps of their own."""
-
-    attention_block: ClassVar = MuseAttention
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__(parts, layer)

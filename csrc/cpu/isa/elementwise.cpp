@@ -103,15 +103,54 @@ void scale_rows_at(const ScaleRows& op, int64_t first, int64_t last) {
   }
 }
 
+// 1 + e^-x, by which what is gated is divided.
+VLLM_LITE_INLINE Vec inverse_sigmoid(Vec x) {
+  const Vec negative = 0.0f - x;
+  return 1.0f + exp(negative > 87.0f ? splat(87.0f) : negative);
+}
+
 template <class T>
 void sigmoid_gate_rows(const SigmoidGate& op, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
     T* x = static_cast<T*>(op.x) + i * op.x_stride;
     const T* gate = static_cast<const T*>(op.gate) + i * op.gate_stride;
     each_vector(op.size, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
-      const Vec negative = 0.0f - load_at(gate, k, count);
-      const Vec scale = 1.0f + exp(negative > 87.0f ? splat(87.0f) : negative);
-      store_at(x, k, load_at(x, k, count) / scale, count);
+      store_at(x, k, load_at(x, k, count) / inverse_sigmoid(load_at(gate, k, count)), count);
+    });
+  }
+}
+
+template <class T>
+void gate_heads_at(const GateHeads& op, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    const T* gates = static_cast<const T*>(op.gate) + i * op.gate_stride;
+    for (int64_t j = 0; j < op.num_heads; ++j) {
+      T* x = static_cast<T*>(op.x) + i * op.x_stride + j * op.head_size;
+      const Vec scale = inverse_sigmoid(splat(load_part(gates + j, 1)[0]));
+      each_vector(op.head_size, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+        store_at(x, k, load_at(x, k, count) / scale, count);
+      });
+    }
+  }
+}
+
+// e^x - 1 for x up to 0, by its series where little is left of e^x - 1.
+VLLM_LITE_INLINE Vec exp_minus_one(Vec x) {
+  const Vec series =
+      x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8)))))));
+  return x > -0.5f ? series : exp(max(x, splat(-87))) - 1;
+}
+
+template <class T>
+void xielu_rows(const Xielu& op, int64_t first, int64_t last) {
+  const Vec above = splat(op.factors[0]), below = splat(op.factors[1]);
+  const Vec beta = splat(op.factors[2]), eps = splat(op.factors[3]);
+  for (int64_t i = first; i < last; ++i) {
+    T* row = static_cast<T*>(op.x) + i * op.stride;
+    each_vector(op.size, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+      const Vec x = load_at(row, k, count), least = x > eps ? eps : x;
+      const Vec curved = x > 0.0f ? above * (x * x) : below * (exp_minus_one(least) - x);
+      store_at(row, k, curved + beta * x, count);
     });
   }
 }
@@ -135,6 +174,8 @@ VLLM_LITE_BY_DTYPE(gated_activation, activate_by_kind, GatedActivation)
 VLLM_LITE_BY_DTYPE(add_rows, add_rows_at, AddRows)
 VLLM_LITE_BY_DTYPE(scale_rows, scale_rows_at, ScaleRows)
 VLLM_LITE_BY_DTYPE(sigmoid_gate, sigmoid_gate_rows, SigmoidGate)
+VLLM_LITE_BY_DTYPE(gate_heads, gate_heads_at, GateHeads)
+VLLM_LITE_BY_DTYPE(xielu, xielu_rows, Xielu)
 VLLM_LITE_BY_DTYPE(clamp, clamp_rows, Clamp)
 
 void scale_and_cap(const ScaleAndCap& op, int64_t first, int64_t last) {

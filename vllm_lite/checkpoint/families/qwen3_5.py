@@ -68,7 +68,7 @@ def hybrid_layers(raw: Qwen35Config) -> tuple[LayerSpec, ...]:
         raise ModelError("attn_output_gate false is not supported; full attention has a gate in this family")
     attention = attention_of(raw, default_head_dim=HEAD_DIM)
     rope = rope_of(raw, attention.head_size, partial_rotary_factor=ROTATED)
-    full = LayerSpec(attention, rope, output_gate="elements")
+    full = LayerSpec(attention, rope, output_gate="elements beside Q")
     linear = LayerSpec(attention, None, recurrent=_recurrent(raw))
     interval = raw.full_attention_interval
     types = layer_types_of(raw, lambda layer: LINEAR if (layer + 1) % interval else FULL, (FULL, LINEAR))

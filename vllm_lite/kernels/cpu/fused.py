@@ -34,6 +34,8 @@ _SCALE_ROWS = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64
 _SCALE_AND_CAP = (int64, int64, pointer, int64, float32, float32)
 _ADD_GATED = (int32, int64, int64, pointer, int64, pointer, int64, pointer, int64)
 _SIGMOID_GATE = (int32, int64, int64, pointer, int64, pointer, int64)
+_GATE_HEADS = (int32, int64, int64, int64, pointer, int64, pointer, int64)
+_XIELU = (int32, int64, int64, pointer, int64, pointer)
 _ROTATE = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, int64, pointer, pointer, int64)
 _SELECT = (int32, int64, int64, pointer, int64, pointer, pointer, pointer, int64)
 
@@ -60,6 +62,8 @@ class CpuOps(TorchOps):
         self._rotate = function("vllm_lite_rotate", _ROTATE)
         self._add_gated = function("vllm_lite_add_gated", _ADD_GATED)
         self._sigmoid_gate = function("vllm_lite_sigmoid_gate", _SIGMOID_GATE)
+        self._gate_heads = function("vllm_lite_gate_heads", _GATE_HEADS)
+        self._xielu = function("vllm_lite_xielu", _XIELU)
         self._router: tuple[Routing, NativeRouter] | None = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -214,6 +218,20 @@ class CpuOps(TorchOps):
         if code is None or x.dim() != 2 or gate.shape != x.shape:
             return super().sigmoid_gate(x, gate)
         self._sigmoid_gate(code, *x.shape, x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0))
+        return None
+
+    def gate_heads(self, heads: torch.Tensor, gate: torch.Tensor) -> None:
+        code = _code(heads, gate)
+        if code is None or heads.dim() != 3 or gate.shape != heads.shape[:2] or heads.stride(1) != heads.shape[2]:
+            return super().gate_heads(heads, gate)
+        self._gate_heads(code, *heads.shape, heads.data_ptr(), heads.stride(0), gate.data_ptr(), gate.stride(0))
+        return None
+
+    def xielu(self, x: torch.Tensor, factors: torch.Tensor) -> None:
+        code = _code(x)
+        if code is None or x.dim() != 2:
+            return super().xielu(x, factors)
+        self._xielu(code, *x.shape, x.data_ptr(), x.stride(0), factors.data_ptr())
         return None
 
 
