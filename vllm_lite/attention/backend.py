@@ -22,7 +22,7 @@ from vllm_lite.kernels.ops import HeadNormWeights, Rotation
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a backend is made for: what differs between KV groups, and what all of them have in common."""
+    """The shape of attention that a backend is made for: of each KV group, and common to all."""
 
     groups: tuple[AttentionSpec, ...]
     """How the layers of each KV group attend, with the heads that this rank holds."""

@@ -169,7 +169,7 @@ def own_launcher(backend: str) -> Launcher:
 
 
 def scoring_of(spec: AttentionSpec, shape: AttentionShape) -> Scoring:
-    """How the kernels score for the layers of one KV group."""
+    """Scoring by the kernels for the layers of one KV group."""
     slopes = spec.alibi_slopes
     on_device = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=shape.device)
     scales = (shape.k_scale, shape.v_scale)
@@ -185,7 +185,7 @@ def scoring_with(scoring: Scoring, sinks: torch.Tensor | None, scales: KVScales 
 
 
 def device_reason(shape: AttentionShape, reason: Callable[[AttentionShape], str | None]) -> str | None:
-    """What keeps a backend with CUDA kernels from serving `shape`: its device, or the kernels' own `reason`."""
+    """The reason why a backend with CUDA kernels cannot serve `shape`: its device, or the kernels' own `reason`."""
     if shape.device.type != "cuda":
         return f"it runs on a CUDA device, not on {shape.device}"
     if why := reason(shape):

@@ -1,4 +1,4 @@
-"""What the CUDA backend prepares for a step: the lists of work of each KV group, in one piece of device memory.
+"""The CUDA backend's plan of a step: the lists of work of each KV group, in one piece of device memory.
 
 A step that runs eagerly has lists of exactly its work, which one copy brings to the device. A graph has room for the
 most that its batch size can ask for; its launches read how much there is, and `refresh` fills it before each replay.
@@ -208,7 +208,7 @@ class Planner:
             start += sum(sizes[len(parts) :])
 
     def _graph_sizes(self, batch: StepBatch) -> list[list[int]]:
-        """How many entries of 16 bytes the lists of each kind have in a graph: the list of splits, which begins with
+        """Number of entries of 16 bytes in the lists of each kind in a graph: the list of splits, which begins with
         their number, and where rows look for what they share, that of shared splits, the first places and the rows."""
         sizes = []
         for kind in self._kinds:

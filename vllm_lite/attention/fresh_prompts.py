@@ -1,4 +1,4 @@
-"""Which prompts of a step may go through a library: those that come whole, of layers that it can compute."""
+"""Prompts of a step that may go through a library: whole ones, of layers that it can compute."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Ints = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """What of a step's prompts goes through a library, for layers that hand over their K and V."""
+    """The part of a step's prompts that goes through a library, for layers that hand over their K and V."""
 
     prompts: tuple[Prompts, ...]
     rest: torch.Tensor | None

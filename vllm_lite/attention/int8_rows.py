@@ -13,7 +13,7 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def scale_bytes(dtype: torch.dtype) -> int:
-    """What a cache of type `dtype` keeps behind the elements of each token and head."""
+    """Bytes that a cache of type `dtype` keeps after the elements of each token and head."""
     return SCALE_BYTES if dtype == torch.int8 else 0
 
 

@@ -59,7 +59,7 @@ class PagedBackend:
         return device_reason(shape, split_layout_reason)
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
-        """What one launch of v2 takes, and the tables of the rows."""
+        """Bytes of one launch of v2, and of the tables of the rows."""
         shape, rows = self.shape, min(max_num_tokens, MAX_ROWS)
         num_partitions = -(-max_seq_len // PARTITION_TOKENS)
         max_blocks = -(-max_seq_len // shape.block_size)

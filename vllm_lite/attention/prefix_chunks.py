@@ -1,4 +1,4 @@
-"""Which chunks behind a prefix go through torch's FlashAttention, on a copy of their sequence's K and V."""
+"""Chunks after a prefix that go through torch's FlashAttention, on a copy of their sequence's K and V."""
 
 from bisect import bisect_right
 from typing import Any
@@ -51,7 +51,7 @@ class PrefixChunks:
         return place >= 0 and points[place][1]
 
     def of(self, query_lens: Ints, seq_lens: Ints) -> NDArray[np.bool_]:  # [num_seqs]
-        """Which sequences of a step, in their order as long as there is room."""
+        """Sequences of a step that do, in their order as long as there is room."""
         chosen, room = np.zeros(len(query_lens), np.bool_), self._most_tokens
         for i in np.flatnonzero((query_lens > 1) & (query_lens < seq_lens)).tolist():
             if self.pays_for(int(query_lens[i]), int(seq_lens[i] - query_lens[i])) and seq_lens[i] <= room:

@@ -26,7 +26,7 @@ from vllm_lite.kernels.ops import TorchOps
 
 @dataclass(slots=True)
 class _Write:
-    """Where a group's new K and V go. `rows` is None when every token has a slot."""
+    """Places of a group's new K and V. `rows` is None when every token has a slot."""
 
     rows: torch.Tensor | None  # int64 [num_written]
     blocks: torch.Tensor  # int64 [num_written]
@@ -35,7 +35,7 @@ class _Write:
 
 @dataclass(slots=True)
 class _Span:
-    """What a sequence reads of a group whose layers have one window: positions [first, seq_len)."""
+    """Positions [first, seq_len) that a sequence reads of a group whose layers have one window."""
 
     table: slice  # its blocks in the sequence's table
     tokens: slice  # its positions, counted from the first of those blocks

@@ -1,4 +1,5 @@
-"""Which attention backend serves a model: the first for the device that supports its shape, or the one asked for."""
+"""Choice of the attention backend for a model: the first for the device that supports its shape, or the one asked
+for."""
 
 from pkgutil import resolve_name
 

@@ -23,7 +23,7 @@ EPS = 1e-6
 
 
 class DeltaNetWeights(NamedTuple):
-    """What a layer has beside its projections, all float32."""
+    """Weights of a layer beside its projections, all float32."""
 
     conv: torch.Tensor  # [conv_size, conv_channels]
     decay: torch.Tensor  # [num_value_heads], exp(A_log)
@@ -83,7 +83,7 @@ class DeltaNetOp(SegmentedOp[DeltaNetSpec, Projected, DeltaNetWeights]):
 
 
 class RuleInputs(NamedTuple):
-    """What tokens bring to the state of each head; float32."""
+    """Inputs of tokens to the state of each head; float32."""
 
     query: torch.Tensor  # [n, num_heads, key_size]
     key: torch.Tensor  # [n, num_heads, key_size]

@@ -24,7 +24,7 @@ ELEMENTS_AT_ONCE = 1 << 20
 
 
 class Layout(NamedTuple):
-    """How blocks of one type are taken apart."""
+    """Layout of the blocks of one type."""
 
     elements: int
     num_bytes: int

@@ -19,7 +19,7 @@ from vllm_lite.kernels.recurrent import CHUNK, SegmentedOp
 
 
 class MambaWeights(NamedTuple):
-    """What a layer has beside its projections and its norm, all float32."""
+    """Weights of a layer beside its projections and its norm, all float32."""
 
     conv: torch.Tensor  # [conv_size, conv_channels]
     conv_bias: torch.Tensor  # [conv_channels]

@@ -1,4 +1,4 @@
-"""What the kernels that rule tokens out take on all devices: which rows of logits, and a bitmask for each."""
+"""Inputs of the kernels that rule tokens out, on all devices: rows of logits, and a bitmask for each."""
 
 from typing import NamedTuple
 

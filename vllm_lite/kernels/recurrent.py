@@ -1,5 +1,5 @@
-"""What recurrent layers have in common: a step's segments, what a slot keeps, the short convolution; and who computes
-them. In plain torch, one segment after another."""
+"""Common parts of recurrent layers: a step's segments, what a slot keeps, the short convolution; and who computes them.
+In plain torch, one segment after another."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
@@ -23,7 +23,7 @@ class KVAndStates(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Where the states of a step's sequences come from and go to.
+    """Slots that the states of a step's sequences come from and go to.
 
     A sequence's rows are cut into segments, one behind the other. Each begins with the state in slot `sources`, 0
     being the state before the first token, and leaves its own in slot `targets`, 0 being nowhere. One without rows
@@ -52,7 +52,7 @@ class StateShape(Protocol):
 
 
 class ConvWeights(Protocol):
-    """What every such layer has."""
+    """Weights of the convolution, which every such layer has."""
 
     @property
     def conv(self) -> torch.Tensor: ...  # float32 [conv_size, channels]
@@ -94,7 +94,7 @@ class SegmentedOp(ABC, Generic[Spec, Parts, Weights]):
 
     @abstractmethod
     def scan(self, own: Parts, weights: Weights, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the tokens of a segment get, and the state behind them; `mixed` has passed the convolution."""
+        """Outputs for the tokens of a segment, and the state after them; `mixed` has passed the convolution."""
 
     def forward(
         self,

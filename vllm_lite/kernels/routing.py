@@ -1,4 +1,4 @@
-"""How tokens choose their experts, in plain torch: the reference of all other implementations of `Ops.route`."""
+"""Choice of experts by tokens, in plain torch: the reference of all other implementations of `Ops.route`."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # it needs msgspec, and kernels are tried on machines that ha
 
 
 class Routing(NamedTuple):
-    """How the tokens of one layer choose."""
+    """Routing of one layer's tokens."""
 
     spec: "RoutingSpec"
     bias: torch.Tensor | None

@@ -1,4 +1,5 @@
-"""Which implementation of each operation a device gets: its own kernels where it has some, else the reference in torch.
+"""Choice of the implementation of each operation for a device: its own kernels where it has some, else the reference in
+torch.
 
 References and kernels do not know this module, so that none of them imports another lazily.
 """

@@ -1,4 +1,4 @@
-"""Which rows of a step belong to which adapter, in memory that stays: recorded steps read it.
+"""The adapters of a step's rows, in memory that stays: recorded steps read it.
 
 There are two sets of rows: those of all tokens of the step and, once `gather` was called, those that go on. Layers ask
 for the `current` one.

@@ -20,7 +20,7 @@ from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
 
 
 class AttentionNames(NamedTuple):
-    """What a checkpoint calls the parts of a layer's attention."""
+    """A checkpoint's names for the parts of a layer's attention."""
 
     qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     """The same name three times where they are one tensor."""
@@ -58,7 +58,7 @@ class Attention(Protocol):
         ...
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of it under `prefix`, like "model.layers.0.self_attn."."""
+        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.self_attn."."""
         ...
 
 
@@ -158,7 +158,7 @@ class AttentionBlock:
         self.output.forward(rows.by_kind[self.kind].attended, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of this block under `prefix`, like "model.layers.0.self_attn."."""
+        """Weights of this block in a checkpoint under `prefix`, like "model.layers.0.self_attn."."""
         gate = () if not self.gated else self.names.qkv[:1] if self.gated == "elements beside Q" else (self.names.gate,)
         yield self.qkv.group(*(f"{prefix}{name}" for name in (*self.names.qkv, *gate)))
         if self.qk_norm is not None:

@@ -30,7 +30,7 @@ class HeadRows:
 
 @dataclass(frozen=True, slots=True)
 class LatentRows:
-    """What layers with latent attention compute beside the heads that the cache is attended with."""
+    """Buffers of layers with latent attention, beside the heads that the cache is attended with."""
 
     query: torch.Tensor  # [n, num_heads * query_size], before it is multiplied into the space of the latent
     query_heads: torch.Tensor  # [n, num_heads, query_size], the same memory
@@ -41,7 +41,7 @@ class LatentRows:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """What a layer of experts computes on its way."""
+    """Buffers of a layer of experts."""
 
     logits: torch.Tensor  # float32 [n, num_experts]
     chosen: Chosen  # [n, experts_per_token]
@@ -53,7 +53,7 @@ class ExpertRows:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerRows:
-    """What each layer has of each token for itself, see ModelSpec.per_layer_size."""
+    """Vectors that each layer has of each token for itself, see ModelSpec.per_layer_size."""
 
     looked_up: torch.Tensor  # [n, num_layers * size]
     projected: torch.Tensor  # [n, num_layers * size]

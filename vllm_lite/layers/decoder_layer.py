@@ -21,7 +21,7 @@ from vllm_lite.layers.weight_slot import WeightGroup
 
 
 class LayerNames(NamedTuple):
-    """What a checkpoint calls the parts of a layer."""
+    """A checkpoint's names for the parts of a layer."""
 
     attention_norm: str = "input_layernorm"
     attention: str = "self_attn"
@@ -55,8 +55,8 @@ class DecoderLayer:
             self.mlp = self.sparse_block(parts, own.experts)
 
     def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """What is done for every token. rows.hidden is what the layer before gave back, to be added to rows.residual;
-        before the first layer there is nothing."""
+        """The part for every token. rows.hidden is the output of the layer before, to be added to rows.residual; before
+        the first layer there is nothing."""
         if self.first:
             self.input_norm.forward(rows.residual, out=rows.hidden)
         else:
@@ -68,7 +68,7 @@ class DecoderLayer:
         self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: Rows) -> None:
-        """What follows for them. rows.hidden becomes the MLP's output, still to be added."""
+        """The rest for these rows. rows.hidden becomes the MLP's output, still to be added."""
         self.attention.project(rows)
         self.after_attention(rows)
         self.mlp_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
@@ -76,13 +76,13 @@ class DecoderLayer:
         self.after_mlp(rows)
 
     def after_attention(self, rows: Rows) -> None:
-        """What is done to attention's output in rows.hidden before it is added."""
+        """Change attention's output in rows.hidden before it is added."""
 
     def after_mlp(self, rows: Rows) -> None:
-        """What is done to the MLP's output in rows.hidden before it is added."""
+        """Change the MLP's output in rows.hidden before it is added."""
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of this layer under `prefix`, like "model.layers.0."."""
+        """Weights of this layer in a checkpoint under `prefix`, like "model.layers.0."."""
         yield self.input_norm.group(f"{prefix}{self.names.attention_norm}")
         yield from self.attention.weight_groups(f"{prefix}{self.names.attention}.")
         yield self.mlp_norm.group(f"{prefix}{self.names.mlp_norm}")

@@ -16,7 +16,7 @@ from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack, w
 
 
 class DeltaNetNames(NamedTuple):
-    """What a checkpoint calls the parts of the layer."""
+    """A checkpoint's names for the parts of the layer."""
 
     mixed: str = "in_proj_qkv"
     z: str = "in_proj_z"
@@ -84,7 +84,7 @@ class DeltaNetBlock(RecurrentBlock):
         return (*self.mixed, self.heads.times(spec.value_size), *gates)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of it under `prefix`, like "model.layers.0.linear_attn."."""
+        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.linear_attn."."""
         names, spec, heads = self.names, self.whole, self.heads
         yield self.projections.group(*(f"{prefix}{name}" for name in names.projections))
         conv = tuple(

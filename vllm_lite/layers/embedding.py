@@ -72,7 +72,7 @@ class Embedding:
 
     @property
     def shape(self) -> LinearShape:
-        """What the matrix is: its outputs are tokens."""
+        """Shape of the matrix: its outputs are tokens."""
         return LinearShape(Split.whole(self.hidden_size), (self.vocabulary,), self.dtype, self.device)
 
     def group(self, name: str) -> WeightGroup:
@@ -95,7 +95,7 @@ class Embedding:
 
 
 def _select_rows(weight: torch.Tensor, token_ids: torch.Tensor, out: torch.Tensor, held: Split) -> None:
-    """What `look_up` does, in plain torch. Ids outside the vocabulary are an IndexError on a CPU."""
+    """`look_up` in plain torch. Ids outside the vocabulary are an IndexError on a CPU."""
     if held.is_whole:
         torch.index_select(weight, 0, token_ids, out=out)
         return

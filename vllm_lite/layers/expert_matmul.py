@@ -14,7 +14,7 @@ from vllm_lite.layers.matmul import Matmul, NativeMatmul
 
 
 class ExpertSizes(NamedTuple):
-    """What the experts of a rank have in common."""
+    """Common sizes of a rank's experts."""
 
     held: Split
     """Which of the layer's experts the rank has."""

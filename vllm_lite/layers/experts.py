@@ -29,7 +29,7 @@ from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
 
 
 class SparseNames(NamedTuple):
-    """What a checkpoint calls the parts of a layer's experts."""
+    """A checkpoint's names for the parts of a layer's experts."""
 
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
@@ -66,7 +66,7 @@ class Router:
         self.ops.route(rows.logits, self.routing, rows.chosen)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of it under `prefix`, like "model.layers.0.mlp."."""
+        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.mlp."."""
         yield self.linear.group(f"{prefix}{self.names.router}")
         if self.routing.spec.choice_bias:
             slot = whole_slot(f"{prefix}{self.names.choice_bias}", self.routing.spec.num_experts)
@@ -126,7 +126,7 @@ class Experts:
         self.matmul.forward(x, rows.chosen, out)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of them under `prefix`, one after another."""
+        """Weights of them in a checkpoint under `prefix`, one after another."""
         if self.fused:
             fused = self.names.fused
             for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
@@ -182,7 +182,7 @@ class SharedExpert:
             self.ops.add_gated(out, rows.shared, rows.gates)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of it under `prefix`."""
+        """Weights of it in a checkpoint under `prefix`."""
         names, own = self.matrices, f"{prefix}{self.names.shared}"
         yield self.gate_up.group(*(f"{own}{name}" for name in first_names(names, gated=self.gated)))
         yield self.down.group(f"{own}{names.down}")
@@ -191,7 +191,8 @@ class SharedExpert:
 
 
 class SparseMLP:
-    """What stands where a dense layer has its MLP. A family whose checkpoints call the parts otherwise sets `names`."""
+    """The block of experts in the place of a dense layer's MLP. A family whose checkpoints call the parts otherwise
+    sets `names`."""
 
     names: ClassVar = SparseNames()
     router_block: ClassVar[type[Router]] = Router
@@ -225,7 +226,7 @@ class SparseMLP:
         return replace(own, chosen=own.chosen._replace(experts=self.kept[: len(own.logits)]))
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of it under `prefix`, like "model.layers.0.mlp."."""
+        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.mlp."."""
         yield from self.router.weight_groups(prefix)
         yield from self.experts.weight_groups(prefix)
         if self.shared is not None:

@@ -22,7 +22,7 @@ ELEMENTS_AT_ONCE = 1 << 23
 
 
 def launcher_for(dtype: torch.dtype, device: torch.device) -> "Launcher | None":
-    """What launches products with rows of `dtype`; None where there are none."""
+    """The launcher of products with rows of `dtype`; None where there is none."""
     if device.type != "cuda" or dtype not in DTYPES:
         return None
     from vllm_lite.kernels.cuda.cupy_launcher import default_launcher

@@ -31,7 +31,7 @@ Matrices = Sequence[torch.Tensor | None]
 
 
 class AdapterLimits(NamedTuple):
-    """How many adapters a step may have, and the ranks that they may have."""
+    """Bounds on the adapters of a step, and on their ranks."""
 
     num_slots: int
     max_rank: int
@@ -54,7 +54,7 @@ class LayerSlots(Protocol):
 
 
 class Adapters:
-    """What the linear layers of one model share. Layers join it when they ask for their weights."""
+    """Adapters of one model, which its linear layers share. Layers join it when they ask for their weights."""
 
     def __init__(self, limits: AdapterLimits, max_num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.limits, self.dtype, self.device = limits, dtype, device

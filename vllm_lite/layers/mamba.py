@@ -81,7 +81,7 @@ class MambaBlock(RecurrentBlock):
             read.copy_(read * scale * self.norm.weight)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of it under `prefix`, like "model.layers.0.mamba."."""
+        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.mamba."."""
         spec, heads, mixed = self.whole, self.heads, self._mixed()
         yield self.projections.group(*(f"{prefix}in_proj",) * 5)
         shape = (spec.conv_channels, 1, spec.conv_size)

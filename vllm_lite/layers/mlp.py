@@ -14,7 +14,7 @@ from vllm_lite.layers.weight_slot import WeightGroup
 
 
 class GatedNames(NamedTuple):
-    """What a checkpoint calls the matrices of a gated MLP; where gate and up are one, they lie behind each other, or
+    """A checkpoint's names for the matrices of a gated MLP; where gate and up are one, they lie behind each other, or
     their rows in turn."""
 
     gate: str = "gate_proj"
@@ -23,7 +23,7 @@ class GatedNames(NamedTuple):
     in_turn: bool = False
 
     def as_stored(self, spec: ModelSpec) -> "GatedNames":
-        """Those of a checkpoint that may have gate and up as two tensors where its family has one."""
+        """Names in a checkpoint that may have gate and up as two tensors where its family has one."""
         if not spec.splits_gate_up or self.gate != self.up:
             return self
         gate, up = (self.gate.replace("gate_up_proj", name) for name in ("gate_proj", "up_proj"))
@@ -44,12 +44,12 @@ def gate_and_up(inner: Split, names: GatedNames, *, up_first: bool = False) -> t
 
 
 def first_rows(inner: Split, names: GatedNames, *, gated: bool) -> tuple[Split, ...]:
-    """What a rank holds of the first matrices of an MLP with a gate or without."""
+    """A rank's rows of the first matrices of an MLP with a gate or without."""
     return gate_and_up(inner, names) if gated else (inner,)
 
 
 def first_names(names: GatedNames, *, gated: bool) -> tuple[str, ...]:
-    """What these are called."""
+    """Names of these matrices."""
     return (names.gate, names.up) if gated else (names.up,)
 
 
@@ -85,7 +85,7 @@ class GatedMLP:
         self.down.forward(activated, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of this block under `prefix`, like "model.layers.0.mlp."."""
+        """Weights of this block in a checkpoint under `prefix`, like "model.layers.0.mlp."."""
         yield self.gate_up.group(f"{prefix}{self.matrices.gate}", f"{prefix}{self.matrices.up}")
         yield self.down.group(f"{prefix}{self.matrices.down}")
 
@@ -97,7 +97,7 @@ class FusedGatedMLP(GatedMLP):
 
 
 class MLPNames(NamedTuple):
-    """What a checkpoint calls the matrices of an MLP without a gate."""
+    """A checkpoint's names for the matrices of an MLP without a gate."""
 
     up: str = "up_proj"
     down: str = "down_proj"

@@ -1,4 +1,4 @@
-"""What the layers of a model are made with: its spec, a type, a device, the other ranks, the weights' form."""
+"""Ingredients of a model's layers: its spec, a type, a device, the other ranks, the weights' form."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""What each layer has of each token for itself: a vector of a table, and a projection of the token's vector."""
+"""Vectors that each layer has of each token for itself: a vector of a table, and a projection of the token's vector."""
 
 from collections.abc import Iterator
 
@@ -70,7 +70,7 @@ class PerLayerBlock:
         self.norm.forward(rows.hidden, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of it under `prefix`, like "model.layers.0."."""
+        """Weights of it in a checkpoint under `prefix`, like "model.layers.0."."""
         yield self.gate.group(f"{prefix}per_layer_input_gate")
         yield self.projection.group(f"{prefix}per_layer_projection")
         yield self.norm.group(f"{prefix}post_per_layer_input_norm")

@@ -40,7 +40,7 @@ class _Weights:
 
 
 class Pooler:
-    """What stands behind the pooling. Every rank holds all of it, and rank 0 uses it."""
+    """The layers after pooling. Every rank holds all of it, and rank 0 uses it."""
 
     def __init__(self, parts: Parts) -> None:
         spec = parts.spec.pooling
@@ -53,7 +53,7 @@ class Pooler:
     # ---- weights
 
     def weight_groups(self) -> Iterator[WeightGroup]:
-        """What the checkpoint's files have of the head."""
+        """Weights of the head in the checkpoint."""
         head, size = self.spec.head, self.model.hidden_size
         if head is None:
             return
@@ -73,7 +73,7 @@ class Pooler:
         return WeightGroup(stacks, to.load)
 
     def _difference(self, tokens: tuple[int, int]) -> WeightGroup:
-        """How much likelier the second token is than the first: a row of the LM head less another."""
+        """Difference of the logits of the second token and the first: a row of the LM head less another."""
         shape = self.model.vocab_size, self.model.hidden_size
         name = EMBEDDING if self.model.tie_word_embeddings else HEAD
         slot = WeightSlot(name, shape, (0, 0), (2, shape[1]), tokens)

@@ -42,7 +42,7 @@ class HeadNorms:
         self.key.forward(own.heads.key, out=own.heads.key)
 
     def weights(self) -> HeadNormWeights | None:
-        """What a kernel needs that norms heads by the way; None for norms that no such kernel has."""
+        """Weights for a kernel that also norms heads; None for norms that no such kernel has."""
         if not isinstance(self.query, RMSNorm) or not isinstance(self.key, RMSNorm):
             return None
         return HeadNormWeights(self.query.weight, self.key.weight, self.query.eps)
@@ -139,7 +139,7 @@ class Clipped:
 
 
 def make_qk_norm(parts: Parts, splits: QKVSplits, head_size: int, order: tuple[int, ...] | None) -> QKNorm | None:
-    """What the model does to Q and K before they are rotated, None if it does nothing."""
+    """Norms of Q and K before they are rotated, None without any."""
     norm = _norms(parts, splits, head_size, order)
     limit = parts.spec.qkv_clip
     return Clipped(norm, limit, ops_for(parts.device)) if limit else norm

@@ -1,4 +1,5 @@
-"""Where the rows of Q, K and V stand in the tensors of a checkpoint, for a rank's heads in the order of the kernels."""
+"""Positions of the rows of Q, K and V in the tensors of a checkpoint, for a rank's heads in the order of the
+kernels."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""What stands in a decoder layer where others have attention, and keeps a state of the sequence instead of KV."""
+"""The recurrent block of a decoder layer, in the place of attention: it keeps a state of the sequence instead of KV."""
 
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from vllm_lite.layers.parts import Parts
 
 
 class RecurrentOp(Protocol):
-    """What of a layer goes from token to token."""
+    """The operation of a layer that goes from token to token."""
 
     graph_safe: bool
     """Whether a graph can hold it."""

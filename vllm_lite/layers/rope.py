@@ -86,7 +86,7 @@ def _yarn(frequencies: torch.Tensor, theta: float, rope: Yarn) -> torch.Tensor:
     size = 2 * len(frequencies)
 
     def pair_of(turns: float) -> float:
-        """Which pair turns so many times in the original context."""
+        """The pair of elements with so many rotations in the original context."""
         return size * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)

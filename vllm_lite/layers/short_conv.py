@@ -28,7 +28,7 @@ class ShortConvBlock(RecurrentBlock):
         self.op = short_conv_op(own, parts.device, parts.dtype)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of it under `prefix`, like "model.layers.0.conv."."""
+        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.conv."."""
         spec, held = self.whole, self.held
         yield self.projections.group(*(f"{prefix}in_proj",) * 3)
         shape = (spec.channels, 1, spec.conv_size)

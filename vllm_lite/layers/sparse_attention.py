@@ -70,7 +70,7 @@ class Selection:
 
 
 class SparseIndex:
-    """What a layer scores cached tokens with. All ranks hold all of it, and choose alike."""
+    """The index with which a layer scores cached tokens. All ranks hold all of it, and choose alike."""
 
     def __init__(self, parts: Parts, spec: LatentSpec, turned: tuple[int, ...]) -> None:
         """`turned`: the order of the elements of a head that are rotated, as the kernels take them."""
@@ -120,7 +120,7 @@ class SparseIndex:
         return key, weights
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """What a checkpoint has of it under `prefix`, like "model.layers.0.self_attn.indexer."."""
+        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.self_attn.indexer."."""
         yield self.query.group(f"{prefix}wq_b")
         yield self.key.group(f"{prefix}wk")
         yield self.weights.group(f"{prefix}weights_proj")

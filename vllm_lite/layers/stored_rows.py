@@ -1,5 +1,5 @@
-"""Which row of a family's own checkpoints stands where in a file that has them in another order: adapters are made for
-the family's."""
+"""Order of the rows of a family's own checkpoints in a file that has them in another: adapters are made for the
+family's."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""How the weights of linear layers are stored in a checkpoint: the seam for quantized checkpoints.
+"""Storage of the weights of linear layers in a checkpoint: the seam for quantized checkpoints.
 
 A form names the tensors that it takes and makes of them what multiplies. The forms of quantized checkpoints are in
 `layers.quantized`, which chooses one by what the checkpoint says.

@@ -1,4 +1,4 @@
-"""Which parts of which checkpoint tensors make up a layer's tensors, where several are fused and ranks share them."""
+"""Parts of checkpoint tensors that make up a layer's tensors, where several are fused and ranks share them."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -56,7 +56,7 @@ class WeightSlot(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """How many elements the box has."""
+        """Number of elements in the box."""
         return math.prod(self.size)
 
 
@@ -105,7 +105,8 @@ class WeightStack(NamedTuple):
 
 
 class WeightGroup(NamedTuple):
-    """What a layer takes at once: `take` is called with one tensor for each stack. At most one of them is lent."""
+    """Tensors that a layer takes at once: `take` is called with one tensor for each stack. At most one of them is
+    lent."""
 
     stacks: tuple[WeightStack, ...]
     take: Callable[..., None]

@@ -24,7 +24,7 @@ KV_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where tensors live; `memory` can be profiled and `capture` records graphs, where there is such a thing."""
+    """The device of tensors; `memory` can be profiled and `capture` records graphs, where there is such a thing."""
 
     torch: torch.device
     memory: DeviceMemory | None = None

@@ -48,7 +48,7 @@ class Membership:
         return self._is_connecting or (communicator is not None and communicator.is_waiting())
 
     def failed(self, error: Exception) -> Failed:
-        """What the engine has to know of `error`, which ends this worker.
+        """The message to the engine about `error`, which ends this worker.
 
         After another rank, or the engine, has ended the group, any error is one of having been left alone.
         """

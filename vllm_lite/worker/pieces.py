@@ -115,7 +115,7 @@ class CuttingBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """What was recorded for one number of tokens: between two graphs stands a call of attention."""
+    """Graphs recorded for one number of tokens, with a call of attention between two of them."""
 
     batch: StepBatch
     graphs: Sequence[Graph]
@@ -231,7 +231,7 @@ class PiecewiseForward:
             self._memory[0, :count].copy_(inputs.device_ids)
 
     def _attended(self, inputs: StepInputs, padded: StepBatch) -> StepBatch:
-        """What attention reads of a step, whose rows behind its tokens are padding."""
+        """The batch that attention reads of a step whose last rows are padding."""
         device = self.eager.device
         return StepBatch(
             num_tokens=padded.num_tokens,

@@ -208,7 +208,7 @@ class Worker:
         return made
 
     def _kv_scales(self) -> tuple[KVScales, ...]:
-        """Those that the checkpoint has for a cache in fp8_e4m3; empty for other caches, which is said."""
+        """Scales of the checkpoint for a cache in fp8_e4m3; empty for other caches, which is said."""
         config, folder = self.config, Path(self.config.model)
         if config.load_format == "dummy" or self.kv_dtype.itemsize > 1:
             return ()
@@ -418,7 +418,7 @@ class Worker:
 
 
 def _pooler_info(spec: ModelSpec) -> PoolerInfo:
-    """What clients have to know of the model's pooler."""
+    """The model's pooler as clients have to know it."""
     own = spec.pooling
     if own is None:
         return PoolerInfo()

@@ -45,7 +45,7 @@ class Shape(ctypes.Structure):
 
 
 def _least_rows(head_size: int) -> int:
-    """How many rows are computed together at least where there are more; half of max_rows in csrc/cpu/attention.h."""
+    """Least number of rows computed together where there are more; half of max_rows in csrc/cpu/attention.h."""
     return MAX_ROWS // 2 if head_size <= 128 else 60 if head_size <= 256 else 24
 
 
@@ -105,7 +105,7 @@ class Kernels:
         max_seq_len: int,
         window: int | None,
     ) -> Any:
-        """How a step's attention is cut into tasks: int32 [], with room for any lengths up to max_seq_len."""
+        """The tasks of a step's attention: int32 [], with room for any lengths up to max_seq_len."""
         num_seqs, num_kv_heads = len(seq_lens), self._shape.num_kv_heads
         group = self._shape.num_heads // num_kv_heads
         num_items = num_seqs * max(1, max_splits(max_seq_len))
@@ -256,6 +256,6 @@ class Kernels:
 
 
 def _ordered(shape: Shape, scales: tuple[float, float]) -> tuple[float, float]:
-    """Those of K and V, which has K's where it is a part of it."""
+    """Scales of K and V, which has K's where it is a part of it."""
     key, value = scales
     return key, value if shape.value_size == shape.head_size else key

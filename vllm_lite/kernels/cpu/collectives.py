@@ -1,5 +1,5 @@
-"""What ranks exchange through shared memory, natively. Kernels: csrc/cpu/collectives.cpp, and csrc/cpu/rank_group.cpp
-for how ranks wait for each other. The plain twin is a sum of tensors.
+"""Exchange of ranks through shared memory, natively. Kernels: csrc/cpu/collectives.cpp, and csrc/cpu/rank_group.cpp for
+how ranks wait for each other. The plain twin is a sum of tensors.
 
 Calls return a status instead of raising, because a recorded call has no Python: DONE, or why it failed. Where one has
 failed all later ones fail as well.
@@ -25,14 +25,14 @@ piece that it takes in four, perhaps because what lies in another core's own cac
 
 
 class Waits(NamedTuple):
-    """How long a rank that waits for another one spins, and then yields its core, before it sleeps."""
+    """Seconds that a rank which waits for another one spins, and then yields its core, before it sleeps."""
 
     spin_s: float
     yield_s: float
 
     @classmethod
     def among(cls, world: int, num_cpus: int) -> "Waits":
-        """What was measured to be the shortest for `world` ranks on `num_cpus`.
+        """Times measured to be the best for `world` ranks on `num_cpus`.
 
         With a CPU for each rank the others are at work and come soon. A rank that yields then loses a whole time slice,
         4 ms, to any other process that wants its CPU, while one that sleeps is put back when it is woken. With fewer

@@ -122,7 +122,7 @@ class _Job(ctypes.Structure):
 
 
 class _Place(NamedTuple):
-    """Where a job's result lies in the packer's pages."""
+    """Position of a job's result in the packer's pages."""
 
     number: int
     data: int

@@ -41,7 +41,7 @@ _SELECT = (int32, int64, int64, pointer, int64, pointer, pointer, pointer, int64
 
 
 class CpuOps(TorchOps):
-    """What the kernels do not take, such as float64 or rows of more axes, is computed by TorchOps.
+    """Native kernels; TorchOps computes all that they do not take, such as float64 or rows of more axes.
 
     IndexError for a position that is not in a table.
     """
@@ -279,7 +279,8 @@ def _norm_rows(x: torch.Tensor, out: torch.Tensor) -> _NormRows | None:
 
 
 def _wide_weights(norm: WideNormWeights, shape: torch.Size) -> tuple[int, int | None] | None:
-    """Where weight and bias lie, null for no bias; None if one is not float32 of this shape, or they lie otherwise."""
+    """Addresses of weight and bias, null for no bias; None if one is not float32 of this shape, or laid out
+    otherwise."""
     weight, bias = norm.weight, norm.bias
     for tensor in (weight,) if bias is None else (weight, bias):
         if tensor.shape != shape or _code(tensor) != _FLOAT32 or tensor.stride() != weight.stride():

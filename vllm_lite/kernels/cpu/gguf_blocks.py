@@ -94,7 +94,7 @@ def pack_blocks(given: BlockRows) -> tuple[Record, tuple[torch.Tensor, ...]]:
 
 
 def _scale_type(kind: str, own: Layout) -> int:
-    """What holds the scales of all blocks exactly: powers of two need more exponents than float16 has."""
+    """A type that holds the scales of all blocks exactly: powers of two need more exponents than float16 has."""
     if own.has_supers:
         return INTEGERS
     return dtype_code(torch.bfloat16 if kind == "MXFP4" else torch.float16)

@@ -1,4 +1,4 @@
-"""How scales and minima of grouped weights are stored: as short as they are exact."""
+"""Storage of scales and minima of grouped weights: as short as they are exact."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ _FURTHEST_ZERO = 24
 
 
 class GroupScales(NamedTuple):
-    """What packing takes, as float32, and the types that it becomes."""
+    """Scales and minima for packing, as float32, and the types that they become."""
 
     scales: torch.Tensor
     """[num_outputs, groups as they are packed], contiguous, as minima."""
@@ -52,7 +52,7 @@ def _for_groups(given: torch.Tensor, weight: GroupedWeight, group_size: int) -> 
 
 
 def _zero_points(minima: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
-    """What minima are multiples of their scales by, if those are whole numbers that a byte holds beside a code."""
+    """Minima as multiples of their scales, if those are whole numbers that a byte holds beside a code."""
     zeros = torch.where(scales != 0, minima / scales, 0).round_()
     least, most = zeros.aminmax()
     if least < -_FURTHEST_ZERO or most > _FURTHEST_ZERO or not torch.equal(zeros * scales, minima):

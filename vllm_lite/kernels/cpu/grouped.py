@@ -29,7 +29,7 @@ def takes(weight: GroupedWeight) -> bool:
 
 
 class Values(NamedTuple):
-    """What codes stand for, as kernels want it."""
+    """Values of codes, as kernels want them."""
 
     floats: torch.Tensor
     """float32 [16] or [256]: multiples of `unit`, counted in it."""
@@ -65,7 +65,7 @@ class Values(NamedTuple):
         )
 
     def lower(self, shift: int) -> "Values":
-        """What codes stand for that have been raised by `shift`."""
+        """Values of codes that have been raised by `shift`."""
         return self if self.offset is None else self._replace(floats=self.floats - shift, offset=self.offset - shift)
 
 

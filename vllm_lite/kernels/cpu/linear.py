@@ -74,7 +74,7 @@ class PackedWeight:
 
     @property
     def kind(self) -> tuple[int, int]:
-        """What the kernels that take several weights at once want alike: how they are stored, and in which groups."""
+        """Type and groups of the weight, which kernels that take several at once want alike."""
         return int(self._record.type), int(self._record.group_size)
 
     def keep_rows(self) -> None:

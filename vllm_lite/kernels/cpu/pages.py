@@ -28,7 +28,7 @@ class Pages(NamedTuple):
         return cls(mapping, start, first + start)
 
     def give_back(self, start: int, num_bytes: int) -> None:
-        """What is not needed of them: whole pages only, as neighbours may be in use."""
+        """Give back whole pages that are not needed: neighbours may be in use."""
         first = self.start + start
         begin = first + -first % mmap.PAGESIZE
         end = (first + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -47,7 +47,7 @@ _DONE = -1
 
 
 class NotRecordable(RuntimeError):
-    """What was to be recorded is more than calls of recordable kernels."""
+    """A step to record that is more than calls of recordable kernels."""
 
 
 class Program:
@@ -124,7 +124,8 @@ class _OnlyViews(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """What torch asks a mode: True would load its compiler with the first operation, one second of a request."""
+        """Answer to torch's question to a mode: True would load its compiler with the first operation, one second of a
+        request."""
         return False
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""How tokens choose their experts, natively. Kernel: csrc/cpu/routing.cpp; kernels/routing.py is the plain twin."""
+"""Choice of experts by tokens, natively. Kernel: csrc/cpu/routing.cpp; kernels/routing.py is the plain twin."""
 
 import ctypes
 

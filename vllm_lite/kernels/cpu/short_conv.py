@@ -41,7 +41,7 @@ class NativeConvolution:
 
 
 def addresses(segments: Segments) -> list[int]:
-    """What a native call gets of a step's segments."""
+    """Addresses of a step's segments for a native call."""
     return [part.data_ptr() for part in segments]
 
 

@@ -1,4 +1,4 @@
-"""What the attention kernels that read the engine's cache layout take beside Q, and the checks that they share."""
+"""Inputs beside Q of the attention kernels that read the engine's cache layout, and the checks that they share."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Scoring:
     sinks: torch.Tensor | None = None  # float32 [num_heads]: a score of each head that attends to nothing, as it is
 
     def factors(self, kv: torch.Tensor) -> tuple[float, float]:
-        """What q.k and V are multiplied with; only float8 caches have scales."""
+        """Factors of q.k and V; only float8 caches have scales."""
         return (self.scale * self.k_scale, self.v_scale) if kv.itemsize == 1 else (self.scale, 1.0)
 
     def check(self, num_heads: int) -> None:

@@ -97,7 +97,7 @@ def most_splits(max_seq_len: int, window: int | None = None) -> int:
 def short_chunks(
     query_lens: Ints, seq_lens: Ints, windows: Sequence[int | None] = (None,)
 ) -> NDArray[np.bool_]:  # [num_seqs]
-    """Which sequences bring more than one row, and are decoded."""
+    """Sequences that bring more than one row, and are decoded."""
     short = (query_lens > 1) & (query_lens <= MAX_SHORT_ROWS) & (seq_lens > SHORT_TOKENS)
     most = max((num_splits(seq_lens, window) * query_lens)[short].sum() for window in windows) if short.any() else 0
     if most > MAX_SHORT_SPLITS:

@@ -22,7 +22,7 @@ MAX_GRID_Y = 65535
 
 
 class CacheSlots(NamedTuple):
-    """Where the K and V of a step's tokens go."""
+    """Places for the K and V of a step's tokens."""
 
     kv: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_size]; only the last axis must have stride 1
     slots: torch.Tensor  # int64 [num_tokens], block * block_size + offset; below 0: not stored

@@ -74,16 +74,16 @@ class Nvrtc(Protocol):
 
     @property
     def arches(self) -> Sequence[int]:
-        """What it compiles for, such as 90 for sm_90."""
+        """Architectures that it compiles for, such as 90 for sm_90."""
         ...
 
     def compile(self, program: CudaSource) -> Compiled: ...
 
 
 def target_of(capability: tuple[int, int], arches: Sequence[int]) -> str:
-    """What a device of this capability runs best of what a compiler for `arches` can make: its own machine code, that
-    of an older device of its generation, or PTX of the newest that is older. Raises KernelError if there is none.
-    """
+    """The target that a device of this capability runs best of those that a compiler for `arches` can make: its own
+    machine code, that of an older device of its generation, or PTX of the newest that is older. Raises KernelError if
+    there is none."""
     major, minor = capability
     older = [arch for arch in arches if arch <= 10 * major + minor]
     if not older:
@@ -197,7 +197,7 @@ class KernelCompiler:
         self.num_compiled = 0
 
     def path_of(self, source: str, name: str) -> Path:
-        """Where a compiled instantiation is kept."""
+        """File of a compiled instantiation."""
         return self._path(self._program(source, name))
 
     def _program(self, source: str, name: str) -> CudaSource:

@@ -27,7 +27,7 @@ CASCADE_BLOCKS = 512
 
 
 class Workspace(NamedTuple):
-    """What a launch needs where rows may have several splits. Launches that follow one another may share it."""
+    """Memory of a launch in which rows may have several splits. Launches that follow one another may share it."""
 
     parts: torch.Tensor  # float32 [part_floats]
     arrived: torch.Tensor  # int32 [num_splits * num_heads], zeros before and after each launch
@@ -56,7 +56,7 @@ def head_tiles(group: int, head_size: int) -> int:
 
 
 def most_sharing(group: int, head_size: int) -> int:
-    """How many rows a block of cascade_attention takes; 1: it serves none. `group`: query heads of a KV head."""
+    """Number of rows that a block of cascade_attention takes; 1: it serves none. `group`: query heads of a KV head."""
     return max(1, 8 * _cascade_tiles(head_size) // group)
 
 
@@ -158,7 +158,7 @@ def _check_cascade(cascade: Cascade, scoring: Scoring, group: int, head_size: in
 
 
 def to_base_2(scale: float, soft_cap: float) -> tuple[float, float]:
-    """What the kernels multiply q.k with and their cap: scores as exponents of 2, or before a cap in units of it."""
+    """The kernels' factor of q.k and their cap: scores as exponents of 2, or before a cap in units of it."""
     return (scale / soft_cap, soft_cap * LOG2E) if soft_cap else (scale * LOG2E, 0.0)
 
 

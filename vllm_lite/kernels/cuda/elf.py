@@ -1,4 +1,5 @@
-"""How long a cubin says that it is: an ELF file of 64 bits, whose headers name the end of all that belongs to it."""
+"""Length of a cubin by its own headers: an ELF file of 64 bits, whose headers name the end of all that belongs to
+it."""
 
 import struct
 

@@ -46,7 +46,7 @@ def require_rows(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tup
 
 
 class CudaOps(TorchOps):
-    """What has no kernel here is computed by TorchOps. Raises ValueError on wrong shapes."""
+    """CUDA kernels; TorchOps computes the rest. Raises ValueError on wrong shapes."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher

@@ -1,4 +1,4 @@
-"""What a kernel function needs from whatever runs its kernel, and what both ways of running share."""
+"""The interface of kernel functions to the device or the emulator that runs their kernels, and common parts of both."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias

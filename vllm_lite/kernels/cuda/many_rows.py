@@ -102,7 +102,7 @@ class Float8Products:
                 torch.add(sums, bias[first : first + size], out=columns)
 
     def codes(self, first: int, size: int) -> torch.Tensor:
-        """Those of `size` outputs, and more to fill up a tile, from `first`, a multiple of 16, on: float8 [outputs,
+        """Codes of `size` outputs, and more to fill up a tile, from `first`, a multiple of 16, on: float8 [outputs,
         padded inputs]."""
         weight, tiles = self.weight, -(-size // TILE)
         plain = torch.empty(TILE * tiles, weight.padded[1], dtype=torch.uint8, device=weight.codes.device)

@@ -24,7 +24,7 @@ MAX_PARTS = 8
 
 
 class _Tiles(NamedTuple):
-    """What a block computes: 8 * rows rows and 16 * outputs outputs."""
+    """Size of a block: 8 * rows rows and 16 * outputs outputs."""
 
     rows: int
     outputs: int

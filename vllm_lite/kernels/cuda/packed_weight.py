@@ -22,7 +22,7 @@ _UNITS = (1.0, 0.5, 0.25, 0.125)
 
 
 class _Numbers(NamedTuple):
-    """What codes stand for: unit * (offset + what the kernel takes a code for), or a float8 each."""
+    """Values of codes: unit * (offset + what the kernel takes a code for), or a float8 each."""
 
     codes: str  # as csrc/cuda spells it
     unit: float
@@ -150,8 +150,8 @@ def _regrouped(weight: GroupedWeight) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def _less(scales: torch.Tensor, minima: torch.Tensor | None, offset: float) -> tuple[str, torch.Tensor | None]:
-    """What is subtracted from scale * (what the kernel takes a code for): small integers times the scale, or numbers of
-    their own."""
+    """The subtrahend of scale * (the kernel's value of a code): small integers times the scale, or numbers of their
+    own."""
     if minima is None:
         return ("ZEROS", torch.full_like(scales, -offset)) if offset else ("NOTHING", None)
     minima = minima.to(scales.device, torch.float32)

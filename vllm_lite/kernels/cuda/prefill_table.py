@@ -1,4 +1,4 @@
-"""Which prompts go through torch's FlashAttention: a table that was measured on this machine, or none.
+"""Prompts that go through torch's FlashAttention: a table that was measured on this machine, or none.
 
 `scripts/gpu_check` measures prompts of several lengths, and chunks behind prefixes, by our kernel and by torch's
 attention, and keeps what it found in the folder of the compiled kernels. A worker on such a device, with the same
@@ -53,7 +53,7 @@ class Measured:
 
 
 class PrefillTable:
-    """What was measured of one device."""
+    """Measurements of one device."""
 
     def __init__(self, measured: Iterable[Measured] = ()) -> None:
         self._measured = sorted(measured, key=lambda one: (one.num_tokens, one.num_before))
@@ -74,7 +74,7 @@ class PrefillTable:
 
 
 def path_for(device: str, folder: Path | None = None) -> Path:
-    """Where the table of a kind of device is kept."""
+    """File of the table of a kind of device."""
     name = "".join(c if c.isalnum() else "-" for c in device).strip("-").lower()
     return (folder or cache_folder()) / f"prefill-{name}.json"
 

@@ -1,4 +1,4 @@
-"""How tokens choose their experts, on a GPU. Kernel: csrc/cuda/routing.cuh; kernels/routing.py is the plain twin."""
+"""Choice of experts by tokens, on a GPU. Kernel: csrc/cuda/routing.cuh; kernels/routing.py is the plain twin."""
 
 from typing import TYPE_CHECKING
 

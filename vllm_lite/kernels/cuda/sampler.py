@@ -41,7 +41,7 @@ def pick(
 
 
 class PickedLater:
-    """What `pick_on_device` leaves on the device, and a copy of it on its way to the host."""
+    """Result of `pick_on_device` on the device, and a copy of it on its way to the host."""
 
     def __init__(self, records: torch.Tensor, patience_s: float = PATIENCE_S) -> None:  # uint8 [num_rows, 16]
         self.tokens = records.view(torch.int64)[:, 0]
@@ -70,7 +70,7 @@ class PickedLater:
 
 
 def parts_for(num_rows: int, vocab: int) -> int:
-    """How many blocks share each row."""
+    """Number of blocks that share each row."""
     return max(1, min(MAX_PARTS, BLOCKS // num_rows, vocab // MIN_PART))
 
 
@@ -110,7 +110,7 @@ def pick_on_device(
 
 
 def _kernels(draws: NDArray[np.void], vocab: int, parts: int) -> tuple[str, ...]:
-    """What to launch: one kernel with a block a row, or those that do their part of it."""
+    """Kernels to launch: one kernel with a block a row, or those that do their part of it."""
     if parts == 1:
         return ("pick",)
     random = draws["temperature"] > 0

@@ -1,4 +1,4 @@
-"""Which rows of a step have splits in common, and the lists by which these are read once for several rows.
+"""Rows of a step that have splits in common, and the lists by which these are read once for several rows.
 
 Rows have a split in common if their contexts are cut alike, they see all of it, and it lies in the same blocks. So do
 sequences that begin alike, as the prefix cache or a fork lets them, at several levels: a system prompt of all, then the
@@ -28,8 +28,8 @@ from vllm_lite.kernels.cuda.attention_work import (
 
 
 class Worth(NamedTuple):
-    """What makes another launch worth it. Few rows do not fill a GPU, and take what they have in common from its L2
-    cache at one time. Not measured on a device."""
+    """Bounds above which another launch is worth it. Few rows do not fill a GPU, and take what they have in common from
+    its L2 cache at one time. Not measured on a device."""
 
     tokens: int = 1024
     """Less than that in common is not looked for."""

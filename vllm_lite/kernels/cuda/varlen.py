@@ -25,7 +25,7 @@ Ints = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Which rows attend to what in a step: the same for all of its layers."""
+    """Rows and keys of a step's attention: the same for all of its layers."""
 
     rows: torch.Tensor | None  # int64 [num_rows], rows of the step that attend here; None: all of them
     query_start_loc: torch.Tensor  # int32 [num_attending + 1], among the rows that attend

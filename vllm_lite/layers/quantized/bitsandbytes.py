@@ -135,7 +135,7 @@ class _Reader:
         return whole[rows, inputs.start : inputs.end]
 
     def _offset(self, text: torch.Tensor) -> float:
-        """What is added to nested scales, by a JSON that must say what else is taken for granted here."""
+        """The offset of nested scales, by a JSON that must confirm all else that is assumed here."""
         name = f"{self.name}.weight.quant_state"
         try:
             state = msgspec.json.decode(bytes(text.tolist()).rstrip(b"\0"), type=_State)

@@ -1,4 +1,5 @@
-"""What formats share that store [inputs, outputs]: of GPTQ and AWQ every tensor but g_idx has outputs as its columns.
+"""Common parts of formats that store [inputs, outputs]: of GPTQ and AWQ every tensor but g_idx has outputs as its
+columns.
 
 Columns are packed, and taken by ranks and projections in pieces that need not fall on words, so that each tensor is
 read with all of its columns, and cut once it is unpacked.
@@ -30,7 +31,7 @@ class Columns:
 
     @property
     def words_in_unit(self) -> int:
-        """How many int32 begin and end with a whole code: three where codes have 3 bits."""
+        """Number of int32 that begin and end with a whole code: three where codes have 3 bits."""
         return math.lcm(32, self.bits) // 32
 
     @property
@@ -40,12 +41,12 @@ class Columns:
 
     @property
     def words(self) -> Split:
-        """Those of this rank's inputs. Raises ConfigError if ranks would have to share one."""
+        """Words of this rank's inputs. Raises ConfigError if ranks would have to share one."""
         return in_units(self.shape.inputs, self.unit).times(self.words_in_unit)
 
     @property
     def groups(self) -> Split:
-        """Those of this rank. Raises ConfigError if ranks would have to share one."""
+        """Groups of this rank. Raises ConfigError if ranks would have to share one."""
         whole = self.group_size >= self.shape.inputs.total
         return Split.whole(1) if whole else in_units(self.shape.inputs, self.group_size)
 

@@ -1,4 +1,4 @@
-"""What the formats of quantized checkpoints share: the weight that they give, and the part of it that a rank holds."""
+"""Common parts of the formats of quantized checkpoints: the weight that they give, and a rank's part of it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

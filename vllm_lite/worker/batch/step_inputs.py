@@ -16,7 +16,7 @@ Int64s = NDArray[np.int64]
 
 
 class StepStates(NamedTuple):
-    """Where the states of the step's sequences come from and go to, as kernels.delta_rule.Segments."""
+    """Slots that the states of the step's sequences come from and go to, as kernels.delta_rule.Segments."""
 
     firsts: Int32s  # [num_seqs + 1]
     rows: Int32s  # [num_segments + 1]
@@ -25,7 +25,7 @@ class StepStates(NamedTuple):
 
     @property
     def last_targets(self) -> Int32s:  # [num_seqs]
-        """Where each sequence's state is behind the step."""
+        """Slot of each sequence's state after the step."""
         return self.targets[self.firsts[1:] - 1]
 
 

@@ -1,4 +1,4 @@
-"""How blocks move: a block program is cut into stages, and one mover per kind of device executes them.
+"""Movement of blocks: a block program is cut into stages, and one mover per kind of device executes them.
 
 The program's meaning is that of one op at a time, in order. An op goes into the first stage that lies behind every
 earlier op which it must not overtake: one that writes what it reads or writes, or reads what it writes. So the ops of a

@@ -1,4 +1,4 @@
-"""How many KV blocks a device has room for: the memory profile, its arithmetic, and the report of its result.
+"""The memory profile: the number of KV blocks that a device has room for, its arithmetic, and a report.
 
 On a GPU the worker loads the weights, runs the largest step that it will ever be asked for, and asks what that took:
 
@@ -38,11 +38,11 @@ class DeviceMemory(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """What no process uses of the whole device."""
+        """Bytes of the whole device that no process uses."""
         ...
 
     def allocated_bytes(self) -> int:
-        """What the framework's live tensors hold."""
+        """Bytes of the framework's live tensors."""
         ...
 
     def peak_bytes(self) -> int:
@@ -114,7 +114,7 @@ class MemoryProfile(Baseline):
 
     @property
     def activations_bytes(self) -> int:
-        """What the largest step takes beside the weights, fixed buffers included."""
+        """Bytes of the largest step beside the weights, fixed buffers included."""
         return max(self.peak_framework_bytes - self.weights_bytes, 0)
 
     @property
@@ -127,7 +127,7 @@ class MemoryProfile(Baseline):
 
     @property
     def available_bytes(self) -> float:
-        """What is left for the KV cache; negative if the rest is too large already."""
+        """Bytes left for the KV cache; negative if the rest is too large already."""
         return self.total_bytes * self.utilization - self.peak_bytes - self.scratch_bytes - self.graph_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""Which sequences get no token in a step, because their grammar is still being compiled.
+"""Sequences that get no token in a step, because their grammar is still being compiled.
 
 Nobody else waits for a grammar. All ranks must agree on it: a grammar is there when it is there on all of them, and
 fails when it fails on one. Sequences whose grammars were there before cost nothing here.

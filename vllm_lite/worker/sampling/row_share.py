@@ -1,4 +1,4 @@
-"""How ranks share out rows of complete logits, and exchange what each has found of its rows."""
+"""Ranks' shares of rows of complete logits, and the exchange of their findings."""
 
 from typing import Any, NamedTuple
 

@@ -166,7 +166,7 @@ class Sampler:
         return logits.index_select(0, self._index(wanted)).log_softmax(1) if len(wanted) else None
 
     def most_top(self, params: NDArray[np.void]) -> int:
-        """How many of the most likely tokens are reported of some row."""
+        """Largest number of most likely tokens that a row reports."""
         return min(int(params["logprobs"].max(initial=0)), self.vocab_size)
 
     def find_logprobs(

@@ -1,4 +1,4 @@
-"""How many tokens each expert of each layer got: counted where --expert-load-metrics asks for it.
+"""Number of tokens of each expert of each layer: counted where --expert-load-metrics asks for it.
 
 Each layer then writes who chose what to memory of its own, instead of all layers to the same, and a step is counted
 once it is done, in one go. So kernels, recorded programs and graphs know nothing of it. Every rank computes all routers

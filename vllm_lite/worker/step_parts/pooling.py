@@ -114,7 +114,7 @@ class PooledPrompts(StepPart):
         self._step = StepPooling(pieces, read, is_pooled.nonzero()[0].tolist())
 
     def _piece(self, handle: Handle, prompt: PromptPooling, start: int, end: int) -> PooledPiece:
-        """Which of the tokens [start, end) of a prompt are looked at."""
+        """The piece of the tokens [start, end) of a prompt that is pooled."""
         is_last = end == prompt.num_prompt
         if prompt.wants_rows or self._kind == "mean":
             if start > prompt.num_pooled:
@@ -159,7 +159,7 @@ def pool(
     hidden: torch.Tensor,  # [num_pooled, hidden_size]
     pieces: Sequence[PooledPiece],
 ) -> tuple[Pooled, Failed]:
-    """What the prompts that this step completes asked for, and those of them for whom that is not finite."""
+    """Results of the prompts that this step completes, and those prompts whose results are not finite."""
     kind = pooler.spec.kind
     counts = [max(0, piece.end - piece.first) for piece in pieces]
     states = _sums(hidden, counts) if kind == "mean" else None
@@ -190,7 +190,7 @@ def _sums(hidden: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:  # float
 
 
 def _results(pooler: Pooler, done: Sequence[PooledPiece]) -> tuple[Pooled, Failed]:
-    """Those that asked for the same are computed together."""
+    """Results of prompts; those that asked for the same are computed together."""
     pooled, failed = dict[Handle, bytes](), Failed()
     alike: dict[tuple[str, int, bool], list[PooledPiece]] = {}
     for piece in done:

@@ -1,4 +1,4 @@
-"""Where the recurrent states of the batch's sequences are, row by row: what the scheduler says, and what a step did."""
+"""Slots of the recurrent states of the batch's sequences, row by row, by the scheduler's entries and the steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 
