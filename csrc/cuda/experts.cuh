@@ -18,9 +18,9 @@ namespace experts {
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int SORT_THREADS = 1024;  // each block reads all pairs of a step: 65,536 of 8,192 tokens with 8 experts each
-constexpr int COLUMNS = 64;       // of a tile: two times 8 for each warp, 32 apart
-constexpr int ROW_BYTES = 128;    // of a row of a tile in shared memory, which holds so much of the depth
-constexpr int PITCH_BYTES = 144;  // from one row to the next: an odd number of 16 bytes, no conflicts
+constexpr int COLUMNS = 64;         // of a tile: two times 8 for each warp, 32 apart
+constexpr int ROW_BYTES = 128;      // of a row of a tile in shared memory, which holds so much of the depth
+constexpr int PITCH_BYTES = 144;    // from one row to the next: an odd number of 16 bytes, no conflicts
 constexpr int CHUNKS = ROW_BYTES / 16;
 
 enum Activation { NONE, SILU, GELU_TANH, GELU, RELU, RELU2, SWIGLU_OAI };
