@@ -212,6 +212,12 @@ def test_the_changelogs_newest_release_is_this_version() -> None:
     assert versions[0] == f"{PROTOCOL_VERSION}", "the newest section that names one, released or not"
 
 
+def test_the_changelog_has_ten_lines_a_version() -> None:
+    sections = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    long = [section.split()[0] for section in sections if section.count("\n- ") > 10]
+    assert not long, f"more than ten lines: {long}; leave out what a user does not meet"
+
+
 def test_lists_of_test_files_name_files_that_exist() -> None:
     """What `make quick` leaves out, and what is not run against a wheel: a file that is renamed must not slip in."""
     slow = re.findall(r"^SLOW := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
