@@ -8,6 +8,7 @@ ARGS ?=
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+PACKAGE := $(VENV)/package
 STAMP := $(VENV)/installed
 NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/isa/*.cpp csrc/cpu/isa/*.h)
 SOURCES := vllm_lite scripts examples benchmarks tests
@@ -30,18 +31,26 @@ help:  ## list the targets
 venv: $(STAMP)  ## make .venv and install the package and its tools into it (instant when up to date)
 
 # The package is installed in place: Python files are used where they are, and only what this depends on is built again.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
+$(PACKAGE): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "vllm_lite needs Python 3.11 to 3.13 as $(PYTHON); name another with: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	@echo "installing torch and other packages, then compiling the kernels: about a minute"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@$(BIN)/python -c 'from vllm_lite.kernels import cpu; cpu.available()'  # says so if they were not built
 	@extra=$$($(BIN)/python scripts/gpu_extra.py); if test -n "$$extra"; then echo "for this machine's GPU: $$extra"; \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$$extra]"; fi
 	@touch $@
 
-demo: $(STAMP)  ## start the engine, stream a text from the bundled model, print what it cost
+# What tests and checks need beside it, by name: the package is not built again.
+$(STAMP): $(PACKAGE)
+	@$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	  print(*extras["test"], *extras["dev"], sep="\n")' > $(VENV)/extras.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $(VENV)/extras.txt
+	@touch $@
+
+demo: $(PACKAGE)  ## start the engine, stream a text from the bundled model, print what it cost
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 test: $(STAMP)  ## run the whole test suite
