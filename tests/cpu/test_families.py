@@ -23,7 +23,7 @@ from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cpu.library import available
-from vllm_lite.kernels.cpu.linear import quantize
+from vllm_lite.kernels.cpu.linear import PackedWeight
 from vllm_lite.models.registry import Sizes, build
 
 MAX_DIFFERENCE = 3e-4
@@ -185,8 +185,10 @@ def rounded_logits(oracle: Oracle, checkpoint: Path) -> torch.Tensor:
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    integers, scales = quantize(weight)
-    return integers * scales[:, None]
+    """The numbers that a weight stands for once it is quantized."""
+    out = torch.empty(weight.shape)
+    PackedWeight(weight.detach().float().contiguous(), form="int8").rows(torch.arange(len(weight)), out)
+    return out
 
 
 CONTROLS = [(variant, name) for variant in VARIANTS for name in variant.controls]

@@ -160,17 +160,18 @@ def test_a_text_where_there_is_a_tokenizer(engine: LaunchedEngine, tiny_checkpoi
     assert whole.strip()
 
 
-def commands_of_readme(program: str) -> list[list[str]]:
-    """The words behind `program` in each line of README.md that runs it, and behind the address that it stands for."""
-    lines = re.findall(rf"^    \S+ ?\S*{program} (.*)$", (SCRIPTS.parent / "README.md").read_text(), re.MULTILINE)
+def documented_commands(program: str) -> list[list[str]]:
+    """The words behind `program` and the address in each line of docs/connecting.md that runs it."""
+    page = (SCRIPTS.parent / "docs" / "connecting.md").read_text()
+    lines = re.findall(rf"^    \S+ ?\S*{program} (.*)$", page, re.MULTILINE)
     found = [shlex.split(line, comments=True) for line in lines]
     assert all(words.pop(0) == "ipc:///path/it/printed" for words in found)
     return found
 
 
-def test_the_command_lines_of_the_readme(engine: LaunchedEngine, node_client: list[str]) -> None:
-    text, token_ids = commands_of_readme("raw_client.py")
-    [of_node] = commands_of_readme("raw_client.mjs")
+def test_the_documented_command_lines(engine: LaunchedEngine, node_client: list[str]) -> None:
+    text, token_ids = documented_commands("raw_client.py")
+    [of_node] = documented_commands("raw_client.mjs")
     for words in (text, token_ids):
         done = raw_client(engine.address, *words)
         assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr

@@ -40,7 +40,7 @@ def requests(call: Call, body: Body, model: str) -> list[dict[str, Any]]:
     common |= {name: value for name in ("cache_salt", "priority") if (value := getattr(body, name)) is not None}
     return [
         {
-            "request_id": stream.request_id,
+            "request_id": call.id + stream.request_id.removeprefix(call.name),
             "token_ids": stream.prompt.token_ids,
             "token_offsets": None,
             "sampling_params": {**_sampling(stream.params), **more},
