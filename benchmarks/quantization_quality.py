@@ -104,7 +104,7 @@ def read_texts(path: str, file: Path, num_texts: int, length: int) -> list[torch
 def all_logits(
     path: str, texts: list[torch.Tensor], form: Quantization | None, kv_dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """What the model says at every position but the last of each text: float32 [length - 1, vocab_size] each."""
+    """The model's logits at every position but the last of each text: float32 [length - 1, vocab_size] each."""
     reader = Reader(path, len(texts[0]), form, kv_dtype)
     return [reader.logits(tokens)[:-1] for tokens in texts]
 
