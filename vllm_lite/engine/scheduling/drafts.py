@@ -3,8 +3,8 @@
 Like all that may be wrong they count as computed until the step's result takes back those that are.
 
 A draft is right with the odds that the sequence's earlier ones had, its j-th one with the j-th power of them, and takes
-the time of a row. It pays if that brings more tokens for the time than the step has without it. So drafts end where
-nothing is gained, and a step is never slower for them than its measured time by rows says.
+the time of a row. It pays if that brings more tokens for the time than the step has without it. Both are estimates:
+until they are known, a short answer may take longer than without drafts.
 """
 
 from collections import abc
