@@ -25,7 +25,7 @@ from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import DEMO_MODEL, EngineConfig
-from vllm_lite.kernels.cpu.linear import multiplies_bytes
+from vllm_lite.kernels.cpu.weights.linear import multiplies_bytes
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.worker.device import KV_DTYPES

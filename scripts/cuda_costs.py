@@ -25,14 +25,14 @@ from vllm_lite.attention.step_batch import HostLens, StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels import cpu, select
 from vllm_lite.kernels.cuda import cache_ops, fused, sampler
-from vllm_lite.kernels.cuda import decode_attention as decode
-from vllm_lite.kernels.cuda import prefill_attention as prefill
-from vllm_lite.kernels.cuda.attention_work import TILE, SplitList, tiles_a_split
+from vllm_lite.kernels.cuda.attention import decode_attention as decode
+from vllm_lite.kernels.cuda.attention import prefill_attention as prefill
+from vllm_lite.kernels.cuda.attention.attention_work import TILE, SplitList, tiles_a_split
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.launcher import Arg, Kernel, packed
 from vllm_lite.kernels.ops import Rotation
-from vllm_lite.layers import onednn
-from vllm_lite.layers.matmul import DenseMatmul
+from vllm_lite.layers.weights import onednn
+from vllm_lite.layers.weights.matmul import DenseMatmul
 from vllm_lite.protocol.step import Entry, Finish
 from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.device import Device

@@ -29,8 +29,8 @@ from tests.families.all import VARIANTS
 from tests.families.variant import Variant
 from vllm_lite import RequestOutput, SamplingParams
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.layer_specs.rope import Dynamic, LongRope
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.rope import Dynamic, LongRope
 
 LENGTHS = (1, 7, 8, 16, 31, 48, 65, 100, 129, 160, 200)
 """Of the prompts: shorter and longer than windows, chunks and blocks."""

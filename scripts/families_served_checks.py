@@ -25,9 +25,9 @@ from tests.e2e.reference import Case, Reference, start
 from tests.http_server import Server, children, client
 from vllm_lite import SamplingParams
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.checkpoint.tensors.headers import read_headers
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.models.registry import Sizes, build
 
 LONG = 400

@@ -34,7 +34,7 @@ from ray_serve_rig import (
 )
 from safetensors.torch import load_file, save_file
 
-from vllm_lite.checkpoint.lora import WEIGHTS_FILE
+from vllm_lite.checkpoint.tensors.lora import WEIGHTS_FILE
 from vllm_lite.tools.bench.adapters import write_adapters
 from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests import gguf_hybrids, gguf_parts
 from tests.gguf_hybrids import DELTA_NET, MAMBA
-from vllm_lite.checkpoint.headers import weight_files
+from vllm_lite.checkpoint.tensors.headers import weight_files
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -5,8 +5,8 @@ from typing import Any
 
 from tests.grammar_walk import Walker
 from vllm_lite.protocol.structured import StructuredOutputsParams
+from vllm_lite.structured.calls.tools import CallGrammar, CallShape, Tool, tool_grammar
 from vllm_lite.structured.compile import compile_grammar
-from vllm_lite.structured.tools import CallGrammar, CallShape, Tool, tool_grammar
 
 WALKER = Walker()
 JSON_SHAPE = CallShape(

@@ -18,8 +18,8 @@ from vllm_lite.checkpoint import config_json
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.families import llama
 from vllm_lite.checkpoint.families.common import Family, rope_of
-from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.models import registry
 
 ARCHITECTURE = "MixedHeadsForCausalLM"

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
-from vllm_lite.checkpoint.headers import SINGLE_FILE
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 
 Tensors = dict[str, torch.Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -5,7 +5,7 @@
 
 #include "isa.h"
 
-// The same record as `_Rows` in vllm_lite/kernels/cpu/gguf_blocks.py. All that is written is row-major.
+// The same record as `_Rows` in vllm_lite/kernels/cpu/weights/gguf_blocks.py. All that is written is row-major.
 struct GgufRows {
   const uint8_t* rows;  // [num_rows][blocks_per_row][bytes of a block]
   int64_t stride;       // bytes from one row to the next

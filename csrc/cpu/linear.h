@@ -50,7 +50,7 @@ inline int64_t padded_inputs(int64_t num_inputs, int32_t type) {
   return (num_inputs + group - 1) / group * group;
 }
 
-// The same record as PackedWeight in vllm_lite/kernels/cpu/linear.py.
+// The same record as PackedWeight in vllm_lite/kernels/cpu/weights/linear.py.
 struct PackedWeight {
   const void* data;     // aligned to 64 bytes
   const float* scales;  // [num_outputs], nullptr for all types but int8

@@ -22,7 +22,7 @@
 #include "quantize.h"
 
 // Rows of one tensor that follow one another in a weight; the same record as `_Piece` in
-// vllm_lite/kernels/cpu/file_packer.py.
+// vllm_lite/kernels/cpu/weights/file_packer.py.
 struct WeightPiece {
   int64_t offset;        // of the tensor's first byte in its file
   int64_t row_elements;  // of the tensor

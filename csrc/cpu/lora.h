@@ -18,7 +18,7 @@ constexpr int64_t kLoraRanks = 4;    // of a block of A
 constexpr int64_t kLoraInputs = 32;  // that lie together in it
 constexpr int32_t kMaxParts = 6;     // projections of one layer: a recurrent one has so many
 
-// The same record as `_Slot` in vllm_lite/kernels/cpu/lora.py: one adapter's part of one layer.
+// The same record as `_Slot` in vllm_lite/kernels/cpu/weights/lora.py: one adapter's part of one layer.
 struct LoraSlot {
   const void* down;
   const void* up;

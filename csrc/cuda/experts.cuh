@@ -1,5 +1,5 @@
-// The matrix products of a layer's experts. What is computed is said in vllm_lite/layers/expert_matmul.py; the plain
-// twin is LoopedExperts there.
+// The matrix products of a layer's experts. What is computed is said in vllm_lite/layers/moe/expert_matmul.py; the
+// plain twin is LoopedExperts there.
 //
 // A pair is a token with one of the experts that it has chosen: pair p is that of token p / top. The pairs are put in
 // the order of their experts, and those of experts that another rank holds behind them. Each launch is for all experts:

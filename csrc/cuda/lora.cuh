@@ -1,5 +1,5 @@
 // Low-rank adapters (LoRA): out += (x A^T) B^T for rows of several adapters, which lie in slots. The plain twin is
-// StackedSlots in vllm_lite/layers/lora.py, the CPU's kernel csrc/cpu/lora.cpp.
+// StackedSlots in vllm_lite/layers/weights/lora.py, the CPU's kernel csrc/cpu/lora.cpp.
 //
 // Rows are grouped: slot i has those that order[starts[i]] up to order[starts[i + 1]] name. A block computes a tile of
 // rows of one slot, so that these share what it reads of A or B. No grid depends on which rows have which adapter:

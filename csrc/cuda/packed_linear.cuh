@@ -1,5 +1,5 @@
 // Linear layers on quantized weights that stay packed: y = x W^T + bias. The plain twin is kernels/grouped.py with
-// torch.mm; vllm_lite/kernels/cuda/packed_linear.py packs weights and launches.
+// torch.mm; vllm_lite/kernels/cuda/weights/packed_linear.py packs weights and launches.
 //
 // A weight is scale * (code - zero) or scale * code - minimum, with a scale for each group of inputs. For few rows a
 // product reads each weight once and computes little with it, as decode attention does, and is built in the same way:

@@ -1,6 +1,6 @@
-// How tokens choose their experts. What is computed is said in vllm_lite/checkpoint/experts.py (RoutingSpec); the plain
-// twin is vllm_lite/kernels/routing.py. Arithmetic is in float32, subnormal numbers included: two scores that differ
-// are never a tie.
+// How tokens choose their experts. What is computed is said in vllm_lite/checkpoint/layer_specs/experts.py
+// (RoutingSpec); the plain twin is vllm_lite/kernels/routing.py. Arithmetic is in float32, subnormal numbers included:
+// two scores that differ are never a tie.
 #pragma once
 #include "common.cuh"
 

@@ -14,9 +14,9 @@ from tests.rows import DTYPES
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
-from vllm_lite.kernels.cpu.linear import multiplies_bytes
+from vllm_lite.kernels.cpu.weights.linear import multiplies_bytes
 from vllm_lite.kernels.ops import TorchOps
-from vllm_lite.layers import gpu_matmul, onednn
+from vllm_lite.layers.weights import gpu_matmul, onednn
 
 
 @pytest.fixture

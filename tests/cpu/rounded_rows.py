@@ -3,7 +3,7 @@
 import torch
 
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.linear import ONE_PLANE, QUANT_GROUP
+from vllm_lite.kernels.cpu.weights.linear import ONE_PLANE, QUANT_GROUP
 
 LARGEST = 127
 LARGEST_OF_TWO = 127 * 128

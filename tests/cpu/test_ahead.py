@@ -18,17 +18,17 @@ from tests.families.mixtures import VARIANTS, qwen3
 from tests.families.variant import Variant
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE, TensorPlace, locate
 from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE, TensorPlace, locate
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
-from vllm_lite.kernels.cpu.file_packer import FilePacker, Job, Piece
-from vllm_lite.kernels.cpu.linear import PackedWeight, linear
 from vllm_lite.kernels.cpu.pages import Pages
-from vllm_lite.layers.matmul import NativeMatmul
+from vllm_lite.kernels.cpu.weights.file_packer import FilePacker, Job, Piece
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
+from vllm_lite.layers.weights.matmul import NativeMatmul
 from vllm_lite.models.ahead import pack_ahead
 from vllm_lite.models.registry import Model, Sizes, build
 from vllm_lite.models.weights import load_weights
@@ -107,7 +107,7 @@ def test_a_model_takes_all_that_was_packed(
         assert ahead is not None
         assert list(ahead._jobs) == keys_of(model)
         with ahead, monkeypatch.context() as patch:
-            patch.setattr("vllm_lite.kernels.cpu.linear._pack", lambda *_, **__: pytest.fail("packed again"))
+            patch.setattr("vllm_lite.kernels.cpu.weights.linear._pack", lambda *_, **__: pytest.fail("packed again"))
             if config.quantization and overrides.get("tie_word_embeddings"):
                 patch.undo()  # the head is made of the embedding, which is kept
             load_weights(model, config.model, ahead=ahead)

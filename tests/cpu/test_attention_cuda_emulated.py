@@ -19,7 +19,7 @@ from vllm_lite.attention.backend import AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.cuda import CudaBackend, kernels_reason
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
-from vllm_lite.checkpoint.kv_scales import KVScales
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.kernels.ops import Rotation
 
 pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")

@@ -32,8 +32,8 @@ from vllm_lite.attention import paged
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.paged import PagedBackend, split_layout_reason, split_views
 from vllm_lite.attention.reference import ReferenceBackend
-from vllm_lite.checkpoint.block_sparse import BlockSparse
-from vllm_lite.kernels.cuda.paged_attention import PARTITION_TOKENS
+from vllm_lite.checkpoint.layer_specs.block_sparse import BlockSparse
+from vllm_lite.kernels.cuda.attention.paged_attention import PARTITION_TOKENS
 
 pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
 

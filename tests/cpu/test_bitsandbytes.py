@@ -14,14 +14,14 @@ from tests.paged import Oracle, Paged
 from tests.quantized_tensors import int8_tensors, nf4_tensors, say_quantized
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.quantization.bitsandbytes import read_bitsandbytes
 from vllm_lite.checkpoint.quantization.spec import BitsAndBytes4
 from vllm_lite.checkpoint.shard import Split
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.grouped import dequantize
 from vllm_lite.layers.quantized import bitsandbytes, bitsandbytes8
-from vllm_lite.layers.weight_form import DENSE, LinearShape
+from vllm_lite.layers.weights.weight_form import DENSE, LinearShape
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 FP4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import emulator
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.rope import Rope
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerGroup, LayerSpec, ModelSpec, NormSpec
-from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels import cpu
 from vllm_lite.protocol.step import BlockOp

@@ -10,8 +10,8 @@ import torch
 from tests.attention_steps import attention_shape, changed
 from tests.cpu.test_attention_cuda_emulated import Step, backend_for, make_step
 from tests.kernels import emulator
-from vllm_lite.kernels.cuda import shared_prefix
-from vllm_lite.kernels.cuda.shared_prefix import Worth
+from vllm_lite.kernels.cuda.attention import shared_prefix
+from vllm_lite.kernels.cuda.attention.shared_prefix import Worth
 
 pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
 

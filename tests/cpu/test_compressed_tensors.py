@@ -14,13 +14,13 @@ from tests.paged import Oracle, Paged
 from tests.quantized_tensors import Tensors, say_quantized
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.quantization.spec import PackedInts
 from vllm_lite.checkpoint.shard import Split
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.grouped import dequantize
 from vllm_lite.layers.quantized import packed_ints
-from vllm_lite.layers.weight_form import LinearShape
+from vllm_lite.layers.weights.weight_form import LinearShape
 
 Scheme = dict[str, Any]
 Writer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]

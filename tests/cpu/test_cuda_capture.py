@@ -22,12 +22,13 @@ from vllm_lite.attention.paged import PagedBackend
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.select import BACKENDS
 from vllm_lite.kernels import select
-from vllm_lite.kernels.cuda import packed_linear, shared_prefix
+from vllm_lite.kernels.cuda.attention import shared_prefix
+from vllm_lite.kernels.cuda.attention.shared_prefix import Worth
 from vllm_lite.kernels.cuda.fused import CudaOps
-from vllm_lite.kernels.cuda.packed_linear import PackedLinear
-from vllm_lite.kernels.cuda.shared_prefix import Worth
-from vllm_lite.layers import gpu_matmul
-from vllm_lite.layers.matmul import DenseMatmul
+from vllm_lite.kernels.cuda.weights import packed_linear
+from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
+from vllm_lite.layers.weights import gpu_matmul
+from vllm_lite.layers.weights.matmul import DenseMatmul
 from vllm_lite.protocol.step import Continue, Finish, States
 from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.device import Device

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec
-from vllm_lite.checkpoint.short_conv import ShortConvSpec
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.delta_rule import NativeDeltaNet
 from vllm_lite.kernels.cpu.short_conv import NativeShortConv

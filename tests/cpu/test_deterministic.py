@@ -14,7 +14,7 @@ from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, make_prompt, new_request
 from tests.plays import Recorder
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.linear import PackedWeight, linear
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
 from vllm_lite.protocol.step import Continue, Entry, Finish
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the native library")

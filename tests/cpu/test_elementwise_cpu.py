@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import gelu, relu, silu
 
 from tests.rows import SIZES, assert_close, assert_gaps_untouched, strided, twin, values
-from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
 

@@ -14,8 +14,8 @@ from tests.gguf_files import write_gguf
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.linear import PackedWeight
-from vllm_lite.layers.lora import AdapterLimits, Adapters
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight
+from vllm_lite.layers.weights.lora import AdapterLimits, Adapters
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 

@@ -8,13 +8,13 @@ import torch
 
 from tests.families.mixtures import qwen3
 from tests.paged import Oracle, Paged
-from vllm_lite.checkpoint.experts import RoutingSpec
+from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import sum_of
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.routing import Routing
-from vllm_lite.layers.experts import Router, SparseMLP
+from vllm_lite.layers.moe.experts import Router, SparseMLP
 from vllm_lite.worker.process import _Heartbeat
 from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.step_parts.expert_load import ExpertLoad

@@ -11,14 +11,14 @@ from tests.families.mixtures import qwen3
 from tests.paged import Oracle, Paged
 from tests.thread_group import ThreadCommunicator, ThreadGroup, on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE, read_headers
 from vllm_lite.checkpoint.quantization.on_load import Quantization, quantized_bytes
 from vllm_lite.checkpoint.shard import Shard, Split
-from vllm_lite.checkpoint.weight_bytes import Checkpoint, active_bytes, weights_bytes
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE, read_headers
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, active_bytes, weights_bytes
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.layers.experts import SparseMLP
+from vllm_lite.layers.moe.experts import SparseMLP
 from vllm_lite.models.registry import Model, Sizes, build
 from vllm_lite.models.weights import load_weights
 

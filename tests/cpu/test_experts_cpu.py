@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_lite.checkpoint.experts import RoutingSpec
+from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
@@ -16,9 +16,9 @@ from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.program import Program
 from vllm_lite.kernels.grouped import UINT4, UINT8, GroupedWeight
 from vllm_lite.kernels.routing import Chosen, Routing, choose
-from vllm_lite.layers.expert_matmul import ExpertSizes, LoopedExperts, NativeExperts
-from vllm_lite.layers.experts import make_expert_matmul
-from vllm_lite.layers.matmul import Matmul, NativeMatmul, make_grouped_matmul, make_matmul
+from vllm_lite.layers.moe.expert_matmul import ExpertSizes, LoopedExperts, NativeExperts
+from vllm_lite.layers.moe.experts import make_expert_matmul
+from vllm_lite.layers.weights.matmul import Matmul, NativeMatmul, make_grouped_matmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 

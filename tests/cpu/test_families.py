@@ -18,12 +18,12 @@ from tests.paged import Oracle, Paged
 from tests.thread_group import ThreadGroup, on_ranks
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import read_headers
-from vllm_lite.checkpoint.rank_shapes import rank_shape
-from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.checkpoint.tensors.headers import read_headers
+from vllm_lite.checkpoint.tensors.rank_shapes import rank_shape
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cpu.library import available
-from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.models.registry import Sizes, build
 
 MAX_DIFFERENCE = 3e-4

@@ -7,10 +7,10 @@ from tests.cpu.test_native_linear import random
 from tests.isas import isa_in_use
 from vllm_lite.checkpoint.quantization.on_load import Quantization, quantized_bytes
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.file_packer import group_size
-from vllm_lite.kernels.cpu.linear import PackedWeight, linear, multiplies_bytes
+from vllm_lite.kernels.cpu.weights.file_packer import group_size
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear, multiplies_bytes
 from vllm_lite.kernels.grouped import VALUES, dequantize, quantize
-from vllm_lite.layers.matmul import NativeMatmul, make_matmul
+from vllm_lite.layers.weights.matmul import NativeMatmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 

@@ -5,11 +5,11 @@ import torch
 from torch.nn.functional import layer_norm
 
 from tests.rows import SIZES, assert_close, assert_gaps_untouched, strided, twin, values
-from vllm_lite.checkpoint.rope import Rope
+from vllm_lite.checkpoint.layer_specs.rope import Rope
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.ops import Rotation, TorchOps, WideNormWeights
-from vllm_lite.layers.rope import RotaryEmbedding
+from vllm_lite.layers.attention.rope import RotaryEmbedding
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 

@@ -18,9 +18,9 @@ from tests.thread_group import on_ranks
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE, read_headers
-from vllm_lite.checkpoint.tensor_names import canonical
-from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE, read_headers
+from vllm_lite.checkpoint.tensors.tensor_names import canonical
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.cpu.program import Program
 from vllm_lite.models.gemma import Gemma

@@ -18,7 +18,7 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.gguf.config import architecture_of
 from vllm_lite.checkpoint.gguf.header import GgufHeader
 from vllm_lite.checkpoint.quantization.spec import Gguf
-from vllm_lite.checkpoint.rank_shapes import rank_shape
+from vllm_lite.checkpoint.tensors.rank_shapes import rank_shape
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels import cpu
 from vllm_lite.models.registry import Sizes, build

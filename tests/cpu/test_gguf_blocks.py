@@ -11,13 +11,13 @@ from vllm_lite.checkpoint.gguf.kinds import BY_NAME, KINDS, READ
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels import cpu, gguf_blocks
-from vllm_lite.kernels.cpu import gguf_blocks as native
-from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels.cpu.weights import gguf_blocks as native
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.kernels.gguf_blocks import BLOCK, BlockRows, take_apart
 from vllm_lite.kernels.grouped import GroupedWeight, dequantize
 from vllm_lite.layers.quantized import gguf as layer
 from vllm_lite.layers.quantized.gguf import BlockWeight
-from vllm_lite.layers.weight_form import LinearShape
+from vllm_lite.layers.weights.weight_form import LinearShape
 
 CPU = torch.device("cpu")
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}

@@ -13,8 +13,8 @@ from tests.gguf_files import write_gguf
 from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import read_headers
-from vllm_lite.checkpoint.weight_bytes import Checkpoint
+from vllm_lite.checkpoint.tensors.headers import read_headers
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint
 from vllm_lite.errors import ModelError
 
 PER_LAYER = next(one for one in VARIANTS if one.name == "gemma4-per-layer")

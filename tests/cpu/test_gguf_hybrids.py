@@ -14,8 +14,8 @@ from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.gguf.changes import Flat, HeadOrder, LogOfMinus, OneMore, changed
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
-from vllm_lite.checkpoint.headers import read_headers
 from vllm_lite.checkpoint.quantization.spec import Gguf
+from vllm_lite.checkpoint.tensors.headers import read_headers
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.gguf_blocks import BlockRows, take_apart
 from vllm_lite.kernels.grouped import dequantize

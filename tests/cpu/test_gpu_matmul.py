@@ -14,20 +14,21 @@ from tests.kernels import emulator
 from tests.paged import Oracle, Paged
 from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME
-from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.quantization.spec import Gptq
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.cuda import cupy_launcher, many_rows
-from vllm_lite.kernels.cuda.many_rows import Float8Products, WidenedProducts
-from vllm_lite.kernels.cuda.packed_linear import PackedLinear
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
+from vllm_lite.kernels.cuda import cupy_launcher
+from vllm_lite.kernels.cuda.weights import many_rows
+from vllm_lite.kernels.cuda.weights.many_rows import Float8Products, WidenedProducts
+from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
 from vllm_lite.kernels.gguf_blocks import BlockRows, take_apart
 from vllm_lite.kernels.grouped import E4M3, INT4, INT8, GroupedChunks, GroupedWeight, dequantize
-from vllm_lite.layers import gpu_matmul, matmul, weight_form
-from vllm_lite.layers.gpu_matmul import packed_matmul
-from vllm_lite.layers.matmul import DenseMatmul, make_grouped_matmul, make_matmul
 from vllm_lite.layers.quantized.select import QuantizedForm
-from vllm_lite.layers.weight_form import DENSE, LinearShape, WidenedForm, WidenedWeight
+from vllm_lite.layers.weights import gpu_matmul, matmul, weight_form
+from vllm_lite.layers.weights.gpu_matmul import packed_matmul
+from vllm_lite.layers.weights.matmul import DenseMatmul, make_grouped_matmul, make_matmul
+from vllm_lite.layers.weights.weight_form import DENSE, LinearShape, WidenedForm, WidenedWeight
 
 pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
 BF16, CPU = torch.bfloat16, torch.device("cpu")

@@ -22,8 +22,8 @@ from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import LogitRules, Sampling
 from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, ModelOutput, Preempt, Resume, SchedulerOutput, States
 from vllm_lite.protocol.structured import Thinking
-from vllm_lite.structured.grammars import Grammars
-from vllm_lite.structured.vocabulary import Vocabulary, load_vocabulary
+from vllm_lite.structured.sources.grammars import Grammars
+from vllm_lite.structured.sources.vocabulary import Vocabulary, load_vocabulary
 from vllm_lite.worker.sampling import readiness
 from vllm_lite.worker.sampling.masks import CONTRADICTION, Uint32s
 from vllm_lite.worker.step_parts.rules import Rules

@@ -22,8 +22,8 @@ from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.checkpoint.sizing import bucket_sizes, reserved_bytes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
-from vllm_lite.layers.embedding import LMHead
-from vllm_lite.layers.linear import Linear
+from vllm_lite.layers.weights.embedding import LMHead
+from vllm_lite.layers.weights.linear import Linear
 from vllm_lite.protocol.step import Continue, Draft, Finish
 from vllm_lite.worker.batch.step_inputs import StepInputs, padding_step
 from vllm_lite.worker.device import Device

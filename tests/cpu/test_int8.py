@@ -10,11 +10,11 @@ from tests.checkpoints import make_checkpoint
 from tests.families.mixtures import qwen3
 from tests.paged import Oracle, Paged
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.linear import PackedWeight, quantize
-from vllm_lite.layers.matmul import Int8Matmul, NativeMatmul, make_matmul
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight, quantize
+from vllm_lite.layers.weights.matmul import Int8Matmul, NativeMatmul, make_matmul
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 

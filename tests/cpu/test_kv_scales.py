@@ -12,8 +12,8 @@ from tests.cpu.test_int8_cache import last_logits
 from tests.driver import Driver
 from tests.quantized_tensors import say_quantized
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE
-from vllm_lite.checkpoint.kv_scales import KVScales, has_kv_scales, read_kv_scales
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales, has_kv_scales, read_kv_scales
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ModelError
 

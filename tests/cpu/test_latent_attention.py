@@ -20,12 +20,12 @@ from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
-from vllm_lite.kernels.cpu.head_linear import HeadLinear
-from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels.cpu.weights.head_linear import HeadLinear
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.kernels.grouped import dequantize, quantize4
 from vllm_lite.kernels.ops import Rotation, TorchOps
-from vllm_lite.layers.head_matmul import LoopedHeads, make_head_matmul
-from vllm_lite.layers.matmul import DenseMatmul, make_matmul
+from vllm_lite.layers.weights.head_matmul import LoopedHeads, make_head_matmul
+from vllm_lite.layers.weights.matmul import DenseMatmul, make_matmul
 from vllm_lite.models.registry import Sizes, build
 
 needs_library = pytest.mark.skipif(not cpu.available(), reason="needs the native library")

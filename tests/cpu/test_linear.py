@@ -10,14 +10,14 @@ from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.shard import HeadSplit, Shard, Split
 from vllm_lite.kernels import cpu
-from vllm_lite.layers import onednn
-from vllm_lite.layers.embedding import Embedding, LMHead
-from vllm_lite.layers.linear import Linear
-from vllm_lite.layers.matmul import DenseMatmul, Int8Matmul, NativeMatmul, OneDnnMatmul, SideBySide, make_matmul
 from vllm_lite.layers.norm import RMSNorm
-from vllm_lite.layers.onednn import pack, packed_linear
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_form import DenseForm, LinearShape
+from vllm_lite.layers.weights import onednn
+from vllm_lite.layers.weights.embedding import Embedding, LMHead
+from vllm_lite.layers.weights.linear import Linear
+from vllm_lite.layers.weights.matmul import DenseMatmul, Int8Matmul, NativeMatmul, OneDnnMatmul, SideBySide, make_matmul
+from vllm_lite.layers.weights.onednn import pack, packed_linear
+from vllm_lite.layers.weights.weight_form import DenseForm, LinearShape
 from vllm_lite.models.llama import Llama
 from vllm_lite.parallel.communicator import SingleRank
 
@@ -81,7 +81,7 @@ def test_linear(monkeypatch, num_rows, dtype, bias, kind):
 
 
 def test_this_torch_can_pack():
-    """If this fails, torch has changed operators that it does not document: see layers/onednn.py, all is slower now."""
+    """If this fails, torch changed operators that it does not document (layers/weights/onednn.py): all is slower."""
     weight, x, bias = random(40, 48), random(3, 48), random(40)
     packed = pack(weight)
     assert packed is not None

@@ -16,11 +16,11 @@ from tests.lora_adapters import change_config, make_adapter, merge
 from tests.paged import Oracle, Paged
 from tests.quantized_tensors import FORMATS, LARGE, int8_tensors, quantized
 from tests.thread_group import on_ranks
-from vllm_lite.checkpoint.adapter_bytes import adapted_elements
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.lora import read_lora
+from vllm_lite.checkpoint.tensors.adapter_bytes import adapted_elements
+from vllm_lite.checkpoint.tensors.lora import read_lora
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.layers.lora import AdapterLimits, Adapters
+from vllm_lite.layers.weights.lora import AdapterLimits, Adapters
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator
@@ -248,7 +248,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 def test_configs_that_are_not_served_are_refused_by_name(
     changes: dict[str, Any], message: str, small: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_lite.checkpoint.lora.PATTERN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("vllm_lite.checkpoint.tensors.lora.PATTERN_TIMEOUT_S", 0.05)
     path = change_config(make_adapter(small.path, tmp_path / "adapter", ["q_proj"]), changes)
     with pytest.raises(ModelError, match=r"adapter_config\.json") as error:
         read_lora(path)
@@ -300,8 +300,8 @@ def test_recurrent_layers_on_a_gpu_are_refused_in_a_sentence(
     bases: dict[str, Oracle], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     oracle = oracle_of("qwen3.5", bases, tmp_path_factory)
-    monkeypatch.setattr("vllm_lite.layers.lora.copies", lambda *_: False)
-    monkeypatch.setattr("vllm_lite.layers.lora.gpu_matmul.launcher_for", lambda *_: object())
+    monkeypatch.setattr("vllm_lite.layers.weights.lora.copies", lambda *_: False)
+    monkeypatch.setattr("vllm_lite.layers.weights.lora.gpu_matmul.launcher_for", lambda *_: object())
     with pytest.raises(ConfigError, match=r"not for this model on a GPU, .* must have 1 to 3 projections, got [46]"):
         load(oracle, [])
 

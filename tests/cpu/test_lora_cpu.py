@@ -9,11 +9,11 @@ import torch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
-from vllm_lite.kernels.cpu.lora import LoraSlots
 from vllm_lite.kernels.cpu.program import Program
-from vllm_lite.layers.adapter_rows import Grouped, GroupedRows, MaskedRows
-from vllm_lite.layers.lora import AdapterLimits, StackedSlots
-from vllm_lite.layers.weight_form import LinearShape
+from vllm_lite.kernels.cpu.weights.lora import LoraSlots
+from vllm_lite.layers.weights.adapter_rows import Grouped, GroupedRows, MaskedRows
+from vllm_lite.layers.weights.lora import AdapterLimits, StackedSlots
+from vllm_lite.layers.weights.weight_form import LinearShape
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.cpu.test_delta_rule import ALONE, CUT, MIXED, NUM_SLOTS
-from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.mamba import NativeMamba
 from vllm_lite.kernels.mamba import MambaOp, MambaWeights

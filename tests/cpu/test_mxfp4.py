@@ -12,7 +12,7 @@ from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.quantized import mxfp4
 from vllm_lite.layers.quantized.select import form_for
 from vllm_lite.layers.quantized.stored import QuantizedWeight
-from vllm_lite.layers.weight_form import DENSE, LinearShape
+from vllm_lite.layers.weights.weight_form import DENSE, LinearShape
 
 EXPERTS, INNER, HIDDEN = 3, 64, 96
 GATE_UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"

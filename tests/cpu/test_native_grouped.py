@@ -9,11 +9,11 @@ from tests.cpu.conftest import has_amx, using_isa
 from tests.cpu.rounded_rows import rounded_rows
 from tests.cpu.test_native_linear import random
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.dtypes import FLOATS
-from vllm_lite.kernels.cpu.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes
+from vllm_lite.kernels.cpu.weights import grouped as cpu_grouped
+from vllm_lite.kernels.cpu.weights.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, dequantize, quantize4
-from vllm_lite.layers.matmul import make_grouped_matmul
+from vllm_lite.layers.weights.matmul import make_grouped_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 

@@ -10,9 +10,9 @@ from tests.cpu.rounded_rows import LARGEST_OF_TWO, rounded_rows
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
-from vllm_lite.kernels.cpu.linear import PackedWeight, linear, look_up, multiplies_bytes, quantize
 from vllm_lite.kernels.cpu.memory import zeros
 from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear, look_up, multiplies_bytes, quantize
 from vllm_lite.kernels.grouped import INT4, GroupedWeight
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")

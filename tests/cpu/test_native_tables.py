@@ -8,7 +8,7 @@ import torch
 from tests.cpu.test_native_grouped import E4M3
 from tests.cpu.test_native_linear import random
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.linear import PackedWeight, linear
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
 from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize_fp8
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason="no native library"), pytest.mark.usefixtures("each_isa")]

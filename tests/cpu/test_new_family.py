@@ -14,16 +14,16 @@ from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
 from tests.thread_group import ThreadGroup, on_ranks
 from vllm_lite.attention.select import select_backend
-from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE
+from vllm_lite.checkpoint.layer_specs.block_sparse import BlockSparse
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, make_kv_groups
 from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.layers.matmul import DenseMatmul, Matmul
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_form import LinearShape, StoredWeight
-from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
+from vllm_lite.layers.weights.matmul import DenseMatmul, Matmul
+from vllm_lite.layers.weights.weight_form import LinearShape, StoredWeight
+from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 from vllm_lite.models.llama import Llama
 from vllm_lite.models.registry import Model, Sizes, build
 from vllm_lite.models.weights import load_weights

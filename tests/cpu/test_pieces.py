@@ -18,11 +18,11 @@ from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.sizing import piece_sizes
 from vllm_lite.kernels import select
+from vllm_lite.kernels.cuda.attention.prefill_table import PrefillTable
+from vllm_lite.kernels.cuda.attention.torch_prefill import torch_prefill
 from vllm_lite.kernels.cuda.fused import CudaOps
-from vllm_lite.kernels.cuda.prefill_table import PrefillTable
-from vllm_lite.kernels.cuda.torch_prefill import torch_prefill
-from vllm_lite.layers import gpu_matmul
-from vllm_lite.layers.matmul import DenseMatmul
+from vllm_lite.layers.weights import gpu_matmul
+from vllm_lite.layers.weights.matmul import DenseMatmul
 from vllm_lite.protocol.step import Continue
 from vllm_lite.worker import pieces as pieces_module
 from vllm_lite.worker import worker as worker_module

@@ -25,9 +25,9 @@ from vllm_lite.attention import prefix_chunks
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.attention.reference import ReferenceBackend
-from vllm_lite.kernels.cuda import prefill_table
-from vllm_lite.kernels.cuda.prefill_table import Measured, PrefillTable
-from vllm_lite.kernels.cuda.torch_prefill import torch_prefill
+from vllm_lite.kernels.cuda.attention import prefill_table
+from vllm_lite.kernels.cuda.attention.prefill_table import Measured, PrefillTable
+from vllm_lite.kernels.cuda.attention.torch_prefill import torch_prefill
 
 pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
 

@@ -30,9 +30,9 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.cpu.library import int64, pointer
-from vllm_lite.kernels.cpu.linear import PackedWeight, linear, look_up
 from vllm_lite.kernels.cpu.program import NotRecordable, Program
-from vllm_lite.layers.matmul import DenseMatmul
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear, look_up
+from vllm_lite.layers.weights.matmul import DenseMatmul
 from vllm_lite.models.llama import Llama
 from vllm_lite.protocol.step import Continue, Draft, States
 from vllm_lite.worker.graphs import CpuCapture, Graph
@@ -165,12 +165,12 @@ def test_an_operation_that_falls_back_to_torch_is_noticed(
 ) -> None:
     if what == "linear":
         monkeypatch.setattr(
-            "vllm_lite.layers.weight_form.make_matmul", lambda weight, bias, _: DenseMatmul(weight, bias)
+            "vllm_lite.layers.weights.weight_form.make_matmul", lambda weight, bias, _: DenseMatmul(weight, bias)
         )
     elif what == "norm":
         monkeypatch.setattr(CpuOps, "add_rms_norm", CpuOps.__mro__[1].add_rms_norm)  # type: ignore[attr-defined]
     else:
-        monkeypatch.setattr("vllm_lite.layers.embedding.look_up", lambda *_: False)
+        monkeypatch.setattr("vllm_lite.layers.weights.embedding.look_up", lambda *_: False)
     driver = Driver(tiny_checkpoint)
     driver.run(new_request(0, make_prompt(9), [1]))
     driver.decode(0, count=3)

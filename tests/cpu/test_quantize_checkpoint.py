@@ -18,7 +18,7 @@ from tests.checkpoints import make_checkpoint
 from tests.families.all import VARIANTS
 from tests.paged import Oracle, Paged
 from tests.thread_group import on_ranks
-from vllm_lite.checkpoint.headers import SINGLE_FILE
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.grouped import dequantize, quantize4
 from vllm_lite.tools.cli import main

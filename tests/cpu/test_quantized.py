@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle, Paged
-from vllm_lite.checkpoint.headers import SINGLE_FILE
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.kernels.grouped import INT4, UINT4, GroupedWeight, dequantize, unpack
 
 

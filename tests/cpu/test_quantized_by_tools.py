@@ -17,7 +17,7 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.quantized.select import form_for
 from vllm_lite.layers.quantized.stored import QuantizedWeight
-from vllm_lite.layers.weight_form import LinearShape
+from vllm_lite.layers.weights.weight_form import LinearShape
 
 WRITTEN = Path(__file__).parents[1] / "fixtures" / "quantized" / "written_by_tools.safetensors"
 NAME = "model.layers.0.mlp.down_proj"

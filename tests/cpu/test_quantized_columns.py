@@ -22,13 +22,13 @@ from tests.quantized_tensors import (
 )
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.quantization.spec import Awq, Gptq
 from vllm_lite.checkpoint.shard import Split
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.grouped import dequantize
 from vllm_lite.layers.quantized import awq, gptq
-from vllm_lite.layers.weight_form import LinearShape
+from vllm_lite.layers.weights.weight_form import LinearShape
 
 
 def checkpoints(folder: Path, write: Callable[..., Any], config: dict[str, Any], inner: int = 128) -> tuple[Path, Path]:

@@ -16,9 +16,9 @@ from tests.paged import Oracle, Paged
 from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import SINGLE_FILE
 from vllm_lite.checkpoint.quantization.memory import share
 from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 
 GPTQ = gptq_config(sym=False)
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}

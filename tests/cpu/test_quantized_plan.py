@@ -14,7 +14,6 @@ from tests.paged import Oracle
 from tests.quantized_tensors import FORMATS, LARGE, quantized
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME, READ
-from vllm_lite.checkpoint.headers import Tensor, read_headers
 from vllm_lite.checkpoint.quantization.memory import BLOCK_BITS, GPU_BLOCK_BITS, kept_on_gpu, tensor_bytes
 from vllm_lite.checkpoint.quantization.spec import (
     Awq,
@@ -28,12 +27,13 @@ from vllm_lite.checkpoint.quantization.spec import (
     QuantizationSpec,
 )
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
-from vllm_lite.kernels.cpu.linear import PackedWeight
-from vllm_lite.kernels.cuda.packed_linear import PackedLinear
-from vllm_lite.kernels.cuda.packed_weight import PackedWeight as OnGpu
+from vllm_lite.checkpoint.tensors.headers import Tensor, read_headers
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
+from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight as OnGpu
 from vllm_lite.kernels.gguf_blocks import BlockRows, take_apart
-from vllm_lite.layers.matmul import DenseMatmul
+from vllm_lite.layers.weights.matmul import DenseMatmul
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tests.checkpoints import load_and_see, make_checkpoint
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import read_headers
+from vllm_lite.checkpoint.layer_specs.rope import Rope
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, make_kv_groups
 from vllm_lite.checkpoint.quantization.on_load import Quantization
-from vllm_lite.checkpoint.rank_shapes import rank_shape
-from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
-from vllm_lite.layers.weight_slot import WeightSlot
+from vllm_lite.checkpoint.tensors.headers import read_headers
+from vllm_lite.checkpoint.tensors.rank_shapes import rank_shape
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.layers.weights.weight_slot import WeightSlot
 from vllm_lite.models.registry import Model, Sizes, build
 
 

@@ -10,10 +10,10 @@ import torch
 
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
-from vllm_lite.checkpoint.rope import Dynamic, LongRope, Rope, RopeContext, Yarn, read_rope
+from vllm_lite.checkpoint.layer_specs.rope import Dynamic, LongRope, Rope, RopeContext, Yarn, read_rope
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.ops import Rotation, TorchOps
-from vllm_lite.layers.rope import RotaryEmbedding, inverse_frequencies
+from vllm_lite.layers.attention.rope import RotaryEmbedding, inverse_frequencies
 
 CPU = torch.device("cpu")
 POSITIONS = 512

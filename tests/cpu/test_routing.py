@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_lite.checkpoint.experts import RoutingSpec
+from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.kernels.routing import Chosen, Routing, choose
 
 NUM_TOKENS = 50

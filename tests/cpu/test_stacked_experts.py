@@ -11,15 +11,15 @@ from tests.kernels import emulator
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.cuda.experts import StackedExperts
+from vllm_lite.kernels.cuda.moe.experts import StackedExperts
 from vllm_lite.kernels.routing import Chosen
-from vllm_lite.layers import experts as experts_module
-from vllm_lite.layers.expert_matmul import ExpertSizes, LoopedExperts
-from vllm_lite.layers.experts import SparseMLP, make_expert_matmul
-from vllm_lite.layers.matmul import DenseMatmul, Int8Matmul, Matmul
-from vllm_lite.layers.stacked_experts import stacked_experts
-from vllm_lite.layers.stacked_weights import stack_weights
-from vllm_lite.layers.weight_form import DenseForm, WidenedForm
+from vllm_lite.layers.moe import experts as experts_module
+from vllm_lite.layers.moe.expert_matmul import ExpertSizes, LoopedExperts
+from vllm_lite.layers.moe.experts import SparseMLP, make_expert_matmul
+from vllm_lite.layers.moe.stacked_experts import stacked_experts
+from vllm_lite.layers.moe.stacked_weights import stack_weights
+from vllm_lite.layers.weights.matmul import DenseMatmul, Int8Matmul, Matmul
+from vllm_lite.layers.weights.weight_form import DenseForm, WidenedForm
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 

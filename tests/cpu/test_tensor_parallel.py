@@ -11,10 +11,10 @@ from tests.thread_group import ThreadCommunicator, on_ranks
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.errors import ConfigError, RankLostError
 from vllm_lite.kernels import cpu
-from vllm_lite.layers import onednn
-from vllm_lite.layers.embedding import Embedding
-from vllm_lite.layers.linear import Linear
-from vllm_lite.layers.weight_slot import WeightSlot
+from vllm_lite.layers.weights import onednn
+from vllm_lite.layers.weights.embedding import Embedding
+from vllm_lite.layers.weights.linear import Linear
+from vllm_lite.layers.weights.weight_slot import WeightSlot
 
 MAX_DIFFERENCE = 3e-4
 """Of logits of size 10 in float32; what the negative controls change is over 0.1."""

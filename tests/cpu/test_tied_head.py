@@ -15,11 +15,11 @@ from tests.families.all import VARIANTS
 from tests.families.through_transformers import VARIANTS as THROUGH_TRANSFORMERS
 from tests.families.variant import Variant
 from tests.paged import Oracle, Paged
-from vllm_lite.checkpoint import tied_head
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, read_headers
-from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD, canonical
-from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.checkpoint.tensors import tied_head
+from vllm_lite.checkpoint.tensors.headers import INDEX_FILE, SINGLE_FILE, read_headers
+from vllm_lite.checkpoint.tensors.tensor_names import EMBEDDING, HEAD, canonical
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.models.registry import Sizes, build
 
 BY_NAME: dict[str, Variant] = {variant.name: variant for variant in (*VARIANTS, *THROUGH_TRANSFORMERS)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.cpu.conftest import has_amx, using_isa
-from vllm_lite.kernels.cpu.linear import PackedWeight, linear
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
 
 pytestmark = pytest.mark.skipif(not has_amx(), reason="this machine has no AMX")
 

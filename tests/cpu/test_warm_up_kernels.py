@@ -17,7 +17,7 @@ from vllm_lite.attention.cuda import CudaBackend
 from vllm_lite.kernels import cpu, select
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.recurrent import LaunchedDeltaNet, LaunchedMamba
-from vllm_lite.layers import onednn
+from vllm_lite.layers.weights import onednn
 from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.sampling import masks
@@ -47,8 +47,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(select, "TorchOps", lambda: CudaOps(made))
     monkeypatch.setattr(worker_module, "select_backend", lambda shape, _: CudaBackend(shape, made))
     monkeypatch.setattr(masks, "launcher_for", lambda _: made)
-    monkeypatch.setattr("vllm_lite.layers.delta_net.delta_net_op", lambda spec, *_: LaunchedDeltaNet(spec, made))
-    monkeypatch.setattr("vllm_lite.layers.mamba.mamba_op", lambda spec, *_: LaunchedMamba(spec, made))
+    monkeypatch.setattr(
+        "vllm_lite.layers.recurrent.delta_net.delta_net_op", lambda spec, *_: LaunchedDeltaNet(spec, made)
+    )
+    monkeypatch.setattr("vllm_lite.layers.recurrent.mamba.mamba_op", lambda spec, *_: LaunchedMamba(spec, made))
     return made
 
 

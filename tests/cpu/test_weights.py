@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import load_and_see, make_checkpoint
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, weight_files
+from vllm_lite.checkpoint.tensors.headers import INDEX_FILE, SINGLE_FILE, weight_files
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights

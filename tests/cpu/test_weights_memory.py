@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save
 from tests.checkpoints import load_and_see, make_checkpoint
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import INDEX_FILE, SINGLE_FILE, read_headers
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.checkpoint.tensors.headers import INDEX_FILE, SINGLE_FILE, read_headers
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_form import DenseForm
-from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
+from vllm_lite.layers.weights.weight_form import DenseForm
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.models import weights
 from vllm_lite.models.llama import Llama
 from vllm_lite.models.weights import load_weights
@@ -278,7 +278,7 @@ def test_a_rank_never_holds_more_than_its_part(large: Path, monkeypatch: pytest.
         largest = max(math.prod(stack.shape) for group in model.weight_groups() for stack in group.stacks)
         with monkeypatch.context() as patch:
             patch.setattr(memory, "zeros", live.watch(zeros))
-            patch.setattr("vllm_lite.kernels.cpu.linear.zeros", live.watch(zeros))
+            patch.setattr("vllm_lite.kernels.cpu.weights.linear.zeros", live.watch(zeros))
             patch.setattr(WeightStack, "empty", live.watch(WeightStack.empty))
             load_weights(model, large)
         assert live.num_bytes == weights_bytes(checkpoint, 2, shard=Shard(0, world))

@@ -7,8 +7,8 @@ import msgspec
 
 from tests.families.mixtures import routing
 from tests.families.variant import Variant, drop, drop_in_layers, without_rope_scaling, without_window
+from vllm_lite.checkpoint.layer_specs.rope import Rope
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
-from vllm_lite.checkpoint.rope import Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 387}

@@ -7,7 +7,7 @@ import msgspec
 
 from tests.families.mixtures import routing
 from tests.families.variant import Control, Variant, drop, drop_in_layers, without_window
-from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, NormSpec
 
 RECURRENT = {

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from tests.families.variant import Control, Variant, drop, drop_in_layers, without_rope_scaling, without_window
+from vllm_lite.checkpoint.layer_specs.rope import LongRope, Rope
 from vllm_lite.checkpoint.model_spec import LayerSpec
-from vllm_lite.checkpoint.rope import LongRope, Rope
 
 SIX_HEADS = {
     "hidden_size": 96,

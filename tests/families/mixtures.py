@@ -7,7 +7,7 @@ import msgspec
 
 from tests.families.llama_like import SIX_HEADS, qwen_vl
 from tests.families.variant import Control, Variant, drop, drop_in_layers, without_rope_scaling, without_window
-from vllm_lite.checkpoint.experts import ExpertsSpec
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec
 
 

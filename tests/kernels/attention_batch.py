@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
+from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring
 
 UNTOUCHED = 7.0
 """What `out` holds before; rows that are not the kernel's must keep it."""

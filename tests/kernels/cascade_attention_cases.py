@@ -14,10 +14,10 @@ import torch
 from tests.kernels import decode_attention_cases as plain
 from tests.kernels.attention_batch import NO_BLOCK, Batch, make_batch
 from tests.kernels.decode_attention_cases import BF16, E4M3, E5M2, FP16, Setup
-from vllm_lite.kernels.cuda import attention_work as work
-from vllm_lite.kernels.cuda import decode_attention as decode
+from vllm_lite.kernels.cuda.attention import attention_work as work
+from vllm_lite.kernels.cuda.attention import decode_attention as decode
+from vllm_lite.kernels.cuda.attention.shared_prefix import CascadeLists, Worth, cascade_lists
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.shared_prefix import CascadeLists, Worth, cascade_lists
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from tests.kernels.attention_batch import NO_BLOCK, UNTOUCHED, AttentionSetup, Batch, make_batch, reference
-from vllm_lite.kernels.cuda import attention_simple as simple
-from vllm_lite.kernels.cuda import attention_work as work
-from vllm_lite.kernels.cuda import decode_attention as decode
+from vllm_lite.kernels.cuda.attention import attention_simple as simple
+from vllm_lite.kernels.cuda.attention import attention_work as work
+from vllm_lite.kernels.cuda.attention import decode_attention as decode
 from vllm_lite.kernels.cuda.launcher import Launcher
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

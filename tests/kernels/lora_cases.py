@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from tests.kernels.fused_cases import Case, assert_rounded, draw, with_gaps
-from vllm_lite.kernels.cuda import lora
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.layers.adapter_rows import Grouped
+from vllm_lite.kernels.cuda.weights import lora
+from vllm_lite.layers.weights.adapter_rows import Grouped
 
 RANKS = (16, 3, 0, 8)
 """Of the adapters in the slots; 0: the slot is empty."""

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from tests.kernels.fused_cases import Case, draw, with_gaps
-from vllm_lite.kernels.cuda import many_rows, packed_linear
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.many_rows import Float8Products, WidenedProducts, quantized_rows
-from vllm_lite.kernels.cuda.packed_linear import FEW_ROWS, PackedLinear, num_parts
-from vllm_lite.kernels.cuda.packed_weight import PackedWeight
+from vllm_lite.kernels.cuda.weights import many_rows, packed_linear
+from vllm_lite.kernels.cuda.weights.many_rows import Float8Products, WidenedProducts, quantized_rows
+from vllm_lite.kernels.cuda.weights.packed_linear import FEW_ROWS, PackedLinear, num_parts
+from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
 from vllm_lite.kernels.grouped import E4M3, INT4, INT8, UINT4, UINT8, GroupedWeight, dequantize
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tests.kernels import kv_layouts
-from vllm_lite.checkpoint.block_sparse import BlockSparse
-from vllm_lite.kernels.cuda import paged_attention as pa
-from vllm_lite.kernels.cuda.attention_inputs import Scoring
+from vllm_lite.checkpoint.layer_specs.block_sparse import BlockSparse
+from vllm_lite.kernels.cuda.attention import paged_attention as pa
+from vllm_lite.kernels.cuda.attention.attention_inputs import Scoring
 from vllm_lite.kernels.cuda.launcher import Launcher
 
 Case = Callable[[Launcher, torch.device], None]

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from tests.kernels.attention_batch import UNTOUCHED, AttentionSetup, Batch, make_batch, reference
-from vllm_lite.kernels.cuda.attention_work import prefill_tiles
-from vllm_lite.kernels.cuda.gather_kv import gather_kv
+from vllm_lite.kernels.cuda.attention.attention_work import prefill_tiles
+from vllm_lite.kernels.cuda.attention.gather_kv import gather_kv
+from vllm_lite.kernels.cuda.attention.prefill_attention import kernel_name, prefill_attention
+from vllm_lite.kernels.cuda.attention.varlen import make_plan, varlen_prefill
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.prefill_attention import kernel_name, prefill_attention
-from vllm_lite.kernels.cuda.varlen import make_plan, varlen_prefill
 
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

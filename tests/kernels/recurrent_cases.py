@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.kernels.fused_cases import Case
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec
-from vllm_lite.checkpoint.mamba import MambaSpec
-from vllm_lite.checkpoint.short_conv import ShortConvSpec
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.recurrent import LaunchedConvolution, LaunchedDeltaNet, LaunchedMamba
 from vllm_lite.kernels.delta_rule import DeltaNetOp, DeltaNetWeights

@@ -3,7 +3,7 @@
 import torch
 
 from tests.kernels.fused_cases import Case, draw
-from vllm_lite.checkpoint.experts import RoutingSpec
+from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.routing import Chosen, Routing, choose

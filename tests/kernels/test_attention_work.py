@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_lite.kernels.cuda.attention_work import (
+from vllm_lite.kernels.cuda.attention.attention_work import (
     MAX_SHORT_SPLITS,
     MAX_SPLITS,
     PREFILL_ROWS,

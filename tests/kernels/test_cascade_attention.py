@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.cascade_attention_cases import CASES, SHARED, run, shared_batch
 from tests.kernels.emulator import EmulatorLauncher
-from vllm_lite.kernels.cuda.decode_attention import CASCADE_SOURCE, SOURCE
+from vllm_lite.kernels.cuda.attention.decode_attention import CASCADE_SOURCE, SOURCE
 from vllm_lite.kernels.cuda.launcher import Launcher
 
 CPU = torch.device("cpu")

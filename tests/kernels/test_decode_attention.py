@@ -21,10 +21,10 @@ from tests.kernels.decode_attention_cases import (
     run_simple,
 )
 from tests.kernels.emulator import EmulatorLauncher
-from vllm_lite.kernels.cuda import decode_attention as decode_module
-from vllm_lite.kernels.cuda.attention_inputs import tensor_core_reason
-from vllm_lite.kernels.cuda.attention_work import Rows, SplitList
-from vllm_lite.kernels.cuda.decode_attention import SOURCE, Workspace, decode_attention, head_tiles
+from vllm_lite.kernels.cuda.attention import decode_attention as decode_module
+from vllm_lite.kernels.cuda.attention.attention_inputs import tensor_core_reason
+from vllm_lite.kernels.cuda.attention.attention_work import Rows, SplitList
+from vllm_lite.kernels.cuda.attention.decode_attention import SOURCE, Workspace, decode_attention, head_tiles
 from vllm_lite.kernels.cuda.launcher import Launcher
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from tests.kernels import lora_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.fused_cases import Case, draw
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.kernels.cuda import lora
-from vllm_lite.layers.adapter_rows import LaunchedRows
-from vllm_lite.layers.lora import AdapterLimits, LaunchedSlots
-from vllm_lite.layers.weight_form import LinearShape
+from vllm_lite.kernels.cuda.weights import lora
+from vllm_lite.layers.weights.adapter_rows import LaunchedRows
+from vllm_lite.layers.weights.lora import AdapterLimits, LaunchedSlots
+from vllm_lite.layers.weights.weight_form import LinearShape
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 

@@ -8,9 +8,9 @@ import torch
 from tests.kernels import packed_linear_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.fused_cases import Case, draw
-from vllm_lite.kernels.cuda import packed_linear
-from vllm_lite.kernels.cuda.packed_linear import PackedLinear
-from vllm_lite.kernels.cuda.packed_weight import PackedWeight
+from vllm_lite.kernels.cuda.weights import packed_linear
+from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
+from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, quantize4
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import torch
 from tests.kernels import kv_layouts
 from tests.kernels import paged_attention_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
-from vllm_lite.checkpoint.block_sparse import BlockSparse
-from vllm_lite.kernels.cuda import paged_attention as pa
-from vllm_lite.kernels.cuda.attention_inputs import Scoring
+from vllm_lite.checkpoint.layer_specs.block_sparse import BlockSparse
+from vllm_lite.kernels.cuda.attention import paged_attention as pa
+from vllm_lite.kernels.cuda.attention.attention_inputs import Scoring
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ import torch
 from tests.kernels.attention_batch import make_batch
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.prefill_attention_cases import CASES, FP16, SETUPS, Setup, check_rows, run
+from vllm_lite.kernels.cuda.attention.prefill_attention import SOURCE, keys_a_tile, prefill_attention, shared_bytes
+from vllm_lite.kernels.cuda.attention.varlen import VarlenPlan, call_varlen, make_plan, torch_varlen
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.prefill_attention import SOURCE, keys_a_tile, prefill_attention, shared_bytes
-from vllm_lite.kernels.cuda.varlen import VarlenPlan, call_varlen, make_plan, torch_varlen
 
 CPU = torch.device("cpu")
 Case = Callable[[Launcher, torch.device], None]

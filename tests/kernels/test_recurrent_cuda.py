@@ -7,8 +7,8 @@ from tests.cuda_capture import CapturingLauncher, CudaLikeCapture
 from tests.kernels import recurrent_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.fused_cases import Case
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec
-from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.kernels.cuda.recurrent import LaunchedConvolution, LaunchedDeltaNet, LaunchedMamba
 from vllm_lite.kernels.recurrent import Taps
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.kernels import routing_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.fused_cases import Case
-from vllm_lite.checkpoint.experts import RoutingSpec
+from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.routing import Routing
 

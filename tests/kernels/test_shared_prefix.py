@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_lite.kernels.cuda.attention_work import TILE, Rows, num_splits, tiles_a_split
-from vllm_lite.kernels.cuda.shared_prefix import CascadeLists, Worth, cascade_lists
+from vllm_lite.kernels.cuda.attention.attention_work import TILE, Rows, num_splits, tiles_a_split
+from vllm_lite.kernels.cuda.attention.shared_prefix import CascadeLists, Worth, cascade_lists
 
 BLOCK = 16
 

@@ -9,9 +9,9 @@ import pytest
 from tests.real.cache import folder_of
 from tests.real.test_templates import TEMPLATES
 from tests.response_transcripts import pieces_of, read
-from vllm_lite.client.text.chat_template import ChatTemplate
 from vllm_lite.client.text.response.choose import choose
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.templates.chat_template import ChatTemplate
+from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.errors import RequestError
 
 SOURCES = {name.rpartition("/")[2].removeprefix("tool_chat_template_"): text for name, text in TEMPLATES.items()}

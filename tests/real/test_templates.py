@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.real.cache import files_of
-from vllm_lite.client.text.chat_template import ChatTemplate
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.templates.chat_template import ChatTemplate
+from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.errors import RequestError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.real.models import PAGE
-from vllm_lite.client.text.gguf_tokenizer import GgufTokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer_formats.gguf_tokenizer import GgufTokenizer
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
 EXACT = (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from vllm_lite.client.text.chat_template import ChatTemplate, with_read_arguments
-from vllm_lite.client.text.template_source import MAX_TEMPLATE_BYTES, TemplateSource
+from vllm_lite.client.text.templates.chat_template import ChatTemplate, with_read_arguments
+from vllm_lite.client.text.templates.template_source import MAX_TEMPLATE_BYTES, TemplateSource
 from vllm_lite.errors import ModelError, RequestError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from vllm_lite.checkpoint.alibi import alibi_slopes
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.layer_specs.alibi import alibi_slopes
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
+from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored
 from vllm_lite.errors import ModelError
 
 SIZES = {"vocab_size": 384, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6}

@@ -18,11 +18,11 @@ from packaging.version import Version
 
 from tests import tokenizers_for_tests as made
 from vllm_lite.client.streams.stream import load_tokenizer
-from vllm_lite.client.text import conversion
-from vllm_lite.client.text.conversion_process import MORE_TEXTS, TEXTS, ConversionSettings
 from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer_formats import conversion
+from vllm_lite.client.text.tokenizer_formats.conversion_process import MORE_TEXTS, TEXTS, ConversionSettings
 from vllm_lite.errors import ModelError
 
 LINES = ["the cat sat on the mat.", "naïve café été", "hello world, this is 123", "x = 12; return x", "日本語 text"]
@@ -127,8 +127,8 @@ def test_a_vocabulary_with_merges(tmp_path: Path, cache: Path, monkeypatch: pyte
     (place,) = conversion.made(folder)
     assert list(cache.iterdir()) == [place]
     assert place.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr("vllm_lite.client.text.conversion.supervise.spawn", refused)
-    monkeypatch.setattr("vllm_lite.client.text.conversion._is_installed", lambda _: False)
+    monkeypatch.setattr("vllm_lite.client.text.tokenizer_formats.conversion.supervise.spawn", refused)
+    monkeypatch.setattr("vllm_lite.client.text.tokenizer_formats.conversion._is_installed", lambda _: False)
     assert Tokenizer.load(folder).encode("the") == ours.encode("the")
     (folder / "config.json").write_text('{"model_type": "opt"}')
     assert list(conversion.made(folder)) == []
@@ -278,7 +278,7 @@ def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
 def test_what_a_missing_library_is_needed_for(
     tmp_path: Path, name: str, content: bytes, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_lite.client.text.conversion._is_installed", lambda _: False)
+    monkeypatch.setattr("vllm_lite.client.text.tokenizer_formats.conversion._is_installed", lambda _: False)
     (tmp_path / name).write_bytes(content)
     found = conversion.find(tmp_path)
     assert found == conversion.Foreign(kind, tmp_path / name)  # type: ignore[arg-type]

@@ -18,12 +18,13 @@ from vllm_lite.checkpoint.gguf.config import end_ids
 from vllm_lite.checkpoint.gguf.header import GgufHeader
 from vllm_lite.checkpoint.gguf.metadata import Metadata
 from vllm_lite.client.engines import launch
-from vllm_lite.client.text import closing_token, conversion, template_process
-from vllm_lite.client.text.chat_template import ChatTemplate
-from vllm_lite.client.text.closing_token import Closing, find_closing
 from vllm_lite.client.text.end_tokens import EOS_TOKEN, TEMPLATE, VOCABULARY, EndTokens, find_end_tokens
-from vllm_lite.client.text.template_process import Answer, Render, frame
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.templates import closing_token, template_process
+from vllm_lite.client.text.templates.chat_template import ChatTemplate
+from vllm_lite.client.text.templates.closing_token import Closing, find_closing
+from vllm_lite.client.text.templates.template_process import Answer, Render, frame
+from vllm_lite.client.text.templates.template_source import TemplateSource
+from vllm_lite.client.text.tokenizer_formats import conversion
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ModelError
 from vllm_lite.tools.doctor.model import chats

@@ -17,8 +17,8 @@ from tests.families.gemma_like_configs import (
     OLMO_3_7B,
 )
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.layer_specs.rope import LinearScaling, Rope, Yarn
 from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
-from vllm_lite.checkpoint.rope import LinearScaling, Rope, Yarn
 from vllm_lite.errors import ModelError
 
 

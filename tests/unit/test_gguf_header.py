@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from vllm_lite.checkpoint.gguf.files import first_files, gguf_files, part_names, read_files
 from vllm_lite.checkpoint.gguf.header import Array, read_header
-from vllm_lite.checkpoint.headers import locate, read_headers
+from vllm_lite.checkpoint.tensors.headers import locate, read_headers
 from vllm_lite.errors import ModelError
 
 U8, I32, F32, BOOL, TEXT, ARRAY, U64 = 0, 5, 6, 7, 8, 9, 10

@@ -10,10 +10,10 @@ import tokenizers
 import transformers
 
 from tests.unit.test_gguf_tokenizer import TEXTS, bytes_file, file_with
-from vllm_lite.client.text import conversion_process
-from vllm_lite.client.text.gguf_tokenizer import GgufTokenizer
-from vllm_lite.client.text.pre_tokenizers import UNNAMED, WORDS
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer_formats import conversion_process
+from vllm_lite.client.text.tokenizer_formats.gguf_tokenizer import GgufTokenizer
+from vllm_lite.client.text.tokenizer_formats.pre_tokenizers import UNNAMED, WORDS
 from vllm_lite.errors import ModelError
 
 

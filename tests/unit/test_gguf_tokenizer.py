@@ -12,11 +12,11 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from tests import tokenizers_for_tests as made
-from vllm_lite.client.text import conversion
-from vllm_lite.client.text.gguf_tokenizer import GgufTokenizer
-from vllm_lite.client.text.pre_tokenizers import WORDS
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer_formats import conversion
+from vllm_lite.client.text.tokenizer_formats.gguf_tokenizer import GgufTokenizer
+from vllm_lite.client.text.tokenizer_formats.pre_tokenizers import WORDS
 from vllm_lite.errors import ModelError
 
 TEXTS = [
@@ -218,7 +218,7 @@ def test_tokens_are_bounded_and_have_a_type_or_none_has(tmp_path: Path, monkeypa
     writer.add_token_list(["a", "b"])
     write(writer)
     assert GgufTokenizer(tmp_path / "m.gguf").make()["added_tokens"] == []
-    monkeypatch.setattr("vllm_lite.client.text.gguf_tokenizer.MAX_TOKENS", 1)
+    monkeypatch.setattr("vllm_lite.client.text.tokenizer_formats.gguf_tokenizer.MAX_TOKENS", 1)
     with pytest.raises(ModelError, match="tokens has 2 tokens; it must have 1 to 1"):
         GgufTokenizer(tmp_path / "m.gguf")
     writer = gguf.GGUFWriter(tmp_path / "none.gguf", "llama")

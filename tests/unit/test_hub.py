@@ -22,8 +22,8 @@ from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S
 from tests.hub_stub import COMMIT, Hub, hub
 from vllm_lite.checkpoint import hub as ours
-from vllm_lite.checkpoint.headers import INDEX_FILE, Tensor, read_headers
 from vllm_lite.checkpoint.hub import HubSource, is_hub_id, local_folder, remote_headers
+from vllm_lite.checkpoint.tensors.headers import INDEX_FILE, Tensor, read_headers
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.client.streams.stream import load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.unit.test_message_forms import ANSWER, CALL, DROPS, ECHO, EITHER, FIRST_ONLY, LAST_WINS, SYSTEM, USER, said
 from vllm_lite.client.chat import rendered as rendered_in_python
-from vllm_lite.client.text import left_out
-from vllm_lite.client.text.chat_template import ChatTemplate, Rendering
-from vllm_lite.client.text.left_out import LeftOut, LeftOutFinder, described
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.templates import left_out
+from vllm_lite.client.text.templates.chat_template import ChatTemplate, Rendering
+from vllm_lite.client.text.templates.left_out import LeftOut, LeftOutFinder, described
+from vllm_lite.client.text.templates.template_source import TemplateSource
 
 CALLING: dict[str, Any] = {"role": "assistant", "content": "I shall look.", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "A fox sits there.", "tool_call_id": "call00001", "name": "look"}
@@ -181,7 +181,7 @@ def test_other_settings_are_other_prompts() -> None:
 
 
 def test_a_rendering_that_took_long_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_lite.client.text.chat_template.MAX_LOOKED_AT_S", -1.0)
+    monkeypatch.setattr("vllm_lite.client.text.templates.chat_template.MAX_LOOKED_AT_S", -1.0)
     assert found(DROPS, USER, FUNCTION) == []
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.unit.test_model_spec import config
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.layer_specs.rope import Dynamic, LongRope, Rope, Yarn
 from vllm_lite.checkpoint.model_spec import ModelSpec, QueryGrowth
-from vllm_lite.checkpoint.rope import Dynamic, LongRope, Rope, Yarn
-from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
+from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored
 from vllm_lite.errors import ModelError
 
 PLAIN = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}

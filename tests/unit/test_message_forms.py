@@ -8,11 +8,11 @@ import jinja2
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from vllm_lite.client.text import template_trials
-from vllm_lite.client.text.chat_template import ChatTemplate
-from vllm_lite.client.text.message_forms import fitted
-from vllm_lite.client.text.template_source import TemplateSource
-from vllm_lite.client.text.template_syntax import looks_into_content, names_role
+from vllm_lite.client.text.templates import template_trials
+from vllm_lite.client.text.templates.chat_template import ChatTemplate
+from vllm_lite.client.text.templates.message_forms import fitted
+from vllm_lite.client.text.templates.template_source import TemplateSource
+from vllm_lite.client.text.templates.template_syntax import looks_into_content, names_role
 from vllm_lite.errors import RequestError
 
 USER = {"role": "user", "content": "Who is there?"}

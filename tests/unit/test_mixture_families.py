@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.experts import RoutingSpec
 from vllm_lite.checkpoint.families.mixture import routing_of
+from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
+from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored
 from vllm_lite.errors import ModelError
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures" / "published.json").read_text())

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_lite.checkpoint.block_sparse import BlockSparse
 from vllm_lite.checkpoint.config_json import FAMILIES, load_spec, resolve_dtype
+from vllm_lite.checkpoint.layer_specs.block_sparse import BlockSparse
+from vllm_lite.checkpoint.layer_specs.rope import Llama3, Rope
 from vllm_lite.checkpoint.model_spec import (
     AttentionSpec,
     LayerGroup,
@@ -20,9 +21,8 @@ from vllm_lite.checkpoint.model_spec import (
     NormSpec,
     make_kv_groups,
 )
-from vllm_lite.checkpoint.rope import Llama3, Rope
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
+from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored
 from vllm_lite.errors import ConfigError, ModelError
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}

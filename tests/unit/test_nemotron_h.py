@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.checkpoint.tensors.tensor_names import canonical
 from vllm_lite.errors import ConfigError, ModelError
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures" / "published.json").read_text())

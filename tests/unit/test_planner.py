@@ -14,11 +14,11 @@ import pytest
 from tests.deadlines import scaled
 from tests.unit.test_import_time import loaded_by
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import Tensor, read_headers
 from vllm_lite.checkpoint.model_spec import LayerGroup
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import configured_num_blocks
-from vllm_lite.checkpoint.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.checkpoint.tensors.headers import Tensor, read_headers
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.client.engines import launch
 from vllm_lite.config import GIB, EngineConfig, demo_folder
 from vllm_lite.errors import ConfigError, ModelError

@@ -13,7 +13,7 @@ import tokenizers
 import transformers
 from tokenizers import models, normalizers, pre_tokenizers
 
-from vllm_lite.client.text.pre_tokenizers import UNNAMED, WORDS, Words
+from vllm_lite.client.text.tokenizer_formats.pre_tokenizers import UNNAMED, WORDS, Words
 
 ROWS: dict[str, Any] = json.loads((Path(__file__).parent / "pre_tokenizer_words.json").read_text())
 TEXTS = [

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import DEADLINE_S
-from vllm_lite.checkpoint import read_ahead
-from vllm_lite.checkpoint.read_ahead import REQUEST_BYTES, start_reading_ahead
+from vllm_lite.checkpoint.tensors import read_ahead
+from vllm_lite.checkpoint.tensors.read_ahead import REQUEST_BYTES, start_reading_ahead
 
 
 @pytest.fixture

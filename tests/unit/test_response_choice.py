@@ -11,7 +11,7 @@ import pytest
 from tests.response_transcripts import TOOLS, WRITERS, pieces_of, read
 from vllm_lite.client.text.response.choose import choose
 from vllm_lite.client.text.response.shipped import descriptions
-from vllm_lite.client.text.template_literals import UNKNOWN, stands_free, template_literals
+from vllm_lite.client.text.templates.template_literals import UNKNOWN, stands_free, template_literals
 
 
 def chosen(

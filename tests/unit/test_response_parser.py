@@ -17,7 +17,7 @@ from vllm_lite.client.text.response.shipped import compose, descriptions, names_
 from vllm_lite.client.text.response.template import read_template
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.structured.call_shape import CallShape
+from vllm_lite.structured.calls.call_shape import CallShape
 
 IDS = {"<tool_call>": 1, "</tool_call>": 2, "<think>": 3, "</think>": 4, "<|im_end|>": 5}
 CHATML = "<|im_start|>assistant\n"

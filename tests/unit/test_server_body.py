@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from tests.deadlines import scaled
 from vllm_lite.client.text import surrogates
-from vllm_lite.client.text.chat_template import with_read_arguments
 from vllm_lite.client.text.surrogates import without_halves
+from vllm_lite.client.text.templates.chat_template import with_read_arguments
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http import body as reading
 from vllm_lite.server.http import charsets

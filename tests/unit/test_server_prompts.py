@@ -15,9 +15,9 @@ from vllm_lite.client.prompt import max_text_bytes, read_prompt
 from vllm_lite.client.streams import sample
 from vllm_lite.client.streams.sample import PromptScores, candidates
 from vllm_lite.client.streams.stream import StreamFactory
-from vllm_lite.client.text.chat_template import ChatTemplate
-from vllm_lite.client.text.template_process import Render, Rendered
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.templates.chat_template import ChatTemplate
+from vllm_lite.client.text.templates.template_process import Render, Rendered
+from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs, Welcome

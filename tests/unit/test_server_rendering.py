@@ -14,10 +14,10 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.unit.test_chat_template import CHATML, CHATS, FAMILIES, QWEN, TOKENS, USER
-from vllm_lite.client.text import template_process
-from vllm_lite.client.text.chat_template import ChatTemplate
-from vllm_lite.client.text.template_process import Render
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.templates import template_process
+from vllm_lite.client.text.templates.chat_template import ChatTemplate
+from vllm_lite.client.text.templates.template_process import Render
+from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.errors import EngineError, ModelError, RequestError
 from vllm_lite.server.openai.rendering import Renderer
 

@@ -17,8 +17,8 @@ from vllm_lite.protocol.structured import StructuredOutputsParams
 from vllm_lite.structured.check import Passed, fault_of
 from vllm_lite.structured.compile import compile_grammar
 from vllm_lite.structured.limits import MAX_REPEATS, MAX_SCHEMA_PARTS
-from vllm_lite.structured.patterns import too_many_repeats
-from vllm_lite.structured.string_formats import FORMATS
+from vllm_lite.structured.regexes.patterns import too_many_repeats
+from vllm_lite.structured.schemas.string_formats import FORMATS
 
 WALKER = Walker()
 

@@ -14,7 +14,7 @@ from structured_cases import behind_thinking, load_cases  # noqa: E402 - found o
 from structured_check import check_compiling  # noqa: E402
 
 from vllm_lite.protocol.structured import Thinking  # noqa: E402
-from vllm_lite.structured.string_formats import EXACT  # noqa: E402
+from vllm_lite.structured.schemas.string_formats import EXACT  # noqa: E402
 
 CASES = load_cases()
 

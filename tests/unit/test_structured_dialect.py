@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.loose_tools import GOOD, JSON_SHAPE, SHAPES, WALKER, call, calls_of
 from vllm_lite.errors import RequestError
+from vllm_lite.structured.calls.tools import Tool, tool_grammar
 from vllm_lite.structured.limits import MAX_OPTIONAL_IN_PART, MAX_SCHEMA_PARTS
-from vllm_lite.structured.preparing import UNSUPPORTED
-from vllm_lite.structured.tools import Tool, tool_grammar
+from vllm_lite.structured.schemas.preparing import UNSUPPORTED
 
 # ---- tools that need not be strict
 

@@ -14,9 +14,9 @@ from tests.grammar_walk import Walker
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.structured import StructuredOutputsParams
 from vllm_lite.structured.compile import compile_form
-from vllm_lite.structured.lookaround import automaton_of
-from vllm_lite.structured.patterns import all_of, equivalents
-from vllm_lite.structured.regex_tree import NotHeldError, NotReadError, outside, property_ranges, read_tree
+from vllm_lite.structured.regexes.lookaround import automaton_of
+from vllm_lite.structured.regexes.patterns import all_of, equivalents
+from vllm_lite.structured.regexes.regex_tree import NotHeldError, NotReadError, outside, property_ranges, read_tree
 
 WALKER = Walker()
 LETTERS = "ab-1"

@@ -15,7 +15,7 @@ from vllm_lite.errors import RequestError
 from vllm_lite.protocol.structured import StructuredOutputsParams
 from vllm_lite.structured.compile import compile_form
 from vllm_lite.structured.findings import Findings
-from vllm_lite.structured.preparing import prepared
+from vllm_lite.structured.schemas.preparing import prepared
 
 # ---- what is written in another way
 

@@ -15,12 +15,12 @@ from tests.deadlines import scaled
 from vllm_lite.errors import GrammarError, ModelError
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.structured import Thinking
-from vllm_lite.structured import matcher
-from vllm_lite.structured.grammars import Grammars
-from vllm_lite.structured.matcher import GrammarSource, compile_matcher
-from vllm_lite.structured.source import ALL_BITS, MaskSource
-from vllm_lite.structured.thinking import ThinkingSource
-from vllm_lite.structured.vocabulary import Vocabulary, load_vocabulary
+from vllm_lite.structured.sources import matcher
+from vllm_lite.structured.sources.grammars import Grammars
+from vllm_lite.structured.sources.matcher import GrammarSource, compile_matcher
+from vllm_lite.structured.sources.source import ALL_BITS, MaskSource
+from vllm_lite.structured.sources.thinking import ThinkingSource
+from vllm_lite.structured.sources.vocabulary import Vocabulary, load_vocabulary
 
 FOLDER = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
 WIDTH = 2100
@@ -202,7 +202,7 @@ def test_equal_grammars_are_compiled_once_and_each_sequence_has_its_own(
         compiled.append(grammar)
         return compile_matcher(grammar, vocabulary)
 
-    monkeypatch.setattr("vllm_lite.structured.grammars.compile_matcher", counted)
+    monkeypatch.setattr("vllm_lite.structured.sources.grammars.compile_matcher", counted)
     may_load = Event()
 
     def load() -> Vocabulary:

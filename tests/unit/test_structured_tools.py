@@ -14,7 +14,7 @@ from tests.response_transcripts import WRITERS, ids_of, pieces_of, read
 from vllm_lite.client.text.response import shipped
 from vllm_lite.client.text.response.template import Format
 from vllm_lite.errors import RequestError
-from vllm_lite.structured.tools import CallShape, Choice, Tool, tool_grammar
+from vllm_lite.structured.calls.tools import CallShape, Choice, Tool, tool_grammar
 
 CITY = {
     "type": "object",

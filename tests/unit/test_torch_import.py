@@ -60,7 +60,7 @@ if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"
 torch_import.complete()
 """,
     "weights are drawn": """
-from vllm_lite.layers.weight_slot import whole_slot
+from vllm_lite.layers.weights.weight_slot import whole_slot
 from vllm_lite.models.weights import _random
 assert is_put_off()
 assert _random(0, whole_slot('a.weight', 2, 3)).shape == (2, 3)

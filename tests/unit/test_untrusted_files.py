@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests import tokenizers_for_tests as made
-from vllm_lite.checkpoint import headers, lora
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import locate_in
+from vllm_lite.checkpoint.tensors import headers, lora
+from vllm_lite.checkpoint.tensors.headers import locate_in
 from vllm_lite.client.generation_config import generation_defaults
 from vllm_lite.client.text.response import choose
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError
 from vllm_lite.kernels.cuda.compiler import Compiled, read_entry, write_entry

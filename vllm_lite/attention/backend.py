@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.kernels.ops import HeadNormWeights, Rotation
 
 

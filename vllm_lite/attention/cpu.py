@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.kernels.cpu import attention as kernels
 from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import available, num_threads

@@ -3,9 +3,9 @@
 A step may mix decodes (sequences with one row) and chunks of prompts. Each kernel gets a list of its work
 (attention/cuda_plan.py): `decode_attention` the sequences with one row, those with a few behind a long context, and
 padding, which it clears; `prefill_attention` the tiles of all others. One that has nothing to do is not launched.
-float32 models run on one simple kernel for both. Where a table says that it is faster (kernels/cuda/prefill_table.py),
-torch's FlashAttention takes prompts that come whole, on K and V as the layer has made them, and chunks behind a prefix,
-on a copy of their pages.
+float32 models run on one simple kernel for both. Where a table says that it is faster
+(kernels/cuda/attention/prefill_table.py), torch's FlashAttention takes prompts that come whole, on K and V as the layer
+has made them, and chunks behind a prefix, on a copy of their pages.
 
 For CUDA graphs: `write_kv` and `attend` only launch, with grids that follow from the batch's numbers. What they need
 besides lies in `batch.plan`, which the owner of a graph keeps, and which `refresh` brings up to date.
@@ -22,20 +22,20 @@ from numpy.typing import NDArray
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.cuda_plan import Plan, Planner
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cuda import cache_ops
-from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring, tensor_core_reason
-from vllm_lite.kernels.cuda.attention_simple import attention_simple
+from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring, tensor_core_reason
+from vllm_lite.kernels.cuda.attention.attention_simple import attention_simple
+from vllm_lite.kernels.cuda.attention.decode_attention import CASCADE_SOURCE, cascade_name, decode_attention
+from vllm_lite.kernels.cuda.attention.prefill_attention import prefill_attention
+from vllm_lite.kernels.cuda.attention.prefill_table import PrefillTable, of_device
+from vllm_lite.kernels.cuda.attention.torch_prefill import torch_prefill
+from vllm_lite.kernels.cuda.attention.varlen import varlen_prefill
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
-from vllm_lite.kernels.cuda.decode_attention import CASCADE_SOURCE, cascade_name, decode_attention
 from vllm_lite.kernels.cuda.launcher import FLOAT8, Launcher
-from vllm_lite.kernels.cuda.prefill_attention import prefill_attention
-from vllm_lite.kernels.cuda.prefill_table import PrefillTable, of_device
 from vllm_lite.kernels.cuda.repeat import RepeatedLaunches
-from vllm_lite.kernels.cuda.torch_prefill import torch_prefill
-from vllm_lite.kernels.cuda.varlen import varlen_prefill
 
 MIN_CAPABILITY = (8, 0)
 

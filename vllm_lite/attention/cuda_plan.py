@@ -17,7 +17,7 @@ from vllm_lite.attention.fresh_prompts import Fresh, FreshPrompts
 from vllm_lite.attention.prefix_chunks import PrefixChunks
 from vllm_lite.attention.step_batch import HostLens, StepBatch, all_to_device, staged
 from vllm_lite.checkpoint.model_spec import AttentionSpec
-from vllm_lite.kernels.cuda.attention_work import (
+from vllm_lite.kernels.cuda.attention.attention_work import (
     MAX_SHORT_SPLITS,
     SHORT_TOKENS,
     Cascade,
@@ -32,11 +32,11 @@ from vllm_lite.kernels.cuda.attention_work import (
     short_chunks,
     split_list,
 )
-from vllm_lite.kernels.cuda.decode_attention import Workspace, most_sharing, part_floats
-from vllm_lite.kernels.cuda.prefill_table import PrefillTable
+from vllm_lite.kernels.cuda.attention.decode_attention import Workspace, most_sharing, part_floats
+from vllm_lite.kernels.cuda.attention.prefill_table import PrefillTable
+from vllm_lite.kernels.cuda.attention.shared_prefix import WORTH, CascadeLists, cascade_lists
+from vllm_lite.kernels.cuda.attention.varlen import VarlenPlan, make_plan
 from vllm_lite.kernels.cuda.repeat import RepeatedLaunches
-from vllm_lite.kernels.cuda.shared_prefix import WORTH, CascadeLists, cascade_lists
-from vllm_lite.kernels.cuda.varlen import VarlenPlan, make_plan
 from vllm_lite.runtime import log
 
 logger = log.get(__name__)

@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.step_batch import HostLens, StepBatch
-from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.kernels.cpu import attention as kernels
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import available

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.checkpoint.model_spec import AttentionSpec
-from vllm_lite.kernels.cuda.prefill_table import PrefillTable
-from vllm_lite.kernels.cuda.torch_prefill import Prompts
+from vllm_lite.kernels.cuda.attention.prefill_table import PrefillTable
+from vllm_lite.kernels.cuda.attention.torch_prefill import Prompts
 
 Ints = NDArray[np.integer[Any]]
 

@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.cuda import device_reason, own_launcher, scoring_of, scoring_with
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.kernels.cuda import cache_ops
-from vllm_lite.kernels.cuda.fused import CudaOps
-from vllm_lite.kernels.cuda.launcher import CUDA_TYPES, FLOAT8, Launcher
-from vllm_lite.kernels.cuda.paged_attention import (
+from vllm_lite.kernels.cuda.attention.paged_attention import (
     BLOCK_SIZES,
     HEAD_SIZES,
     PARTITION_TOKENS,
     SplitCache,
     paged_attention,
 )
+from vllm_lite.kernels.cuda.fused import CudaOps
+from vllm_lite.kernels.cuda.launcher import CUDA_TYPES, FLOAT8, Launcher
 
 MAX_ROWS = 256
 """Rows of one launch: v2 keeps a partial result of each row, head and partition."""

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.checkpoint.model_spec import AttentionSpec
-from vllm_lite.kernels.cuda.prefill_table import PrefillTable
+from vllm_lite.kernels.cuda.attention.prefill_table import PrefillTable
 
 Ints = NDArray[np.integer[Any]]
 GATHERED_BYTES = 256 << 20

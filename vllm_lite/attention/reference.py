@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
 from vllm_lite.attention.int8_rows import dequantized, quantized
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
-from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import AttentionSpec
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.kernels.ops import TorchOps
 
 

@@ -13,12 +13,9 @@ import msgspec
 
 from vllm_lite.checkpoint.families.common import Family, as_ids
 from vllm_lite.checkpoint.families.generic import read_generic
-from vllm_lite.checkpoint.fused_experts import as_stored
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.checkpoint.gguf.files import gguf_files
-from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
-from vllm_lite.checkpoint.odd_values import without_blanks
-from vllm_lite.checkpoint.pooling import (
+from vllm_lite.checkpoint.layer_specs.pooling import (
     HeadSpec,
     PoolingSpec,
     adjusted,
@@ -27,8 +24,11 @@ from vllm_lite.checkpoint.pooling import (
     read_modules,
     tokens_head,
 )
+from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
+from vllm_lite.checkpoint.odd_values import without_blanks
 from vllm_lite.checkpoint.quantization.older import older_quantization
-from vllm_lite.checkpoint.tied_head import has_own_head
+from vllm_lite.checkpoint.tensors.fused_experts import as_stored
+from vllm_lite.checkpoint.tensors.tied_head import has_own_head
 from vllm_lite.checkpoint.typed_json import TokenId, convert, read_json
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.runtime.nested_settings import PoolingOptions

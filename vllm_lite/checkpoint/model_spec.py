@@ -10,18 +10,18 @@ from typing import Literal
 
 import msgspec
 
-from vllm_lite.checkpoint.activation import Activation
-from vllm_lite.checkpoint.block_sparse import BlockSparse
-from vllm_lite.checkpoint.delta_net import STATE_BYTES, DeltaNetSpec
-from vllm_lite.checkpoint.experts import ExpertsSpec
-from vllm_lite.checkpoint.latent import LatentSpec
-from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.activation import Activation
+from vllm_lite.checkpoint.layer_specs.block_sparse import BlockSparse
+from vllm_lite.checkpoint.layer_specs.delta_net import STATE_BYTES, DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
+from vllm_lite.checkpoint.layer_specs.latent import LatentSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.pooling import PoolingSpec
+from vllm_lite.checkpoint.layer_specs.rope import Rope
+from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.checkpoint.parameter_count import describe_parameters
-from vllm_lite.checkpoint.pooling import PoolingSpec
 from vllm_lite.checkpoint.quantization.spec import AnyQuantization
-from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.shard import HeadSplit, Shard
-from vllm_lite.checkpoint.short_conv import ShortConvSpec
 from vllm_lite.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -267,7 +267,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether attention's output projection has a bias."""
     mlp_bias: bool = False
     qkv_layout: Literal["stacked"] | None = None
-    """Where Q, K and V stand in the checkpoint's tensors, see `layers.qkv_layout`, if not as the family has them."""
+    """Order of Q, K and V in the checkpoint's tensors (`layers.attention.qkv_layout`), if not as the family has it."""
     splits_gate_up: bool = False
     """Whether gate and up are two tensors also where the family's own checkpoints have one of both."""
     qk_norm: Literal["head", "all heads", "bare head"] | None = None

@@ -7,8 +7,8 @@ import msgspec
 
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
-from vllm_lite.checkpoint.headers import locate, read_headers
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.tensors.headers import locate, read_headers
 from vllm_lite.errors import ModelError
 
 _MAY_DIFFER = frozenset({"folder", "dtype", "bos_token_id"})

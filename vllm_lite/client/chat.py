@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_lite.client.prompt import encode
-from vllm_lite.client.text.chat_template import ChatTemplate, Tool, with_read_arguments
-from vllm_lite.client.text.left_out import described
-from vllm_lite.client.text.message_parts import MAY_BE_EMPTY, read_parts, reasoning_fields
-from vllm_lite.client.text.template_trials import Message
+from vllm_lite.client.text.templates.chat_template import ChatTemplate, Tool, with_read_arguments
+from vllm_lite.client.text.templates.left_out import described
+from vllm_lite.client.text.templates.message_parts import MAY_BE_EMPTY, read_parts, reasoning_fields
+from vllm_lite.client.text.templates.template_trials import Message
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError
 from vllm_lite.runtime import log

@@ -29,7 +29,7 @@ from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer, Conversation
-    from vllm_lite.client.text.chat_template import Tool
+    from vllm_lite.client.text.templates.chat_template import Tool
 
 _LOOK_S = 1.0
 """How often a wait wakes, for Ctrl-C; the session ends every stream by a deadline of its own."""

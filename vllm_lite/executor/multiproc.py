@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_lite import transport
-from vllm_lite.checkpoint.read_ahead import start_reading_ahead
+from vllm_lite.checkpoint.tensors.read_ahead import start_reading_ahead
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError, ProtocolError
 from vllm_lite.executor.base import Failure, WorkersLostError

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import silu, softplus
 
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
 from vllm_lite.kernels.recurrent import CHUNK, SegmentedOp
 
 EPS = 1e-6

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import silu, softplus
 
-from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.kernels.recurrent import CHUNK, SegmentedOp
 
 

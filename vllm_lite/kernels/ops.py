@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn.functional import gelu, layer_norm, relu, silu
 
-from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.kernels.routing import Chosen, Routing, choose
 
 

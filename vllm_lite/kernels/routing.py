@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:  # it needs msgspec, and kernels are tried on machines that have torch only
-    from vllm_lite.checkpoint.experts import RoutingSpec
+    from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 
 
 class Routing(NamedTuple):

@@ -6,9 +6,9 @@ References and kernels do not know this module, so that none of them imports ano
 
 import torch
 
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec
-from vllm_lite.checkpoint.mamba import MambaSpec
-from vllm_lite.checkpoint.short_conv import ShortConvSpec
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.delta_rule import NativeDeltaNet
 from vllm_lite.kernels.cpu.fused import CpuOps

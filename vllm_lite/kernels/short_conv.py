@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_lite.checkpoint.short_conv import ShortConvSpec
+from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.kernels.recurrent import Convolution, Segments, Taps, convolve
 
 

@@ -7,12 +7,12 @@ from itertools import accumulate
 import torch
 
 from vllm_lite.attention.backend import Heads
-from vllm_lite.checkpoint.latent import LatentSpec
+from vllm_lite.checkpoint.layer_specs.latent import LatentSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.routing import Chosen
+from vllm_lite.layers.attention.rope import RotaryEmbedding
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.layers.attention_block import Attention, AttentionBlock
+from vllm_lite.layers.attention.attention_block import Attention, AttentionBlock
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.mlp import MLP, GatedMLP
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
 class EncoderLayer:

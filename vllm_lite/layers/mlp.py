@@ -10,7 +10,7 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
 class GatedNames(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from vllm_lite.checkpoint.model_spec import NormSpec
 from vllm_lite.kernels.ops import WideNormWeights
 from vllm_lite.kernels.select import ops_for
-from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 
 
 class Norm(Protocol):

@@ -9,11 +9,11 @@ import torch
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Shard, Split
-from vllm_lite.layers.embedding import Embedding, LMHead
-from vllm_lite.layers.linear import Linear, RowParallelLinear
-from vllm_lite.layers.lora import Adapters
 from vllm_lite.layers.norm import Norm, RMSNorm, WideNorm
-from vllm_lite.layers.weight_form import DENSE, LinearShape, WeightForm
+from vllm_lite.layers.weights.embedding import Embedding, LMHead
+from vllm_lite.layers.weights.linear import Linear, RowParallelLinear
+from vllm_lite.layers.weights.lora import Adapters
+from vllm_lite.layers.weights.weight_form import DENSE, LinearShape, WeightForm
 from vllm_lite.parallel.communicator import Communicator
 
 

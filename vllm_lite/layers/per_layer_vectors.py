@@ -10,7 +10,7 @@ from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import PerLayerRows, Rows
 from vllm_lite.layers.norm import WideNorm
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
 class PerLayerVectors:

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch.nn.functional import gelu, layer_norm, linear, normalize, relu, silu
 
-from vllm_lite.checkpoint.pooling import DenseSpec, HeadActivation, HeadSpec
-from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD
+from vllm_lite.checkpoint.layer_specs.pooling import DenseSpec, HeadActivation, HeadSpec
+from vllm_lite.checkpoint.tensors.tensor_names import EMBEDDING, HEAD
 from vllm_lite.errors import ModelError
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
 
 LEAST_NORM = 1e-12
 """A vector of zeros stays one."""

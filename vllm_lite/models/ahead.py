@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.experts import ExpertsSpec
-from vllm_lite.checkpoint.headers import TensorPlace, locate
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.on_load import GROUPS, Quantization, head_form
 from vllm_lite.checkpoint.shard import Shard, Split
-from vllm_lite.checkpoint.tensor_names import canonical, is_ignored
+from vllm_lite.checkpoint.tensors.headers import TensorPlace, locate
+from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.file_packer import FilePacker, Job, Piece
-from vllm_lite.layers.qkv_layout import qkv_splits
+from vllm_lite.kernels.cpu.weights.file_packer import FilePacker, Job, Piece
+from vllm_lite.layers.attention.qkv_layout import qkv_splits
 from vllm_lite.runtime import log
 
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -9,7 +9,7 @@ from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.mlp import MLP
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.decoder import Decoder
 
 

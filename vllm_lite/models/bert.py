@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from vllm_lite.layers.attention_block import AttentionBlock, AttentionNames
+from vllm_lite.layers.attention.attention_block import AttentionBlock, AttentionNames
 from vllm_lite.layers.decoder_layer import LayerNames
 from vllm_lite.layers.encoder_layer import BareFirstLayer, EncoderLayer
 from vllm_lite.layers.mlp import MLP, FusedGatedMLP, GatedMLP, GatedNames, MLPNames

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.layers.attention_block import AttentionBlock, AttentionNames
+from vllm_lite.layers.attention.attention_block import AttentionBlock, AttentionNames
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames, ParallelLayer
 from vllm_lite.layers.mlp import MLP, MLPNames
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.layers.weights.weight_slot import WeightGroup
 from vllm_lite.models.decoder import Decoder, DecoderNames, Layer
 
 

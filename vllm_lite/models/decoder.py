@@ -14,17 +14,17 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.checkpoint.tensor_names import is_ignored
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
+from vllm_lite.checkpoint.tensors.tensor_names import is_ignored
 from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.kernels.select import ops_for
-from vllm_lite.layers.attention_block import Attention
+from vllm_lite.layers.attention.attention_block import Attention
 from vllm_lite.layers.buffers import Buffers, Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
-from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
 class Layer(Protocol):

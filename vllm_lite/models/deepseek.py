@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import torch
 
-from vllm_lite.layers.attention_block import Attention
+from vllm_lite.layers.attention.attention_block import Attention
+from vllm_lite.layers.attention.latent_attention import LatentAttention
+from vllm_lite.layers.attention.sparse_attention import Selection, SparseLatentAttention
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer
-from vllm_lite.layers.latent_attention import LatentAttention
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.sparse_attention import Selection, SparseLatentAttention
 from vllm_lite.models.decoder import Decoder, Layer
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

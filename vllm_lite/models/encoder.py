@@ -11,17 +11,17 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import EncoderSpec
 from vllm_lite.checkpoint.shard import Split
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels.select import ops_for
+from vllm_lite.layers.attention.learned_positions import LearnedPositions
 from vllm_lite.layers.buffers import Buffers, Rows
 from vllm_lite.layers.encoder_layer import EncoderLayer
-from vllm_lite.layers.learned_positions import LearnedPositions
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
-from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.decoder import Layer
 
 UNREAD = (

@@ -8,17 +8,17 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.experts import ExpertsSpec
-from vllm_lite.layers.attention_block import Attention
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
+from vllm_lite.layers.attention.attention_block import Attention
+from vllm_lite.layers.attention.shared_kv import SharedKVBlock
 from vllm_lite.layers.buffers import ExpertRows, Rows
 from vllm_lite.layers.decoder_layer import SandwichLayer
-from vllm_lite.layers.experts import Router, SparseMLP, SparseNames
 from vllm_lite.layers.mlp import GatedMLP
+from vllm_lite.layers.moe.experts import Router, SparseMLP, SparseNames
 from vllm_lite.layers.norm import WideNorm
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.per_layer_vectors import PerLayerBlock, PerLayerVectors
-from vllm_lite.layers.shared_kv import SharedKVBlock
-from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.decoder import Layer
 from vllm_lite.models.gemma import Gemma
 

@@ -6,13 +6,13 @@ from typing import ClassVar
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.families.gpt2 import OPT_POSITION_OFFSET
 from vllm_lite.errors import ConfigError
-from vllm_lite.layers.attention_block import AttentionBlock, AttentionNames
+from vllm_lite.layers.attention.attention_block import AttentionBlock, AttentionNames
+from vllm_lite.layers.attention.learned_positions import LearnedPositions
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
-from vllm_lite.layers.learned_positions import LearnedPositions
 from vllm_lite.layers.mlp import MLP, MLPNames
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.layers.weights.weight_slot import WeightGroup
 from vllm_lite.models.decoder import Decoder, DecoderNames, Layer
 
 

@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from vllm_lite.layers.decoder_layer import DecoderLayer
-from vllm_lite.layers.experts import SparseMLP, SparseNames
 from vllm_lite.layers.mlp import GatedNames
+from vllm_lite.layers.moe.experts import SparseMLP, SparseNames
 from vllm_lite.models.decoder import Decoder, Layer
 
 

@@ -6,7 +6,7 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.layers.attention_block import AttentionBlock, AttentionNames
+from vllm_lite.layers.attention.attention_block import AttentionBlock, AttentionNames
 from vllm_lite.layers.buffers import HeadRows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.models.decoder import Decoder

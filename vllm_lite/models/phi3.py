@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: Llama whose Q, K and V are one tensor, and whose gate and up are one."""
 
-from vllm_lite.layers.attention_block import AttentionBlock, AttentionNames
+from vllm_lite.layers.attention.attention_block import AttentionBlock, AttentionNames
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.mlp import FusedGatedMLP
 from vllm_lite.models.decoder import Decoder

@@ -12,19 +12,19 @@ from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import ENCODERS
 from vllm_lite.checkpoint.fitting import NO_ADAPTERS
-from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.on_load import Quantization, head_form
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.recurrent import Segments
-from vllm_lite.layers.lora import Adapters
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.quantized.exact import ExactForm
 from vllm_lite.layers.quantized.select import form_for
-from vllm_lite.layers.stored_rows import stored_rows
-from vllm_lite.layers.weight_form import DENSE
-from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.layers.weights.lora import Adapters
+from vllm_lite.layers.weights.stored_rows import stored_rows
+from vllm_lite.layers.weights.weight_form import DENSE
+from vllm_lite.layers.weights.weight_slot import WeightGroup
 from vllm_lite.models.transformers.library import load_library
 from vllm_lite.parallel.communicator import Communicator, SingleRank
 

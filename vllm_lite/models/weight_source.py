@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from vllm_lite.checkpoint.gguf.changes import Change, HeadOrder, LogOfMinus
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.checkpoint.gguf.header import GgufTensor
-from vllm_lite.checkpoint.headers import weight_files
-from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.checkpoint.tensors.headers import weight_files
+from vllm_lite.checkpoint.tensors.tensor_names import canonical
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.cpu import memory
 

@@ -20,8 +20,8 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu import memory
-from vllm_lite.kernels.cpu.file_packer import FilePacker, Packed
-from vllm_lite.layers.weight_slot import WeightGroup, WeightSlot, WeightStack
+from vllm_lite.kernels.cpu.weights.file_packer import FilePacker, Packed
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.models.registry import Model
 from vllm_lite.models.weight_source import Stored, open_source
 from vllm_lite.runtime import torch_import

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp
 
-from vllm_lite.checkpoint.pooling import task_prompts
+from vllm_lite.checkpoint.layer_specs.pooling import task_prompts
 from vllm_lite.client.engines.any_session import AnySession
 from vllm_lite.client.generation_config import generation_defaults
 from vllm_lite.client.pooling import PoolingFactory
 from vllm_lite.client.streams.stream import StreamFactory, load_tokenizer
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log

@@ -13,9 +13,9 @@ from vllm_lite.protocol.structured import MAX_GRAMMAR_CHARS
 from vllm_lite.structured.findings import refusal
 from vllm_lite.structured.lark import regex
 from vllm_lite.structured.limits import MAX_REPEATS, parser_limits
-from vllm_lite.structured.patterns import too_many_repeats
 from vllm_lite.structured.place import place_in_lark, place_in_schema, plain
-from vllm_lite.structured.schema import Schema, schema_text
+from vllm_lite.structured.regexes.patterns import too_many_repeats
+from vllm_lite.structured.schemas.schema import Schema, schema_text
 
 MAX_PROBED_CHARS = 32_768
 """Grammars of up to this size are tried out; making a matcher takes two to three times as long as a check."""

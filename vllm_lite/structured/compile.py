@@ -7,13 +7,13 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.structured import MAX_CHOICES, MAX_GRAMMAR_CHARS, StructuredOutputsParams
-from vllm_lite.structured import schema as schemas
 from vllm_lite.structured.check import check_lark, check_regex, check_schema, check_text
 from vllm_lite.structured.findings import Findings
 from vllm_lite.structured.lark import quoted, regex
 from vllm_lite.structured.limits import MAX_OPTIONAL, MAX_OPTIONAL_IN_PART
-from vllm_lite.structured.preparing import prepared
-from vllm_lite.structured.schema import Schema
+from vllm_lite.structured.schemas import schema as schemas
+from vllm_lite.structured.schemas.preparing import prepared
+from vllm_lite.structured.schemas.schema import Schema
 from vllm_lite.structured.tags import tag_grammar
 
 ANY_OBJECT: Schema = {"type": "object"}

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from vllm_lite.errors import RequestError
-from vllm_lite.structured.regex_tree import NotHeldError
+from vllm_lite.structured.regexes.regex_tree import NotHeldError
 
 MAX_NOTES = 100
 ALLOWED_S = 1.0

@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable
 
-from vllm_lite.structured.schema import OPTIONS, Schema, escaped, subschemas, target_of
+from vllm_lite.structured.schemas.schema import OPTIONS, Schema, escaped, subschemas, target_of
 
 SEARCH_S = 0.02
 """How long the search may take; it then names the place that it has come to."""

@@ -15,7 +15,7 @@ import msgspec
 from vllm_lite.errors import RequestError
 from vllm_lite.structured.check import check_lark, check_regex, check_schema, check_text
 from vllm_lite.structured.lark import LarkWriter, quoted, regex
-from vllm_lite.structured.schema import Schema
+from vllm_lite.structured.schemas.schema import Schema
 
 Prepare = Callable[[Any], Schema]
 """Reads a schema and makes it ready. Raises RequestError."""

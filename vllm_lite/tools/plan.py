@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.checkpoint.adapter_bytes import adapter_bytes
 from vllm_lite.checkpoint.config_json import resolve_dtype
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES
 from vllm_lite.checkpoint.shard import Shard, Split
@@ -27,7 +26,8 @@ from vllm_lite.checkpoint.sizing import (
     piece_sizes,
     reserved_bytes,
 )
-from vllm_lite.checkpoint.weight_bytes import Checkpoint, active_bytes, weights_bytes
+from vllm_lite.checkpoint.tensors.adapter_bytes import adapter_bytes
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, active_bytes, weights_bytes
 from vllm_lite.config import (
     DEMO_MODEL,
     DEVICE_DEFAULTS,

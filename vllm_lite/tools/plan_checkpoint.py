@@ -9,8 +9,8 @@ import msgspec
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.fitting import check_settings
-from vllm_lite.checkpoint.headers import read_headers
-from vllm_lite.checkpoint.weight_bytes import Checkpoint
+from vllm_lite.checkpoint.tensors.headers import read_headers
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint
 from vllm_lite.config import DEMO_MODEL, EngineConfig, demo_folder
 from vllm_lite.errors import ConfigError, ModelError
 

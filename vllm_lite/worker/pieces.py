@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.cuda_plan import Plan
 from vllm_lite.attention.step_batch import PAD_SLOT, HostLens, StepBatch, staged, to_device
-from vllm_lite.checkpoint.kv_scales import KVScales
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.runtime import log
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.forward import EagerForward

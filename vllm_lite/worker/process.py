@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from vllm_lite.errors import ConfigError, EngineError, ProtocolError
-from vllm_lite.kernels.cpu.file_packer import FilePacker
+from vllm_lite.kernels.cpu.weights.file_packer import FilePacker
 from vllm_lite.models.ahead import pack_ahead
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION

@@ -11,9 +11,7 @@ from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.int8_rows import scale_bytes
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.delta_net import STATE_BYTES
-from vllm_lite.checkpoint.kv_scales import KVScales, has_kv_scales, read_kv_scales
-from vllm_lite.checkpoint.lora import is_lora
+from vllm_lite.checkpoint.layer_specs.delta_net import STATE_BYTES
 from vllm_lite.checkpoint.model_spec import ModelSpec, make_kv_groups
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import (
@@ -25,11 +23,13 @@ from vllm_lite.checkpoint.sizing import (
     pool_flag,
     reserved_bytes,
 )
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales, has_kv_scales, read_kv_scales
+from vllm_lite.checkpoint.tensors.lora import is_lora
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ModelError, ProtocolError
-from vllm_lite.kernels.cpu.file_packer import FilePacker
+from vllm_lite.kernels.cpu.weights.file_packer import FilePacker
 from vllm_lite.kernels.select import is_graph_safe
-from vllm_lite.layers.lora import AdapterLimits, Adapters
+from vllm_lite.layers.weights.lora import AdapterLimits, Adapters
 from vllm_lite.models.registry import Sizes, build, examine
 from vllm_lite.models.weight_source import open_source
 from vllm_lite.models.weights import load_weights
@@ -49,8 +49,8 @@ from vllm_lite.protocol.pooling import POOLING_TASKS, PoolerInfo
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.runtime.machine import num_physical_cores
-from vllm_lite.structured.grammars import Grammars
-from vllm_lite.structured.vocabulary import load_vocabulary
+from vllm_lite.structured.sources.grammars import Grammars
+from vllm_lite.structured.sources.vocabulary import load_vocabulary
 from vllm_lite.worker.batch.part import StepPart
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
 from vllm_lite.worker.forward import EagerForward

@@ -20,12 +20,13 @@ from gpu_check_linear import measure as measure_linear
 from gpu_check_parts import emit, run_checks
 from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
 
-from vllm_lite.kernels.cuda import cache_ops, fused, masks, prefill_attention, sampler
-from vllm_lite.kernels.cuda import decode_attention as decode
-from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
-from vllm_lite.kernels.cuda.attention_work import Cascade, Rows, SplitList, prefill_tiles, rows_of
+from vllm_lite.kernels.cuda import cache_ops, fused, masks, sampler
+from vllm_lite.kernels.cuda.attention import decode_attention as decode
+from vllm_lite.kernels.cuda.attention import prefill_attention
+from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring
+from vllm_lite.kernels.cuda.attention.attention_work import Cascade, Rows, SplitList, prefill_tiles, rows_of
+from vllm_lite.kernels.cuda.attention.shared_prefix import Worth, cascade_lists
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.shared_prefix import Worth, cascade_lists
 from vllm_lite.kernels.masks import MaskedRows
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
 from vllm_lite.kernels.sampling import DRAW

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from gpu_check_parts import emit
 
-from vllm_lite.kernels.cuda.expert_order import Stacks
-from vllm_lite.kernels.cuda.experts import FOR_MANY, StackedExperts
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.torch_products import for_weights
+from vllm_lite.kernels.cuda.moe.expert_order import Stacks
+from vllm_lite.kernels.cuda.moe.experts import FOR_MANY, StackedExperts
+from vllm_lite.kernels.cuda.moe.torch_products import for_weights
 from vllm_lite.kernels.routing import Chosen
 
 LOOP = "experts, loop"
@@ -53,8 +53,8 @@ def looped(stacks: Stacks) -> Any:
     """The loop over experts that other devices have; None where it needs packages that are missing."""
     try:
         from vllm_lite.checkpoint.shard import Split
-        from vllm_lite.layers.expert_matmul import ExpertSizes, LoopedExperts
-        from vllm_lite.layers.matmul import DenseMatmul
+        from vllm_lite.layers.moe.expert_matmul import ExpertSizes, LoopedExperts
+        from vllm_lite.layers.weights.matmul import DenseMatmul
     except ModuleNotFoundError:
         return None
     gate_up, down = ([DenseMatmul(weight, None) for weight in stack] for stack in stacks[:2])

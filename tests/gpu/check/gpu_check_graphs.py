@@ -11,14 +11,14 @@ from gpu_check_parts import run_checks
 from gpu_check_setup import Paged, Shape, capture, paged
 
 from vllm_lite.kernels.cuda import cache_ops
-from vllm_lite.kernels.cuda import decode_attention as decode
-from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
-from vllm_lite.kernels.cuda.attention_work import Cascade, Rows, SplitList
-from vllm_lite.kernels.cuda.expert_order import Stacks
-from vllm_lite.kernels.cuda.experts import StackedExperts
+from vllm_lite.kernels.cuda.attention import decode_attention as decode
+from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring
+from vllm_lite.kernels.cuda.attention.attention_work import Cascade, Rows, SplitList
+from vllm_lite.kernels.cuda.attention.shared_prefix import Worth, cascade_lists
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.packed_linear import PackedLinear
-from vllm_lite.kernels.cuda.shared_prefix import Worth, cascade_lists
+from vllm_lite.kernels.cuda.moe.expert_order import Stacks
+from vllm_lite.kernels.cuda.moe.experts import StackedExperts
+from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.routing import Chosen
 

@@ -25,10 +25,10 @@ from gpu_check_prefill import TABLE_SHAPES
 
 from tests.kernels.fused_cases import needed_by
 from tests.kernels.instantiations import INSTANTIATIONS
-from vllm_lite.kernels.cuda import decode_attention, prefill_attention
+from vllm_lite.kernels.cuda.attention import decode_attention, prefill_attention
 from vllm_lite.kernels.cuda.compiler import KernelCompiler, Nvrtc
-from vllm_lite.kernels.cuda.many_rows import for_weight
-from vllm_lite.kernels.cuda.packed_linear import PackedLinear
+from vllm_lite.kernels.cuda.weights.many_rows import for_weight
+from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
 
 ARCH = "sm_90"
 Name = tuple[str, str]

@@ -7,11 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_lite.kernels.cuda import packed_linear
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.many_rows import for_weight
-from vllm_lite.kernels.cuda.packed_linear import PackedLinear
-from vllm_lite.kernels.cuda.packed_weight import ONE_GROUP, OUTPUTS, TILE, TILE_BYTES, PackedWeight, chunk_inputs
+from vllm_lite.kernels.cuda.weights import packed_linear
+from vllm_lite.kernels.cuda.weights.many_rows import for_weight
+from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
+from vllm_lite.kernels.cuda.weights.packed_weight import (
+    ONE_GROUP,
+    OUTPUTS,
+    TILE,
+    TILE_BYTES,
+    PackedWeight,
+    chunk_inputs,
+)
 
 DENSE = "torch mm, bfloat16"
 ROWS = (1, 8, 32, 64, 128, 512)

@@ -13,7 +13,7 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.config import EngineConfig
 from vllm_lite.kernels import cpu, select
 from vllm_lite.kernels.cuda.fused import CudaOps
-from vllm_lite.layers import gpu_matmul, onednn
+from vllm_lite.layers.weights import gpu_matmul, onednn
 from vllm_lite.protocol.control import Start
 from vllm_lite.protocol.step import Entry, ModelOutput, SchedulerOutput
 from vllm_lite.worker import model_runner

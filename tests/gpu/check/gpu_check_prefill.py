@@ -1,8 +1,8 @@
 """Part of `gpu_check`: our prefill over pages next to torch's FlashAttention.
 
-Prompts go the faster way of a table (vllm_lite/kernels/cuda/prefill_table.py), which is measured here and kept where
-workers on this device find it: those that come whole by K and V as a layer makes them, slices of rows that Q, K and V
-share; chunks behind a prefix by a copy of their pages.
+Prompts go the faster way of a table (vllm_lite/kernels/cuda/attention/prefill_table.py), which is measured here and
+kept where workers on this device find it: those that come whole by K and V as a layer makes them, slices of rows that
+Q, K and V share; chunks behind a prefix by a copy of their pages.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_lite.kernels.cuda import prefill_attention, prefill_table, torch_prefill, varlen
-from vllm_lite.kernels.cuda.attention_inputs import PagedKV, Scoring
-from vllm_lite.kernels.cuda.attention_work import prefill_tiles
-from vllm_lite.kernels.cuda.gather_kv import gather_kv
+from vllm_lite.kernels.cuda.attention import prefill_attention, prefill_table, torch_prefill, varlen
+from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring
+from vllm_lite.kernels.cuda.attention.attention_work import prefill_tiles
+from vllm_lite.kernels.cuda.attention.gather_kv import gather_kv
 
 TORCH = "torch sdpa, contiguous"
 FLASH, VARLEN = "torch sdpa, flash", "torch varlen, contiguous"

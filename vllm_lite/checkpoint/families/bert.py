@@ -1,8 +1,8 @@
 """BERT, RoBERTa, XLM-RoBERTa and CamemBERT: learned positions, norms behind the blocks, biases everywhere."""
 
 from vllm_lite.checkpoint.families.common import EncoderParts, Family, RawConfig, attention_of, encoder, layers_of
+from vllm_lite.checkpoint.layer_specs.pooling import HeadSpec
 from vllm_lite.checkpoint.model_spec import EncoderSpec, ModelSpec, NormSpec
-from vllm_lite.checkpoint.pooling import HeadSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
 from vllm_lite.errors import ModelError
 

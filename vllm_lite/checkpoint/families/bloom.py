@@ -2,7 +2,6 @@
 
 import msgspec
 
-from vllm_lite.checkpoint.alibi import alibi_slopes
 from vllm_lite.checkpoint.families.common import (
     Family,
     OlderConfig,
@@ -12,6 +11,7 @@ from vllm_lite.checkpoint.families.common import (
     layers_of,
     rope_of,
 )
+from vllm_lite.checkpoint.layer_specs.alibi import alibi_slopes
 from vllm_lite.checkpoint.model_spec import AttentionSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
 from vllm_lite.errors import ModelError

@@ -10,7 +10,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.checkpoint.layer_specs.activation import Activation
+from vllm_lite.checkpoint.layer_specs.pooling import HeadSpec, Kind, PoolingSpec
+from vllm_lite.checkpoint.layer_specs.rope import DEFAULT_THETA, Rope, RopeContext, read_rope
 from vllm_lite.checkpoint.model_spec import (
     DTYPE_BYTES,
     AttentionSpec,
@@ -20,10 +22,8 @@ from vllm_lite.checkpoint.model_spec import (
     NormSpec,
     make_kv_groups,
 )
-from vllm_lite.checkpoint.pooling import HeadSpec, Kind, PoolingSpec
 from vllm_lite.checkpoint.quantization.kv_cache import read_kv_cache
 from vllm_lite.checkpoint.quantization.read import read_quantization
-from vllm_lite.checkpoint.rope import DEFAULT_THETA, Rope, RopeContext, read_rope
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
 from vllm_lite.errors import ModelError
 

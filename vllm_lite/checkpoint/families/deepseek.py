@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.checkpoint.experts import ExpertsSpec, RoutingSpec
 from vllm_lite.checkpoint.families.common import Family, RawConfig, decoder, rope_of
-from vllm_lite.checkpoint.latent import LatentSpec
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec, RoutingSpec
+from vllm_lite.checkpoint.layer_specs.latent import LatentSpec
+from vllm_lite.checkpoint.layer_specs.rope import yarn_magnitude
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, QueryGrowth
-from vllm_lite.checkpoint.rope import yarn_magnitude
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError
 

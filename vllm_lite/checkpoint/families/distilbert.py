@@ -2,8 +2,8 @@
 
 from vllm_lite.checkpoint.families.bert import BertConfig, encoder_like_bert
 from vllm_lite.checkpoint.families.common import Family
+from vllm_lite.checkpoint.layer_specs.pooling import HeadSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.pooling import HeadSpec
 
 HEAD = HeadSpec(output="classifier", output_bias=True, dense="pre_classifier", activation="relu")
 

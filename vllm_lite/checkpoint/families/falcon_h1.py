@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from vllm_lite.checkpoint.families.common import Family, RawConfig, attention_of, decoder, rope_of
 from vllm_lite.checkpoint.families.state_space import ConvSize, Limits, step_limits
-from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError

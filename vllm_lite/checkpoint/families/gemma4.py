@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from msgspec.structs import replace
 
-from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import (
     FULL,
     SLIDING,
@@ -21,6 +20,7 @@ from vllm_lite.checkpoint.families.common import (
     ropes_by_type,
 )
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
 from vllm_lite.errors import ModelError

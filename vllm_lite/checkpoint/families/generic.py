@@ -20,8 +20,8 @@ from vllm_lite.checkpoint.families.common import (
     layers_of,
     windows_of,
 )
+from vllm_lite.checkpoint.layer_specs.rope import Rope
 from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
-from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.typed_json import Size, convert
 from vllm_lite.errors import ModelError
 

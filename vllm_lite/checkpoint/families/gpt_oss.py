@@ -2,7 +2,6 @@
 
 from msgspec.structs import replace
 
-from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import (
     Family,
     RawConfig,
@@ -15,6 +14,7 @@ from vllm_lite.checkpoint.families.common import (
     windows_of,
 )
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError

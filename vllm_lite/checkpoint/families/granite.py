@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import (
     FULL,
     Family,
@@ -20,7 +19,8 @@ from vllm_lite.checkpoint.families.common import (
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_like
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
 from vllm_lite.checkpoint.families.state_space import ConvSize, Limits, step_limits
-from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError

@@ -17,8 +17,8 @@ from vllm_lite.checkpoint.families.common import (
 )
 from vllm_lite.checkpoint.families.granite import GraniteConfig, scaled
 from vllm_lite.checkpoint.families.llama import window_of
+from vllm_lite.checkpoint.layer_specs.rope import Rope
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.rope import Rope
 from vllm_lite.checkpoint.typed_json import Positive
 from vllm_lite.errors import ModelError
 

@@ -14,8 +14,8 @@ from vllm_lite.checkpoint.families.common import (
     layers_of,
     rope_of,
 )
+from vllm_lite.checkpoint.layer_specs.rope import LinearScaling
 from vllm_lite.checkpoint.model_spec import EncoderSpec, ModelSpec, NormSpec
-from vllm_lite.checkpoint.rope import LinearScaling
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError
 

@@ -6,8 +6,8 @@ import msgspec
 
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
+from vllm_lite.checkpoint.layer_specs.rope import DEFAULT_THETA
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.rope import DEFAULT_THETA
 from vllm_lite.checkpoint.typed_json import Positive, convert
 from vllm_lite.errors import ModelError
 

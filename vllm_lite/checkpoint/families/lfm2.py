@@ -5,7 +5,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import (
     FULL,
     Family,
@@ -16,8 +15,9 @@ from vllm_lite.checkpoint.families.common import (
     rope_of,
 )
 from vllm_lite.checkpoint.families.mixture import Index, NumExperts, routing_of, with_experts
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
+from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
-from vllm_lite.checkpoint.short_conv import ShortConvSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError
 

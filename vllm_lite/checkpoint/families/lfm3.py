@@ -17,8 +17,8 @@ from vllm_lite.checkpoint.families.common import (
     windows_of,
 )
 from vllm_lite.checkpoint.families.lfm2 import CONV
+from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
-from vllm_lite.checkpoint.short_conv import ShortConvSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError
 

@@ -1,9 +1,9 @@
 """MiniMax M2: Llama with rope on a part of each head, norms over all heads, and experts that sigmoids choose."""
 
-from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.typed_json import Size
 from vllm_lite.errors import ModelError

@@ -1,9 +1,9 @@
 """Mixtral: Mistral whose layers all have experts."""
 
-from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import Family, layer_types_of
 from vllm_lite.checkpoint.families.llama import LlamaConfig, llama_layers, llama_like, window_of
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 
 

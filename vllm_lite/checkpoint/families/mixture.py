@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.checkpoint.experts import ExpertsSpec, RoutingSpec
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec, RoutingSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.errors import ModelError
 

@@ -14,8 +14,8 @@ from vllm_lite.checkpoint.families.common import (
     layers_of,
     ropes_by_type,
 )
+from vllm_lite.checkpoint.layer_specs.pooling import HeadSpec, Kind
 from vllm_lite.checkpoint.model_spec import EncoderSpec, ModelSpec, NormSpec
-from vllm_lite.checkpoint.pooling import HeadSpec, Kind
 from vllm_lite.checkpoint.typed_json import Positive, Size
 
 

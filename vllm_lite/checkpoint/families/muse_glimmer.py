@@ -19,8 +19,8 @@ from vllm_lite.checkpoint.families.common import (
     rope_of,
     windows_of,
 )
+from vllm_lite.checkpoint.layer_specs.rope import DEFAULT_THETA
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
-from vllm_lite.checkpoint.rope import DEFAULT_THETA
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError
 

@@ -10,11 +10,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import FULL, Family, RawConfig, attention_of, decoder, layer_types_of
 from vllm_lite.checkpoint.families.mixture import NumExperts, sigmoid_routing_of
 from vllm_lite.checkpoint.families.state_space import ConvSize, Limits, step_limits
-from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError

@@ -1,6 +1,5 @@
 """OLMo 2 and 3, and OLMoE: norms on Q and K over all heads together; behind the blocks, but for OLMoE."""
 
-from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import (
     FULL,
     SLIDING,
@@ -17,6 +16,7 @@ from vllm_lite.checkpoint.families.common import (
 )
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
 

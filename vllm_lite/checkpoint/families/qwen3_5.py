@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec
-from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import (
     FULL,
     Family,
@@ -20,6 +18,8 @@ from vllm_lite.checkpoint.families.common import (
     rope_of,
 )
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError

@@ -2,11 +2,11 @@
 
 from msgspec.structs import replace
 
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec
-from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.mixture import Index, routing_of, with_experts
 from vllm_lite.checkpoint.families.qwen3_5 import Qwen35MoeConfig, hybrid_decoder, hybrid_layers
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.typed_json import Size
 

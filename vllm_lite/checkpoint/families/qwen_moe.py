@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.checkpoint.experts import ExpertsSpec
 from vllm_lite.checkpoint.families.common import FULL, SLIDING, Family, layer_types_of, windows_of
 from vllm_lite.checkpoint.families.llama import llama_layers, llama_like
 from vllm_lite.checkpoint.families.mixture import Index, NumExperts, routing_of, with_experts
 from vllm_lite.checkpoint.families.qwen import QwenConfig, qwen_windows
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
 

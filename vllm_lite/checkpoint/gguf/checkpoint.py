@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec, Projections
 from vllm_lite.checkpoint.gguf.architecture import Architecture
 from vllm_lite.checkpoint.gguf.changes import Change, HeadOrder
 from vllm_lite.checkpoint.gguf.config import architecture_of, config_of
@@ -16,8 +15,9 @@ from vllm_lite.checkpoint.gguf.header import GgufHeader, GgufTensor
 from vllm_lite.checkpoint.gguf.kinds import FLOATS, READ
 from vllm_lite.checkpoint.gguf.metadata import Metadata
 from vllm_lite.checkpoint.gguf.names import SCALE, halves, in_layer, name_here
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec, Projections
+from vllm_lite.checkpoint.layer_specs.pooling import SentenceModules
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
-from vllm_lite.checkpoint.pooling import SentenceModules
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ModelError
 

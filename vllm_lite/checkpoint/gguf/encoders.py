@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_lite.checkpoint.gguf.architecture import Architecture
 from vllm_lite.checkpoint.gguf.metadata import Metadata
-from vllm_lite.checkpoint.pooling import Kind, SentenceModules
+from vllm_lite.checkpoint.layer_specs.pooling import Kind, SentenceModules
 from vllm_lite.errors import ModelError
 
 UNPOOLED, RANKS = 0, 4

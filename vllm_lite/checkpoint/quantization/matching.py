@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import regex
 
-from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.checkpoint.tensors.tensor_names import canonical
 from vllm_lite.errors import ModelError
 
 T = TypeVar("T")

@@ -7,7 +7,6 @@ whose scales become numbers of their own. A GPU has kernels for some of them, an
 from fractions import Fraction
 from math import prod
 
-from vllm_lite.checkpoint.headers import FLOAT_BYTES, Tensor
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.spec import (
     EXPERTS,
@@ -21,8 +20,9 @@ from vllm_lite.checkpoint.quantization.spec import (
     PackedInts,
     QuantizationSpec,
 )
-from vllm_lite.checkpoint.rank_shapes import rank_shape
 from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.tensors.headers import FLOAT_BYTES, Tensor
+from vllm_lite.checkpoint.tensors.rank_shapes import rank_shape
 
 BLOCK_BITS = {
     "Q4_0": 4.5,
@@ -82,7 +82,7 @@ def tensor_bytes(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes:
 
 
 def kept_on_gpu(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: int) -> bool:
-    """Whether a GPU multiplies the weight as it is, of which this tensor is a part: see layers/gpu_matmul.py."""
+    """Whether a GPU multiplies the weight of this tensor as it is stored: see layers/weights/gpu_matmul.py."""
     if dtype_bytes != 2 or EXPERTS in name:
         return False
     layer = name.rpartition(".")[0]

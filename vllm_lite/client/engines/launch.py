@@ -27,8 +27,8 @@ from vllm_lite.client.engines.connection import RUN_DIR
 from vllm_lite.client.engines.instances import InstanceRecord, Process
 from vllm_lite.client.engines.session import Session
 from vllm_lite.client.engines.supervisor import EngineSupervisor
-from vllm_lite.client.text import conversion
 from vllm_lite.client.text.end_tokens import find_end_tokens, writes_text
+from vllm_lite.client.text.tokenizer_formats import conversion
 from vllm_lite.config import (
     DEMO_MODEL,
     EngineConfig,

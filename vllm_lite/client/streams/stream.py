@@ -13,9 +13,9 @@ from vllm_lite.client.outputs import CompletionOutput, RequestMetrics, RequestOu
 from vllm_lite.client.prompt import Prompt, PromptLike, check_fork, check_params, read_prompt
 from vllm_lite.client.streams.sample import Cursor, PromptScores, Sample
 from vllm_lite.client.streams.sampling import wire_params, with_bad_word_ids, with_form, with_seed
-from vllm_lite.client.text import conversion
 from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer_formats import conversion
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, Tokens, Welcome
 from vllm_lite.protocol.codec import pack_tokens

@@ -18,9 +18,9 @@ import msgspec
 
 from vllm_lite.checkpoint.config_json import end_ids_by_file
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.client.text import conversion
-from vllm_lite.client.text.closing_token import Closing, find_closing, may_write
-from vllm_lite.client.text.template_source import TemplateSource, special_tokens
+from vllm_lite.client.text.templates.closing_token import Closing, find_closing, may_write
+from vllm_lite.client.text.templates.template_source import TemplateSource, special_tokens
+from vllm_lite.client.text.tokenizer_formats import conversion
 from vllm_lite.errors import ModelError
 from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
 

@@ -12,9 +12,9 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 import tokenizers
 
-from vllm_lite.client.text import conversion
-from vllm_lite.client.text.conversion import TOKENIZER_FILE
-from vllm_lite.client.text.template_source import CONFIG_FILE, MAX_FILE_BYTES
+from vllm_lite.client.text.templates.template_source import CONFIG_FILE, MAX_FILE_BYTES
+from vllm_lite.client.text.tokenizer_formats import conversion
+from vllm_lite.client.text.tokenizer_formats.conversion import TOKENIZER_FILE
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
 from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
 

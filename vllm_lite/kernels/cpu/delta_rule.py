@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
 from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 from vllm_lite.kernels.cpu.short_conv import SEGMENTS, NativeConvolution, addresses

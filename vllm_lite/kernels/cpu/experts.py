@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.fused import KINDS
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
-from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.kernels.routing import Chosen
 
 _TYPES = (pointer, pointer, int64, int32, pointer, pointer, int64, int64, pointer, int64)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 from vllm_lite.kernels.cpu.routing import NativeRouter

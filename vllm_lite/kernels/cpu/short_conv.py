@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_lite.checkpoint.short_conv import ShortConvSpec
+from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.recurrent import Segments, Taps

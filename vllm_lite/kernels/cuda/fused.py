@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from vllm_lite.checkpoint.activation import Activation
-from vllm_lite.kernels.cuda import routing as router
+from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.kernels.cuda.launcher import Arg, Kernel, Launcher, cuda_type, require
+from vllm_lite.kernels.cuda.moe import routing as router
 from vllm_lite.kernels.ops import Rotation, TorchOps
 from vllm_lite.kernels.routing import Chosen, Routing
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_lite.checkpoint.delta_net import DeltaNetSpec
-from vllm_lite.checkpoint.mamba import MambaSpec
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.kernels.cuda.launcher import Launcher, Scalar, cuda_type, require
 from vllm_lite.kernels.delta_rule import DeltaNetOp, DeltaNetWeights
 from vllm_lite.kernels.delta_rule import Projected as DeltaProjected

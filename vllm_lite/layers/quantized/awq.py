@@ -11,7 +11,7 @@ from vllm_lite.checkpoint.quantization.spec import Awq
 from vllm_lite.kernels.grouped import GroupedWeight
 from vllm_lite.layers.quantized.columns import Columns
 from vllm_lite.layers.quantized.stored import QuantizedWeight
-from vllm_lite.layers.weight_form import LinearShape
+from vllm_lite.layers.weights.weight_form import LinearShape
 
 BITS = 4
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)

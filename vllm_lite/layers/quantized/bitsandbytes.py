@@ -20,8 +20,8 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.grouped import GroupedWeight, halves
 from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight
-from vllm_lite.layers.weight_form import DENSE, LinearShape, StoredWeight
-from vllm_lite.layers.weight_slot import WeightSlot, WeightStack, whole_slot
+from vllm_lite.layers.weights.weight_form import DENSE, LinearShape, StoredWeight
+from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack, whole_slot
 
 BLOCK, NESTED_BLOCK = 64, 256
 """Elements that share a scale, and scales that share one."""

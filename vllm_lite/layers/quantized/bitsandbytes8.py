@@ -12,8 +12,8 @@ from vllm_lite.checkpoint.quantization.spec import BitsAndBytes8
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.grouped import INT8, GroupedWeight
 from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight
-from vllm_lite.layers.weight_form import DENSE, LinearShape, StoredWeight
-from vllm_lite.layers.weight_slot import WeightSlot, WeightStack, whole_slot
+from vllm_lite.layers.weights.weight_form import DENSE, LinearShape, StoredWeight
+from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack, whole_slot
 
 
 def stored(_: BitsAndBytes8, names: Sequence[str], shape: LinearShape) -> StoredWeight:

@@ -14,8 +14,8 @@ from vllm_lite.checkpoint.quantization.spec import BlockScaled
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.grouped import E4M3, INT8, GroupedWeight
 from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, own_rows
-from vllm_lite.layers.weight_form import LinearShape
-from vllm_lite.layers.weight_slot import WeightSlot, WeightStack, whole_slot
+from vllm_lite.layers.weights.weight_form import LinearShape
+from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack, whole_slot
 
 
 def stored(spec: BlockScaled, names: Sequence[str], shape: LinearShape) -> QuantizedWeight:

@@ -15,8 +15,8 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.grouped import UINT4, UINT8, GroupedWeight, unpack
 from vllm_lite.layers.quantized.stored import CPU, in_units, own_rows
-from vllm_lite.layers.weight_form import LinearShape
-from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
+from vllm_lite.layers.weights.weight_form import LinearShape
+from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 
 
 @dataclass(frozen=True, slots=True)

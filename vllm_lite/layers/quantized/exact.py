@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_lite.layers.matmul import Matmul, keep_rows
 from vllm_lite.layers.quantized.stored import QuantizedWeight
-from vllm_lite.layers.weight_form import LinearShape, StoredWeight, WeightForm
-from vllm_lite.layers.weight_slot import WeightStack
+from vllm_lite.layers.weights.matmul import Matmul, keep_rows
+from vllm_lite.layers.weights.weight_form import LinearShape, StoredWeight, WeightForm
+from vllm_lite.layers.weights.weight_slot import WeightStack
 
 
 @dataclass(frozen=True, slots=True)

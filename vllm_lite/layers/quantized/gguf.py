@@ -14,15 +14,15 @@ from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels import cpu, gguf_blocks
-from vllm_lite.kernels.cpu import gguf_blocks as native
-from vllm_lite.kernels.cpu.linear import PackedWeight
+from vllm_lite.kernels.cpu.weights import gguf_blocks as native
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.kernels.gguf_blocks import BlockRows
 from vllm_lite.kernels.grouped import GroupedChunks
-from vllm_lite.layers.gpu_matmul import packed_matmul
-from vllm_lite.layers.matmul import Matmul, NativeMatmul, SideBySide, copies, make_matmul, say_dense
 from vllm_lite.layers.quantized.stored import CPU, in_units
-from vllm_lite.layers.weight_form import DenseForm, LinearShape, StoredWeight
-from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
+from vllm_lite.layers.weights.gpu_matmul import packed_matmul
+from vllm_lite.layers.weights.matmul import Matmul, NativeMatmul, SideBySide, copies, make_matmul, say_dense
+from vllm_lite.layers.weights.weight_form import DenseForm, LinearShape, StoredWeight
+from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 
 CHUNK_ELEMENTS = 1 << 20
 """So many are taken apart at a time. What lies between blocks and floats takes several bytes for each, which then stay

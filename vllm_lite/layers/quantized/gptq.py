@@ -16,8 +16,8 @@ from vllm_lite.errors import ModelError
 from vllm_lite.kernels.grouped import GroupedWeight
 from vllm_lite.layers.quantized.columns import Columns
 from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, group_of_each, sorted_by_group
-from vllm_lite.layers.weight_form import LinearShape
-from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
+from vllm_lite.layers.weights.weight_form import LinearShape
+from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 
 
 def stored(spec: Gptq, names: Sequence[str], shape: LinearShape) -> QuantizedWeight:

@@ -13,8 +13,8 @@ from vllm_lite.checkpoint.quantization.spec import MxFp4
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.grouped import GroupedWeight, halves
 from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, in_units
-from vllm_lite.layers.weight_form import DENSE, LinearShape, StoredWeight
-from vllm_lite.layers.weight_slot import WeightSlot, WeightStack
+from vllm_lite.layers.weights.weight_form import DENSE, LinearShape, StoredWeight
+from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 
 BLOCK = 32
 """Inputs that share a scale."""

@@ -14,8 +14,8 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, UINT8, GroupedWeight, unpack
 from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, in_units, own_rows, sorted_by_group
-from vllm_lite.layers.weight_form import LinearShape
-from vllm_lite.layers.weight_slot import WeightSlot, WeightStack, whole_slot
+from vllm_lite.layers.weights.weight_form import LinearShape
+from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack, whole_slot
 
 
 def stored(spec: PackedInts, names: Sequence[str], shape: LinearShape) -> QuantizedWeight:

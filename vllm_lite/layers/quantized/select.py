@@ -21,7 +21,7 @@ from vllm_lite.checkpoint.quantization.spec import (
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.quantized import awq, bitsandbytes, bitsandbytes8, block_scaled, gptq, mxfp4, packed_ints
 from vllm_lite.layers.quantized.gguf import GgufForm
-from vllm_lite.layers.weight_form import DENSE, DenseForm, LinearShape, StoredWeight, WeightForm
+from vllm_lite.layers.weights.weight_form import DENSE, DenseForm, LinearShape, StoredWeight, WeightForm
 
 FORMATS: Mapping[type[QuantizationSpec], Callable[[Any, Sequence[str], LinearShape], StoredWeight]] = {
     PackedInts: packed_ints.stored,

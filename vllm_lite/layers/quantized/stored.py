@@ -8,9 +8,9 @@ import torch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.grouped import GroupedWeight, dequantize
-from vllm_lite.layers.matmul import Matmul, make_grouped_matmul
-from vllm_lite.layers.weight_form import LinearShape
-from vllm_lite.layers.weight_slot import WeightStack
+from vllm_lite.layers.weights.matmul import Matmul, make_grouped_matmul
+from vllm_lite.layers.weights.weight_form import LinearShape
+from vllm_lite.layers.weights.weight_slot import WeightStack
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from transformers import AttentionInterface
 
 from vllm_lite.attention.backend import AttentionBackend, Heads
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.errors import ModelError
 from vllm_lite.models.transformers.library import INTERFACE
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_lite.checkpoint.activation import Activation
+from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.ops import Ops, TorchOps
-from vllm_lite.layers.linear import Linear
-from vllm_lite.layers.weight_slot import WeightGroup
+from vllm_lite.layers.weights.linear import Linear
+from vllm_lite.layers.weights.weight_slot import WeightGroup
 from vllm_lite.models.transformers.plan import TensorPlan
 
 LINE = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"

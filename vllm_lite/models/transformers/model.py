@@ -10,16 +10,16 @@ from torch import nn
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.headers import read_headers
-from vllm_lite.checkpoint.kv_scales import KVScales
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.checkpoint.tensor_names import is_ignored
-from vllm_lite.checkpoint.tied_head import has_own_head
+from vllm_lite.checkpoint.tensors.headers import read_headers
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
+from vllm_lite.checkpoint.tensors.tensor_names import is_ignored
+from vllm_lite.checkpoint.tensors.tied_head import has_own_head
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
-from vllm_lite.layers.weight_slot import WeightGroup, WeightStack, whole_slot
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.transformers.attention import LayerStep, PagedAttention, Seen, install, register
 from vllm_lite.models.transformers.dry_run import observe, observe_head
 from vllm_lite.models.transformers.library import make_skeleton

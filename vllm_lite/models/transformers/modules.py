@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from vllm_lite.layers.embedding import Embedding, LMHead
-from vllm_lite.layers.linear import Linear
+from vllm_lite.layers.weights.embedding import Embedding, LMHead
+from vllm_lite.layers.weights.linear import Linear
 
 
 class LinearModule(nn.Linear):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from vllm_lite.checkpoint.tensor_names import canonical
+from vllm_lite.checkpoint.tensors.tensor_names import canonical
 from vllm_lite.errors import ModelError
 
 

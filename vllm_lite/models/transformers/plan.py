@@ -5,8 +5,8 @@ from typing import Any
 
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ConfigError
-from vllm_lite.layers.linear import Linear
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weights.linear import Linear
 
 WHOLE = ("replicated_with_grad_allreduce",)
 """Styles of what every rank has in full."""

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vllm_lite.client.text import template_source
+from vllm_lite.client.text.templates import template_source
 from vllm_lite.server.generation import LATEST, ServedModel
 from vllm_lite.server.openai.formats import architectures_of
 from vllm_lite.server.openai.prompts import Prompts

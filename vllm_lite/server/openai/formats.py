@@ -15,7 +15,7 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 from vllm_lite.protocol.structured import Thinking
 from vllm_lite.runtime.untrusted_files import read_bounded
-from vllm_lite.structured.call_shape import CallShape
+from vllm_lite.structured.calls.call_shape import CallShape
 
 FALLBACK = "hermes"
 """How calls are written that a request demands of a model whose own format is not known."""

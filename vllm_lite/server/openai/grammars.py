@@ -17,8 +17,8 @@ from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.forms import ToolsWanted, WantedForm
 
 if TYPE_CHECKING:  # they import llguidance
+    from vllm_lite.structured.calls.tools import CallGrammar
     from vllm_lite.structured.compile import CompiledGrammar
-    from vllm_lite.structured.tools import CallGrammar
 
 COMPILER = "vllm_lite.structured.compile"
 """Imported when it is needed, or before: it takes 20 ms and more."""
@@ -88,7 +88,7 @@ class GrammarBuilder:
 
     def _of_tools(self, tools: ToolsWanted, *, or_else: bool) -> "CallGrammar":
         """The grammar of calls; with `or_else` they are not made within a text."""
-        from vllm_lite.structured.tools import CallGrammar, Tool, tool_grammar
+        from vllm_lite.structured.calls.tools import CallGrammar, Tool, tool_grammar
 
         if self._formats is None:
             return CallGrammar(None)

@@ -10,12 +10,12 @@ import msgspec
 from starlette.requests import Request
 
 from vllm_lite.client.prompt import PromptLike, TokensPrompt, check_text, encode, max_text_bytes, too_many_bytes
-from vllm_lite.client.text.chat_template import with_read_arguments
 from vllm_lite.client.text.detokenizer import Detokenizer, TokenTexts, vocabulary
 from vllm_lite.client.text.infill import Infill
-from vllm_lite.client.text.left_out import LeftOut, described
-from vllm_lite.client.text.message_parts import MAY_BE_EMPTY, Content, read_parts, reasoning_fields
-from vllm_lite.client.text.template_process import Render, Rendered
+from vllm_lite.client.text.templates.chat_template import with_read_arguments
+from vllm_lite.client.text.templates.left_out import LeftOut, described
+from vllm_lite.client.text.templates.message_parts import MAY_BE_EMPTY, Content, read_parts, reasoning_fields
+from vllm_lite.client.text.templates.template_process import Render, Rendered
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.protocol.params import SamplingParams

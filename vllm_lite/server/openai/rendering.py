@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from vllm_lite.client.text import template_process
-from vllm_lite.client.text.template_source import TemplateSource
+from vllm_lite.client.text.templates import template_process
+from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.errors import EngineError, ModelError, RequestError
 from vllm_lite.runtime import log, supervise
 from vllm_lite.server.http.long_work import through

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_lite import __version__
-from vllm_lite.client.text import template_source
+from vllm_lite.client.text.templates import template_source
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http.auth import require_admin

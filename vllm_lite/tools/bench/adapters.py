@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.lora import CONFIG_FILE, WEIGHTS_FILE
-from vllm_lite.layers.lora import AdapterLimits, Adapters
+from vllm_lite.checkpoint.tensors.lora import CONFIG_FILE, WEIGHTS_FILE
+from vllm_lite.layers.weights.lora import AdapterLimits, Adapters
 from vllm_lite.models.registry import Sizes, build
 
 

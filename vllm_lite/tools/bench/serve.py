@@ -25,8 +25,8 @@ import msgspec
 import uvloop
 
 from vllm_lite.client.progress import TokenBar
-from vllm_lite.client.text import conversion
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer_formats import conversion
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.bench.serve_client import ENDPOINTS, Endpoint, Outcome
 from vllm_lite.tools.bench.serve_datasets import DatasetOptions, LoadItem, make_requests

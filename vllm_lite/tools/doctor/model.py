@@ -49,7 +49,7 @@ def _instead_of_text(folder: str) -> str | None:
 def chats(folder: str) -> Iterator[Line]:
     """Say what would be in force for the model in `folder` without flags."""
     from vllm_lite.client.generation_config import generation_defaults
-    from vllm_lite.client.text.template_source import TemplateSource
+    from vllm_lite.client.text.templates.template_source import TemplateSource
     from vllm_lite.client.text.tokenizer import Tokenizer
     from vllm_lite.errors import ModelError
     from vllm_lite.server.openai.formats import Formats, architectures_of

@@ -14,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.headers import INDEX_FILE, weight_files
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.spec import Gguf, PackedInts
-from vllm_lite.checkpoint.tensor_names import EMBEDDING, HEAD, canonical
+from vllm_lite.checkpoint.tensors.headers import INDEX_FILE, weight_files
+from vllm_lite.checkpoint.tensors.tensor_names import EMBEDDING, HEAD, canonical
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.layers.weight_slot import WeightSlot
+from vllm_lite.layers.weights.weight_slot import WeightSlot
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import check_weights
 from vllm_lite.tools.quantize.schemes import SCHEMES, Scheme

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_lite.kernels import cpu, grouped
-from vllm_lite.kernels.cpu import grouped as cpu_grouped
-from vllm_lite.kernels.cpu.linear import quantize as quantize8
+from vllm_lite.kernels.cpu.weights import grouped as cpu_grouped
+from vllm_lite.kernels.cpu.weights.linear import quantize as quantize8
 
 LARGEST_FLOAT8 = 448.0
 

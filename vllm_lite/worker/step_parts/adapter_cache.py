@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_lite.checkpoint.lora import read_lora
+from vllm_lite.checkpoint.tensors.lora import read_lora
 from vllm_lite.errors import ModelError, ProtocolError
-from vllm_lite.layers.adapter_rows import NO_SLOT
-from vllm_lite.layers.lora import Adapters, LoadedAdapter
+from vllm_lite.layers.weights.adapter_rows import NO_SLOT
+from vllm_lite.layers.weights.lora import Adapters, LoadedAdapter
 from vllm_lite.protocol.step import AdapterNumber, Entry, Fork, Handle, NewRequest
 from vllm_lite.worker.batch.part import StepPart
 from vllm_lite.worker.batch.rows import Rows, SequenceState

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_lite.layers.experts import SparseMLP
+from vllm_lite.layers.moe.experts import SparseMLP
 from vllm_lite.models.registry import Model
 from vllm_lite.protocol.step import Entry
 from vllm_lite.worker.batch.part import StepPart, StepResult

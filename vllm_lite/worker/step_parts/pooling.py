@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_lite.checkpoint.pooling import Kind
+from vllm_lite.checkpoint.layer_specs.pooling import Kind
 from vllm_lite.errors import ProtocolError
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.protocol.pooling import Pooling

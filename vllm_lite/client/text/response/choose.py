@@ -12,8 +12,8 @@ from vllm_lite.client.text.response import shipped
 from vllm_lite.client.text.response.parser import ResponseParser
 from vllm_lite.client.text.response.shipped import Description
 from vllm_lite.client.text.response.template import Format, read_template
-from vllm_lite.client.text.template_literals import stands_free, template_literals
-from vllm_lite.client.text.template_source import CONFIG_FILE, MAX_FILE_BYTES
+from vllm_lite.client.text.templates.template_literals import stands_free, template_literals
+from vllm_lite.client.text.templates.template_source import CONFIG_FILE, MAX_FILE_BYTES
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 from vllm_lite.protocol.structured import MAX_MARK_TOKENS, Thinking

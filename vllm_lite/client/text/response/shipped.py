@@ -22,7 +22,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     are what a prompt may have before the message. `fingerprints`: a chat template that contains all texts of one of
     these lists is of this format, and so is a vocabulary that has those of them that look like tokens. `thinking` has
     the literals for a budget of reasoning where they are not those of the field. `shape` is what a grammar of calls
-    needs: structured/tools.py's CallShape.
+    needs: structured/calls/tools.py's CallShape.
     """
 
     models: str

@@ -95,7 +95,7 @@ class Format:
     thinking: tuple[str, str] | None = None
     """The literals that open and close the reasoning."""
     shape: Mapping[str, Any] | None = None
-    """How calls are written, for a grammar: the fields of structured/tools.py's CallShape."""
+    """How calls are written, for a grammar: the fields of structured/calls/tools.py's CallShape."""
 
     @property
     def content(self) -> Field:

@@ -1,0 +1,1 @@
+"""Layers in numbers, as config.json describes them: rope, experts, recurrent layers, latents, poolers. No torch."""

@@ -1,0 +1,314 @@
+"""A checkpoint's pooler: the hidden states that become a text's vector, and the parts after them. No torch.
+
+sentence-transformers writes modules.json, which lists the parts of a model of vectors; a classifier's config.json names
+its labels. A checkpoint that says neither may be asked to pool by `--convert`, or otherwise by `--pooler-config`.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from vllm_lite.checkpoint.layer_specs.activation import Activation
+from vllm_lite.checkpoint.typed_json import Size, convert, read_json
+from vllm_lite.errors import ModelError
+from vllm_lite.runtime.nested_settings import PoolerConfig, PoolingOptions
+from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
+
+Kind = Literal["last", "mean", "cls"]
+"""Which hidden state stands for a text: that of its last token, the mean of all, or that of its first token."""
+OutputActivation = Literal["sigmoid", "softmax", "none"]
+HeadActivation = Activation | Literal["tanh", "none"]
+
+MODULES_FILE = "modules.json"
+_MODES: dict[str, Kind] = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last": "last"}
+"""The pooling modes of sentence-transformers that there are here."""
+_TORCH_ACTIVATIONS: dict[str, HeadActivation] = {
+    "Tanh": "tanh",
+    "Identity": "none",
+    "GELU": "gelu",
+    "ReLU": "relu",
+    "SiLU": "silu",
+}
+_OUTPUT_ACTIVATIONS: dict[str, OutputActivation] = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
+
+
+class DenseSpec(msgspec.Struct, frozen=True):
+    """A linear layer behind the pooling, in a folder of its own within the checkpoint."""
+
+    folder: str
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: HeadActivation
+
+
+class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A head that makes a number for each label of the pooled state: output(norm(activation(dense(x)))).
+
+    Names are those of the checkpoint's tensors; an empty one means that there is no such part. `tokens` are those whose
+    rows of the LM head are taken in place of an output: the difference of the second's and the first's.
+    """
+
+    output: str = "score"
+    output_bias: bool = False
+    dense: str = ""
+    dense_bias: bool = True
+    activation: HeadActivation = "none"
+    norm: str = ""
+    tokens: tuple[int, int] | None = None
+
+
+class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules that make vectors of hidden states, or numbers for labels if there is a `head`."""
+
+    kind: Kind
+    tasks: tuple[str, ...]
+    """As protocol/pooling.py names them."""
+    generates: bool = False
+    """Whether the model also continues prompts."""
+    normalize: bool = True
+    """Whether vectors get the norm 1 unless a request says otherwise."""
+    dense: tuple[DenseSpec, ...] = ()
+    head: HeadSpec | None = None
+    activation: OutputActivation = "none"
+    labels: tuple[str, ...] = ()
+    matryoshka: tuple[int, ...] = ()
+    makes_pairs: Literal["", "pair", "template"] = ""
+
+    def size(self, hidden_size: int) -> int:
+        """Elements of a vector."""
+        return self.dense[-1].outputs if self.dense else hidden_size
+
+
+# ---- classifiers
+
+
+class _ClassifierConfig(msgspec.Struct):
+    """The keys of a classifier's config.json."""
+
+    num_labels: Size | None = None
+    id2label: dict[str, str] | None = None
+    problem_type: str | None = None
+    sentence_transformers: dict[str, Any] | None = None
+    sbert_ce_default_activation_function: str | None = None
+
+
+def classifier(raw_json: dict[str, Any], head: HeadSpec, kind: Kind) -> PoolingSpec:
+    """The pooler of a model that classifies; with a single label it scores pairs. Raises ModelError."""
+    raw = convert(raw_json, _ClassifierConfig)
+    names = raw.id2label or {}
+    count = len(names) or raw.num_labels or 2
+    labels = tuple(names.get(str(index), f"LABEL_{index}") for index in range(count))
+    tasks: tuple[str, ...] = ("classify", "score") if count == 1 else ("classify",)
+    return PoolingSpec(
+        kind=kind,
+        tasks=tasks,
+        head=head,
+        activation=_output_activation(raw, count),
+        labels=labels,
+        makes_pairs="pair",
+    )
+
+
+def _output_activation(raw: _ClassifierConfig, num_labels: int) -> OutputActivation:
+    """As sentence-transformers names it, or by the kind of the problem, as transformers' pipelines do."""
+    named = (raw.sentence_transformers or {}).get("activation_fn") or raw.sbert_ce_default_activation_function
+    if named is not None:
+        short = str(named).rpartition(".")[2]
+        if short not in _OUTPUT_ACTIVATIONS:
+            raise ModelError(f"activation {named!r} is not supported; supported: {', '.join(_OUTPUT_ACTIVATIONS)}")
+        return _OUTPUT_ACTIVATIONS[short]
+    if raw.problem_type == "regression":
+        return "none"
+    if raw.problem_type == "multi_label_classification" or num_labels == 1:
+        return "sigmoid"
+    return "softmax"
+
+
+# ---- sentence-transformers
+
+
+class _Module(msgspec.Struct):
+    path: str
+    type: str
+
+
+class _PoolingConfig(msgspec.Struct):
+    """1_Pooling/config.json, in the older form of flags and the newer one of a name."""
+
+    pooling_mode: str | None = None
+    pooling_mode_cls_token: bool = False
+    pooling_mode_mean_tokens: bool = False
+    pooling_mode_max_tokens: bool = False
+    pooling_mode_mean_sqrt_len_tokens: bool = False
+    pooling_mode_weightedmean_tokens: bool = False
+    pooling_mode_lasttoken: bool = False
+    include_prompt: bool = True
+
+
+class _DenseConfig(msgspec.Struct):
+    in_features: Size
+    out_features: Size
+    bias: bool = True
+    activation_function: str = "torch.nn.modules.activation.Tanh"
+
+
+class _TransformerConfig(msgspec.Struct):
+    max_seq_length: Size | None = None
+
+
+class SentenceModules(msgspec.Struct, frozen=True):
+    """The parts of a model of sentence-transformers."""
+
+    kind: Kind
+    normalize: bool
+    dense: tuple[DenseSpec, ...]
+    max_seq_length: int | None = None
+
+
+def read_modules(folder: Path) -> SentenceModules | None:
+    """Parts listed by modules.json; None without such a file, or if it describes no vectors. Raises ModelError."""
+    if not (folder / MODULES_FILE).exists():
+        return None
+    modules = read_json(folder / MODULES_FILE, lambda raw: convert(raw, list[_Module]))
+    kind: Kind | None = None
+    normalize, dense = False, list[DenseSpec]()
+    for module in modules:
+        name = module.type.rpartition(".")[2]
+        place = folder / _inside(module.path)
+        if name == "Pooling":
+            kind = read_json(place / "config.json", _read_mode)
+        elif name == "Dense":
+            dense.append(read_json(place / "config.json", partial(_read_dense, module.path)))
+        elif name == "Normalize":
+            normalize = True
+        elif name not in ("Transformer", "Dropout"):
+            raise ModelError(
+                f"{folder / MODULES_FILE}: module {module.type!r} is not supported; supported: Transformer, Pooling, "
+                "Dense, Normalize"
+            )
+    if kind is None:
+        return None
+    file = folder / "sentence_bert_config.json"
+    longest = read_json(file, lambda raw: convert(raw, _TransformerConfig)).max_seq_length if file.exists() else None
+    return SentenceModules(kind, normalize, tuple(dense), longest)
+
+
+def task_prompts(folder: Path) -> dict[str, str]:
+    """Prefixes of texts by the use of their vectors, as a model's folder lists them; {} for one that does not."""
+    for name, key in (("config.json", "task_instructions"), ("config_sentence_transformers.json", "prompts")):
+        try:
+            prompts = msgspec.json.decode(read_bounded(folder / name))[key]
+            return msgspec.convert(prompts, dict[str, str])
+        except (OSError, KeyError, TypeError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+    return {}
+
+
+def _inside(path: str) -> str:
+    """The folder of a module, which has to lie in that of the model. Raises ModelError."""
+    if path.startswith("/") or ".." in Path(path).parts:
+        raise ModelError(f"{MODULES_FILE} names the folder {path!r}, which is not within the model's")
+    return path
+
+
+def _read_mode(raw_json: Any) -> Kind:
+    raw = convert(raw_json, _PoolingConfig)
+    modes = [raw.pooling_mode] if raw.pooling_mode else []
+    modes += [
+        name.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token")
+        for name in raw.__struct_fields__
+        if name.startswith("pooling_mode_") and getattr(raw, name)
+    ]
+    if len(set(modes)) != 1 or modes[0] not in _MODES:
+        raise ModelError(f"pooling modes {', '.join(modes) or 'none'} are not supported; one of {', '.join(_MODES)} is")
+    if not raw.include_prompt:
+        raise ModelError("include_prompt false is not supported; the tokens of an instruction must count")
+    return _MODES[modes[0]]
+
+
+def _read_dense(path: str, raw_json: Any) -> DenseSpec:
+    raw = convert(raw_json, _DenseConfig)
+    name = raw.activation_function.rpartition(".")[2]
+    if name not in _TORCH_ACTIVATIONS:
+        raise ModelError(f"activation_function {name!r} is not supported; supported: {', '.join(_TORCH_ACTIVATIONS)}")
+    return DenseSpec(path, raw.in_features, raw.out_features, raw.bias, _TORCH_ACTIVATIONS[name])
+
+
+# ---- the choice
+
+
+def embedder(
+    raw_json: dict[str, Any], modules: SentenceModules | None, default: Kind, *, generates: bool
+) -> PoolingSpec:
+    """The pooler of a model of vectors. `default`: the family's kind where no file says one."""
+    dimensions = raw_json.get("matryoshka_dimensions")
+    return PoolingSpec(
+        kind=default if modules is None else modules.kind,
+        tasks=("embed", "token_embed"),
+        generates=generates,
+        normalize=True if modules is None else modules.normalize,
+        dense=() if modules is None else modules.dense,
+        matryoshka=tuple(dimensions) if isinstance(dimensions, list) else (),
+    )
+
+
+def adjusted(spec: PoolingSpec, options: PoolingOptions) -> PoolingSpec:
+    """The pooler with what the user has set otherwise. Raises ModelError for a task that it has not."""
+    asked: PoolerConfig = options.pooler_config
+    if asked.task is not None:
+        if asked.task not in spec.tasks:
+            raise ModelError(
+                f"pooler_config.task is {asked.task}, and this model can be asked to {' or '.join(spec.tasks)}"
+            )
+        also = ("score",) if asked.task == "classify" else ()
+        tasks = tuple(task for task in spec.tasks if task in (asked.task, *also))
+        spec = msgspec.structs.replace(spec, tasks=tasks)
+    kind = asked.seq_pooling_type or asked.pooling_type
+    if kind is not None:
+        spec = msgspec.structs.replace(spec, kind=_MODES[kind.lower()])
+    active = asked.normalize if asked.use_activation is None else asked.use_activation
+    if active is not None:
+        spec = msgspec.structs.replace(spec, normalize=active)
+        if not active:
+            spec = msgspec.structs.replace(spec, activation="none")
+    return spec
+
+
+# ---- rerankers that answer by a token
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: Any = None
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    model: _Vocabulary
+    added_tokens: list[_AddedToken] = []
+
+
+def tokens_head(raw_json: dict[str, Any], folder: Path) -> HeadSpec | None:
+    """The head of a reranker whose answer is one of two tokens, which `classifier_from_token` names, as ["no", "yes"].
+
+    None if it names none. Raises ModelError.
+    """
+    names = raw_json.get("classifier_from_token")
+    if not names:
+        return None
+    if not isinstance(names, list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"classifier_from_token must be two tokens, like ['no', 'yes'], got {names!r}")
+    file = read_json(folder / "tokenizer.json", lambda raw: convert(raw, _TokenizerFile), max_bytes=MAX_TOKENIZER_BYTES)
+    known = {token.content: token.id for token in file.added_tokens}
+    if isinstance(file.model.vocab, dict):
+        known |= file.model.vocab
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ModelError(f"classifier_from_token {missing[0]!r} is no token of the vocabulary")
+    return HeadSpec(output="", tokens=(known[names[0]], known[names[1]]))

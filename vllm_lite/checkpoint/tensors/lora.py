@@ -1,0 +1,201 @@
+"""LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors. No torch.
+
+An adapter changes linear layers: W becomes W + scale B A, with A [rank, inputs] and B [outputs, rank]. The file's
+tensors say which layers these are, so that the forms of `target_modules` need not be understood.
+"""
+
+import math
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import regex
+
+from vllm_lite.checkpoint.tensors.headers import TensorPlace, locate_in, read_file_header, shown
+from vllm_lite.checkpoint.tensors.tensor_names import canonical
+from vllm_lite.checkpoint.typed_json import Positive, Size, convert, read_json
+from vllm_lite.config import MAX_LORA_RANK
+from vllm_lite.errors import ModelError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+MAX_SHOWN = 3
+"""Names of tensors and layers in an error."""
+PATTERN_TIMEOUT_S = 1.0
+"""Processor time of all patterns of a config together, compiled and matched with all layers."""
+_NAME = re.compile(r"[\w.-]+")
+_MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+
+REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "whole modules that replace the model's (modules_to_save)",
+    "trainable_token_indices": "trained token vectors (trainable_token_indices)",
+    "layer_replication": "replicated layers (layer_replication)",
+    "target_parameters": "parameters that are no linear layers (target_parameters)",
+    "alora_invocation_tokens": "aLoRA",
+    "use_qalora": "QALoRA",
+    "lora_bias": "biases of its own (lora_bias)",
+    "arrow_config": "Arrow",
+    "use_bdlora": "BD-LoRA",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+}
+"""Keys of a config under which stands what is not served -> what that is called."""
+CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
+"""Ways of `init_lora_weights` that change the base model's weights, too."""
+
+
+class _Config(msgspec.Struct):
+    peft_type: str
+    r: Size
+    lora_alpha: Positive
+    bias: str = "none"
+    use_rslora: bool = False
+    rank_pattern: dict[str, Size] | None = None
+    alpha_pattern: dict[str, Positive] | None = None
+    init_lora_weights: bool | str | None = True
+
+
+class LoraModule(NamedTuple):
+    """An adapter's matrices for one linear layer: the places of A [rank, inputs] and B [outputs, rank] in the file."""
+
+    rank: int
+    scale: float
+    down: TensorPlace
+    up: TensorPlace
+
+
+class LoraCheckpoint(NamedTuple):
+    """An adapter whose files are complete and whose config is understood."""
+
+    file: Path
+    modules: dict[str, LoraModule]
+    """By the canonical name of the layer."""
+
+    @property
+    def max_rank(self) -> int:
+        return max(module.rank for module in self.modules.values())
+
+
+def is_lora(folder: str | Path) -> bool:
+    """Whether there is an adapter in `folder`, be it one that can be served or not."""
+    return os.path.exists(os.path.join(folder, CONFIG_FILE))  # also for what cannot be a path
+
+
+def read_lora(folder: str | Path) -> LoraCheckpoint:
+    """Read the config and the header of the adapter in `folder`. Raises ModelError for what cannot be served."""
+    folder = Path(folder)
+    file = folder / WEIGHTS_FILE
+    config = read_json(folder / CONFIG_FILE, _parse)
+    if not file.is_file():
+        other = "; adapter_model.bin cannot be used" if (folder / "adapter_model.bin").exists() else ""
+        raise ModelError(f"{folder}: has no {WEIGHTS_FILE}{other}")
+    found: dict[str, dict[str, TensorPlace]] = {}
+    places = locate_in(file)
+    for name, tensor in read_file_header(file).items():
+        if ".base_layer." in name:  # PEFT also saves the table or the head that an adapter is for
+            continue
+        matrix = _MATRIX.fullmatch(name)
+        if matrix is None or name not in places or len(tensor.shape) != 2:
+            raise ModelError(
+                f"{file}: tensor {shown(name)}, {tensor.dtype} {list(tensor.shape)}, is not served: an adapter "
+                "must consist of float matrices lora_A and lora_B of linear layers"
+            )
+        found.setdefault(matrix[1], {})[matrix[2]] = places[name]
+    if not found:
+        raise ModelError(f"{file}: has no tensors")
+    scale_of = _Scales(config, folder / CONFIG_FILE)
+    return LoraCheckpoint(file, {_canonical(name): _module(name, parts, scale_of) for name, parts in found.items()})
+
+
+def _parse(raw: Any) -> _Config:
+    config = convert(raw, _Config)
+    if config.peft_type != "LORA":
+        raise ModelError(f"peft_type is {config.peft_type!r}; LORA is served")
+    for key, what in REFUSED.items():
+        if raw.get(key):
+            raise ModelError(f"{key} is set: adapters with {what} are not served")
+    if config.bias != "none":
+        raise ModelError(f"bias is {config.bias!r}: adapters that change biases are not served; it must be 'none'")
+    way = config.init_lora_weights
+    if isinstance(way, str) and way.lower().startswith(CHANGE_BASE):
+        raise ModelError(
+            f"init_lora_weights is {way!r}, which changes the base model as well; convert the adapter with PEFT's "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+    return config
+
+
+class _Scales:
+    """The scale of each layer, as PEFT finds it: patterns are regular expressions for the end of a layer's name, and
+    the first one that fits counts. Those that are just names, of which there may be thousands, are looked up."""
+
+    def __init__(self, config: _Config, source: Path) -> None:
+        self._config, self._source = config, source
+        self._ranks = {config.r, *(config.rank_pattern or {}).values()}
+        self._until_s = time.thread_time() + PATTERN_TIMEOUT_S
+        self._named: dict[str, tuple[int, float]] = {}
+        self._expressions: list[tuple[int, float, Any]] = []
+        for place, (pattern, alpha) in enumerate((config.alpha_pattern or {}).items()):
+            if _NAME.fullmatch(pattern):
+                self._named[pattern] = place, alpha
+            else:
+                self._expressions.append((place, alpha, self._compiled(pattern)))
+
+    def of(self, module: str, rank: int) -> float:
+        """Return the scale of a layer whose matrices have `rank`. Raises ModelError if the config has no such rank."""
+        if rank not in self._ranks:
+            known = ", ".join(map(str, sorted(self._ranks)[:8]))
+            raise ModelError(f"{self._source}: r and rank_pattern say {known}, but {shown(module)} has rank {rank}")
+        parts = module.split(".")
+        ends = (".".join(parts[start:]) for start in range(len(parts)))
+        behind = len(self._named) + len(self._expressions), self._config.lora_alpha
+        place, alpha = min((self._named[end] for end in ends if end in self._named), default=behind)
+        for its_place, its_alpha, pattern in self._expressions:
+            if its_place > place:
+                break
+            try:
+                if pattern.fullmatch(module, timeout=self._left_s()):
+                    alpha = its_alpha
+                    break
+            except TimeoutError:
+                raise self._too_slow() from None
+        return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
+
+    def _compiled(self, pattern: str) -> Any:
+        self._left_s()
+        try:
+            return regex.compile(rf"(?:.*\.)?(?:{pattern})")
+        except regex.error as error:
+            raise ModelError(f"{self._source}: alpha_pattern is not a regular expression: {error}") from error
+
+    def _left_s(self) -> float:
+        left_s = self._until_s - time.thread_time()
+        if left_s <= 0:
+            raise self._too_slow()
+        return left_s
+
+    def _too_slow(self) -> ModelError:
+        return ModelError(
+            f"{self._source}: the patterns in alpha_pattern take over {PATTERN_TIMEOUT_S:g} s to compile and match"
+        )
+
+
+def _module(name: str, parts: dict[str, TensorPlace], scales: _Scales) -> LoraModule:
+    if len(parts) != 2:
+        raise ModelError(f"the adapter has only lora_{next(iter(parts))} of {shown(name)}; A and B are needed")
+    down, up = parts["A"], parts["B"]
+    rank = down.shape[0]
+    if up.shape[1] != rank or not 0 < rank <= MAX_LORA_RANK:
+        raise ModelError(
+            f"lora_A of {shown(name)} is {list(down.shape)} and lora_B {list(up.shape)}; they must share a rank "
+            f"of at most {MAX_LORA_RANK}"
+        )
+    return LoraModule(rank, scales.of(name, rank), down, up)
+
+
+def _canonical(name: str) -> str:
+    return canonical(f"{name}.weight").removesuffix(".weight")

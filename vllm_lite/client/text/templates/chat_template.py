@@ -1,0 +1,235 @@
+"""A checkpoint's chat template: messages in, the text of a prompt out, the same text that transformers makes.
+
+The template comes with the model, so it runs in a sandbox that lets it change nothing it is given. A request cannot
+bring a template, only plain data for its variables. The time of a rendering is not bounded here: the server renders in
+a process whose time is (template_process.py).
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+import msgspec
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vllm_lite.client.text.surrogates import without_halves
+from vllm_lite.client.text.templates.left_out import LeftOut, LeftOutFinder
+from vllm_lite.client.text.templates.message_forms import fitted, has_lists, plain
+from vllm_lite.client.text.templates.template_source import TemplateSource
+from vllm_lite.client.text.templates.template_trials import SAMPLE_TOOL, Message, TemplateTrials
+from vllm_lite.errors import ModelError, RequestError
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""Variables that the server sets, besides the names of special tokens."""
+
+MAX_LOOKED_AT_S = 0.2
+"""A prompt that took longer is not rendered once more to see what is not in it."""
+
+Tool = Mapping[str, Any]
+"""{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}"""
+
+
+class Rendering(NamedTuple):
+    """A prompt's text, and which of the messages are not in it."""
+
+    text: str
+    left_out: tuple[LeftOut, ...] = ()
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens that it may name. Rendering is safe in any thread."""
+
+    def __init__(self, found: TemplateSource) -> None:
+        """Raises ModelError for a text that is no Jinja."""
+        self.name = found.name
+        self.special_tokens = found.special_tokens
+        try:
+            self._plain = _Variant(found.source, found.special_tokens, None)
+            for_tools = found.source if found.for_tools is None else found.for_tools
+            self._for_tools = _Variant(for_tools, found.special_tokens, [SAMPLE_TOOL])
+        except Exception as error:  # besides its own errors: too deep, too large, blocks that Python cannot nest
+            raise ModelError(f"{self.name}: the chat template cannot be read: {error}") from error
+
+    @classmethod
+    def load(cls, folder: str | Path, template: str | Path | None = None) -> "ChatTemplate | None":
+        """Compile the template that TemplateSource.load finds; None if there is none. Raises ModelError."""
+        found = TemplateSource.load(folder, template)
+        return None if found is None else cls(found)
+
+    def render(self, messages: Sequence[Message], **settings: Any) -> str:
+        """Make the prompt as rendering() does, and do not look for what is left out."""
+        return self.rendering(messages, **settings, looks=False).text
+
+    def rendering(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] | None = None,
+        looks: bool = True,
+    ) -> Rendering:
+        """Make the prompt for `messages`, in which the model is shown `tools`. A content is a text or a list of text
+        parts; the template gets each message in a form that it takes.
+
+        `add_generation_prompt` ends it where the answer begins; `continue_final_message` ends it inside the last
+        message, to be continued. `variables` are further values for the template. With `looks`, what of `messages` is
+        not in the prompt is found. Raises RequestError, also for an error that the template itself raises.
+        """
+        variables = variables or {}
+        if taken := sorted(variables.keys() & (RESERVED | self.special_tokens.keys())):
+            raise RequestError(f"chat_template_kwargs cannot set {taken[0]!r}, which the server sets")
+        variant = self._for_tools if tools else self._plain
+        settings = {**variables, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        mark, given = "", messages
+        if continue_final_message:
+            mark = os.urandom(16).hex()  # random, so that no message contains it
+            given = _marked(messages, mark, add_generation_prompt=add_generation_prompt)
+        began_s = time.thread_time()
+        try:
+            text = variant.text(given, settings)
+        except Exception as error:  # whatever a template does wrong; what it raises on purpose is a TemplateError
+            raise RequestError(f"the model's chat template does not take these messages: {error}") from error
+        text = _cut(text, mark) if mark else text
+        if not looks or time.thread_time() - began_s > MAX_LOOKED_AT_S:
+            return Rendering(text)
+        return Rendering(text, variant.left_out(messages, text, settings))
+
+
+class _Variant:
+    """A template as chats with tools get it, or those without: compiled, and with what is known of it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], sample_tools: Sequence[Tool] | None) -> None:
+        """`sample_tools` stand for those of requests where something is tried."""
+        self._compiled = _environment().from_string(source)
+        self._special_tokens = special_tokens
+        self._sample = {"tools": sample_tools}
+        attempt = partial(self._render, settings={**self._sample, "add_generation_prompt": True})
+        self._trials = TemplateTrials(partial(_environment().parse, source), attempt)
+        self._finder = LeftOutFinder()
+
+    def text(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
+        """Render `messages` in a form that the template takes. Raises whatever the template raises."""
+        known = fitted(messages, self._trials)
+        try:
+            return self._render(known, settings)
+        except Exception:  # it takes lists of parts, but not in this place
+            if not has_lists(known):
+                raise
+            return self._render(plain(known), settings)
+
+    def left_out(self, messages: Sequence[Message], text: str, settings: Mapping[str, Any]) -> tuple[LeftOut, ...]:
+        """Find what is not in `text`, which was made of `messages`."""
+        settings = {**settings, **self._sample}
+        return self._finder.find(messages, text, settings, partial(self.text, settings=settings))
+
+    def _render(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
+        return self._compiled.render(**self._special_tokens, **settings, messages=messages, documents=None)
+
+
+def with_read_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Bring the `tool_calls` of a message into the form that templates expect: arguments are an object, not its JSON.
+
+    What is no JSON object stays as it is, and so does one with integers that no message carries, of over 64 bits.
+    """
+    read = []
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = _read_arguments(function["arguments"].encode())
+                msgspec.msgpack.encode(arguments)
+            except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError, OverflowError):
+                arguments = function["arguments"]
+            function = {**function, "arguments": arguments}
+        read.append({**call, "function": function})
+    return read
+
+
+def _read_arguments(data: bytes) -> dict[str, Any]:
+    """Raises MsgspecError or RecursionError. A model may have written half a surrogate pair."""
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return msgspec.json.decode(without_halves(data), type=dict[str, Any])
+
+
+# ---- what it may use, and how it is rendered
+
+
+class _Generation(Extension):
+    """{% generation %} marks what an assistant wrote, for training. Here it is a block like any other."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Make the sandbox: what a template may use is Jinja's own and what transformers adds to it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    # the class dict itself has methods that a template does not need
+    environment.globals.update(raise_exception=_raise, strftime_now=_strftime_now, dict=_dict)
+    del environment.globals["lipsum"]
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replace Jinja's filter, which escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005 - the prompt has the local date
+
+
+def _dict(*pairs: Any, **items: Any) -> dict[str, Any]:
+    return dict(*pairs, **items)
+
+
+def _marked(messages: Sequence[Message], mark: str, *, add_generation_prompt: bool) -> list[Message]:
+    """Append `mark` to the last text of the last message, where the text of the prompt is to end."""
+    if add_generation_prompt:
+        raise RequestError("continue_final_message needs add_generation_prompt=false, as the answer has begun already")
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str):
+        content += mark + " "
+    elif isinstance(content, list) and content:
+        content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark + " "}]
+    else:
+        raise RequestError("continue_final_message needs a last message with a text to continue")
+    return [*messages[:-1], {**messages[-1], "content": content}]
+
+
+def _cut(text: str, mark: str) -> str:
+    """Cut `text` at `mark`. If the template trimmed the space behind it, the space before it is trimmed too."""
+    place = text.rfind(mark)
+    if place < 0:
+        raise RequestError("continue_final_message: the model's chat template leaves the last message out")
+    kept = text[place + len(mark) :].startswith(" ")
+    return text[:place] if kept else text[:place].rstrip()

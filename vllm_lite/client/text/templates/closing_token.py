@@ -1,0 +1,141 @@
+"""The token behind an assistant's text in a chat template: it closes the message, so it is how a model ends an answer.
+
+It is found by rendering chats whose texts are marks. Not every token there is an end: formats with channels close one
+part of an answer by a token, and go on with the next part (gpt-oss and Solar by <|end|>). So tokens between what an
+assistant thinks and says, or between what it says and calls, are inner ones.
+
+The template comes with the checkpoint, so it is rendered in a process with bounds of time and memory, once at a start.
+"""
+
+import re
+import socket
+from collections.abc import Collection, Sequence
+from contextlib import closing
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from vllm_lite.client.text.templates import template_process
+from vllm_lite.client.text.templates.template_process import Answer, Render, Rendered, RenderSettings, frame, read_frame
+from vllm_lite.client.text.templates.template_source import TemplateSource
+from vllm_lite.client.text.templates.template_trials import ASSISTANT, SAMPLE_TOOL, USER, Message
+from vllm_lite.runtime import log, supervise
+
+WAIT_S = 60.0
+"""For a process that was stopped, or a machine that stands still. What a template takes itself is bounded by less."""
+MAX_CHARS = 1024 * 1024
+PREFIX_CHARS = 2
+"""A template may build the names of tokens out of parts, such as '<|' + role + '|>', so it may write each of which it
+has the beginning."""
+_ASKED, _THOUGHT, _SAID, _CALLED, _NEXT = "qzaskedzq", "qzthoughtzq", "qzsaidzq", "qzcalledzq", "qznextzq"
+_USER: Message = {"role": USER, "content": _ASKED}
+_SPOKEN: Message = {"role": ASSISTANT, "content": _SAID}
+_REASONED = {**_SPOKEN, **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)}
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"f": _CALLED}}}
+LAST, EARLIER, THINKING, CALLING = "last", "earlier", "thinking", "calling"
+CHATS: dict[str, Sequence[Message]] = {
+    LAST: (_USER, _SPOKEN),
+    EARLIER: (_USER, _SPOKEN, {"role": USER, "content": _NEXT}),
+    THINKING: (_USER, _REASONED),
+    CALLING: (_USER, {**_SPOKEN, "tool_calls": [_CALL]}),
+}
+"""In the first two the answer is the last message, and it is not: some templates close it in only one of them, or each
+in another way. The others show which tokens stand between the parts of an answer."""
+
+logger = log.get(__name__)
+
+
+class Closing(NamedTuple):
+    """The token that closes an assistant's message, None if there is none, and tokens that stand within a message."""
+
+    token: str | None = None
+    inner: frozenset[str] = frozenset()
+
+
+def may_write(template: TemplateSource, tokens: Collection[str]) -> bool:
+    """Whether `template` may write one of `tokens`: it has the beginning of one, or names it by a variable."""
+    variables = {name for name, text in template.special_tokens.items() if text in tokens}
+    return any(each in template.texts for each in {token[:PREFIX_CHARS] for token in tokens} | variables)
+
+
+def find_closing(template: TemplateSource, tokens: Collection[str], known: Collection[str] = ()) -> Closing:
+    """Find which of `tokens` closes an assistant's message in chats by `template`. One that is `known` to end answers
+    counts before others. A template that takes none of the chats, or too much time, closes nothing."""
+    spelled = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
+    if not spelled:
+        return Closing()
+    pattern = re.compile("|".join(map(re.escape, spelled)))
+    texts = _rendered(template)
+    parts = (texts.get(THINKING, ""), _THOUGHT, _SAID), (texts.get(CALLING, ""), _SAID, _CALLED)
+    inner = frozenset(token for part in parts for token in pattern.findall(_between(*part)))
+    for name in (LAST, EARLIER):
+        behind = _between(texts.get(name, ""), _SAID, _NEXT if name == EARLIER else None)
+        token = _closer(behind, pattern, inner, known, is_last=name == LAST)
+        if token is not None:
+            return Closing(token, inner)
+    return Closing(None, inner)
+
+
+def _closer(
+    behind: str, pattern: "re.Pattern[str]", inner: Collection[str], known: Collection[str], *, is_last: bool
+) -> str | None:
+    """The token of those in `behind`, the text behind an answer, that closes it: the first one, or one that is `known`
+    and touches it. Where a text stands around the first one, it is markup, and the last one of the prompt does."""
+    found = [each for each in pattern.finditer(behind) if each[0] not in inner]
+    if not found:
+        return None
+    first, last = found[0], found[-1]
+    rest = behind[first.end() :].lstrip()
+    if behind[: first.start()].strip() or (rest and not pattern.match(rest)):
+        return last[0] if is_last and not behind[last.end() :].strip() else None
+    row = [first]
+    row += [each for before, each in pairwise(found) if before is row[-1] and before.end() == each.start()]
+    return next((each[0] for each in row if each[0] in known), first[0])
+
+
+def _between(text: str, begin: str, end: str | None) -> str:
+    """The part of `text` between two marks, or behind the first if `end` is None; nothing where a mark is missing."""
+    _, found, behind = text.rpartition(begin)
+    if end is None or not found:
+        return behind if found else ""
+    part, found, _ = behind.partition(end)
+    return part if found else ""
+
+
+def _rendered(template: TemplateSource) -> dict[str, str]:
+    """Render CHATS, and leave out those that the template refuses, with a tool as well as without."""
+    asked = [
+        Render(list(map(dict, chat)), False, False, {}, MAX_CHARS, tools)
+        for name, chat in CHATS.items()
+        for tools in ([[SAMPLE_TOOL], None] if name == CALLING else [None, [SAMPLE_TOOL]])
+    ]
+    answers = _asked(template, asked)
+    texts = {}
+    for name, pair in zip(CHATS, zip(answers[::2], answers[1::2], strict=True), strict=False):
+        if taken := [each.text for each in pair if isinstance(each, Rendered)]:
+            texts[name] = taken[0]
+    return texts
+
+
+def _asked(template: TemplateSource, asked: Sequence[Render]) -> list[Answer]:
+    """Ask a process of the template's own; no answers if it cannot be read, or takes too much."""
+    ours, theirs = socket.socketpair()
+    with closing(ours):
+        with closing(theirs):
+            settings, fds = RenderSettings(theirs.fileno()), (theirs.fileno(),)
+            child = supervise.spawn(template_process.__name__, settings, "closing token", _forget, fds=fds)
+        try:
+            ours.settimeout(WAIT_S)
+            ours.sendall(b"".join(map(frame, (template, *asked))))
+            answers = [msgspec.msgpack.decode(read_frame(ours), type=Answer) for _ in range(1 + len(asked))]
+        except (OSError, msgspec.DecodeError):  # it has ended of its template, or that is no Jinja: chats will say so
+            logger.warning("%s: it cannot be found out which token closes a message", template.name)
+            return []
+        finally:
+            child.stop(0.0)
+    return answers[1:]
+
+
+def _forget(reason: str) -> None:
+    """Its socket says when the process has ended."""

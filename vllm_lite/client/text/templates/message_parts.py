@@ -1,0 +1,77 @@
+"""The parts of a message's content, as the dialects' clients send them back, as the texts that templates expect.
+
+Besides text there is what an earlier answer was made of: a refusal, which is text of its own, and what was thought
+before it, which has a field of its own.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from vllm_lite.client.text.templates.template_trials import TextPart
+from vllm_lite.errors import RequestError
+
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Parts with a text, and the field that it stands in."""
+THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
+"""Parts with a thought: as Anthropic and Mistral name it, and others. That field may also be a list of texts."""
+UNREADABLE = ("redacted_thinking",)
+"""Parts that only the server that wrote them could read."""
+
+MAY_BE_EMPTY = ("assistant", "tool", "function")
+"""Roles whose messages may have null in the place of a content: calls alone, and tools that answer nothing."""
+THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""Names that templates know the thought before an answer by."""
+
+
+def reasoning_fields(thought: str, *, calls_behind_text: bool = False) -> dict[str, str]:
+    """Reasoning before an answer, under the names that templates know it by. That of gpt-oss calls it `thinking` and
+    refuses it where the answer has both a text and calls."""
+    names = THOUGHT_NAMES[:-1] if calls_behind_text else THOUGHT_NAMES
+    return dict.fromkeys(names, thought) if thought else {}
+
+
+class Content(NamedTuple):
+    """The texts of a content's parts; one text if it was no list."""
+
+    texts: str | list[str]
+    reasoning: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.texts if isinstance(self.texts, str) else "\n".join(self.texts)
+
+    @property
+    def for_template(self) -> str | list[TextPart]:
+        """The text, or parts as templates know them. A content without a word is an empty text."""
+        return [{"type": "text", "text": text} for text in self.texts] if isinstance(self.texts, list) else self.texts
+
+
+def read_parts(parts: Iterable[Any], where: str) -> Content:
+    """Take the texts of all parts, which are texts or dicts with a type, and join their thoughts. `where` names the
+    content in errors. Raises RequestError for a part that is neither."""
+    texts, thoughts = list[str](), list[str]()
+    for part in parts:
+        kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind in TEXTS:
+            texts.append(_field(part, TEXTS[kind], where))
+        elif kind in THOUGHTS:
+            thoughts.append(_thought(part, THOUGHTS[kind], where))
+        elif kind not in UNREADABLE:
+            raise RequestError(f"{where} holds {(kind or type(part).__name__)[:60]!r}; only text is supported")
+    return Content(texts or "", "\n".join(thoughts))
+
+
+def _thought(part: Mapping[str, Any], field: str, where: str) -> str:
+    inner = part.get(field)
+    if isinstance(inner, list):
+        return "\n".join(_field(each, "text", f"{where}.{field}") for each in inner if isinstance(each, Mapping))
+    return _field(part, field, where)
+
+
+def _field(part: Mapping[str, Any], field: str, where: str) -> str:
+    value = part.get(field)
+    if not isinstance(value, str):
+        raise RequestError(f"{where} holds {part.get('type')!r} without a text as its {field!r}")
+    return value

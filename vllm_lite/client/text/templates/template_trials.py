@@ -1,0 +1,124 @@
+"""Trials of a chat template: short conversations that show which roles it writes and which forms of a content.
+
+A text in a trial is a mark. A trial succeeds if every mark comes out, and nothing of a part but its text: a template
+that prints a list as Python or JSON does not write its parts. Each trial is rendered once, when its result is needed.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from jinja2 import nodes
+
+from vllm_lite.client.text.templates.template_syntax import looks_into_content, names_role
+
+Message = Mapping[str, Any]
+"""{"role": ..., "content": text or parts, ...}"""
+TextPart = dict[str, str]
+"""{"type": "text", "text": ...}"""
+Try = Callable[[Sequence[Message]], str]
+"""Renders a conversation. Raises for one that the template refuses."""
+Form = Literal["text", "part", "parts"]
+"""A content that is a text, a list of one part, a list of several."""
+
+DEVELOPER, SYSTEM, USER, ASSISTANT = "developer", "system", "user", "assistant"
+SAMPLE_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
+}
+"""A tool for conversations that are only tried."""
+MAX_TRIAL_S = 0.05
+"""Processor time of one trial. A template that takes more is not tried again, and gets messages as they are given: its
+time is limited, and what it has to render comes first."""
+_ONE, _OTHER, _LEAK = "qzonezq", "qzotherzq", "qzleakzq"
+_CALL_ID = "call00000"
+"""Nine letters and digits, which all templates take."""
+_HELLO = {"role": USER, "content": "Hello"}
+_ANSWER = {"role": ASSISTANT, "content": "Hello"}
+_CALLING = {
+    "role": ASSISTANT,
+    "content": "",
+    "tool_calls": [{"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": {}}}],
+}
+
+
+def text_part(text: str) -> TextPart:
+    """Make the part that templates know."""
+    return {"type": "text", "text": text}
+
+
+class TemplateTrials:
+    """Tries one template, beside tools or without."""
+
+    def __init__(self, parse: Callable[[], nodes.Template], attempt: Try) -> None:
+        """`parse` makes the template's syntax tree when it is needed, and `attempt` renders it."""
+        self._parse = parse
+        self._attempt = attempt
+        self._found: dict[tuple[str, str], bool] = {}
+        self._roles: dict[bool, str] = {}
+        self._is_slow = False
+
+    @cached_property
+    def looks_inside(self) -> bool:
+        """Whether the template may take anything but texts: if not, contents need not be tried."""
+        return looks_into_content(self._parse())
+
+    def takes(self, form: Form, role: str) -> bool:
+        """Whether a content in this form gets through, in a message of `role`."""
+        key = (form, role)
+        if key not in self._found:
+            marks = [_ONE, _OTHER] if form == "parts" else [_ONE]
+            message = {"role": role, "content": _content(form, marks)}
+            chat: list[Message] = [message, _HELLO]
+            if role in (USER, ASSISTANT):
+                chat = [_HELLO, message] if role == ASSISTANT else [message]
+            elif role in ("tool", "function"):
+                chat = [_HELLO, _CALLING, {**message, "tool_call_id": _CALL_ID, "name": "f"}]
+            self._found[key] = self._comes_out(chat, marks)
+        return self._found[key]
+
+    def takes_apart(self, role: str, other: str) -> bool:
+        """Whether two messages of these roles at the beginning are both written."""
+        key = (role, other)
+        if key not in self._found:
+            chat = [{"role": role, "content": _ONE}, {"role": other, "content": _OTHER}, _HELLO]
+            self._found[key] = self._comes_out(chat, [_ONE, _OTHER])
+        return self._found[key]
+
+    def developer_role(self, *, is_later: bool) -> str:
+        """The role that gets through for a developer's message, at the beginning or later in a chat."""
+        if is_later not in self._roles:
+            known = [DEVELOPER, SYSTEM] if names_role(self._parse(), DEVELOPER) else [SYSTEM, DEVELOPER]
+            self._roles[is_later] = next(self._written(*known, USER, is_later=is_later), SYSTEM)
+        return self._roles[is_later]
+
+    # ---- inside
+
+    def _written(self, *roles: str, is_later: bool) -> Iterator[str]:
+        """Yield those of `roles` that come out. A later message must not take the place of the system's first, unless
+        there cannot be one."""
+        first = {"role": SYSTEM, "content": _OTHER}
+        starts: list[list[Message]] = [[first, _HELLO, _ANSWER], [_HELLO, _ANSWER]] if is_later else [[]]
+        for start in starts:
+            marks = [_ONE, _OTHER] if first in start else [_ONE]
+            for role in roles:
+                messages = ({"role": role, "content": content} for content in (_ONE, [text_part(_ONE)]))
+                if any(self._comes_out([*start, message, _HELLO], marks) for message in messages):
+                    yield role
+
+    def _comes_out(self, chat: Sequence[Message], marks: Sequence[str]) -> bool:
+        if self._is_slow:
+            return False
+        began_s = time.thread_time()
+        try:
+            text = self._attempt(chat)
+        except Exception:  # whatever the template does with a conversation that is not to its liking
+            return False
+        finally:
+            self._is_slow = time.thread_time() - began_s > MAX_TRIAL_S
+        return all(mark in text for mark in marks) and _LEAK not in text
+
+
+def _content(form: Form, marks: Sequence[str]) -> str | list[TextPart]:
+    return marks[0] if form == "text" else [{**text_part(mark), "leak": _LEAK} for mark in marks]

@@ -1,0 +1,1 @@
+"""Tokenizers in other formats, converted once into a tokenizer.json."""

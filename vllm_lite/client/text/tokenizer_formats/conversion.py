@@ -1,0 +1,235 @@
+"""Tokenizers that come as anything but a tokenizer.json: each is converted once, into a folder of the user's cache.
+
+The libraries that know these formats are large, and optional (the extras `hf` and `mistral`), so they work in a process
+that ends with the conversion: client and server never load them. What is made is kept under a digest of all files that
+it depends on, complete or not at all, and found there by the next start, which then needs no library.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import NamedTuple
+
+from vllm_lite.checkpoint.gguf.files import SUFFIX, gguf_files
+from vllm_lite.client.text.tokenizer_formats import conversion_process
+from vllm_lite.client.text.tokenizer_formats.conversion_process import ConversionSettings, Kind
+from vllm_lite.errors import ModelError
+from vllm_lite.runtime import log, supervise
+from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, first_untrusted, read_bounded
+
+TOKENIZER_FILE = "tokenizer.json"
+CONVERT_S = 300.0
+"""How long a conversion may take. A vocabulary of 130,000 tokens takes some seconds."""
+VERSION = 1
+"""Part of every digest: a release that converts differently raises it."""
+MODEL_FILES = ("tokenizer.model", "tokenizer.model.v*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model")
+PARTS = (
+    *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tekken.json", "*.tiktoken"),
+    *MODEL_FILES,
+)
+"""All files that a conversion may depend on."""
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+
+logger = log.get(__name__)
+
+
+class Needs(NamedTuple):
+    """The modules without which a kind of file cannot be converted, and the extra of this package that has them."""
+
+    modules: tuple[str, ...]
+    extra: str
+
+
+NEEDS: dict[Kind, Needs] = {
+    "sentencepiece": Needs(("transformers", "sentencepiece", "google.protobuf"), "hf"),
+    "tiktoken": Needs(("transformers", "tiktoken"), "hf"),
+    "vocabulary": Needs(("transformers",), "hf"),
+    "tekken": Needs(("transformers", "mistral_common"), "mistral"),
+    "gguf": Needs((), ""),
+}
+
+
+class Foreign(NamedTuple):
+    """A tokenizer in another format: its kind, and its main file."""
+
+    kind: Kind
+    file: Path
+
+
+def find(folder: str | Path) -> Foreign | None:
+    """The tokenizer in `folder`, or in a GGUF file, that would have to be converted; None if there is a tokenizer.json,
+    or no tokenizer. Raises ModelError where a folder has several GGUF models, or a part of one."""
+    folder = Path(folder)
+    if (_beside(folder) / TOKENIZER_FILE).is_file():
+        return None
+    for file in gguf_files(folder):
+        return Foreign("gguf", file)
+    if not folder.is_dir():
+        return None
+    if (folder / "tekken.json").is_file():
+        return Foreign("tekken", folder / "tekken.json")
+    for file in _files(folder, MODEL_FILES):
+        return Foreign("tiktoken" if _is_tiktoken(file) else "sentencepiece", file)
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return Foreign("vocabulary", folder / "vocab.json")
+    for file in _files(folder, ("*.tiktoken",)):
+        return Foreign("tiktoken", file)
+    return None
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether `folder` has a tokenizer, in any format."""
+    return (_beside(Path(folder)) / TOKENIZER_FILE).is_file() or find(folder) is not None
+
+
+def made(folder: str | Path) -> Sequence[Path]:
+    """The folder with what was made of the tokenizer in `folder`, as a sequence of one, or of none. Raises ModelError
+    for files that cannot be read."""
+    place = None if find(folder) is None else _place(Path(folder))
+    return [place] if place is not None and _is_made(place) else []
+
+
+def folder_of(folder: str | Path) -> Path:
+    """The folder whose tokenizer.json stands for `folder`: itself, or one in the cache, which is made now if it has to
+    be. Raises ModelError in one sentence."""
+    found = find(folder)
+    if found is None:
+        return _beside(Path(folder))
+    place = _place(Path(folder))
+    if not _is_made(place):
+        _check_installed(found)
+        with _draft(place) as draft:
+            logger.info("converting %s, once, into %s", found.file, place)
+            _convert(found, draft)
+            with suppress(OSError):  # another process was quicker: what it made is the same
+                draft.rename(place)
+        _is_made(place)  # or it was another user's
+    return place
+
+
+def _convert(found: Foreign, draft: Path) -> None:
+    """Have a process write tokenizer.json and its configuration into `draft`. Raises ModelError."""
+    ended = threading.Event()
+    settings = ConversionSettings(found.kind, str(found.file), str(draft))
+    child = supervise.spawn(conversion_process.__name__, settings, "tokenizer conversion", lambda _: ended.set())
+    try:
+        if not ended.wait(CONVERT_S):
+            raise ModelError(f"{found.file} cannot be converted within {CONVERT_S:g} s; {_ADVICE}")
+    finally:
+        child.stop(0.0)
+    error = draft / conversion_process.ERROR_FILE
+    reason = child.exited()
+    if error.is_file():
+        reason = error.read_text(errors="replace")
+    elif (draft / TOKENIZER_FILE).is_file() and reason == "exit status 0":
+        return
+    raise ModelError(f"{found.file} cannot be converted into a {TOKENIZER_FILE}: {reason}; {_ADVICE}")
+
+
+_ADVICE = f"get the checkpoint with a {TOKENIZER_FILE}, or give the folder of one as tokenizer"
+
+
+def _check_installed(found: Foreign) -> None:
+    needs = NEEDS[found.kind]
+    missing = [name for name in needs.modules if not _is_installed(name)]
+    if missing:
+        raise ModelError(
+            f"{found.file.parent} has no {TOKENIZER_FILE}, and converting its {found.file.name} needs "
+            f"{' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install 'vllm-lite[{needs.extra}]', or {_ADVICE}"
+        )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package whose module is looked for
+        return False
+
+
+# ---- files
+
+
+def _beside(path: Path) -> Path:
+    """The folder of a GGUF file; any other path as it is."""
+    return path.parent if path.suffix.lower() == SUFFIX and path.is_file() else path
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    for pattern in patterns:
+        yield from (file for file in sorted(folder.glob(pattern)) if file.is_file())
+
+
+def _is_tiktoken(file: Path) -> bool:
+    """Whether a file is text in tiktoken's way, of which two kinds of file have the name tokenizer.model."""
+    try:
+        with file.open("rb") as opened:
+            return _TIKTOKEN_LINE.match(opened.read(4096)) is not None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _place(folder: Path) -> Path:
+    """The folder in the cache for what is made of the files in `folder`. Raises ModelError."""
+    digest = hashlib.blake2b(f"{VERSION}".encode(), digest_size=16)
+    for file in gguf_files(folder)[:1]:  # too much to be read: a file that was changed has another time
+        stat = file.stat()
+        digest.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        return _cache() / digest.hexdigest()
+    for file in _files(folder, PARTS):
+        try:
+            content = read_bounded(file, MAX_TOKENIZER_BYTES)
+        except OSError as error:
+            raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return _cache() / digest.hexdigest()
+
+
+def _is_made(place: Path) -> bool:
+    """Whether the cache has it. Raises ModelError if another user may have put it there: it would change what the model
+    reads and answers."""
+    if not (place / TOKENIZER_FILE).is_file():
+        return False
+    if (path := first_untrusted((place.parent, place, place / TOKENIZER_FILE))) is not None:
+        raise ModelError(
+            f"{path} belongs to another user, or all users may write it, so the tokenizer in it is not trusted; "
+            "set XDG_CACHE_HOME to a folder of your own, or remove it"
+        )
+    return True
+
+
+def _cache() -> Path:
+    """Raises ModelError where it is not known."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path("~/.cache").expanduser()) / "vllm-lite" / "tokenizers"
+    except RuntimeError as error:
+        raise ModelError(
+            "a converted tokenizer cannot be kept, as the user has no home; set XDG_CACHE_HOME to a folder that can be "
+            "written"
+        ) from error
+
+
+@contextmanager
+def _draft(place: Path) -> Iterator[Path]:
+    """A private folder beside `place` on the same disk, which is gone at the end unless it was renamed."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft = Path(mkdtemp(prefix=".", dir=place.parent))
+    except OSError as error:
+        raise ModelError(
+            f"a converted tokenizer cannot be kept in {place.parent} ({error.strerror}); set XDG_CACHE_HOME to a "
+            "folder that can be written"
+        ) from error
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

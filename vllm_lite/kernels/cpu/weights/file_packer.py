@@ -1,0 +1,263 @@
+"""Weights packed straight from files by native threads, while Python does something else. No torch.
+
+What is packed is known by a key: who needs a weight asks for it by what it needs, and packs it itself if that is not
+there. So packing too much or something else costs time, and is never wrong.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple, Self, TypeVar
+
+from vllm_lite.checkpoint.quantization.on_load import GROUPS, Quantization
+from vllm_lite.checkpoint.tensors.headers import identity
+from vllm_lite.kernels.cpu.library import function, int32, int64, isa, pointer
+from vllm_lite.kernels.cpu.pages import Pages
+from vllm_lite.kernels.cpu.weights.record import QUANTIZED_TYPES, Record
+from vllm_lite.runtime import log
+
+FLOATS = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""The numbers of dtypes.py, by name."""
+INT8, GROUPED4, GROUPED8 = 100, 101, 102
+"""kInt8Weight, kGrouped4 and kGrouped8."""
+FORMS = {"int8": GROUPED8, "fp8": 105, "int4": GROUPED4, "int4_g32": GROUPED4}
+"""What dense weights become with a --quantization, as csrc/cpu/quantize.h has it."""
+TILE_GROUP = 128
+"""kQuantGroup: the inputs in a group that tiles multiply."""
+NICENESS = 5
+"""How much lower the threads that pack stand than the process: whatever else starts meanwhile goes first."""
+LOOK_EVERY_S = 0.2
+_ALIGNMENT_BYTES = 64
+_PENDING, _CUT_OFF = -2, -1
+
+_BEGIN_TYPES = (pointer, int64, int32, int32)
+_WAIT_TYPES = (pointer, int64, int64)
+
+K = TypeVar("K", bound=Hashable)
+
+logger = log.get(__name__)
+
+
+def group_size(form: Quantization) -> int:
+    """Inputs that share a scale. Where the machine has tiles integers of 8 bits have the groups that those multiply: in
+    smaller ones prompts would take several times as long."""
+    return TILE_GROUP if form == "int8" and isa().startswith("amx") else GROUPS[form]
+
+
+class Piece(NamedTuple):
+    """Rows of one tensor of a file, all of one width, that follow one another in a weight."""
+
+    file: Path
+    offset: int
+    """The tensor's first byte."""
+    dtype: str
+    """As it is stored; one of FLOATS."""
+    row_elements: int
+    """How many the tensor has in a row."""
+    first_input: int
+    """Where the part of each row begins that is taken."""
+    first_row: int
+    num_rows: int
+    order: tuple[int, ...] | None = None
+    """The rows, where they do not follow one another from `first_row` on."""
+
+
+class Job(NamedTuple):
+    """A weight to be packed: its pieces one below the other, as `dtype`, and then in another form."""
+
+    pieces: tuple[Piece, ...]
+    num_inputs: int
+    dtype: str
+    form: Quantization | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(piece.num_rows for piece in self.pieces)
+
+
+class Packed(NamedTuple):
+    """A weight as `linear.PackedWeight` has it, without its bias. Views of memory that lasts as long as they do."""
+
+    num_outputs: int
+    num_inputs: int
+    dtype: str
+    data: memoryview
+    supers: memoryview | None = None
+    """float32, as PackedWeight in csrc/cpu/linear.h has them; None: its form has none."""
+    form: Quantization | None = None
+    """As the job's."""
+
+
+class _Piece(ctypes.Structure):
+    """The same record as `WeightPiece` in csrc/cpu/load.cpp."""
+
+    _fields_ = (
+        ("offset", int64),
+        ("row_elements", int64),
+        ("first_input", int64),
+        ("first_row", int64),
+        ("num_rows", int64),
+        ("order", pointer),
+        ("file", int32),
+        ("type", int32),
+    )
+
+
+class _Job(ctypes.Structure):
+    """The same record as `WeightJob` there."""
+
+    _fields_ = (
+        ("pieces", pointer),
+        ("num_pieces", int64),
+        ("num_outputs", int64),
+        ("num_inputs", int64),
+        ("packed", pointer),
+        ("scales", pointer),
+        ("row_type", int32),
+        ("type", int32),
+        ("group_size", int64),
+    )
+
+
+class _Place(NamedTuple):
+    """Position of a job's result in the packer's pages."""
+
+    number: int
+    data: int
+    data_bytes: int
+    supers: int
+    supers_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.supers + self.supers_bytes
+
+
+class FilePacker:
+    """Begins to pack `jobs`, in their order, when it is made. To be closed; what was taken stays."""
+
+    def __init__(self, jobs: Mapping[K, Job], num_threads: int) -> None:
+        """`num_threads` beside the caller's. Raises OSError if a file cannot be opened or there is no memory."""
+        self._jobs: dict[Hashable, Job] = dict(jobs.items())
+        self._open = ExitStack()
+        self._files: dict[Path, int] = {}
+        self._identities: dict[Path, tuple[int, ...]] = {}
+        self._alive: list[object] = []
+        self._loading: int | None = None
+        try:
+            for file in dict.fromkeys(piece.file for job in jobs.values() for piece in job.pieces):
+                self._files[file] = self._open.enter_context(file.open("rb", buffering=0)).fileno()
+                self._identities[file] = identity(os.fstat(self._files[file]))
+            self._places = self._lay_out()
+            self._pages = Pages.zeros(max((place.end for place in self._places.values()), default=0))
+            records = (_Job * len(jobs))(*(self._record(job, self._places[key]) for key, job in jobs.items()))
+            begin = function("vllm_lite_load_begin", _BEGIN_TYPES, pointer)
+            self._loading = begin(ctypes.addressof(records), len(jobs), num_threads, NICENESS)
+        except BaseException:
+            self._open.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def reads(self, file: Path, known: tuple[int, ...]) -> bool:
+        """Whether the file that it has open is the one whose `headers.identity` is `known`."""
+        return self._identities[file] == known
+
+    def serves(self, wanted: Collection[Hashable]) -> bool:
+        """Whether all that it packs is among what is `wanted`, from files that are still those that it reads.
+
+        If not, it is closed at once: what nobody takes would stand in memory beside what is packed instead.
+        """
+        with suppress(OSError):
+            unchanged = all(identity(file.stat()) == known for file, known in self._identities.items())
+            if unchanged and self._places.keys() <= set(wanted):
+                return True
+        self.close()
+        return False
+
+    def take(self, key: Hashable, waiting: Callable[[], object] = lambda: None) -> Packed | None:
+        """The weight that was packed for `key`, once: waits until it is there, and helps to pack. `waiting` is called
+        now and then. None if there is none, or if its file cannot be read to the end."""
+        place = self._places.get(key)
+        if place is None or self._loading is None:
+            return None
+        wait = function("vllm_lite_load_wait", _WAIT_TYPES, int32)
+        while (state := wait(self._loading, place.number, int(1e9 * LOOK_EVERY_S))) == _PENDING:
+            waiting()
+        if state != 0:
+            reason = "a file ends too soon" if state == _CUT_OFF else os.strerror(state)
+            logger.debug("weights cannot be packed ahead: %s", reason)
+            return None
+        del self._places[key]
+        job, view = self._jobs[key], memoryview(self._pages.mapping)
+        first = self._pages.start
+        data = view[first + place.data : first + place.data + place.data_bytes]
+        supers = view[first + place.supers : first + place.end] if place.supers_bytes else None
+        return Packed(job.num_outputs, job.num_inputs, job.dtype, data, supers, job.form)
+
+    def close(self) -> None:
+        """End what is not done, and give back what nobody has taken."""
+        if self._loading is not None:
+            function("vllm_lite_load_end", (pointer,))(self._loading)
+            self._loading = None
+            logger.debug("%d of %d weights were packed ahead", len(self._jobs) - len(self._places), len(self._jobs))
+            for place in self._places.values():
+                self._pages.give_back(place.data, place.end - place.data)
+        self._alive.clear()
+        self._open.close()
+
+    def _lay_out(self) -> dict[Hashable, _Place]:
+        places: dict[Hashable, _Place] = {}
+        end = 0
+        for number, (key, job) in enumerate(self._jobs.items()):
+            data = end + -end % _ALIGNMENT_BYTES
+            num_bytes, num_supers = _packed_size(job)
+            supers = data + num_bytes + -num_bytes % _ALIGNMENT_BYTES
+            places[key] = _Place(number, data, num_bytes, supers, 4 * num_supers)
+            end = places[key].end
+        return places
+
+    def _record(self, job: Job, place: _Place) -> _Job:
+        pieces = (_Piece * len(job.pieces))(*map(self._piece, job.pieces))
+        self._alive.append(pieces)
+        address = self._pages.address
+        supers = address + place.supers if place.supers_bytes else None
+        return _Job(
+            ctypes.addressof(pieces),
+            len(job.pieces),
+            job.num_outputs,
+            job.num_inputs,
+            address + place.data,
+            supers,
+            FLOATS[job.dtype],
+            FLOATS[job.dtype] if job.form is None else FORMS[job.form],
+            0 if job.form is None else group_size(job.form),
+        )
+
+    def _piece(self, piece: Piece) -> _Piece:
+        order = None
+        if piece.order is not None:
+            rows = (int64 * len(piece.order))(*piece.order)
+            self._alive.append(rows)
+            order = ctypes.addressof(rows)
+        sizes = (piece.offset, piece.row_elements, piece.first_input, piece.first_row, piece.num_rows)
+        return _Piece(*sizes, order, self._files[piece.file], FLOATS[piece.dtype])
+
+
+def _packed_size(job: Job) -> tuple[int, int]:
+    """Bytes of its data, and how many supers it has."""
+    shape = job.num_outputs, job.num_inputs
+    if job.form is not None:
+        record, num_supers = Record(), int64()
+        size = function("vllm_lite_quantized_weight", QUANTIZED_TYPES, int64)
+        own = (FORMS[job.form], group_size(job.form))
+        return int(size(*shape, *own, ctypes.addressof(record), ctypes.addressof(num_supers))), num_supers.value
+    item_bytes = 4 if job.dtype == "float32" else 2
+    size = function("vllm_lite_packed_size", (int64, int64, int32), int64)
+    return item_bytes * int(size(*shape, FLOATS[job.dtype])), 0

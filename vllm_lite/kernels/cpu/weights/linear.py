@@ -1,0 +1,260 @@
+"""Linear layers on weights that are packed once; csrc/cpu/linear.h has the layout. The plain twin is F.linear."""
+
+import ctypes
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+
+from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
+from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
+from vllm_lite.kernels.cpu.memory import zeros
+from vllm_lite.kernels.cpu.weights.file_packer import INT8, Packed
+from vllm_lite.kernels.cpu.weights.gguf_blocks import pack_blocks
+from vllm_lite.kernels.cpu.weights.grouped import pack_grouped, takes
+from vllm_lite.kernels.cpu.weights.quantized import adopt_quantized, pack_quantized
+from vllm_lite.kernels.cpu.weights.record import Record
+from vllm_lite.kernels.gguf_blocks import BlockRows
+from vllm_lite.kernels.grouped import GroupedWeight
+
+QUANT_GROUP = 128
+"""The most inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
+ONE_PLANE = 32
+"""The most inputs of a row that share one and are 8 bits for it, as they are with weights of 4 bits; kOnePlane. For
+others, and for AMX with weights in larger groups, they are 15 bits."""
+
+_PACK_TYPES = (pointer, int64, int32, int64, int64, int32, pointer, pointer)
+_UNPACK_TYPES = (pointer, int64, int64, pointer, int64, pointer, int64, int32)
+_LOOK_UP_TYPES = (pointer, int64, int64, int64, int64, pointer, int64, pointer, int64)
+_LINEAR_TYPES = (pointer, pointer, int64, int32, pointer, int64, int32, int64)
+
+
+class PackedWeight:
+    """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout: in its own dtype, as int8, or grouped.
+
+    int8 is symmetric, one scale for each output: weight = integer * scale, with the row's largest at 127. Where the
+    machine multiplies bytes, products quantize each QUANT_GROUP inputs of their rows to 15 bits, unless `keep_rows` has
+    been called. With grouped weights whose values are whole numbers they do so for each group; with 4 bits to 8 bits
+    for each ONE_PLANE inputs.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor | Packed | GroupedWeight | BlockRows,
+        bias: torch.Tensor | None = None,
+        *,
+        int8: bool = False,
+        form: Quantization | None = None,
+    ) -> None:
+        """weight: [num_outputs, num_inputs], bias: [num_outputs], both on the CPU. Copies them, but for a weight that
+        is packed already. A dense one becomes `int8`, or a grouped one of the form that `form` asks for. Raises
+        ValueError for what it does not take."""
+        if form is not None and isinstance(weight, torch.Tensor):
+            made = _made_grouped(*pack_quantized(weight, form))
+        else:
+            made = _make(weight, int8=int8)
+        record = made.record
+        if bias is not None and bias.shape != (record.num_outputs,):
+            raise ValueError(f"the bias must have {record.num_outputs} elements, got {list(bias.shape)}")
+        self.num_outputs, self.num_inputs = int(record.num_outputs), int(record.num_inputs)
+        self.dtype = made.dtype
+        self.row_types = made.row_types
+        self._tensors = made.tensors
+        self._bias = None if bias is None else bias.to(torch.float32, copy=True)
+        record.bias = None if self._bias is None else self._bias.data_ptr()
+        self._record = record
+        self.address = ctypes.addressof(record)
+
+    @staticmethod
+    def takes(weight: GroupedWeight) -> bool:
+        """Whether there are kernels for such a grouped weight; if not, it is a ValueError here."""
+        return takes(weight)
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """Type and groups of the weight, which kernels that take several at once want alike."""
+        return int(self._record.type), int(self._record.group_size)
+
+    def keep_rows(self) -> None:
+        """Have all products from now on take their rows as they are, also those that are recorded already."""
+        self._record.exact_rows = 1
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in (*self._tensors, self._bias) if part is not None)
+
+    def rows(self, ids: torch.Tensor, out: torch.Tensor, held: Split | None = None) -> None:
+        """As `look_up`, in the rows of this weight: out[i] = weight[ids[i]], out: [n, num_inputs]. Not for int8; a
+        grouped weight gives rows of any float type."""
+        if out.dtype not in self.row_types or out.stride(1) != 1:
+            raise ValueError(f"rows of {self.dtype} cannot be copied into {out.dtype}")
+        if out.shape != (len(ids), self.num_inputs):
+            raise ValueError(f"out must be [{len(ids)}, {self.num_inputs}], got {list(out.shape)}")
+        held = _held(held, self.num_outputs)
+        wanted = int64_ids(ids)
+        unpack = function("vllm_lite_unpack", _UNPACK_TYPES, int64)
+        bad = unpack(
+            self.address,
+            held.start,
+            held.total,
+            wanted.data_ptr(),
+            len(wanted),
+            out.data_ptr(),
+            out.stride(0),
+            dtype_code(out.dtype),
+        )
+        _check_ids(wanted, bad, held)
+
+
+class _Made(NamedTuple):
+    """A packed weight without its bias, and the memory that its record names."""
+
+    record: Record
+    dtype: torch.dtype
+    row_types: Collection[torch.dtype]
+    """Types of rows that can be looked up in it."""
+    tensors: tuple[torch.Tensor, ...]
+
+
+def _make(weight: torch.Tensor | Packed | GroupedWeight | BlockRows, *, int8: bool) -> _Made:
+    if isinstance(weight, GroupedWeight):
+        return _made_grouped(*pack_grouped(weight))
+    if isinstance(weight, BlockRows):
+        return _made_grouped(*pack_blocks(weight))
+    if isinstance(weight, Packed) and weight.form is not None:
+        return _made_grouped(*adopt_quantized(weight, weight.form))
+    data, scales, (num_outputs, num_inputs) = _adopt(weight) if isinstance(weight, Packed) else _pack(weight, int8=int8)
+    quantized = data.dtype == torch.int8
+    record = Record(
+        data=data.data_ptr(),
+        scales=None if scales is None else scales.data_ptr(),
+        num_inputs=num_inputs,
+        num_outputs=num_outputs,
+        type=INT8 if quantized else dtype_code(data.dtype),
+    )
+    tensors = (data,) if scales is None else (data, scales)
+    return _Made(record, data.dtype, () if quantized else (data.dtype,), tensors)
+
+
+def _made_grouped(record: Record, tensors: tuple[torch.Tensor, ...]) -> _Made:
+    return _Made(record, torch.uint8, tuple(FLOATS), tensors)
+
+
+_Parts = tuple[torch.Tensor, torch.Tensor | None, tuple[int, int]]
+"""A packed weight's memory, float32 scales [num_outputs], or None if it is not int8, and its shape."""
+
+
+def _adopt(packed: Packed) -> _Parts:
+    data = torch.frombuffer(packed.data, dtype=getattr(torch, packed.dtype))
+    return data, None, (packed.num_outputs, packed.num_inputs)
+
+
+def _pack(weight: torch.Tensor, *, int8: bool) -> _Parts:
+    if weight.dtype not in FLOATS or weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
+    num_outputs, num_inputs = weight.shape
+    code = INT8 if int8 else dtype_code(weight.dtype)
+    size = function("vllm_lite_packed_size", (int64, int64, int32), int64)(num_outputs, num_inputs, code)
+    data = zeros(size, torch.int8 if int8 else weight.dtype)
+    scales = torch.empty(num_outputs) if int8 else None
+    rows = weight if weight.stride(1) == 1 else weight.contiguous()
+    function("vllm_lite_pack", _PACK_TYPES)(
+        rows.data_ptr(),
+        rows.stride(0),
+        dtype_code(rows.dtype),
+        num_outputs,
+        num_inputs,
+        code,
+        data.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+    )
+    return data, scales, (num_outputs, num_inputs)
+
+
+def int64_ids(ids: torch.Tensor) -> torch.Tensor:
+    """ids: int [n], as kernels take them."""
+    return ids if ids.dtype == torch.int64 and ids.is_contiguous() else ids.to(torch.int64).contiguous()
+
+
+def look_up(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, held: Split | None = None) -> bool:
+    """out[i] = table[ids[i]]: an embedding. ids: int [n], out: [n, size]. False, and nothing is done, if the tensors
+    are not on the CPU or their rows not contiguous and alike.
+
+    `held`: the ids that the table's rows are for; the rows of other ids become zero. None: the table is whole. Raises
+    IndexError for an id that is not in [0, held.total).
+    """
+    size = table.shape[1]
+    if table.device.type != "cpu" or table.dtype != out.dtype or out.shape != (len(ids), size):
+        return False
+    if not table.is_contiguous() or out.stride(1) != 1 or size == 0:
+        return False
+    held = _held(held, len(table))
+    wanted, width = int64_ids(ids), table.itemsize
+    bad = function("vllm_lite_look_up", _LOOK_UP_TYPES, int64)(
+        table.data_ptr(),
+        held.start,
+        held.size,
+        held.total,
+        size * width,
+        wanted.data_ptr(),
+        len(wanted),
+        out.data_ptr(),
+        out.stride(0) * width,
+    )
+    _check_ids(wanted, bad, held)
+    return True
+
+
+def _held(held: Split | None, num_rows: int) -> Split:
+    if held is None:
+        return Split.whole(num_rows)
+    if held.size != num_rows:
+        raise ValueError(f"a table of {num_rows} rows cannot hold {held.size} of {held.total} ids")
+    return held
+
+
+def _check_ids(ids: torch.Tensor, bad: int, held: Split) -> None:
+    if bad >= 0:
+        raise IndexError(f"ids must lie in [0, {held.total}), got {int(ids[bad])}")
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight: [outputs, inputs] -> int8 of the same shape and float32 scales [outputs]; weight ~ int8 * scale.
+
+    The plain twin of what packing does, integer for integer.
+    """
+    exact = weight.to(torch.float32, copy=True)
+    least, most = exact.aminmax(dim=1)
+    largest = torch.maximum(-least, most)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # a number / tensor is not exact
+    return exact.mul_(inverse[:, None]).round_().to(torch.int8), largest / 127
+
+
+def multiplies_bytes() -> bool:
+    """Whether products with int8 weights quantize their rows: with AVX2, and with AVX-512."""
+    return bool(function("vllm_lite_multiplies_bytes", (), int32)())
+
+
+def linear(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
+    """out = x W^T + bias. x: [num_rows, num_inputs]; out: [num_rows, num_outputs], in the dtype of x or float32.
+
+    The sums are in float32. A row's result depends on nothing but the row, the weight and the instruction set.
+    """
+    if x.shape[1] != weight.num_inputs or out.shape != (x.shape[0], weight.num_outputs):
+        raise ValueError(
+            f"{list(x.shape)} -> {list(out.shape)} with {weight.num_outputs} x {weight.num_inputs} weights"
+        )
+    if x.dtype not in FLOATS or out.dtype not in (x.dtype, torch.float32) or x.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError(f"rows must be contiguous floats, the same or float32 out, got {x.dtype} -> {out.dtype}")
+    function("vllm_lite_linear", _LINEAR_TYPES)(
+        weight.address,
+        x.data_ptr(),
+        x.stride(0),
+        dtype_code(x.dtype),
+        out.data_ptr(),
+        out.stride(0),
+        dtype_code(out.dtype),
+        x.shape[0],
+    )

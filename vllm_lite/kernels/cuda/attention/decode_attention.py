@@ -1,0 +1,185 @@
+"""Paged attention of single new tokens with the engine's own kernel: csrc/cuda/decode_attention.cuh.
+
+What a row sees is cut into splits, which blocks attend to independently and the last of which adds them up in order
+(Flash-Decoding, Dao et al. 2023). The work is a list in the device's memory (attention_work.py): a captured launch
+serves whatever the list holds by then, and no bit of a row depends on the batch around it.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring, check_for_tensor_cores
+from vllm_lite.kernels.cuda.attention.attention_work import TILE, Cascade, SplitList, check_list
+from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
+
+SOURCE, CASCADE_SOURCE = "decode_attention.cuh", "cascade_attention.cuh"
+LOG2E = 1.4426950408889634
+_WARPS = 4
+FETCH = False
+"""Whether tiles are brought to L2 ahead of their use. gpu_check measures both, and says which to take."""
+TARGET_BLOCKS = 2048
+"""Five times what an H200 holds at once, so that the last ones to finish leave little of it idle. Where there are more
+splits, blocks take several in turn, and a graph that is made for long contexts starts no more."""
+CASCADE_BLOCKS = 512
+"""As that, of splits that rows share: what runs at a time, so that a graph starts few where nothing is shared."""
+
+
+class Workspace(NamedTuple):
+    """Memory of a launch in which rows may have several splits. Launches that follow one another may share it."""
+
+    parts: torch.Tensor  # float32 [part_floats]
+    arrived: torch.Tensor  # int32 [num_splits * num_heads], zeros before and after each launch
+
+    @classmethod
+    def on(cls, device: torch.device, num_floats: int, num_counters: int) -> "Workspace":
+        return cls(
+            torch.empty(num_floats, dtype=torch.float32, device=device),
+            torch.zeros(num_counters, dtype=torch.int32, device=device),
+        )
+
+    @classmethod
+    def for_splits(cls, device: torch.device, num_splits: int, num_heads: int, head_size: int) -> "Workspace":
+        """For a list with up to `num_splits` entries."""
+        return cls.on(device, part_floats(num_splits, num_heads, head_size), num_splits * num_heads)
+
+
+def part_floats(num_splits: int, num_heads: int, head_size: int) -> int:
+    """An output and a log-sum-exp of each split on a list."""
+    return num_splits * num_heads * (head_size + 1)
+
+
+def head_tiles(group: int, head_size: int) -> int:
+    """Query heads of a block, in eights: all of up to 16 where registers suffice."""
+    return 2 if group > 8 and head_size <= 128 else 1
+
+
+def most_sharing(group: int, head_size: int) -> int:
+    """Number of rows that a block of cascade_attention takes; 1: it serves none. `group`: query heads of a KV head."""
+    return max(1, 8 * _cascade_tiles(head_size) // group)
+
+
+def _cascade_tiles(head_size: int) -> int:
+    """Columns of a block, in eights."""
+    return 2 if head_size <= 128 else 1
+
+
+def kernel_name(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int, group: int, block_size: int) -> str:
+    small = "true" if block_size < TILE else "false"
+    types = f"{cuda_type(dtype, 'query')}, {cuda_type(kv_dtype, 'kv')}"
+    fetch = ", true" if FETCH else ""
+    return f"decode_attention<{types}, {head_size}, {head_tiles(group, head_size)}, {small}, {_WARPS}{fetch}>"
+
+
+def cascade_name(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int, block_size: int) -> str:
+    small = "true" if block_size < TILE else "false"
+    types = f"{cuda_type(dtype, 'query')}, {cuda_type(kv_dtype, 'kv')}"
+    return f"cascade_attention<{types}, {head_size}, {_cascade_tiles(head_size)}, {small}, {_WARPS}>"
+
+
+def decode_attention(  # noqa: PLR0913 - what only some steps have comes last
+    launcher: Launcher,
+    out: torch.Tensor,  # [num_tokens, num_heads, head_size], rows may be strided
+    query: torch.Tensor,  # [num_tokens, num_heads, head_size], rows may be strided
+    cache: PagedKV,
+    work: SplitList,
+    scoring: Scoring,
+    *,
+    workspace: Workspace | None = None,  # None where no row has several splits
+    split_tokens: int = 0,
+) -> None:
+    """Attention of the rows on the list; all others stay as they are in `out`.
+
+    Table entries of blocks before a window or past what a row sees are not read. A row's bits depend on what it sees
+    alone, whether others share it or not. `split_tokens` is that of the list: 0, or a multiple of 16. Raises ValueError
+    for bad input.
+    """
+    _check(out, query, cache)
+    kv, block_tables = cache.kv, cache.block_tables
+    (_, num_heads, head_size), most = query.shape, work.most_splits
+    scoring.check(num_heads)
+    require(
+        split_tokens >= 0 and split_tokens % TILE == 0, f"a split of {split_tokens} tokens: not a multiple of {TILE}"
+    )
+    check_list("splits", work.splits, 4)
+    if most < 1:
+        return
+    _, _, num_kv_heads, block_size, _ = kv.shape
+    parts = _divide(workspace, most * num_heads, head_size) if work.several else (None, None, None)
+    group = num_heads // num_kv_heads
+    pairs = num_kv_heads * -(-group // (8 * (tiles := head_tiles(group, head_size))))
+    scale, v_scale = scoring.factors(kv)
+    read = (query, kv, kv[:, 1], block_tables)
+    strides: tuple[Arg, ...] = tuple(
+        map(np.int64, (query.stride(0), block_tables.stride(0), kv.stride(0), kv.stride(2)))
+    )
+    sizes: tuple[Arg, ...] = tuple(map(np.int32, (kv.stride(3), num_heads, num_kv_heads, block_size.bit_length() - 1)))
+    factors: tuple[Arg, ...] = tuple(map(np.float32, (*to_base_2(scale, scoring.soft_cap), v_scale)))
+    split_tiles = np.int32(split_tokens // TILE)
+    firsts = None
+    if work.cascade is not None:
+        _check_cascade(work.cascade, scoring, group, head_size)
+        shared, firsts, rows = work.cascade
+        args = (*parts, *read, work.splits, shared, rows, *strides, *sizes, split_tiles, *factors)
+        _launch_cascade(launcher, args, query, cache, len(shared))
+    launcher.kernel(SOURCE, kernel_name(query.dtype, kv.dtype, head_size, group, block_size))(
+        (min(len(work.splits) - 1, -(-TARGET_BLOCKS // pairs)), pairs, 1),
+        (32 * _WARPS, 1, 1),
+        (
+            *(out, *parts, *read, work.splits, firsts, scoring.alibi_slopes, scoring.sinks),
+            *(np.int64(out.stride(0)), *strides, *sizes, np.int32(scoring.window or 0), split_tiles, *factors),
+        ),
+        _WARPS * 8 * tiles * (head_size + 2) * 4,
+    )
+
+
+def _launch_cascade(
+    launcher: Launcher, args: tuple[Arg, ...], query: torch.Tensor, cache: PagedKV, most_splits: int
+) -> None:
+    _, _, num_kv_heads, block_size, head_size = cache.kv.shape
+    launcher.kernel(CASCADE_SOURCE, cascade_name(query.dtype, cache.kv.dtype, head_size, block_size))(
+        (min(most_splits, -(-CASCADE_BLOCKS // num_kv_heads)), num_kv_heads, 1),
+        (32 * _WARPS, 1, 1),
+        args,
+        _WARPS * 8 * _cascade_tiles(head_size) * (head_size + 2) * 4,
+    )
+
+
+def _check_cascade(cascade: Cascade, scoring: Scoring, group: int, head_size: int) -> None:
+    check_list("shared", cascade.shared, 4)
+    check_list("rows", cascade.rows, 2)
+    plain = scoring.window is None and scoring.alibi_slopes is None
+    require(plain, "rows share splits only where there is neither a window nor ALiBi")
+    require(
+        most_sharing(group, head_size) > 1,
+        f"a block has no room for a second row of {group} heads of {head_size}, so none can share",
+    )
+
+
+def to_base_2(scale: float, soft_cap: float) -> tuple[float, float]:
+    """The kernels' factor of q.k and their cap: scores as exponents of 2, or before a cap in units of it."""
+    return (scale / soft_cap, soft_cap * LOG2E) if soft_cap else (scale * LOG2E, 0.0)
+
+
+def _divide(workspace: Workspace | None, num_parts: int, head_size: int) -> tuple[torch.Tensor, ...]:
+    """part_out, part_lse and the counters."""
+    floats = num_parts * (head_size + 1)
+    if workspace is None:
+        raise ValueError(f"rows may have several splits, for which a workspace of {floats} floats is needed")
+    for name, given, dtype, least in (
+        ("parts", workspace.parts, torch.float32, floats),
+        ("arrived", workspace.arrived, torch.int32, num_parts),
+    ):
+        fits = given.dtype == dtype and given.dim() == 1 and len(given) >= least
+        shape = list(given.shape)
+        require(fits, f"{name} of the workspace must be {dtype} [{least} or more], got {given.dtype} {shape}")
+    parts = workspace.parts
+    return parts[: num_parts * head_size], parts[num_parts * head_size : floats], workspace.arrived
+
+
+def _check(out: torch.Tensor, query: torch.Tensor, cache: PagedKV) -> None:
+    kv = cache.kv
+    check_for_tensor_cores(out, query, cache, kv_width=8 if kv.itemsize == 2 or query.shape[-1] % 64 else 16)
+    require(kv.shape[3].bit_count() == 1, f"the block size must be a power of two, got {kv.shape[3]}")
+    require(kv.stride(3) < 1 << 31, f"the tokens of a block lie {kv.stride(3)} elements apart, more than 2^31")

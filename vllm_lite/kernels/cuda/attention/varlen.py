@@ -1,0 +1,168 @@
+"""Chunks of prompts through torch's variable-length attention (FlashAttention), behind a copy of their pages.
+
+`gather_kv` copies K and V of a chunk's sequence into rows, and torch attends; a chunk's rows are the last of its
+sequence: row j of q sees seq_len - q + j + 1 keys. Where torch has no such attention, as wherever there is no GPU,
+scaled_dot_product_attention takes each sequence by itself. Which chunks go this way is a matter of prefill_table.py.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from vllm_lite.kernels.cuda.attention.gather_kv import gather_kv
+from vllm_lite.kernels.cuda.launcher import Launcher, require
+
+Ints = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenPlan:
+    """Rows and keys of a step's attention: the same for all of its layers."""
+
+    rows: torch.Tensor | None  # int64 [num_rows], rows of the step that attend here; None: all of them
+    query_start_loc: torch.Tensor  # int32 [num_attending + 1], among the rows that attend
+    kv_start_loc: torch.Tensor  # int32 [num_attending + 1], among the gathered tokens
+    gather_start_loc: torch.Tensor  # int32 [num_seqs + 1], among the gathered tokens
+    queries: tuple[slice, ...]  # of each sequence that attends, among the rows that attend
+    keys: tuple[slice, ...]  # of each sequence that attends, among the gathered tokens
+    max_query_len: int
+    max_seq_len: int
+
+
+def make_plan(
+    query_lens: Ints,  # [num_seqs]
+    seq_lens: Ints,  # [num_seqs]
+    num_tokens: int,  # rows of the step, padding included
+    chosen: NDArray[np.bool_],  # [num_seqs]
+    device: torch.device,
+) -> VarlenPlan:
+    """Plan for the chosen sequences that have rows, from lengths that the host knows."""
+    attending = np.flatnonzero(chosen & (query_lens > 0))
+    first_rows = np.cumsum(query_lens) - query_lens
+    rows = np.repeat(first_rows[attending], query_lens[attending]) + _counts(query_lens[attending])
+    gathered = np.zeros(len(seq_lens), np.int64)
+    gathered[attending] = seq_lens[attending]
+    starts = [np.concatenate(([0], np.cumsum(lens))) for lens in (query_lens[attending], seq_lens[attending], gathered)]
+    queries, keys = (tuple(slice(int(a), int(b)) for a, b in pairwise(ends)) for ends in starts[:2])
+    query_start_loc, kv_start_loc, gather_start_loc = (_on(device, part.astype(np.int32)) for part in starts)
+    return VarlenPlan(
+        None if len(rows) == num_tokens else _on(device, rows.astype(np.int64)),
+        query_start_loc,
+        kv_start_loc,
+        gather_start_loc,
+        queries,
+        keys,
+        int(query_lens[attending].max(initial=0)),
+        int(gathered.max(initial=0)),
+    )
+
+
+def _counts(sizes: Ints) -> Ints:
+    """0, 1, ... for each of these sizes: [2, 3] -> [0, 1, 0, 1, 2]."""
+    ends = np.cumsum(sizes)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - sizes, sizes)
+
+
+def _on(device: torch.device, values: NDArray[Any]) -> torch.Tensor:
+    """A copy on the device that the host does not wait for."""
+    made = torch.from_numpy(values)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+def torch_varlen() -> Callable[..., Any] | None:
+    """torch's `varlen_attn` if this torch has one that can be causal, else None."""
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:
+        return None
+    function: Callable[..., Any] = varlen.varlen_attn
+    names = inspect.signature(function).parameters
+    return function if "scale" in names and ("window_size" in names or "is_causal" in names) else None
+
+
+def varlen_prefill(  # noqa: PLR0913, PLR0917
+    launcher: Launcher,
+    out: torch.Tensor,  # [num_tokens, num_heads, head_size]
+    query: torch.Tensor,  # [num_tokens, num_heads, head_size]
+    kv: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_size], any strides but the last, which is 1
+    block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks]
+    seq_lens: torch.Tensor,  # int32 [num_seqs]
+    plan: VarlenPlan,
+    *,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Causal attention of the sequences in `plan`; other rows of `out` stay.
+
+    float16 or bfloat16, the cache of that type or float8. Takes 2 * num_kv_heads * head_size * (sum of the sequences'
+    lengths) elements of scratch memory.
+    """
+    require(query.dim() == 3 and out.shape == query.shape, "query and out must be [num_tokens, num_heads, head_size]")
+    if plan.max_query_len == 0:
+        return
+    shape = (plan.keys[-1].stop, kv.shape[2], kv.shape[4])
+    keys, values = query.new_empty(shape), query.new_empty(shape)
+    gather_kv(
+        *(launcher, keys, values, kv, block_tables, plan.gather_start_loc, seq_lens),
+        max_rows=plan.max_seq_len,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    rows = query if plan.rows is None else query.index_select(0, plan.rows)
+    function = torch_varlen() if query.is_cuda else None
+    if function is not None:
+        attended = call_varlen(function, rows, keys, values, plan, scale)
+    else:
+        attended = attend_by_sequence(rows, keys, values, plan, scale)
+    if plan.rows is None:
+        out.copy_(attended)
+    else:
+        out.index_copy_(0, plan.rows, attended)
+
+
+def call_varlen(
+    function: Callable[..., Any],
+    query: torch.Tensor,  # [num_rows, num_heads, head_size]
+    keys: torch.Tensor,  # [num_kv_rows, num_kv_heads, head_size]
+    values: torch.Tensor,  # like keys
+    plan: VarlenPlan,
+    scale: float,
+) -> torch.Tensor:
+    """`function` is torch's varlen_attn of whatever version: its signature says what it takes."""
+    names = inspect.signature(function).parameters
+    options: dict[str, Any] = {"scale": scale}
+    options |= {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    if "num_splits" in names:
+        options["num_splits"] = 1  # one order of additions, whatever else is in the batch
+    if query.shape[1] > keys.shape[1] and "enable_gqa" in names:
+        options["enable_gqa"] = True  # versions that do not ask take fewer KV heads as they come
+    lengths = (plan.query_start_loc, plan.kv_start_loc, plan.max_query_len, plan.max_seq_len)
+    attended: torch.Tensor = function(query, keys, values, *lengths, **options)
+    return attended
+
+
+def attend_by_sequence(
+    query: torch.Tensor,  # [num_rows, num_heads, head_size]
+    keys: torch.Tensor,  # [num_kv_rows, num_kv_heads, head_size]
+    values: torch.Tensor,  # like keys
+    plan: VarlenPlan,
+    scale: float,
+) -> torch.Tensor:  # [num_rows, num_heads, head_size]
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    for rows, tokens in zip(plan.queries, plan.keys, strict=True):
+        if tokens.start == tokens.stop:
+            continue
+        mask = causal_lower_right(rows.stop - rows.start, tokens.stop - tokens.start)
+        q, k, v = (part.transpose(0, 1)[None] for part in (query[rows], keys[tokens], values[tokens]))
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        out[rows] = attended[0].transpose(0, 1)
+    return out

@@ -1,0 +1,1 @@
+"""Experts on a GPU: the choice by tokens, their order, and their products."""

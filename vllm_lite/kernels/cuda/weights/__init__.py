@@ -1,0 +1,1 @@
+"""Products with weights on a GPU: quantized ones that stay packed, and low-rank adapters."""

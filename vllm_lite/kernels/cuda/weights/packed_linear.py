@@ -1,0 +1,128 @@
+"""Linear layers on quantized weights that stay packed. Kernels: csrc/cuda/packed_linear.cuh.
+
+Up to FEW_ROWS rows are multiplied with the codes; more by torch, with what many_rows.py makes of them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_lite.kernels.cuda.fused import threads_for, vector_width
+from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
+from vllm_lite.kernels.cuda.weights.many_rows import SOURCE, THREADS, WARPS, ManyRows, WidenedProducts
+from vllm_lite.kernels.cuda.weights.packed_weight import OUTPUTS, TILE, PackedWeight
+
+DTYPES = (torch.float16, torch.bfloat16)
+"""What rows may be stored as."""
+FEW_ROWS = 32
+"""Not measured: no GPU has run either way. So many rows read codes once; more would read x from L2 once for every 64
+outputs, which by arithmetic takes longer than dense bfloat16 from about 64 rows on. gpu_check measures both ways."""
+ENOUGH_BLOCKS = 128
+"""Inputs are cut into parts until blocks of OUTPUTS outputs are so many: the multiprocessors of large GPUs."""
+MAX_PARTS = 8
+
+
+class _Tiles(NamedTuple):
+    """Size of a block: 8 * rows rows and 16 * outputs outputs."""
+
+    rows: int
+    outputs: int
+
+
+def _tiles_for(num_rows: int) -> _Tiles:
+    """More rows want more outputs a block, so that fewer blocks read those rows. No choice changes a bit."""
+    if num_rows <= 2:
+        return _Tiles(1, 1)
+    if num_rows <= 8:
+        return _Tiles(1, 2)
+    return _Tiles(2, 4) if num_rows <= 16 else _Tiles(4, 4)
+
+
+def num_parts(weight: PackedWeight) -> int:
+    """Into how many parts inputs are cut, by the shape alone: each has two chunks or more for each warp."""
+    wanted = -(-ENOUGH_BLOCKS // max(1, weight.padded[0] // OUTPUTS))
+    return max(1, min(wanted, MAX_PARTS, weight.num_chunks // (2 * WARPS)))
+
+
+def _spans_between_scales(weight: PackedWeight) -> int:
+    """After how many spans a scale is applied. Scales of 4 bytes leave no registers for two."""
+    return 2 if weight.kind == "INT4" and weight.group_shift > 0 and weight.scales.itemsize == 2 else 1
+
+
+class PackedLinear:
+    """out = x W^T + bias. Up to FEW_ROWS rows a row's bits depend on nothing but the row and the weight."""
+
+    def __init__(
+        self, launcher: Launcher, weight: PackedWeight, bias: torch.Tensor | None, many_rows: ManyRows | None = None
+    ) -> None:
+        """bias: [num_outputs], of any float type. many_rows: what multiplies more than FEW_ROWS rows, by numbers of
+        their type unless another is given."""
+        require(
+            bias is None or bias.shape == weight.shape[:1],
+            f"the bias must have {weight.shape[0]} elements, got {None if bias is None else list(bias.shape)}",
+        )
+        self.weight = weight
+        self._launcher = launcher
+        self._bias = None if bias is None else bias.to(weight.codes.device, torch.float32)
+        self._num_parts = num_parts(weight)
+        self.many_rows = many_rows or WidenedProducts(launcher, weight)
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """x: [num_rows, num_inputs], float16 or bfloat16; out: [num_rows, num_outputs], of x's dtype or float32, rows
+        strided. It can be captured in a CUDA graph. Raises ValueError for other tensors."""
+        num_outputs, num_inputs = self.weight.shape
+        require(
+            x.dtype in DTYPES and x.dim() == 2 and x.shape[1] == num_inputs,
+            f"x must be float16 or bfloat16 [num_rows, {num_inputs}], got {x.dtype} {list(x.shape)}",
+        )
+        require(
+            out.dtype in (x.dtype, torch.float32) and out.shape == (len(x), num_outputs) and out.stride(1) == 1,
+            f"out must be {x.dtype} or float32 {[len(x), num_outputs]} with contiguous rows, got {out.dtype} "
+            f"{list(out.shape)}, strides {list(out.stride())}",
+        )
+        if 0 in out.shape:
+            return
+        if self.weight.order is not None:
+            x = x.index_select(1, self.weight.order)
+        if len(x) <= FEW_ROWS:
+            self._few(_aligned(x, self.weight.padded[1]), out)
+        else:
+            self.many_rows.forward(x, self._bias, out)
+
+    def _few(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        weight, (num_rows, size), parts_count = self.weight, out.shape, self._num_parts
+        tiles = _tiles_for(num_rows)
+        parts, bias, written = None, self._bias, out.dtype
+        if parts_count > 1:
+            parts = torch.empty(parts_count, num_rows, size, dtype=torch.float32, device=x.device)
+            bias, written = None, x.dtype
+        flush = _spans_between_scales(weight)
+        types = ", ".join(cuda_type(dtype, "x") for dtype in (x.dtype, written, weight.scales.dtype))
+        kinds = f"packed::{weight.kind}, packed::{weight.less}, {flush}, {tiles.rows}, {tiles.outputs}"
+        args: tuple[Arg, ...] = (
+            *(None if parts is not None else out, parts, x, weight.codes, weight.scales, bias),
+            *(np.int64(out.stride(0)), np.int64(x.stride(0))),
+            *map(np.int32, (num_rows, weight.padded[0], size, weight.num_chunks, weight.group_shift)),
+        )
+        grid = (weight.padded[0] // (TILE * tiles.outputs), -(-num_rows // (8 * tiles.rows)), parts_count)
+        shared_bytes = 4 * tiles.rows * tiles.outputs * 4 * THREADS
+        kernel = self._launcher.kernel(SOURCE, f"packed_linear<{types}, {kinds}>")
+        kernel(grid, (THREADS, 1, 1), args, shared_bytes)
+        if parts is None:
+            return
+        threads = threads_for(size, 256)
+        self._launcher.kernel(SOURCE, f"sum_parts<{cuda_type(out.dtype, 'out')}>")(
+            (-(-size // threads), num_rows, 1),
+            (threads, 1, 1),
+            (out, parts, self._bias, np.int64(out.stride(0)), np.int32(size), np.int32(parts_count)),
+        )
+
+
+def _aligned(x: torch.Tensor, num_inputs: int) -> torch.Tensor:
+    """x with so many columns, the last of them zeros, and rows that 16 bytes can be loaded from."""
+    if x.shape[1] < num_inputs:
+        return torch.nn.functional.pad(x, (0, num_inputs - x.shape[1]))
+    if x.stride(1) == 1 and vector_width(num_inputs, x) > 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

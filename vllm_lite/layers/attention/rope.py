@@ -1,0 +1,99 @@
+"""Rotary position embedding in the order of the kernels: element i of a head turns with element i + head_size / 2.
+
+Checkpoints in which other pairs turn, or only a part of each head, have the rows of Q and K put into this order when
+they are loaded (`Rope.order`). What does not turn has cos 1 and sin 0.
+"""
+
+import math
+
+import torch
+
+from vllm_lite.checkpoint.layer_specs.rope import Dynamic, LinearScaling, Llama3, LongRope, Proportional, Rope, Yarn
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import fused
+from vllm_lite.kernels.ops import Rotation
+
+
+class RotaryEmbedding:
+    """cos and sin of every position below `max_position`, as a float32 table [max_position, 2, head_size / 2].
+
+    `select` fetches a step's rows once; the attention backend turns the heads of each layer with them.
+    """
+
+    def __init__(self, rope: Rope, head_size: int, max_position: int, *, device: torch.device) -> None:
+        self.half = head_size // 2
+        self.native = device.type == "cpu" and cpu.available()
+        frequencies = inverse_frequencies(rope, head_size, max_position)
+        positions = torch.arange(max_position, dtype=torch.float32, device=device)
+        angles = positions[:, None] * frequencies.to(device)
+        self.table = torch.empty(max_position, 2, self.half, device=device)
+        turning = self.table[:, :, : len(frequencies)]
+        torch.cos(angles, out=turning[:, 0])
+        torch.sin(angles, out=turning[:, 1])
+        if rope.attention_factor != 1.0:
+            turning *= rope.attention_factor
+        self.table[:, 0, len(frequencies) :] = 1.0
+        self.table[:, 1, len(frequencies) :] = 0.0
+
+    def select(self, positions: torch.Tensor, out: Rotation) -> None:
+        """positions: int64 [num_tokens]. A position outside of the table is an IndexError on a CPU."""
+        if self.native and fused.select_rotation(self.table, positions, out):
+            return
+        half = self.half
+        rows = torch.index_select(self.table, 0, positions)  # [num_tokens, 2, head_size / 2]
+        out.cos.view(-1, 2, half).copy_(rows[:, :1])
+        out.sin.view(-1, 2, half).copy_(rows[:, 1:])
+        out.sin[..., :half].neg_()
+
+
+def inverse_frequencies(rope: Rope, head_size: int, max_position: int) -> torch.Tensor:
+    """Radians per position of each rotated pair: float32 [rotary_size / 2].
+
+    Some kinds depend on how long a sequence may become: `max_position`.
+    """
+    size = rope.rotary_size or head_size
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    frequencies: torch.Tensor = 1.0 / (rope.theta**exponents)
+    match rope.scaling:
+        case None:
+            return frequencies
+        case LinearScaling(factor=factor):
+            return frequencies / factor
+        case Proportional(num_pairs=num_pairs, factor=factor):
+            frequencies[num_pairs:] = 0.0
+            return frequencies / factor
+        case Dynamic(factor=factor, original=original):
+            grown = factor * max(max_position, original) / original - (factor - 1)
+            return 1.0 / (torch.tensor(rope.theta * grown ** (size / (size - 2))) ** exponents)
+        case LongRope(short=short, long=long, original=original):
+            return 1.0 / (torch.tensor(long if max_position > original else short) * rope.theta**exponents)
+        case Llama3() as llama3:
+            return _llama3(frequencies, llama3)
+        case Yarn() as yarn:
+            return _yarn(frequencies, rope.theta, yarn)
+
+
+def _llama3(frequencies: torch.Tensor, rope: Llama3) -> torch.Tensor:
+    """Blended linearly in turns per context."""
+    turns = rope.original * frequencies / (2 * math.pi)
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep.clamp_(0.0, 1.0)
+    return keep * frequencies + (1.0 - keep) * (frequencies / rope.factor)
+
+
+def _yarn(frequencies: torch.Tensor, theta: float, rope: Yarn) -> torch.Tensor:
+    """Blended linearly in the number of the pair."""
+    size = 2 * len(frequencies)
+
+    def pair_of(turns: float) -> float:
+        """The pair of elements with so many rotations in the original context."""
+        return size * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001  # else it would divide by 0
+    kept = 1.0 - ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp_(0.0, 1.0)
+    return frequencies / rope.factor * (1.0 - kept) + frequencies * kept

@@ -1,0 +1,83 @@
+"""The recurrent block of a decoder layer, in the place of attention: it keeps a state of the sequence instead of KV."""
+
+from typing import Any, Protocol
+
+import torch
+
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
+from vllm_lite.kernels.recurrent import Segments
+from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.parts import Parts
+
+
+class RecurrentOp(Protocol):
+    """The operation of a layer that goes from token to token."""
+
+    graph_safe: bool
+    """Whether a graph can hold it."""
+
+    def forward(
+        self,
+        projected: torch.Tensor,  # [n, projected_size]
+        weights: Any,  # the layer's own beside its projections
+        states: torch.Tensor,  # float32 [num_slots, state_elements]
+        segments: Segments,
+        mixed: torch.Tensor,  # float32 [n, scratch_size]
+        out: torch.Tensor,  # [n, value_width]
+    ) -> None:
+        """Write what each token gets, and change the states."""
+        ...
+
+
+class RecurrentBlock:
+    """A projection, what goes from token to token, and another projection. A kind of layer makes these, and loads
+    them."""
+
+    projections: Any
+    output: Any
+    op: RecurrentOp
+    weights: Any  # by `load`
+    tentative: torch.Tensor  # [num_tentative, projected_size], by the last step that had any
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        self.device = parts.device
+        self.kind = parts.kinds.index(parts.layers[layer].blocks[1])
+        self.kv_scales: KVScales | None = None
+
+    def write(
+        self,
+        x: torch.Tensor,  # [num_tokens, hidden_size]
+        rows: Rows,
+        kv: torch.Tensor,  # the layer's states: float32 [num_slots, state_elements]
+        batch: StepBatch,
+        backend: AttentionBackend,  # noqa: ARG002 (the protocol's)
+    ) -> None:
+        """Bring the states of the step's sequences up to their tokens, and read them for `project`."""
+        own = rows.by_kind[self.kind]
+        if batch.states is None or own.mixed is None:
+            raise ValueError("a step of a recurrent model says nothing of its states")
+        self.project_in(x, own.qkv)
+        if batch.tentative is not None:
+            self.tentative = own.qkv[batch.tentative]
+        self.op.forward(own.qkv, self.weights, kv, batch.states, own.mixed, own.attended)
+
+    def project_in(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Make what goes from token to token. out: [num_tokens, projected_size]."""
+        self.projections.forward(x, out=out)
+
+    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+        """Nothing: the tokens have read their states on the way."""
+
+    def take_up(self, tokens: torch.Tensor, rows: Rows, kv: torch.Tensor, segments: Segments) -> None:
+        """Bring states up to some of the tokens that the last step left tentative; what these read is known already.
+        tokens: int64 [n], their places; rows: n of them."""
+        own = rows.by_kind[self.kind]
+        if own.mixed is None:
+            raise ValueError("the buffers are not those of a recurrent layer")
+        self.op.forward(self.tentative[tokens], self.weights, kv, segments, own.mixed, own.attended)
+
+    def project(self, rows: Rows) -> None:
+        """Project what was read into rows.hidden."""
+        self.output.forward(rows.by_kind[self.kind].attended, out=rows.hidden)

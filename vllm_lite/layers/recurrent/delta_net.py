@@ -1,0 +1,111 @@
+"""A Gated DeltaNet layer: what stands in a decoder layer where others have attention. It keeps a state and no KV."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec, Projections
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.kernels.delta_rule import DeltaNetWeights
+from vllm_lite.kernels.select import delta_net_op
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.recurrent.block import RecurrentBlock
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
+
+
+class DeltaNetNames(NamedTuple):
+    """A checkpoint's names for the parts of the layer."""
+
+    mixed: str = "in_proj_qkv"
+    z: str = "in_proj_z"
+    b: str = "in_proj_b"
+    a: str = "in_proj_a"
+    conv: str = "conv1d.weight"
+    decay: str = "A_log"
+    dt_bias: str = "dt_bias"
+    norm: str = "norm.weight"
+    output: str = "out_proj"
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The tensors of Q, K, V, z, b and a."""
+        return self.mixed, self.mixed, self.mixed, self.z, self.b, self.a
+
+    @classmethod
+    def of(cls, stored: Projections) -> "DeltaNetNames":
+        """Name the tensors of a checkpoint that stores the projections so."""
+        gates = {} if stored == "apart" else dict.fromkeys(("b", "a"), "in_proj_ba")
+        wide = dict.fromkeys(("mixed", "z"), "in_proj_qkvz") if stored == "by key head" else {}
+        return cls(**gates, **wide)
+
+
+def rows_by_key_head(key_heads: Split, sizes: Sequence[int]) -> tuple[Split, ...]:
+    """Rows of a tensor in which each key head has parts of these sizes, one behind the other: for each part those of
+    the heads that a rank holds."""
+    each, ends = sum(sizes), tuple(accumulate(sizes))
+    held = range(key_heads.start, key_heads.end)
+    return tuple(
+        Split.of(key_heads.total * each, [head * each + row for head in held for row in range(end - size, end)])
+        for size, end in zip(sizes, ends, strict=True)
+    )
+
+
+class DeltaNetBlock(RecurrentBlock):
+    """Ranks share the heads: each has some key heads and the value heads that these serve."""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__(parts, layer)
+        whole, own = parts.spec.layers[layer].recurrent, parts.layers[layer].recurrent
+        if not isinstance(whole, DeltaNetSpec) or not isinstance(own, DeltaNetSpec):
+            raise TypeError(f"layer {layer} is no Gated DeltaNet")
+        self.whole, self.eps, self.names = whole, parts.spec.norm.eps, DeltaNetNames.of(whole.stored)
+        key_heads, self.heads = whole.heads(parts.shard)
+        keys, values = key_heads.times(whole.key_size), self.heads.times(whole.value_size)
+        self.mixed = (
+            Split(whole.conv_channels, keys.start, keys.size),
+            Split(whole.conv_channels, whole.key_width + keys.start, keys.size),
+            Split(whole.conv_channels, 2 * whole.key_width + values.start, values.size),
+        )
+        hidden = Split.whole(parts.spec.hidden_size)
+        self.projections = parts.linear(hidden, *self.projected(key_heads), bias=False)
+        self.output = parts.row_parallel(values, hidden, bias=False)
+        self.op = delta_net_op(own, parts.device, parts.dtype)
+
+    def projected(self, key_heads: Split) -> tuple[Split, ...]:
+        """The rows of Q, K, V, z, b and a that a rank holds, each in the tensor that `names` has for it."""
+        spec = self.whole
+        each = spec.num_value_heads // spec.num_key_heads
+        gates = (self.heads,) * 2 if spec.stored == "apart" else rows_by_key_head(key_heads, (each, each))
+        if spec.stored == "by key head":
+            sizes = spec.key_size, spec.key_size, *(each * spec.value_size,) * 2
+            return (*rows_by_key_head(key_heads, sizes), *gates)
+        return (*self.mixed, self.heads.times(spec.value_size), *gates)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.linear_attn."."""
+        names, spec, heads = self.names, self.whole, self.heads
+        yield self.projections.group(*(f"{prefix}{name}" for name in names.projections))
+        conv = tuple(
+            WeightSlot(
+                f"{prefix}{names.conv}",
+                (spec.conv_channels, 1, spec.conv_size),
+                (part.start, 0, 0),
+                (part.size, 1, spec.conv_size),
+            )
+            for part in self.mixed
+        )
+        vectors = [
+            (WeightSlot(f"{prefix}{name}", (heads.total,), (heads.start,), (heads.size,)),)
+            for name in (names.decay, names.dt_bias)
+        ]
+        norm = (whole_slot(f"{prefix}{names.norm}", spec.value_size),)
+        stacks = (WeightStack(slots, torch.float32, self.device) for slots in (conv, *vectors, norm))
+        yield WeightGroup(tuple(stacks), self.load)
+        yield self.output.group(f"{prefix}{names.output}")
+
+    def load(self, conv: torch.Tensor, decay: torch.Tensor, dt_bias: torch.Tensor, norm: torch.Tensor) -> None:
+        """Keep what lies beside the projections; conv: float32 [conv_channels, 1, conv_size]."""
+        by_tap = conv[:, 0].T.contiguous()
+        self.weights = DeltaNetWeights(by_tap, decay.exp(), dt_bias, norm, self.eps)

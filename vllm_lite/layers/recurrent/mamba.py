@@ -1,0 +1,114 @@
+"""A Mamba-2 layer: what stands in a decoder layer where others have attention. It keeps a state and no KV."""
+
+from collections.abc import Iterator
+
+import torch
+
+from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.kernels.mamba import MambaWeights
+from vllm_lite.kernels.ops import WideNormWeights
+from vllm_lite.kernels.select import mamba_op, ops_for
+from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.recurrent.block import RecurrentBlock
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack
+
+
+class MambaBlock(RecurrentBlock):
+    """Ranks share the groups of heads, each with its b and c, or the heads of the only one, and then each has all of b
+    and c. The norm is over the heads of a group, so that these ranks add up what they have of its mean square."""
+
+    norm: WideNormWeights  # by `load`
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__(parts, layer)
+        whole, own = parts.spec.layers[layer].recurrent, parts.layers[layer].recurrent
+        if not isinstance(whole, MambaSpec) or not isinstance(own, MambaSpec):
+            raise TypeError(f"layer {layer} is no Mamba-2")
+        self.whole, self.eps, self.heads = whole, parts.spec.norm.eps, whole.held(parts.shard)
+        self.groups = whole.held_groups(parts.shard)
+        self.ops, self.communicator = ops_for(parts.device), parts.communicator
+        values, hidden = self.heads.times(whole.head_size), Split.whole(parts.spec.hidden_size)
+        self.values = values
+        total, steps = whole.projected_size, whole.value_width + whole.conv_channels
+        projected = (
+            Split(total, values.start, values.size),
+            *(Split(total, whole.value_width + part.start, part.size) for part in self._mixed()),
+            Split(total, steps + self.heads.start, self.heads.size),
+        )
+        self.projections = parts.linear(hidden, *projected, bias=False)
+        self.output = parts.row_parallel(values, hidden, bias=False)
+        self.op = mamba_op(own, parts.device, parts.dtype)
+        self.parts = own.parts
+
+    def project_in(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """As RecurrentBlock's; each part has a factor of its own, if the model says so."""
+        super().project_in(x, out)
+        if self.whole.factors is not None:
+            for part, factor in zip(out.split(self.parts, dim=1), self.whole.factors, strict=True):
+                if factor != 1.0:
+                    self.ops.scale(part, factor)
+
+    def _mixed(self) -> tuple[Split, Split, Split]:
+        """The parts of x, b and c that this rank holds."""
+        channels, values, shared = self.whole.conv_channels, self.values, self.groups.times(self.whole.state_size)
+        starts = values.start, values.total + shared.start, values.total + shared.total + shared.start
+        sizes = values.size, shared.size, shared.size
+        first, second, third = (Split(channels, *own) for own in zip(starts, sizes, strict=True))
+        return first, second, third
+
+    def project(self, rows: Rows) -> None:
+        """Norm what was read and project it into rows.hidden."""
+        read = rows.by_kind[self.kind].attended
+        if self.whole.normed:
+            self._norm(read)
+        self.output.forward(read, out=rows.hidden)
+        if self.whole.output_factor != 1.0:
+            self.ops.scale(rows.hidden, self.whole.output_factor)
+
+    def _norm(self, read: torch.Tensor) -> None:
+        """Norm what this rank's heads have read in place. read: [num_tokens, value_width]."""
+        if self.whole.num_groups > 1:
+            by_group = read.unflatten(1, (self.groups.size, -1))
+            self.ops.wide_norm(by_group, self.norm, by_group)
+        elif self.heads.size == self.heads.total:
+            self.ops.wide_norm(read, self.norm, read)
+        else:
+            squares = read.float().square().sum(-1, keepdim=True)
+            self.communicator.all_reduce(squares)
+            scale = (squares / self.whole.value_width + self.eps).rsqrt_()
+            read.copy_(read * scale * self.norm.weight)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.mamba."."""
+        spec, heads, mixed = self.whole, self.heads, self._mixed()
+        yield self.projections.group(*(f"{prefix}in_proj",) * 5)
+        shape = (spec.conv_channels, 1, spec.conv_size)
+        conv = tuple(
+            WeightSlot(f"{prefix}conv1d.weight", shape, (part.start, 0, 0), (part.size, 1, spec.conv_size))
+            for part in mixed
+        )
+        bias = tuple(WeightSlot(f"{prefix}conv1d.bias", shape[:1], (part.start,), (part.size,)) for part in mixed)
+        named = [("A_log", heads), ("dt_bias", heads), ("D", heads)]
+        named += [("norm.weight", self.values)] if spec.normed else []
+        vectors = [(WeightSlot(f"{prefix}{name}", (part.total,), (part.start,), (part.size,)),) for name, part in named]
+        stacks = (WeightStack(slots, torch.float32, self.device) for slots in (conv, bias, *vectors))
+        yield WeightGroup(tuple(stacks), self.load)
+        yield self.output.group(f"{prefix}out_proj")
+
+    def load(
+        self,
+        conv: torch.Tensor,  # float32 [conv_channels, 1, conv_size]
+        conv_bias: torch.Tensor,
+        decay: torch.Tensor,
+        dt_bias: torch.Tensor,
+        skip: torch.Tensor,
+        norm: torch.Tensor | None = None,
+    ) -> None:
+        """Keep what lies beside the projections."""
+        self.weights = MambaWeights(conv[:, 0].T.contiguous(), conv_bias, decay.exp(), dt_bias, skip)
+        if norm is None:
+            return
+        by_group = norm.unflatten(0, (self.groups.size, -1)) if self.whole.num_groups > 1 else norm
+        self.norm = WideNormWeights(by_group, None, self.eps, centered=False)

@@ -1,0 +1,72 @@
+"""Quantized weights on a GPU: those that stay packed, and dense ones that are packed when they are loaded.
+
+The product is kernels/cuda/weights/packed_linear.py. It is for rows of 16 bits, integers of 4 or 8 bits that follow
+one another in groups of 32 inputs or a multiple, and float8. Other weights become dense, or stay so.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.kernels.grouped import GroupedChunks, GroupedWeight, quantize
+
+if TYPE_CHECKING:  # other devices need none of it
+    from vllm_lite.kernels.cuda.launcher import Launcher
+    from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
+
+DTYPES = (torch.float16, torch.bfloat16)
+"""What rows may be stored as."""
+ELEMENTS_AT_ONCE = 1 << 23
+"""Dense weights that are quantized at once: what lies between them and codes takes several floats for each."""
+
+
+def launcher_for(dtype: torch.dtype, device: torch.device) -> "Launcher | None":
+    """The launcher of products with rows of `dtype`; None where there is none."""
+    if device.type != "cuda" or dtype not in DTYPES:
+        return None
+    from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
+
+    return default_launcher()
+
+
+def packed_matmul(
+    weight: GroupedWeight | GroupedChunks,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    float8_rows: bool = False,
+) -> "PackedLinear | None":
+    """The product with a quantized weight as it is, on `device`; None if there is no kernel for it. float8_rows:
+    whether rows may become float8, where many of them are multiplied faster so."""
+    launcher = launcher_for(dtype, device)
+    if launcher is None:
+        return None
+    from vllm_lite.kernels.cuda.weights import many_rows
+    from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
+    from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
+
+    if not PackedWeight.takes(weight.form if isinstance(weight, GroupedChunks) else weight):
+        return None
+    packed = PackedWeight.of(weight, device)
+    return PackedLinear(launcher, packed, bias, many_rows.for_weight(launcher, packed, float8_rows=float8_rows))
+
+
+def quantized_matmul(
+    weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization
+) -> "PackedLinear | None":
+    """The product with what a dense weight becomes with `--quantization`; None where there are no kernels.
+    weight: float [num_outputs, num_inputs]."""
+    if launcher_for(weight.dtype, weight.device) is None:
+        return None
+    return packed_matmul(_in_chunks(weight, quantization), bias, weight.dtype, weight.device)
+
+
+def _in_chunks(weight: torch.Tensor, quantization: Quantization) -> GroupedChunks:
+    num_rows = max(1, ELEMENTS_AT_ONCE // (32 * max(1, weight.shape[1]))) * 32
+
+    def make(rows: slice) -> GroupedWeight:
+        return quantize(weight[rows], quantization, integers=False)  # the kernels know no scales that are integers
+
+    return GroupedChunks((weight.shape[0], weight.shape[1]), num_rows, make)

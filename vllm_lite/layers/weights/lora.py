@@ -1,0 +1,332 @@
+"""Adapters over the linear layers of a model: the seam is the form of the weights, so that models do not know of them.
+
+`Adapters.form` wraps another WeightForm. Each weight that it makes is multiplied as ever, and then what the adapters of
+the rows make of them is added. A rank holds of every adapter what it holds of the layers: of a layer that is split by
+outputs all of A and its part of B, of one that is split by inputs its part of A and all of B. The partial sums of the
+latter are added up with those of the weight.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.checkpoint.tensors.headers import TensorPlace, shown
+from vllm_lite.checkpoint.tensors.lora import MAX_SHOWN, LoraCheckpoint, LoraModule
+from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.kernels.cpu.weights.lora import LoraSlots
+from vllm_lite.layers.weights import gpu_matmul
+from vllm_lite.layers.weights.adapter_rows import AdapterRows, GroupedRows, LaunchedRows, MaskedRows
+from vllm_lite.layers.weights.matmul import Matmul, copies
+from vllm_lite.layers.weights.weight_form import LinearShape, StoredWeight, WeightForm
+from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
+
+if TYPE_CHECKING:  # other devices need none of it
+    from vllm_lite.kernels.cuda.launcher import Launcher
+
+Matrices = Sequence[torch.Tensor | None]
+
+
+class AdapterLimits(NamedTuple):
+    """Bounds on the adapters of a step, and on their ranks."""
+
+    num_slots: int
+    max_rank: int
+
+
+class LayerSlots(Protocol):
+    """The adapters of one layer, in slots, and the products of the rows that have some."""
+
+    def pack(self, down: Matrices, up: Matrices) -> Any:
+        """As LoraSlots.pack."""
+        ...
+
+    def put(self, slot: int, packed: Any) -> None:
+        """Let `slot` hold what was packed, or None: nothing."""
+        ...
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """x: [n, inputs], out: [n, sum of outputs]; n is the number of rows that the step has here."""
+        ...
+
+
+class Adapters:
+    """Adapters of one model, which its linear layers share. Layers join it when they ask for their weights."""
+
+    def __init__(self, limits: AdapterLimits, max_num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.limits, self.dtype, self.device = limits, dtype, device
+        self.rows: AdapterRows
+        if copies(dtype, device):
+            self.rows = GroupedRows(limits.num_slots, max_num_tokens)
+        elif (launcher := gpu_matmul.launcher_for(dtype, device)) is not None:
+            self.rows, self.launcher = LaunchedRows(limits.num_slots, max_num_tokens, device), launcher
+        else:
+            self.rows = MaskedRows(limits.num_slots, max_num_tokens, dtype, device)
+        self.sites: dict[str, Site] = {}
+        """By the name of each matrix."""
+        self.stored_rows: Callable[[str], Sequence[int] | None] = lambda _: None
+        """The rows that an adapter's B has for those of a matrix as the base model's files have it, in their order;
+        None: it has the same."""
+
+    def form(self, form: WeightForm) -> "AdaptedForm":
+        """The form of layers that can be adapted, whose weights are stored in `form`."""
+        return AdaptedForm(form, self)
+
+    def site(self, names: Sequence[str], shape: LinearShape) -> "Site":
+        """The layer of these projections. It may ask for its weights more than once."""
+        known = self.sites.get(names[0])
+        if known is not None:
+            return known
+        site = Site(tuple(dict.fromkeys(names)), names, shape, self)
+        self.sites.update(dict.fromkeys(site.matrices, site))
+        return site
+
+    def read(self, checkpoint: LoraCheckpoint, label: str) -> "LoadedAdapter":
+        """This rank's part of an adapter. Raises ModelError, with its `label`, unless it is for this model."""
+        by_site: dict[Site, dict[str, LoraModule]] = {}
+        unknown = []
+        for name, module in checkpoint.modules.items():
+            known = name if name in self.sites else f"model.{name}"  # made for a model without its head
+            if (site := self.sites.get(known)) is None:
+                unknown.append(name)
+            else:
+                by_site.setdefault(site, {})[known] = module
+        if unknown:
+            more = f" and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
+            raise ModelError(
+                f"{label} adapts {', '.join(map(shown, unknown[:MAX_SHOWN]))}{more}: not linear layers of this model "
+                "that can be adapted"
+            )
+        if checkpoint.max_rank > self.limits.max_rank:
+            raise ModelError(
+                f"{label} has rank {checkpoint.max_rank}, and max_lora_rank is {self.limits.max_rank}; start with "
+                f"--max-lora-rank {checkpoint.max_rank} or more"
+            )
+        for site, found in by_site.items():  # all of them before the first is read, which may be of any size
+            site.check(found, label)
+        try:
+            return LoadedAdapter([(site, site.read(found)) for site, found in by_site.items()])
+        except OSError as error:
+            raise ModelError(f"{checkpoint.file}: cannot be read ({error})") from error
+
+    def put(self, slot: int, adapter: "LoadedAdapter | None", instead_of: "LoadedAdapter | None") -> None:
+        """Let `slot` hold an adapter or none, `instead_of` the one that it holds. No step may be running."""
+        for site, _ in [] if instead_of is None else instead_of.parts:
+            site.slots.put(slot, None)
+        for site, packed in [] if adapter is None else adapter.parts:
+            site.slots.put(slot, packed)
+
+
+class LoadedAdapter(NamedTuple):
+    """One adapter in memory, ready for a slot."""
+
+    parts: "list[tuple[Site, Any]]"
+
+
+class Site:
+    """One linear layer that can be adapted, of one or more projections of the same input."""
+
+    def __init__(self, matrices: tuple[str, ...], names: Sequence[str], shape: LinearShape, adapters: Adapters) -> None:
+        """`names` has the matrix in which each projection lies."""
+        self.matrices, self.names, self.shape = matrices, tuple(names), shape
+        self.stored_rows = adapters.stored_rows
+        matrix = [matrices.index(name) for name in names]
+        self.slots: LayerSlots
+        if isinstance(adapters.rows, GroupedRows):
+            self.slots = NativeSlots(adapters.limits, shape, matrix, adapters.rows)
+        elif isinstance(adapters.rows, LaunchedRows):
+            try:
+                self.slots = LaunchedSlots(adapters.limits, shape, matrix, adapters.rows, adapters.launcher)
+            except ValueError as error:  # recurrent layers, say
+                raise ConfigError(
+                    f"enable_lora is not for this model on a GPU, whose kernel does not take {names[0]} with what is "
+                    f"multiplied beside it: {error}"
+                ) from error
+        elif isinstance(adapters.rows, MaskedRows):
+            self.slots = StackedSlots(adapters.limits, shape, matrix, adapters.rows)
+
+    def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
+        """Raise ModelError, with the adapter's `label`, for matrices of other shapes than this layer's."""
+        for name, module in modules.items():
+            wanted = (module.rank, self.shape.inputs.total), (self._outputs(name), module.rank)
+            found = module.down.shape, module.up.shape
+            if found != wanted:
+                raise ModelError(
+                    f"{label} was made for another base model: its matrices of {name} are {list(found[0])} and "
+                    f"{list(found[1])}, this model needs {list(wanted[0])} and {list(wanted[1])}"
+                )
+
+    def read(self, modules: Mapping[str, LoraModule]) -> Any:
+        """Read and pack this rank's part of an adapter's `modules`, which check() has passed. Raises OSError."""
+        down = {name: _tensor(module.down) for name, module in modules.items()}
+        up = {name: _tensor(module.up) for name, module in modules.items()}
+        inputs, dtype = self.shape.inputs, self.shape.dtype
+        place = self.shape.device
+        firsts = [
+            down[name][:, inputs.start : inputs.end].to(dtype).contiguous().to(place) if name in down else None
+            for name in self.matrices
+        ]
+        seconds: list[torch.Tensor | None] = []
+        for name, part in zip(self.names, self.shape.outputs, strict=True):
+            if name not in modules:
+                seconds.append(None)
+                continue
+            whole = up[name].to(torch.float32) * modules[name].scale
+            if (rows := self.stored_rows(name)) is not None:
+                whole = whole[list(rows)]
+            seconds.append(_part(part, whole).to(dtype).to(place))
+        return self.slots.pack(firsts, seconds)
+
+    def _outputs(self, name: str) -> int:
+        return self.shape.outputs[self.names.index(name)].total
+
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def _tensor(place: TensorPlace) -> torch.Tensor:
+    """Read a matrix. safetensors' safe_open keeps about 1 KB of every file that was read, and its load() all of one."""
+    return torch.frombuffer(place.read(), dtype=_DTYPES[place.dtype]).view(place.shape)
+
+
+def _part(rows: Split, up: torch.Tensor) -> torch.Tensor:
+    """The rows of B that a rank holds."""
+    size, start = (rows.size, up.shape[1]), (rows.start, 0)
+    return WeightSlot("", (rows.total, up.shape[1]), start, size, rows.order).cut(up)
+
+
+class NativeSlots:
+    """Adapters as they were packed, which the CPU's kernel finds by the slots: nothing is copied into them."""
+
+    def __init__(self, limits: AdapterLimits, shape: LinearShape, matrix: Sequence[int], rows: GroupedRows) -> None:
+        self.rows = rows
+        self.slots = LoraSlots(limits.num_slots, shape.inputs.size, [part.size for part in shape.outputs], matrix)
+        self.pack, self.put = self.slots.pack, self.slots.put
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.slots.add(x, *self.rows.current, out)
+
+
+class LaunchedSlots:
+    """Adapters on a GPU, for kernels that take each one's rows together."""
+
+    def __init__(
+        self, limits: AdapterLimits, shape: LinearShape, matrix: Sequence[int], rows: LaunchedRows, launcher: "Launcher"
+    ) -> None:
+        from vllm_lite.kernels.cuda.weights import lora
+
+        self.rows, self.launcher, self._add = rows, launcher, lora.add
+        sizes, like = [part.size for part in shape.outputs], torch.empty(0, dtype=shape.dtype, device=shape.device)
+        self.stack = lora.LoraStack.empty(*limits, shape.inputs.size, sizes, matrix, like)
+        rows.reserve(self.stack.down.shape[1])
+
+    def pack(self, down: Matrices, up: Matrices) -> tuple[Matrices, Matrices]:
+        return down, up
+
+    def put(self, slot: int, packed: tuple[Matrices, Matrices] | None) -> None:
+        stack = self.stack
+        stack.down[slot], stack.up[slot], stack.ranks[slot] = 0, 0, 0
+        if packed is None:
+            return
+        for number, each in enumerate(packed[0]):
+            if each is not None:
+                first = number * stack.rank
+                stack.down[slot, first : first + len(each)] = each
+        columns = stack.up[slot].split(stack.sizes, dim=1)
+        for part, rows in zip(columns, packed[1], strict=True):
+            if rows is not None:
+                part[: rows.shape[1]] = rows.t()
+        stack.ranks[slot] = max(len(each) for each in packed[0] if each is not None)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if not self.rows.is_idle:
+            self._add(self.launcher, self.stack, self.rows.current, x, out, self.rows.hidden)
+
+
+class StackedSlots:
+    """Adapters in plain torch, on any device: the products with those of all slots, of which a mask keeps each row's.
+
+    Nothing depends on which rows have which adapter but the mask, so a captured step serves all.
+    """
+
+    def __init__(self, limits: AdapterLimits, shape: LinearShape, matrix: Sequence[int], rows: MaskedRows) -> None:
+        self.rows = rows
+        num_slots, rank = limits
+        zeros = partial(torch.zeros, dtype=shape.dtype, device=shape.device)
+        self.matrix = tuple(matrix)
+        self.down = zeros((max(matrix) + 1, num_slots, rank, shape.inputs.size))
+        self.up = [zeros((num_slots, rank, part.size)) for part in shape.outputs]
+
+    def pack(self, down: Matrices, up: Matrices) -> tuple[Matrices, Matrices]:
+        return down, up
+
+    def put(self, slot: int, packed: tuple[Matrices, Matrices] | None) -> None:
+        self.down[:, slot] = 0
+        for part in self.up:
+            part[slot] = 0
+        if packed is None:
+            return
+        down, up = packed
+        for stacked, each in zip(self.down, down, strict=True):
+            if each is not None:
+                stacked[slot, : len(each)] = each
+        for part, rows in zip(self.up, up, strict=True):
+            if rows is not None:
+                part[slot, : rows.shape[1]] = rows.t()
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self.rows.is_idle:
+            return
+        mask = self.rows.current[: len(x)]
+        hidden = [(x @ one.flatten(0, 1).t()).view(len(x), *one.shape[:2]) * mask[:, :, None] for one in self.down]
+        first = 0
+        for matrix, part in zip(self.matrix, self.up, strict=True):
+            added = hidden[matrix].flatten(1) @ part.flatten(0, 1)
+            out[:, first : first + part.shape[2]] += added
+            first += part.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedForm:
+    """Another form, of whose layers adapters may change what they compute."""
+
+    form: WeightForm
+    adapters: Adapters
+
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        return AdaptedWeight(self.form.stored(names, shape), self.adapters.site(names, shape))
+
+    def quantizes(self, name: str) -> bool:
+        return self.form.quantizes(name)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedWeight:
+    """Another weight, whose product is followed by those of its adapters."""
+
+    stored: StoredWeight
+    site: Site
+
+    @property
+    def stacks(self) -> tuple[WeightStack, ...]:
+        return self.stored.stacks
+
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        return AdaptedMatmul(self.stored.matmul(tensors, bias), self.site)
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.stored.dense(tensors)
+
+
+class AdaptedMatmul:
+    """A weight, and the adapters of its layer."""
+
+    def __init__(self, matmul: Matmul, site: Site) -> None:
+        self.matmul, self.site = matmul, site
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.matmul.forward(x, out)
+        self.site.slots.add(x, out)

@@ -1,0 +1,168 @@
+"""Weights as they lie in memory, each with its matrix product: what multiplies fastest where they lie.
+
+On a CPU that is `NativeMatmul` for every dtype and number of rows, and no second copy is kept. `vllm-lite bench
+kernels` gave on one core of an EPYC (avx512_bf16), for 4096 x 4096 in bfloat16, microseconds of torch.mm, of oneDNN
+prepacked, and of ours: 1 row 1975, 961, 906; 8 rows 2086, 1412, 983; 32 rows 3857, 3085, 2353; 512 rows 37780, 36520,
+37910.
+"""
+
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu.dtypes import FLOATS
+from vllm_lite.kernels.cpu.weights.file_packer import Packed
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
+from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize
+from vllm_lite.layers.weights import gpu_matmul, onednn
+from vllm_lite.runtime import log
+
+logger = log.get(__name__)
+
+
+class Matmul(Protocol):
+    """A weight [out_features, in_features] with its bias [out_features], if it has one."""
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x W^T + bias; x: [num_rows, in_features], out: [num_rows, out_features], x's dtype or float32."""
+        ...
+
+
+class DenseMatmul:
+    """The weight as it was loaded; any device."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if x.dtype != out.dtype:
+            out.copy_(torch.nn.functional.linear(x, self.weight, self.bias))
+        elif self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+class OneDnnMatmul:
+    """The weight reordered by oneDNN: for a CPU without native kernels."""
+
+    def __init__(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.packed = packed
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(onednn.packed_linear(x, self.packed, self.bias))
+
+
+class NativeMatmul:
+    """The weight packed for the kernels of csrc/cpu. A row's bits do not depend on the rows beside it."""
+
+    def __init__(self, packed: PackedWeight) -> None:
+        self.packed = packed
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        linear(x, self.packed, out)
+
+
+class Int8Matmul:
+    """The weight as int8 in plain torch, on a device without kernels. It saves memory, not time: each product widens
+    the weight."""
+
+    ROWS_AT_A_TIME = 8192  # of the weight: bounds the memory of the widened part
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.parts = [quantize(part, "int8") for part in weight.split(self.ROWS_AT_A_TIME)]
+        self.dtype = weight.dtype
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        column = 0
+        for part in self.parts:
+            weight = dequantize(part).to(self.dtype)
+            out[:, column : column + len(weight)] = x @ weight.t()
+            column += len(weight)
+        if self.bias is not None:
+            out += self.bias
+
+
+class SideBySide:
+    """Several weights of the same inputs, each with the number of its outputs, which stand behind each other."""
+
+    def __init__(self, parts: tuple[tuple[Matmul, int], ...]) -> None:
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        first = 0
+        for matmul, num_outputs in self.parts:
+            matmul.forward(x, out.narrow(1, first, num_outputs))
+            first += num_outputs
+
+
+def keep_rows(matmul: Matmul) -> Matmul:
+    """Have a product with a quantized weight leave its rows as they are, where it would round them; returns it."""
+    if isinstance(matmul, NativeMatmul):
+        matmul.packed.keep_rows()
+    elif isinstance(matmul, SideBySide):
+        for part, _ in matmul.parts:
+            keep_rows(part)
+    return matmul
+
+
+def copies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `make_matmul` only reads the weight that it is given, and keeps nothing of it."""
+    return device.type == "cpu" and dtype in FLOATS and cpu.available()
+
+
+def packs(dtype: torch.dtype, device: torch.device, quantization: Quantization | None) -> str | None:
+    """The name of the type that `make_matmul` packs a weight in; None if it packs none."""
+    if not copies(dtype, device):
+        return None
+    return quantization or str(dtype).removeprefix("torch.")
+
+
+def make_matmul(
+    weight: torch.Tensor | Packed, bias: torch.Tensor | None = None, quantization: Quantization | None = None
+) -> Matmul:
+    """The best product with `weight`: [out_features, in_features], bias: [out_features]. May keep or copy them. A
+    weight that is packed already is so as `packs` says."""
+    if isinstance(weight, Packed):
+        return NativeMatmul(PackedWeight(weight, bias))
+    if quantization is not None and (packed := gpu_matmul.quantized_matmul(weight, bias, quantization)) is not None:
+        return packed
+    if copies(weight.dtype, weight.device):
+        return NativeMatmul(PackedWeight(weight, bias, form=quantization))
+    if quantization == "int8":
+        return Int8Matmul(weight, bias)
+    if quantization is not None:
+        return make_grouped_matmul(quantize(weight, quantization), bias, weight.dtype, weight.device)
+    reordered = onednn.pack(weight)
+    return DenseMatmul(weight, bias) if reordered is None else OneDnnMatmul(reordered, bias)
+
+
+def make_grouped_matmul(
+    weight: GroupedWeight,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    float8_rows: bool = False,
+) -> Matmul:
+    """The best product with a quantized weight on rows of `dtype`, which may become float8 if it is `float8_rows`. What
+    no kernel multiplies as it is becomes dense."""
+    if copies(dtype, device) and PackedWeight.takes(weight):
+        return NativeMatmul(PackedWeight(weight, bias))
+    if (packed := gpu_matmul.packed_matmul(weight, bias, dtype, device, float8_rows=float8_rows)) is not None:
+        return packed
+    what = f"weights of {weight.bits} bits in groups of {weight.group_size}"
+    say_dense(what, device.type, str(dtype).removeprefix("torch."))
+    return make_matmul(dequantize(weight).to(device, dtype), bias)
+
+
+@cache
+def say_dense(what: str, device: str, dtype: str) -> None:
+    """Once for each kind of weights."""
+    logger.info("%s become %s: %s has no kernel for them", what, dtype, device)

@@ -1,0 +1,146 @@
+"""Storage of the weights of linear layers in a checkpoint: the seam for quantized checkpoints.
+
+A form names the tensors that it takes and makes of them what multiplies. The forms of quantized checkpoints are in
+`layers.quantized`, which chooses one by what the checkpoint says.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.layers.weights.matmul import Matmul, copies, make_matmul, packs
+from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
+from vllm_lite.runtime import log
+
+logger = log.get(__name__)
+
+
+class LinearShape(NamedTuple):
+    """The weight of one or more projections of the same input, stacked by outputs: [sum of outputs, inputs]."""
+
+    inputs: Split
+    outputs: tuple[Split, ...]
+    dtype: torch.dtype
+    device: torch.device
+    transposed: bool = False
+    """Whether the checkpoint stores [inputs, outputs]."""
+    stacked: tuple[int, int] | None = None
+    """As WeightSlot's."""
+
+    def slot(self, name: str, rows: Split) -> WeightSlot:
+        """The part of the matrix `name` that this rank holds of one projection."""
+        inputs = self.inputs
+        start, size = (rows.start, inputs.start), (rows.size, inputs.size)
+        return WeightSlot(name, (rows.total, inputs.total), start, size, rows.order, self.transposed, self.stacked)
+
+
+class StoredWeight(Protocol):
+    """The weight of one linear layer, or of one expert, as a checkpoint has it."""
+
+    @property
+    def stacks(self) -> tuple[WeightStack, ...]:
+        """The tensors that it is stored as, without its bias."""
+        ...
+
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        """`tensors`: one for each of `stacks`, which may be lent; bias: [sum of outputs], which may be kept."""
+        ...
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The matrix [sum of outputs, inputs], in the shape's dtype and on its device."""
+        ...
+
+
+class WeightForm(Protocol):
+    """One way to store weights."""
+
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        """The weight of the projections of these names, stacked."""
+        ...
+
+    def quantizes(self, name: str) -> bool:
+        """Whether the checkpoint has the matrix `name` in another form than as floats: of its embedding and its LM
+        head, which are dense in most."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DenseForm:
+    """One matrix for each projection, `<name>.weight`: [outputs, inputs]; in memory it may become int8. Where several
+    are stacked their tensor is called `<name>`."""
+
+    quantization: Quantization | None = None
+
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        ending = ".weight" if shape.stacked is None else ""
+        slots = tuple(shape.slot(f"{name}{ending}", rows) for name, rows in zip(names, shape.outputs, strict=True))
+        kind = shape.dtype, shape.device
+        stack = WeightStack(slots, *kind, lent=copies(*kind), packed_as=packs(*kind, self.quantization))
+        return DenseWeight((stack,), self.quantization)
+
+    def quantizes(self, name: str) -> bool:  # noqa: ARG002 (the protocol's)
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeight:
+    """One matrix, of one or more projections."""
+
+    stacks: tuple[WeightStack, ...]
+    quantization: Quantization | None
+
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        return make_matmul(tensors[0], bias, self.quantization)
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[0].clone() if self.stacks[0].lent else tensors[0]
+
+
+DENSE = DenseForm()
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedForm:
+    """Another form whose quantized weights become dense when they are loaded: where nothing multiplies them well."""
+
+    form: WeightForm
+    what: str
+    """What the log calls them."""
+
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        stored = self.form.stored(names, shape)
+        if not any(self.quantizes(name) for name in names):
+            return stored
+        _say_widened(self.what, str(shape.dtype).removeprefix("torch."), shape.device.type)
+        return WidenedWeight(stored)
+
+    def quantizes(self, name: str) -> bool:
+        return self.form.quantizes(name)
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedWeight:
+    """Another weight, which is dense in memory."""
+
+    stored: StoredWeight
+
+    @property
+    def stacks(self) -> tuple[WeightStack, ...]:
+        return self.stored.stacks
+
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        return make_matmul(self.dense(tensors), bias)
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.stored.dense(tensors)
+
+
+@cache
+def _say_widened(what: str, dtype: str, device: str) -> None:
+    """Once for each."""
+    logger.info("quantized %s become %s: %s has kernels for dense ones alone", what, dtype, device)

@@ -1,0 +1,1 @@
+"""Regular expressions as trees and automata: those with look-around become others without it."""

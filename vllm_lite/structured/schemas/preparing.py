@@ -1,0 +1,216 @@
+"""The dialect of JSON Schema that outputs can be held to, and a schema made ready for llguidance.
+
+What llguidance has no grammar for is written in another way where there is one that says the same. What cannot be held
+is refused by name and place, as an output that ignores it would be called valid and is not; a lenient schema, of a tool
+that need not be strict, is held without it. Keywords that say nothing about the form (`title`, `default`, ...) pass,
+and so do unknown ones.
+"""
+
+from collections.abc import Container, Mapping
+from decimal import Decimal
+from typing import Any
+
+from vllm_lite.structured.findings import Findings, refusal
+from vllm_lite.structured.limits import MAX_MULTIPLE, MAX_OPTIONAL, MAX_SCHEMA_PARTS
+from vllm_lite.structured.schemas.bounds import hold_bounds
+from vllm_lite.structured.schemas.closing import closed
+from vllm_lite.structured.schemas.keywords import well_formed
+from vllm_lite.structured.schemas.names import hold_names
+from vllm_lite.structured.schemas.schema import OPTIONS, Schema, check_depth, mapped, target_of
+from vllm_lite.structured.schemas.string_formats import EXACT, FORMATS
+from vllm_lite.structured.schemas.texts import hold_pattern_properties, hold_texts
+
+UNSUPPORTED = (
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "uniqueItems"),
+    *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+    *("$dynamicRef", "$recursiveRef"),
+)
+_IDLE: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties", "propertyNames"), (True, {})),
+    **dict.fromkeys(("uniqueItems", "not"), (False,)),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
+}
+"""Values with which these keywords demand nothing, so that they are dropped."""
+MAX_REFERENCES = 64
+"""Most `$ref`s that may lead to each other before there is anything else."""
+_ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")
+"""They demand nothing by themselves, and llguidance refuses them."""
+_DIALECTS = ("json-schema.org/draft-0", "json-schema.org/draft/20")
+_OF_ARRAYS = ("items", "prefixItems", "additionalItems", "minItems", "maxItems")
+_BESIDE = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
+"""Keywords whose schemas describe the same value."""
+
+
+def prepared(
+    given: Schema,
+    with_options: Schema,
+    findings: Findings,
+    *,
+    max_optional: int = MAX_OPTIONAL,
+    is_closed: bool = False,
+) -> Schema:
+    """Copy a schema, check its keywords, and put the options in. If it `is_closed`, its objects have no other
+    properties than those that they name, as in closing.py.
+
+    What cannot be held is left out if the findings are lenient. Otherwise raises RequestError, which names the place.
+    """
+    check_depth(given)
+    schema = mapped(given, lambda pointer, part: well_formed(pointer, part, findings))
+    if is_closed:
+        schema = closed(schema)
+    schema = mapped(schema, _Preparation(schema, findings, max_optional).part)
+    # llguidance takes its options out of the object by moving the last key in their place, and the order matters
+    return {**schema, OPTIONS: with_options}
+
+
+class _Preparation:
+    """Prepares the parts of `root`, one after the other."""
+
+    def __init__(self, root: Schema, findings: Findings, max_optional: int) -> None:
+        self._root = root
+        self._findings = findings
+        self._max_optional = max_optional
+        self._num_parts = 0
+
+    def part(self, pointer: str, given: Schema) -> Schema:
+        """Prepare a copy of one part, without those in it."""
+        self._num_parts += 1
+        if self._num_parts > MAX_SCHEMA_PARTS:
+            raise refusal(pointer, f"the schema has more than {MAX_SCHEMA_PARTS} parts")
+        part = {key: value for key, value in given.items() if key not in (OPTIONS, *_ANCHORS)}
+        _drop_idle(part)
+        _hold_unevaluated(part)
+        hold_names(pointer, part, self._findings)
+        self._follow_choices(part)
+        self._check_keywords(pointer, part)
+        hold_bounds(pointer, part, self._findings)
+        self._check_sizes(pointer, part)
+        hold_texts(pointer, part, self._findings)
+        hold_pattern_properties(pointer, part, self._findings)
+        _write_format(part)
+        return _in_order(part)
+
+    def _follow_choices(self, part: Schema) -> None:
+        """Put what a `$ref` leads to directly into `oneOf`: only there llguidance sees that choices differ."""
+        choices = part.get("oneOf")
+        if not isinstance(choices, list) or "discriminator" in part:
+            return
+        found = []
+        for choice in choices:
+            is_reference = isinstance(choice, dict) and choice.keys() == {"$ref"}
+            target = target_of(self._root, choice["$ref"]) if is_reference else None
+            has_choices = isinstance(target, dict) and ("oneOf" in target or "$ref" in target)
+            found.append(target if isinstance(target, dict) and not has_choices else choice)
+        part["oneOf"] = found
+
+    def _check_keywords(self, pointer: str, part: Schema) -> None:
+        for key in UNSUPPORTED:
+            if key in part:
+                self._findings.cannot(pointer, key, f"the keyword {key!r} is not supported")
+                del part[key]
+        where = part.get("$ref")
+        if where is not None and not where.startswith("#"):
+            text = f"$ref leads to {where[:100]!r}; it may lead to places of the same schema only, '#/...'"
+            self._findings.cannot(pointer, "$ref", text)
+            del part["$ref"]
+        elif where is not None and _is_circular(self._root, where, [], set()):
+            self._findings.cannot(pointer, "$ref", f"$ref leads to {where[:100]!r}, and from there to itself")
+            del part["$ref"]
+
+    def _check_sizes(self, pointer: str, part: Schema) -> None:
+        """Refuse what becomes too large an automaton."""
+        named = part.get("properties", {})
+        num_optional = len(named.keys() - set(part.get("required", ()))) if len(named) > self._max_optional else 0
+        if num_optional > self._max_optional:
+            text = f"{num_optional} properties may be missing; at most {self._max_optional} may in one object"
+            self._findings.cannot(pointer, "properties", text)
+            for key in ("properties", "required", "additionalProperties"):
+                part.pop(key, None)
+        step = part.get("multipleOf")
+        if step is not None:
+            number = Decimal(str(step)).normalize()
+            units = int(number.scaleb(max(0, -int(number.as_tuple().exponent)))) if number.is_finite() else 0
+            if units > MAX_MULTIPLE or not number.is_finite():
+                text = f"multipleOf {step} is more than {MAX_MULTIPLE} units of its last decimal"
+                self._findings.cannot(pointer, "multipleOf", text)
+                del part["multipleOf"]
+
+
+def _is_circular(root: Schema, where: str, path: list[str], followed: set[str]) -> bool:
+    """Whether a `$ref` leads back to itself without anything of a value between, so that no value ends it."""
+    if where in path or len(path) > MAX_REFERENCES:
+        return True
+    target = target_of(root, where)
+    if where in followed or not isinstance(target, dict):
+        return False
+    path.append(where)
+    parts = [target, *(each for each in target.get("allOf", ()) if isinstance(each, dict))]
+    places = [inner for part in parts if isinstance(inner := part.get("$ref"), str)]
+    found = any(_is_circular(root, inner, path, followed) for inner in places)
+    path.pop()
+    followed.add(where)
+    return found
+
+
+def _drop_idle(part: Schema) -> None:
+    """Drop keywords that demand nothing as they stand."""
+    dialect = part.get("$schema")
+    if dialect is not None and not (isinstance(dialect, str) and any(each in dialect for each in _DIALECTS)):
+        del part["$schema"]
+    for key, values in _IDLE.items():
+        if key in part and any(part[key] is value or (value == {} and part[key] == {}) for value in values):
+            del part[key]
+    if not ("if" in part and ("then" in part or "else" in part)):
+        _drop(part, "if", "then", "else")
+    if "contains" not in part:
+        _drop(part, "minContains", "maxContains")
+    elif part.get("minContains") == 0 and "maxContains" not in part:
+        _drop(part, "contains", "minContains")
+    if part.get("maxItems", 2) < 2:
+        _drop(part, "uniqueItems")
+    needed = part.get("dependentRequired")
+    if isinstance(needed, dict):
+        required = set(part.get("required", ()))  # of a stranger's schema, which may list 100,000
+        if all(_are_in(names, required) for names in needed.values()):
+            _drop(part, "dependentRequired")
+    if "additionalItems" in part and not isinstance(part.get("items"), list):
+        _drop(part, "additionalItems")
+
+
+def _drop(part: Schema, *keys: str) -> None:
+    for key in keys:
+        part.pop(key, None)
+
+
+def _are_in(names: Any, required: Container[str]) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) and name in required for name in names)
+
+
+def _hold_unevaluated(part: Schema) -> None:
+    """Write `unevaluated...` as `additional...`, which says the same where nothing else describes the value."""
+    if any(key in part for key in _BESIDE):
+        return
+    if "unevaluatedProperties" in part:
+        part.setdefault("additionalProperties", part.pop("unevaluatedProperties"))
+    if "unevaluatedItems" in part and "contains" not in part:
+        value = part.pop("unevaluatedItems")
+        part.setdefault("additionalItems" if isinstance(part.get("items"), list) else "items", value)
+
+
+def _write_format(part: Schema) -> None:
+    """Leave out formats that are not held, and write those that have a pattern of ours."""
+    name = part.get("format")
+    if not (isinstance(name, str) and name in FORMATS):
+        part.pop("format", None)
+    elif name in EXACT:
+        del part["format"]
+        if "pattern" in part:
+            part["allOf"] = [*part.get("allOf", ()), {"pattern": EXACT[name]}]
+        else:
+            part["pattern"] = EXACT[name]
+
+
+def _in_order(part: Schema) -> Schema:
+    """Put the keywords of arrays together: llguidance reads those that stand behind an `allOf` as if they were alone,
+    so that `additionalItems` forgets the list of `items` that it goes on."""
+    return {**{key: part[key] for key in _OF_ARRAYS if key in part}, **part}

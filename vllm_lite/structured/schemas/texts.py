@@ -1,0 +1,107 @@
+"""The patterns of strings, and of the names of properties: as they are, or as others that say the same."""
+
+import re
+from functools import lru_cache
+
+from llguidance import LLMatcher
+
+from vllm_lite.structured.check import fault_of, passed
+from vllm_lite.structured.findings import Findings
+from vllm_lite.structured.limits import MAX_REPEATS
+from vllm_lite.structured.regexes.patterns import MAX_TRANSLATED_CHARS, all_of, equivalents, too_many_repeats
+from vllm_lite.structured.regexes.regex_tree import NotHeldError
+from vllm_lite.structured.schemas.schema import Schema, escaped, schema_text
+from vllm_lite.structured.schemas.string_formats import EXACT, FORMATS
+
+_LOOKS = re.compile(r"\(\?<?[=!]")
+
+
+def hold_texts(pointer: str, part: Schema, findings: Findings) -> None:
+    """Write the `pattern` of `part` so that llguidance takes it.
+
+    One that cannot be held is left out where a `format` beside it is held. One that contradicts the format stays, and
+    the format goes. Raises RequestError for others, unless the findings are lenient.
+    """
+    pattern = part.get("pattern")
+    if pattern is None:
+        return
+    others = _held(pointer, pattern, findings, has_format=part.get("format") in FORMATS)
+    if others is None:
+        del part["pattern"]
+        return
+    if others != (pattern,):
+        del part["pattern"]
+        if len(others) == 1:
+            part["pattern"] = others[0]
+        else:
+            part["allOf"] = [*part.get("allOf", ()), *({"pattern": other} for other in others)]
+    name = part.get("format")
+    if name in FORMATS and _excludes(name, others):
+        findings.note(pointer, "format")
+        del part["format"]
+
+
+def hold_pattern_properties(pointer: str, part: Schema, findings: Findings) -> None:
+    """Write the keys of `patternProperties` so that llguidance takes them, as hold_texts() does."""
+    named = part.get("patternProperties")
+    if not named:
+        return
+    found = {}
+    for pattern, inner in named.items():
+        others = _held(f"{pointer}/patternProperties/{escaped(pattern)}", pattern, findings, is_name=True)
+        if others is not None:
+            found[others[0]] = inner
+    part["patternProperties"] = found
+
+
+def _held(
+    pointer: str, pattern: str, findings: Findings, *, has_format: bool = False, is_name: bool = False
+) -> tuple[str, ...] | None:
+    """Return patterns that say the same together and that llguidance takes, only one for a name; None for a pattern
+    that is left out."""
+    if too_many_repeats(pattern) is not None:
+        findings.cannot(pointer, "pattern", f"the pattern repeats a part more than {MAX_REPEATS} times")
+        return None
+    if _takes({"type": "string", "pattern": pattern}):
+        return (pattern,)
+    others: tuple[str, ...] | None = None
+    problem = "it is too long"
+    if len(pattern) <= MAX_TRANSLATED_CHARS:
+        try:
+            others, problem = findings.translated(lambda: _translated(pattern, is_name))
+        except NotHeldError as error:
+            problem = str(error)
+    if others is not None:
+        return others
+    if has_format:
+        findings.note(pointer, "pattern")
+    elif findings.is_lenient or problem:
+        findings.cannot(pointer, "pattern", f"the pattern cannot be held: {problem}")
+    else:
+        return (pattern,)  # llguidance says what is wrong with it, and where
+    return None
+
+
+def _excludes(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether no text has a format and matches the patterns."""
+    text: Schema = {"pattern": EXACT[name]} if name in EXACT else {"format": name}
+    return not _takes({"type": "string", "allOf": [text, *({"pattern": each} for each in patterns)]})
+
+
+def _takes(schema: Schema) -> bool:
+    grammar = LLMatcher.grammar_from_json_schema(schema_text(schema))
+    if passed.has(grammar):
+        return True
+    if fault_of(grammar) is not None:
+        return False
+    passed.add(grammar)
+    return True
+
+
+@lru_cache(256)
+def _translated(pattern: str, is_name: bool) -> tuple[tuple[str, ...] | None, str]:
+    """Return patterns that say the same, or None and why there are none; "" if llguidance knows better."""
+    try:
+        return (all_of([pattern]),) if is_name else tuple(equivalents(pattern)), ""
+    except NotHeldError as error:
+        return None, str(error) if error.is_understood or _LOOKS.search(pattern) else ""
