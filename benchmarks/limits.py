@@ -41,9 +41,9 @@ class Machine:
         """None where the native library is missing, or knows no faster products than float32's."""
         try:
             import torch  # here, as the rest of peers.py needs nothing to be installed
+            from micro.kernels_timing import peak_gflop_s, read_bandwidth_gb_s
 
             from vllm_lite.kernels import cpu
-            from vllm_lite.tools.bench.kernels_timing import peak_gflop_s, read_bandwidth_gb_s
         except ImportError:
             return None
         if not cpu.available() or cpu.isa() not in FAST_INTEGERS:

@@ -1,17 +1,17 @@
-"""Which products and which attention `vllm-lite bench kernels` measures."""
+"""Which products and which attention `python benchmarks kernels` measures."""
 
 from collections.abc import Sequence
 from functools import partial
 
 import pytest
 import torch
+from micro import kernels_attention
+from micro.kernels_attention import AttentionSelection, HeadCounts, chosen
+from micro.kernels_linear import ALL, choose, measure
+from micro.kernels_timing import multiply_registers
 
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
-from vllm_lite.tools.bench import kernels_attention
-from vllm_lite.tools.bench.kernels_attention import AttentionSelection, HeadCounts, chosen
-from vllm_lite.tools.bench.kernels_linear import ALL, choose, measure
-from vllm_lite.tools.bench.kernels_timing import multiply_registers
 
 
 def test_what_is_not_named_stays_as_it_is() -> None:
@@ -57,9 +57,9 @@ def test_what_registers_multiply_is_counted(isa: str, dtype: torch.dtype) -> Non
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 def test_instruction_sets_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the one that was chosen is chosen again."""
-    monkeypatch.setattr("vllm_lite.tools.bench.kernels_linear.WORKING_SET_BYTES", 1)
-    monkeypatch.setattr("vllm_lite.tools.bench.kernels_linear.MIN_TIME_S", 0)
-    monkeypatch.setattr("vllm_lite.tools.bench.kernels_linear.read_bandwidth_gb_s", lambda _threads: 1.0)
+    monkeypatch.setattr("micro.kernels_linear.WORKING_SET_BYTES", 1)
+    monkeypatch.setattr("micro.kernels_linear.MIN_TIME_S", 0)
+    monkeypatch.setattr("micro.kernels_linear.read_bandwidth_gb_s", lambda _threads: 1.0)
     before, threads = cpu.isa(), cpu.num_threads()
     forms = {"forms": "dense,int8", "dtypes": "bfloat16", "isas": f"baseline,{before}"}
     rows = list(measure(threads, choose({"shapes": "64x256", "rows": "3"} | forms)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from micro.step import step_bytes
 
 from tests import mixed_heads
 from tests.driver import BLOCK, NUM_BLOCKS, Driver, make_prompt, new_request
@@ -21,7 +22,6 @@ from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.kernels import cpu
 from vllm_lite.protocol.control import Start
 from vllm_lite.protocol.step import BlockOp, Finish, ModelOutput, NewRequest, Preempt, Resume, SchedulerOutput
-from vllm_lite.tools.bench.step import step_bytes
 from vllm_lite.tools.plan import PlanConfig, _Sizes, make_plan
 from vllm_lite.tools.plan_checkpoint import load
 from vllm_lite.worker.memory.cache_engine import CacheEngine

@@ -1,16 +1,13 @@
-"""`vllm-lite bench serve|startup|latency|throughput` on the demo model: that their figures are there and agree."""
+"""`vllm-lite bench serve|latency|throughput` on the demo model: that their figures are there and agree."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.http_server import Server, serving
-from vllm_lite.client.engines.launch import SPAWNS_ENGINE
 from vllm_lite.tools import cli
-from vllm_lite.tools.bench import startup
 
 DEMO = str(Path(__file__).parents[2] / "vllm_lite" / "demo_model")
 RUN = {"date", "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency"}
@@ -93,38 +90,6 @@ def test_what_the_server_refuses(server: Server, capsys: pytest.CaptureFixture[s
     assert said.out == "", "no table of zeros"
     assert "2 requests failed, the first with: HTTP 404" in said.err
     assert bench(server, "--num-prompts", "2", "--url", "http://127.0.0.1:1") == 2
-
-
-@pytest.mark.parametrize("llm", [False, True])
-def test_startup(capsys: pytest.CaptureFixture[str], llm: bool) -> None:
-    flags = ["--num-iters", "1", "--idle-s", "0.01", "--disable-tqdm", "--json", *["--llm"] * llm]
-    assert cli.main(["bench", "startup", *flags, "--", "--max-model-len", "256"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["command"] == [*(["LLM"] if llm else ["vllm-lite", "serve"]), "--max-model-len", "256"]
-    assert 0 < figures["ready_s"] < figures["first_token_s"]
-    parts = figures["parts"]
-    assert [part["process"] for part in parts].count("worker") == 5
-    assert {part["process"] for part in parts} == {"engine", "worker"} | ({"script"} if llm else {"server", "client"})
-    started = {part["what"]: part["end_s"] for part in parts}
-    assert started[SPAWNS_ENGINE] < started["tokenizer, template"], "a tokenizer is loaded while the engine starts"
-    assert all(part["took_s"] >= 0 for part in parts)
-    assert [part["end_s"] for part in parts] == sorted(part["end_s"] for part in parts)
-    assert parts[-1]["end_s"] == figures["first_token_s"]
-    table = startup.table(figures)
-    assert "imports torch" in table
-    assert "1 starts after 0.01 s of nothing each" in table
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [(["--", "/no/such"], "/no/such"), (["--", "--uds", "x"], "no --uds"), (["--llm", "--", "/no/such"], "/no/such")],
-)
-def test_a_start_that_fails(words: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.chdir(Path(DEMO).parent)
-    assert cli.main(["bench", "startup", "--num-iters", "1", "--disable-tqdm", *words]) == 2
-    said = capsys.readouterr().err
-    assert text in said
-    assert said.count("\n") == 1
 
 
 def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,11 +4,11 @@ import time
 from pathlib import Path
 
 import pytest
+from micro.startup import StartupPart, read_parts, table, with_ready
 
 from vllm_lite.client.engines.launch import SPAWNS_ENGINE
 from vllm_lite.executor.multiproc import SPAWNS_WORKERS
 from vllm_lite.runtime import log
-from vllm_lite.tools.bench.startup import StartupPart, read_parts, table, with_ready
 
 
 def test_moments_are_read_in_order() -> None:

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from micro.simulated import Simulation, run, short_requests
 
 from tests.recorded import EOS, VOCAB
 from vllm_lite.config import EngineConfig
@@ -15,7 +16,6 @@ from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.step import Continue, Fork, NewRequest, SchedulerOutput
-from vllm_lite.tools.bench.simulated import Simulation, run, short_requests
 
 READY = Ready(0, 1, 40, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, EOS)
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)

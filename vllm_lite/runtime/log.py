@@ -71,7 +71,7 @@ def get(name: str) -> logging.Logger:
 
 
 def moment(process: str, text: str) -> None:
-    """Write that `process` has done `text` to the file in VLLM_LITE_MOMENTS, for `vllm-lite bench startup`."""
+    """Write that `process` has done `text` to the file in VLLM_LITE_MOMENTS, for `python benchmarks startup`."""
     if path := os.environ.get(MOMENTS_VARIABLE):
         with suppress(OSError), open(path, "a") as file:  # one short line: writers do not mix
             file.write(f"{time.monotonic()}\t{process}\t{text}\n")

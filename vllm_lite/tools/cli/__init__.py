@@ -128,6 +128,11 @@ def _main(words: Sequence[str]) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return 2
+    return run_command(parser, words)
+
+
+def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Run the command that `words` name. Returns its exit status; an error of the package is one line on stderr."""
     arguments = _parse(parser, words)
     try:
         status = int(arguments.run(arguments))
@@ -137,7 +142,7 @@ def _main(words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not write to the pipe
         return CLOSED_PIPE
     except VllmLiteError as error:
-        print(f"vllm-lite: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -1,4 +1,4 @@
-"""`vllm-lite bench engine`: what the engine itself costs, without any model. Figures are medians on this machine."""
+"""`python benchmarks engine`: what the engine itself costs, without any model. Figures are medians on this machine."""
 
 import gc
 import os
@@ -9,7 +9,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
+from micro import child_path
 from vllm_lite.client.engines.session import Session
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.groups import make_groups
@@ -33,7 +35,7 @@ from vllm_lite.runtime import supervise
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 from vllm_lite.transport.interface import poller
 
-STUB_WORKER = "vllm_lite.tools.bench.stub_worker"
+STUB_WORKER = "micro.stub_worker"
 SIZES = (16, 64, 256, 1024)
 BLOCK_SIZE = 16
 
@@ -56,7 +58,8 @@ def run(report: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
         ("lookup_4096_us", lookup_4096_us),
     ):
         report(f"measuring {name} ...")
-        figures[name] = measure()
+        with patch.dict(os.environ, child_path()):
+            figures[name] = measure()
     return figures
 
 

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import torch
 
+from micro.kernels_timing import Row, best_times, clock_for, name_of, read_bandwidth_gb_s
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
 from vllm_lite.kernels.grouped import E4M3, INT4, INT8, GroupedWeight
 from vllm_lite.layers.weights import onednn
-from vllm_lite.tools.bench.kernels_timing import Row, best_times, clock_for, name_of, read_bandwidth_gb_s
 
 WORKING_SET_BYTES = 128 << 20  # of weights, above any cache that one socket's cores share with two threads
 MIN_TIME_S = 0.3  # for each kernel

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_lite.kernels import cpu
-from vllm_lite.tools.bench import (
+from micro import (
     kernels_attention,
     kernels_experts,
     kernels_fused,
@@ -23,7 +22,8 @@ from vllm_lite.tools.bench import (
     kernels_masks,
     kernels_ranks,
 )
-from vllm_lite.tools.bench.kernels_timing import Row
+from micro.kernels_timing import Row
+from vllm_lite.kernels import cpu
 
 PARTS = ("attention", "linear", "experts", "fused", "masks", "ranks")
 

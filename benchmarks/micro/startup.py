@@ -1,4 +1,4 @@
-"""`vllm-lite bench startup`: from a command, `serve` or a script with `LLM`, to the first token, and where time goes.
+"""`python benchmarks startup`: from a command, `serve` or a script with `LLM`, to the first token, and where time goes.
 
 Server, engine and workers write what they have done into a file (`runtime.log.moment`), by the machine's common clock.
 """

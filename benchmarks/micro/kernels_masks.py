@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from vllm_lite.tools.bench.kernels_timing import Row, best_times
+from micro.kernels_timing import Row, best_times
 from vllm_lite.worker.sampling.masks import TokenMasks
 
 NUM_ROWS = (1, 32, 256)

@@ -1,5 +1,6 @@
 """The engine's process with a ledger. Entry point of a child, see step.py."""
 
+from micro.ledger import Ledger
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.process import EngineProcess, process_main
 from vllm_lite.engine.request import Produced
@@ -8,7 +9,6 @@ from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup
-from vllm_lite.tools.bench.ledger import Ledger
 from vllm_lite.transport.interface import poller
 
 

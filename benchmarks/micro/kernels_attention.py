@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from micro.kernels_timing import Row, best_times, clock_for, name_of, peak_gflop_s, read_bandwidth_gb_s
 from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.int8_rows import quantized, scale_bytes
@@ -24,7 +25,6 @@ from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.cpu.memory import zeros
 from vllm_lite.kernels.ops import Rotation
-from vllm_lite.tools.bench.kernels_timing import Row, best_times, clock_for, name_of, peak_gflop_s, read_bandwidth_gb_s
 
 NUM_SEQS, CONTEXT = 32, 1024
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16

@@ -3,7 +3,7 @@
 Each rank is pinned to cores of its own. Times are medians, since what a call takes depends on when
 the other rank comes; the ranks begin each round together.
 
-    python -m vllm_lite.tools.bench.kernels_ranks RANK THREADS DESCRIPTOR FOLDER     one of the ranks; 0 prints the rows
+    python -m micro.kernels_ranks RANK THREADS DESCRIPTOR FOLDER     one of the ranks; 0 prints the rows
 """
 
 import json
@@ -20,11 +20,12 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import FileStore
 
+from micro import child_path
+from micro.kernels_timing import Row
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.kernels import cpu
 from vllm_lite.parallel.shared_memory import SharedMemoryCommunicator
 from vllm_lite.runtime.group_memory import create_group_memory
-from vllm_lite.tools.bench.kernels_timing import Row
 
 WORLD = 2
 NUM_KB = (4, 64, 1024)
@@ -38,10 +39,12 @@ def measure(num_threads: int) -> Iterator[Row]:
         return
     memory = create_group_memory()
     with TemporaryDirectory(prefix="vllm-lite-ranks-") as folder:
-        command = [sys.executable, "-m", __name__]
+        command, environment = [sys.executable, "-m", __name__], os.environ | child_path()
         words = [str(num_threads), str(memory), folder]
         ranks = [
-            subprocess.Popen([*command, str(rank), *words], pass_fds=(memory,), stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, str(rank), *words], pass_fds=(memory,), stdout=subprocess.PIPE, text=True, env=environment
+            )
             for rank in range(WORLD)
         ]
         os.close(memory)

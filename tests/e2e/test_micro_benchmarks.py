@@ -1,13 +1,17 @@
-"""`vllm-lite bench step` on the demo model: that its figures are there and add up, not what they are."""
+"""`python benchmarks step|startup` on the demo model: that their figures are there and add up, not what they are."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+from micro import commands, startup, step
+from micro.step_worker import call_names
 
+from vllm_lite.client.engines.launch import SPAWNS_ENGINE
 from vllm_lite.kernels import cpu
-from vllm_lite.tools import cli
-from vllm_lite.tools.bench import step
-from vllm_lite.tools.bench.step_worker import call_names
+
+PACKAGE = Path(__file__).parents[2] / "vllm_lite"
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -15,8 +19,8 @@ from vllm_lite.tools.bench.step_worker import call_names
 def test_the_parts_of_a_step_add_up(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
     """The first of several workers is shown, which answers and samples like the others. So many steps that the streams
     decode together for most of them also where their requests come apart, on a busy machine."""
-    arguments = ["bench", "step", "--streams", "3", "--context", "140", "--steps", "200"]
-    assert cli.main([*arguments, "-tp", str(tp), "--cpu-threads", str(2 // tp), "--json"]) == 0
+    arguments = ["step", "--streams", "3", "--context", "140", "--steps", "200"]
+    assert commands.main([*arguments, "-tp", str(tp), "--cpu-threads", str(2 // tp), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["streams"], figures["context"], figures["threads"]) == (3, 140, 2)
     for process in ("worker", "engine"):
@@ -42,7 +46,7 @@ def test_the_parts_of_a_step_add_up(tp: int, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("numbers", [["--streams", "0"], ["--steps", "3"], ["--context", "64", "--steps", "128"]])
 def test_numbers_that_cannot_be_measured(numbers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "step", *numbers]) == 2
+    assert commands.main(["step", *numbers]) == 2
     assert "at least 1 stream and 4 steps" in capsys.readouterr().err
 
 
@@ -51,3 +55,35 @@ def test_linear_layers_are_named_by_their_order() -> None:
     names = call_names(["vllm_lite_look_up", *layer, *layer, "vllm_lite_linear"])
     one = ["linear qkv", "attend", "linear output", "linear gate-up", "linear down"]
     assert names == ["look_up", *one, *one, "linear LM head"]
+
+
+@pytest.mark.parametrize("llm", [False, True])
+def test_startup(capsys: pytest.CaptureFixture[str], llm: bool) -> None:
+    flags = ["--num-iters", "1", "--idle-s", "0.01", "--disable-tqdm", "--json", *["--llm"] * llm]
+    assert commands.main(["startup", *flags, "--", "--max-model-len", "256"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["command"] == [*(["LLM"] if llm else ["vllm-lite", "serve"]), "--max-model-len", "256"]
+    assert 0 < figures["ready_s"] < figures["first_token_s"]
+    parts = figures["parts"]
+    assert [part["process"] for part in parts].count("worker") == 5
+    assert {part["process"] for part in parts} == {"engine", "worker"} | ({"script"} if llm else {"server", "client"})
+    started = {part["what"]: part["end_s"] for part in parts}
+    assert started[SPAWNS_ENGINE] < started["tokenizer, template"], "a tokenizer is loaded while the engine starts"
+    assert all(part["took_s"] >= 0 for part in parts)
+    assert [part["end_s"] for part in parts] == sorted(part["end_s"] for part in parts)
+    assert parts[-1]["end_s"] == figures["first_token_s"]
+    table = startup.table(figures)
+    assert "imports torch" in table
+    assert "1 starts after 0.01 s of nothing each" in table
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [(["--", "/no/such"], "/no/such"), (["--", "--uds", "x"], "no --uds"), (["--llm", "--", "/no/such"], "/no/such")],
+)
+def test_a_start_that_fails(words: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.chdir(PACKAGE)
+    assert commands.main(["startup", "--num-iters", "1", "--disable-tqdm", *words]) == 2
+    said = capsys.readouterr().err
+    assert text in said
+    assert said.count("\n") == 1

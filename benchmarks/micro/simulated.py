@@ -1,9 +1,8 @@
 """The engine core against a simulated executor: how many requests a second it schedules, without any model.
 
-`python -m vllm_lite.tools.bench.simulated 1000000` runs a million.
+`python benchmarks simulated --num-requests 1000000` runs a million.
 """
 
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -83,5 +82,5 @@ def run(num_requests: int) -> dict[str, float]:
     }
 
 
-if __name__ == "__main__":
-    print(run(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000))
+def table(figures: dict[str, float]) -> str:
+    return "\n".join(f"{name:<20}{value:>14,}" for name, value in figures.items())

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from micro.kernels_timing import Row, best_times, clock_for, name_of, read_bandwidth_gb_s
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight
@@ -19,7 +20,6 @@ from vllm_lite.layers.moe.expert_matmul import ExpertMatmul, ExpertSizes
 from vllm_lite.layers.moe.experts import make_expert_matmul
 from vllm_lite.layers.quantized.mxfp4 import BLOCK, E2M1
 from vllm_lite.layers.weights.matmul import Matmul, NativeMatmul, make_matmul
-from vllm_lite.tools.bench.kernels_timing import Row, best_times, clock_for, name_of, read_bandwidth_gb_s
 
 NUM_EXPERTS, TOP = 32, 8
 HIDDEN, INNER = 2048, 768

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from micro.kernels_timing import Row, best_times, name_of
 from vllm_lite.checkpoint.layer_specs.rope import Rope
 from vllm_lite.kernels.cpu.fused import CpuOps
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps, WideNormWeights
 from vllm_lite.layers.attention.rope import RotaryEmbedding
-from vllm_lite.tools.bench.kernels_timing import Row, best_times, name_of
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampler, draw_records
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, HEAD_SIZE = 1024, 2816, 24, 64

@@ -1,4 +1,4 @@
-"""`vllm-lite bench step`: where the time of one decode step goes, in the worker, the engine and the client.
+"""`python benchmarks step`: where the time of one decode step goes, in the worker, the engine and the client.
 
 The processes are the product's own, each with a ledger (ledger.py) around what it does, and recorded programs measure
 each kernel. Shown are means over the steps in which all streams decode.
@@ -15,6 +15,9 @@ from math import prod
 from typing import Any
 from unittest.mock import patch
 
+from micro import child_path
+from micro.kernels_timing import read_bandwidth_gb_s
+from micro.ledger import CPU, FOLDER, REST, WHOLE, Step, load
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.client.engines.launch import resolve
@@ -28,8 +31,6 @@ from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.machine import num_physical_cores
-from vllm_lite.tools.bench.kernels_timing import read_bandwidth_gb_s
-from vllm_lite.tools.bench.ledger import CPU, FOLDER, REST, WHOLE, Step, load
 
 PATIENCE_S = 120.0
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -92,12 +93,12 @@ def _decode(
     """The steps of the worker and the engine, and the client's part of one."""
     with (
         tempfile.TemporaryDirectory(prefix="vl-") as folder,
-        patch.dict(os.environ, {FOLDER: folder, "GOMP_SPINCOUNT": "0"}),
+        patch.dict(os.environ, child_path() | {FOLDER: folder, "GOMP_SPINCOUNT": "0"}),
     ):
         run_dir = tempfile.mkdtemp(prefix="vl-")
         address = f"ipc://{run_dir}/engine"
-        engine = EngineSettings(config, address, run_dir, "vllm_lite.tools.bench.step_worker")
-        child = supervise.spawn("vllm_lite.tools.bench.step_engine", engine, "engine", lambda _reason: None)
+        engine = EngineSettings(config, address, run_dir, "micro.step_worker")
+        child = supervise.spawn("micro.step_engine", engine, "engine", lambda _reason: None)
         try:
             with closing(Session.connect(address, timeout_s=config.ready_timeout_s, alive=child.exited)) as session:
                 prompts = _prompts(num_streams, prompt_len, spec.vocab_size)

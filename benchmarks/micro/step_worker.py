@@ -3,12 +3,12 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from micro.ledger import Ledger
 from vllm_lite.kernels.cpu.program import Program
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
-from vllm_lite.tools.bench.ledger import Ledger
 from vllm_lite.transport.interface import poller
 from vllm_lite.worker import process
 from vllm_lite.worker.batch.input_batch import InputBatch
