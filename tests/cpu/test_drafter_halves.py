@@ -106,11 +106,13 @@ class Keeping(Drafter):
     def __init__(self) -> None:
         self.largest: list[tuple[int, ...]] = []
 
-    def begin(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        (self.cache,) = kv_caches
+    def begin(self, own: Sequence[torch.Tensor], of_model: Sequence[torch.Tensor]) -> None:
+        (self.cache,) = own
+        self.num_of_model = len(of_model)
 
-    def run_largest(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        self.largest += [tuple(cache.shape) for cache in kv_caches]
+    def run_largest(self, own: Sequence[torch.Tensor], of_model: Sequence[torch.Tensor]) -> None:
+        assert len(of_model) == self.num_of_model
+        self.largest += [tuple(cache.shape) for cache in own]
 
     def before(self, batch: DraftBatch) -> list[Drafted]:
         self.cache[self.blocks] = float("nan")

@@ -22,6 +22,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "chunks of 7": {"max_num_batched_tokens": 7},
     "drafted": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "drafted from answers": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 8}},
+    "drafted by itself": {
+        "speculative_config": {"method": "self", "num_speculative_tokens": 3},
+        "disable_adaptive_drafts": True,
+    },
     "preempted": {"num_gpu_blocks_override": LONGEST // 16 + 4, "preemption_mode": "recompute"},
     "swapped": {"num_gpu_blocks_override": LONGEST // 16 + 4, "preemption_mode": "swap", "swap_space": 0.05},
 }

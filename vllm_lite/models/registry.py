@@ -171,6 +171,8 @@ class Sizes(NamedTuple):
     """What its linear layers join, if they can have adapters."""
     exact_activations: bool = False
     """Whether products with quantized weights take their rows as they are. Those of float32 always do."""
+    requantizes: bool = False
+    """Whether `quantization` is for matrices that the checkpoint has quantized, too."""
 
 
 def build(
@@ -186,7 +188,7 @@ def build(
     `dtype` may be a name like "bfloat16". `quantization` is for all matrix products, the LM head's too; the embedding
     keeps the dtype. `communicator` connects the ranks that share the model; None: there is one rank.
     Raises ModelError for an architecture that is not in MODELS, ConfigError if the checkpoint is quantized and a
-    `quantization` is wanted, and if so many ranks cannot share the model.
+    `quantization` is wanted that does not go with it, and if so many ranks cannot share the model.
     """
     native = spec.implementation == "native"
     if native and spec.architecture not in MODELS:
@@ -197,7 +199,7 @@ def build(
         load_library()  # says so where it is missing
     model_class: type[Model] = resolve_name(MODELS[spec.architecture] if native else TRANSFORMERS)
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    form = form_for(spec.quantization, quantization)
+    form = form_for(spec.quantization, quantization, again=sizes.requantizes)
     head = head_form(quantization)
     parts = Parts(spec, torch_dtype, torch.device(device), communicator, form=form, head_quantization=head)
     if form != DENSE and (sizes.exact_activations or torch_dtype == torch.float32):

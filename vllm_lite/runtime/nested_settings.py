@@ -18,10 +18,11 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     what followed them there. "suffix" looks for the longest suffix of at most `suffix_decoding_max_tree_depth` tokens,
     also in the latest `suffix_decoding_max_cached_requests` answers of the same adapter and cache salt, and drafts
     `suffix_decoding_max_spec_factor` tokens for each that matches, as long as a share of at least
-    `suffix_decoding_min_token_prob` of its occurrences agrees. Names are vLLM's.
+    `suffix_decoding_min_token_prob` of its occurrences agrees. "self" drafts with a copy of the model in 4 bits. Names
+    are vLLM's.
     """
 
-    method: Literal["ngram", "suffix"] = "ngram"
+    method: Literal["ngram", "suffix", "self"] = "ngram"
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 1

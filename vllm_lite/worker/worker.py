@@ -53,6 +53,7 @@ from vllm_lite.structured.sources.grammars import Grammars
 from vllm_lite.structured.sources.vocabulary import load_vocabulary
 from vllm_lite.worker.batch.part import StepPart
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
+from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK, CacheEngine
 from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
@@ -192,10 +193,26 @@ class Worker:
             self.model.pooler.load_modules(Path(self.config.model), open_source)
         if scales := self._kv_scales():
             self.model.take_kv_scales(scales)
+        self.drafter.load(self._draft_place(scales))
         if not memory:
             return 0
         memory.trim()
         return memory.allocated_bytes() - allocated_bytes
+
+    def _draft_place(self, scales: tuple[KVScales, ...]) -> DraftPlace:
+        return DraftPlace(
+            self.config,
+            self.spec,
+            self.model,
+            self.backend,
+            self.device,
+            self.dtype,
+            self.limits,
+            self.graph_sizes,
+            scales,
+            self.progress.advance,
+            _LoadReport(self.progress),
+        )
 
     def _make_adapters(self) -> Adapters | None:
         config = self.config
@@ -255,7 +272,7 @@ class Worker:
         cache = CacheEngine(self.own_spec, self.config.block_size, 1, 0, self.kv_dtype, device)
         views, num_layers = cache.layer_views(), self.spec.num_layers
         forward = EagerForward(self.model, views[:num_layers], self.backend, device, self.progress.advance)
-        self.drafter.run_largest(views[num_layers:])
+        self.drafter.run_largest(views[num_layers:], views[:num_layers])
         warm_up_step(forward, sampler_of(self.model, device), self.limits, self.limits.max_num_tokens)
 
     def start(self, start: Start) -> Started:
@@ -270,7 +287,7 @@ class Worker:
         views, num_layers = cache_engine.layer_views(), self.spec.num_layers
         device = cache_engine.pool.device
         forward = EagerForward(model, views[:num_layers], self.backend, device, progress.advance)
-        self.drafter.begin(views[num_layers:])
+        self.drafter.begin(views[num_layers:], views[:num_layers])
         self.runner = ModelRunner(self.limits, forward, cache_engine, progress, self._parts(forward))
         self.runner.warm_up()
         if self.device.capture is not None and self.graph_sizes:

@@ -21,6 +21,7 @@ from vllm_lite.checkpoint.quantization.spec import (
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.quantized import awq, bitsandbytes, bitsandbytes8, block_scaled, gptq, mxfp4, packed_ints
 from vllm_lite.layers.quantized.gguf import GgufForm
+from vllm_lite.layers.quantized.requantized import RequantizedForm
 from vllm_lite.layers.weights.weight_form import DENSE, DenseForm, LinearShape, StoredWeight, WeightForm
 
 FORMATS: Mapping[type[QuantizationSpec], Callable[[Any, Sequence[str], LinearShape], StoredWeight]] = {
@@ -56,9 +57,11 @@ class QuantizedForm:
         return not self.spec.is_dense(name)
 
 
-def form_for(spec: AnyQuantization | None, quantization: Quantization | None) -> WeightForm:
-    """`spec`: of the checkpoint; `quantization`: what dense weights become when they are loaded. Raises ConfigError if
-    both are given."""
+def form_for(spec: AnyQuantization | None, quantization: Quantization | None, *, again: bool = False) -> WeightForm:
+    """`spec`: of the checkpoint; `quantization`: what dense weights become when they are loaded; `again`: and those
+    that the checkpoint has quantized. Raises ConfigError if both are given without."""
+    if again and spec is not None and quantization is not None:
+        return RequantizedForm(form_for(spec, None), quantization)
     if spec is None:
         return DenseForm(quantization)
     if isinstance(spec, Gguf) and (not spec.kinds or quantization is None):

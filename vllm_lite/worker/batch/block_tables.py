@@ -97,14 +97,16 @@ class BlockTables:
         positions: Int64s,  # [num_tokens]
         written: NDArray[np.bool_],  # [num_tokens]
         handle_of: Callable[[int], Handle],  # of a row, for the error
+        groups: Sequence[int] | None = None,
     ) -> tuple[Int64s, ...]:
-        """Compute each token's slot: block id * block size + offset, PAD_SLOT where nothing is written. Per KV group:
-        [num_tokens]. Raises ProtocolError for a token that would be written to the null block."""
+        """Compute each token's slot: block id * block size + offset, PAD_SLOT where nothing is written. Per KV group
+        (of `groups`, None: all): [num_tokens]. Raises ProtocolError for a token that would be written to the null
+        block."""
         if not self.ids:
             return ()
         block_index, offsets = np.divmod(positions, self.block_size)
         slots = []
-        for table in self.ids:
+        for table in self.ids if groups is None else [self.ids[group] for group in groups]:
             blocks = table[rows, block_index]
             lost = written & (blocks == NULL_BLOCK)
             if lost.any():

@@ -6,7 +6,7 @@ sequence. What was computed behind a wrong draft is beyond the sequence's comput
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,10 +15,14 @@ from numpy.typing import NDArray
 from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.protocol.step import Handle
 from vllm_lite.runtime.nested_settings import Speculation
+from vllm_lite.worker.batch.rows import Rows
+from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.sampling.masks import SequenceMask
+from vllm_lite.worker.step_parts.rules import Rules
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+KVViews = Sequence[torch.Tensor]
 Drafted = Int32s | torch.Tensor
 """Token ids, on the host or (int64) on the device: [num_drafts]."""
 
@@ -61,12 +65,18 @@ class Drafter:
     reads_hidden = False
     """Whether there is `after`."""
 
-    def begin(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """The KV cache is there. kv_caches: per layer of `kv_layers` [num_blocks, 2, num_kv_heads, block_size,
-        head_size]."""
+    def load(self, place: DraftPlace) -> None:
+        """Load what is the drafter's own, beside the model, which is loaded. Raises ModelError or ConfigError."""
 
-    def run_largest(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Run what takes the most memory, as the memory profile does with the model. `kv_caches`: as in `begin`, with
+    def begin(self, own: KVViews, of_model: KVViews) -> None:
+        """The KV cache is there. own: per layer of `kv_layers` [num_blocks, 2, num_kv_heads, block_size, head_size];
+        of_model: the same of the model's layers, whose KV a drafter may read."""
+
+    def attach(self, rows: Rows, rules: Rules) -> None:
+        """The batch is there. Called behind `begin`."""
+
+    def run_largest(self, own: KVViews, of_model: KVViews) -> None:
+        """Run what takes the most memory, as the memory profile does with the model. The caches: as in `begin`, with
         the null block alone."""
 
     def before(self, batch: DraftBatch) -> Sequence[Drafted]:
@@ -96,11 +106,17 @@ class GrammarDrafter(Drafter):
         self._with_model = other or Drafter()
         self.kv_layers, self.reads_hidden = self._with_model.kv_layers, self._with_model.reads_hidden
 
-    def begin(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        self._with_model.begin(kv_caches)
+    def load(self, place: DraftPlace) -> None:
+        self._with_model.load(place)
 
-    def run_largest(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        self._with_model.run_largest(kv_caches)
+    def begin(self, own: KVViews, of_model: KVViews) -> None:
+        self._with_model.begin(own, of_model)
+
+    def attach(self, rows: Rows, rules: Rules) -> None:
+        self._with_model.attach(rows, rules)
+
+    def run_largest(self, own: KVViews, of_model: KVViews) -> None:
+        self._with_model.run_largest(own, of_model)
 
     def after(self, step: DrawnStep) -> None:
         self._with_model.after(step)
@@ -116,9 +132,25 @@ class GrammarDrafter(Drafter):
             forced = [_forced(*each) for each in zip(known, most, masks, strict=True)]
         if self._other is None:
             return forced
-        further = [np.concatenate(pair) if len(pair[1]) else pair[0] for pair in zip(known, forced, strict=True)]
-        others = self._other.before(replace(batch, tokens=further))
+        others: list[Drafted] = [NO_TOKENS] * len(known)
+        rest = [index for index, tokens in enumerate(forced) if len(tokens) < most[index]]
+        if rest:
+            others_of_rest = self._other.before(_behind(batch, forced, rest))
+            for index, drafted in zip(rest, others_of_rest, strict=True):
+                others[index] = drafted
         return [_allowed(*each) for each in zip(known, most, masks, forced, others, strict=True)]
+
+
+def _behind(batch: DraftBatch, forced: Sequence[Int32s], rest: Sequence[int]) -> DraftBatch:
+    """The sequences `rest` of the batch, with their forced tokens as if these were theirs."""
+    groups = batch.groups
+    return DraftBatch(
+        [batch.handles[index] for index in rest],
+        [np.concatenate((batch.tokens[i], forced[i])) if len(forced[i]) else batch.tokens[i] for i in rest],
+        [batch.max_drafts[index] - len(forced[index]) for index in rest],
+        [batch.masks[index] for index in rest],
+        None if groups is None else [groups[index] for index in rest],
+    )
 
 
 def _forced(tokens: Int32s, max_drafts: int, mask: SequenceMask | None) -> Int32s:  # [at most max_drafts]

@@ -217,9 +217,10 @@ class RuleBook:
         positions: Int64s,  # [num_samples], index in its sequence of the token about to be sampled
         rows: Int64s,  # [num_samples]
         token_ids: NDArray[np.int32],  # [max_rows, max_tokens]
+        fill: Callable[[list[Masked]], StepMasks] | None = None,
     ) -> LogitEdits | None:
         """Work out what the rules change in one step's logits; None if no sequence has rules. Masks are begun, and
-        filled while the model computes."""
+        filled while the model computes, unless `fill` makes them."""
         if not entries.any():
             return None
         table = self._table
@@ -227,7 +228,7 @@ class RuleBook:
             table = self._table = self._tabulate(entries)
         banned = ends = masks = penalised = None
         if table.masks and self.fills_masks:
-            masks = self._filler.begin(table.masks, positions, rows, token_ids)
+            masks = fill(table.masks) if fill else self._filler.begin(table.masks, positions, rows, token_ids)
         if table.bans is not None:
             samples, bans = table.bans
             apply = _banned(bans, positions[samples], rows[samples], token_ids)

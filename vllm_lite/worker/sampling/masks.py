@@ -129,6 +129,34 @@ class SequenceMask:
             self._fail(error)
             bitmasks[:] = 0
 
+    def fill_behind(
+        self,
+        tokens: Int32s,  # [num_tokens], all that the sequence has
+        drafts: Int32s,  # [num_drafts]
+        bitmask: Uint32s,  # [words], all set
+    ) -> None:
+        """Write the mask of what may follow the drafts, which the source does not keep; nothing may, if they may not
+        follow the tokens."""
+        if self._coming is not None:
+            return
+        source = self._follow(tokens)
+        if source is None:
+            bitmask[:] = 0
+            return
+        num_accepted = 0
+        try:
+            for draft in drafts.tolist():
+                if not source.accept(draft):
+                    bitmask[:] = 0
+                    break
+                num_accepted += 1
+            else:
+                source.fill_bitmask(bitmask)
+            source.rollback(num_accepted)
+        except GrammarError as error:
+            self._fail(error)
+            bitmask[:] = 0
+
     def forced(self, tokens: Int32s) -> list[int]:
         """Return what must follow `tokens` [num_tokens], all that the sequence has; [] if there is a choice."""
         try:

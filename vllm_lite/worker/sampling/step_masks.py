@@ -4,6 +4,7 @@ A mask depends on tokens that are known before the forward pass. So filling begi
 the rest of it. A source spends most of its time without the GIL.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -54,6 +55,16 @@ class StepMasks:
             if not (bitmasks[np.flatnonzero(self._samples == sample)[0]] & others).any():
                 found.append(sample)
         return np.array(found, np.int64)
+
+
+def masks_of_drafts(masked: Sequence[Masked], known: Sequence[tuple[Int32s, Int32s]], vocab_size: int) -> StepMasks:
+    """Masks of what may follow drafts, filled at once. `known`: of each sample the tokens of its sequence, and the
+    drafts behind them."""
+    samples = np.array([each.first for each in masked], np.int64)
+    bitmasks = np.full((len(masked), -(-vocab_size // 32)), ALL_BITS, np.uint32)
+    for each, bitmask in zip(masked, bitmasks, strict=True):
+        each.mask.fill_behind(*known[each.first], bitmask)
+    return StepMasks(samples, bitmasks, [])
 
 
 class MaskFiller:

@@ -3,7 +3,7 @@
 worker/sampling/drafter.py says why the tokens are the same as without, and what drafts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,11 @@ from vllm_lite.attention.step_batch import to_device
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol.step import Draft, Entry, Fork, Handle, NewRequest
+from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.part import Handler, StepPart, StepResult
-from vllm_lite.worker.batch.rows import SequenceState
+from vllm_lite.worker.batch.rows import Rows, SequenceState
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
+from vllm_lite.worker.drafting.self_drafter import SelfDrafter
 from vllm_lite.worker.sampling.drafter import (
     NO_DRAFT,
     DraftBatch,
@@ -44,6 +46,11 @@ class Drafts(StepPart):
         self._hidden: torch.Tensor | None = None
         self._groups: dict[Handle, bytes] = {}  # of the sequences whose answers may be drafted for others
         self._answers: dict[Handle, Int32s] = {}  # of those among them that have lost their row
+
+    def attach(self, rows: Rows) -> None:
+        super().attach(rows)
+        if self.drafter is not None:
+            self.drafter.attach(rows, self._rules)
 
     def open(self, sequence: SequenceState, entry: NewRequest | Fork) -> None:
         group = entry.draft_group if isinstance(entry, NewRequest) else self._groups.get(entry.parent, b"")
@@ -168,10 +175,18 @@ def drafts_of(inputs: StepInputs) -> Int64s:  # [num_samples]
     return drafts
 
 
+OF_METHOD: Mapping[str, Callable[[Speculation], Drafter]] = {
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+    "self": lambda speculation: SelfDrafter(),  # noqa: ARG005
+}
+"""The drafter of each method."""
+
+
 def drafter_of(config: ResolvedConfig) -> Drafter:
     """The drafter that a configuration asks for, which includes grammars' forced tokens."""
     speculation = config.speculative_config
     other: Drafter | None = None
     if speculation is not None:
-        other = (SuffixDrafter if speculation.method == "suffix" else NgramDrafter)(speculation)
+        other = OF_METHOD[speculation.method](speculation)
     return GrammarDrafter(other, forces=config.jump_forward)

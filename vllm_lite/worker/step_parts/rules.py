@@ -16,11 +16,12 @@ from vllm_lite.parallel.communicator import Communicator
 from vllm_lite.protocol.step import Entry, Fork, Handle, NewRequest
 from vllm_lite.worker.batch.part import StepPart, StepResult
 from vllm_lite.worker.batch.rows import Rows, SequenceState
-from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
+from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
 from vllm_lite.worker.sampling import readiness
-from vllm_lite.worker.sampling.logit_rules import RuleBook, SequenceRules, read_rules
+from vllm_lite.worker.sampling.logit_rules import LogitEdits, RuleBook, SequenceRules, read_rules
 from vllm_lite.worker.sampling.masks import MaskSourceOf, SequenceMask, allow_all
 from vllm_lite.worker.sampling.sampler import ALL_BANNED, SampleInputs
+from vllm_lite.worker.sampling.step_masks import masks_of_drafts
 
 
 class Rules(StepPart):
@@ -77,6 +78,28 @@ class Rules(StepPart):
         """Whether the tokens of a sequence change the logits of its later ones."""
         rules = self._of.get(handle)
         return rules is not None and rules.weights is not None
+
+    def edits_of_drafts(
+        self,
+        samples: SampleInputs,
+        rows: Int64s,  # [num_samples], each a sequence of its own
+        known: Sequence[tuple[Int32s, Int32s]],
+    ) -> LogitEdits | None:
+        """Work out what the rules change in logits that drafts are drawn from; None: nothing. `known`: of each sample
+        the tokens of its sequence, with those that are forced behind them, and then its drafts."""
+        entries = samples.params["rules"]
+        if not entries.any():
+            return None
+        split = []  # tokens that are forced, and not the sequence's yet, are drafts to its mask
+        for row, (tokens, drafts) in zip(rows.tolist(), known, strict=True):
+            num_tokens = int(self.rows.num_tokens[row])
+            new = np.concatenate((tokens[num_tokens:], drafts))
+            self.rows.token_ids[row, num_tokens : num_tokens + len(new)] = new
+            split.append((tokens[:num_tokens], new))
+        vocab_size = self.rows.vocab_size
+        return self.book.edits(
+            entries, samples.positions, rows, self.rows.token_ids, lambda some: masks_of_drafts(some, split, vocab_size)
+        )
 
     # ---- a step
 

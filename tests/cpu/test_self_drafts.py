@@ -1,0 +1,191 @@
+"""The model drafts for itself in 4 bits: the same tokens and KV, and drafts that are drawn as the tokens are."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.chain_mask import ChainMask
+from tests.checkpoints import make_checkpoint
+from tests.driver import GREEDY, WARM, Driver, make_prompt, new_request
+from tests.families.hybrid import VARIANTS as HYBRIDS
+from tests.gguf_files import write_gguf
+from tests.parity_mask import ParityMask
+from vllm_lite.errors import ConfigError
+from vllm_lite.protocol.params import LogitRules, Sampling
+from vllm_lite.protocol.step import BlockOp, Continue, Draft, Finish, Fork, ReplaceBlock
+from vllm_lite.worker.drafting.self_drafter import SelfDrafter
+
+PROMPT = make_prompt(30, seed=11)
+NARROW = msgspec.structs.replace(WARM, top_k=20, top_p=0.9)
+RULED = msgspec.structs.replace(WARM, rules=LogitRules(bad_words=((7, 9), (11,)), bias=((5, 3.0),)))
+MASKED = msgspec.structs.replace(WARM, rules=LogitRules())
+SAMPLINGS = {"greedy": GREEDY, "seeded": WARM, "narrow": NARROW, "ruled": RULED, "masked": MASKED}
+SELF: dict[str, Any] = {"speculative_config": {"method": "self", "num_speculative_tokens": 3}}
+
+
+def drafter_of(driver: Driver) -> SelfDrafter:
+    drafter: Any = driver.worker.drafter
+    return drafter._with_model  # type: ignore[no-any-return]
+
+
+def generate(driver: Driver, sampling: Sampling, count: int = 20, num_drafts: int = 3) -> list[int]:
+    """Number of tokens that each step gave a sequence, beside another one that drafts less."""
+    driver.got, given = {}, list[int]()
+    if sampling is MASKED:
+        driver.rules.mask_source_of = lambda _: ParityMask(384)
+    driver.run(
+        new_request(1, PROMPT[:5], [20, 21, 22, 23, 24]), new_request(0, PROMPT, [1, 2, 3, 4], sampling=sampling)
+    )
+    while len(driver.got[0]) < count:
+        before = len(driver.got[0])
+        if num_drafts:
+            driver.run(Draft(1, 1, []), Draft(0, num_drafts, []))
+        else:
+            driver.run(Continue(1, 1, []), Continue(0, 1, []))
+        given.append(len(driver.got[0]) - before)
+    return given
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["programs", "eager"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_tokens_and_kv_are_those_without_drafts(tiny_checkpoint: Path, sampling: Sampling, eager: bool) -> None:
+    plain = Driver(tiny_checkpoint, enforce_eager=eager)
+    generate(plain, sampling, num_drafts=0)
+    driver = Driver(tiny_checkpoint, enforce_eager=eager, **SELF)
+    given = generate(driver, sampling)
+    assert driver.got[0][:20] == plain.got[0][:20]
+    assert driver.got[1][:10] == plain.got[1][:10]
+    assert max(given) > 1, "drafts of a copy in 4 bits are right at times"
+    num_computed = len(PROMPT) + 19
+    for block in range(1, 4):
+        rows = min(16, num_computed - 16 * (block - 1))
+        for got, want in zip(driver.worker.runner.eager.kv_caches, plain.worker.runner.eager.kv_caches, strict=True):
+            torch.testing.assert_close(got[block, :, :, :rows], want[block, :, :, :rows], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_drafts_are_drawn_as_tokens_are(tiny_checkpoint: Path, sampling: Sampling) -> None:
+    """Where the copy computes what the model does, each draft is right: noise, filters, rules and masks are those of
+    its position."""
+    driver = Driver(tiny_checkpoint, **SELF)
+    drafter_of(driver)._chain._forward = driver.worker.runner.eager
+    given = generate(driver, sampling)
+    assert given == [4] * len(given)
+
+
+def test_drafts_follow_forced_tokens(tiny_checkpoint: Path) -> None:
+    driver = Driver(tiny_checkpoint, **SELF)
+    driver.rules.mask_source_of = lambda _: ChainMask(384)
+    drafter_of(driver)._chain._forward = driver.worker.runner.eager
+    generate(driver, msgspec.structs.replace(WARM, rules=LogitRules()), num_drafts=0)
+    plain = driver.got[0]
+    driver.run(Finish(0), Finish(1))
+    given = generate(driver, msgspec.structs.replace(WARM, rules=LogitRules()), num_drafts=5)
+    assert driver.got[0][:20] == plain[:20]
+    assert given == [6] * len(given), "three forced tokens, and drafts behind them"
+
+
+def test_each_sequence_gets_as_many_drafts_as_it_may(tiny_checkpoint: Path) -> None:
+    driver = Driver(tiny_checkpoint, **SELF)
+    driver.run(new_request(1, PROMPT[:5], [20, 21, 22]), new_request(0, PROMPT, [1, 2, 3, 4]))
+    assert driver.run(Draft(0, 3, []), Draft(1, 1, [])).drafted == [3, 1]
+    assert driver.run(Draft(1, 2, []), Continue(0, 1, [])).drafted == [2, 0]
+
+
+def test_nothing_is_written_that_the_cache_holds(tiny_checkpoint: Path) -> None:
+    """A position below `num_cached` lies in a block that others may read."""
+    driver = Driver(tiny_checkpoint, **SELF)
+    driver.run(new_request(0, PROMPT, [1, 2, 3, 4]))
+    rows, seen = driver.worker.runner.batch.rows, list[tuple[int, ...]]()
+    rows.num_cached[0] = len(PROMPT) + 1  # the last token's position, which the step computes once more
+    eager = drafter_of(driver)._eager
+    hidden = eager.hidden
+
+    def watched(inputs: Any) -> torch.Tensor:
+        seen.append(tuple(inputs.slot_mapping[0].tolist()))
+        return hidden(inputs)
+
+    chain: Any = drafter_of(driver)._chain
+    chain._forward = type("Watched", (), {"logits": lambda _, inputs: eager.head(watched(inputs))})()
+    driver.run(Draft(0, 2, []))
+    assert seen == [(-1,), (2 * 16 + 15,)]
+
+
+def test_a_fork_and_its_parent_draft_apart(tiny_checkpoint: Path) -> None:
+    driver = Driver(tiny_checkpoint, **SELF)
+    both = []
+    for draws in (False, True):
+        driver.got = {}
+        driver.run(new_request(0, PROMPT, [1, 2, 3, 4], sampling=WARM))
+        other = msgspec.structs.replace(WARM, sample=1)
+        driver.run(
+            Fork(0, 1, other, 31, 30, 0),
+            ReplaceBlock(1, 0, 1, 10),
+            Continue(0, 1, []),
+            Continue(1, 1, [[11]]),
+            ops=((BlockOp.COPY, 2, 10),),
+        )
+        while min(len(driver.got[0]), len(driver.got[1])) < 12:
+            driver.run(*(Draft(handle, 3, []) if draws else Continue(handle, 1, []) for handle in (0, 1)))
+        both.append((driver.got[0][:12], driver.got[1][:12]))
+        driver.run(Finish(0), Finish(1))
+    assert both[0] == both[1]
+
+
+def test_parts_that_look_up_are_the_models_own(tmp_path: Path) -> None:
+    for family, tied in (("llama", True), ("llama", False)):
+        path = make_checkpoint(tmp_path / f"{family}{tied}", family, tie_word_embeddings=tied)
+        driver = Driver(path, **SELF)
+        copy: Any = drafter_of(driver)._copy
+        model: Any = driver.worker.model
+        assert copy.embedding is model.embedding
+        assert copy.norm is model.norm
+        assert copy.lm_head is not model.lm_head
+        assert copy.lm_head.quantization == "int8"
+    driver = Driver(path, quantization="int8", **SELF)
+    model = driver.worker.model
+    assert drafter_of(driver)._copy.lm_head is model.lm_head
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_a_gguf_file_drafts_for_itself(kind: str, tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "model", "llama")
+    path = write_gguf(tmp_path / "model.gguf", source, lambda _: kind)
+    plain = Driver(path)
+    generate(plain, WARM, num_drafts=0)
+    driver = Driver(path, **SELF)
+    assert max(generate(driver, WARM)) > 1
+    assert driver.got[0][:20] == plain.got[0][:20]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({"quantization": "int4"}, "its weights have 4 bits already"), ({}, "its recurrent layers keep one state")],
+)
+def test_models_that_cannot_say_why(settings: dict[str, Any], why: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = tiny_checkpoint if settings else HYBRIDS[0].make(tmp_path / "hybrid")
+    with pytest.raises(ConfigError, match=why):
+        Driver(path, **settings, **SELF)
+
+
+def test_a_draft_that_cannot_be_drawn_ends_the_drafts(tiny_checkpoint: Path) -> None:
+    driver = Driver(tiny_checkpoint, **SELF)
+    chain: Any = drafter_of(driver)._chain
+    forward, calls = chain._forward, list[int]()
+
+    def poisoned(inputs: Any) -> torch.Tensor:
+        logits: torch.Tensor = forward.logits(inputs)
+        calls.append(len(logits))
+        if len(calls) == 2:
+            logits[0] = float("nan")
+        return logits
+
+    chain._forward = type("Poisoned", (), {"logits": lambda _, inputs: poisoned(inputs)})()
+    driver.run(new_request(1, PROMPT[:5], [20, 21, 22]), new_request(0, PROMPT, [1, 2, 3, 4]))
+    assert driver.run(Draft(0, 3, []), Draft(1, 3, [])).drafted == [1, 3]
+    assert calls == [2, 2, 1]
+    assert np.isfinite(driver.worker.runner.batch.rows.num_tokens).all()

@@ -1,0 +1,43 @@
+"""Weights of any form that are quantized in another way when they are loaded: for a copy of a model that drafts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.layers.weights.matmul import Matmul, make_matmul
+from vllm_lite.layers.weights.weight_form import LinearShape, StoredWeight, WeightForm
+from vllm_lite.layers.weights.weight_slot import WeightStack
+
+
+@dataclass(frozen=True, slots=True)
+class RequantizedForm:
+    """Another form, whose matrices become floats and then what `quantization` says, one after the other."""
+
+    form: WeightForm
+    quantization: Quantization
+
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        return RequantizedWeight(self.form.stored(names, shape), self.quantization)
+
+    def quantizes(self, name: str) -> bool:
+        return self.form.quantizes(name)
+
+
+@dataclass(frozen=True, slots=True)
+class RequantizedWeight:
+    """Another weight, which is quantized anew."""
+
+    stored: StoredWeight
+    quantization: Quantization
+
+    @property
+    def stacks(self) -> tuple[WeightStack, ...]:
+        return self.stored.stacks
+
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        return make_matmul(self.dense(tensors), bias, self.quantization)
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.stored.dense(tensors)

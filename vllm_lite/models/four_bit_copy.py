@@ -1,0 +1,113 @@
+"""A copy of a loaded model whose matrices have 4 bits, which drafts for it.
+
+The layers are loaded once more, in the best form of 4 bits that there is. All else is the model's own: what looks
+tokens up, the last norm, and its LM head where that is quantized already. A head of floats gets a copy in 8 bits, since
+4 lose too much there.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_lite.checkpoint.gguf.kinds import BY_NAME
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS, Quantization
+from vllm_lite.checkpoint.quantization.spec import Awq, BitsAndBytes4, Gguf, MxFp4
+from vllm_lite.errors import ConfigError
+from vllm_lite.layers.weights.weight_slot import WeightGroup
+from vllm_lite.models.decoder import Decoder
+from vllm_lite.models.registry import Model, Sizes, build
+from vllm_lite.models.weights import load_weights
+
+FOUR_BITS: Quantization = "int4_g32"
+OWN = ("layers", "lm_head", "buffers")
+"""The parts of a model that its copy has for itself."""
+FEW_BITS = 5.0
+"""Matrices of fewer bits cannot be drafted for by a copy of 4."""
+
+
+def check_copy(spec: ModelSpec, quantization: Quantization | None) -> None:
+    """Raise ConfigError if a model has no use for such a copy, or cannot have one."""
+    why = None
+    if spec.implementation != "native" or spec.encoder is not None:
+        why = "its code is that of transformers" if spec.encoder is None else "it generates nothing"
+    elif spec.state_elements:
+        why = "its recurrent layers keep one state of each sequence, and drafts would need one more"
+    elif quantization in INT4_GROUPS or _has_few_bits(spec.quantization):
+        what = f"--quantization {quantization}" if quantization else getattr(spec.quantization, "label", "")
+        why = f"its weights have 4 bits already ({what})"
+    if why is not None:
+        raise ConfigError(
+            f"speculative_config: method self drafts with the model's own weights in 4 bits, which {spec.architecture} "
+            f"cannot do: {why}; use method suffix"
+        )
+
+
+def _has_few_bits(quantization: Any) -> bool:
+    if isinstance(quantization, Gguf):
+        kinds = Counter(quantization.kinds.values())
+        if not kinds:
+            return False
+        block = BY_NAME[kinds.most_common(1)[0][0]]
+        return 8 * block.num_bytes / block.elements <= FEW_BITS
+    if isinstance(quantization, Awq | BitsAndBytes4 | MxFp4):
+        return True
+    return (getattr(quantization, "bits", None) or 8) <= FEW_BITS
+
+
+def load_copy(
+    model: Model,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    files: tuple[str | Path, str, int],
+    progress: Callable[[int, int], None],
+) -> Decoder:
+    """Make the copy of `model`, whose weights are loaded, and of which check_copy says that it can have one. `files`:
+    path, load format and seed, as load_weights has them."""
+    if not isinstance(model, Decoder):
+        raise TypeError(f"{type(model).__name__} has no copy; check_copy says so before")
+    sizes = sizes._replace(adapters=None, requantizes=True)
+    copy = build(model.spec, dtype, device, sizes, FOUR_BITS, model.communicator)
+    if not isinstance(copy, Decoder):
+        raise TypeError(f"{type(copy).__name__} is another model than {type(model).__name__}")
+    shares_head = model.lm_head.quantization is not None or model.embedding.form.quantizes(_head_name(model))
+    path, load_format, seed = files
+    load_weights(_Tensors(model, copy, shares_head=shares_head), path, load_format, seed, progress)  # type: ignore[arg-type]
+    return copy
+
+
+def _head_name(model: Decoder) -> str:
+    return model.names.embedding if model.lm_head.tied else model.names.head
+
+
+class _Tensors:
+    """The tensors of a copy, as the loader asks for them."""
+
+    def __init__(self, model: Decoder, copy: Decoder, *, shares_head: bool) -> None:
+        self.spec = copy.spec
+        self._copy, self._shares_head = copy, shares_head
+        self._head_name = _head_name(model)
+        vars(copy).update({name: part for name, part in vars(model).items() if name not in OWN})
+        if shares_head:
+            copy.lm_head = model.lm_head
+        else:
+            copy.lm_head.embedding = model.embedding
+
+    def weight_groups(self) -> Iterator[WeightGroup]:
+        """All but those of shared parts."""
+        copy = self._copy
+        for index, layer in enumerate(copy.layers):
+            yield from layer.weight_groups(copy.names.layer.format(index))
+        if not self._shares_head:
+            group = copy.lm_head.group(self._head_name)
+            copy.lm_head.tied = False  # or it would have the embedding keep its own floats
+            yield group
+
+    def ignores(self, name: str) -> bool:  # noqa: ARG002 (the loader's)
+        """The model has been loaded from the same files, and has found them complete."""
+        return True

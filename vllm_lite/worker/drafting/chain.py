@@ -1,0 +1,114 @@
+"""Chain: a model runs over its own drafts, one token of each sequence at a time.
+
+The first of its passes takes the tokens that the model has not computed yet: the last one of the sequence, for a model
+that reads the KV of the one that verifies, or all since its own KV ended. Each pass draws a token for each sequence,
+which is the input of the next. A draft is drawn with the noise of its position and the sequence's own temperature,
+filters and rules: as the model that verifies draws there, from other logits. So sampled drafts are right nearly as
+often as greedy ones (the chance is (1 - d) / (1 + d) or more, where d is the total variation distance of the two).
+
+K and V of drafts are written where the sequence's next tokens will have theirs. The step that verifies the drafts
+computes the same positions again, so what the chain has written is overwritten before anybody else reads it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_lite.protocol.step import Handle
+from vllm_lite.worker.batch.rows import Rows
+from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
+from vllm_lite.worker.forward import Forward
+from vllm_lite.worker.sampling.drafter import DraftBatch
+from vllm_lite.worker.sampling.ranked_sampler import TokenSampler
+from vllm_lite.worker.sampling.sampler import NO_LOGPROBS, SampleInputs, is_plain
+from vllm_lite.worker.step_parts.rules import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The tokens that one pass computes of each sequence: those from `starts` on, which are at least one."""
+
+    handles: list[Handle]
+    rows: Int64s  # [n]
+    starts: Int64s  # [n], the position of the first token of each
+    tokens: list[Int32s]  # of each: [num_tokens], from its start on
+
+
+class Chain:
+    """Drafts with a model: `forward` gives the logits of a pass, `sampler` draws from them.
+
+    `groups` are the KV groups of the batch's block tables that the model reads and writes, in its own order; None: all.
+    """
+
+    def __init__(
+        self, forward: Forward, sampler: TokenSampler, rows: Rows, rules: Rules, groups: Sequence[int] | None = None
+    ) -> None:
+        self._forward = forward
+        self._sampler = sampler
+        self._rows = rows
+        self._rules = rules
+        self._groups = groups
+
+    def draft(self, batch: DraftBatch, starts: Int64s | None = None) -> list[Int32s]:  # of each: [at most max_drafts]
+        """Draft `max_drafts` tokens of each sequence, or fewer where no token can be drawn.
+
+        starts: [num_seqs], the first position of each that the model has not computed; None: those that the step
+        computes, since the model reads the KV of the one that verifies.
+        """
+        rows = np.array([self._rows.row_of(handle, "a draft") for handle in batch.handles], np.int64)
+        lengths = np.array([len(tokens) for tokens in batch.tokens], np.int64)
+        counts = np.array(batch.max_drafts, np.int64)
+        if starts is None:
+            starts = self._rows.num_computed[rows]
+        params = self._params(rows)
+        drafts = np.zeros((len(rows), int(counts.max())), np.int32)
+        tokens = [all_of[start:] for all_of, start in zip(batch.tokens, starts.tolist(), strict=True)]
+        active = np.arange(len(rows))
+        for index in range(drafts.shape[1]):
+            inputs = self._inputs(Pass([batch.handles[i] for i in active], rows[active], starts[active], tokens))
+            samples = SampleInputs(params[active], lengths[active] + index)
+            known = [(batch.tokens[i], drafts[i, :index]) for i in active]
+            samples.edits = self._rules.edits_of_drafts(samples, rows[active], known)
+            samples.plain = samples.edits is None and is_plain(samples.params)
+            sampled = self._sampler.sample(self._forward.logits(inputs), samples)
+            drafts[active, index] = sampled.tokens
+            counts[active[list(sampled.failed)]] = index
+            active = np.flatnonzero(counts > index + 1)
+            starts = lengths + index
+            tokens = [drafts[i, index : index + 1] for i in active]
+            if not len(active):
+                break
+        return [drafts[i, :count] for i, count in enumerate(counts.tolist())]
+
+    def _params(self, rows: Int64s) -> np.ndarray[tuple[int], np.dtype[np.void]]:  # ROW_PARAMS [n]
+        """The sequences' own, but that nobody reads logprobs of drafts."""
+        params = self._rows.params[rows]
+        params["logprobs"], params["is_named"] = NO_LOGPROBS, False
+        return params
+
+    def _inputs(self, part: Pass) -> StepInputs:
+        counts = np.array([len(tokens) for tokens in part.tokens], np.int64)
+        starts_of = np.zeros(len(counts) + 1, np.int32)
+        counts.cumsum(out=starts_of[1:])
+        token_rows, positions = part.rows, part.starts
+        if starts_of[-1] > len(counts):
+            token_rows = part.rows.repeat(counts)
+            positions = np.arange(starts_of[-1]) + (part.starts - starts_of[:-1]).repeat(counts)
+        tables = self._rows.tables
+        written = positions >= self._rows.num_cached[token_rows]
+        groups = range(len(tables.ids)) if self._groups is None else self._groups
+        all_tables = tables.of(part.rows)
+        return StepInputs(
+            handles=part.handles,
+            rows=part.rows,
+            num_scheduled=counts,
+            input_ids=np.concatenate(part.tokens).astype(np.int64),
+            positions=positions,
+            slot_mapping=tables.slots(token_rows, positions, written, self._rows.handle_of, groups),
+            block_tables=tuple(all_tables[group] for group in groups),
+            query_start_loc=starts_of,
+            seq_lens=(part.starts + counts).astype(np.int32),
+            sampling=np.arange(len(counts)),
+            num_samples=np.ones(len(counts), np.int64),
+        )

@@ -1,0 +1,36 @@
+"""DraftPlace: what a drafter's own model is loaded beside."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_lite.attention.backend import AttentionBackend
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.tensors.kv_scales import KVScales
+from vllm_lite.config import ResolvedConfig
+from vllm_lite.models.registry import Model
+from vllm_lite.worker.device import Device
+from vllm_lite.worker.model_runner import StepLimits
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlace:
+    """The worker's side of a drafter: its settings, and the loaded model that verifies."""
+
+    config: ResolvedConfig
+    spec: ModelSpec
+    """The model's, with the KV groups of the drafter's layers behind its own."""
+    model: Model
+    backend: AttentionBackend
+    device: Device
+    dtype: torch.dtype
+    limits: StepLimits
+    graph_sizes: tuple[int, ...] = ()
+    """Batch sizes for which decode steps are recorded; none: they run eagerly."""
+    kv_scales: tuple[KVScales, ...] = ()
+    """Those of the model's layers, where the checkpoint has some and the cache uses them."""
+    progress: Callable[[], None] = lambda: None
+    """Called once a layer, as EagerForward does."""
+    loaded: Callable[[int, int], None] = lambda done, total: None  # noqa: ARG005
+    """Called with the bytes loaded, as load_weights does."""

@@ -1,0 +1,77 @@
+"""SelfDrafter: the model drafts for itself, with its weights in 4 bits.
+
+The copy reads the K and V of all tokens that the model has computed, and needs no prompt of its own. What it writes
+stands where the model's K and V of the same positions will be: the step that verifies computes them in any case.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_lite.models.decoder import Decoder
+from vllm_lite.models.four_bit_copy import check_copy, load_copy
+from vllm_lite.models.registry import Sizes
+from vllm_lite.worker.batch.rows import Rows
+from vllm_lite.worker.batch.step_inputs import Int32s
+from vllm_lite.worker.drafting.chain import Chain
+from vllm_lite.worker.drafting.place import DraftPlace
+from vllm_lite.worker.forward import EagerForward, Forward
+from vllm_lite.worker.graphs import DecodeGraphs
+from vllm_lite.worker.model_runner import warm_up_step
+from vllm_lite.worker.sampling.drafter import DraftBatch, Drafter, KVViews
+from vllm_lite.worker.sampling.ranked_sampler import sampler_of
+from vllm_lite.worker.step_parts.rules import Rules
+
+WARM_TOKENS = 2
+"""Tokens of the step that warms the copy up: one of more than a decode step has, where there may be more."""
+
+
+class SelfDrafter(Drafter):
+    """Drafts by the copy, one pass for each draft."""
+
+    _place: DraftPlace  # by `load`
+    _copy: Decoder
+    _eager: EagerForward  # by `begin`
+    _chain: Chain  # by `attach`
+
+    def load(self, place: DraftPlace) -> None:
+        config, limits = place.config, place.limits
+        self._place = place
+        check_copy(place.model.spec, config.quantization)
+        # A pass has the last token of each sequence, and the tokens that its grammar forces behind it.
+        sizes = Sizes(limits.max_model_len, limits.max_num_tokens, exact_activations=config.exact_activations)
+        files = config.model, config.load_format, config.seed
+        self._copy = load_copy(place.model, sizes, place.dtype, place.device.torch, files=files, progress=place.loaded)
+        if place.kv_scales:
+            self._copy.take_kv_scales(place.kv_scales)
+
+    def run_largest(self, own: KVViews, of_model: KVViews) -> None:  # noqa: ARG002 (it has no layers of its own)
+        self._warm_up(self._forward_over(of_model), self._place.limits.max_num_seqs)
+
+    def begin(self, own: KVViews, of_model: KVViews) -> None:  # noqa: ARG002 (as above)
+        self._eager = self._forward_over(of_model)
+        self._warm_up(self._eager, WARM_TOKENS)
+
+    def attach(self, rows: Rows, rules: Rules) -> None:
+        place, forward = self._place, self._graphs()
+        self._chain = Chain(forward, sampler_of(self._copy, place.device.torch, place.limits.patience_s), rows, rules)
+
+    def before(self, batch: DraftBatch) -> Sequence[Int32s]:
+        return self._chain.draft(batch)
+
+    def _forward_over(self, kv_caches: KVViews) -> EagerForward:
+        place = self._place
+        return EagerForward(self._copy, list(kv_caches), place.backend, place.device.torch, place.progress)
+
+    def _warm_up(self, forward: Forward, num_tokens: int) -> None:
+        limits, device = self._place.limits, self._place.device.torch
+        warm_up_step(forward, sampler_of(self._copy, device), limits, min(num_tokens, limits.max_num_tokens))
+
+    @torch.inference_mode()
+    def _graphs(self) -> Forward:
+        """Recorded steps where they are recorded on demand; a GPU would keep the memory of each."""
+        capture, limits = self._place.device.capture, self._place.limits
+        if capture is None or not self._place.graph_sizes or not capture.on_demand:
+            return self._eager
+        sizes = {"max_model_len": limits.max_model_len, "block_size": limits.block_size}
+        return DecodeGraphs(self._eager, capture, self._place.graph_sizes, **sizes)
