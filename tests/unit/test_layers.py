@@ -26,6 +26,7 @@ LAYERS = [
     "config",
     "process_settings",
     "checkpoint",
+    "kv_disk",
     "protocol",
     "transport",
     "trace",

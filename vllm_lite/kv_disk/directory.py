@@ -1,0 +1,87 @@
+"""The directory of a KV cache on disk: who may read it, and the seed of the hashes that its contents are found by.
+
+KV shows what was asked, so the directory is its owner's alone: another one is refused, never repaired. The seed is as
+secret as that of a process, and lies in the directory so that hashes are the same after a restart and in each engine.
+"""
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from vllm_lite.errors import ConfigError
+
+SEED_BYTES = 32
+_SEED = "seed"
+
+
+def open_directory(name: str) -> Path:
+    """Make the directory if it is missing, and check whose it is. Raises ConfigError."""
+    path = Path(name).expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"kv_cache_dir {path} cannot be made: {error.strerror}") from error
+    return check_directory(path)
+
+
+def check_directory(path: Path) -> Path:
+    """Raises ConfigError unless `path` is a directory of this user's that nobody else may enter."""
+    try:
+        status = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"kv_cache_dir {path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"kv_cache_dir {path} is no directory; give one, not a link to it or a file")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"kv_cache_dir {path} belongs to user {status.st_uid}, not to {os.geteuid()} as whom this runs: it holds "
+            "what people asked; give a directory of your own"
+        )
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"kv_cache_dir {path} has mode {stat.S_IMODE(status.st_mode):04o}, so that others may read what people "
+            f"asked; expected 0700: chmod 700 {path}"
+        )
+    return path
+
+
+def read_seed(path: Path) -> str:
+    """Return the seed of the hashes, in hexadecimal digits; the first engine draws it. Raises ConfigError.
+
+    It appears whole, under a name that may not exist yet: of two engines that draw one at the same time, one wins.
+    """
+    place = path / _SEED
+    if not place.exists():
+        _draw_seed(place)
+    try:
+        descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            status, seed = os.fstat(descriptor), file.read(SEED_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be read: {error.strerror}") from error
+    if len(seed) != SEED_BYTES or not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{place} has {len(seed)} bytes, expected {SEED_BYTES}; remove it, and with it all KV here")
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{place} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}; expected 0600 and "
+            f"{os.geteuid()}: who knows the seed can probe what others asked"
+        )
+    return seed.hex()
+
+
+def _draw_seed(place: Path) -> None:
+    draft = place.with_name(f".seed-{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(os.urandom(SEED_BYTES))
+        with suppress(FileExistsError):
+            os.link(draft, place)
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be written: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()

@@ -1,0 +1,396 @@
+"""DiskStore: the runs of one rank of one model, in files that other engines with the same fingerprint read and write.
+
+    DIR/<fingerprint>/<rank>-<world>/<first two digits>/<name>
+
+A file appears by rename or not at all, and is never written again, so no reader has to lock anything: it opens a whole
+file, and checks each item after it was read. A file that is not what its name and its place say is removed and counted.
+One thread writes and looks at the directory, several may read.
+"""
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from vllm_lite.kv_disk.format import (
+    MAX_ITEMS,
+    PAGE,
+    Damaged,
+    Foreign,
+    RunHeader,
+    checksum,
+    name_of,
+    pack,
+    unpack,
+)
+from vllm_lite.kv_disk.usage import DRAFT_PREFIX, remove_file, sweep
+
+TOUCH_S = 60.0
+"""A file's time of use is written at most so often."""
+SWEEP_S = 30.0
+"""How often all files are counted, those that other engines have written included."""
+PAUSE_S = 10.0
+"""How long nothing is written after the disk has refused something."""
+RECENT_NS = 2_000_000_000
+"""A folder that has changed so recently may change again within the same tick of its clock."""
+LARGEST = 0.5
+"""A run that takes more than this share of the quota is not written: it would push out all others."""
+WRITTEN = 1 / 16
+"""All files are counted again when this share of the quota was written since: others may write as much."""
+PART_BYTES = 4 << 20
+"""Items are read in parts of so many bytes, and checked while a core has them in its cache."""
+
+
+class Items(Protocol):
+    """Memory that items are read into and written from, by their ids."""
+
+    item_bytes: int
+
+    def to_write(self, ids: Sequence[int]) -> list[memoryview]:
+        """The bytes of items, to be written to a file."""
+        ...
+
+    def to_fill(self, ids: Sequence[int]) -> list[memoryview]:
+        """Room for the bytes of items."""
+        ...
+
+    def filled(self, ids: Sequence[int]) -> None:
+        """The room that was given last for these items has their bytes."""
+        ...
+
+
+class Changes(NamedTuple):
+    """Keys that can be found since the last look, and keys that no longer can."""
+
+    added: list[bytes]
+    removed: list[bytes]
+
+
+class _File:
+    __slots__ = ("keys", "name", "num_bytes", "used_s")
+
+    def __init__(self, name: str, keys: Sequence[bytes], num_bytes: int, used_s: float) -> None:
+        self.name = name
+        self.keys = tuple(keys)
+        self.num_bytes = num_bytes
+        self.used_s = used_s
+
+
+class DiskStore:
+    """`root` is a directory that check_directory() has passed."""
+
+    def __init__(
+        self,
+        root: Path,
+        fingerprint: bytes,
+        place: tuple[int, int],
+        quota_bytes: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`place` is the rank and how many there are."""
+        self.root = root
+        self.folder = root / fingerprint.hex()[:32] / f"{place[0]}-{place[1]}"
+        self.quota_bytes = quota_bytes
+        self.num_bytes = 0
+        """Bytes of all files below the root, as far as this engine knows."""
+        self.dropped = Counter[str]()
+        """Files that were removed, by reason: damaged (or cut), foreign, unreadable, evicted."""
+        self.errors = Counter[str]()
+        """What the system has refused: reading and writing."""
+        self._fingerprint = blake2b(b"%s %d %d" % (fingerprint, *place), digest_size=32).digest()
+        """A file that was moved here from another rank is as foreign as one of another model."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._files: dict[str, _File] = {}
+        self._places: dict[bytes, tuple[_File, int]] = {}
+        self._seen: dict[str, int] = {}  # folder -> its time when it was listed
+        self._added: list[bytes] = []
+        self._removed: list[bytes] = []
+        self._swept_s = self._paused_until_s = 0.0
+        self._num_drafts = self._num_written = 0
+
+    # ---- what is there
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
+
+    def keys(self) -> list[bytes]:
+        """All that can be found."""
+        with self._lock:
+            return list(self._places)
+
+    def take_changes(self) -> Changes:
+        with self._lock:
+            changes = Changes(self._added, self._removed)
+            self._added, self._removed = [], []
+        return changes
+
+    def look(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """List the folders that have changed since the last look: at first all, later those with files of other
+        engines. `stop` ends it early; the next look goes on."""
+        for name in self._subfolders():
+            if stop():
+                return
+            folder = self.folder / name
+            try:
+                changed_ns = folder.stat().st_mtime_ns
+                if self._seen.get(name) == changed_ns:
+                    continue
+                names = {entry for entry in os.listdir(folder) if not entry.startswith(DRAFT_PREFIX)}
+            except OSError:
+                continue
+            is_settled = abs(time.time_ns() - changed_ns) > RECENT_NS
+            self._seen[name] = changed_ns if is_settled else 0
+            for known in [file for file in self._of_folder(name) if file.name not in names]:
+                self._forget(known)
+            for new in names - self._files.keys():
+                self._take_up(new)
+        now_s = self._clock()
+        if abs(now_s - self._swept_s) > SWEEP_S:
+            self.sweep()
+
+    def _subfolders(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.folder))
+        except OSError:
+            return []
+
+    def _of_folder(self, name: str) -> list[_File]:
+        with self._lock:
+            return [file for file in self._files.values() if file.name[:2] == name]
+
+    def _take_up(self, name: str) -> None:
+        """Index a file that another engine, or an earlier one, has written."""
+        path = self._path(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            status = os.fstat(descriptor)
+            header = self._header(os.pread(descriptor, PAGE, 0), status.st_size, name)
+            self._index(_File(name, header.keys, status.st_size, status.st_mtime))
+        except (OSError, Foreign, Damaged) as error:
+            self._drop(name, error)
+        finally:
+            os.close(descriptor)
+
+    def _header(self, page: bytes, num_bytes: int, name: str) -> RunHeader:
+        header = unpack(page, num_bytes, self._fingerprint)
+        if name_of(header.keys) != name:
+            raise Damaged("its name is that of another file")
+        return header
+
+    def _index(self, file: _File) -> None:
+        with self._lock:
+            if file.name in self._files:
+                return
+            self._files[file.name] = file
+            for number, key in enumerate(file.keys):
+                if key not in self._places:
+                    self._places[key] = file, number
+                    self._added.append(key)
+
+    def _forget(self, file: _File) -> None:
+        """Take a file out of the index; it is gone, or about to be."""
+        with self._lock:
+            if self._files.pop(file.name, None) is None:
+                return
+            for key in file.keys:
+                if (place := self._places.get(key)) is not None and place[0] is file:
+                    del self._places[key]
+                    self._removed.append(key)
+
+    def _drop(self, name: str, error: Exception) -> None:
+        """Remove a file that is not what it should be."""
+        known = self._files.get(name)
+        if known is not None:
+            self._forget(known)
+        kind = type(error).__name__.lower() if isinstance(error, Foreign | Damaged) else "unreadable"
+        if not isinstance(error, FileNotFoundError):
+            self.dropped[kind] += 1
+            remove_file(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.folder, name[:2], name)
+
+    # ---- reading
+
+    def read(self, keys: Sequence[bytes], ids: Sequence[int], items: Items) -> tuple[set[int], int]:
+        """Fill the items `ids` with the contents of `keys`. Returns the numbers of those that failed, whose items may
+        hold anything, and the bytes that were read."""
+        failed, num_bytes = set[int](), 0
+        runs: dict[str, list[tuple[int, int]]] = {}
+        for index, key in enumerate(keys):
+            place = self._places.get(key)
+            if place is None:
+                failed.add(index)
+            else:
+                runs.setdefault(place[0].name, []).append((index, place[1]))
+        for name, places in runs.items():
+            try:
+                num_bytes += self._read_file(name, places, keys, ids, items)
+            except (OSError, Foreign, Damaged) as error:
+                if isinstance(error, OSError):
+                    self.errors["read"] += 1
+                self._drop(name, error)
+                failed.update(index for index, _ in places)
+        return failed, num_bytes
+
+    def _read_file(
+        self, name: str, places: list[tuple[int, int]], keys: Sequence[bytes], ids: Sequence[int], items: Items
+    ) -> int:
+        descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            header = self._header(os.pread(descriptor, PAGE, 0), status.st_size, name)
+            if header.item_bytes != items.item_bytes:
+                raise Foreign(f"its items have {header.item_bytes} bytes, expected {items.item_bytes}")
+            for part in _parts(places, items.item_bytes):
+                chosen = [ids[index] for index, _ in part]
+                rooms = items.to_fill(chosen)
+                _fill(descriptor, rooms, header.offset(part[0][1]))
+                for (index, number), room in zip(part, rooms, strict=True):
+                    if header.keys[number] != keys[index] or checksum(keys[index], room) != header.checksums[number]:
+                        raise Damaged(f"item {number} is not the one that was written")
+                items.filled(chosen)
+            self._used(descriptor, status.st_mtime)
+        finally:
+            os.close(descriptor)
+        return len(places) * items.item_bytes
+
+    def _used(self, descriptor: int, used_s: float) -> None:
+        now_s = self._clock()
+        if abs(now_s - used_s) > TOUCH_S:
+            with suppress(OSError):
+                os.utime(descriptor, (now_s, now_s))
+
+    # ---- writing
+
+    def write(self, keys: Sequence[bytes], ids: Sequence[int], items: Items) -> int:
+        """Write a run of at most MAX_ITEMS items. Returns its bytes, 0 if it could not be written."""
+        now_s = self._clock()
+        size = PAGE + len(keys) * items.item_bytes
+        if 0 < self._paused_until_s - now_s <= PAUSE_S or size > LARGEST * self.quota_bytes:
+            return 0
+        if self.num_bytes + size > self.quota_bytes:
+            self.sweep(size)
+        name = name_of(keys)
+        if name in self._files:
+            return size
+        folder = os.path.join(self.folder, name[:2])
+        self._num_drafts += 1
+        draft = os.path.join(folder, f"{DRAFT_PREFIX}{os.getpid()}-{threading.get_native_id()}-{self._num_drafts}")
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            self._write_file(draft, keys, ids, items)
+            os.rename(draft, os.path.join(folder, name))
+        except OSError:
+            self.errors["write"] += 1
+            self._paused_until_s = now_s + PAUSE_S
+            remove_file(draft)
+            return 0
+        self.num_bytes += size
+        self._num_written += size
+        self._index(_File(name, keys, size, now_s))
+        if self._num_written > WRITTEN * self.quota_bytes:
+            self.sweep()
+        return size
+
+    def _write_file(self, draft: str, keys: Sequence[bytes], ids: Sequence[int], items: Items) -> None:
+        """The header, which has the checksums, is written last; until it is renamed nobody reads the file."""
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            at, checksums = PAGE, []
+            for start in range(0, len(ids), step := max(1, PART_BYTES // items.item_bytes)):
+                parts = items.to_write(ids[start : start + step])
+                checksums += [checksum(key, part) for key, part in zip(keys[start : start + step], parts, strict=True)]
+                _write_all(descriptor, parts, at)
+                at += len(parts) * items.item_bytes
+            header = RunHeader(self._fingerprint, items.item_bytes, list(keys), checksums)
+            _write_all(descriptor, [memoryview(pack(header))], 0)
+        finally:
+            os.close(descriptor)
+
+    # ---- forgetting
+
+    def forget(self, keys: Iterable[bytes]) -> int:
+        """Remove the files that hold any of these contents. Returns their number."""
+        files = {place[0] for key in keys if (place := self._places.get(key)) is not None}
+        for file in files:
+            self._forget(file)
+            remove_file(self._path(file.name))
+            self.num_bytes -= file.num_bytes
+        return len(files)
+
+    def clear(self) -> int:
+        """Remove all files of this rank of this model. Returns their number."""
+        self.look()
+        return self.forget(self.keys())
+
+    def sweep(self, room_bytes: int = 0) -> None:
+        """Count what all engines have written, and remove what was not used for longest if it is too much."""
+        self._swept_s = now_s = self._clock()
+        self._num_written = 0
+        self.num_bytes, gone = sweep(self.root, self.quota_bytes - room_bytes, now_s)
+        if gone:
+            self.dropped["evicted"] += len(gone)
+        for path in gone:
+            known = self._files.get(os.path.basename(path))
+            if known is not None and self._path(known.name) == path:
+                self._forget(known)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if the index contradicts itself."""
+        for key, (file, number) in self._places.items():
+            if file.keys[number] != key or self._files.get(file.name) is not file:
+                raise RuntimeError(f"key {key.hex()[:16]} is said to lie in {file.name}, where it does not")
+        for file in self._files.values():
+            if not 0 < len(file.keys) <= MAX_ITEMS:
+                raise RuntimeError(f"file {file.name} is said to have {len(file.keys)} items")
+
+
+def _parts(places: list[tuple[int, int]], item_bytes: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut (index, number) into parts that are consecutive in the file and not too large."""
+    most = max(1, PART_BYTES // item_bytes)
+    part: list[tuple[int, int]] = []
+    for place in sorted(places, key=lambda each: each[1]):
+        if part and (place[1] != part[-1][1] + 1 or len(part) == most):
+            yield part
+            part = []
+        part.append(place)
+    if part:
+        yield part
+
+
+def _fill(descriptor: int, rooms: list[memoryview], offset: int) -> None:
+    """Read consecutive bytes of a file into `rooms`. Raises Damaged if there are too few."""
+    left = rooms
+    while left:
+        count = os.preadv(descriptor, left[:MAX_ITEMS], offset)
+        if count <= 0:
+            raise Damaged("it has become shorter")
+        offset += count
+        left = _behind(left, count)
+
+
+def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
+    left = parts
+    while left:
+        count = os.pwritev(descriptor, left[:MAX_ITEMS], offset)
+        offset += count
+        left = _behind(left, count)
+
+
+def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """The rest of `buffers` behind their first `count` bytes."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
