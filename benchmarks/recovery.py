@@ -4,7 +4,8 @@
 
 One stream of the demo model runs, with the default settings but for those given; a process is killed when it has some
 tokens, at a random moment of a step. The next token is the first that comes when those sent before are through
-(SENT_BEFORE_S). Every stream has to come to its end; whether its tokens are right is what scripts/chaos.py asks.
+(SENT_BEFORE_S). Every stream has to come to its end; tests/acceptance/chaos.py asks whether its
+tokens are right.
 """
 
 import argparse

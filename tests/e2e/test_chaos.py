@@ -1,24 +1,19 @@
-"""scripts/chaos.py for a few seconds: processes die and hang under a mixed load; every stream gets its tokens.
+"""tests/acceptance/chaos.py for a few seconds: processes die and hang under a mixed load; every stream gets its tokens.
 
 Longer runs are for the command line. What the script would find is shown in tests/unit/test_chaos.py.
 """
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.acceptance import chaos
+from tests.acceptance.chaos_report import Options
+from tests.acceptance.chaos_specs import References, make_references
 from tests.deadlines import scaled
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import chaos  # noqa: E402 - found only once scripts/ is on the path
-from chaos_report import Options  # noqa: E402
-from chaos_specs import References, make_references  # noqa: E402
 
 SECONDS, SEED = 6.0, 14
 PER_KIND, LONGEST, NUM_STREAMS = 3, 160, 6

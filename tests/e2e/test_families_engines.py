@@ -1,14 +1,9 @@
-"""Two rows of scripts/families_check.py, for the families that differ most: with prefix hits, and with sequences that
-were swapped out and back, the tokens and log-probabilities are those of transformers."""
+"""Two rows of tests/acceptance/families_check.py, for the families that differ most: with prefix hits, and with
+sequences that were swapped out and back, the tokens and log-probabilities are those of transformers."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from families_check import ROWS, check_variant
-
+from tests.acceptance.families_check import ROWS, check_variant
 from tests.families.all import VARIANTS
 
 NAMES = ("phi3-window", "gemma3", "olmo3", "cohere2", "gpt2", "falcon-alibi", "deepseek-v3")

@@ -1,6 +1,7 @@
 """Whole turns of agents on a real server, whose model plays them: a call, its result, a text.
 
-The requests have what Codex and Claude Code send at their defaults; scripts/try_agents.py runs the agents themselves.
+The requests have what Codex and Claude Code send at their defaults; tests/acceptance/try_agents.py runs the
+agents themselves.
 """
 
 import json

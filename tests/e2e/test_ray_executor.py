@@ -13,6 +13,6 @@ ROOT = Path(__file__).parents[2]
 
 def test_two_nodes_give_the_tokens_of_one_worker_and_the_death_of_one_is_survived() -> None:
     pytest.importorskip("ray.cluster_utils")
-    command = [sys.executable, str(ROOT / "scripts/ray_check.py"), "--only", "executor"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=scaled(240), check=False)
+    command = [sys.executable, "-m", "tests.acceptance.ray_check", "--only", "executor"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(240), check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

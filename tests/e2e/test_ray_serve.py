@@ -13,6 +13,6 @@ ROOT = Path(__file__).parents[2]
 
 def test_no_stream_is_lost_when_a_replica_is_killed() -> None:
     pytest.importorskip("ray.serve")
-    command = [sys.executable, str(ROOT / "scripts/ray_serve_check.py"), "--only", "kill"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=scaled(240), check=False)
+    command = [sys.executable, "-m", "tests.acceptance.ray_serve_check", "--only", "kill"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(240), check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

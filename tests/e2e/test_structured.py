@@ -1,19 +1,14 @@
 """Outputs that have to have a form, through all of the engine, in a model that knows no JSON: a slice of what
-scripts/structured_check.py runs. The judges are jsonschema and a regex engine."""
+tests/acceptance/structured_check.py runs. The judges are jsonschema and a regex engine."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.acceptance.structured_cases import load_cases
+from tests.acceptance.structured_check import chosen
+from tests.acceptance.structured_rows import Matrix, make_rows
 from tests.e2e.reference import DEADLINE_S
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from structured_cases import load_cases
-from structured_check import chosen
-from structured_rows import Matrix, make_rows
 
 MAX_TOKENS = 60
 ROWS = (

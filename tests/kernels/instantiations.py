@@ -173,4 +173,4 @@ ON_EVERY_ARCH = tuple(
     )
 )
 """How the names begin of those that are compiled for nvrtc.OTHER_ARCHES, too: the engine's attention at its limits.
-`scripts/cuda_costs.py --compare` compiles more of them for all, and holds them against what is recorded."""
+`benchmarks/cuda_costs.py --compare` compiles more of them for all, and holds them against what is recorded."""

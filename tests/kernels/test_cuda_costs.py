@@ -1,15 +1,9 @@
 """The table of what steps cost the host: that the work is counted, whatever the time."""
 
-import sys
-from pathlib import Path
-
+import cuda_costs
 import pytest
 
 from tests.kernels import nvrtc
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import cuda_costs
 
 
 def test_a_row_of_each_kind() -> None:

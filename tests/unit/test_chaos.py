@@ -5,25 +5,19 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.acceptance import chaos, chaos_check
+from tests.acceptance.chaos_check import Ledger, Process, Use, Watch, compare, grown, processes, running
+from tests.acceptance.chaos_client import Collected, Record
+from tests.acceptance.chaos_faults import KINDS, draw, inject
+from tests.acceptance.chaos_report import Options, Report, quantiles
+from tests.acceptance.chaos_specs import Answer, Fork, make_specs
 from tests.deadlines import scaled
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import chaos  # noqa: E402 - found only once scripts/ is on the path
-import chaos_check  # noqa: E402
-from chaos_check import Ledger, Process, Use, Watch, compare, grown, processes, running  # noqa: E402
-from chaos_client import Collected, Record  # noqa: E402
-from chaos_faults import KINDS, draw, inject  # noqa: E402
-from chaos_report import Options, Report, quantiles  # noqa: E402
-from chaos_specs import Answer, Fork, make_specs  # noqa: E402
 
 TOKENS = [5, 6, 7, 8, 5, 9, 10, 11]
 DEADLINE_S = scaled(10.0)
@@ -233,7 +227,7 @@ class TestProcesses:
     def test_what_was_paused_goes_on(
         self, sleeper: subprocess.Popen[bytes], kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("chaos_faults.SLOW_S", 0.05)
+        monkeypatch.setattr("tests.acceptance.chaos_faults.SLOW_S", 0.05)
         fault = inject(kind, random.Random(0), [Process(sleeper.pid, "worker", "w")], 0.06)
         assert fault is not None
         assert not fault.is_deadly

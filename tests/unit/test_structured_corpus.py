@@ -1,20 +1,14 @@
 """The corpus that structured_check.py runs through engines: each case compiles, or is refused if it is marked so."""
 
 import datetime as dt
-import sys
-from pathlib import Path
 
 import pytest
 import regex
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from structured_cases import behind_thinking, load_cases  # noqa: E402 - found only once scripts/ is on the path
-from structured_check import check_compiling  # noqa: E402
-
-from vllm_lite.protocol.structured import Thinking  # noqa: E402
-from vllm_lite.structured.schemas.string_formats import EXACT  # noqa: E402
+from tests.acceptance.structured_cases import behind_thinking, load_cases
+from tests.acceptance.structured_check import check_compiling
+from vllm_lite.protocol.structured import Thinking
+from vllm_lite.structured.schemas.string_formats import EXACT
 
 CASES = load_cases()
 

@@ -1,6 +1,5 @@
-"""scripts/try_agents.py without agents: which script is played for which request, and that the page has every agent."""
+"""tests/acceptance/try_agents.py without agents: the script that each request is played, a page of all agents."""
 
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -10,14 +9,13 @@ import httpx
 import jinja2
 import pytest
 
+from tests.acceptance import try_agents
+from tests.acceptance.try_agents_recorder import Recorder
+from tests.acceptance.try_agents_table import AGENTS
+from tests.acceptance.try_agents_turns import CALLS, DONE, PROMPT, choice, scripts
 from tests.deadlines import scaled
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-import try_agents  # noqa: E402 - found only once scripts/ is on the path
-from try_agents_recorder import Recorder  # noqa: E402
-from try_agents_table import AGENTS  # noqa: E402
-from try_agents_turns import CALLS, DONE, PROMPT, choice, scripts  # noqa: E402
 
 USER = {"role": "user", "content": PROMPT}
 RESULT = {"role": "tool", "content": "written"}

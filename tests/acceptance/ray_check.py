@@ -1,6 +1,6 @@
 """Checks the engine on a Ray cluster of three nodes that it starts on this machine, on the loopback interface only.
 
-    python scripts/ray_check.py [--only executor,...]
+    python -m tests.acceptance.ray_check [--only executor,...]
 
 packed     TP 2 on one node gives the tokens of one worker
 executor   TP 2 over two nodes gives the tokens of one worker; a node is killed under load: streams go on, on the third
@@ -19,9 +19,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # so that Ray takes the loopback interface for the node's
 
 import psutil
-from named_checks import check, run
 from ray.cluster_utils import Cluster
 
+from tests.acceptance.named_checks import check, run
 from vllm_lite import LLM
 from vllm_lite.protocol.params import SamplingParams
 

@@ -16,7 +16,7 @@ from jsonschema.validators import validator_for
 from vllm_lite import SamplingParams
 from vllm_lite.protocol.structured import Thinking
 
-CORPUS = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "structured"
+CORPUS = Path(__file__).resolve().parents[1] / "fixtures" / "structured"
 BEGIN, END = 2, 3
 """Marks of thinking that the demo model's vocabulary has as single tokens; it never writes them by itself."""
 SPELLED_END = "</so>"

@@ -1,9 +1,9 @@
 """What steps cost the host of a GPU, and what they launch: tables for docs/kernels.md. Needs no GPU.
 
-    python scripts/cuda_costs.py              # launches, blocks, bytes copied, microseconds of the host for a layer
-    python scripts/cuda_costs.py --steps      # launches and microseconds of whole steps of a worker
-    python scripts/cuda_costs.py --registers  # registers, spills and shared memory of kernels, by NVRTC
-    python scripts/cuda_costs.py --compare    # those again, next to what benchmarks/results/cuda-costs.md has
+    python benchmarks/cuda_costs.py              # launches, blocks, bytes copied, microseconds of the host for a layer
+    python benchmarks/cuda_costs.py --steps      # launches and microseconds of whole steps of a worker
+    python benchmarks/cuda_costs.py --registers  # registers, spills and shared memory of kernels, by NVRTC
+    python benchmarks/cuda_costs.py --compare    # those again, next to what benchmarks/results/cuda-costs.md has
 
 Kernels go to a launcher that counts and does nothing, so the time is what Python takes for one layer of 32 heads of 128
 over 8, bfloat16, beside torch's own products: the best of many.

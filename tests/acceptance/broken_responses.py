@@ -1,6 +1,6 @@
 """Break the connections of Responses streams again and again, and count lost and repeated events.
 
-    .venv/bin/python scripts/broken_responses.py http://127.0.0.1:8000/v1 --breaks 1000
+    python -m tests.acceptance.broken_responses http://127.0.0.1:8000/v1 --breaks 1000
 
 Every event is parsed by the types of OpenAI's package. Half of the responses run in the background. The exit status is
 1 at the first event that is lost, repeated or malformed.
@@ -10,11 +10,9 @@ import argparse
 import random
 import sys
 import time
-from pathlib import Path
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.response_events import broken_stream
 
 TIMEOUT_S = 60.0

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import msgspec
-from chaos_client import WAYS
-from chaos_faults import KINDS
+
+from tests.acceptance.chaos_client import WAYS
+from tests.acceptance.chaos_faults import KINDS
 
 
 class Options(msgspec.Struct, kw_only=True):

@@ -1,7 +1,7 @@
 """Attack a server as a stranger would, and print what each attack took: memory, and time of the server's loop.
 
-    python scripts/attack.py                                        # starts a server with the demo model
-    python scripts/attack.py --url http://127.0.0.1:8000 --pid 4711 --key sk-one --other-key sk-two
+    python -m tests.acceptance.attack                                        # starts a server with the demo model
+    python -m tests.acceptance.attack --url http://127.0.0.1:8000 --pid 4711 --key sk-one --other-key sk-two
 
 It changes nothing but the store of responses. A server that is started here has two API keys and takes adapters; of
 another one the memory is that of `--pid` and its children, and attacks that need keys are left out without two of them.
@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.http_server import serving
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http.body import MAX_BYTES, MAX_COMMAS, MAX_NESTED

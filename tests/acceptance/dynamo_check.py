@@ -1,6 +1,6 @@
 """Checks workers of Dynamo on this machine: two of them, the demo model, and Dynamo's own frontend before them.
 
-    python scripts/dynamo_check.py [--only tokens,...]
+    python -m tests.acceptance.dynamo_check [--only tokens,...]
 
 tokens    greedy and seeded requests give the texts and log-probabilities of the plain server
 kill      a worker is killed under load: every stream ends, with the same text
@@ -34,10 +34,11 @@ from typing import Any
 
 import httpx
 import psutil
-from dynamo_deployment import ENGINE_FLAGS, LOOPBACK, deployment, wait_for
-from named_checks import check, run
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from tests.acceptance.dynamo_deployment import ENGINE_FLAGS, LOOPBACK, deployment, wait_for
+from tests.acceptance.named_checks import check, run
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from prefix_routing import ANSWER, cache_blocks, converse
 
 from vllm_lite.engine.blocks.events import REJOIN_S

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from chaos_check import Process
+from tests.acceptance.chaos_check import Process
 
 KINDS: dict[str, int] = {
     "kill-worker": 8,

@@ -1,7 +1,7 @@
 """Hold every family of models to transformers through whole engines: prefix cache, preemption, chunks, drafts, ranks.
 
-    python scripts/families_check.py
-    python scripts/families_check.py --only gemma --rows preempted
+    python -m tests.acceptance.families_check
+    python -m tests.acceptance.families_check --only gemma --rows preempted
 
 Each variant of `tests/families` is a tiny random checkpoint. Its greedy tokens in float32 have to be those of
 transformers in every row, but for ties (logits closer than 0.001), and the log-probabilities of the five best tokens
@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import transformers
 

@@ -1,10 +1,10 @@
 """Run clients that nobody here wrote against a server with the bundled model, and say which of them work.
 
-    .venv/bin/python scripts/try_clients.py                                 # all, in environments that are thrown away
-    .venv/bin/python scripts/try_clients.py --only openai,ollama --environments ENVS
-    .venv/bin/python scripts/try_clients.py --environments ENVS --write     # all, and docs/clients.md
+    python -m tests.acceptance.try_clients                                 # all, in environments that are thrown away
+    python -m tests.acceptance.try_clients --only openai,ollama --environments ENVS
+    python -m tests.acceptance.try_clients --environments ENVS --write     # all, and docs/clients.md
 
-Each is tried by a short program in scripts/clients that ends with an error if anything is missing. With
+Each is tried by a short program in tests/acceptance/clients that ends with an error if anything is missing. With
 `--environments` what was installed stays there for the next time. `uv` installs it where there is one, pip elsewhere.
 The exit status is 1 if a client fails.
 """
@@ -20,11 +20,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.http_server import serving
 
-ROOT = Path(__file__).resolve().parents[1]
-PROGRAMS = ROOT / "scripts" / "clients"
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = Path(__file__).with_name("clients")
 DEMO = ROOT / "vllm_lite" / "demo_model"
 PAGE = ROOT / "docs" / "clients.md"
 FLAGS = ("--served-model-name", "demo", "--dtype", "float32", "--convert", "embed")
@@ -199,10 +198,10 @@ Programs that nobody here wrote, against a server with the bundled model:
 
     vllm-lite serve vllm_lite/demo_model {" ".join(FLAGS)}
 
-`python scripts/try_clients.py` starts it, installs each client into an environment and runs a short program, which ends
-with an error if anything is missing; `--only llamaindex,openai` chooses some, `--write` writes this page. "Unchanged"
-means that a client was given the address, the name of the model and any key, and nothing else. What the model says is
-not judged. DSPy sends no schema to a model that it does not know.
+`python -m tests.acceptance.try_clients` starts it, installs each client into an environment and runs a short program,
+which ends with an error if anything is missing; `--only llamaindex,openai` chooses some, `--write` writes this page.
+"Unchanged" means that a client was given the address, the name of the model and any key, and nothing else. What the
+model says is not judged. DSPy sends no schema to a model that it does not know.
 
 | client | package | works | what was called |
 | --- | --- | --- | --- |
@@ -214,9 +213,8 @@ def page(outcomes: list[Outcome]) -> str:
     for client, version, error in outcomes:
         name, *_ = client.program.split()
         works = f"not: {error}" if error else f"with {client.option}" if client.option else "unchanged"
-        rows.append(
-            f"| {client.name} | {client.package} {version} | {works} | [{called(name)}](../scripts/clients/{name}) |\n"
-        )
+        program = f"[{called(name)}](../tests/acceptance/clients/{name})"
+        rows.append(f"| {client.name} | {client.package} {version} | {works} | {program} |\n")
     return INTRODUCTION + "".join(rows)
 
 

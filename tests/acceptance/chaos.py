@@ -1,6 +1,6 @@
 """Kill, stop and slow down a server's processes under load, and check every token.
 
-    python scripts/chaos.py --seconds 120 --seed 1 --tensor-parallel-size 2
+    python -m tests.acceptance.chaos --seconds 120 --seed 1 --tensor-parallel-size 2
 
 1. An engine that nobody disturbs computes what every request has to get (chaos_specs.py).
 2. `vllm-lite serve` gets a mixed load of several client processes (chaos_client.py), while faults hit its engine and
@@ -30,22 +30,22 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-from chaos_check import Ledger, Watch
-from chaos_client import WEIGHTS, Record, Settings
-from chaos_faults import EARLIEST_S, IN_RECOVERY, KINDS, LATEST_S, Fault, draw, inject
-from chaos_report import Options, Report, quantiles, show
-from chaos_specs import Answer, References, branches, make_references
 
+from tests.acceptance.chaos_check import Ledger, Watch
+from tests.acceptance.chaos_client import WEIGHTS, Record, Settings
+from tests.acceptance.chaos_faults import EARLIEST_S, IN_RECOVERY, KINDS, LATEST_S, Fault, draw, inject
+from tests.acceptance.chaos_report import Options, Report, quantiles, show
+from tests.acceptance.chaos_specs import Answer, References, branches, make_references
 from vllm_lite import AsyncClient
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Stats
 
-ROOT = Path(__file__).resolve().parent.parent
 READY_S, DRAIN_S, END_S = 60.0, 90.0, 15.0
 PROGRESS_EVERY_S, LOOK_EVERY_S = 5.0, 0.5
 RESUMED_AFTER_S = 0.1
 """Tokens that come sooner after a death were on their way before."""
 NUM_CLIENTS = 3
+CLIENT = "tests.acceptance.chaos_client"
 
 
 class Chaos:
@@ -214,11 +214,10 @@ class Chaos:
         seed = self.rng.randrange(2**32)
         limits = options.num_streams, options.stream_s, max(30.0, 4 * options.heartbeat_timeout_s)
         settings = Settings(self.address, self.url, self.specs, seed, *limits, ways, name)
-        script = str(ROOT / "scripts" / "chaos_client.py")
         pipe = asyncio.subprocess.PIPE
         with (self.folder / f"{name}.log").open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, script, stdin=pipe, stdout=pipe, stderr=errors, limit=1 << 24
+                sys.executable, "-m", CLIENT, stdin=pipe, stdout=pipe, stderr=errors, limit=1 << 24
             )
         self.clients[name] = process
         stdin, stdout = process.stdin, process.stdout
@@ -401,7 +400,6 @@ def main() -> int:
     options, file = parse_args()
     folder = Path(tempfile.mkdtemp(prefix="vc", dir="/tmp"))
     if options.model is None:
-        sys.path.insert(0, str(ROOT))
         from tests.checkpoints import make_checkpoint
 
         options.model = str(make_checkpoint(folder / "model"))

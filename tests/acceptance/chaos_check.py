@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from chaos_client import Record
-from chaos_specs import Answer
+
+from tests.acceptance.chaos_client import Record
+from tests.acceptance.chaos_specs import Answer
 
 CONVICTED = "killed"
 """A word of the error by which a request ends that was in flight whenever a worker died."""
 LOGPROB_TOLERANCE = 5e-3
 MAX_EXAMPLES = 20
-SHARED = Path("/dev/shm")  # noqa: S108 - it is only listed
+SHARED = Path("/dev/shm")
 MAX_MORE_FDS = 32
 MAX_GROWTH_MIB = 256.0
 MIN_AGE_S = 5.0

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from structured_cases import SPELLED_END, Case, behind_thinking, closing_bias, params_of, thinking_of
 
+from tests.acceptance.structured_cases import SPELLED_END, Case, behind_thinking, closing_bias, params_of, thinking_of
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.config import demo_folder
 from vllm_lite.errors import VllmLiteError

@@ -1,6 +1,6 @@
 """Checks and measures replicas on Ray Serve, on a cluster that it starts on this machine.
 
-    python scripts/ray_serve_check.py [--only kill,...]
+    python -m tests.acceptance.ray_serve_check [--only kill,...]
 
 kill      kill -9 of a replica under load, then of a raylet alone: no stream is lost, all texts are the same
 engine    SIGSTOP of a replica's engine under load: streams go on, others are served meanwhile, something replaces it
@@ -29,10 +29,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from named_checks import check, run
-from ray_serve_faults import FAULTS
-from ray_serve_rig import LENGTH, LOOK_S, PATIENCE_S, SETTINGS, Stream, serving, until
-
+from tests.acceptance.named_checks import check, run
+from tests.acceptance.ray_serve_faults import FAULTS
+from tests.acceptance.ray_serve_rig import LENGTH, LOOK_S, PATIENCE_S, SETTINGS, Stream, serving, until
 from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
 
 SYSTEM, QUESTION, ANSWER, CHATS, TURNS, AT_ONCE = 64, 48, 32, 16, 6, 4
@@ -81,7 +80,8 @@ async def _scale(client: HttpClient, num_loops: int, length: int) -> str:
     return f"two replicas after {up_s:.1f} s, one {down_s:.1f} s after the load had gone"
 
 
-ROUTINGS = ("prefix", "least-loaded", "serve_routers:RoundRobin", "serve_routers:RaysPrefixRouter")
+ROUTERS = "tests.acceptance.serve_routers"
+ROUTINGS = ("prefix", "least-loaded", f"{ROUTERS}:RoundRobin", f"{ROUTERS}:RaysPrefixRouter")
 
 
 def check_routing() -> None:

@@ -1,6 +1,6 @@
 """Compare how often each output of a small grammar comes with what the model's own probabilities say.
 
-    python scripts/structured_odds.py --draws 4000
+    python -m tests.acceptance.structured_odds --draws 4000
 
 transformers computes the logits of every path that the grammar lets through; from them follows the probability of each
 text. Engines with and without jump-forward and drafts then draw as many outputs as asked for, each with a seed of its
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
-from structured_rows import NGRAM
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.acceptance.structured_rows import NGRAM
 from vllm_lite import LLM, SamplingParams
 from vllm_lite.config import demo_folder
 from vllm_lite.protocol.structured import StructuredOutputsParams

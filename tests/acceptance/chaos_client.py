@@ -16,13 +16,13 @@ from typing import Any
 
 import httpx
 import msgspec
-from chaos_specs import Answer, Fork, Spec
 
+from tests.acceptance.chaos_specs import Answer, Fork, Spec
 from vllm_lite import AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.protocol.params import RequestOutputKind
 
-RAW_CLIENT = Path(__file__).with_name("raw_client.py")
+RAW_CLIENT = Path(__file__).parents[2] / "scripts" / "raw_client.py"
 WEIGHTS = {"python": 6, "delta": 3, "fork": 2, "http": 2, "sse": 2, "resumed": 2, "raw": 1}
 """The ways in which requests are sent, and how often."""
 WAYS = list(WEIGHTS)

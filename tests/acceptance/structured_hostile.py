@@ -1,6 +1,6 @@
 """Send a server a thousand hostile grammars while eight plain streams run, and see what these feel of it.
 
-    python scripts/structured_hostile.py --grammars 1000
+    python -m tests.acceptance.structured_hostile --grammars 1000
 
 Three phases follow each other: hostile grammars (tests/hostile_grammars.py), as many harmless requests, and quiet. The
 gaps between the chunks of the plain streams are measured in each. Every hostile request has to be answered within
@@ -17,13 +17,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.hostile_grammars import hostile_forms
 

@@ -1,7 +1,7 @@
 """Serve one small model of every family as `vllm-lite serve` does it, as processes, and hold it to transformers.
 
-    python scripts/families_served.py
-    python scripts/families_served.py --only gemma --checks tokens,worker
+    python -m tests.acceptance.families_served
+    python -m tests.acceptance.families_served --only gemma --checks tokens,worker
 
 For each family a server in float32 answers completions, streams, chats, forms and forks, has its worker and then its
 engine killed in a stream, and its trace is decided again. Others follow: two ranks, n-gram drafts, eager steps beside
@@ -18,12 +18,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import families_served_checks as checks
 import transformers
-from families_served_checks import Subject, Unexpected
 
+from tests.acceptance import families_served_checks as checks
+from tests.acceptance.families_served_checks import Subject, Unexpected
 from tests.e2e.reference import TIE, Reference, make_prompts
 from tests.families import through_transformers
 from tests.families.all import VARIANTS

@@ -1,8 +1,8 @@
 """Run coding agents that nobody here wrote against a server with a scripted model, for one whole turn with a tool each.
 
-    .venv/bin/python scripts/try_agents.py                                  # all, in environments that are thrown away
-    .venv/bin/python scripts/try_agents.py --only codex,claude --environments ENVS --record FOLDER
-    .venv/bin/python scripts/try_agents.py --environments ENVS --write      # all, and their table in docs/clients.md
+    python -m tests.acceptance.try_agents                                  # all, in environments that are thrown away
+    python -m tests.acceptance.try_agents --only codex,claude --environments ENVS --record FOLDER
+    python -m tests.acceptance.try_agents --environments ENVS --write      # all, and their table in docs/clients.md
 
 An agent is given the address, a key and the name of the model, and leave to run a tool; everything else is at its
 defaults. It is to write a file. The model calls the agent's own tool for that, and says in the end that it is done
@@ -23,12 +23,10 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from try_agents_recorder import Recorder
-from try_agents_table import AGENTS, Agent
-from try_agents_turns import CONTENT, DONE, FILE, PROMPT, choice, scripts
-from try_clients import PAGE, PROGRAMS, install, last_line
-
+from tests.acceptance.try_agents_recorder import Recorder
+from tests.acceptance.try_agents_table import AGENTS, Agent
+from tests.acceptance.try_agents_turns import CONTENT, DONE, FILE, PROMPT, choice, scripts
+from tests.acceptance.try_clients import PAGE, PROGRAMS, install, last_line
 from tests.http_server import serving
 from tests.scripted_turns import make_scripted
 
@@ -37,7 +35,7 @@ FLAGS = ("--served-model-name", MODEL, "gpt-5.5", "--tool-call-parser", "hermes"
 TIMEOUT_S = 180.0
 NOBODY = "http://127.0.0.1:9"
 """A proxy that is not there: no agent reaches anything but the server."""
-BEGIN, END = "<!-- agents: written by scripts/try_agents.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- agents: written by tests/acceptance/try_agents.py -->\n", "<!-- end -->\n"
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 

@@ -1,7 +1,7 @@
 """Hold every kind of engine to 200 JSON schemas and 50 regular expressions, and judge each output with other libraries.
 
-    python scripts/structured_check.py
-    python scripts/structured_check.py --rows thinking --cases 40 --max-tokens 100
+    python -m tests.acceptance.structured_check
+    python -m tests.acceptance.structured_check --rows thinking --cases 40 --max-tokens 100
 
 The bundled demo model knows no JSON, so nothing but the grammar keeps its outputs valid. Each case runs greedily and
 sampled in each row: with and without speculation and jump-forward, one step at a time and overlapped, preempted, with
@@ -13,9 +13,8 @@ refused. Exit status: 0 if all held, 1 if something did not.
 import argparse
 import sys
 
-from structured_cases import Case, load_cases
-from structured_rows import HEAD, Matrix, make_rows, show
-
+from tests.acceptance.structured_cases import Case, load_cases
+from tests.acceptance.structured_rows import HEAD, Matrix, make_rows, show
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.structured import StructuredOutputsParams
 from vllm_lite.structured.compile import compile_grammar

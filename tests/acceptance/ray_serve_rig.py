@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ray_check import cluster  # isort: skip - it sets what ray reads when it is imported
+from tests.acceptance.ray_check import cluster  # isort: skip - it sets what ray reads when it is imported
 
 import psutil
 import ray
@@ -21,9 +21,9 @@ from vllm_lite.ray.config import RayServeConfig
 from vllm_lite.ray.deploy import deployed
 from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
 
-SCRIPTS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 os.environ |= FASTER  # as where ray-serve starts Ray
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH"))))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "cpu_threads": 1,

@@ -15,11 +15,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ray_check import cluster  # isort: skip - it sets what ray reads when it is imported
+from tests.acceptance.ray_check import cluster  # isort: skip - it sets what ray reads when it is imported
 
 import psutil
-from named_checks import check
-from ray_serve_rig import (
+from safetensors.torch import load_file, save_file
+
+from tests.acceptance.named_checks import check
+from tests.acceptance.ray_serve_rig import (
     LENGTH,
     LOOK_S,
     NUM_STREAMS,
@@ -32,8 +34,6 @@ from ray_serve_rig import (
     texts,
     until,
 )
-from safetensors.torch import load_file, save_file
-
 from vllm_lite.checkpoint.tensors.lora import WEIGHTS_FILE
 from vllm_lite.tools.bench.adapters import write_adapters
 from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
