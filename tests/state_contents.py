@@ -7,7 +7,7 @@ from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.states.slots import StateSlots
 from vllm_lite.engine.states.store import KEY
-from vllm_lite.runtime.prefix_hash import PrefixHasher
+from vllm_lite.runtime.prefix_hash import KeyedSpan, PrefixHasher
 
 
 class RecordingHasher(PrefixHasher):
@@ -21,9 +21,16 @@ class RecordingHasher(PrefixHasher):
     def root(self, extra_keys: abc.Sequence[str] = ()) -> bytes:
         return self._other.root(extra_keys)
 
-    def extend(self, hashes: list[bytes], root: bytes, tokens: memoryview, num_tokens: int) -> None:
+    def extend(
+        self,
+        hashes: list[bytes],
+        root: bytes,
+        tokens: memoryview,
+        num_tokens: int,
+        spans: abc.Sequence[KeyedSpan] = (),
+    ) -> None:
         first, ids = len(hashes), tokens.cast("I").tolist()
-        self._other.extend(hashes, root, tokens, num_tokens)
+        self._other.extend(hashes, root, tokens, num_tokens, spans)
         for index in range(first, len(hashes)):
             self.tokens_of[hashes[index]] = tuple(ids[: (index + 1) * self.block_size])
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,13 @@ from vllm_lite.kernels.recurrent import Segments
 
 PAD_SLOT = -1
 """Slot of a token whose K and V are not written: padding, and a recomputed token whose KV is already in the cache."""
+
+
+class TokenVectors(NamedTuple):
+    """Vectors that stand in the place of those of placeholder tokens."""
+
+    rows: torch.Tensor  # int64 [n], of the step's tokens
+    vectors: torch.Tensor  # [n, hidden_size], as the first layer reads them
 
 
 @dataclass(slots=True)
@@ -28,7 +35,7 @@ class StepBatch:
     max_query_len: int
     max_seq_len: int
     token_ids: torch.Tensor  # int [num_tokens]
-    positions: torch.Tensor  # int64 [num_tokens]
+    positions: torch.Tensor  # int64 [num_tokens], as the model counts
     query_start_loc: torch.Tensor  # int32 [num_seqs + 1]
     seq_lens: torch.Tensor  # int32 [num_seqs], tokens in the cache after this step's writes
     block_tables: tuple[torch.Tensor, ...]  # int32 [num_seqs, max_blocks], entries past the length unused
@@ -39,6 +46,8 @@ class StepBatch:
     """Where recurrent layers find and leave the states of the sequences; None: there are no such layers."""
     tentative: torch.Tensor | None = None
     """int64 [num_tentative], rows that no state takes up before it is known whether they are right; None: none."""
+    vectors: TokenVectors | None = None
+    """What `Decoder.embed` puts in beside the vectors of tokens; None: nothing, as for text."""
     tail: "StepBatch | None" = None
     """The `wanted` rows as a batch, for what follows once the last layer has written to the cache; None: they are not
     the ends of sequences, or it would not pay."""

@@ -4,6 +4,7 @@ llm.py                LLM: lists in, lists out; it owns its engine
 async_client.py       AsyncClient: streams, for asyncio
 chat.py               messages to prompts, and the tokenizer object that scripts get
 prompt.py             checks of a prompt and its sampling params, and its tokens
+spans.py              spans of a prompt, text and media, and their flat form
 pooling.py            vectors and scores: a request without samples
 generation_config.py  sampling defaults of a checkpoint and of its user
 outputs.py            results under vLLM's names

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NotRequired, TypedDict
 
+from vllm_lite.client.spans import Span, flatten
 from vllm_lite.client.text.tokenizer import SLICE_CHARS, Tokenizer
 from vllm_lite.errors import ContextLengthError, RequestError
 from vllm_lite.protocol.api import MAX_MARKS, Welcome
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.spans import Media
 
 
 class TextPrompt(TypedDict):
@@ -24,13 +26,19 @@ class TokensPrompt(TypedDict):
     marks: NotRequired[Sequence[int] | None]
 
 
+class SpansPrompt(TypedDict):
+    """Text and media, one after another."""
+
+    spans: Sequence[Span]
+
+
 MIN_TEXT_BYTES = 512 * 1024
 """A text of this size may always be tokenized at once: the library takes about 180 bytes of memory per byte of text."""
 BYTES_PER_TOKEN = 32
 """The most bytes per token, on the average of a prompt. A text with more per token of the context is not tokenized."""
 USUAL_BYTES_PER_TOKEN = 4
 
-PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt
+PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt | SpansPrompt
 _FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
@@ -42,6 +50,8 @@ class Prompt:
     token_ids: list[int]
     marks: tuple[int, ...] = ()
     """Ends of messages, in tokens, for an engine that wants to know them."""
+    media: tuple[Media, ...] = ()
+    """What lies where `token_ids` has placeholders."""
 
 
 def message_ends(token_ids: list[int], limits: Welcome) -> tuple[int, ...]:
@@ -80,6 +90,8 @@ def read_prompt(
     or first tokens are kept, together with the special tokens that a tokenizer adds at the ends of a text. Raises
     RequestError, and what `check` raises, which is called now and then while a long text is tokenized.
     """
+    if isinstance(given, Mapping) and "spans" in given:
+        return _of_spans(given, limits, params)
     plain, text = unwrap(given)
     most, kept = limits.max_model_len, _num_kept(params, limits)
     side = params.truncation_side or "left"
@@ -102,6 +114,19 @@ def read_prompt(
     num_kept = len(prompt.token_ids)
     kept_marks = (mark - num_cut for mark in checked_marks(marks, len(plain)) if 0 < mark - num_cut <= num_kept)
     return replace(prompt, marks=tuple(kept_marks) if limits.wants_marks else ())
+
+
+def _of_spans(given: Mapping[str, Any], limits: Welcome, params: SamplingParams) -> Prompt:
+    """A prompt of text and media."""
+    spans = given["spans"]
+    if len(given) > 1 or not isinstance(spans, Sequence) or isinstance(spans, (str, bytes, bytearray)):
+        raise RequestError("a prompt of spans must be {'spans': [Text or Media, ...]} and nothing else")
+    if params.truncate_prompt_tokens is not None:
+        raise RequestError("a prompt of spans cannot be truncated; leave out truncate_prompt_tokens")
+    token_ids, media = flatten(spans, limits)
+    if not token_ids:
+        raise RequestError("the prompt is empty; it needs at least one token")
+    return Prompt(None, checked_ids(token_ids, limits.vocab_size), message_ends(token_ids, limits), media)
 
 
 def _num_kept(params: SamplingParams, limits: Welcome) -> int | None:

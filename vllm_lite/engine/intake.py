@@ -17,6 +17,7 @@ from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
+from vllm_lite.protocol.spans import Media
 
 MAX_PROMPT_SCORES = 1 << 21
 """Most logprobs of one prompt: as many as fit into one message, about 32 MiB."""
@@ -35,15 +36,17 @@ class Attached(NamedTuple):
 
 
 class Model(NamedTuple):
-    """Facts about the model: the size of its vocabulary, tokens that end a sequence, and its pooler."""
+    """Facts about the model: the size of its vocabulary, tokens that end a sequence, its pooler, and the kinds of media
+    that it takes."""
 
     vocab_size: int
     eos: frozenset[int]
     pooler: PoolerInfo = PoolerInfo()
+    media_kinds: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, ready: Ready) -> "Model":
-        return cls(ready.vocab_size, frozenset(ready.eos_token_ids), ready.pooler)
+        return cls(ready.vocab_size, frozenset(ready.eos_token_ids), ready.pooler, frozenset(ready.placeholders))
 
 
 class Intake:
@@ -94,7 +97,7 @@ class Intake:
         tokens = sequence.tokens[: parent.num_prompt + message.have]
         prompt, output = tokens[: parent.num_prompt].tobytes(), tokens[parent.num_prompt :].tobytes()
         named = message.external_id, message.context
-        generate = Generate(message.child_id, prompt, message.params, message.have, output, *named)
+        generate = Generate(message.child_id, prompt, message.params, message.have, output, *named, media=parent.media)
         child = self._make_request(client, generate, parent.num_prompt, parent.adapter)
         if child.num_tokens >= child.max_len:
             raise RequestError(f"max_tokens must be more than the {message.have} tokens the fork starts with")
@@ -194,12 +197,27 @@ class Intake:
         self._check_tokens("output", message.output)
         for sample in message.samples:
             self._check_tokens(f"output of sample {sample.index}", sample.output)
+        self._check_media(message.media, num_prompt)
 
     def _check_tokens(self, what: str, data: bytes) -> None:
         """Raises RequestError if `data` has a token id that is not in the vocabulary."""
         largest = max(unpack_tokens(data), default=0)
         if largest >= self._model.vocab_size:
             raise RequestError(f"token ids must be below {self._model.vocab_size}, the {what} holds {largest}")
+
+    def _check_media(self, media: abc.Sequence[Media], num_prompt: int) -> None:
+        """Raises RequestError for media that the model does not take, or that do not lie apart and in order."""
+        end, kinds = 0, self._model.media_kinds
+        for medium in media:
+            if medium.kind not in kinds:
+                takes = f"text and {', '.join(sorted(kinds))}" if kinds else "text only"
+                raise RequestError(f"the prompt has a medium of kind {medium.kind!r}; this model takes {takes}")
+            if not end <= medium.start < medium.end <= num_prompt:
+                raise RequestError(
+                    f"media must lie in the prompt's {num_prompt} tokens, in order and apart from each other; got one "
+                    f"from {medium.start} to {medium.end} behind one that ends at {end}"
+                )
+            end = medium.end
 
     def _check_length(self, num_prompt: int, num_output: int, max_tokens: int | None) -> None:
         longest = self._scheduler.max_len
@@ -216,6 +234,8 @@ def _check_same(known: Request, message: Generate) -> None:
     """Raises RequestError if `message` is not the live request that has its id, sent again."""
     if known.sequences[0].tokens[: known.num_prompt].tobytes() != message.prompt:
         raise RequestError(f"request id {message.request_id!r} is in use for another prompt; choose another id")
+    if known.media != message.media:
+        raise RequestError(f"request id {message.request_id!r} is in use for other media; choose another id")
     asked = message.pooling and msgspec.structs.replace(message.pooling, reads_all=True)
     if asked != (known.pooling and msgspec.structs.replace(known.pooling, reads_all=True)):
         raise RequestError(f"request id {message.request_id!r} is in use to pool otherwise; choose another id")

@@ -119,6 +119,7 @@ class EngineProcess:
                 adapters=core.adapter_loader.infos,
                 max_loras=core.adapters.limits.in_step,
                 wants_marks=core.kv.wants_marks,
+                placeholders=ready.placeholders,
             )
         )
         log.moment("engine", "blocks, clients' socket")

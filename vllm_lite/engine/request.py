@@ -56,6 +56,8 @@ class Request:
         self.adapter = adapter
         self.marks = message.marks
         """Ends of messages in the prompt, in tokens: where others are likely to go on."""
+        self.media = message.media
+        """Media in the prompt. The hash of each block in which some lie depends on them."""
         self.is_guided = bool(message.params.grammar)
         """Whether its outputs follow a grammar, which may leave no choice of some tokens."""
         self.max_len = max_len

@@ -68,6 +68,7 @@ class Decoder:
         self.own_columns = slice(own.start, own.end)
         self._widths = tuple(part.size for part in held)
         self.embedding = parts.embedding(own)
+        self.embedding_scale = spec.embedding_scale
         self.layers = [self.make_layer(parts, index) for index in range(spec.num_layers)]
         attending = [index for index, own in enumerate(spec.layers) if own.attends]
         writers = [index for index in attending if spec.layers[index].kv_layer is None]
@@ -130,10 +131,12 @@ class Decoder:
         self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
 
     def embed(self, batch: StepBatch, rows: Rows) -> None:
-        """Fill rows.residual with what the first layer reads."""
+        """Fill rows.residual with what the first layer reads: vectors of tokens, scaled, and the batch's own ones."""
         self.embedding.forward(batch.token_ids, out=rows.residual)
-        if self.spec.embedding_scale != 1.0:
-            self.ops.scale(rows.residual, self.spec.embedding_scale)
+        if self.embedding_scale != 1.0:
+            self.ops.scale(rows.residual, self.embedding_scale)
+        if batch.vectors is not None:
+            rows.residual.index_copy_(0, batch.vectors.rows, batch.vectors.vectors.to(rows.residual.dtype))
 
     def empty_logits(self, num_rows: int) -> torch.Tensor:
         """Memory for `logits`: float32 [num_rows, vocab_size], shared by ranks that can; then the next call may return

@@ -4,8 +4,6 @@ from typing import ClassVar
 
 import torch
 
-from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.decoder_layer import SandwichLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.models.decoder import Decoder, Layer
@@ -18,10 +16,6 @@ class Gemma(Decoder):
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
         super().__init__(parts, max_model_len, max_num_tokens)
         self.embedding_scale = torch.tensor(self.spec.embedding_scale, dtype=parts.dtype).item()
-
-    def embed(self, batch: StepBatch, rows: Rows) -> None:
-        self.embedding.forward(batch.token_ids, out=rows.residual)
-        self.ops.scale(rows.residual, self.embedding_scale)
 
 
 class Gemma2(Gemma):

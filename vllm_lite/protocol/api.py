@@ -16,6 +16,7 @@ from vllm_lite.protocol.histograms import BlockHistograms, Counts, RequestHistog
 from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
+from vllm_lite.protocol.spans import PromptMedia
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
 """Room for four million tokens of four bytes."""
@@ -69,6 +70,8 @@ class Generate(Message, tag="generate"):
 
     With `pooling` nothing is generated: the request ends once its prompt is computed, and its Finished has what the
     pooler made of it. Of `params` it needs who asks, until when, and how urgent it is.
+
+    `media` lie in the prompt, in order and apart from each other, where `prompt` has their placeholder tokens.
     """
 
     request_id: RequestId
@@ -83,6 +86,7 @@ class Generate(Message, tag="generate"):
     pooling: Pooling | None = None
     adapter: Annotated[str, Meta(max_length=256)] = ""
     marks: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=MAX_MARKS)] = ()
+    media: PromptMedia = ()
 
 
 class ForkRequest(Message, tag="fork"):
@@ -147,7 +151,8 @@ class Welcome(Message, tag="welcome"):
     `tokenizer` is the folder of the tokenizer on the engine's host, for clients that know only an address. If the
     engine dies another one takes its place, unless it is not `is_supervised`: then its death is the end of every
     request. `max_loras`: how many different LoRA adapters a step may have; 0: none are served.
-    `wants_marks`: it has recurrent layers, so that the marks of a Generate are of use.
+    `wants_marks`: it has recurrent layers, so that the marks of a Generate are of use. `placeholders` has for each kind
+    of media that the model takes the token that stands for it in a prompt.
     """
 
     version: int
@@ -164,6 +169,7 @@ class Welcome(Message, tag="welcome"):
     adapters: tuple[AdapterInfo, ...] = ()
     max_loras: int = 0
     wants_marks: bool = False
+    placeholders: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Refused(Message, tag="refused"):

@@ -7,6 +7,8 @@ and exits.
 Every message of a worker names its rank and the generation of its group; the engine drops those of another generation.
 """
 
+import msgspec
+
 from vllm_lite.protocol import Message
 from vllm_lite.protocol.pooling import PoolerInfo
 
@@ -48,7 +50,7 @@ class KVGroupInfo(Message):
 class Ready(Message, tag=31):
     """The shard is loaded; `num_blocks` KV blocks of `block_bytes` would fit (null block included). A model with
     recurrent layers has `num_state_slots` of `state_bytes` beside them, slot 0 included, which is never used, and room
-    for `num_host_states` in host memory, whose ids follow those of the slots."""
+    for `num_host_states` in host memory, whose ids follow those of the slots. `placeholders` as in Welcome."""
 
     rank: int
     generation: int
@@ -62,6 +64,7 @@ class Ready(Message, tag=31):
     num_state_slots: int = 0
     state_bytes: int = 0
     num_host_states: int = 0
+    placeholders: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Start(Message, tag=32):

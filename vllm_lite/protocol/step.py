@@ -15,6 +15,7 @@ from vllm_lite.protocol import Message
 from vllm_lite.protocol.api import Pooled, PromptLogprobs, TokenBytes, TokenLogprobs
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.pooling import Pooling
+from vllm_lite.protocol.spans import PromptMedia
 
 Handle = int
 AdapterNumber = int
@@ -40,7 +41,8 @@ class NewRequest(Message, tag=1):
     Positions [num_computed, num_computed + num_tokens) are computed in this step. Below `num_cached` the KV is
     already there and must not be written: on a hit of the whole prompt num_cached = num_computed + 1 = its length,
     so that the last token's query is recomputed and nothing is written. With `pooling` it is never sampled. `adapter`
-    has been loaded before. Answers of requests with the same `draft_group` may be drafted for each other.
+    has been loaded before. Answers of requests with the same `draft_group` may be drafted for each other. `media` lie
+    among the prompt's tokens.
     """
 
     handle: Handle
@@ -54,6 +56,7 @@ class NewRequest(Message, tag=1):
     pooling: Pooling | None = None
     adapter: AdapterNumber = 0
     draft_group: Annotated[bytes, Meta(max_length=16)] = b""
+    media: PromptMedia = ()
 
 
 class Continue(Message, tag=2):

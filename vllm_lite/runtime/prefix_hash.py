@@ -1,15 +1,32 @@
 """Content hashes of full blocks, chained over everything before them, so that equal hashes mean equal prefixes.
 
-blake2b-256 over (parent digest, token ids as little-endian u32). What else must be equal for KV to be shared (cache
-salt, adapter, ...) goes into the root of the chain, as does a seed that every process draws anew unless it is fixed:
-no client can predict or probe another process's hashes.
+blake2b-256 over (parent digest, token ids as little-endian u32, keys of the spans in the block). What else must be
+equal for any KV of a sequence to be shared (cache salt, adapter, ...) goes into the root of the chain, as does a seed
+that every process draws anew unless it is fixed: no client can predict or probe another process's hashes.
 """
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import blake2b
+from operator import attrgetter
+from typing import Protocol
 
 DIGEST_BYTES = 32
+_end = attrgetter("end")
+
+
+class KeyedSpan(Protocol):
+    """Tokens [start, end) that stand for content with this digest: their ids are the same for any content."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def digest(self) -> bytes: ...
 
 
 class PrefixHasher:
@@ -27,13 +44,39 @@ class PrefixHasher:
             state.update(len(data).to_bytes(8, "little") + data)
         return state.digest()
 
-    def extend(self, hashes: list[bytes], root: bytes, tokens: memoryview, num_tokens: int) -> None:
+    def extend(
+        self,
+        hashes: list[bytes],
+        root: bytes,
+        tokens: memoryview,
+        num_tokens: int,
+        spans: Sequence[KeyedSpan] = (),
+    ) -> None:
         """Append to `hashes` the digests of the blocks that `num_tokens` fill and that are not hashed yet.
 
-        `tokens` holds the sequence's ids as bytes, four per token.
+        `tokens` holds the sequence's ids as bytes, four per token; `spans` are in order, and do not overlap.
         """
         block_bytes = 4 * self.block_size
         parent = hashes[-1] if hashes else root
-        for start in range(len(hashes) * block_bytes, num_tokens // self.block_size * block_bytes, block_bytes):
+        blocks = range(len(hashes) * block_bytes, num_tokens // self.block_size * block_bytes, block_bytes)
+        if spans:
+            for start in blocks:
+                content = parent + tokens[start : start + block_bytes]
+                content += span_keys(spans, start // 4, self.block_size)
+                parent = blake2b(content, digest_size=DIGEST_BYTES).digest()
+                hashes.append(parent)
+            return
+        for start in blocks:
             parent = blake2b(parent + tokens[start : start + block_bytes], digest_size=DIGEST_BYTES).digest()
             hashes.append(parent)
+
+
+def span_keys(spans: Sequence[KeyedSpan], first: int, block_size: int) -> bytes:
+    """The keys of those spans that lie in the block which begins with token `first`: of each its digest, where it
+    begins and where it ends, counted from that token. Empty for a block of text alone."""
+    keys = b""
+    for span in spans[bisect_right(spans, first, key=_end) :]:
+        if span.start >= first + block_size:
+            break
+        keys += span.digest + b"".join((at - first).to_bytes(8, "little", signed=True) for at in (span.start, span.end))
+    return keys

@@ -88,6 +88,7 @@ class EagerForward:
             wanted=None if (wanted := inputs.wanted) is None else self._to_device(wanted),
             states=None if inputs.states is None else Segments(*map(self._to_device, inputs.states)),
             tentative=None if (tokens := inputs.tentative) is None else self._to_device(tokens),
+            vectors=inputs.vectors,
             tail=self._tail(inputs),
             host=HostLens(inputs.num_scheduled, inputs.seq_lens, inputs.block_tables),
         )

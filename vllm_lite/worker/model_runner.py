@@ -123,7 +123,7 @@ class ModelRunner:
     def _logits(self, inputs: StepInputs) -> torch.Tensor | None:
         """Run the model, and return the logits of the samples; None if there are none to come."""
         hidden = logits = None
-        if inputs.reads or inputs.shows_hidden:  # graphs show none
+        if inputs.is_eager:
             hidden = self.eager.hidden(inputs)
         else:
             logits = self.forward.logits(inputs)

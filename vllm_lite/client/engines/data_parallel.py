@@ -236,7 +236,7 @@ def prompt_hashes(hasher: PrefixHasher, request: Generate) -> list[bytes]:
     hashes: list[bytes] = []
     own = ("lora", request.adapter) if request.adapter else ()
     root = hasher.root(own if salt is None else (*own, salt))
-    hasher.extend(hashes, root, tokens, len(tokens) // 4)
+    hasher.extend(hashes, root, tokens, len(tokens) // 4, request.media)
     return hashes
 
 

@@ -107,8 +107,17 @@ class RequestStream:
     def _generate(self) -> Generate:
         have = self.num_tokens
         output = pack_tokens(self.samples[0].token_ids) if have else b""
-        prompt, marks = pack_tokens(self.prompt.token_ids), self.prompt.marks
-        return Generate(self.request_id, prompt, self._wire_params(), have, output, marks=marks, adapter=self.adapter)
+        prompt = self.prompt
+        return Generate(
+            self.request_id,
+            pack_tokens(prompt.token_ids),
+            self._wire_params(),
+            have,
+            output,
+            adapter=self.adapter,
+            marks=prompt.marks,
+            media=prompt.media,
+        )
 
     def starts_again(self, event: Event, is_live: Callable[[str], bool]) -> bool:
         """Whether to send this fork again, as a request with tokens of its own, which message() then returns.

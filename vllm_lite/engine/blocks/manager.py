@@ -318,7 +318,7 @@ class KVCacheManager:
     def _hash_tokens(self, sequence: Sequence, num_tokens: int) -> None:
         if num_tokens // self.block_size > len(sequence.block_hashes):
             tokens = memoryview(sequence.tokens).cast("B")
-            self.hasher.extend(sequence.block_hashes, sequence.hash_root, tokens, num_tokens)
+            self.hasher.extend(sequence.block_hashes, sequence.hash_root, tokens, num_tokens, sequence.request.media)
             tokens.release()  # an exported array cannot grow
 
     def count(self) -> None:

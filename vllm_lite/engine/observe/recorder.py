@@ -22,7 +22,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.api import FinishReason, PrefixCacheReset
 from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import log
-from vllm_lite.runtime.prefix_hash import PrefixHasher
+from vllm_lite.runtime.prefix_hash import KeyedSpan, PrefixHasher
 from vllm_lite.trace import records
 from vllm_lite.trace.records import FIELDS, HASH_BYTES, WAITS, Code, Decision
 from vllm_lite.trace.segments import segment_path
@@ -53,9 +53,16 @@ class RecordingHasher(PrefixHasher):
         self._log += digest[:HASH_BYTES]
         return digest
 
-    def extend(self, hashes: list[bytes], root: bytes, tokens: memoryview, num_tokens: int) -> None:
+    def extend(
+        self,
+        hashes: list[bytes],
+        root: bytes,
+        tokens: memoryview,
+        num_tokens: int,
+        spans: abc.Sequence[KeyedSpan] = (),
+    ) -> None:
         known = len(hashes)
-        self.inner.extend(hashes, root, tokens, num_tokens)
+        self.inner.extend(hashes, root, tokens, num_tokens, spans)
         for digest in hashes[known:]:
             self._log += digest[:HASH_BYTES]
 

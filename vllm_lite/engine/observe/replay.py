@@ -17,7 +17,7 @@ from vllm_lite.protocol.api import Generate, SampleSoFar, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.step import ModelOutput
-from vllm_lite.runtime.prefix_hash import PrefixHasher
+from vllm_lite.runtime.prefix_hash import KeyedSpan, PrefixHasher
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
 from vllm_lite.trace.records import HASH_BYTES
@@ -62,7 +62,14 @@ class ReplayHasher(PrefixHasher):
     def root(self, extra_keys: abc.Sequence[str] = ()) -> bytes:  # noqa: ARG002  # the recorded digest depends on them
         return self._next()
 
-    def extend(self, hashes: list[bytes], root: bytes, tokens: memoryview, num_tokens: int) -> None:  # noqa: ARG002
+    def extend(  # the recorded digests depend on what is not used
+        self,
+        hashes: list[bytes],
+        root: bytes,  # noqa: ARG002
+        tokens: memoryview,  # noqa: ARG002
+        num_tokens: int,
+        spans: abc.Sequence[KeyedSpan] = (),  # noqa: ARG002
+    ) -> None:
         hashes.extend(self._next() for _ in range(len(hashes), num_tokens // self.block_size))
 
     def _next(self) -> bytes:

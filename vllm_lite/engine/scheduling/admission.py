@@ -172,6 +172,7 @@ class Admitter:
             request.pooling,
             adapter,
             request.draft_group if self._queues.options.shares_answers else b"",
+            request.media,
         )
 
 

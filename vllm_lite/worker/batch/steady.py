@@ -31,7 +31,8 @@ class SteadyDecode:
         """Take a step that was made in full as the example for later ones, if it was of decoding only."""
         rows, count = self._rows, len(inputs.rows)
         is_decode = count == inputs.num_tokens == len(inputs.sampling)
-        if rows is None or not is_decode or inputs.has_proposals or inputs.draws_late or inputs.reads:
+        own = inputs.counts_otherwise or inputs.vectors is not None or bool(inputs.reads)
+        if rows is None or not is_decode or inputs.has_proposals or inputs.draws_late or own:
             return
         rows.rows[:count] = inputs.rows
         kept = None

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.attention.step_batch import PAD_SLOT
+from vllm_lite.attention.step_batch import PAD_SLOT, TokenVectors
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.sampling.sampler import SampleInputs
 
@@ -40,7 +40,7 @@ class StepInputs:
     rows: Int64s  # [num_seqs], rows of the batch
     num_scheduled: Int64s  # [num_seqs], tokens of each in this step
     input_ids: Int64s  # [num_tokens]
-    positions: Int64s  # [num_tokens]
+    positions: Int64s  # [num_tokens], the place of each token in its sequence, unless it `counts_otherwise`
     slot_mapping: tuple[Int64s, ...]  # per KV group: [num_tokens]
     block_tables: tuple[Int32s, ...]  # per KV group: [num_seqs, max_blocks of these]
     query_start_loc: Int32s  # [num_seqs + 1]
@@ -67,6 +67,10 @@ class StepInputs:
     """Whether what tokens are drawn by is known only while the model computes."""
     is_repeatable: bool = True
     """Whether the last token of a sequence can be computed a second time, if the step gives it no token."""
+    counts_otherwise: bool = False
+    """Whether a part has put other positions in `positions`, as its model counts them. KV lies by places."""
+    vectors: TokenVectors | None = None
+    """Vectors for placeholder tokens, on the device; None: there are none."""
     states: StepStates | None = None
     """None: the model has no recurrent layers."""
     token_types: Int64s | None = None  # [num_tokens]
@@ -77,6 +81,11 @@ class StepInputs:
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether no graph can run the step: graphs show no hidden states, and take token ids alone."""
+        return bool(self.reads) or self.shows_hidden or self.vectors is not None
 
     @property
     def starts(self) -> Int64s:  # [num_seqs]

@@ -1,0 +1,53 @@
+"""Spans of a prompt, text and media, and the flat form in which a prompt travels."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from vllm_lite.errors import ContextLengthError, RequestError
+from vllm_lite.protocol.api import Welcome
+from vllm_lite.protocol.spans import MAX_MEDIA, Media
+
+
+class Text(NamedTuple):
+    """A span of text: its token ids."""
+
+    token_ids: Sequence[int]
+
+
+Span = Text | Media
+
+
+def flatten(spans: Sequence[Span], limits: Welcome) -> tuple[list[int], tuple[Media, ...]]:
+    """The token ids of a whole prompt, with the model's placeholder for each token of a medium, and the media with
+    their places. Raises RequestError for what is no span, or a medium of a kind that the model does not take."""
+    num_tokens = sum(map(_num_tokens, spans))
+    if num_tokens >= limits.max_model_len:  # before the ids are written out
+        raise ContextLengthError(limits.max_model_len, num_tokens, None)
+    token_ids, media = list[int](), list[Media]()
+    for span in spans:
+        if isinstance(span, Text):
+            token_ids += span.token_ids
+        else:
+            media.append(msgspec.structs.replace(span, start=len(token_ids)))
+            token_ids += [_placeholder(span.kind, limits.placeholders)] * span.num_tokens
+    if len(media) > MAX_MEDIA:
+        raise RequestError(f"a prompt may have at most {MAX_MEDIA} media, got {len(media)}")
+    return token_ids, tuple(media)
+
+
+def _num_tokens(span: Any) -> int:
+    if isinstance(span, Text):
+        return len(span.token_ids)
+    if isinstance(span, Media):
+        return span.num_tokens
+    raise RequestError(f"a span of a prompt must be a Text or a Media, got {type(span).__name__}")
+
+
+def _placeholder(kind: str, placeholders: Mapping[str, int]) -> int:
+    token_id = placeholders.get(kind)
+    if token_id is None:
+        takes = f"text and {', '.join(sorted(placeholders))}" if placeholders else "text only"
+        raise RequestError(f"the prompt has a medium of kind {kind!r}; this model takes {takes}")
+    return token_id

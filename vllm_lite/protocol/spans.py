@@ -1,0 +1,39 @@
+"""Media in prompts: where each lies among a prompt's tokens, and which content stands there.
+
+A prompt is a list of spans, text or media. On the wire it is flat: token ids of the whole prompt, in which a medium has
+as many placeholder tokens as it takes, and beside them one Media for each. A prompt of text alone is its token ids.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from vllm_lite.protocol import Message
+
+MAX_MEDIA = 1024
+"""Most media of one prompt."""
+MAX_KIND_CHARS = 32
+
+
+class Media(Message):
+    """One medium in a prompt: the tokens [start, start + num_tokens).
+
+    `digest` (blake2b-256) is of what the model is given: the preprocessed content, and the settings by which it was
+    made. Equal digests mean equal vectors; the prefix cache relies on it. `blob` names that content for the worker that
+    computes the vectors; `grid` is its size in patches (time, height, width), for models whose positions depend on it.
+    """
+
+    kind: Annotated[str, Meta(min_length=1, max_length=MAX_KIND_CHARS)]
+    digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    num_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
+    start: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    blob: Annotated[str, Meta(max_length=256)] = ""
+    grid: Annotated[tuple[Annotated[int, Meta(ge=1, lt=2**31)], ...], Meta(max_length=3)] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+PromptMedia = Annotated[tuple[Media, ...], Meta(max_length=MAX_MEDIA)]
+"""The media of a prompt, in the order of their places."""
