@@ -1,11 +1,11 @@
-"""A slice of `python -m tests.draft_products`: each way to draft gives the tokens and logprobs of none."""
+"""A slice of `python -m tests.acceptance.draft_products`: each way to draft gives the tokens and logprobs of none."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.draft_products import (
+from tests.acceptance.draft_products import (
     FIXED,
     KILLED,
     NGRAM,

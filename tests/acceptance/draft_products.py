@@ -1,6 +1,6 @@
 """Requests of every kind, answered with drafts and without: under `--deterministic` each token and logprob is the same.
 
-    python -m tests.draft_products COUNT [SEED]
+    python -m tests.acceptance.draft_products COUNT [SEED]
 
 A request draws its features by its number: greedy or seeded with filters, penalties, biases, banned words, grammars
 (schemas, calls of tools, regular expressions), two samples, adapters, logprobs, stop ids, salts. Its prompt may be one
