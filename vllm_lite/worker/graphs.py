@@ -23,7 +23,8 @@ Outside: those copies; on CUDA `backend.prepare`, which runs once, before the ca
 (there max_seq_len is max_model_len, and a backend must keep in `batch.plan`, and read from device memory, all that
 the captured kernels need; on a CPU it is the program's first part), and `backend.refresh` before each replay;
 sampling; and every step that is not pure decoding or has more sequences than the largest bucket. Such steps run in
-pieces on CUDA (pieces.py), or eagerly, and eagerly every step over a backend that is not `graph_safe`.
+pieces on CUDA (pieces.py), or eagerly, and eagerly every step over a backend that is not `graph_safe`. On a CPU a step
+that verifies drafts is replayed as one that decodes more sequences.
 """
 
 import gc
@@ -31,7 +32,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -253,6 +254,26 @@ def _split(memory: torch.Tensor, num_groups: int, size: int) -> tuple[torch.Tens
     return rows, memory[num_bytes:].view(torch.int32)
 
 
+def _as_decodes(inputs: StepInputs) -> StepInputs:
+    """A step that verifies drafts, as one of more sequences with a token each: they read the same blocks, one token
+    further each. All K and V of a layer are written before any is read. Other steps are left as they are: those with
+    prompts, and those whose recurrent states would go from row to row."""
+    if inputs.states is not None or inputs.num_samples.sum() < inputs.num_tokens:
+        return inputs
+    sequence_of = np.arange(len(inputs.rows)).repeat(inputs.num_scheduled)
+    ones = np.ones(inputs.num_tokens, np.int64)
+    return replace(
+        inputs,
+        rows=inputs.rows[sequence_of],
+        num_scheduled=ones,
+        block_tables=tuple(table[sequence_of] for table in inputs.block_tables),
+        query_start_loc=np.arange(inputs.num_tokens + 1, dtype=np.int32),
+        seq_lens=(inputs.positions + 1).astype(np.int32),
+        sampling=np.arange(inputs.num_tokens),
+        num_samples=ones,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """One graph. `batch` is kept because its plan holds memory that the graph reads."""
@@ -311,6 +332,8 @@ class DecodeGraphs:
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """As Forward.logits."""
+        if inputs.num_tokens > len(inputs.rows) and inputs.num_tokens <= self._largest and self.capture.on_demand:
+            inputs = _as_decodes(inputs)
         num_seqs = len(inputs.rows)
         if inputs.num_tokens > num_seqs or num_seqs > self._largest:
             return self.other.logits(inputs)
