@@ -35,7 +35,7 @@ from tests.acceptance.ray_serve_rig import (
     until,
 )
 from vllm_lite.checkpoint.tensors.lora import WEIGHTS_FILE
-from vllm_lite.tools.bench.adapters import write_adapters
+from vllm_lite.tools.bench.models import write_adapters
 from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
 
 ORPHANS_S = 45.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_lite.checkpoint.layer_specs.alibi import alibi_slopes
+from vllm_lite.checkpoint.families.bloom import alibi_slopes
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.isas import PRODUCTS, VECTORS, on_each
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.select import select_backend
-from vllm_lite.checkpoint.layer_specs.alibi import alibi_slopes
+from vllm_lite.checkpoint.families.bloom import alibi_slopes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.attention import THREAD_BYTES

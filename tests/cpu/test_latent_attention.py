@@ -24,7 +24,7 @@ from vllm_lite.kernels.cpu.weights.head_linear import HeadLinear
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.kernels.grouped import dequantize, quantize4
 from vllm_lite.kernels.ops import Rotation, TorchOps
-from vllm_lite.layers.weights.head_matmul import LoopedHeads, make_head_matmul
+from vllm_lite.layers.attention.latent_attention import LoopedHeads, make_head_matmul
 from vllm_lite.layers.weights.matmul import DenseMatmul, make_matmul
 from vllm_lite.models.registry import Sizes, build
 

@@ -17,8 +17,8 @@ from tests.paged import Oracle, Paged
 from tests.quantized_tensors import FORMATS, LARGE, int8_tensors, quantized
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.tensors.adapter_bytes import adapted_elements
 from vllm_lite.checkpoint.tensors.lora import read_lora
+from vllm_lite.checkpoint.tensors.weight_bytes import adapted_elements
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.weights.lora import AdapterLimits, Adapters
 from vllm_lite.models.registry import Sizes, build

@@ -8,8 +8,8 @@ import torch
 
 from tests.kernels.masks_cases import draw_logits, draw_masked
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu import masks as native
-from vllm_lite.kernels.masks import MaskedRows
+from vllm_lite.kernels.cpu import sampler as native
+from vllm_lite.kernels.sampling import MaskedRows
 from vllm_lite.worker.sampling.masks import TokenMasks
 
 pytestmark = pytest.mark.skipif(

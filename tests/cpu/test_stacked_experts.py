@@ -16,8 +16,7 @@ from vllm_lite.kernels.routing import Chosen
 from vllm_lite.layers.moe import experts as experts_module
 from vllm_lite.layers.moe.expert_matmul import ExpertSizes, LoopedExperts
 from vllm_lite.layers.moe.experts import SparseMLP, make_expert_matmul
-from vllm_lite.layers.moe.stacked_experts import stacked_experts
-from vllm_lite.layers.moe.stacked_weights import stack_weights
+from vllm_lite.layers.moe.stacked_experts import stack_weights, stacked_experts
 from vllm_lite.layers.weights.matmul import DenseMatmul, Int8Matmul, Matmul
 from vllm_lite.layers.weights.weight_form import DenseForm, WidenedForm
 from vllm_lite.models.registry import Sizes, build

@@ -15,7 +15,7 @@ from tests.deadlines import scaled
 from tests.http_server import Server, client, serving, until
 from vllm_lite.checkpoint.tensors.lora import WEIGHTS_FILE
 from vllm_lite.config import demo_folder
-from vllm_lite.tools.bench.adapters import write_adapters
+from vllm_lite.tools.bench.models import write_adapters
 
 FLAGS = (
     "-dp",

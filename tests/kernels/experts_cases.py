@@ -10,8 +10,7 @@ from torch.nn.functional import gelu, relu, silu
 from tests.kernels.fused_cases import Case, assert_rounded, draw, with_gaps
 from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.moe.expert_order import Sorted, Stacks
-from vllm_lite.kernels.cuda.moe.experts import FOR_MANY, MAX_PAIRS, StackedExperts, TileProducts
+from vllm_lite.kernels.cuda.moe.experts import FOR_MANY, MAX_PAIRS, Sorted, StackedExperts, Stacks, TileProducts
 from vllm_lite.kernels.cuda.moe.torch_products import TorchProducts
 from vllm_lite.kernels.routing import Chosen
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from tests.kernels.fused_cases import Case
 from vllm_lite.kernels.cuda import masks
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.masks import MaskedRows
+from vllm_lite.kernels.sampling import MaskedRows
 
 INF = float("inf")
 

@@ -9,8 +9,7 @@ import torch
 from tests.kernels import experts_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.fused_cases import Case, draw
-from vllm_lite.kernels.cuda.moe.expert_order import Stacks
-from vllm_lite.kernels.cuda.moe.experts import StackedExperts
+from vllm_lite.kernels.cuda.moe.experts import StackedExperts, Stacks
 from vllm_lite.kernels.cuda.moe.torch_products import for_weights
 from vllm_lite.kernels.routing import Chosen
 

@@ -8,7 +8,7 @@ from tests.kernels import masks_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.fused_cases import Case
 from vllm_lite.kernels.cuda import masks
-from vllm_lite.kernels.masks import MaskedRows
+from vllm_lite.kernels.sampling import MaskedRows
 from vllm_lite.worker.sampling.masks import TokenMasks
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_a_gpu_worker_uses_it(monkeypatch: pytest.MonkeyPatch, emulated: Emulato
     token_masks = TokenMasks(*masked)
     token_masks.apply_plainly(wanted)
     monkeypatch.setattr("vllm_lite.worker.sampling.masks.launcher_for", lambda _: emulated)
-    monkeypatch.setattr("vllm_lite.kernels.cpu.masks.rule_out", None)  # so would it
+    monkeypatch.setattr("vllm_lite.kernels.cpu.sampler.rule_out", None)  # so would it
     monkeypatch.setattr(token_masks, "apply_plainly", None)  # would fail if it were called
     for _ in range(2):  # the second time with what the device has already
         once = logits.clone()

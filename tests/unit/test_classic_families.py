@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.checkpoint.layer_specs.alibi import alibi_slopes
+from vllm_lite.checkpoint.families.bloom import alibi_slopes
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored
 from vllm_lite.errors import ModelError

@@ -1,7 +1,7 @@
 """The adapters that a client knows, while an engine takes the place of another one."""
 
 from tests.unit.test_session_recovery import Play
-from vllm_lite.client.engines.known_adapters import KnownAdapters
+from vllm_lite.client.engines.feature import KnownAdapters
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList, LoadAdapter
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_lite.ray.scaling import KV_CACHE_USAGE, LoadPolicy
+from vllm_lite.ray.config import KV_CACHE_USAGE, LoadPolicy
 
 
 @pytest.mark.parametrize(

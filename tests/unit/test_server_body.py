@@ -19,8 +19,8 @@ from vllm_lite.client.text import surrogates
 from vllm_lite.client.text.surrogates import without_halves
 from vllm_lite.client.text.templates.chat_template import with_read_arguments
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.http import body as charsets
 from vllm_lite.server.http import body as reading
-from vllm_lite.server.http import charsets
 from vllm_lite.server.http.body import (
     BYTES_PER_TOKEN,
     MAX_COMMAS,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vllm_lite.structured.schemas.closing import closed
+from vllm_lite.structured.schemas.preparing import closed
 
 INTEGER = {"type": "integer"}
 

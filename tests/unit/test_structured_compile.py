@@ -18,7 +18,7 @@ from vllm_lite.structured.check import Passed, fault_of
 from vllm_lite.structured.compile import compile_grammar
 from vllm_lite.structured.limits import MAX_REPEATS, MAX_SCHEMA_PARTS
 from vllm_lite.structured.regexes.patterns import too_many_repeats
-from vllm_lite.structured.schemas.string_formats import FORMATS
+from vllm_lite.structured.schemas.texts import FORMATS
 
 WALKER = Walker()
 

@@ -8,7 +8,7 @@ import regex
 from tests.acceptance.structured_cases import behind_thinking, load_cases
 from tests.acceptance.structured_check import check_compiling
 from vllm_lite.protocol.structured import Thinking
-from vllm_lite.structured.schemas.string_formats import EXACT
+from vllm_lite.structured.schemas.texts import EXACT
 
 CASES = load_cases()
 

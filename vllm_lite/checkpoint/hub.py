@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
 from vllm_lite.checkpoint.gguf.files import choose, first_files, listed
-from vllm_lite.checkpoint.quantization.older import OLDER_FILES
+from vllm_lite.checkpoint.quantization.read import OLDER_FILES
 from vllm_lite.checkpoint.tensors.headers import INDEX_FILE, SINGLE_FILE, Tensor, shards, unindexed, weight_files
 from vllm_lite.errors import EngineError, ModelError, VllmLiteError
 from vllm_lite.runtime import log

@@ -21,8 +21,7 @@ from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.quantized.exact import ExactForm
 from vllm_lite.layers.quantized.select import form_for
-from vllm_lite.layers.weights.lora import Adapters
-from vllm_lite.layers.weights.stored_rows import stored_rows
+from vllm_lite.layers.weights.lora import Adapters, stored_rows
 from vllm_lite.layers.weights.weight_form import DENSE
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 from vllm_lite.models.transformers.library import load_library

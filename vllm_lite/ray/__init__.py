@@ -3,7 +3,7 @@
     HTTP proxy (Ray's) -> HttpReplica: the application, tokenizer, streams -> EngineReplica: an engine and its workers
 
 app.py       build_app(): the two deployments and their options, for `serve run`
-config.py    RayServeConfig: an engine's settings, the HTTP server's, and those of the replicas
+config.py    RayServeConfig: an engine's settings, the HTTP server's, and replicas; how many there should be
 http.py      HttpReplica: the HTTP application in a replica of its own, which holds the streams
 session.py   ServeSession: the application's session; a stream whose replica dies goes on in another
 replicas.py  the replicas of the engine, as that session reaches them: through a handle of Serve
@@ -14,7 +14,6 @@ messages.py  what the two kinds of replica tell each other
 router.py    PrefixRequestRouter: Serve's interface to the policy
 places.py    that policy: -dp's PrefixRouter, with what replicas report
 reported_blocks.py  what they report: the blocks of an engine's prefix cache, from its KV events
-scaling.py   how many engines there should be, by requests and by use of the KV cache
 orphan.py    ends a replica whose node Ray has lost
 deploy.py    puts the application on a cluster, for `vllm-lite ray-serve`
 """

@@ -1,12 +1,15 @@
 """RayServeConfig: the settings of `vllm-lite ray-serve`, which are those of `serve` and the replicas' own."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
 from vllm_lite.runtime.nested_settings import Count
 from vllm_lite.runtime.settings import Section
 from vllm_lite.server.config import ServeConfig
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 ROUTERS: dict[str, str | None] = {"prefix": "vllm_lite.ray.router:PrefixRequestRouter", "least-loaded": None}
 """The router of each name; None is Serve's own."""
@@ -82,3 +85,27 @@ class RayServeConfig(ServeConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     def server(self) -> ServeConfig:
         """The part that each HTTP replica needs: with other numbers of replicas it is the same."""
         return ServeConfig(**{name: getattr(self, name) for name in ServeConfig.__struct_fields__})
+
+
+# ---- The wanted number of engines, for Serve's autoscaler: as many as the requests need, or as their KV caches do
+#
+# Requests are what Serve itself counts; but a few long ones fill a KV cache, and then others wait for blocks. Serve
+# keeps what this says between the fewest and the most replicas, and follows it only after its delays.
+
+
+KV_CACHE_USAGE = "kv_cache_usage"
+"""The name under which replicas report it, as a share."""
+
+
+class LoadPolicy:
+    """Pickled by value into Serve's controller, so it keeps no state between calls."""
+
+    def __init__(self, target_kv_cache_usage: float) -> None:
+        """The share of its KV blocks that each engine should use."""
+        self._target = target_kv_cache_usage
+
+    def __call__(self, context: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
+        """The number of engines wanted, which need not be whole, and an empty state."""
+        for_requests = context.total_num_requests / context.config.get_target_ongoing_requests()
+        usage = (context.aggregated_metrics or {}).get(KV_CACHE_USAGE, {})
+        return max(for_requests, sum(usage.values()) / self._target), {}

@@ -25,10 +25,10 @@ from vllm_lite.protocol.external import AbortExternal, ExternalAborted, External
 from vllm_lite.protocol.operations import OperationDone
 from vllm_lite.ray.broadcast import broadcast
 from vllm_lite.ray.catch_up import Memory, ReplicaState, steps, take
+from vllm_lite.ray.config import KV_CACHE_USAGE
 from vllm_lite.ray.messages import HTTP_DEPLOYMENT, Answer, Introduction, encode
 from vllm_lite.ray.orphan import end_without_raylet
 from vllm_lite.ray.reported_blocks import ReportedBlocks, can_follow, private_endpoint
-from vllm_lite.ray.scaling import KV_CACHE_USAGE
 from vllm_lite.ray.session import ReplicaLostError
 from vllm_lite.runtime import log
 from vllm_lite.runtime.nested_settings import KVEventsConfig

@@ -26,8 +26,7 @@ from vllm_lite.checkpoint.sizing import (
     piece_sizes,
     reserved_bytes,
 )
-from vllm_lite.checkpoint.tensors.adapter_bytes import adapter_bytes
-from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, active_bytes, weights_bytes
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, active_bytes, adapter_bytes, weights_bytes
 from vllm_lite.config import (
     DEMO_MODEL,
     DEVICE_DEFAULTS,

@@ -27,9 +27,8 @@ from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring
 from vllm_lite.kernels.cuda.attention.attention_work import Cascade, Rows, SplitList, prefill_tiles, rows_of
 from vllm_lite.kernels.cuda.attention.shared_prefix import Worth, cascade_lists
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.masks import MaskedRows
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
-from vllm_lite.kernels.sampling import DRAW
+from vllm_lite.kernels.sampling import DRAW, MaskedRows
 
 E4M3 = torch.float8_e4m3fn
 

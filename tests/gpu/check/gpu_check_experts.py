@@ -7,8 +7,7 @@ import torch
 from gpu_check_parts import emit
 
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.moe.expert_order import Stacks
-from vllm_lite.kernels.cuda.moe.experts import FOR_MANY, StackedExperts
+from vllm_lite.kernels.cuda.moe.experts import FOR_MANY, StackedExperts, Stacks
 from vllm_lite.kernels.cuda.moe.torch_products import for_weights
 from vllm_lite.kernels.routing import Chosen
 

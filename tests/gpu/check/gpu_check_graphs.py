@@ -16,8 +16,7 @@ from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring
 from vllm_lite.kernels.cuda.attention.attention_work import Cascade, Rows, SplitList
 from vllm_lite.kernels.cuda.attention.shared_prefix import Worth, cascade_lists
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.moe.expert_order import Stacks
-from vllm_lite.kernels.cuda.moe.experts import StackedExperts
+from vllm_lite.kernels.cuda.moe.experts import StackedExperts, Stacks
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.routing import Chosen

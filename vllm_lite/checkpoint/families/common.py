@@ -22,8 +22,7 @@ from vllm_lite.checkpoint.model_spec import (
     NormSpec,
     make_kv_groups,
 )
-from vllm_lite.checkpoint.quantization.kv_cache import read_kv_cache
-from vllm_lite.checkpoint.quantization.read import read_quantization
+from vllm_lite.checkpoint.quantization.read import read_kv_cache, read_quantization
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
 from vllm_lite.errors import ModelError
 

@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 
 from vllm_lite.checkpoint.quantization.gptq import check_bits, group_of
-from vllm_lite.checkpoint.quantization.matching import REGEX
-from vllm_lite.checkpoint.quantization.patterns import check_expression, is_name, module_pattern
+from vllm_lite.checkpoint.quantization.matching import REGEX, check_expression, is_name, module_pattern
 from vllm_lite.checkpoint.quantization.spec import Awq, Gptq, GptqLayers
 from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.errors import ModelError

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.checkpoint.quantization.patterns import module_pattern
+from vllm_lite.checkpoint.quantization.matching import module_pattern
 from vllm_lite.checkpoint.quantization.spec import BitsAndBytes4, BitsAndBytes8
 from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.errors import ModelError

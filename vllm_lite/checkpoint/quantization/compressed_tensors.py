@@ -5,8 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.checkpoint.quantization.matching import REGEX
-from vllm_lite.checkpoint.quantization.patterns import check_expression
+from vllm_lite.checkpoint.quantization.matching import REGEX, check_expression
 from vllm_lite.checkpoint.quantization.spec import BlockScaled, Mixed, PackedInts
 from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.errors import ModelError

@@ -4,8 +4,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.checkpoint.quantization.matching import REGEX
-from vllm_lite.checkpoint.quantization.patterns import check_expression
+from vllm_lite.checkpoint.quantization.matching import REGEX, check_expression
 from vllm_lite.checkpoint.quantization.spec import Gptq, GptqLayers
 from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.errors import ModelError

@@ -1,7 +1,10 @@
 """quantization_config -> QuantizationSpec, by its quant_method. What is not supported is refused by name."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
 
 from vllm_lite.checkpoint.quantization.autoround import read_auto_round
 from vllm_lite.checkpoint.quantization.awq import read_awq
@@ -11,6 +14,7 @@ from vllm_lite.checkpoint.quantization.fp8 import read_fp8
 from vllm_lite.checkpoint.quantization.gptq import read_gptq
 from vllm_lite.checkpoint.quantization.mxfp4 import read_mxfp4
 from vllm_lite.checkpoint.quantization.spec import AnyQuantization
+from vllm_lite.checkpoint.typed_json import convert, read_json
 from vllm_lite.errors import ModelError
 
 METHODS: Mapping[str, Callable[[dict[str, Any]], AnyQuantization | None]] = {
@@ -38,3 +42,49 @@ def read_quantization(config: dict[str, Any] | None) -> AnyQuantization | None:
             "or an unquantized checkpoint with --quantization"
         )
     return METHODS[method](config)
+
+
+# ---- Files beside config.json in which tools described a quantization before config.json did
+
+
+OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""The file -> the quant_method that it is for, if it says none."""
+
+
+def older_quantization(folder: Path) -> dict[str, Any] | None:
+    """The quantization_config that such a file is; None: there is none. Raises ModelError for a damaged one."""
+    for name, method in OLDER_FILES.items():
+        if (folder / name).exists():
+            return {"quant_method": method} | read_json(folder / name, _as_object)
+    return None
+
+
+def _as_object(raw: Any) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise ModelError(f"it holds {type(raw).__name__}; it must be an object")
+    return raw
+
+
+# ---- The KV cache that a checkpoint was calibrated for: compressed-tensors' `kv_cache_scheme`
+
+
+class _Scheme(msgspec.Struct):
+    num_bits: int = 8
+    type: str = "int"
+    strategy: str | None = None
+    symmetric: bool = True
+
+
+class _Config(msgspec.Struct):
+    kv_cache_scheme: _Scheme | None = None
+
+
+def read_kv_cache(raw: dict[str, Any] | None) -> Literal["fp8_e4m3"] | None:
+    """The kv_cache_dtype that "auto" stands for: float8 with one scale a tensor. Other schemes, which are not
+    supported, are as none: the cache is then in the model's dtype, and finer. Raises ModelError for what is none."""
+    if not raw or raw.get("quant_method") != "compressed-tensors":
+        return None
+    scheme = convert(raw, _Config, "quantization_config").kv_cache_scheme
+    if scheme is None or (scheme.type, scheme.num_bits, scheme.symmetric) != ("float", 8, True):
+        return None
+    return "fp8_e4m3" if scheme.strategy in ("tensor", None) else None

@@ -197,7 +197,7 @@ class Gguf(QuantizationSpec, frozen=True, kw_only=True):
     have matrices of their own, with "{}" in place of their number."""
     qkv_rows: Literal["turned", "stacked"] | None = None
     """How rows were moved when the file was made: those of each head's halves lie in turn, in Q and K; or all of Q lies
-    before K and V, which the family's own checkpoints have head by head. See layers/weights/stored_rows.py."""
+    before K and V, which the family's own checkpoints have head by head. See layers/weights/lora.py."""
     inputs: dict[str, tuple[int, ...]] = {}
     """Matrices of blocks whose inputs are in another order than the model's: which of its inputs each column is for."""
     factors: dict[str, tuple[float, ...]] = {}

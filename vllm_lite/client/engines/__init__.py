@@ -6,8 +6,7 @@ connection.py       the handshake
 asking.py           questions beside requests
 answers.py          pending answers
 joined_answers.py   answers of several engines as one
-feature.py          the seam for what engines do beside requests
-known_adapters.py   LoRA adapters that requests may name
+feature.py          the seam for what engines do beside requests, and the adapters that these may name
 operations.py       pause, sleep, adapters, weights
 data_parallel.py    several engines as one session
 routing.py          choice of an engine by prefix and load

@@ -1,8 +1,9 @@
 """The seam at which something that engines do beside requests hangs onto a session."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList, LoadAdapter
 from vllm_lite.protocol.api import FromClient, Welcome
 
 
@@ -17,3 +18,42 @@ class SessionFeature(Protocol):
         """Return the messages that bring another engine, which said `welcome`, to where the one before it was. They
         are sent before all requests."""
         ...
+
+
+# ---- KnownAdapters: the LoRA adapters that requests may name, as the engine lists them, whichever engine serves
+
+
+class KnownAdapters:
+    """Belongs to one session, whose thread changes it; `by_name` is a new dict after every change."""
+
+    def __init__(self, listed: Iterable[AdapterInfo]) -> None:
+        self.by_name: dict[str, AdapterInfo] = {}
+        self._reloading: dict[str, AdapterInfo] = {}
+        """Those that another engine is to load again: requests that name them wait there for that."""
+        self.on_list(listed)
+
+    def on_list(self, listed: Iterable[AdapterInfo]) -> None:
+        """The engine has these; others may be on their way."""
+        has = {info.name: info for info in listed}
+        self.by_name = has | {name: info for name, info in self._reloading.items() if name not in has}
+
+    def handlers(self) -> Mapping[type, Callable[[Any], None]]:
+        """As SessionFeature.handlers."""
+        return {AdapterAnswer: self.on_answer, AdapterList: lambda message: self.on_list(message.adapters)}
+
+    def again(self, welcome: Welcome) -> list[LoadAdapter]:
+        """As SessionFeature.again."""
+        return self.load_again(welcome.adapters)
+
+    def load_again(self, listed: Iterable[AdapterInfo]) -> list[LoadAdapter]:
+        """Messages that load the adapters which a new engine lacks: it has those of its configuration alone."""
+        has = {info.name for info in listed}
+        self._reloading = {name: info for name, info in self.by_name.items() if name not in has}
+        return [LoadAdapter(0, info.name, info.path, parent=info.parent) for info in self._reloading.values()]
+
+    def on_answer(self, answer: AdapterAnswer) -> None:
+        """Take the answer to one of those messages. One that cannot be loaded any more is known no more."""
+        if answer.question:
+            return
+        if self._reloading.pop(answer.name, None) is not None and answer.error is not None:
+            self.by_name = {name: info for name, info in self.by_name.items() if name != answer.name}

@@ -21,8 +21,7 @@ from vllm_lite.client.engines.answers import Answers, copy_of, fail_all
 from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.client.engines.asking import ANSWERS
 from vllm_lite.client.engines.connection import REASON_S, Alive, EngineAddress, Search, shake_hands
-from vllm_lite.client.engines.feature import SessionFeature
-from vllm_lite.client.engines.known_adapters import KnownAdapters
+from vllm_lite.client.engines.feature import KnownAdapters, SessionFeature
 from vllm_lite.client.streams.open_stream import OpenStream, Sink, by_sink
 from vllm_lite.client.streams.open_streams import OpenStreams
 from vllm_lite.client.streams.stream import Event, StreamFailure

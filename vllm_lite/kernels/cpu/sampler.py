@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.kernels.cpu.library import Function, function, int32, int64, pointer
-from vllm_lite.kernels.sampling import DRAW, Picked
+from vllm_lite.kernels.sampling import DRAW, MaskedRows, Picked, check_masked
 
 _SAMPLE_TYPES = (pointer, int64, int32, int64, pointer, pointer, pointer, pointer)
 
@@ -49,3 +49,22 @@ def _prepared(logits: torch.Tensor, draws: NDArray[np.void]) -> tuple[Function, 
     floats = words[num_rows:].view(np.float32)
     picked = Picked(words[:num_rows], floats[:num_rows], floats[num_rows:])
     return function("vllm_lite_sample", _SAMPLE_TYPES), arguments, picked
+
+
+# ---- Bitmasks on rows of logits. TokenMasks in vllm_lite/worker/sampling/masks.py has the plain twin
+
+
+_MASK_TYPES = (pointer, int64, int32, pointer, int64, pointer, int64)
+
+
+def rule_out(
+    logits: torch.Tensor,  # float32 [num_rows, vocab], on the CPU, each row contiguous
+    masked: MaskedRows,
+) -> None:
+    """Add minus infinity to the logits whose bits are clear, in place. Raises ValueError for wrong shapes or types."""
+    check_masked(logits, masked)
+    samples, bitmasks = masked
+    function("vllm_lite_rule_out", _MASK_TYPES)(
+        *(logits.data_ptr(), logits.stride(0), logits.shape[1]),
+        *(samples.ctypes.data, len(samples), bitmasks.ctypes.data, bitmasks.shape[1]),
+    )

@@ -9,7 +9,7 @@ import torch
 
 from vllm_lite.kernels.cuda.fused import vector_width
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.masks import MaskedRows, check
+from vllm_lite.kernels.sampling import MaskedRows, check_masked
 
 SOURCE = "masks.cuh"
 THREADS = 256
@@ -29,7 +29,7 @@ def bring(logits: torch.Tensor, masked: MaskedRows) -> OnDevice:
 
     Raises ValueError when shapes or types do not fit each other.
     """
-    check(logits, masked)
+    check_masked(logits, masked)
     arrays = torch.from_numpy(masked.samples), torch.from_numpy(masked.bitmasks.view(np.int32))
     if logits.is_cuda:  # from other memory than pinned the copy would wait for all that was launched before
         arrays = arrays[0].pin_memory(), arrays[1].pin_memory()

@@ -19,8 +19,7 @@ from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import ExpertRows, Rows
 from vllm_lite.layers.mlp import GatedNames, first_names, first_rows
 from vllm_lite.layers.moe.expert_matmul import ExpertMatmul, ExpertSizes, LoopedExperts, NativeExperts
-from vllm_lite.layers.moe.stacked_experts import stacked_experts
-from vllm_lite.layers.moe.stacked_weights import StackMemory
+from vllm_lite.layers.moe.stacked_experts import StackMemory, stacked_experts
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.linear import Linear
 from vllm_lite.layers.weights.matmul import DenseMatmul, Matmul, NativeMatmul

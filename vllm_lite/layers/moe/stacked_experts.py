@@ -1,16 +1,16 @@
 """The experts of a layer on a GPU, where their weights are dense: one group of kernels for all of them."""
 
 from collections.abc import Sequence
+from functools import cached_property, partial
 
 import torch
 
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.moe import torch_products
-from vllm_lite.kernels.cuda.moe.expert_order import Stacks
-from vllm_lite.kernels.cuda.moe.experts import DTYPES, UNGATED, StackedExperts
+from vllm_lite.kernels.cuda.moe.experts import DTYPES, UNGATED, StackedExperts, Stacks
 from vllm_lite.layers.moe.expert_matmul import ExpertSizes
-from vllm_lite.layers.moe.stacked_weights import stack_weights
 from vllm_lite.layers.weights.matmul import DenseMatmul, Matmul
+from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
 def stacked_experts(
@@ -34,3 +34,52 @@ def _stack_biases(matmuls: Sequence[DenseMatmul]) -> torch.Tensor | None:
     """[number, out_features]; None where this rank adds none."""
     biases = [each.bias for each in matmuls if each.bias is not None]
     return torch.stack(biases) if biases else None
+
+
+# ---- The dense weights of a layer's experts in one tensor, as kernels for a GPU read them, without a second copy
+
+
+class StackMemory:
+    """One tensor for the weights of all experts; it is made when the first of them is loaded."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+
+    @cached_property
+    def whole(self) -> torch.Tensor:
+        """[num_experts, out_features, in_features]"""
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+
+    def place(self, group: WeightGroup, index: int) -> WeightGroup:
+        """The same group, whose first tensor is a dense weight, with that loaded as number `index` of the stack."""
+        stack, *others = group.stacks
+        return group._replace(stacks=(stack._replace(memory=partial(self._part, index)), *others))
+
+    def _part(self, index: int) -> torch.Tensor:
+        return self.whole[index]
+
+
+def stack_weights(matmuls: Sequence[DenseMatmul]) -> torch.Tensor:
+    """Their weights as one tensor [number, out_features, in_features], of which each is a view from now on.
+
+    Weights that lie one behind the other, as StackMemory has them loaded, stay where they are. Others are copied, and
+    the memory that they had is free. Raises ValueError if their shapes differ.
+    """
+    weights = [each.weight for each in matmuls]
+    first = weights[0]
+    if any(each.shape != first.shape for each in weights):
+        raise ValueError(f"experts must have one shape, got {sorted({tuple(each.shape) for each in weights})}")
+    memory = first.untyped_storage().data_ptr()
+    lies = [
+        each.is_contiguous()
+        and each.untyped_storage().data_ptr() == memory
+        and each.storage_offset() == first.storage_offset() + index * first.numel()
+        for index, each in enumerate(weights)
+    ]
+    if all(lies):
+        return first.as_strided((len(weights), *first.shape), (first.numel(), first.shape[1], 1))
+    whole = first.new_empty(len(weights), *first.shape)
+    del weights, first
+    for part, matmul in zip(whole, matmuls, strict=True):
+        matmul.weight = part.copy_(matmul.weight)
+    return whole

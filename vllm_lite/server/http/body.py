@@ -5,7 +5,9 @@ structure one may have is bounded, and how much memory all of them may take that
 """
 
 import asyncio
+import codecs
 import io
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
@@ -15,7 +17,6 @@ from starlette.responses import Response
 
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http.callers import is_page
-from vllm_lite.server.http.charsets import as_utf8
 from vllm_lite.server.http.disconnect import disconnected
 from vllm_lite.server.http.long_work import through
 from vllm_lite.server.http.unpack import unpacked
@@ -224,3 +225,37 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
         yield message.get("body", b"")
         if not message.get("more_body", False):
             return
+
+
+# ---- Bodies in other encodings than UTF-8, which is what JSON is sent in: with a byte order mark, in UTF-16 or UTF-32
+#
+# PowerShell 5 writes files with either, and sends a body as its caller has encoded it.
+
+
+PIECE_BYTES = 64 * 1024
+"""Decoded in one go, in less than 10 ms also where each character is at fault."""
+MAX_REPLACED = 1 << 16
+_PLAIN = "utf-8"
+
+
+async def as_utf8(data: bytes) -> bytes:
+    """Return JSON in UTF-8, from whatever encoding its first bytes show; in a thread if it is long.
+
+    What is no character is replaced. Raises ApiError if that is too much.
+    """
+    encoding = json.detect_encoding(data)
+    if encoding == _PLAIN:
+        return data
+    return await through(len(data), lambda: _decoded(data, encoding))
+
+
+def _decoded(data: bytes, encoding: str) -> bytes:
+    """Raises ApiError."""
+    decoder, whole, num_replaced = codecs.getincrementaldecoder(encoding)("replace"), [], 0
+    for place in range(0, len(data), PIECE_BYTES):
+        text = decoder.decode(data[place : place + PIECE_BYTES], place + PIECE_BYTES >= len(data))
+        num_replaced += text.count("\ufffd")
+        if num_replaced > MAX_REPLACED:
+            raise ApiError(400, f"the body is no text in {encoding}: over {MAX_REPLACED} characters are none")
+        whole.append(text.encode())
+    return b"".join(whole)

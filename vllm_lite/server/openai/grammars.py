@@ -108,8 +108,7 @@ class GrammarBuilder:
 
 
 def _of_form(form: WantedForm, calls: str | None) -> "CompiledGrammar":
-    from vllm_lite.structured.compile import compile_form
-    from vllm_lite.structured.either import either
+    from vllm_lite.structured.compile import compile_form, either
 
     compiled = compile_form(form.params)
     return compiled if calls is None else compiled._replace(grammar=either(calls, compiled.grammar))

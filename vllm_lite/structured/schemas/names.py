@@ -7,7 +7,7 @@ from vllm_lite.structured.findings import Findings
 from vllm_lite.structured.regexes.patterns import all_of
 from vllm_lite.structured.regexes.regex_tree import NotHeldError
 from vllm_lite.structured.schemas.schema import Schema
-from vllm_lite.structured.schemas.string_formats import EXACT, FORMATS
+from vllm_lite.structured.schemas.texts import EXACT, FORMATS
 
 _HEX = "[0-9a-fA-F]"
 _PATTERNS = {**EXACT, "uuid": f"^{_HEX}{{8}}-(?:{_HEX}{{4}}-){{3}}{_HEX}{{12}}$"}

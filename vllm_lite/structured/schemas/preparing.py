@@ -13,12 +13,10 @@ from typing import Any
 from vllm_lite.structured.findings import Findings, refusal
 from vllm_lite.structured.limits import MAX_MULTIPLE, MAX_OPTIONAL, MAX_SCHEMA_PARTS
 from vllm_lite.structured.schemas.bounds import hold_bounds
-from vllm_lite.structured.schemas.closing import closed
 from vllm_lite.structured.schemas.keywords import well_formed
 from vllm_lite.structured.schemas.names import hold_names
-from vllm_lite.structured.schemas.schema import OPTIONS, Schema, check_depth, mapped, target_of
-from vllm_lite.structured.schemas.string_formats import EXACT, FORMATS
-from vllm_lite.structured.schemas.texts import hold_pattern_properties, hold_texts
+from vllm_lite.structured.schemas.schema import OPTIONS, Schema, check_depth, mapped, subschemas, target_of
+from vllm_lite.structured.schemas.texts import EXACT, FORMATS, hold_pattern_properties, hold_texts
 
 UNSUPPORTED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "uniqueItems"),
@@ -214,3 +212,50 @@ def _in_order(part: Schema) -> Schema:
     """Put the keywords of arrays together: llguidance reads those that stand behind an `allOf` as if they were alone,
     so that `additionalItems` forgets the list of `items` that it goes on."""
     return {**{key: part[key] for key in _OF_ARRAYS if key in part}, **part}
+
+
+# ---- Close the objects of a schema that names their properties and does not say whether there may be others
+#
+# JSON Schema lets others stand. A function takes only the arguments that it names, and a small model that may go on
+# with names of its own often does not come to an end: LangChain's and LiteLLM's calls of the demo model were all cut.
+
+
+_DESCRIPTIONS = ("properties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+"""Two of these describe one object together, and a closed one of them would forbid what the other names."""
+
+
+def closed(schema: Schema) -> Schema:
+    """Return a copy whose objects have no other properties than those named.
+
+    It is the schema as it is where parts of it describe one object together, since parts that are closed one by one
+    would contradict each other. Raises RequestError for one that is nested too deeply.
+    """
+    check_depth(schema)
+    if not _is_one_by_one(schema):
+        return schema
+
+    def visit(_: str, part: Schema) -> Schema:
+        return {**part, "additionalProperties": False} if _names_all(part) else dict(part)
+
+    return mapped(schema, visit)
+
+
+def _names_all(part: Schema) -> bool:
+    """Whether an object with no others than its named properties can be valid, and nothing is said of others."""
+    named, required = part.get("properties"), part.get("required", ())
+    if not isinstance(named, dict) or "additionalProperties" in part or not isinstance(required, list | tuple):
+        return False
+    least = part.get("minProperties", 0)
+    return all(name in named for name in required) and isinstance(least, int) and least <= len(named)
+
+
+def _is_one_by_one(schema: Schema) -> bool:
+    """Whether each object is described in one place."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        parts = part.get("allOf", ())
+        if sum(key in part for key in _DESCRIPTIONS) > 1 or not isinstance(parts, list | tuple) or len(parts) > 1:
+            return False
+        left += [inner for _, inner in subschemas(part)]
+    return True

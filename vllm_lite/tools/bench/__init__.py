@@ -7,8 +7,7 @@ serve_client.py           one request, and the times of its answer
 serve_result.py           vLLM's figures under vLLM's names
 serve_plot.py             a picture of them
 latency.py                one batch, from its prompts to its last tokens
-adapters.py               LoRA adapters with random matrices
 throughput.py             many requests at once against one at a time
 transformers_generate.py  the same by transformers, to compare with
-models.py                 larger models with random weights
+models.py                 larger models with random weights, and LoRA adapters
 """

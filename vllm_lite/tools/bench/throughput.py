@@ -46,7 +46,7 @@ class _Adapted:
     """The same engine, whose requests have random adapters in turn."""
 
     def __init__(self, stack: ExitStack, ours: _Ours, count: int) -> None:
-        from vllm_lite.tools.bench.adapters import write_adapters
+        from vllm_lite.tools.bench.models import write_adapters
 
         made = stack.enter_context(tempfile.TemporaryDirectory(prefix="vl-"))
         config = ours.llm.config

@@ -16,11 +16,11 @@ from torch.nn.functional import embedding
 
 from vllm_lite.errors import GrammarError
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu import masks as native
+from vllm_lite.kernels.cpu import sampler as native
 from vllm_lite.kernels.cuda import masks as on_gpu
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.masks import MaskedRows
+from vllm_lite.kernels.sampling import MaskedRows
 from vllm_lite.protocol.params import Sampling
 
 Int32s = NDArray[np.int32]

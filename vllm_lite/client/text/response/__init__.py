@@ -4,8 +4,7 @@ pieces.py          what goes in and what comes out: Piece, and events in the ord
 template.py        a format as data: fields and the literals and patterns between which they stand
 marks.py           added tokens as single characters, so that text that spells one is not one
 parser.py          ResponseParser: one pass over the pieces of one output
-begun.py           what a prompt has of the message already
-scan.py            the search for delimiters in text that is still arriving
+scan.py            the search for delimiters in text that is still arriving, and in the prompt before it
 events.py          what is certain, one event for each run of a kind
 flow.py            text that streams
 unclosed.py        calls at the end of reasoning that nothing closes

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_lite.client.text.response.begun import message_begun
 from vllm_lite.client.text.response.calls import CallReader, CallSink, Rejected
 from vllm_lite.client.text.response.events import Events
 from vllm_lite.client.text.response.flow import Flow
 from vllm_lite.client.text.response.pieces import Event, OutputPiece, ReasoningDelta, TextDelta
 from vllm_lite.client.text.response.readers import reader_of
-from vllm_lite.client.text.response.scan import Found, Scanner, WatchedMark, scanner
+from vllm_lite.client.text.response.scan import Found, Scanner, WatchedMark, message_begun, scanner
 from vllm_lite.client.text.response.template import Field, Format
 from vllm_lite.client.text.response.unclosed import MAX_TAILS, MAX_TAILS_AT_END, Tail
 
