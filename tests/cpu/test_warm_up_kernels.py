@@ -48,9 +48,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(worker_module, "select_backend", lambda shape, _: CudaBackend(shape, made))
     monkeypatch.setattr(masks, "launcher_for", lambda _: made)
     monkeypatch.setattr(
-        "vllm_lite.layers.recurrent.delta_net.delta_net_op", lambda spec, *_: LaunchedDeltaNet(spec, made)
+        "vllm_lite.layers.recurrence.delta_net.delta_net_op", lambda spec, *_: LaunchedDeltaNet(spec, made)
     )
-    monkeypatch.setattr("vllm_lite.layers.recurrent.mamba.mamba_op", lambda spec, *_: LaunchedMamba(spec, made))
+    monkeypatch.setattr("vllm_lite.layers.recurrence.mamba.mamba_op", lambda spec, *_: LaunchedMamba(spec, made))
     return made
 
 

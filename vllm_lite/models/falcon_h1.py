@@ -10,7 +10,7 @@ from vllm_lite.kernels.recurrent import KVAndStates, Segments
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.recurrent.mamba import MambaBlock
+from vllm_lite.layers.recurrence.mamba import MambaBlock
 from vllm_lite.models.decoder import Decoder, DecoderNames
 
 

@@ -7,7 +7,7 @@ from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.mlp import FusedGatedMLP, GatedNames
 from vllm_lite.layers.moe.experts import SparseMLP, SparseNames
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.recurrent.mamba import MambaBlock
+from vllm_lite.layers.recurrence.mamba import MambaBlock
 from vllm_lite.models.decoder import Decoder
 from vllm_lite.models.hybrid import Hybrid
 

@@ -6,7 +6,7 @@ import torch
 
 from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.recurrent.block import RecurrentBlock
+from vllm_lite.layers.recurrence.block import RecurrentBlock
 from vllm_lite.models.decoder import Decoder, Layer
 
 

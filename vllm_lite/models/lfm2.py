@@ -6,7 +6,7 @@ from vllm_lite.layers.attention.attention_block import Attention, AttentionBlock
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.mlp import GatedMLP, GatedNames
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.recurrent.short_conv import ShortConvBlock
+from vllm_lite.layers.recurrence.short_conv import ShortConvBlock
 from vllm_lite.models.decoder import DecoderNames, Layer
 from vllm_lite.models.hybrid import Hybrid
 

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from vllm_lite.layers.attention.attention_block import Attention, AttentionBlock
 from vllm_lite.layers.decoder_layer import LayerNames, SandwichLayer
-from vllm_lite.layers.recurrent.short_conv import ShortConvBlock
+from vllm_lite.layers.recurrence.short_conv import ShortConvBlock
 from vllm_lite.models.decoder import DecoderNames
 from vllm_lite.models.hybrid import Hybrid
 from vllm_lite.models.lfm2 import Lfm2MLP

@@ -5,7 +5,7 @@ from typing import ClassVar
 from vllm_lite.layers.decoder_layer import AttentionLayer, LayerNames, MLPLayer
 from vllm_lite.layers.mlp import MLP
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.recurrent.mamba import MambaBlock
+from vllm_lite.layers.recurrence.mamba import MambaBlock
 from vllm_lite.models.decoder import Layer
 from vllm_lite.models.hybrid import Hybrid
 

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
-from vllm_lite.layers.recurrent.delta_net import DeltaNetBlock
+from vllm_lite.layers.recurrence.delta_net import DeltaNetBlock
 from vllm_lite.models.decoder import Layer
 from vllm_lite.models.hybrid import Hybrid
 

@@ -11,7 +11,7 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.delta_rule import DeltaNetWeights
 from vllm_lite.kernels.select import delta_net_op
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.recurrent.block import RecurrentBlock
+from vllm_lite.layers.recurrence.block import RecurrentBlock
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
 
 

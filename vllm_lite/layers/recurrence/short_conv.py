@@ -8,7 +8,7 @@ from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.select import short_conv_op
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.recurrent.block import RecurrentBlock
+from vllm_lite.layers.recurrence.block import RecurrentBlock
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack
 
 

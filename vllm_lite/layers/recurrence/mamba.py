@@ -11,7 +11,7 @@ from vllm_lite.kernels.ops import WideNormWeights
 from vllm_lite.kernels.select import mamba_op, ops_for
 from vllm_lite.layers.buffers import Rows
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.recurrent.block import RecurrentBlock
+from vllm_lite.layers.recurrence.block import RecurrentBlock
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack
 
 
