@@ -7,7 +7,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.quantized_tensors import say_quantized
 from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
-from vllm_lite.layers.quantized.mxfp4 import BLOCK, E2M1
+from vllm_lite.kernels.grouped import E2M1
+from vllm_lite.layers.quantized.mxfp4 import BLOCK
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 CONFIG = {

@@ -14,11 +14,11 @@ from micro.kernels_timing import Row, best_times, clock_for, name_of, read_bandw
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight
-from vllm_lite.kernels.grouped import GroupedWeight
+from vllm_lite.kernels.grouped import E2M1, GroupedWeight
 from vllm_lite.kernels.routing import Chosen
 from vllm_lite.layers.moe.expert_matmul import ExpertMatmul, ExpertSizes
 from vllm_lite.layers.moe.experts import make_expert_matmul
-from vllm_lite.layers.quantized.mxfp4 import BLOCK, E2M1
+from vllm_lite.layers.quantized.mxfp4 import BLOCK
 from vllm_lite.layers.weights.matmul import Matmul, NativeMatmul, make_matmul
 
 NUM_EXPERTS, TOP = 32, 8

@@ -10,6 +10,7 @@ import torch
 from tests import plays
 from tests.checkpoints import make_checkpoint
 from tests.cpu.test_gpu_matmul import linears
+from tests.cpu.test_quantized_families import VARIANTS as MIXTURES
 from tests.cuda_capture import CaptureError, CapturingLauncher, CudaLikeCapture
 from tests.driver import Driver, make_prompt, new_request
 from tests.families.hybrid import VARIANTS as HYBRIDS
@@ -25,8 +26,10 @@ from vllm_lite.kernels import select
 from vllm_lite.kernels.cuda.attention import shared_prefix
 from vllm_lite.kernels.cuda.attention.shared_prefix import Worth
 from vllm_lite.kernels.cuda.fused import CudaOps
+from vllm_lite.kernels.cuda.moe.packed_experts import PackedExperts
 from vllm_lite.kernels.cuda.weights import packed_linear
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
+from vllm_lite.layers.moe.expert_matmul import LoopedExperts
 from vllm_lite.layers.weights import gpu_matmul
 from vllm_lite.layers.weights.matmul import DenseMatmul
 from vllm_lite.protocol.step import Continue, Finish, States
@@ -111,6 +114,29 @@ def test_a_replay_has_the_bits_of_an_eager_step(
     assert all(graph.count and graph.num_launches > 4 for graph in capture.graphs)
     if quantization is not None:
         assert {type(each) for each in linears(graphed.worker.model)} == {PackedLinear}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_that_stay_packed_are_in_graphs(
+    dtype: str, tmp_path: Path, serve_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for nothing on the host. Without kernels, as for rows of 32 bits, they are a loop that does."""
+    monkeypatch.setattr(packed_linear, "FEW_ROWS", 1 << 20)
+    said: list[str] = []
+    monkeypatch.setattr(worker_module.logger, "warning", lambda text, *values: said.append(text % values))
+    serve_by("cuda")
+    monkeypatch.setattr(worker_module, "launcher_for", gpu_matmul.launcher_for)
+    path = next(each for each in MIXTURES if each.name == "qwen3-moe").make(tmp_path / "model")
+    settings: dict[str, Any] = {"dtype": dtype, "quantization": "int8", "cudagraph_capture_sizes": [2, 8]}
+    _, graphed = plays.run_both(path, 2, 24, Device(CPU, capture=CudaLikeCapture()), **settings)
+    made = {type(layer.mlp.experts.matmul) for layer in graphed.worker.model.layers}  # type: ignore[attr-defined]
+    if dtype == "float32":
+        assert made == {LoopedExperts}
+        assert said == ["decode steps run without graphs: a loop over experts of int8 waits"]
+        return
+    assert made == {PackedExperts}
+    assert graphs_of(graphed).num_replays > 8
+    assert said == []
 
 
 def test_the_norms_of_heads_go_with_their_rotation(

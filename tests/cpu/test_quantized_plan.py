@@ -23,6 +23,7 @@ from vllm_lite.checkpoint.quantization.spec import (
     Gptq,
     GptqLayers,
     Mixed,
+    MxFp4,
     PackedInts,
     QuantizationSpec,
 )
@@ -123,13 +124,24 @@ EXPERT, LAYER = "model.layers.0.mlp.experts.3.up_proj.qweight", "model.layers.0.
         (BitsAndBytes8(), True),
         (BitsAndBytes4(table="nf4"), False),
         (Mixed(parts=(PackedInts(bits=4, group_size=24), PackedInts(bits=4, group_size=32))), False),
+        (MxFp4(), True),
     ],
 )
 def test_what_a_gpu_keeps(spec: QuantizationSpec, kept: bool) -> None:
     tensor = Tensor("I32", (8, 8))
     assert kept_on_gpu(LAYER, tensor, spec, 2) is kept
     assert not kept_on_gpu(LAYER, tensor, spec, 4), "rows of 32 bits have no kernel"
-    assert not kept_on_gpu(EXPERT, tensor, spec, 2)
+    assert kept_on_gpu(EXPERT, tensor, spec, 2) is kept
+
+
+def test_experts_whose_columns_were_sorted_become_dense() -> None:
+    """Each has an order of its own, in which a step would have to gather the rows once more."""
+    for spec in (
+        Gptq(bits=4, group_size=32, sorted_columns=True),
+        PackedInts(bits=4, group_size=32, sorted_columns=True),
+    ):
+        assert kept_on_gpu(LAYER, Tensor("I32", (8, 8)), spec, 2)
+        assert not kept_on_gpu(EXPERT, Tensor("I32", (8, 8)), spec, 2)
 
 
 @pytest.mark.parametrize("name", FORMATS)

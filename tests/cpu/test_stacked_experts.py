@@ -16,7 +16,7 @@ from vllm_lite.kernels.routing import Chosen
 from vllm_lite.layers.moe import experts as experts_module
 from vllm_lite.layers.moe.expert_matmul import ExpertSizes, LoopedExperts
 from vllm_lite.layers.moe.experts import SparseMLP, make_expert_matmul
-from vllm_lite.layers.moe.stacked_experts import stack_weights, stacked_experts
+from vllm_lite.layers.moe.stacked_experts import StackMemory, stack_weights, stacked_experts
 from vllm_lite.layers.weights.matmul import DenseMatmul, Int8Matmul, Matmul
 from vllm_lite.layers.weights.weight_form import DenseForm, WidenedForm
 from vllm_lite.models.registry import Sizes, build
@@ -145,6 +145,7 @@ def test_weights_are_loaded_to_where_the_kernels_read_them(name: str, tmp_path: 
     for experts in (mlp.experts for mlp in sparse):
         assert experts.memories is not None
         for linears, memory in zip((experts.gate_up, experts.down), experts.memories, strict=True):
+            assert isinstance(memory, StackMemory)
             weights = [linear.matmul.weight for linear in linears if isinstance(linear.matmul, DenseMatmul)]
             assert all(weight._base is memory.whole for weight in weights)
             size = memory.whole[0].numel()

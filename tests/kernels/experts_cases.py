@@ -10,7 +10,8 @@ from torch.nn.functional import gelu, relu, silu
 from tests.kernels.fused_cases import Case, assert_rounded, draw, with_gaps
 from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.moe.experts import FOR_MANY, MAX_PAIRS, Sorted, StackedExperts, Stacks, TileProducts
+from vllm_lite.kernels.cuda.moe.experts import FOR_MANY, StackedExperts, Stacks, TileProducts
+from vllm_lite.kernels.cuda.moe.sorted_experts import MAX_PAIRS, Sorted
 from vllm_lite.kernels.cuda.moe.torch_products import TorchProducts
 from vllm_lite.kernels.routing import Chosen
 

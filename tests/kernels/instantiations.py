@@ -90,6 +90,7 @@ def _packed_linear() -> list[Instantiation]:
         (f"{bf16}, float, float", "INT8, packed::NOTHING, 1"),
         (f"{half}, {half}, {half}", "INT8, packed::ZEROS, 1"),
         (f"{bf16}, {bf16}, {bf16}", "E4M3, packed::NOTHING, 1"),
+        (f"{bf16}, {bf16}, {bf16}", "E2M1, packed::NOTHING, 1"),
     )
     for types, kind in kinds:
         found += [(f"packed_linear<{types}, packed::{kind}, {shape}>", most) for shape, most in shapes]
@@ -100,6 +101,34 @@ def _packed_linear() -> list[Instantiation]:
         for shape, most in (("1, 1", 80), ("2, 4", 255))
     ]
     return [Instantiation("packed_linear.cuh", name, registers) for name, registers in found]
+
+
+def _packed_experts() -> list[Instantiation]:
+    """Ceilings: as those of packed_linear.cuh, whose products they are; two float32 numbers for a scale leave room for
+    one block less."""
+    half, bf16 = "__half", "__nv_bfloat16"
+    kinds = (
+        (bf16, "SWIGLU_OAI", bf16, "E2M1", "NOTHING", 1),
+        (half, "SILU", half, "INT4", "NOTHING", 2),
+        (bf16, "SILU", "float", "INT4", "MINIMA", 1),
+        (bf16, "GELU_TANH", half, "INT4", "ZEROS", 2),
+        (bf16, "SILU", "float", "INT8", "NOTHING", 1),
+        (bf16, "SILU", bf16, "E4M3", "NOTHING", 1),
+    )
+    found = []
+    for scalar, activation, scales, codes, less, flush in kinds:
+        of_codes = f"{scales}, packed::{codes}, packed::{less}"
+        found.append((f"widen_experts<{scalar}, {of_codes}>", 64))
+        for types, shapes in (
+            (f"{scalar}, {scalar}, experts::{activation}", (("1, 2", 128), ("4, 4", 255))),
+            (
+                f"{scalar}, float, experts::NONE",
+                (("1, 1", 128 if scales == "float" else 84), ("1, 2", 128), ("2, 4", 255)),
+            ),
+        ):
+            names = ((f"packed_experts<{types}, {of_codes}, {flush}, {shape}>", most) for shape, most in shapes)
+            found += names
+    return [Instantiation("packed_experts.cuh", name, registers) for name, registers in found]
 
 
 def _recurrent() -> list[Instantiation]:
@@ -158,6 +187,7 @@ INSTANTIATIONS: list[Instantiation] = [
     *_paged_attention(),
     *_experts(),
     *_packed_linear(),
+    *_packed_experts(),
     *_recurrent(),
     *_prefill(),
     *_decode(),

@@ -13,7 +13,7 @@ from vllm_lite.kernels.cuda.weights import many_rows, packed_linear
 from vllm_lite.kernels.cuda.weights.many_rows import Float8Products, WidenedProducts, quantized_rows
 from vllm_lite.kernels.cuda.weights.packed_linear import FEW_ROWS, PackedLinear, num_parts
 from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
-from vllm_lite.kernels.grouped import E4M3, INT4, INT8, UINT4, UINT8, GroupedWeight, dequantize
+from vllm_lite.kernels.grouped import E2M1, E4M3, INT4, INT8, UINT4, UINT8, GroupedWeight, dequantize
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 TOLERANCE = 4e-6
@@ -228,6 +228,8 @@ CASES: list[tuple[str, Case]] = [
     ("int8_groups", computes(weight(INT8, 32), F16, 2)),
     ("int8_zeros", computes(weight(UINT8, 128, "zeros"), BF16, 2)),
     ("int8_zeros_half", computes(weight(UINT8, 64, "zeros", scale=BF16), F16, 2)),
+    ("float4", computes(weight(E2M1, 32, scale=BF16), BF16, 1, 12)),
+    ("float4_half", computes(weight(E2M1, 64), F16, 2)),
     ("float8_groups", computes(weight(E4M3, 128, scale=BF16), BF16, 1)),
     ("float8_one_scale", computes(weight(E4M3, CHANNEL, scale=F32), F16, 1)),
     ("few_inputs", computes(weight(INT4, 32, sizes=Sizes(3, 9)), BF16, 1)),
@@ -235,6 +237,8 @@ CASES: list[tuple[str, Case]] = [
     ("every_code_int4_half", every_code(INT4, F16)),
     ("every_code_int8", every_code(INT8, BF16)),
     ("every_code_int8_half", every_code(INT8, F16)),
+    ("every_code_float4", every_code(E2M1, BF16)),
+    ("every_code_float4_half", every_code(E2M1, F16)),
     ("every_code_float8", every_code(E4M3, BF16)),
     ("a_row_by_itself", a_row_by_itself),
     ("many_rows_bfloat16", more_rows(BF16)),

@@ -64,7 +64,7 @@ def found(emulated: tuple[Path, str]) -> dict[str, Any]:
 
 def test_emulated_cases_and_graphs(emulated: tuple[Path, str], found: dict[str, Any]) -> None:
     assert found["cases"] == {"paged_attention_cases": {"passed": 1, "failed": {}}}
-    assert len(found["graphs"]) == 8
+    assert len(found["graphs"]) == 10
     assert set(found["graphs"].values()) == {"equal"}
     assert found["problems"] == []
     assert {"device", "date", "commit", "versions"} <= set(found)
@@ -97,6 +97,7 @@ def test_emulated_measurements_have_the_form_that_others_read(
         "rule_out",
         "experts",
         "experts, loop",
+        "MXFP4 experts",
         linear.DENSE,
         *(f"linear, {kind.name}" for kind in linear.KINDS),
     } < kernels

@@ -76,6 +76,8 @@ INT8 = torch.arange(-128, 128, dtype=torch.float32)
 UINT8 = torch.arange(256, dtype=torch.float32)
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """The values of codes that are the bits of torch.float8_e4m3fn."""
+E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
+"""The values of codes that are floats of 4 bits: a sign, 2 bits of an exponent and 1 of a fraction."""
 
 
 def dequantize(weight: GroupedWeight) -> torch.Tensor:

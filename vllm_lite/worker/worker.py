@@ -29,6 +29,7 @@ from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ModelError, ProtocolError
 from vllm_lite.kernels.cpu.weights.file_packer import FilePacker
 from vllm_lite.kernels.select import is_graph_safe
+from vllm_lite.layers.weights.gpu_matmul import launcher_for
 from vllm_lite.layers.weights.lora import AdapterLimits, Adapters
 from vllm_lite.models.registry import Sizes, build, examine
 from vllm_lite.models.weight_source import open_source
@@ -421,7 +422,8 @@ class Worker:
         if not (capture.on_demand or all(is_graph_safe(kind, self.device.torch, self.dtype) for kind in kinds)):
             logger.warning("decode steps run without graphs: recurrent layers are plain torch on this device")
             return ()
-        if self.spec.experts is not None and config.quantization is not None and not capture.on_demand:
+        packs = capture.on_demand or launcher_for(self.dtype, self.device.torch) is not None
+        if self.spec.experts is not None and config.quantization is not None and not packs:
             logger.warning("decode steps run without graphs: a loop over experts of %s waits", config.quantization)
             return ()
         max_rows = min(limits.max_num_seqs, limits.max_num_tokens)

@@ -1,4 +1,5 @@
-"""Part of `gpu_check_bench`: a layer of experts by kernels of ours, by torch's grouped product, and by a loop."""
+"""Part of `gpu_check_bench`: a layer of experts by kernels of ours, by torch's grouped product, and by a loop; and one
+that stays packed."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -8,14 +9,17 @@ from gpu_check_parts import emit
 
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.moe.experts import FOR_MANY, StackedExperts, Stacks
+from vllm_lite.kernels.cuda.moe.packed_experts import PackedExperts, PackedStacks
+from vllm_lite.kernels.cuda.moe.packed_stack import PackedStack
 from vllm_lite.kernels.cuda.moe.torch_products import for_weights
+from vllm_lite.kernels.cuda.weights.packed_weight import OUTPUTS, TILE, TILE_BYTES
 from vllm_lite.kernels.routing import Chosen
 
 LOOP = "experts, loop"
 
 
 class Layer(NamedTuple):
-    """The experts of Qwen3-30B-A3B's layers."""
+    """Sizes of a layer; those of Qwen3-30B-A3B unless others are given."""
 
     num_experts: int = 128
     top: int = 8
@@ -33,10 +37,9 @@ class Problem(NamedTuple):
     out: torch.Tensor
     choices: list[Chosen]
 
-    def num_bytes(self, stacks: Stacks) -> float:
+    def num_bytes(self, expert_bytes: float) -> float:
         """The weights of all experts that a step has chosen, read once, on average over the choices."""
-        each = (stacks.gate_up[0].nbytes + stacks.down[0].nbytes) / len(self.choices)
-        return sum(each * len(chosen.experts.unique()) for chosen in self.choices)
+        return sum(expert_bytes * len(chosen.experts.unique()) for chosen in self.choices) / len(self.choices)
 
 
 def problem(layer: Layer, rows: int, device: torch.device) -> Problem:
@@ -69,17 +72,39 @@ def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
     gate_up = torch.empty(layer.num_experts, 2 * layer.inner, layer.hidden, dtype=torch.bfloat16, device=device)
     down = torch.empty(layer.num_experts, layer.hidden, layer.inner, dtype=torch.bfloat16, device=device)
     stacks = Stacks(gate_up.normal_(std=layer.hidden**-0.5), down.normal_(std=layer.inner**-0.5))
+    expert_bytes = gate_up[0].nbytes + down[0].nbytes
     for rows in (3,) if bench.small else (1, 8, 32, 128, 512, 2048, 8192):
-        given, flops = problem(layer, rows, device), 6 * rows * layer.top * layer.hidden * layer.inner
+        given = problem(layer, rows, device)
         for name, way in ways(launcher, stacks, rows * layer.top).items():
-            launch = partial(_launch, way, given)
-            if name == LOOP:
-                seconds = bench.timer.eager_seconds(launch)
-            else:
-                seconds = bench.timer.seconds(launch, len(given.choices))
-            bench.bytes_row(name, f"{rows} rows, {layer}", seconds, given.num_bytes(stacks))
-            rate = flops / seconds / 1e12
-            emit(fact={f"{name}, {rows} rows, TFLOP/s": round(rate, 2)}, say=f"{name}: {rate:.1f} TFLOP/s")
+            report(bench, name, way, given, layer, expert_bytes)
+    del stacks, gate_up, down
+    layer = Layer(8, 2, 64, 32) if bench.small else Layer(128, 4, 2880, 2880)
+    packed = mxfp4_experts(launcher, layer, device)
+    for rows in (3,) if bench.small else (1, 8, 64, 512, 4096):
+        report(
+            bench, "MXFP4 experts", packed, problem(layer, rows, device), layer, packed.num_bytes / layer.num_experts
+        )
+
+
+def report(bench: Any, name: str, way: Any, given: Problem, layer: Layer, expert_bytes: float) -> None:
+    """One way at one number of rows."""
+    rows, launch = len(given.x), partial(_launch, way, given)
+    seconds = bench.timer.eager_seconds(launch) if name == LOOP else bench.timer.seconds(launch, len(given.choices))
+    bench.bytes_row(name, f"{rows} rows, {layer}", seconds, given.num_bytes(expert_bytes))
+    rate = 6 * rows * layer.top * layer.hidden * layer.inner / seconds / 1e12
+    emit(fact={f"{name}, {rows} rows, TFLOP/s": round(rate, 2)}, say=f"{name}: {rate:.1f} TFLOP/s")
+
+
+def mxfp4_experts(launcher: Launcher, layer: Layer, device: torch.device) -> PackedExperts:
+    """Experts of random codes, as gpt-oss-120b's layers have them."""
+    stacks = []
+    for outputs, inputs, in_turn in ((2 * layer.inner, layer.hidden, True), (layer.hidden, layer.inner, False)):
+        tiles, chunks, groups = -(-outputs // OUTPUTS) * (OUTPUTS // TILE), -(-inputs // 64), -(-inputs // 64) * 2
+        shape = layer.num_experts, tiles, chunks, TILE_BYTES
+        codes = torch.randint(256, shape, dtype=torch.uint8, device=device)
+        scales = torch.full((layer.num_experts, groups, TILE * tiles, 1), 2.0**-6, dtype=torch.bfloat16, device=device)
+        stacks.append(PackedStack((outputs, inputs), codes, scales, 0, "E2M1", "NOTHING", in_turn))
+    return PackedExperts(launcher, PackedStacks(stacks[0], stacks[1]), 0, "silu", torch.bfloat16)
 
 
 def ways(launcher: Launcher, stacks: Stacks, num_pairs: int) -> dict[str, Any]:

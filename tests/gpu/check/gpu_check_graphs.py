@@ -10,6 +10,8 @@ from gpu_check_linear import KINDS, random_weight
 from gpu_check_parts import run_checks
 from gpu_check_setup import Paged, Shape, capture, paged
 
+from tests.kernels.experts_cases import Sizes
+from tests.kernels.packed_experts_cases import layer as packed_layer
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda.attention import decode_attention as decode
 from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring
@@ -17,7 +19,9 @@ from vllm_lite.kernels.cuda.attention.attention_work import Cascade, Rows, Split
 from vllm_lite.kernels.cuda.attention.shared_prefix import Worth, cascade_lists
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.moe.experts import StackedExperts, Stacks
+from vllm_lite.kernels.cuda.moe.sorted_experts import SortedExperts
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
+from vllm_lite.kernels.grouped import E2M1
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.routing import Chosen
 
@@ -137,7 +141,19 @@ def experts(launcher: Launcher, device: torch.device, rows: int) -> str | None:
     hidden, inner, num_experts, top = 64, 32, 12, 3
     gate_up = torch.randn(num_experts, 2 * inner, hidden, dtype=torch.bfloat16, device=device) / 8
     down = torch.randn(num_experts, hidden, inner, dtype=torch.bfloat16, device=device) / 4
-    layer = StackedExperts(launcher, Stacks(gate_up, down), 0, "silu")
+    return replayed_experts(StackedExperts(launcher, Stacks(gate_up, down), 0, "silu"), device, rows, top)
+
+
+def packed_experts(launcher: Launcher, device: torch.device, rows: int) -> str | None:
+    """The same of experts that stay packed."""
+    sizes = Sizes(num_experts=12, top=3, hidden=64, inner=32, held=12)
+    packed = packed_layer(device, torch.bfloat16, E2M1, 32, sizes=sizes)
+    return replayed_experts(packed.experts(launcher), device, rows, sizes.top)
+
+
+def replayed_experts(layer: SortedExperts, device: torch.device, rows: int, top: int) -> str | None:
+    """Compare replays with launches, each with other rows and other experts."""
+    num_experts, hidden, _ = layer.shape
     x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device)
     ids, factors = (torch.zeros(rows, top, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
     captured, eager = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
@@ -188,6 +204,8 @@ def main() -> None:
         "rope and cache": lambda: rope_and_cache(launcher, device),
         "experts, small tiles": lambda: experts(launcher, device, 8),
         "experts, large tiles": lambda: experts(launcher, device, 150),
+        "packed experts, few rows": lambda: packed_experts(launcher, device, 3),
+        "packed experts, many rows": lambda: packed_experts(launcher, device, 300),
         "packed linear, 1 row": lambda: packed_linear(launcher, device, 1),
         "packed linear, 20 rows": lambda: packed_linear(launcher, device, 20),
     }

@@ -29,6 +29,7 @@ CASES = {
     "gather_kv.cuh": ("prefill_attention_cases", "gather takes"),
     "lora.cuh": ("lora_cases", ""),
     "masks.cuh": ("masks_cases", ""),
+    "packed_experts.cuh": ("packed_experts_cases", ""),
     "packed_linear.cuh": ("packed_linear_cases", ""),
     "paged_attention.cuh": ("paged_attention_cases", ""),
     "prefill_attention.cuh": ("prefill_attention_cases", ""),

@@ -51,7 +51,7 @@ BLOCK_BITS = {
 }
 """Bits of a weight of GGUF in memory, with its part of scales and minima."""
 GPU_BLOCK_BITS = {"Q4_0": 4.5, "Q4_1": 6, "Q5_0": 8.5, "Q5_1": 10, "Q8_0": 8.5, "Q4_K": 6, "Q5_K": 10}
-GPU_BLOCK_BITS |= {"TQ1_0": 4.0625, "TQ2_0": 4.0625}
+GPU_BLOCK_BITS |= {"TQ1_0": 4.0625, "TQ2_0": 4.0625, "MXFP4": 4.5}
 """The same on a GPU, of those that it keeps: a minimum makes two float32 numbers of a scale."""
 GPU_GROUP = 32
 """Inputs that share a scale there, or a multiple."""
@@ -82,20 +82,23 @@ def tensor_bytes(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes:
 
 
 def kept_on_gpu(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: int) -> bool:
-    """Whether a GPU multiplies the weight of this tensor as it is stored: see layers/weights/gpu_matmul.py."""
-    if dtype_bytes != 2 or EXPERTS in name:
+    """Whether a GPU multiplies the weight of this tensor as it is stored: see layers/weights/gpu_matmul.py, and of
+    experts layers/moe/packed_experts.py."""
+    if dtype_bytes != 2:
         return False
     layer = name.rpartition(".")[0]
     own = spec.of(layer) if isinstance(spec, Mixed | Gptq) and not spec.is_dense(layer) else spec
     match own:
         case Gguf():
             return tensor.dtype in GPU_BLOCK_BITS
+        case PackedInts() | Gptq() if own.sorted_columns and EXPERTS in name:
+            return False
         case PackedInts() | Gptq() | Awq():
             size = own.group_size
         case BlockScaled():
             size = own.block[1]
         case _:
-            return isinstance(own, BitsAndBytes8)
+            return isinstance(own, BitsAndBytes8 | MxFp4)
     return size is None or size % GPU_GROUP == 0
 
 

@@ -19,8 +19,10 @@ from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import ExpertRows, Rows
 from vllm_lite.layers.mlp import GatedNames, first_names, first_rows
 from vllm_lite.layers.moe.expert_matmul import ExpertMatmul, ExpertSizes, LoopedExperts, NativeExperts
+from vllm_lite.layers.moe.packed_experts import PackedMemory, packed_experts
 from vllm_lite.layers.moe.stacked_experts import StackMemory, stacked_experts
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weights import gpu_matmul
 from vllm_lite.layers.weights.linear import Linear
 from vllm_lite.layers.weights.matmul import DenseMatmul, Matmul, NativeMatmul
 from vllm_lite.layers.weights.weight_form import DENSE, LinearShape, WidenedForm
@@ -94,9 +96,9 @@ class Experts:
         self.fused = spec.stored == "fused"
         rows = first_rows(inner, names.fused if self.fused else names.matrices, gated=spec.gated)
         held = [(index, self.held.total) if self.fused else None for index in range(self.held.start, self.held.end)]
-        # On a GPU a loop over packed experts would wait for the device at each of them.
-        own = parts.without_adapters()
-        own = own if parts.device.type == "cpu" else replace(own, form=WidenedForm(parts.form, "experts"))
+        own, packs = parts.without_adapters(), gpu_matmul.launcher_for(parts.dtype, parts.device) is not None
+        if parts.device.type != "cpu" and not packs:  # a loop over packed experts waits for the device at each of them
+            own = replace(own, form=WidenedForm(parts.form, "experts"))
         first = parts.shard.rank == 0 or parts.shard.expert_parallel  # of the ranks that have a part of an expert
         biases, turned = spec.biases, names.transposed or spec.transposed
         self.gate_up = [own.linear(hidden, *rows, bias=biases, transposed=turned, stacked=stacked) for stacked in held]
@@ -107,16 +109,22 @@ class Experts:
         none, nothing = [Split(inner.total, 0, 0)] * len(rows), Split(hidden.total, 0, 0)
         self.elsewhere = own.linear(hidden, *none, bias=biases), own.linear(inner, nothing, bias=biases)
         """An expert that another rank holds: its tensors must be in the checkpoint, and nothing of them is read."""
-        self.memories: tuple[StackMemory, StackMemory] | None = None
+        self.memories: tuple[StackMemory, StackMemory] | tuple[PackedMemory, PackedMemory] | None = None
         """Where a GPU has the weights of all experts side by side. A CPU packs each by itself."""
         if parts.form == DENSE and parts.device.type != "cpu":
             shapes = (len(rows) * inner.size, hidden.size), (hidden.size, inner.size)
             one, two = (StackMemory((self.held.size, *shape), parts.dtype, parts.device) for shape in shapes)
             self.memories = one, two
+        elif parts.form != DENSE and packs:
+            self.memories = PackedMemory(self.gate_up, in_turn=spec.gated), PackedMemory(self.down, in_turn=False)
 
     @cached_property
     def matmul(self) -> ExpertMatmul:
         """All of them at once; there once they are loaded."""
+        if self.memories is not None and isinstance(self.memories[0], PackedMemory):
+            packed = packed_experts(*self.memories, self.sizes, self.gate_up[0]) if self.gate_up else None
+            if packed is not None:
+                return packed
         gate_up, down = ([each.matmul for each in linears] for linears in (self.gate_up, self.down))
         return make_expert_matmul(gate_up, down, self.sizes)
 

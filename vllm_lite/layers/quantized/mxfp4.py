@@ -11,7 +11,7 @@ import torch
 
 from vllm_lite.checkpoint.quantization.spec import MxFp4
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels.grouped import GroupedWeight, halves
+from vllm_lite.kernels.grouped import E2M1, GroupedWeight, halves
 from vllm_lite.layers.quantized.stored import CPU, QuantizedWeight, in_units
 from vllm_lite.layers.weights.weight_form import DENSE, LinearShape, StoredWeight
 from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
@@ -20,8 +20,6 @@ BLOCK = 32
 """Inputs that share a scale."""
 NOT_A_NUMBER = 255
 """The scale that stands for none."""
-_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1 = torch.tensor(_SIZES + tuple(-size for size in _SIZES))
 
 
 def stored(_: MxFp4, names: Sequence[str], shape: LinearShape) -> StoredWeight:

@@ -10,7 +10,8 @@ from torch.nn import functional
 from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.kernels.cuda.fused import CudaOps, vector_width
 from vllm_lite.kernels.cuda.launcher import Launcher
-from vllm_lite.kernels.cuda.moe.experts import Products, Sorted, Stacks
+from vllm_lite.kernels.cuda.moe.experts import Products, Stacks
+from vllm_lite.kernels.cuda.moe.sorted_experts import Sorted
 
 CAPABILITIES = (9, 10)
 """Where torch has a kernel that needs no numbers on the host, and so can be captured; on others it loops."""

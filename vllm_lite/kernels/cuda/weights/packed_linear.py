@@ -11,7 +11,7 @@ import torch
 from vllm_lite.kernels.cuda.fused import threads_for, vector_width
 from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
 from vllm_lite.kernels.cuda.weights.many_rows import SOURCE, THREADS, WARPS, ManyRows, WidenedProducts
-from vllm_lite.kernels.cuda.weights.packed_weight import OUTPUTS, TILE, PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_weight import HALF_BYTES, OUTPUTS, TILE, PackedWeight
 
 DTYPES = (torch.float16, torch.bfloat16)
 """What rows may be stored as."""
@@ -23,20 +23,20 @@ ENOUGH_BLOCKS = 128
 MAX_PARTS = 8
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """Size of a block: 8 * rows rows and 16 * outputs outputs."""
 
     rows: int
     outputs: int
 
 
-def _tiles_for(num_rows: int) -> _Tiles:
+def tiles_for(num_rows: int) -> Tiles:
     """More rows want more outputs a block, so that fewer blocks read those rows. No choice changes a bit."""
     if num_rows <= 2:
-        return _Tiles(1, 1)
+        return Tiles(1, 1)
     if num_rows <= 8:
-        return _Tiles(1, 2)
-    return _Tiles(2, 4) if num_rows <= 16 else _Tiles(4, 4)
+        return Tiles(1, 2)
+    return Tiles(2, 4) if num_rows <= 16 else Tiles(4, 4)
 
 
 def num_parts(weight: PackedWeight) -> int:
@@ -45,9 +45,9 @@ def num_parts(weight: PackedWeight) -> int:
     return max(1, min(wanted, MAX_PARTS, weight.num_chunks // (2 * WARPS)))
 
 
-def _spans_between_scales(weight: PackedWeight) -> int:
+def spans_between_scales(kind: str, group_shift: int, scales: torch.Tensor) -> int:
     """After how many spans a scale is applied. Scales of 4 bytes leave no registers for two."""
-    return 2 if weight.kind == "INT4" and weight.group_shift > 0 and weight.scales.itemsize == 2 else 1
+    return 2 if kind in HALF_BYTES and group_shift > 0 and scales.itemsize == 2 else 1
 
 
 class PackedLinear:
@@ -63,8 +63,8 @@ class PackedLinear:
             f"the bias must have {weight.shape[0]} elements, got {None if bias is None else list(bias.shape)}",
         )
         self.weight = weight
-        self._launcher = launcher
-        self._bias = None if bias is None else bias.to(weight.codes.device, torch.float32)
+        self.launcher = launcher
+        self.bias = None if bias is None else bias.to(weight.codes.device, torch.float32)
         self._num_parts = num_parts(weight)
         self.many_rows = many_rows or WidenedProducts(launcher, weight)
 
@@ -86,18 +86,18 @@ class PackedLinear:
         if self.weight.order is not None:
             x = x.index_select(1, self.weight.order)
         if len(x) <= FEW_ROWS:
-            self._few(_aligned(x, self.weight.padded[1]), out)
+            self._few(aligned(x, self.weight.padded[1]), out)
         else:
-            self.many_rows.forward(x, self._bias, out)
+            self.many_rows.forward(x, self.bias, out)
 
     def _few(self, x: torch.Tensor, out: torch.Tensor) -> None:
         weight, (num_rows, size), parts_count = self.weight, out.shape, self._num_parts
-        tiles = _tiles_for(num_rows)
-        parts, bias, written = None, self._bias, out.dtype
+        tiles = tiles_for(num_rows)
+        parts, bias, written = None, self.bias, out.dtype
         if parts_count > 1:
             parts = torch.empty(parts_count, num_rows, size, dtype=torch.float32, device=x.device)
             bias, written = None, x.dtype
-        flush = _spans_between_scales(weight)
+        flush = spans_between_scales(weight.kind, weight.group_shift, weight.scales)
         types = ", ".join(cuda_type(dtype, "x") for dtype in (x.dtype, written, weight.scales.dtype))
         kinds = f"packed::{weight.kind}, packed::{weight.less}, {flush}, {tiles.rows}, {tiles.outputs}"
         args: tuple[Arg, ...] = (
@@ -107,19 +107,19 @@ class PackedLinear:
         )
         grid = (weight.padded[0] // (TILE * tiles.outputs), -(-num_rows // (8 * tiles.rows)), parts_count)
         shared_bytes = 4 * tiles.rows * tiles.outputs * 4 * THREADS
-        kernel = self._launcher.kernel(SOURCE, f"packed_linear<{types}, {kinds}>")
+        kernel = self.launcher.kernel(SOURCE, f"packed_linear<{types}, {kinds}>")
         kernel(grid, (THREADS, 1, 1), args, shared_bytes)
         if parts is None:
             return
         threads = threads_for(size, 256)
-        self._launcher.kernel(SOURCE, f"sum_parts<{cuda_type(out.dtype, 'out')}>")(
+        self.launcher.kernel(SOURCE, f"sum_parts<{cuda_type(out.dtype, 'out')}>")(
             (-(-size // threads), num_rows, 1),
             (threads, 1, 1),
-            (out, parts, self._bias, np.int64(out.stride(0)), np.int32(size), np.int32(parts_count)),
+            (out, parts, self.bias, np.int64(out.stride(0)), np.int32(size), np.int32(parts_count)),
         )
 
 
-def _aligned(x: torch.Tensor, num_inputs: int) -> torch.Tensor:
+def aligned(x: torch.Tensor, num_inputs: int) -> torch.Tensor:
     """x with so many columns, the last of them zeros, and rows that 16 bytes can be loaded from."""
     if x.shape[1] < num_inputs:
         return torch.nn.functional.pad(x, (0, num_inputs - x.shape[1]))

@@ -5,7 +5,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from vllm_lite.kernels.grouped import E4M3, GroupedChunks, GroupedWeight
+from vllm_lite.kernels.grouped import E2M1, E4M3, GroupedChunks, GroupedWeight
 
 SPAN = 32
 """Inputs: groups are whole spans, and a span is in one group."""
@@ -19,6 +19,8 @@ PACKED_AT_ONCE = 1 << 26
 """Elements: bounds the memory of what lies between codes and packed codes."""
 _UNITS = (1.0, 0.5, 0.25, 0.125)
 """What values may be multiples of: powers of two, so that scales stay exact when they take the unit over."""
+HALF_BYTES = ("INT4", "E2M1")
+"""Kinds of codes of 4 bits."""
 
 
 class _Numbers(NamedTuple):
@@ -41,7 +43,7 @@ class PackedWeight(NamedTuple):
     group_shift: int
     """Logarithm of the spans in a group."""
     kind: str
-    """The kind of the codes, as csrc/cuda spells it: INT4, INT8, E4M3."""
+    """The kind of the codes, as csrc/cuda spells it: INT4, E2M1, INT8, E4M3."""
     less: str
     """What the second number is: NOTHING, ZEROS or MINIMA."""
     order: torch.Tensor | None
@@ -66,8 +68,8 @@ class PackedWeight(NamedTuple):
 
     @staticmethod
     def takes(weight: GroupedWeight) -> bool:
-        """Whether there are kernels for it: for integers that follow one another, in groups of 32 inputs or a multiple,
-        and for float8."""
+        """Whether there are kernels for it: for integers that follow one another, float4 and float8, in groups of 32
+        inputs or a multiple."""
         return _numbers(weight.values) is not None and (
             weight.group_size % SPAN == 0 or weight.group_size >= weight.shape[1]
         )
@@ -114,13 +116,15 @@ class PackedWeight(NamedTuple):
 
 def chunk_inputs(kind: str) -> int:
     """Inputs in the 16 bytes that a lane loads at once."""
-    return 2 * SPAN if kind == "INT4" else SPAN
+    return 2 * SPAN if kind in HALF_BYTES else SPAN
 
 
 def _numbers(values: torch.Tensor) -> _Numbers | None:
     values = values.float().cpu()
     if len(values) == 256 and bool(((values == E4M3) | (values.isnan() & E4M3.isnan())).all()):
         return _Numbers("E4M3", 1.0, 0.0)
+    if torch.equal(values, E2M1):
+        return _Numbers("E2M1", 1.0, 0.0)
     for unit in _UNITS:
         whole = values / unit
         first = float(whole[0])
@@ -188,12 +192,12 @@ def _no_codes(shape: tuple[int, int], kind: str, device: torch.device) -> torch.
 
 def _tiles_of(codes: torch.Tensor, kind: str) -> torch.Tensor:
     """codes: uint8 [outputs, inputs] -> [tiles, num_chunks, TILE_BYTES]."""
-    inputs, zero = chunk_inputs(kind), {"INT4": 8, "INT8": 128, "E4M3": 0}[kind]
+    inputs, zero = chunk_inputs(kind), {"INT4": 8, "INT8": 128}.get(kind, 0)
     padding = (0, -codes.shape[1] % inputs, 0, -codes.shape[0] % TILE)
     codes = torch.nn.functional.pad(codes, padding, value=zero)
     # An output is [tile, h, r], an input [chunk, span, q, t, j, e].
     parts = codes.view(len(codes) // TILE, 2, 8, -1, inputs // SPAN, 4, 2, 2, 2)
-    if kind == "INT4":
+    if kind in HALF_BYTES:
         halves = parts[:, 0] | parts[:, 1] << 4  # [tile, r, chunk, span, q, t, j, e]
         packed = halves.permute(0, 2, 1, 4, 3, 5, 7, 6)
     else:
