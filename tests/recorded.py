@@ -11,7 +11,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling.scheduler import Scheduler
@@ -83,7 +83,7 @@ class Recorded:
         self._has_states = num_state_slots > 0
         self.worker = self._new_worker()
         self.clock = VirtualClock(1000.0)
-        sizes = Sizes(num_blocks, num_host_blocks, 50.0)
+        sizes = PoolSizes(num_blocks, num_host_blocks, 50.0)
         self.core = EngineCore(config, ready, self.worker, sizes, Lives(3, life, launch), self.clock)  # type: ignore[arg-type]
         self.ended: dict[str, str] = {}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.request import Produced
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
 from vllm_lite.protocol.api import Generate
@@ -30,7 +30,7 @@ class Simulation:
         ready = Ready(0, 1, num_blocks, 1, (KVGroupInfo("full", 1),), 4096, VOCAB_SIZE, ())
         self.clock = VirtualClock()
         self.executor = SimulatedExecutor(ready, self.clock, cost)
-        self.core = EngineCore(config, ready, self.executor, Sizes(num_blocks), Lives(), self.clock)
+        self.core = EngineCore(config, ready, self.executor, PoolSizes(num_blocks), Lives(), self.clock)
 
     def run(self, arrivals: Iterator[tuple[float, Generate]]) -> Iterator[Produced]:
         """Serve `arrivals`, (time, request) in order of time, until all have ended. Yields what each step produced."""

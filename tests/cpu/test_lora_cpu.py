@@ -11,7 +11,7 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.program import Program
 from vllm_lite.kernels.cpu.weights.lora import LoraSlots
-from vllm_lite.layers.weights.adapter_rows import Grouped, GroupedRows, MaskedRows
+from vllm_lite.layers.weights.adapter_rows import AdapterMask, Grouped, GroupedRows
 from vllm_lite.layers.weights.lora import AdapterLimits, StackedSlots
 from vllm_lite.layers.weights.weight_form import LinearShape
 
@@ -133,7 +133,7 @@ def test_plain_torch_adds_the_same(layer: str) -> None:
     num_inputs, sizes, matrix = LAYERS[layer]
     count = max(matrix) + 1
     shape = LinearShape(Split.whole(num_inputs), tuple(map(Split.whole, sizes)), torch.float32, CPU)
-    masked = MaskedRows(3, 20, torch.float32, CPU)
+    masked = AdapterMask(3, 20, torch.float32, CPU)
     native, plain = LoraSlots(3, num_inputs, sizes, matrix), StackedSlots(AdapterLimits(3, 8), shape, matrix, masked)
     for slot, ranks in enumerate(([5, 3, 8], [8, 0, 4])):
         down, up = adapter(layer, ranks[:count], torch.float32)

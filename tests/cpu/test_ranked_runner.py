@@ -54,7 +54,7 @@ from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.sampling.drafter import NgramDrafter
 from vllm_lite.worker.step_parts import prompt_scores
 from vllm_lite.worker.step_parts.drafts import Drafts
-from vllm_lite.worker.step_parts.prompt_scores import PromptScores
+from vllm_lite.worker.step_parts.prompt_scores import PromptScorer
 from vllm_lite.worker.step_parts.rules import Rules
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def make_runner(checkpoint: Path, communicator: Communicator, capture: Capture |
     cache = CacheEngine(own, BLOCK, NUM_BLOCKS, HOST_BLOCKS, torch.float32, CPU)
     drafter = NgramDrafter(Speculation(prompt_lookup_max=3, prompt_lookup_min=1))
     forward, rules = EagerForward(model, cache.layer_views(), backend, CPU), Rules(communicator)
-    parts = [Drafts(drafter, rules), rules, PromptScores(model)]
+    parts = [Drafts(drafter, rules), rules, PromptScorer(model)]
     runner = ModelRunner(LIMITS, forward, cache, Progress(), parts)
     runner.warm_up()
     if capture is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.step_inputs import Int32s
 from vllm_lite.worker.sampling.drafter import DraftBatch
-from vllm_lite.worker.sampling.suffix import MAX_ANSWER_TOKENS, MAX_GROUPS, SEPARATOR, Answers, SuffixDrafter
+from vllm_lite.worker.sampling.suffix import MAX_ANSWER_TOKENS, MAX_GROUPS, SEPARATOR, RecentAnswers, SuffixDrafter
 
 GROUP = b"base"
 
@@ -110,13 +110,13 @@ def test_recent_answers_of_the_group_are_searched() -> None:
 
 
 def test_answers_are_bounded() -> None:
-    answers = Answers(max_requests=3)
+    answers = RecentAnswers(max_requests=3)
     for first in range(5):
         answers.add(GROUP, array([first, first + 1]))
     found = answers.of(GROUP)
     assert found is not None
     assert found.tolist() == [2, 3, SEPARATOR, 3, 4, SEPARATOR, 4, 5, SEPARATOR]
-    many = Answers(max_requests=1000)
+    many = RecentAnswers(max_requests=1000)
     for first in range(5):
         many.add(GROUP, np.full(MAX_ANSWER_TOKENS // 2, first, np.int32))
     kept = many.of(GROUP)
@@ -130,7 +130,7 @@ def test_answers_are_bounded() -> None:
     for number in range(MAX_GROUPS):
         many.add(b"%d" % number, array([1]))
     assert many.of(GROUP) is None
-    none = Answers(max_requests=0)
+    none = RecentAnswers(max_requests=0)
     none.add(GROUP, array([1]))
     assert none.of(GROUP) is None
 

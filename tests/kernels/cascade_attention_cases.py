@@ -137,7 +137,7 @@ def nothing_is_shared(launcher: Launcher, device: torch.device) -> None:
     setup = Sharing(LENS, num_heads=4, split_tokens=32)
     batch = shared_batch(setup, device)
     assert lists_of(batch) is None
-    given = work.SplitList.on(device, work.Rows(np.arange(5), np.arange(5), np.array(LENS)), None, 32)
+    given = work.SplitList.on(device, work.RowWork(np.arange(5), np.arange(5), np.array(LENS)), None, 32)
     nothing = torch.full((4, 4), NO_BLOCK, dtype=torch.int32, device=device)
     cascade = work.Cascade(nothing, nothing.ravel(), nothing[:, :2].contiguous())
     out = batch.out()

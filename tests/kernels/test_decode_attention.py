@@ -23,7 +23,7 @@ from tests.kernels.decode_attention_cases import (
 from tests.kernels.emulator import EmulatorLauncher
 from vllm_lite.kernels.cuda.attention import decode_attention as decode_module
 from vllm_lite.kernels.cuda.attention.attention_inputs import tensor_core_reason
-from vllm_lite.kernels.cuda.attention.attention_work import Rows, SplitList
+from vllm_lite.kernels.cuda.attention.attention_work import RowWork, SplitList
 from vllm_lite.kernels.cuda.attention.decode_attention import SOURCE, Workspace, decode_attention, head_tiles
 from vllm_lite.kernels.cuda.launcher import Launcher
 
@@ -95,7 +95,7 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
     out = changes.pop("out", batch.out())
     query, workspace = changes.pop("query", batch.query), changes.pop("workspace", None)
     split_tokens, seen = changes.pop("split_tokens", 0), np.array(changes.pop("seen", (8, 3)))
-    lists = SplitList.on(CPU, Rows(np.arange(2), np.arange(2), seen))._replace(**changes.pop("lists", {}))
+    lists = SplitList.on(CPU, RowWork(np.arange(2), np.arange(2), seen))._replace(**changes.pop("lists", {}))
     scoring = replace(batch.scoring, **{name: changes.pop(name) for name in SCORING if name in changes})
     cache = batch.cache._replace(**{"query_start_loc": None} | changes)
     with pytest.raises(ValueError, match=message):

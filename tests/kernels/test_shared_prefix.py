@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_lite.kernels.cuda.attention.attention_work import TILE, Rows, num_splits, tiles_a_split
+from vllm_lite.kernels.cuda.attention.attention_work import TILE, RowWork, num_splits, tiles_a_split
 from vllm_lite.kernels.cuda.attention.shared_prefix import CascadeLists, Worth, cascade_lists
 
 BLOCK = 16
@@ -21,12 +21,12 @@ def tables_of(parents: list[tuple[int, int]], seen: list[int]) -> np.ndarray:
     return tables
 
 
-def rows_for(seen: list[int]) -> Rows:
+def rows_for(seen: list[int]) -> RowWork:
     places = np.arange(len(seen))
-    return Rows(places + 3, places, np.array(seen))
+    return RowWork(places + 3, places, np.array(seen))
 
 
-def check(lists: CascadeLists, rows: Rows, tables: np.ndarray, most_rows: int, worth: Worth) -> None:
+def check(lists: CascadeLists, rows: RowWork, tables: np.ndarray, most_rows: int, worth: Worth) -> None:
     counts = num_splits(rows.seen)
     places = np.cumsum(np.maximum(counts, 1)) - np.maximum(counts, 1)
     of_place = {int(place): i for i, place in enumerate(places)}
@@ -100,7 +100,7 @@ def test_what_is_not_worth_it() -> None:
     seen = [4200] * 8
     alike = tables_of([(0, 256)] * 8, [5000] * 8)
 
-    def made(rows: Rows, tables: np.ndarray, **changes: int) -> CascadeLists | None:
+    def made(rows: RowWork, tables: np.ndarray, **changes: int) -> CascadeLists | None:
         return cascade_lists(rows, tables, BLOCK, 4, 8, worth=Worth(**changes))
 
     assert made(rows_for(seen), alike, saved_blocks=384) is not None

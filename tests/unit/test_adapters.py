@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulated_worker import SimulatedWorker, next_token
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.request import Produced
 from vllm_lite.errors import ConfigError, RequestError
@@ -32,7 +32,7 @@ class Engine:
         self.ready = Ready(0, 1, num_blocks, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, ())
         self.num_blocks = num_blocks
         self.worker = self.make_worker()
-        self.core = EngineCore(self.config, self.ready, self.worker, Sizes(num_blocks), Lives())  # type: ignore[arg-type]
+        self.core = EngineCore(self.config, self.ready, self.worker, PoolSizes(num_blocks), Lives())  # type: ignore[arg-type]
         self.lists: list[tuple[str, ...]] = []
         ticks = itertools.count()
         self.loader = self.core.adapter_loader

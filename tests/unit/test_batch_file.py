@@ -13,7 +13,7 @@ import pytest
 from vllm_lite.errors import ConfigError, RemoteError
 from vllm_lite.tools.chat import batch, batch_file
 from vllm_lite.tools.chat.batch import BatchRun, Server
-from vllm_lite.tools.chat.batch_file import Bad, BatchRequest, Results
+from vllm_lite.tools.chat.batch_file import Bad, BatchRequest, BatchResults
 from vllm_lite.tools.chat.remote_server import Address, client_settings
 from vllm_lite.tools.cli import main, run_batch
 
@@ -78,14 +78,14 @@ def test_the_first_of_two_equal_ids_counts(tmp_path: Path) -> None:
 
 def test_a_torn_line_is_cut_and_the_rest_is_known(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    with Results(str(path)) as results:
+    with BatchResults(str(path)) as results:
         results.append(answered("ä"))
         results.append(batch_file.failure("b", "invalid_url", "no"))
         assert results.done == {"ä", "b"}
     whole = path.read_bytes()
     for torn in (b'{"id"', json.dumps(answered("c")).encode(), b"\x00\x00"):
         path.write_bytes(whole + torn)
-        with Results(str(path)) as results:
+        with BatchResults(str(path)) as results:
             assert results.done == {"ä", "b"}
             assert results.num_failed == 1
             results.append(answered("c", 500))
@@ -95,11 +95,11 @@ def test_a_torn_line_is_cut_and_the_rest_is_known(tmp_path: Path) -> None:
 
 def test_failures_can_be_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    with Results(str(path)) as results:
+    with BatchResults(str(path)) as results:
         for name, status in (("a", 200), ("b", 400), ("c", 200)):
             results.append(answered(name, status))
         results.append(batch_file.failure("d", "invalid_url", "no"))
-    with Results(str(path), retry_failed=True) as results:
+    with BatchResults(str(path), retry_failed=True) as results:
         assert results.done == {"a", "c"}
         assert results.num_failed == 0
         results.append(answered("b"))
@@ -113,23 +113,23 @@ def test_another_file_is_not_written_to(tmp_path: Path, text: str) -> None:
     path.write_text(json.dumps(answered("a")) + "\n" + text)
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="in line 2; choose another"):
-        Results(str(path))
+        BatchResults(str(path))
     assert path.read_bytes() == before
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     path = str(tmp_path / "out")
-    with Results(path), pytest.raises(ConfigError, match="another run-batch"):
-        Results(path)
-    with Results(path):
+    with BatchResults(path), pytest.raises(ConfigError, match="another run-batch"):
+        BatchResults(path)
+    with BatchResults(path):
         pass
 
 
 def test_a_lone_surrogate_is_still_a_line(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    with Results(str(path)) as results:
+    with BatchResults(str(path)) as results:
         results.append(answered("\ud800"))
-    with Results(str(path)) as results:
+    with BatchResults(str(path)) as results:
         assert results.done == {"\ud800"}
 
 
@@ -149,7 +149,7 @@ def run(tmp_path: Path, handler: Handler, max_concurrency: int = 3) -> tuple[Bat
             await made.run(batch_file.read(str(tmp_path / "in")), http, max_concurrency, "default")
 
     bad: list[Bad] = []
-    with Results(str(tmp_path / "out")) as results:
+    with BatchResults(str(tmp_path / "out")) as results:
         made = BatchRun(results, complain=bad.append)
         asyncio.run(work())
     return made, bad
@@ -283,7 +283,7 @@ def test_what_is_wrong_is_one_line(
 def test_a_finished_batch_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "in", line("a"))
     out = tmp_path / "out"
-    with Results(str(out)) as results:
+    with BatchResults(str(out)) as results:
         results.append(answered("a"))
     assert main(["run-batch", "-i", file, "-o", str(out), "--model", "/no/such/folder"]) == 0
     assert "1 from earlier runs" in capsys.readouterr().err

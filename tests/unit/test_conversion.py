@@ -281,7 +281,7 @@ def test_what_a_missing_library_is_needed_for(
     monkeypatch.setattr("vllm_lite.client.text.tokenizer_formats.conversion._is_installed", lambda _: False)
     (tmp_path / name).write_bytes(content)
     found = conversion.find(tmp_path)
-    assert found == conversion.Foreign(kind, tmp_path / name)  # type: ignore[arg-type]
+    assert found == conversion.ForeignTokenizer(kind, tmp_path / name)  # type: ignore[arg-type]
     needs = conversion.NEEDS[found.kind]
     with pytest.raises(ModelError) as caught:
         load_tokenizer(None, str(tmp_path))  # it has a tokenizer: to go on without one would be no help

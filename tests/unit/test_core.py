@@ -9,7 +9,7 @@ from tests.simulated_worker import SimulatedWorker, next_token
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import core as core_module
 from vllm_lite.engine.client_port import GATHER_S, SLOW_READER_S, ClientPort, Outbox
-from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.request import Produced
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol import PROTOCOL_VERSION
@@ -44,7 +44,7 @@ def make_core(num_blocks: int = 11, **settings: object) -> EngineCore:
     config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
     ready = Ready(0, 1, num_blocks, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
     worker = SimulatedWorker(num_blocks, 4, vocab_size=VOCAB)
-    return EngineCore(config, ready, worker, Sizes(num_blocks), Lives(3))  # type: ignore[arg-type]
+    return EngineCore(config, ready, worker, PoolSizes(num_blocks), Lives(3))  # type: ignore[arg-type]
 
 
 def generate(core: EngineCore, prompt: list[int], name: str = "r", **params: object) -> list[Produced]:

@@ -13,7 +13,7 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.openai.bodies import CompletionBody
 from vllm_lite.server.openai.errors import ApiError
-from vllm_lite.server.openai.prompts import Prompts
+from vllm_lite.server.openai.prompts import PromptRenderer
 
 QWEN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 DEEPSEEK = ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"]  # noqa: RUF001
@@ -56,7 +56,7 @@ def test_a_vocabulary_without_the_tokens(tokens: list[str]) -> None:
 
 
 def prompts_of(tokenizer: Tokenizer, **fields: Any) -> list[Any]:
-    prompts = Prompts(tokenizer, None, 64)
+    prompts = PromptRenderer(tokenizer, None, 64)
     return asyncio.run(prompts.of_completion(CompletionBody(**fields), SamplingParams(), REQUEST))
 
 

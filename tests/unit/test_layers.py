@@ -92,6 +92,8 @@ FORBIDDEN_CALLS = {
 """Names of functions, or their ends after a dot, that no file calls or mentions."""
 LAST_NAMES = {name.rpartition(".")[2] for name in FORBIDDEN_CALLS}
 
+SHARED_NAMES = {"AttentionLayer", "ConvLayer", "MambaLayer", "MaskSource", "PackedExperts", "PackedWeight"}
+"""Classes that stand in several files for one idea: of each family, of each device, and on both sides of a seam."""
 MAP_LINE = re.compile(r"^(\w+\.py) {2,}\S", re.MULTILINE)
 """A line of the docstring of a folder's __init__.py that says what is in a file."""
 
@@ -280,6 +282,17 @@ def test_files_are_short() -> None:
 
 def test_a_map_of_a_folder_names_all_its_files() -> None:
     obey([path for path in python_files(PACKAGE) if path.name == "__init__.py"], unmapped_files)
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """A name with two meanings has to be looked up twice: say of what the adapters, the rows or the sizes are."""
+    places: dict[str, list[str]] = {}
+    for path in python_files(PACKAGE):
+        for node in parse(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name_of(path))
+    several = {name: found for name, found in places.items() if len(found) > 1}
+    assert several.keys() == SHARED_NAMES, {name: found for name, found in several.items() if name not in SHARED_NAMES}
 
 
 def test_dependencies_are_those_imported() -> None:

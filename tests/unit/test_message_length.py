@@ -4,7 +4,7 @@ import pytest
 
 from tests.simulated_worker import SimulatedWorker, next_token
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.scheduling.in_flight import MAX_STEPS, MEASURED_STEPS, MESSAGE_S, MessageLength
 from vllm_lite.executor.simulated import VirtualClock
 from vllm_lite.protocol.api import Generate
@@ -28,7 +28,7 @@ class Rig:
         config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
         ready = Ready(0, 1, 200, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
         self.worker = SimulatedWorker(200, 4, vocab_size=VOCAB)
-        self.core = EngineCore(config, ready, self, Sizes(200), Lives(3), clock=self.clock)  # type: ignore[arg-type]
+        self.core = EngineCore(config, ready, self, PoolSizes(200), Lives(3), clock=self.clock)  # type: ignore[arg-type]
 
     def submit(self, *steps: SchedulerOutput) -> None:
         self.sent.append([step.step for step in steps])

@@ -12,7 +12,7 @@ import pytest
 from tests.scheduler_rig import Rig
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.core import NUM_FORCED, EngineCore, Lives, Sizes
+from vllm_lite.engine.core import NUM_FORCED, EngineCore, Lives, PoolSizes
 from vllm_lite.engine.observe.counters import FIRST_TOKEN_S, one_two_five
 from vllm_lite.engine.request import Produced
 from vllm_lite.protocol import api
@@ -35,7 +35,7 @@ class Bench:
         ready = Ready(0, 1, num_blocks, 64, (KVGroupInfo("full", 1),), 100, VOCAB, (7,))
         self.worker = SimulatedWorker(num_blocks, 4, vocab_size=VOCAB, num_host_blocks=num_host_blocks)
         self.now_s = 0.0
-        sizes = Sizes(num_blocks, num_host_blocks)
+        sizes = PoolSizes(num_blocks, num_host_blocks)
         self.core = EngineCore(config, ready, self.worker, sizes, Lives(3), clock=lambda: self.now_s)  # type: ignore[arg-type]
         self.got: list[tuple[float, list[Produced]]] = []
 

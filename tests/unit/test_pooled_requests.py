@@ -9,7 +9,7 @@ import pytest
 
 from tests.recorded import Recorded
 from tests.scheduler_rig import VOCAB, Rig
-from vllm_lite.engine.intake import Intake, Model
+from vllm_lite.engine.intake import Intake, ModelFacts
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.request import Request
 from vllm_lite.errors import RequestError
@@ -111,7 +111,7 @@ def test_aborted_while_its_result_is_on_its_way() -> None:
 def test_a_trace_with_them_is_replayed(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path / "trace", 40)
     pooler = PoolerInfo(("embed", "token_embed"), size=8, reads_last=True)
-    recorded.core._intake._model = Model(50, frozenset(), pooler)
+    recorded.core._intake._model = ModelFacts(50, frozenset(), pooler)
     for index in range(6):
         task: PoolingTask = "token_embed" if index % 2 else "embed"
         message = Generate(f"p{index}", pack_tokens(prompt_of(3 + 5 * index)), PARAMS, pooling=Pooling(task))
@@ -139,7 +139,7 @@ def test_a_trace_with_them_is_replayed(tmp_path: Path) -> None:
 def test_what_the_model_cannot_do_is_refused(pooling: Pooling | None, length: int, problem: str) -> None:
     rig = Rig(num_blocks=40, max_model_len=40)
     pooler = PoolerInfo(("embed", "token_embed"), generates=False, size=8)
-    intake = Intake(rig.scheduler, Model(VOCAB, frozenset(), pooler), lambda: 0.0)
+    intake = Intake(rig.scheduler, ModelFacts(VOCAB, frozenset(), pooler), lambda: 0.0)
     with pytest.raises(RequestError, match=problem):
         intake.add(b"client", Generate("r", pack_tokens(prompt_of(length)), PARAMS, pooling=pooling))
     assert not rig.scheduler.requests

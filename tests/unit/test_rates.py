@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.scheduling.in_flight import InFlight
 from vllm_lite.engine.scheduling.rates import MIN_PREFILL_TOKENS, PrefillRate, Rates
@@ -32,7 +32,7 @@ class Bench:
         ready = Ready(0, 1, num_blocks, 1, (KVGroupInfo("full", 1),), 20_000, 32_000, ())
         self.clock = VirtualClock(100.0)
         self.executor = SimulatedExecutor(ready, self.clock, COST)
-        self.core = EngineCore(config, ready, self.executor, Sizes(num_blocks, 2000, 40_000), Lives(), self.clock)
+        self.core = EngineCore(config, ready, self.executor, PoolSizes(num_blocks, 2000, 40_000), Lives(), self.clock)
 
     def add(self, name: str, num_prompt: int, max_tokens: int) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)

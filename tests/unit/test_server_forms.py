@@ -16,7 +16,7 @@ from vllm_lite.server.openai import bodies, forms
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.formats import Formats
-from vllm_lite.server.openai.grammars import GrammarBuilder, Held, StrictLevel
+from vllm_lite.server.openai.grammars import GrammarBuilder, HeldParams, StrictLevel
 from vllm_lite.structured.compile import compile_grammar
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -48,10 +48,10 @@ def held(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **field
     return held_with_notes(formats, level, **fields).params.grammar
 
 
-def held_with_notes(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **fields: Any) -> Held:
+def held_with_notes(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **fields: Any) -> HeldParams:
     """The same, with what of the schemas is not held."""
 
-    async def main() -> Held:
+    async def main() -> HeldParams:
         body = chat(**fields)
         request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
         form, tools = forms.form_of(body), forms.tools_of(body)

@@ -27,7 +27,7 @@ from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai import prompts as server_prompts
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, TokenizeBody
 from vllm_lite.server.openai.errors import ApiError
-from vllm_lite.server.openai.prompts import ROLES, Prompts, TemplateVariables, with_marks
+from vllm_lite.server.openai.prompts import ROLES, PromptRenderer, TemplateVariables, with_marks
 from vllm_lite.server.openai.rendering import Renderer, TextTooLongError
 
 LIMITS = Welcome(1, 1, "x", 8192, 2048, (1, 4), 100, 16)
@@ -62,11 +62,11 @@ class Here:
         return Rendered(*made)
 
 
-PROMPTS = Prompts(None, cast(Renderer, Here()), LIMITS.max_model_len)
+PROMPTS = PromptRenderer(None, cast(Renderer, Here()), LIMITS.max_model_len)
 
 
 def rendered(
-    *roles: str, kind: type[ChatBody] | type[TokenizeBody] = ChatBody, prompts: Prompts = PROMPTS, **fields: Any
+    *roles: str, kind: type[ChatBody] | type[TokenizeBody] = ChatBody, prompts: PromptRenderer = PROMPTS, **fields: Any
 ) -> str:
     messages = [{"role": role, "content": "x"} for role in roles]
     body = bodies.read(msgspec.json.encode({"messages": messages, **fields}), kind)[0]
@@ -95,14 +95,16 @@ def test_the_template_is_told_how_much_to_reason() -> None:
 
 
 def test_another_effort_stands_for_one_that_the_template_does_not_know() -> None:
-    prompts = Prompts(None, cast(Renderer, Here()), LIMITS.max_model_len, TemplateVariables({}, {"xhigh": "max"}))
+    prompts = PromptRenderer(
+        None, cast(Renderer, Here()), LIMITS.max_model_len, TemplateVariables({}, {"xhigh": "max"})
+    )
     assert rendered("user", prompts=prompts, reasoning_effort="xhigh") == "user:x;max"
     assert rendered("user", prompts=prompts, reasoning_effort="low") == "user:x;low"
 
 
 def test_variables_of_the_server_give_way() -> None:
     """What a chat says itself wins, by either of its fields."""
-    prompts = Prompts(
+    prompts = PromptRenderer(
         None, cast(Renderer, Here()), LIMITS.max_model_len, TemplateVariables({"reasoning_effort": "server"})
     )
     assert rendered("user", prompts=prompts) == "user:x;server"
@@ -225,7 +227,7 @@ def test_a_chat_that_exceeds_the_context_is_an_overflow(kind: Any, cut: int | No
 @pytest.mark.parametrize("texts", [["x" * 600_000], ["x", " the" * 20_000]])
 def test_texts_that_exceed_the_context_are_an_overflow(texts: list[str]) -> None:
     async def main() -> None:
-        prompts = Prompts(Tokenizer(KINDS["byte level"]()), None, 512)
+        prompts = PromptRenderer(Tokenizer(KINDS["byte level"]()), None, 512)
         body = bodies.read(msgspec.json.encode({"prompt": texts, "add_special_tokens": False}), CompletionBody)[0]
         request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
         with pytest.raises(ApiError) as caught:
@@ -256,7 +258,7 @@ def test_many_ids_are_decoded_in_slices(kind: str, skip: bool, monkeypatch: pyte
 
     async def main() -> str:
         ticking = asyncio.create_task(tick())
-        text = await Prompts(tokenizer, None, 8192).decode(ids, skip_special_tokens=skip)
+        text = await PromptRenderer(tokenizer, None, 8192).decode(ids, skip_special_tokens=skip)
         ticking.cancel()
         return text
 

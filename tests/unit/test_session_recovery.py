@@ -9,7 +9,7 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, STATS, FakeEngine, Sink, start, welcome
-from vllm_lite.client.engines.connection import Search
+from vllm_lite.client.engines.connection import EngineSearch
 from vllm_lite.client.engines.session import Session
 from vllm_lite.client.streams.stream import StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError
@@ -328,14 +328,14 @@ def test_an_abort_just_before_all_is_sent_again_is_not_lost(play: Play, monkeypa
         ends.extend(events)
         play.session.abort("second")
 
-    def step(search: Search, wakeup: Wakeup) -> Any:
+    def step(search: EngineSearch, wakeup: Wakeup) -> Any:
         found = look(search, wakeup)
         if found is not None:
             play.session.abort("first")
         return found
 
-    look = Search.step
-    monkeypatch.setattr(Search, "step", step)
+    look = EngineSearch.step
+    monkeypatch.setattr(EngineSearch, "step", step)
     play.session.submit(Generate("first", PROMPT, GREEDY), sink)
     second = play.submit(Generate("second", PROMPT, GREEDY))
     engine = play.replaced()

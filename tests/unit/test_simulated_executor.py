@@ -7,7 +7,7 @@ from micro.simulated import Simulation, run, short_requests
 
 from tests.recorded import EOS, VOCAB
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.executor import blocking
 from vllm_lite.executor.base import Executor
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
@@ -72,7 +72,7 @@ def test_it_serves_everything_the_core_can_ask(async_scheduling: bool, preemptio
     settings = {"block_size": 4, "async_scheduling": async_scheduling, "preemption_mode": preemption_mode}
     config = EngineConfig.check({**settings, "max_num_seqs": 6, "max_num_batched_tokens": 20})
     config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
-    core = EngineCore(config, READY, executor, Sizes(12, 20, 50.0), Lives(), clock)
+    core = EngineCore(config, READY, executor, PoolSizes(12, 20, 50.0), Lives(), clock)
     rng = random.Random(2)
     ends: dict[tuple[str, int], str] = {}
     for index in range(60):

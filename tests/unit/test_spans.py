@@ -14,7 +14,7 @@ from vllm_lite.client.engines.data_parallel import prompt_hashes
 from vllm_lite.client.prompt import PromptLike, read_prompt
 from vllm_lite.client.spans import Text
 from vllm_lite.client.streams.stream import StreamFactory
-from vllm_lite.engine.intake import Intake, Model
+from vllm_lite.engine.intake import Intake, ModelFacts
 from vllm_lite.engine.request import Request
 from vllm_lite.errors import ContextLengthError, ProtocolError, RequestError
 from vllm_lite.protocol.api import ForkRequest, Generate
@@ -134,7 +134,7 @@ def test_a_router_hashes_media_as_the_engine_does() -> None:
 
 def test_another_picture_hits_only_the_text_before_it() -> None:
     rig, tokens = Rig(), [1, 2, 3, 4, *[IMAGE] * 6, 5, 6, 7]
-    intake = Intake(rig.scheduler, Model(VOCAB, frozenset(), media_kinds=frozenset(["image"])), lambda: 0.0)
+    intake = Intake(rig.scheduler, ModelFacts(VOCAB, frozenset(), media_kinds=frozenset(["image"])), lambda: 0.0)
     found = []
     for name, content in (("first", "cat"), ("other", "dog"), ("same", "cat")):
         intake.add(b"c", message(name, tokens, (picture(content, 6, 4),)))
@@ -153,7 +153,7 @@ def test_another_picture_hits_only_the_text_before_it() -> None:
 
 def test_a_fork_has_the_media_of_its_parent() -> None:
     rig, tokens = Rig(), [1, *[IMAGE] * 3]
-    intake = Intake(rig.scheduler, Model(VOCAB, frozenset(), media_kinds=frozenset(["image"])), lambda: 0.0)
+    intake = Intake(rig.scheduler, ModelFacts(VOCAB, frozenset(), media_kinds=frozenset(["image"])), lambda: 0.0)
     intake.add(b"c", message("parent", tokens, (picture("cat", 3, 1),)))
     rig.step()
     child = intake.fork(b"c", ForkRequest("parent", "child", 1, PARAMS))
@@ -172,7 +172,7 @@ def test_a_fork_has_the_media_of_its_parent() -> None:
 )
 def test_media_that_cannot_be_are_refused(media: list[Media], kinds: list[str], problem: str) -> None:
     rig = Rig()
-    intake = Intake(rig.scheduler, Model(VOCAB, frozenset(), media_kinds=frozenset(kinds)), lambda: 0.0)
+    intake = Intake(rig.scheduler, ModelFacts(VOCAB, frozenset(), media_kinds=frozenset(kinds)), lambda: 0.0)
     with pytest.raises(RequestError, match=problem):
         intake.add(b"c", message("r", [IMAGE] * 4, tuple(media)))
     assert not rig.scheduler.requests
@@ -180,7 +180,7 @@ def test_media_that_cannot_be_are_refused(media: list[Media], kinds: list[str], 
 
 def test_a_request_sent_again_has_the_same_media() -> None:
     rig = Rig()
-    intake = Intake(rig.scheduler, Model(VOCAB, frozenset(), media_kinds=frozenset(["image"])), lambda: 0.0)
+    intake = Intake(rig.scheduler, ModelFacts(VOCAB, frozenset(), media_kinds=frozenset(["image"])), lambda: 0.0)
     asked = message("r", [IMAGE] * 4, (picture("cat", 2, 1),))
     intake.add(b"c", asked)
     intake.add(b"c", asked)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.recorded import Recorded, agrees, snapshot
-from vllm_lite.engine.intake import Model
+from vllm_lite.engine.intake import ModelFacts
 from vllm_lite.engine.observe.recorder import RecordedScheduler
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.scheduling.scheduler import Scheduler
@@ -49,7 +49,7 @@ def test_a_step_takes_100_bytes_and_4_for_each_token(tmp_path: Path, num_running
     """With block hashes and reasons, and the vocabulary of a large model; the rows of requests are counted apart."""
     settings: dict[str, Any] = {"block_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     recorded = Recorded(tmp_path / "trace", num_running * 12 + 2, **settings)
-    recorded.core._intake._model = Model(200_000, frozenset())
+    recorded.core._intake._model = ModelFacts(200_000, frozenset())
     recorded.worker.vocab_size = 200_000
     rng = random.Random(1)
     for index in range(num_running):

@@ -9,7 +9,7 @@ from tests.simulated_worker import FakeProfiles, SimulatedWorker
 from tests.unit.test_core import EOS, VOCAB, continuation
 from tests.unit.test_engine_clients import Client
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.kept_state import KeptState
 from vllm_lite.engine.operations import Operations
 from vllm_lite.engine.process import EngineProcess
@@ -144,7 +144,7 @@ class Host:
         self.groups = WorkerGroups(self.make, config, lambda: self.now_s)
         self.groups.start(self.stop)
         self.groups.allocate(NUM_BLOCKS, 0, self.stop)
-        self.core = EngineCore(config, READY, self.groups.executor, Sizes(NUM_BLOCKS), Lives(1))
+        self.core = EngineCore(config, READY, self.groups.executor, PoolSizes(NUM_BLOCKS), Lives(1))
         self.recovery = Recovery(self.core, self.groups, self.port, config, lambda: self.now_s)
         self.kept: list[KeptState] = []
         self.operations = Operations(self.core, self.groups, self.port, config, self.kept.append)

@@ -23,7 +23,7 @@ from vllm_lite.kernels.cuda.attention.attention_work import (
     Cascade,
     Int32s,
     Ints,
-    Rows,
+    RowWork,
     SplitList,
     has_several,
     most_splits,
@@ -68,7 +68,7 @@ class _Kind(NamedTuple):
     num_kv_heads: int = 0
     group: int = -1
 
-    def lists(self, rows: Rows, tables: Sequence[Ints], block_size: int) -> Int32s | CascadeLists:
+    def lists(self, rows: RowWork, tables: Sequence[Ints], block_size: int) -> Int32s | CascadeLists:
         """`tables` are those of the KV groups, or none: then nothing is shared."""
         made = None
         if self.most_rows > 1 and tables:
@@ -192,7 +192,7 @@ class Planner:
         places = np.arange(batch.num_seqs)
         seen = np.zeros(batch.num_seqs, np.int64)
         seen[: len(seq_lens)] = seq_lens
-        rows = Rows(places, places, seen)
+        rows = RowWork(places, places, seen)
         start = 0
         for kind, sizes in zip(self._kinds, self._graph_sizes(batch), strict=True):
             made = kind.lists(rows, tables if kind.shares(batch) else (), self._block_size)

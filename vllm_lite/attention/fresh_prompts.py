@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.kernels.cuda.attention.prefill_table import PrefillTable
-from vllm_lite.kernels.cuda.attention.torch_prefill import Prompts
+from vllm_lite.kernels.cuda.attention.torch_prefill import WholePrompts
 
 Ints = NDArray[np.integer[Any]]
 
@@ -20,7 +20,7 @@ Ints = NDArray[np.integer[Any]]
 class Fresh:
     """The part of a step's prompts that goes through a library, for layers that hand over their K and V."""
 
-    prompts: tuple[Prompts, ...]
+    prompts: tuple[WholePrompts, ...]
     rest: torch.Tensor | None
     """int32 [tiles, 2], what our kernel is left with; None: nothing."""
 
@@ -49,9 +49,9 @@ class FreshPrompts:
         at = bisect_right(self._lengths, length) - 1
         return None if at < 0 or (self._window is not None and length > self._window) else self._ways[at]
 
-    def of(self, query_lens: Ints, seq_lens: Ints) -> tuple[tuple[Prompts, ...], NDArray[np.bool_]]:
+    def of(self, query_lens: Ints, seq_lens: Ints) -> tuple[tuple[WholePrompts, ...], NDArray[np.bool_]]:
         """The prompts, those of one length that stand side by side together; and which sequences they are."""
-        found: list[Prompts] = []
+        found: list[WholePrompts] = []
         taken = np.zeros(len(query_lens), np.bool_)
         first_rows = np.cumsum(query_lens) - query_lens
         for i in np.flatnonzero((query_lens == seq_lens) & (query_lens > 1)).tolist():
@@ -63,5 +63,5 @@ class FreshPrompts:
             if last is not None and last[2:] == (length, way) and last.first_row + last.num_prompts * length == row:
                 found[-1] = last._replace(num_prompts=last.num_prompts + 1)
             else:
-                found.append(Prompts(row, 1, length, way))
+                found.append(WholePrompts(row, 1, length, way))
         return tuple(found), taken

@@ -39,17 +39,17 @@ class Adapter:
         return f"Adapter({self.number}, {self.name!r}, {'loaded' if self.is_loaded else 'not loaded'})"
 
 
-class AdapterLimits(NamedTuple):
+class AdapterQuota(NamedTuple):
     """At most so many different ones in a step, and in the memory of the workers. 0: none are served."""
 
     in_step: int
     in_memory: int
 
 
-class Adapters:
+class AdapterTable:
     """All adapters of an engine."""
 
-    def __init__(self, limits: AdapterLimits) -> None:
+    def __init__(self, limits: AdapterQuota) -> None:
         self.limits = limits
         self.by_number: dict[int, Adapter] = {}
         self.wanted: dict[Adapter, None] = {}
@@ -168,7 +168,7 @@ class Adapters:
 class StepAdapters:
     """Room for adapters in a step, while sequences are admitted to it."""
 
-    def __init__(self, adapters: Adapters, running: Iterable[Sequence]) -> None:
+    def __init__(self, adapters: AdapterTable, running: Iterable[Sequence]) -> None:
         self._adapters = adapters
         self._running = running
         self._taken: set[Adapter] | None = None

@@ -14,7 +14,7 @@ from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.part import CachePart
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.intake import Attached, Intake, Model
+from vllm_lite.engine.intake import Attached, Intake, ModelFacts
 from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.observe.recorder import MakeScheduler, RecordedScheduler, recorded
 from vllm_lite.engine.observe.residency import Residency
@@ -41,7 +41,7 @@ NUM_FORCED = 8
 mostly shorter, and the blocks for the drafts of two steps are taken whether there are drafts or not."""
 
 
-class Sizes(NamedTuple):
+class PoolSizes(NamedTuple):
     """Number of blocks in each pool, and the rate at which blocks move between the pools."""
 
     num_blocks: int
@@ -66,7 +66,7 @@ class EngineCore:
         config: ResolvedConfig,
         ready: Ready,
         executor: Executor,
-        sizes: Sizes,
+        sizes: PoolSizes,
         lives: Lives,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,7 +96,7 @@ class EngineCore:
         self._expert_tokens: list[list[int]] = []
         """Those of groups that are gone."""
         self.max_model_len = self.scheduler.max_len
-        self._intake = Intake(self.scheduler, Model.of(ready), clock)
+        self._intake = Intake(self.scheduler, ModelFacts.of(ready), clock)
         self.in_flight = self.scheduler.in_flight
         self._holds = False
 
@@ -282,7 +282,7 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
     return scheduler
 
 
-def _header(config: ResolvedConfig, ready: Ready, sizes: Sizes, lives: Lives, now_s: float) -> Header:
+def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives, now_s: float) -> Header:
     """Describe this core, for its scheduler and for the trace."""
     options = Options(
         max_num_seqs=config.max_num_seqs,

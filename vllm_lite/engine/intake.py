@@ -35,7 +35,7 @@ class Attached(NamedTuple):
     replaced_at: int = 0
 
 
-class Model(NamedTuple):
+class ModelFacts(NamedTuple):
     """Facts about the model: the size of its vocabulary, tokens that end a sequence, its pooler, and the kinds of media
     that it takes."""
 
@@ -45,14 +45,14 @@ class Model(NamedTuple):
     media_kinds: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, ready: Ready) -> "Model":
+    def of(cls, ready: Ready) -> "ModelFacts":
         return cls(ready.vocab_size, frozenset(ready.eos_token_ids), ready.pooler, frozenset(ready.placeholders))
 
 
 class Intake:
     """Checks messages and makes requests of them. It reads time from `clock` only."""
 
-    def __init__(self, scheduler: Scheduler, model: Model, clock: abc.Callable[[], float]) -> None:
+    def __init__(self, scheduler: Scheduler, model: ModelFacts, clock: abc.Callable[[], float]) -> None:
         self._scheduler = scheduler
         self._model = model
         self._clock = clock

@@ -13,7 +13,7 @@ from vllm_lite.checkpoint.sizing import check_pool, num_host_blocks
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
-from vllm_lite.engine.core import EngineCore, Lives, Sizes
+from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.kept_state import keep, kept
 from vllm_lite.engine.observe.stats_log import StatsLog
 from vllm_lite.engine.operations import Operations
@@ -134,21 +134,21 @@ class EngineProcess:
         )
         return core
 
-    def _start_workers(self, groups: WorkerGroups) -> tuple[Ready, Sizes]:
+    def _start_workers(self, groups: WorkerGroups) -> tuple[Ready, PoolSizes]:
         """Have the first group load the model. There is none if the engine before was asleep: others may have its
         memory."""
         before = self._before
         if before is not None and before.ready is not None:
             supervise.end_early()
             groups.adopt(before.ready, before.num_blocks, before.num_host_blocks)
-            return before.ready, Sizes(before.num_blocks, before.num_host_blocks)
+            return before.ready, PoolSizes(before.num_blocks, before.num_host_blocks)
         ready = groups.start(self._stop)
         log.moment("engine", "waits for the model")
         check_pool(ready.num_blocks, ready.block_bytes, self._config.tensor_parallel_size)
         host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes, ready.state_bytes)
         blocks_per_s = groups.allocate(ready.num_blocks, host_blocks, self._stop)
         log.moment("engine", "waits for the KV cache")
-        return ready, Sizes(ready.num_blocks, host_blocks, blocks_per_s)
+        return ready, PoolSizes(ready.num_blocks, host_blocks, blocks_per_s)
 
     def _refuse(self, error: VllmLiteError) -> int:
         """Send all clients that wait for this engine the reason why it cannot start."""

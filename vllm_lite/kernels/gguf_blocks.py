@@ -11,7 +11,7 @@ import torch
 
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels import gguf_small_blocks as small
-from vllm_lite.kernels.gguf_parts import Parts, half, nibbles
+from vllm_lite.kernels.gguf_parts import BlockParts, half, nibbles
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, UINT8, GroupedWeight
 
 IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
     num_bytes: int
     values: torch.Tensor
     group_size: int
-    parts: Callable[[torch.Tensor], Parts]
+    parts: Callable[[torch.Tensor], BlockParts]
     """Called with uint8 [blocks, num_bytes]."""
     has_minima: bool = False
 
@@ -106,30 +106,30 @@ def _bits(words: torch.Tensor) -> torch.Tensor:
     return ((words.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
 
 
-def _q4_0(blocks: torch.Tensor) -> Parts:
-    return Parts(nibbles(blocks[:, 2:]), half(blocks, 0))
+def _q4_0(blocks: torch.Tensor) -> BlockParts:
+    return BlockParts(nibbles(blocks[:, 2:]), half(blocks, 0))
 
 
-def _q4_1(blocks: torch.Tensor) -> Parts:
-    return Parts(nibbles(blocks[:, 4:]), half(blocks, 0), -half(blocks, 2))
+def _q4_1(blocks: torch.Tensor) -> BlockParts:
+    return BlockParts(nibbles(blocks[:, 4:]), half(blocks, 0), -half(blocks, 2))
 
 
-def _q5_0(blocks: torch.Tensor) -> Parts:
-    return Parts(nibbles(blocks[:, 6:]) + (_bits(blocks[:, 2:6]) << 4) + 112, half(blocks, 0))
+def _q5_0(blocks: torch.Tensor) -> BlockParts:
+    return BlockParts(nibbles(blocks[:, 6:]) + (_bits(blocks[:, 2:6]) << 4) + 112, half(blocks, 0))
 
 
-def _q5_1(blocks: torch.Tensor) -> Parts:
-    return Parts(nibbles(blocks[:, 8:]) + (_bits(blocks[:, 4:8]) << 4), half(blocks, 0), -half(blocks, 2))
+def _q5_1(blocks: torch.Tensor) -> BlockParts:
+    return BlockParts(nibbles(blocks[:, 8:]) + (_bits(blocks[:, 4:8]) << 4), half(blocks, 0), -half(blocks, 2))
 
 
-def _q8_0(blocks: torch.Tensor) -> Parts:
-    return Parts(blocks[:, 2:] ^ 128, half(blocks, 0))
+def _q8_0(blocks: torch.Tensor) -> BlockParts:
+    return BlockParts(blocks[:, 2:] ^ 128, half(blocks, 0))
 
 
-def _mxfp4(blocks: torch.Tensor) -> Parts:
+def _mxfp4(blocks: torch.Tensor) -> BlockParts:
     """The scale is a power of two; that of 0 is the smallest there is."""
     exponents = blocks[:, :1].float() - 127
-    return Parts(nibbles(blocks[:, 1:]), torch.exp2(exponents))
+    return BlockParts(nibbles(blocks[:, 1:]), torch.exp2(exponents))
 
 
 def _twos(packed: torch.Tensor) -> torch.Tensor:
@@ -139,13 +139,13 @@ def _twos(packed: torch.Tensor) -> torch.Tensor:
     return ((halves >> shifts) & 3).flatten(1)
 
 
-def _q2_k(blocks: torch.Tensor) -> Parts:
+def _q2_k(blocks: torch.Tensor) -> BlockParts:
     both = blocks[:, :16]
     scales, minima = half(blocks, 80) * (both & 15), half(blocks, 82) * (both >> 4)
-    return Parts(_twos(blocks[:, 16:80].contiguous()), scales, minima)
+    return BlockParts(_twos(blocks[:, 16:80].contiguous()), scales, minima)
 
 
-def _q3_k(blocks: torch.Tensor) -> Parts:
+def _q3_k(blocks: torch.Tensor) -> BlockParts:
     """The third bit is stored as whether 4 is not subtracted; 16 scales of 6 bits lie in 12 bytes."""
     high = blocks[:, :32].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(1, 8, 1) & 1
     codes = _twos(blocks[:, 32:96].contiguous()) + (high.flatten(1) << 2) + 124
@@ -153,7 +153,7 @@ def _q3_k(blocks: torch.Tensor) -> Parts:
     low = nibbles(packed[:, :8])
     top = (packed[:, 8:].unsqueeze(1) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 4, 1) & 3).flatten(1)
     scales = (low | top << 4).float() - 32
-    return Parts(codes, half(blocks, 108) * scales)
+    return BlockParts(codes, half(blocks, 108) * scales)
 
 
 def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,33 +169,33 @@ def _in_pairs(packed: torch.Tensor) -> torch.Tensor:
     return nibbles(packed.reshape(len(packed), 4, 32)).flatten(1)
 
 
-def _q4_k(blocks: torch.Tensor) -> Parts:
+def _q4_k(blocks: torch.Tensor) -> BlockParts:
     scales, minima = _six_bits(blocks[:, 4:16])
-    return Parts(_in_pairs(blocks[:, 16:]), half(blocks, 0) * scales, half(blocks, 2) * minima)
+    return BlockParts(_in_pairs(blocks[:, 16:]), half(blocks, 0) * scales, half(blocks, 2) * minima)
 
 
-def _q5_k(blocks: torch.Tensor) -> Parts:
+def _q5_k(blocks: torch.Tensor) -> BlockParts:
     scales, minima = _six_bits(blocks[:, 4:16])
     high = blocks[:, 16:48].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(1, 8, 1) & 1
     codes = _in_pairs(blocks[:, 48:]) | high.flatten(1) << 4
-    return Parts(codes, half(blocks, 0) * scales, half(blocks, 2) * minima)
+    return BlockParts(codes, half(blocks, 0) * scales, half(blocks, 2) * minima)
 
 
-def _q6_k(blocks: torch.Tensor) -> Parts:
+def _q6_k(blocks: torch.Tensor) -> BlockParts:
     low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
     tops = high >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1) & 3
     codes = nibbles(low).flatten(1) | tops.flatten(1) << 4
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return Parts(codes + 96, half(blocks, 208) * scales)
+    return BlockParts(codes + 96, half(blocks, 208) * scales)
 
 
-def _iq4_xs(blocks: torch.Tensor) -> Parts:
+def _iq4_xs(blocks: torch.Tensor) -> BlockParts:
     """8 scales of 6 bits: high pairs in 2 bytes, low halves in 4."""
     high = blocks[:, 2:4].unsqueeze(2) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
     low = blocks[:, 4:8].unsqueeze(2) >> torch.tensor([0, 4], dtype=torch.uint8) & 15
     scales = (low.flatten(1) | high.flatten(1) << 4).float() - 32
     codes = nibbles(blocks[:, 8:].reshape(len(blocks), 8, 16)).flatten(1)
-    return Parts(codes, half(blocks, 0) * scales)
+    return BlockParts(codes, half(blocks, 0) * scales)
 
 
 _KINDS = {

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 
-class Parts(NamedTuple):
+class BlockParts(NamedTuple):
     """Blocks, taken apart."""
 
     codes: torch.Tensor

@@ -7,7 +7,7 @@ blocks, so they are taken apart in torch, once, when a model is loaded.
 import torch
 
 from vllm_lite.kernels.gguf_lattices import points
-from vllm_lite.kernels.gguf_parts import Parts, fields, half, nibbles, words
+from vllm_lite.kernels.gguf_parts import BlockParts, fields, half, nibbles, words
 
 _SIGN2, _SIGN3 = 4, 8
 """Added to codes of 2, or of 3, bits of negative elements."""
@@ -51,52 +51,52 @@ def _halves_above(scales: torch.Tensor) -> torch.Tensor:
     return scales + 0.5
 
 
-def iq2_xxs(blocks: torch.Tensor) -> Parts:
+def iq2_xxs(blocks: torch.Tensor) -> BlockParts:
     """Four of 8 bytes have a point each; the others have 7 signs for each point and the scale above them."""
     pairs = blocks[:, 2:].unflatten(1, (8, 8))
     above = words(pairs[:, :, 4:].flatten(1), 4)
     signs = _parity(fields(above, _FOUR_SEVENS, 127))
     scales = half(blocks, 0) * _halves_above(above >> 28) * 0.25
-    return Parts(_lattice("IQ2_XXS", pairs[:, :, :4].flatten(1).long(), signs, _SIGN2), scales)
+    return BlockParts(_lattice("IQ2_XXS", pairs[:, :, :4].flatten(1).long(), signs, _SIGN2), scales)
 
 
-def iq2_xs(blocks: torch.Tensor) -> Parts:
+def iq2_xs(blocks: torch.Tensor) -> BlockParts:
     """Words of 16 bits have a point and 7 signs."""
     both = words(blocks[:, 2:66], 2)
     scales = half(blocks, 0) * _halves_above(fields(blocks[:, 66:], (0, 4), 15)) * 0.25
-    return Parts(_lattice("IQ2_XS", both & 511, _parity(both >> 9), _SIGN2), scales)
+    return BlockParts(_lattice("IQ2_XS", both & 511, _parity(both >> 9), _SIGN2), scales)
 
 
-def iq2_s(blocks: torch.Tensor) -> Parts:
+def iq2_s(blocks: torch.Tensor) -> BlockParts:
     high = fields(blocks[:, 66:74], (0, 2, 4, 6), 3).long()
     scales = half(blocks, 0) * _halves_above(fields(blocks[:, 74:], (0, 4), 15)) * 0.25
-    return Parts(_lattice("IQ2_S", blocks[:, 2:34].long() | high << 8, blocks[:, 34:66], _SIGN2), scales)
+    return BlockParts(_lattice("IQ2_S", blocks[:, 2:34].long() | high << 8, blocks[:, 34:66], _SIGN2), scales)
 
 
-def iq3_xxs(blocks: torch.Tensor) -> Parts:
+def iq3_xxs(blocks: torch.Tensor) -> BlockParts:
     """As IQ2_XXS, but that the points come first, and have four elements."""
     above = words(blocks[:, 66:], 4)
     signs = _parity(fields(above, _FOUR_SEVENS, 127))
     scales = half(blocks, 0) * _halves_above(above >> 28) * 0.5
-    return Parts(_lattice("IQ3_XXS", blocks[:, 2:66].long(), signs, _SIGN3), scales)
+    return BlockParts(_lattice("IQ3_XXS", blocks[:, 2:66].long(), signs, _SIGN3), scales)
 
 
-def iq3_s(blocks: torch.Tensor) -> Parts:
+def iq3_s(blocks: torch.Tensor) -> BlockParts:
     high = fields(blocks[:, 66:74], _EIGHT_BITS, 1).long()
     scales = half(blocks, 0) * (1 + 2 * fields(blocks[:, 106:], (0, 4), 15).float())
-    return Parts(_lattice("IQ3_S", blocks[:, 2:66].long() | high << 8, blocks[:, 74:106], _SIGN3), scales)
+    return BlockParts(_lattice("IQ3_S", blocks[:, 2:66].long() | high << 8, blocks[:, 74:106], _SIGN3), scales)
 
 
-def iq1_s(blocks: torch.Tensor) -> Parts:
+def iq1_s(blocks: torch.Tensor) -> BlockParts:
     """Words of 16 bits have the high bits of four points, a scale, and whether an eighth is taken away."""
     above = words(blocks[:, 34:], 2)
     codes = points("IQ1")[blocks[:, 2:34].long() | fields(above, (0, 3, 6, 9), 7) << 8]
     taken = (above >> 15).to(torch.uint8).repeat_interleave(4, dim=1)
     scales = half(blocks, 0) * (2 * (above >> 12 & 7) + 1) * _EIGHTH
-    return Parts((codes + _SIGN2 * taken.unsqueeze(-1)).flatten(1), scales)
+    return BlockParts((codes + _SIGN2 * taken.unsqueeze(-1)).flatten(1), scales)
 
 
-def iq1_m(blocks: torch.Tensor) -> Parts:
+def iq1_m(blocks: torch.Tensor) -> BlockParts:
     """The scale of all is in the high bits of the four words that have the scales of each 16."""
     above, scale_words = blocks[:, 32:48], words(blocks[:, 48:], 2)
     codes = points("IQ1")[blocks[:, :32].long() | fields(above, (0, 4), 7).long() << 8]
@@ -104,10 +104,10 @@ def iq1_m(blocks: torch.Tensor) -> Parts:
     bits = ((scale_words >> 12) << torch.tensor([0, 4, 8, 12])).sum(dim=1, keepdim=True)
     scale = bits.to(torch.uint16).view(torch.float16).float()
     scales = scale * (2 * fields(scale_words, (0, 3, 6, 9), 7) + 1) * _EIGHTH
-    return Parts((codes + _SIGN2 * taken.unsqueeze(-1)).flatten(1), scales)
+    return BlockParts((codes + _SIGN2 * taken.unsqueeze(-1)).flatten(1), scales)
 
 
-def tq1_0(blocks: torch.Tensor) -> Parts:
+def tq1_0(blocks: torch.Tensor) -> BlockParts:
     """A byte has five digits of base three, as the fraction of 256 that they are of 243."""
     runs = (blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)
     digits = []
@@ -115,15 +115,15 @@ def tq1_0(blocks: torch.Tensor) -> Parts:
         factors = torch.tensor([3**power for power in range(count)])
         fractions = (packed.unsqueeze(1).long() * factors.view(1, -1, 1)) & 255
         digits.append((fractions * 3 >> 8).flatten(1))
-    return Parts((torch.cat(digits, dim=1) + 7).to(torch.uint8), half(blocks, 52))
+    return BlockParts((torch.cat(digits, dim=1) + 7).to(torch.uint8), half(blocks, 52))
 
 
-def tq2_0(blocks: torch.Tensor) -> Parts:
+def tq2_0(blocks: torch.Tensor) -> BlockParts:
     halves = blocks[:, :64].reshape(-1, 2, 1, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
-    return Parts(((halves >> shifts) & 3).flatten(1) + 7, half(blocks, 64))
+    return BlockParts(((halves >> shifts) & 3).flatten(1) + 7, half(blocks, 64))
 
 
-def nvfp4(blocks: torch.Tensor) -> Parts:
+def nvfp4(blocks: torch.Tensor) -> BlockParts:
     """Scales are floats of 4 bits of exponent and 3 of mantissa, without a sign."""
-    return Parts(nibbles(blocks[:, 4:].unflatten(1, (4, 8))).flatten(1), _UE4M3[blocks[:, :4].int()])
+    return BlockParts(nibbles(blocks[:, 4:].unflatten(1, (4, 8))).flatten(1), _UE4M3[blocks[:, :4].int()])

@@ -28,7 +28,7 @@ class MambaWeights(NamedTuple):
     skip: torch.Tensor  # [num_heads], D
 
 
-class Projected(NamedTuple):
+class MambaInputs(NamedTuple):
     """A token's projections, side by side in one row."""
 
     z: torch.Tensor  # [n, value_width]
@@ -36,17 +36,17 @@ class Projected(NamedTuple):
     dt: torch.Tensor  # [n, num_heads]
 
 
-class MambaOp(SegmentedOp[MambaSpec, Projected, MambaWeights]):
+class MambaOp(SegmentedOp[MambaSpec, MambaInputs, MambaWeights]):
     """Computes on any device, segment after segment."""
 
-    def split_projected(self, projected: torch.Tensor) -> Projected:
+    def split_projected(self, projected: torch.Tensor) -> MambaInputs:
         """The parts of `projected`: [n, projected_size]."""
         mixed = self.spec.value_width
         dt = mixed + self.spec.conv_channels
-        return Projected(projected[:, :mixed], projected[:, mixed:dt], projected[:, dt : self.spec.projected_size])
+        return MambaInputs(projected[:, :mixed], projected[:, mixed:dt], projected[:, dt : self.spec.projected_size])
 
     def scan(
-        self, own: Projected, weights: MambaWeights, state: torch.Tensor
+        self, own: MambaInputs, weights: MambaWeights, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, value_width], and the state behind it
         """CHUNK tokens at a time."""
         spec, outs = self.spec, []

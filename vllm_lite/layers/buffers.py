@@ -65,7 +65,7 @@ class PerLayerRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StepRows:
     """The buffers of a step with n tokens."""
 
     residual: torch.Tensor  # [n, hidden_size]
@@ -107,20 +107,20 @@ class Buffers:
         self._experts = _expert_rows(parts, max_num_tokens)
         self._per_layer = _per_layer_rows(parts, max_num_tokens)
         self._query_growth = _growth(self.kinds, max_model_len, parts.device)
-        self._last: tuple[int, Rows] | None = None
+        self._last: tuple[int, StepRows] | None = None
 
-    def rows(self, n: int) -> Rows:
+    def rows(self, n: int) -> StepRows:
         """Views of the first n rows; kept until another n is asked for, as decode steps ask for the same again."""
         if self._last is None or self._last[0] != n:
             self._last = (n, self._slice(n))
         return self._last[1]
 
-    def select_rotations(self, rows: Rows, positions: torch.Tensor) -> None:
+    def select_rotations(self, rows: StepRows, positions: torch.Tensor) -> None:
         """Fetch each token's rotations, once for all layers. positions: int64 [num_tokens]."""
         for table, rotation in zip(self._tables, rows.rotations, strict=True):
             table.select(positions, rotation)
 
-    def gather(self, rows: Rows, wanted: torch.Tensor, kind: int, layer: int, *, heads: bool = False) -> Rows:
+    def gather(self, rows: StepRows, wanted: torch.Tensor, kind: int, layer: int, *, heads: bool = False) -> StepRows:
         """Some rows of the residual stream, of attention's result, and of what layers from `layer` on have for
         themselves, moved together; all else of them is lost. wanted: int64 [k], k <= n. `heads`: also of the heads,
         which have yet to attend."""
@@ -139,11 +139,11 @@ class Buffers:
             self._adapters.rows.gather(wanted)
         return few
 
-    def _slice(self, n: int) -> Rows:
+    def _slice(self, n: int) -> StepRows:
         if n > self.max_num_tokens:
             raise ValueError(f"a step of {n} tokens exceeds the {self.max_num_tokens} that the buffers were made for")
         rotations = tuple(Rotation(cos[:n], sin[:n]) for cos, sin in self._rotations)
-        return Rows(
+        return StepRows(
             residual=self.residual[:n],
             hidden=self.hidden[:n],
             rotations=rotations,

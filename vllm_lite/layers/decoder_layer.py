@@ -13,7 +13,7 @@ from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.attention.attention_block import Attention, AttentionBlock
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.mlp import MLP, GatedMLP
 from vllm_lite.layers.moe.experts import SparseMLP
 from vllm_lite.layers.parts import Parts
@@ -54,7 +54,7 @@ class DecoderLayer:
         else:
             self.mlp = self.sparse_block(parts, own.experts)
 
-    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """The part for every token. rows.hidden is the output of the layer before, to be added to rows.residual; before
         the first layer there is nothing."""
         if self.first:
@@ -63,11 +63,11 @@ class DecoderLayer:
             self.input_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
         self.attention.write(rows.hidden, rows, kv, batch, backend)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """Attention of the tokens that go on, which may be some of those that `write` was given."""
         self.attention.attend(rows, kv, batch, backend)
 
-    def combine(self, rows: Rows) -> None:
+    def combine(self, rows: StepRows) -> None:
         """The rest for these rows. rows.hidden becomes the MLP's output, still to be added."""
         self.attention.project(rows)
         self.after_attention(rows)
@@ -75,10 +75,10 @@ class DecoderLayer:
         self.mlp.forward(rows.hidden, rows)
         self.after_mlp(rows)
 
-    def after_attention(self, rows: Rows) -> None:
+    def after_attention(self, rows: StepRows) -> None:
         """Change attention's output in rows.hidden before it is added."""
 
-    def after_mlp(self, rows: Rows) -> None:
+    def after_mlp(self, rows: StepRows) -> None:
         """Change the MLP's output in rows.hidden before it is added."""
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
@@ -102,10 +102,10 @@ class SandwichLayer(DecoderLayer):
         super().__init__(parts, layer)
         self.attention_output_norm, self.mlp_output_norm = parts.norm(), parts.norm()
 
-    def after_attention(self, rows: Rows) -> None:
+    def after_attention(self, rows: StepRows) -> None:
         self.attention_output_norm.forward(rows.hidden, out=rows.hidden)
 
-    def after_mlp(self, rows: Rows) -> None:
+    def after_mlp(self, rows: StepRows) -> None:
         self.mlp_output_norm.forward(rows.hidden, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
@@ -126,17 +126,17 @@ class PostNormLayer:
         self.attention, self.mlp = self.attention_block(parts, layer), GatedMLP(parts)
         self.attention_output_norm, self.mlp_output_norm = parts.norm(), parts.norm()
 
-    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         if not self.first:
             self.ops.add(rows.residual, rows.hidden)
         self.attention.write(rows.residual, rows, kv, batch, backend)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         self.attention.attend(rows, kv, batch, backend)
 
-    def combine(self, rows: Rows) -> None:
+    def combine(self, rows: StepRows) -> None:
         """As DecoderLayer's."""
         self.attention.project(rows)
         self.attention_output_norm.forward(rows.hidden, out=rows.hidden)
@@ -169,7 +169,7 @@ class ParallelLayer:
         self.mlp_norm = parts.norm() if self.names.mlp_norm else self.input_norm
         self.attention, self.mlp = self.attention_block(parts, layer), self.mlp_block(parts)
 
-    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         if self.first:
             self.input_norm.forward(rows.residual, out=rows.hidden)
@@ -177,11 +177,11 @@ class ParallelLayer:
             self.input_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
         self.attention.write(rows.hidden, rows, kv, batch, backend)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         self.attention.attend(rows, kv, batch, backend)
 
-    def combine(self, rows: Rows) -> None:
+    def combine(self, rows: StepRows) -> None:
         """As DecoderLayer's. The norm is computed again: of the tokens that go on there is only the residual stream."""
         self.mlp_norm.forward(rows.residual, out=rows.hidden)
         self.mlp.forward(rows.hidden, rows)
@@ -207,7 +207,7 @@ class AttentionLayer:
         self.first = layer == 0
         self.norm, self.attention = parts.norm(), self.attention_block(parts, layer)
 
-    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         if self.first:
             self.norm.forward(rows.residual, out=rows.hidden)
@@ -215,11 +215,11 @@ class AttentionLayer:
             self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
         self.attention.write(rows.hidden, rows, kv, batch, backend)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         self.attention.attend(rows, kv, batch, backend)
 
-    def combine(self, rows: Rows) -> None:
+    def combine(self, rows: StepRows) -> None:
         """As DecoderLayer's."""
         self.attention.project(rows)
 
@@ -245,13 +245,13 @@ class MLPLayer:
         else:
             self.mlp = self.sparse_block(parts, own.experts)
 
-    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's: nothing."""
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's: nothing."""
 
-    def combine(self, rows: Rows) -> None:
+    def combine(self, rows: StepRows) -> None:
         """As DecoderLayer's."""
         if self.first:
             self.norm.forward(rows.residual, out=rows.hidden)

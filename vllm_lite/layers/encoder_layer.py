@@ -8,7 +8,7 @@ import torch
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.layers.attention.attention_block import Attention, AttentionBlock
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.mlp import MLP, GatedMLP
 from vllm_lite.layers.parts import Parts
@@ -29,15 +29,15 @@ class EncoderLayer:
         self.attention, self.mlp = self.attention_block(parts, layer), self.mlp_block(parts)
         self.attention_norm, self.mlp_norm = parts.norm(), parts.norm()
 
-    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         self.attention.write(rows.residual, rows, kv, batch, backend)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         self.attention.attend(rows, kv, batch, backend)
 
-    def combine(self, rows: Rows) -> None:
+    def combine(self, rows: StepRows) -> None:
         """As DecoderLayer's."""
         self.attention.project(rows)
         self.attention_norm.add_forward(rows.residual, rows.hidden, out=rows.residual)
@@ -56,7 +56,7 @@ class EncoderLayer:
 class BareFirstLayer(DecoderLayer):
     """A norm before each block, but for the attention of the first layer: what it reads has just been normed."""
 
-    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
         if not self.first:
             super().write(rows, kv, batch, backend)

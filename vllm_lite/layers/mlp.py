@@ -8,7 +8,7 @@ import torch
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.select import ops_for
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
@@ -75,7 +75,7 @@ class GatedMLP:
         self.gate_up = parts.linear(hidden, *outputs, bias=spec.mlp_bias)
         self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias or self.down_bias)
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> None:
+    def forward(self, x: torch.Tensor, rows: StepRows) -> None:
         """Write the MLP's output for x: [num_tokens, hidden_size] to rows.hidden, which may be x."""
         gate_up, activated = rows.gate_up[:, : 2 * self.size], rows.activated[:, : self.size]
         self.gate_up.forward(x, out=gate_up)
@@ -117,7 +117,7 @@ class MLP:
         self.up = parts.linear(hidden, inner, bias=spec.mlp_bias, transposed=self.transposed)
         self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias, transposed=self.transposed)
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> None:
+    def forward(self, x: torch.Tensor, rows: StepRows) -> None:
         """As GatedMLP's."""
         self.up.forward(x, out=rows.activated)
         self.ops.activate(self.activation, rows.activated)

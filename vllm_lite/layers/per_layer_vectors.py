@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.select import ops_for
-from vllm_lite.layers.buffers import PerLayerRows, Rows
+from vllm_lite.layers.buffers import PerLayerRows, StepRows
 from vllm_lite.layers.norm import WideNorm
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.weight_slot import WeightGroup
@@ -58,7 +58,7 @@ class PerLayerBlock:
         self.projection = parts.linear(inner, hidden, bias=False)
         self.norm = parts.norm()
 
-    def forward(self, rows: Rows) -> None:
+    def forward(self, rows: StepRows) -> None:
         """Write what is added to rows.residual to rows.hidden."""
         own = rows.per_layer
         if own is None:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.mlp import MLP
 from vllm_lite.layers.parts import Parts
@@ -23,7 +23,7 @@ class XieluMLP(MLP):
         super().__init__(parts, size)
         self.device = parts.device
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> None:
+    def forward(self, x: torch.Tensor, rows: StepRows) -> None:
         """As MLP's."""
         self.up.forward(x, out=rows.activated)
         self.ops.xielu(rows.activated, self.factors)

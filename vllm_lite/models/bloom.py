@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.layers.attention.attention_block import AttentionBlock, AttentionNames
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames, ParallelLayer
 from vllm_lite.layers.mlp import MLP, MLPNames
 from vllm_lite.layers.parts import Parts
@@ -59,7 +59,7 @@ class Bloom(Decoder):
         super().__init__(parts, max_model_len, max_num_tokens)
         self.embedding_norm = parts.norm()
 
-    def embed(self, batch: StepBatch, rows: Rows) -> None:
+    def embed(self, batch: StepBatch, rows: StepRows) -> None:
         super().embed(batch, rows)
         self.embedding_norm.forward(rows.residual, out=rows.residual)
 

@@ -20,7 +20,7 @@ from vllm_lite.checkpoint.tensors.tensor_names import is_ignored
 from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.attention.attention_block import Attention
-from vllm_lite.layers.buffers import Buffers, Rows
+from vllm_lite.layers.buffers import Buffers, StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
@@ -35,11 +35,11 @@ class Layer(Protocol):
 
     def __init__(self, parts: Parts, layer: int) -> None: ...
 
-    def write(self, rows: Rows, kv: Any, batch: StepBatch, backend: AttentionBackend) -> None: ...
+    def write(self, rows: StepRows, kv: Any, batch: StepBatch, backend: AttentionBackend) -> None: ...
 
-    def attend(self, rows: Rows, kv: Any, batch: StepBatch, backend: AttentionBackend) -> None: ...
+    def attend(self, rows: StepRows, kv: Any, batch: StepBatch, backend: AttentionBackend) -> None: ...
 
-    def combine(self, rows: Rows) -> None: ...
+    def combine(self, rows: StepRows) -> None: ...
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]: ...
 
@@ -116,7 +116,9 @@ class Decoder:
         self.last_norm(rows)
         return rows.hidden
 
-    def narrow(self, layer: Layer, rows: Rows, wanted: torch.Tensor, index: int, *, heads: bool = False) -> Rows:
+    def narrow(
+        self, layer: Layer, rows: StepRows, wanted: torch.Tensor, index: int, *, heads: bool = False
+    ) -> StepRows:
         """The rows that go on alone from layer `index` on, moved together. wanted: int64 [k]. `heads`: they have yet to
         attend there."""
         if layer.attention is None:
@@ -126,11 +128,11 @@ class Decoder:
     def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[Any]) -> None:
         """As hybrid.Hybrid's. Here no layer keeps a state."""
 
-    def last_norm(self, rows: Rows) -> None:
+    def last_norm(self, rows: StepRows) -> None:
         """Norm what the last layer has left in rows.residual and rows.hidden into rows.hidden."""
         self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
 
-    def embed(self, batch: StepBatch, rows: Rows) -> None:
+    def embed(self, batch: StepBatch, rows: StepRows) -> None:
         """Fill rows.residual with what the first layer reads: vectors of tokens, scaled, and the batch's own ones."""
         self.embedding.forward(batch.token_ids, out=rows.residual)
         if self.embedding_scale != 1.0:

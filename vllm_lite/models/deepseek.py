@@ -8,7 +8,7 @@ import torch
 from vllm_lite.layers.attention.attention_block import Attention
 from vllm_lite.layers.attention.latent_attention import LatentAttention
 from vllm_lite.layers.attention.sparse_attention import Selection, SparseLatentAttention
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.models.decoder import Decoder, Layer
@@ -45,7 +45,9 @@ class SparseDeepseek(Deepseek):
             if isinstance(layer.attention, SparseLatentAttention):
                 layer.attention.selection = self.selection
 
-    def narrow(self, layer: Layer, rows: Rows, wanted: torch.Tensor, index: int, *, heads: bool = False) -> Rows:
+    def narrow(
+        self, layer: Layer, rows: StepRows, wanted: torch.Tensor, index: int, *, heads: bool = False
+    ) -> StepRows:
         self.selection.keep(wanted)
         return super().narrow(layer, rows, wanted, index, heads=heads)
 

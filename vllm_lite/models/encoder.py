@@ -17,7 +17,7 @@ from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.attention.learned_positions import LearnedPositions
-from vllm_lite.layers.buffers import Buffers, Rows
+from vllm_lite.layers.buffers import Buffers, StepRows
 from vllm_lite.layers.encoder_layer import EncoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
@@ -123,7 +123,7 @@ class Encoder:
         self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
         return rows.hidden
 
-    def embed(self, batch: StepBatch, rows: Rows) -> None:
+    def embed(self, batch: StepBatch, rows: StepRows) -> None:
         """Fill rows.residual with what the first layer reads."""
         x = rows.residual
         self.embedding.forward(batch.token_ids, out=x)

@@ -7,7 +7,7 @@ import torch
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.kernels.recurrent import KVAndStates, Segments
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.recurrence.mamba import MambaBlock
@@ -27,7 +27,7 @@ class FalconH1Layer(DecoderLayer):
         super().__init__(parts, layer)
         self.mamba, self.spec = MambaBlock(parts, layer), parts.spec
 
-    def write(self, rows: Rows, kv: KVAndStates, batch: StepBatch, backend: AttentionBackend) -> None:  # type: ignore[override]
+    def write(self, rows: StepRows, kv: KVAndStates, batch: StepBatch, backend: AttentionBackend) -> None:  # type: ignore[override]
         if self.first:
             self.input_norm.forward(rows.residual, out=rows.hidden)
         else:
@@ -37,14 +37,14 @@ class FalconH1Layer(DecoderLayer):
         self.mamba.project(rows)
         self.ops.add(rows.residual, rows.hidden)
 
-    def attend(self, rows: Rows, kv: KVAndStates, batch: StepBatch, backend: AttentionBackend) -> None:  # type: ignore[override]
+    def attend(self, rows: StepRows, kv: KVAndStates, batch: StepBatch, backend: AttentionBackend) -> None:  # type: ignore[override]
         self.attention.attend(rows, kv.kv, batch, backend)
 
-    def after_attention(self, rows: Rows) -> None:
+    def after_attention(self, rows: StepRows) -> None:
         if self.spec.attention_scale != 1.0:
             self.ops.scale(rows.hidden, self.spec.attention_scale)
 
-    def after_mlp(self, rows: Rows) -> None:
+    def after_mlp(self, rows: StepRows) -> None:
         if self.spec.residual_scale != 1.0:
             self.ops.scale(rows.hidden, self.spec.residual_scale)
 

@@ -11,7 +11,7 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.layers.attention.attention_block import Attention
 from vllm_lite.layers.attention.shared_kv import SharedKVBlock
-from vllm_lite.layers.buffers import ExpertRows, Rows
+from vllm_lite.layers.buffers import ExpertRows, StepRows
 from vllm_lite.layers.decoder_layer import SandwichLayer
 from vllm_lite.layers.mlp import GatedMLP
 from vllm_lite.layers.moe.experts import Router, SparseMLP, SparseNames
@@ -51,7 +51,7 @@ class MLPAndExperts(SparseMLP):
         self.ops, self.mlp = self.router.ops, GatedMLP(parts)
         self.mlp_norm, self.input_norm, self.output_norm = parts.norm(), parts.norm(), parts.norm()
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> None:
+    def forward(self, x: torch.Tensor, rows: StepRows) -> None:
         """As SparseMLP's; x is the residual stream behind the norm of the MLP."""
         own = self.expert_rows(rows)
         self.mlp.forward(x, rows)
@@ -83,11 +83,11 @@ class Gemma4Layer(SandwichLayer):
         self.scalar, self.device = 1.0, parts.device
         self.per_layer = PerLayerBlock(parts, layer) if parts.spec.per_layer_size else None
 
-    def write(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         self.input_norm.forward(rows.residual, out=rows.hidden)
         self.attention.write(rows.hidden, rows, kv, batch, backend)
 
-    def after_mlp(self, rows: Rows) -> None:
+    def after_mlp(self, rows: StepRows) -> None:
         super().after_mlp(rows)
         self.ops.add(rows.residual, rows.hidden)
         if self.per_layer is not None:
@@ -114,12 +114,12 @@ class Gemma4(Gemma):
         super().__init__(parts, max_model_len, max_num_tokens)
         self.per_layer = PerLayerVectors(parts, self.embedding.vocabulary) if parts.spec.per_layer_size else None
 
-    def embed(self, batch: StepBatch, rows: Rows) -> None:
+    def embed(self, batch: StepBatch, rows: StepRows) -> None:
         super().embed(batch, rows)
         if self.per_layer is not None and rows.per_layer is not None:
             self.per_layer.forward(batch.token_ids, rows.residual, rows.per_layer)
 
-    def last_norm(self, rows: Rows) -> None:
+    def last_norm(self, rows: StepRows) -> None:
         self.norm.forward(rows.residual, out=rows.hidden)
 
     def weight_groups(self) -> Iterator[WeightGroup]:

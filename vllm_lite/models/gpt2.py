@@ -8,7 +8,7 @@ from vllm_lite.checkpoint.families.gpt2 import OPT_POSITION_OFFSET
 from vllm_lite.errors import ConfigError
 from vllm_lite.layers.attention.attention_block import AttentionBlock, AttentionNames
 from vllm_lite.layers.attention.learned_positions import LearnedPositions
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.mlp import MLP, MLPNames
 from vllm_lite.layers.parts import Parts
@@ -48,7 +48,7 @@ class GPT2(Decoder):
             )
         self.positions = LearnedPositions(parts, self.position_offset)
 
-    def embed(self, batch: StepBatch, rows: Rows) -> None:
+    def embed(self, batch: StepBatch, rows: StepRows) -> None:
         super().embed(batch, rows)
         self.positions.add_to(rows.residual, batch.positions)
 

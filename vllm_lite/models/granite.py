@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.mlp import FusedGatedMLP, GatedNames
 from vllm_lite.layers.moe.experts import SparseMLP, SparseNames
@@ -25,10 +25,10 @@ class GraniteLayer(DecoderLayer):
         super().__init__(parts, layer)
         self.scale = parts.spec.residual_scale
 
-    def after_attention(self, rows: Rows) -> None:
+    def after_attention(self, rows: StepRows) -> None:
         self.ops.scale(rows.hidden, self.scale)
 
-    def after_mlp(self, rows: Rows) -> None:
+    def after_mlp(self, rows: StepRows) -> None:
         self.ops.scale(rows.hidden, self.scale)
 
 

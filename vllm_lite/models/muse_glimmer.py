@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.kernels.ops import WideNormWeights
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.decoder_layer import SandwichLayer
 from vllm_lite.layers.norm import WideNorm
 from vllm_lite.layers.parts import Parts
@@ -35,6 +35,6 @@ class MuseGlimmer(Decoder):
         self.norm = WideNorm(size, norm, device=parts.device)
         self.token_norm = WideNormWeights(torch.ones(size, device=parts.device), None, norm.eps, centered=False)
 
-    def embed(self, batch: StepBatch, rows: Rows) -> None:
+    def embed(self, batch: StepBatch, rows: StepRows) -> None:
         super().embed(batch, rows)
         self.ops.wide_norm(rows.residual, self.token_norm, rows.residual)

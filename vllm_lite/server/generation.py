@@ -30,7 +30,7 @@ from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.forms import ToolsWanted
 from vllm_lite.server.openai.grammars import GrammarBuilder
 from vllm_lite.server.openai.parsing import Parsing
-from vllm_lite.server.openai.prompts import MESSAGE_NAME, Check, Prompts, content_of, with_marks
+from vllm_lite.server.openai.prompts import MESSAGE_NAME, Check, PromptRenderer, content_of, with_marks
 
 MAX_PROMPT_CANDIDATES = 1 << 18
 """In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
@@ -130,7 +130,7 @@ class Generation:
         config: ServeConfig,
         model: ServedModel,
         factory: StreamFactory,
-        prompts: Prompts,
+        prompts: PromptRenderer,
         live: LiveRequests,
         formats: Formats | None = None,
     ) -> None:

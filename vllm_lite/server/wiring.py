@@ -35,7 +35,7 @@ from vllm_lite.server.ollama.information import OllamaModel
 from vllm_lite.server.ollama.routes import OllamaRoutes
 from vllm_lite.server.openai import grammars
 from vllm_lite.server.openai.formats import Formats, architectures_of
-from vllm_lite.server.openai.prompts import Prompts, TemplateVariables
+from vllm_lite.server.openai.prompts import PromptRenderer, TemplateVariables
 from vllm_lite.server.openai.rendering import Renderer
 from vllm_lite.server.pooling.call import Window
 from vllm_lite.server.pooling.routes import PoolingRoutes
@@ -141,7 +141,7 @@ class Application:
             self.calls, self._resumable, factory, self._reader, files.formats, forces_usage=forces_usage
         )
         told = TemplateVariables(config.default_chat_template_kwargs or {}, config.reasoning_effort_map or {})
-        prompts = Prompts(files.tokenizer, files.renderer, engine.max_model_len, told)
+        prompts = PromptRenderer(files.tokenizer, files.renderer, engine.max_model_len, told)
         generation = Generation(config, model, factory, prompts, live, files.formats)
         window = Window(resolved.max_num_seqs, resolved.max_num_batched_tokens)
         pooling = PoolingRuns(generation, PoolingFactory(engine, files.tokenizer), window, files.task_prompts)

@@ -68,7 +68,7 @@ from vllm_lite.worker.step_parts.adapter_cache import AdapterCache
 from vllm_lite.worker.step_parts.drafts import Drafts, drafter_of
 from vllm_lite.worker.step_parts.expert_load import ExpertLoad
 from vllm_lite.worker.step_parts.pooling import PooledPrompts
-from vllm_lite.worker.step_parts.prompt_scores import PromptScores
+from vllm_lite.worker.step_parts.prompt_scores import PromptScorer
 from vllm_lite.worker.step_parts.rules import Rules
 from vllm_lite.worker.step_parts.states import RowStates
 
@@ -306,7 +306,7 @@ class Worker:
         say what is kept before rules take tokens away, states come last, and pooling knows what is read before it."""
         model, communicator = self.model, self.model.communicator
         rules = Rules(communicator, self.grammars.source_of, self.progress.advance)
-        scores = PromptScores(model, self.progress.advance)
+        scores = PromptScorer(model, self.progress.advance)
         pooled = PooledPrompts(model.pooler, communicator.shard.rank)
         parts: list[StepPart] = [
             Drafts(self.drafter, rules),

@@ -24,7 +24,7 @@ from vllm_lite.kernels.cuda import cache_ops, fused, masks, sampler
 from vllm_lite.kernels.cuda.attention import decode_attention as decode
 from vllm_lite.kernels.cuda.attention import prefill_attention
 from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring
-from vllm_lite.kernels.cuda.attention.attention_work import Cascade, Rows, SplitList, prefill_tiles, rows_of
+from vllm_lite.kernels.cuda.attention.attention_work import Cascade, RowWork, SplitList, prefill_tiles, rows_of
 from vllm_lite.kernels.cuda.attention.shared_prefix import Worth, cascade_lists
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.ops import Ops, Rotation, TorchOps
@@ -167,7 +167,7 @@ class Bench:
             table[:, : common // shape.block_size] = table[0, : common // shape.block_size]
         places = np.arange(shape.batch)
         lists = cascade_lists(
-            *(Rows(places, places, np.full(shape.batch, shape.context)), problem.tables[0].cpu().numpy()),
+            *(RowWork(places, places, np.full(shape.batch, shape.context)), problem.tables[0].cpu().numpy()),
             *(shape.block_size, decode.most_sharing(shape.group, shape.head_size), shape.num_kv_heads),
             worth=Worth(split_tokens or 1024, 2, 1),
             split_tokens=split_tokens,

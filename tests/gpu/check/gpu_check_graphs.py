@@ -15,7 +15,7 @@ from tests.kernels.packed_experts_cases import layer as packed_layer
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda.attention import decode_attention as decode
 from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring
-from vllm_lite.kernels.cuda.attention.attention_work import Cascade, Rows, SplitList
+from vllm_lite.kernels.cuda.attention.attention_work import Cascade, RowWork, SplitList
 from vllm_lite.kernels.cuda.attention.shared_prefix import Worth, cascade_lists
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.moe.experts import StackedExperts, Stacks
@@ -31,7 +31,7 @@ Work = tuple[SplitList, decode.Workspace]
 def lists_for(problem: Paged, lens: Sequence[int], split_tokens: int = 0) -> Work:
     """Decode attention's work for sequences of these lengths, and its scratch."""
     shape, places, device = problem.shape, np.arange(len(lens)), problem.query.device
-    work = SplitList.on(device, Rows(places, places, np.array(lens)), None, split_tokens)
+    work = SplitList.on(device, RowWork(places, places, np.array(lens)), None, split_tokens)
     return work, decode.Workspace.for_splits(device, work.most_splits, shape.num_heads, shape.head_size)
 
 
@@ -86,7 +86,7 @@ def shared_prefix(launcher: Launcher, device: torch.device) -> str | None:
     for common in (0, 1024, 1280, 0):
         table[:] = problem.tables[0]
         table[:, : common // 16] = table[0, : common // 16].clone()
-        rows, most_rows = Rows(places, places, np.array(lens)), decode.most_sharing(shape.group, shape.head_size)
+        rows, most_rows = RowWork(places, places, np.array(lens)), decode.most_sharing(shape.group, shape.head_size)
         lists = cascade_lists(rows, table.cpu().numpy(), 16, most_rows, 2, worth=Worth(saved_blocks=1))
         if (lists is None) != (common == 0):
             return f"{common} tokens in common: {'not found' if lists is None else 'found'}"

@@ -87,7 +87,7 @@ class Prefill:
 
     def whole(self, way: str) -> Launch:
         """A prompt that comes whole, as a layer hands it over."""
-        prompts = (torch_prefill.Prompts(0, self.batch, self.query_len, way),)
+        prompts = (torch_prefill.WholePrompts(0, self.batch, self.query_len, way),)
         call = (self.out, self.query, self.new_keys, self.new_values, prompts, self.scale)
         return lambda _: torch_prefill.torch_prefill(*call)
 

@@ -74,7 +74,7 @@ def shake_hands(
         time.sleep(FIRST_PAUSE_S)
 
 
-class Search:
+class EngineSearch:
     """Looks for the engine that takes the place of one that died, step by step, until its time is over."""
 
     def __init__(self, place: EngineAddress, model: str, reason: str, timeout_s: float) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from vllm_lite.client.engines.answers import Answers, copy_of, fail_all
 from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.client.engines.asking import ANSWERS
-from vllm_lite.client.engines.connection import REASON_S, Alive, EngineAddress, Search, shake_hands
+from vllm_lite.client.engines.connection import REASON_S, Alive, EngineAddress, EngineSearch, shake_hands
 from vllm_lite.client.engines.feature import KnownAdapters, SessionFeature
 from vllm_lite.client.streams.open_stream import OpenStream, Sink, by_sink
 from vllm_lite.client.streams.open_streams import OpenStreams
@@ -380,7 +380,7 @@ class Session(AnySession):
     def _recover(self, reason: str) -> None:
         """Look for another engine and send it all that has not ended; meanwhile, end what is aborted or late."""
         self._connection.close()
-        with closing(Search(self._place, self.welcome.model, reason, self._recovery_timeout_s)) as search:
+        with closing(EngineSearch(self._place, self.welcome.model, reason, self._recovery_timeout_s)) as search:
             found = None
             while found is None:
                 self._end_here()

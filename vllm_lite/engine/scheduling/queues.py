@@ -6,7 +6,7 @@ they get the next step's own entries is collected in `entries`.
 
 from typing import NamedTuple
 
-from vllm_lite.engine.adapters import AdapterLimits, Adapters
+from vllm_lite.engine.adapters import AdapterQuota, AdapterTable
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.observe.counters import Meter
 from vllm_lite.engine.request import Request
@@ -57,7 +57,7 @@ class Queues:
         """The number of the latest step."""
         self.requests: dict[str, Request] = {}
         self.external = ExternalRequests()
-        self.adapters = Adapters(AdapterLimits(options.max_loras, options.max_cpu_loras))
+        self.adapters = AdapterTable(AdapterQuota(options.max_loras, options.max_cpu_loras))
         self.running: list[Sequence] = []
         self.held: dict[Sequence, None] = {}
         """Sequences that no step may compute now. They go on from the waiting queue."""

@@ -37,7 +37,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(slots=True)
-class Record:
+class SuspectRecord:
     """Record of a request that was in the batch of a death.
 
     mark        its progress at the last one
@@ -79,7 +79,7 @@ class Suspects(Generic[Name]):
     """Learns who was there when the workers died, and says who is to be tried next."""
 
     def __init__(self) -> None:
-        self.records: dict[Name, Record] = {}
+        self.records: dict[Name, SuspectRecord] = {}
         self.groups: deque[list[Name]] = deque()
         """Those to be tried, the first group now. Empty: there is no suspect."""
         self._died_s: float | None = None
@@ -93,7 +93,7 @@ class Suspects(Generic[Name]):
             return None  # nothing was computed, so it was none of them
         alone = len(batch) == 1 and not num_ended
         for name, progress in batch.items():
-            self.records.setdefault(name, Record(progress)).add(progress, alone=alone)
+            self.records.setdefault(name, SuspectRecord(progress)).add(progress, alone=alone)
         suspects = [name for name in batch if self.records[name].num_deaths >= MIN_SUSPECT]
         if not suspects and self._died_s is not None:
             self._strays_s.append(self._died_s)

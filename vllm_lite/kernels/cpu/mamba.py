@@ -6,7 +6,7 @@ from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 from vllm_lite.kernels.cpu.short_conv import SEGMENTS, NativeConvolution, addresses
-from vllm_lite.kernels.mamba import MambaOp, MambaWeights, Projected
+from vllm_lite.kernels.mamba import MambaInputs, MambaOp, MambaWeights
 from vllm_lite.kernels.recurrent import Segments, TwoCalls
 
 MAX_STATE_SIZE = 256
@@ -17,7 +17,7 @@ _SCAN = (
 )  # fmt: skip
 
 
-class NativeMamba(TwoCalls[MambaSpec, Projected, MambaWeights], MambaOp):
+class NativeMamba(TwoCalls[MambaSpec, MambaInputs, MambaWeights], MambaOp):
     """Two native calls."""
 
     def __init__(self, spec: MambaSpec) -> None:
@@ -31,7 +31,7 @@ class NativeMamba(TwoCalls[MambaSpec, Projected, MambaWeights], MambaOp):
 
     def scan_all(
         self,
-        parts: Projected,
+        parts: MambaInputs,
         weights: MambaWeights,
         matrices: torch.Tensor,
         segments: Segments,

@@ -9,10 +9,8 @@ import torch
 from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
 from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.kernels.cuda.launcher import Launcher, Scalar, cuda_type, require
-from vllm_lite.kernels.delta_rule import DeltaNetOp, DeltaNetWeights
-from vllm_lite.kernels.delta_rule import Projected as DeltaProjected
-from vllm_lite.kernels.mamba import MambaOp, MambaWeights
-from vllm_lite.kernels.mamba import Projected as MambaProjected
+from vllm_lite.kernels.delta_rule import DeltaNetOp, DeltaNetWeights, Projected
+from vllm_lite.kernels.mamba import MambaInputs, MambaOp, MambaWeights
 from vllm_lite.kernels.recurrent import Parts, Segments, Spec, Taps, TwoCalls, Weights
 
 SOURCE = "recurrent.cuh"
@@ -119,7 +117,7 @@ class LaunchedScan(TwoCalls[Spec, Parts, Weights]):
         )
 
 
-class LaunchedDeltaNet(LaunchedScan[DeltaNetSpec, DeltaProjected, DeltaNetWeights], DeltaNetOp):
+class LaunchedDeltaNet(LaunchedScan[DeltaNetSpec, Projected, DeltaNetWeights], DeltaNetOp):
     """The gated delta rule."""
 
     @staticmethod
@@ -127,7 +125,7 @@ class LaunchedDeltaNet(LaunchedScan[DeltaNetSpec, DeltaProjected, DeltaNetWeight
         fits = spec.key_size <= MAX_DELTA_ROWS and spec.value_size <= MAX_COLUMNS
         return dtype in DTYPES and fits and LaunchedConvolution.supports(spec.conv_size)
 
-    def kernel(self, parts: DeltaProjected, weights: DeltaNetWeights) -> Scan:
+    def kernel(self, parts: Projected, weights: DeltaNetWeights) -> Scan:
         """As LaunchedScan's."""
         spec = self.spec
         return Scan(
@@ -140,7 +138,7 @@ class LaunchedDeltaNet(LaunchedScan[DeltaNetSpec, DeltaProjected, DeltaNetWeight
         )
 
 
-class LaunchedMamba(LaunchedScan[MambaSpec, MambaProjected, MambaWeights], MambaOp):
+class LaunchedMamba(LaunchedScan[MambaSpec, MambaInputs, MambaWeights], MambaOp):
     """Mamba-2."""
 
     @staticmethod
@@ -149,7 +147,7 @@ class LaunchedMamba(LaunchedScan[MambaSpec, MambaProjected, MambaWeights], Mamba
         is_small = spec.state_size <= MAX_DELTA_ROWS or spec.head_size <= MAX_COLUMNS // 2
         return dtype in DTYPES and fits and is_small and LaunchedConvolution.supports(spec.conv_size)
 
-    def kernel(self, parts: MambaProjected, weights: MambaWeights) -> Scan:
+    def kernel(self, parts: MambaInputs, weights: MambaWeights) -> Scan:
         """As LaunchedScan's."""
         spec = self.spec
         return Scan(

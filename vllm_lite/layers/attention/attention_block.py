@@ -14,7 +14,7 @@ from vllm_lite.kernels.ops import HeadNormWeights
 from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.attention.qk_norm import HeadNorms, QKNorm, make_qk_norm
 from vllm_lite.layers.attention.qkv_layout import Layout, QKVSplits, gated_query, qkv_splits
-from vllm_lite.layers.buffers import HeadRows, Rows
+from vllm_lite.layers.buffers import HeadRows, StepRows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack
 
@@ -44,16 +44,18 @@ class Attention(Protocol):
 
     def __init__(self, parts: Parts, layer: int) -> None: ...
 
-    def write(self, x: torch.Tensor, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(
+        self, x: torch.Tensor, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend
+    ) -> None:
         """Make of x: [num_tokens, hidden_size] what attends, and write what is attended to into the cache `kv`."""
         ...
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """Attend with what `write` made of all rows, or with some of them as a batch of their own, for `project` to go
         on from."""
         ...
 
-    def project(self, rows: Rows) -> None:
+    def project(self, rows: StepRows) -> None:
         """Project the attended rows into rows.hidden."""
         ...
 
@@ -110,7 +112,7 @@ class AttentionBlock:
     def write(
         self,
         x: torch.Tensor,  # [num_tokens, hidden_size]
-        rows: Rows,
+        rows: StepRows,
         kv: torch.Tensor,  # the layer's cache: [num_blocks, 2, num_kv_heads, block_size, head_size]
         batch: StepBatch,
         backend: AttentionBackend,
@@ -126,7 +128,7 @@ class AttentionBlock:
             self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
         self.rotate_and_keep(own, kv, batch, backend)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """Attend with Q, for `project` to go on from."""
         own = rows.by_kind[self.kind]
         given = (own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks)
@@ -153,7 +155,7 @@ class AttentionBlock:
         """Rotate Q and K, and write K and V to the cache."""
         backend.write_kv(own.heads, kv, batch, self.group, self.kv_scales)
 
-    def project(self, rows: Rows) -> None:
+    def project(self, rows: StepRows) -> None:
         """Project the attended rows into rows.hidden."""
         self.output.forward(rows.by_kind[self.kind].attended, out=rows.hidden)
 

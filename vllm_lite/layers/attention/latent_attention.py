@@ -20,7 +20,7 @@ from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.cpu.weights.head_linear import HeadLinear
 from vllm_lite.kernels.select import ops_for
-from vllm_lite.layers.buffers import HeadRows, LatentRows, Rows
+from vllm_lite.layers.buffers import HeadRows, LatentRows, StepRows
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.linear import Linear
@@ -76,7 +76,7 @@ class LatentAttention:
     def write(
         self,
         x: torch.Tensor,  # [num_tokens, hidden_size]
-        rows: Rows,
+        rows: StepRows,
         kv: torch.Tensor,  # the layer's cache: [num_blocks, 1, 1, block_size, cached_size]
         batch: StepBatch,
         backend: AttentionBackend,
@@ -89,7 +89,7 @@ class LatentAttention:
             self.ops.scale_rows(own.heads.query, rows.query_growth, batch.positions)
         backend.write_kv(own.heads, kv, batch, self.group, self.kv_scales)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As AttentionBlock's."""
         own = rows.by_kind[self.kind]
         backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, scales=self.kv_scales)
@@ -108,7 +108,7 @@ class LatentAttention:
         self.latent_norm.forward(vector, out=vector)
         self.ops.rotate(heads.key[..., spec.rank :], latent.rotation)
 
-    def project(self, rows: Rows) -> None:
+    def project(self, rows: StepRows) -> None:
         """As AttentionBlock's."""
         own = rows.by_kind[self.kind]
         latent = _latent(own)

@@ -20,7 +20,7 @@ from vllm_lite.errors import ModelError
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.attention.latent_attention import LatentAttention
-from vllm_lite.layers.buffers import HeadRows, Rows
+from vllm_lite.layers.buffers import HeadRows, StepRows
 from vllm_lite.layers.norm import WideNorm
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.weight_slot import WeightGroup
@@ -142,7 +142,9 @@ class SparseLatentAttention(LatentAttention):
         turned = turned or tuple(range(self.spec.rope_size))
         self.index = None if index.is_shared else SparseIndex(parts, self.spec, turned)
 
-    def write(self, x: torch.Tensor, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def write(
+        self, x: torch.Tensor, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend
+    ) -> None:
         """As LatentAttention's; kv: [num_blocks, 1, 1, block_size, cached_size and the index's head_size]."""
         own = rows.by_kind[self.kind]
         if self.index is not None and own.latent is not None:
@@ -153,7 +155,7 @@ class SparseLatentAttention(LatentAttention):
             kv[slots // kv.shape[3], 0, 0, slots % kv.shape[3], self.row_size :] = key[written]
         super().write(x, rows, kv[..., : self.row_size], batch, backend)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As LatentAttention's, but for the long rows, which attend once more."""
         super().attend(rows, kv[..., : self.row_size], batch, backend)
         own = rows.by_kind[self.kind]

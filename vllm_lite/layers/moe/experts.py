@@ -16,7 +16,7 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.routing import Routing
 from vllm_lite.kernels.select import ops_for
-from vllm_lite.layers.buffers import ExpertRows, Rows
+from vllm_lite.layers.buffers import ExpertRows, StepRows
 from vllm_lite.layers.mlp import GatedNames, first_names, first_rows
 from vllm_lite.layers.moe.expert_matmul import ExpertMatmul, ExpertSizes, LoopedExperts, NativeExperts
 from vllm_lite.layers.moe.packed_experts import PackedMemory, packed_experts
@@ -212,7 +212,7 @@ class SparseMLP:
         self.experts = Experts(parts, spec, self.names)
         self.shared = SharedExpert(parts, spec, self.names) if spec.shared_intermediate_size else None
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> None:
+    def forward(self, x: torch.Tensor, rows: StepRows) -> None:
         """Write the output for x: [num_tokens, hidden_size] to rows.hidden, which may be x."""
         own = self.expert_rows(rows)
         self.router.forward(x, own)
@@ -223,7 +223,7 @@ class SparseMLP:
             self.shared.add(own, rows.hidden)
         self.communicator.all_reduce(rows.hidden)
 
-    def expert_rows(self, rows: Rows) -> ExpertRows:
+    def expert_rows(self, rows: StepRows) -> ExpertRows:
         """The buffers of the step, of which `kept` may be one."""
         own = rows.experts
         if own is None:

@@ -8,7 +8,7 @@ from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.kernels.recurrent import Segments
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.parts import Parts
 
 
@@ -49,7 +49,7 @@ class RecurrentBlock:
     def write(
         self,
         x: torch.Tensor,  # [num_tokens, hidden_size]
-        rows: Rows,
+        rows: StepRows,
         kv: torch.Tensor,  # the layer's states: float32 [num_slots, state_elements]
         batch: StepBatch,
         backend: AttentionBackend,  # noqa: ARG002 (the protocol's)
@@ -67,10 +67,10 @@ class RecurrentBlock:
         """Make what goes from token to token. out: [num_tokens, projected_size]."""
         self.projections.forward(x, out=out)
 
-    def attend(self, rows: Rows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """Nothing: the tokens have read their states on the way."""
 
-    def take_up(self, tokens: torch.Tensor, rows: Rows, kv: torch.Tensor, segments: Segments) -> None:
+    def take_up(self, tokens: torch.Tensor, rows: StepRows, kv: torch.Tensor, segments: Segments) -> None:
         """Bring states up to some of the tokens that the last step left tentative; what these read is known already.
         tokens: int64 [n], their places; rows: n of them."""
         own = rows.by_kind[self.kind]
@@ -78,6 +78,6 @@ class RecurrentBlock:
             raise ValueError("the buffers are not those of a recurrent layer")
         self.op.forward(self.tentative[tokens], self.weights, kv, segments, own.mixed, own.attended)
 
-    def project(self, rows: Rows) -> None:
+    def project(self, rows: StepRows) -> None:
         """Project what was read into rows.hidden."""
         self.output.forward(rows.by_kind[self.kind].attended, out=rows.hidden)

@@ -9,7 +9,7 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.mamba import MambaWeights
 from vllm_lite.kernels.ops import WideNormWeights
 from vllm_lite.kernels.select import mamba_op, ops_for
-from vllm_lite.layers.buffers import Rows
+from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.recurrence.block import RecurrentBlock
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack
@@ -58,7 +58,7 @@ class MambaBlock(RecurrentBlock):
         first, second, third = (Split(channels, *own) for own in zip(starts, sizes, strict=True))
         return first, second, third
 
-    def project(self, rows: Rows) -> None:
+    def project(self, rows: StepRows) -> None:
         """Norm what was read and project it into rows.hidden."""
         read = rows.by_kind[self.kind].attended
         if self.whole.normed:

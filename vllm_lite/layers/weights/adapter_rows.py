@@ -115,7 +115,7 @@ class LaunchedRows:
         self.kept.starts.copy_(torch.searchsorted(slots, self._numbers))
 
 
-class MaskedRows:
+class AdapterMask:
     """For matrix products of any device, over all slots at once: a mask has 1 in the column of a row's slot."""
 
     def __init__(self, num_slots: int, max_num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:

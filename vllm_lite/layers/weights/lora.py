@@ -23,7 +23,7 @@ from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu.weights.lora import LoraSlots
 from vllm_lite.layers.attention.qkv_layout import qkv_splits
 from vllm_lite.layers.weights import gpu_matmul
-from vllm_lite.layers.weights.adapter_rows import AdapterRows, GroupedRows, LaunchedRows, MaskedRows
+from vllm_lite.layers.weights.adapter_rows import AdapterMask, AdapterRows, GroupedRows, LaunchedRows
 from vllm_lite.layers.weights.matmul import Matmul, copies
 from vllm_lite.layers.weights.weight_form import LinearShape, StoredWeight, WeightForm
 from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
@@ -68,7 +68,7 @@ class Adapters:
         elif (launcher := gpu_matmul.launcher_for(dtype, device)) is not None:
             self.rows, self.launcher = LaunchedRows(limits.num_slots, max_num_tokens, device), launcher
         else:
-            self.rows = MaskedRows(limits.num_slots, max_num_tokens, dtype, device)
+            self.rows = AdapterMask(limits.num_slots, max_num_tokens, dtype, device)
         self.sites: dict[str, Site] = {}
         """By the name of each matrix."""
         self.stored_rows: Callable[[str], Sequence[int] | None] = lambda _: None
@@ -149,7 +149,7 @@ class Site:
                     f"enable_lora is not for this model on a GPU, whose kernel does not take {names[0]} with what is "
                     f"multiplied beside it: {error}"
                 ) from error
-        elif isinstance(adapters.rows, MaskedRows):
+        elif isinstance(adapters.rows, AdapterMask):
             self.slots = StackedSlots(adapters.limits, shape, matrix, adapters.rows)
 
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
@@ -256,7 +256,7 @@ class StackedSlots:
     Nothing depends on which rows have which adapter but the mask, so a captured step serves all.
     """
 
-    def __init__(self, limits: AdapterLimits, shape: LinearShape, matrix: Sequence[int], rows: MaskedRows) -> None:
+    def __init__(self, limits: AdapterLimits, shape: LinearShape, matrix: Sequence[int], rows: AdapterMask) -> None:
         self.rows = rows
         num_slots, rank = limits
         zeros = partial(torch.zeros, dtype=shape.dtype, device=shape.device)

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_lite.client.text.templates import template_source
 from vllm_lite.server.generation import LATEST, ServedModel
 from vllm_lite.server.openai.formats import architectures_of
-from vllm_lite.server.openai.prompts import Prompts
+from vllm_lite.server.openai.prompts import PromptRenderer
 
 NEVER = "9999-12-31T23:59:59Z"
 """When the model is unloaded."""
@@ -28,7 +28,7 @@ class OllamaModel:
     template: str = ""
 
     @classmethod
-    def of(cls, served: ServedModel, folder: str, prompts: Prompts, template: str | None) -> "OllamaModel":
+    def of(cls, served: ServedModel, folder: str, prompts: PromptRenderer, template: str | None) -> "OllamaModel":
         """Look at the checkpoint in `folder`, which may be a file."""
         place = Path(folder)
         paths = [place] if place.is_file() else sorted([*place.glob("*.safetensors"), *place.glob("*.gguf")])

@@ -27,7 +27,7 @@ T = TypeVar("T")
 StrictLevel = Literal["auto", "function", "parameter"]
 
 
-class Held(NamedTuple):
+class HeldParams(NamedTuple):
     """Params with the grammar that holds the output, and the places of schemas at which something is not held:
     `response_format #/a: 'pattern'`, `tools f #/properties/b: 'not'`."""
 
@@ -46,7 +46,7 @@ class GrammarBuilder:
 
     async def held(
         self, params: SamplingParams, form: WantedForm | None, tools: ToolsWanted | None, request: Request
-    ) -> Held:
+    ) -> HeldParams:
         """Return `params` with the grammar that holds the output to `form`, or to calls of `tools`. Raises ApiError.
 
         Calls that are demanded leave no room for any other form. Where they may be made, an output is calls, or has
@@ -54,7 +54,7 @@ class GrammarBuilder:
         """
         is_held = tools is not None and (tools.is_forced or self._holds(tools))
         if form is None and not is_held:
-            return Held(params)
+            return HeldParams(params)
         if self._formats is None:
             field = "tools" if form is None else form.field
             raise ApiError(
@@ -70,7 +70,7 @@ class GrammarBuilder:
             compiled = await self._made(lambda: _of_form(form, calls_grammar), form.field, request)
             grammar = compiled.grammar
             notes += (f"{form.field} {note}" for note in compiled.notes)
-        return Held(params if grammar is None else changed(params, grammar=grammar), tuple(notes))
+        return HeldParams(params if grammar is None else changed(params, grammar=grammar), tuple(notes))
 
     def _holds(self, tools: ToolsWanted) -> bool:
         """Whether calls that may be made are held to anything."""

@@ -81,7 +81,7 @@ class TemplateVariables(NamedTuple):
 _NOTHING_TOLD = TemplateVariables()
 
 
-class Prompts:
+class PromptRenderer:
     """For one model. Every method raises ApiError. `request` is watched while others are served first: once its client
     has gone, nothing more is done for it."""
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 import httpx
 
 from vllm_lite.tools.chat import batch_file
-from vllm_lite.tools.chat.batch_file import Bad, BatchRequest, Results
+from vllm_lite.tools.chat.batch_file import Bad, BatchRequest, BatchResults
 from vllm_lite.tools.chat.remote_server import Address, check, client_settings, lost
 
 BUSY = (429, 503)
@@ -21,7 +21,7 @@ class BatchRun:
 
     def __init__(
         self,
-        results: Results,
+        results: BatchResults,
         progress: Callable[["BatchRun"], None] = lambda _: None,
         complain: Callable[[Bad], None] = lambda _: None,
     ) -> None:

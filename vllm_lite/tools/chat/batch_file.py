@@ -121,7 +121,7 @@ def _id() -> str:
     return f"batch_req_{os.urandom(12).hex()}"
 
 
-class Results:
+class BatchResults:
     """The output file, locked while it is open. `done` holds the custom_ids in it."""
 
     def __init__(self, path: str, *, retry_failed: bool = False) -> None:

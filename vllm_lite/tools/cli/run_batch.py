@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     if os.path.exists(arguments.output_file) and os.path.samefile(arguments.input_file, arguments.output_file):
         raise ConfigError("--input-file and --output-file are the same file; answers need one of their own")
     num_lines = batch_file.count_lines(arguments.input_file)
-    with batch_file.Results(arguments.output_file, retry_failed=arguments.retry_failed) as results:
+    with batch_file.BatchResults(arguments.output_file, retry_failed=arguments.retry_failed) as results:
         began_s = time.monotonic()
         has_work = any(
             isinstance(entry, batch_file.BatchRequest) and entry.custom_id not in results.done
@@ -71,7 +71,11 @@ def _config(arguments: argparse.Namespace) -> ServeConfig:
 
 
 def _run(
-    arguments: argparse.Namespace, remote: "RemoteServer", results: batch_file.Results, num_lines: int, began_s: float
+    arguments: argparse.Namespace,
+    remote: "RemoteServer",
+    results: batch_file.BatchResults,
+    num_lines: int,
+    began_s: float,
 ) -> int:
     from vllm_lite.tools.chat.batch import BatchRun, Server
 
@@ -112,7 +116,7 @@ def _complaints() -> Any:
     return complain
 
 
-def _summary(batch: "BatchRun", results: batch_file.Results, num_lines: int, elapsed_s: float) -> str:
+def _summary(batch: "BatchRun", results: batch_file.BatchResults, num_lines: int, elapsed_s: float) -> str:
     open_ = num_lines - batch.num_lines
     others = {
         "failed": batch.num_failed,

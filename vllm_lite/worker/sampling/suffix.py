@@ -33,7 +33,7 @@ class SuffixDrafter(Drafter):
         self.longest = config.suffix_decoding_max_tree_depth
         self.factor = config.suffix_decoding_max_spec_factor
         self.least_share = config.suffix_decoding_min_token_prob
-        self.answers = Answers(config.suffix_decoding_max_cached_requests)
+        self.answers = RecentAnswers(config.suffix_decoding_max_cached_requests)
 
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
         """As Drafter.before."""
@@ -61,7 +61,7 @@ class SuffixDrafter(Drafter):
         return follow(source, best[-MAX_OCCURRENCES:], count, self.least_share)
 
 
-class Answers:
+class RecentAnswers:
     """Tokens of answers that ended lately, by group; at most MAX_ANSWER_TOKENS and `max_requests` of each group."""
 
     def __init__(self, max_requests: int) -> None:

@@ -55,7 +55,7 @@ class StepScoring(NamedTuple):
     """As from StepInputs.read: the tokens before them."""
 
 
-class PromptScores(StepPart):
+class PromptScorer(StepPart):
     """Scores the prompts of the sequences that ask for it, also of preempted ones. It has no columns."""
 
     def __init__(self, model: Model, progress: Callable[[], None] = lambda: None) -> None:

@@ -57,31 +57,31 @@ NEEDS: dict[Kind, Needs] = {
 }
 
 
-class Foreign(NamedTuple):
+class ForeignTokenizer(NamedTuple):
     """A tokenizer in another format: its kind, and its main file."""
 
     kind: Kind
     file: Path
 
 
-def find(folder: str | Path) -> Foreign | None:
+def find(folder: str | Path) -> ForeignTokenizer | None:
     """The tokenizer in `folder`, or in a GGUF file, that would have to be converted; None if there is a tokenizer.json,
     or no tokenizer. Raises ModelError where a folder has several GGUF models, or a part of one."""
     folder = Path(folder)
     if (_beside(folder) / TOKENIZER_FILE).is_file():
         return None
     for file in gguf_files(folder):
-        return Foreign("gguf", file)
+        return ForeignTokenizer("gguf", file)
     if not folder.is_dir():
         return None
     if (folder / "tekken.json").is_file():
-        return Foreign("tekken", folder / "tekken.json")
+        return ForeignTokenizer("tekken", folder / "tekken.json")
     for file in _files(folder, MODEL_FILES):
-        return Foreign("tiktoken" if _is_tiktoken(file) else "sentencepiece", file)
+        return ForeignTokenizer("tiktoken" if _is_tiktoken(file) else "sentencepiece", file)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        return Foreign("vocabulary", folder / "vocab.json")
+        return ForeignTokenizer("vocabulary", folder / "vocab.json")
     for file in _files(folder, ("*.tiktoken",)):
-        return Foreign("tiktoken", file)
+        return ForeignTokenizer("tiktoken", file)
     return None
 
 
@@ -115,7 +115,7 @@ def folder_of(folder: str | Path) -> Path:
     return place
 
 
-def _convert(found: Foreign, draft: Path) -> None:
+def _convert(found: ForeignTokenizer, draft: Path) -> None:
     """Have a process write tokenizer.json and its configuration into `draft`. Raises ModelError."""
     ended = threading.Event()
     settings = ConversionSettings(found.kind, str(found.file), str(draft))
@@ -137,7 +137,7 @@ def _convert(found: Foreign, draft: Path) -> None:
 _ADVICE = f"get the checkpoint with a {TOKENIZER_FILE}, or give the folder of one as tokenizer"
 
 
-def _check_installed(found: Foreign) -> None:
+def _check_installed(found: ForeignTokenizer) -> None:
     needs = NEEDS[found.kind]
     missing = [name for name in needs.modules if not _is_installed(name)]
     if missing:

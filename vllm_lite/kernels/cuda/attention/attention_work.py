@@ -34,7 +34,7 @@ context once more, mostly from the L2 cache, so where their blocks fill the GPU 
 _NONE = np.zeros(1, np.int64)
 
 
-class Rows(NamedTuple):
+class RowWork(NamedTuple):
     """Rows that are decoded, each by itself. One that sees nothing becomes zero."""
 
     tokens: Ints  # [n], its place in the step
@@ -67,7 +67,7 @@ class SplitList(NamedTuple):
         return len(self.splits) - 1 if self.num_parts is None else self.num_parts
 
     @classmethod
-    def on(cls, device: torch.device, rows: Rows, window: int | None = None, split_tokens: int = 0) -> "SplitList":
+    def on(cls, device: torch.device, rows: RowWork, window: int | None = None, split_tokens: int = 0) -> "SplitList":
         """A list of exactly this work."""
         splits = split_list(rows, window, split_tokens)
         return cls(torch.from_numpy(splits).to(device), has_several(splits))
@@ -105,7 +105,7 @@ def short_chunks(
     return short
 
 
-def rows_of(query_lens: Ints, seq_lens: Ints, num_tokens: int, chosen: NDArray[np.bool_]) -> Rows:
+def rows_of(query_lens: Ints, seq_lens: Ints, num_tokens: int, chosen: NDArray[np.bool_]) -> RowWork:
     """The rows of these sequences, and the padding behind the last sequence."""
     ends = np.cumsum(query_lens)
     sequences = np.repeat(np.flatnonzero(chosen), query_lens[chosen])
@@ -116,13 +116,13 @@ def rows_of(query_lens: Ints, seq_lens: Ints, num_tokens: int, chosen: NDArray[n
     seen = np.maximum(seq_lens[sequences] - from_end + 1, 0)
     num_used = int(ends[-1]) if len(ends) else 0
     if num_used == num_tokens:
-        return Rows(tokens, sequences, seen)
+        return RowWork(tokens, sequences, seen)
     padding = np.arange(num_used, num_tokens)
     none = np.zeros_like(padding)
-    return Rows(*map(np.concatenate, ((tokens, padding), (sequences, none), (seen, none))))
+    return RowWork(*map(np.concatenate, ((tokens, padding), (sequences, none), (seen, none))))
 
 
-def split_list(rows: Rows, window: int | None, split_tokens: int = 0, skipped: Ints = _NONE) -> Int32s:
+def split_list(rows: RowWork, window: int | None, split_tokens: int = 0, skipped: Ints = _NONE) -> Int32s:
     """The list of splits, [1 + n, 4], without the first `skipped` of each row; no splits are shared by it."""
     counts = num_splits(rows.seen, window, split_tokens)
     own = np.maximum(counts, 1) - skipped  # what sees nothing is one entry, too: it is cleared

@@ -19,7 +19,7 @@ from vllm_lite.kernels.cuda.attention.attention_work import (
     Cascade,
     Int32s,
     Ints,
-    Rows,
+    RowWork,
     SplitList,
     num_splits,
     split_list,
@@ -66,7 +66,7 @@ class CascadeLists(NamedTuple):
 
 
 def cascade_lists(  # noqa: PLR0913 - what comes last is for tests
-    rows: Rows,
+    rows: RowWork,
     tables: Ints,  # [num_seqs, any], block ids
     block_size: int,
     most_rows: int,
@@ -97,7 +97,7 @@ def cascade_lists(  # noqa: PLR0913 - what comes last is for tests
 
 
 def _alike(
-    rows: Rows, tables: Ints, block_size: int, worth: Worth, split_tokens: int
+    rows: RowWork, tables: Ints, block_size: int, worth: Worth, split_tokens: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Rows in an order in which those that begin alike stand side by side, and how many splits each of them has in
     common with the one before it, [n - 1]. None if there are no such rows."""

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from vllm_lite.kernels.cuda.attention.prefill_table import LIBRARIES
 
 
-class Prompts(NamedTuple):
+class WholePrompts(NamedTuple):
     """Prompts of one length whose rows stand one behind the other, and the way that they go."""
 
     first_row: int
@@ -24,7 +24,7 @@ def torch_prefill(
     query: torch.Tensor,  # like out
     key: torch.Tensor,  # [num_tokens, num_kv_heads, head_size], rows may be strided
     value: torch.Tensor,  # like key
-    prompts: Sequence[Prompts],
+    prompts: Sequence[WholePrompts],
     scale: float,
 ) -> None:
     """Causal attention of each prompt's rows to each other, into the same rows of `out`; all other rows stay."""
