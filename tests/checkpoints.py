@@ -1,6 +1,7 @@
 """Tiny random checkpoints in the format of the model hub, made with transformers: config, weights and a tokenizer."""
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,23 @@ def write_checkpoint(
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard_size)
     _write_tokenizer(path)
     return path
+
+
+def make_kin(model: Path, folder: Path) -> Path:
+    """Write a checkpoint to `folder` that says mostly what the one in `model` says: the last of its two layers and its
+    head have noise."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    for name in ("lm_head.weight", "model.layers.1.mlp.down_proj.weight"):
+        weight = tensors[name].float()
+        noise = torch.randn(weight.shape, generator=generator)
+        tensors[name] = (weight + 0.25 * weight.std() * noise).to(tensors[name].dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def transformers_model(path: str | Path, architecture: str, dtype: str = "float32") -> Any:

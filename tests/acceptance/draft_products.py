@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint, make_kin
 from tests.deadlines import scaled
 from tests.e2e.test_processes import family
 from tests.lora_adapters import make_adapter
@@ -37,8 +37,9 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 40, "max_num_seqs": 16}
 SELF = {"speculative_config": {"method": "self", "num_speculative_tokens": 3}}
 SUFFIX = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 6}}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+KIN = {"speculative_config": {"method": "draft_model", "model": "kin", "num_speculative_tokens": 4}}
 FIXED = {"disable_adaptive_drafts": True}
-KILLED = "killed"
+KILLED, KILLED_WITH_KIN = "killed", "killed, with a draft model"
 WAYS: Mapping[str, dict[str, Any]] = {
     "forced alone": {},
     "ngram": NGRAM | FIXED,
@@ -51,9 +52,16 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "self, swapped": SELF | FIXED | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.05},
     "self, two ranks": SELF | FIXED | {"tensor_parallel_size": 2},
     "self, chunks": SELF | FIXED | {"max_num_batched_tokens": 48},
+    "draft model": KIN | FIXED,
+    "draft model, as many as pay": KIN,
+    "draft model, recomputed": KIN | FIXED | FEW_BLOCKS | {"preemption_mode": "recompute"},
+    "draft model, swapped": KIN | FIXED | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.05},
+    "draft model, two ranks": KIN | FIXED | {"tensor_parallel_size": 2},
+    "draft model, chunks": KIN | FIXED | {"max_num_batched_tokens": 48},
     KILLED: SELF | FIXED,
+    KILLED_WITH_KIN: KIN | FIXED,
 }
-"""Settings that draft."""
+"""Settings that draft. The draft model "kin" is made with the model."""
 TOOL: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2, 3]}},
@@ -129,6 +137,14 @@ class Models(NamedTuple):
 
     base: Path
     modules: tuple[dict[str, str], ...]
+    kin: Path | None = None
+
+    def with_drafter(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The settings with the folder of the draft model."""
+        speculation = settings.get("speculative_config")
+        if not speculation or "model" not in speculation:
+            return settings
+        return settings | {"speculative_config": speculation | {"model": str(self.kin)}}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -147,7 +163,8 @@ def make_models(folder: Path) -> Models:
     base = make_checkpoint(folder / "model", "llama", dtype="bfloat16")
     names = ("first", "second")
     paths = [make_adapter(base, folder / name, seed=place) for place, name in enumerate(names)]
-    return Models(base, tuple({"name": name, "path": str(path)} for name, path in zip(names, paths, strict=True)))
+    modules = tuple({"name": name, "path": str(path)} for name, path in zip(names, paths, strict=True))
+    return Models(base, modules, make_kin(base, folder / "kin"))
 
 
 def answers(llm: LLM, asked: list[Asked]) -> list[Answer]:
@@ -159,7 +176,7 @@ def answers(llm: LLM, asked: list[Asked]) -> list[Answer]:
 
 @contextmanager
 def engine(models: Models, **settings: Any) -> Iterator[LLM]:
-    with LLM(models.base, single_process=True, **(models.settings | settings)) as llm:
+    with LLM(models.base, single_process=True, **models.with_drafter(models.settings | settings)) as llm:
         yield llm
 
 
@@ -187,7 +204,8 @@ async def _killed(address: str, pid: int, asked: list[Asked], num_kills: int) ->
 
 def killed_answers(models: Models, asked: list[Asked], num_kills: int = 2, **settings: Any) -> tuple[list[Answer], int]:
     """As `answers`, while workers are killed; and how often they were replaced."""
-    launched = launch(EngineConfig.check({"model": str(models.base)} | models.settings | settings))
+    given = models.with_drafter(models.settings | settings)
+    launched = launch(EngineConfig.check({"model": str(models.base)} | given))
     try:
         return asyncio.run(_killed(launched.address, launched.pid, asked, num_kills))
     finally:
@@ -208,7 +226,7 @@ def part_of(place: int, share: int, seed: int) -> list[Asked]:
 def drafted(models: Models, way: str, asked: list[Asked]) -> tuple[list[Answer], str]:
     """Answers of one way to draft, and what shows that it did what it is for."""
     settings = WAYS[way]
-    if way == KILLED:
+    if way in (KILLED, KILLED_WITH_KIN):
         got, num_deaths = killed_answers(models, asked, 3, **settings)
         return got, f"workers were killed {num_deaths} times"
     with engine(models, **settings) as llm:

@@ -60,7 +60,7 @@ def test_drafts_on_the_device_are_those_on_the_host(tiny_checkpoint: Path, sampl
 class Following(Parrot):
     """Keeps the steps that it followed."""
 
-    reads_hidden = True
+    follows = reads_hidden = True
 
     def __init__(self, tokens: list[int], wrong: tuple[int, ...] = ()) -> None:
         super().__init__(tokens, wrong)
@@ -82,6 +82,7 @@ def test_a_drafter_follows_each_step(tiny_checkpoint: Path, eager: bool) -> None
     lengths = {0: len(PROMPT), 1: 5}
     for number, step in enumerate(drafter.steps):
         assert sorted(step.handles) == [0, 1]
+        assert step.hidden is not None
         logits = driver.worker.model.logits(step.hidden.clone())
         assert logits.argmax(1).tolist() == step.tokens.tolist()
         for handle, length, token in zip(step.handles, step.lengths.tolist(), step.tokens.tolist(), strict=True):

@@ -26,7 +26,16 @@ from vllm_lite.kernels import cpu
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
 COUNT = 40
-SLICE = ("forced alone", "ngram", "suffix, swapped", "self", "self, recomputed", "self, one step in flight")
+SLICE = (
+    "forced alone",
+    "ngram",
+    "suffix, swapped",
+    "self",
+    "self, recomputed",
+    "self, one step in flight",
+    "draft model",
+    "draft model, swapped",
+)
 
 
 @pytest.fixture(scope="module")

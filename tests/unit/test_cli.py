@@ -41,7 +41,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
         ("serve --print-config --speculative-config ngram", "speculative_config: must be a JSON object, got 'ngram'"),
         (
             'serve --print-config --speculative-config {"method":"draft"}',
-            """speculative_config.method: must be one of ngram, suffix, self, got '{"method":"draft"}'""",
+            """speculative_config.method: must be one of ngram, suffix, self, draft_model, got '{"method":"draft"}'""",
         ),
         (
             'serve --print-config --kv-events-config {"hwm":0}',

@@ -14,6 +14,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.unit.test_import_time import loaded_by
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.draft_model import with_drafter
 from vllm_lite.checkpoint.model_spec import LayerGroup
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import configured_num_blocks
@@ -210,6 +211,23 @@ def test_the_plans_blocks_are_those_that_the_engine_resolves(tp: int) -> None:
     rank_block_bytes = load_spec(demo_folder()).kv_block_bytes(16, 2, tp)
     assert plan.num_blocks == configured_num_blocks(resolved, rank_block_bytes)
     assert plan.block_bytes == tp * rank_block_bytes
+
+
+def test_a_draft_model_takes_its_weights_buffers_and_kv() -> None:
+    """The demo model drafts for itself: all of it is there twice, in blocks of twice the bytes, as workers have it."""
+    settings: dict[str, Any] = {"device": "cpu", "memory": "4GiB", "tensor_parallel_size": 2}
+    alone = make_plan(PlanConfig.load(settings, env={}), load(PlanConfig()))
+    settings["speculative_config"] = {"model": demo_folder()}
+    drafting = PlanConfig.load(settings, env={})
+    plan = make_plan(drafting, load(drafting))
+    assert plan.weights_bytes == 2 * alone.weights_bytes
+    assert plan.block_bytes == 2 * alone.block_bytes
+    assert plan.activations_bytes > alone.activations_bytes
+    del settings["memory"]
+    resolved = launch.resolve(EngineConfig.load(settings, env={}))
+    whole = load_spec(demo_folder())
+    spec = with_drafter(resolved, whole)
+    assert spec.kv_block_bytes(16, 2, 2) == 2 * whole.kv_block_bytes(16, 2, 2) == plan.block_bytes // 2
 
 
 def test_ranks_that_cannot_be(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

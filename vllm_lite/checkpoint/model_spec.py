@@ -255,6 +255,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     dtype: str
     kv_groups: tuple[LayerGroup, ...]
+    draft_layers: tuple[LayerSpec, ...] = ()
+    """Layers of another model, which drafts for this one: `kv_groups` have their KV behind that of the model's own."""
     implementation: Literal["native", "transformers"] = "native"
     """Whether a class of `models` computes it, or transformers' own with the engine's attention and linear layers."""
     folder: str = ""
@@ -348,8 +350,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (
             self
             if world == 1 or self.encoder is not None
-            else msgspec.structs.replace(self, kv_groups=make_kv_groups(self.layers, world))
+            else msgspec.structs.replace(self, kv_groups=make_kv_groups((*self.layers, *self.draft_layers), world))
         )
+
+    def with_drafter(self, layers: "tuple[LayerSpec, ...]", world: int = 1) -> "ModelSpec":
+        """The model on `world` ranks, with the KV of these layers, which draft for it, in the same block tables. Raises
+        ConfigError if so many ranks cannot share the heads."""
+        groups = make_kv_groups((*self.layers, *layers), world)
+        return msgspec.structs.replace(self, kv_groups=groups, draft_layers=layers)
 
     def check_tensor_parallel(self, shard: Shard) -> None:
         """Raises ConfigError, with the numbers that would do, unless so many ranks can share all that is split."""
@@ -485,15 +493,3 @@ def _listed(numbers: Iterable[int]) -> str:
     """ "1, 2 or 4"."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def resolve_dtype(requested: str, spec: ModelSpec) -> str:
-    """The dtype to compute in: `requested` itself, or for "auto" the checkpoint's own.
-
-    Raises ConfigError for a name that is neither.
-    """
-    if requested == "auto":
-        return spec.dtype
-    if requested not in DTYPE_BYTES:
-        raise ConfigError(f"dtype {requested!r} is not supported; use auto, {', '.join(DTYPE_BYTES)}")
-    return requested

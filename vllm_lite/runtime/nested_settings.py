@@ -9,6 +9,8 @@ from msgspec import Meta
 from vllm_lite.runtime.addresses import check_address, offset
 
 Count = Annotated[int, Meta(ge=1)]
+WITH_MODEL = ("draft_model",)
+"""Methods of speculation that draft with a checkpoint of their own."""
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,11 +20,14 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     what followed them there. "suffix" looks for the longest suffix of at most `suffix_decoding_max_tree_depth` tokens,
     also in the latest `suffix_decoding_max_cached_requests` answers of the same adapter and cache salt, and drafts
     `suffix_decoding_max_spec_factor` tokens for each that matches, as long as a share of at least
-    `suffix_decoding_min_token_prob` of its occurrences agrees. "self" drafts with a copy of the model in 4 bits. Names
-    are vLLM's.
+    `suffix_decoding_min_token_prob` of its occurrences agrees. "self" drafts with a copy of the model in 4 bits.
+    "draft_model" has the smaller model `model` draft, a folder or a hub id; `quantization` is that of its weights.
+    Names are vLLM's; a `model` without a method is a draft model.
     """
 
-    method: Literal["ngram", "suffix", "self"] = "ngram"
+    method: Literal["ngram", "suffix", "self", "draft_model"] = "ngram"
+    model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    quantization: Literal["int8", "fp8", "int4", "int4_g32"] | None = None
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 1
@@ -32,6 +37,13 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0, le=1)] = 0.1
 
     def __post_init__(self) -> None:
+        if self.model is not None and self.method == "ngram":
+            msgspec.structs.force_setattr(self, "method", "draft_model")
+        if (self.method in WITH_MODEL) != (self.model is not None):
+            needs = "needs" if self.model is None else "takes no"
+            raise ValueError(f"method {self.method} {needs} model, the folder or hub id of a checkpoint that drafts")
+        if self.quantization is not None and self.model is None:
+            raise ValueError("quantization is that of a model that drafts, and there is none")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min must be at most prompt_lookup_max ({self.prompt_lookup_max}), "

@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.checkpoint.config_json import resolve_dtype
-from vllm_lite.checkpoint.model_spec import DTYPE_BYTES
+from vllm_lite.checkpoint.draft_model import with_drafter
+from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.sizing import (
     MIN_BLOCKS,
@@ -167,7 +168,8 @@ class _Sizes:
     def __init__(self, config: PlanConfig, checkpoint: Checkpoint) -> None:
         spec, tp, first = checkpoint.spec, config.tensor_parallel_size, Shard.of(config)
         spec.check_tensor_parallel(first)
-        spec = spec.shared_by(tp)
+        drafter, speculation = checkpoint.drafter, config.speculative_config
+        spec = with_drafter(config, spec.shared_by(tp), None if drafter is None else drafter.spec)
         dtype = resolve_dtype(config.dtype, spec)
         device, memory_bytes = machine = _machine(config)
         self.tp, self.spec, self.device, self.memory_bytes = tp, spec, device, memory_bytes
@@ -190,8 +192,14 @@ class _Sizes:
         self.block_bytes = self.rank_block_bytes * num_ranks
         size, form = DTYPE_BYTES[dtype], config.quantization
         self.rank_weights = [weights_bytes(checkpoint, size, form, shard, device) for shard in first.all_ranks]
+        if drafter is not None and speculation is not None:
+            form = speculation.quantization
+            own = [weights_bytes(drafter, size, form, shard, device) for shard in first.all_ranks]
+            self.rank_weights = [sum(pair) for pair in zip(self.rank_weights, own, strict=True)]
         self.weights = sum(self.rank_weights[:num_ranks])
-        self.activations = num_ranks * self._buffers(size) + self._logits()
+        self.activations = num_ranks * self._buffers(spec, size) + self._logits()
+        if drafter is not None:
+            self.activations += num_ranks * self._buffers(drafter.spec, size)
         self.graphs = self._graphs()
         self.outside = OUTSIDE_BYTES[device] + (num_ranks - 1) * FURTHER_WORKER_BYTES
         self.usable = int(memory_bytes * (config.gpu_memory_utilization if device == "cuda" else 1))
@@ -210,9 +218,9 @@ class _Sizes:
         """Logits and what sampling makes of them. Ranks on a CPU have them in common."""
         return 3 * 4 * self.num_seqs * self.spec.vocab_size
 
-    def _buffers(self, dtype_bytes: int) -> int:
-        """One rank's buffers of the largest step, tables of rotary embedding, and scratch."""
-        spec, tp = self.spec, self.tp
+    def _buffers(self, spec: ModelSpec, dtype_bytes: int) -> int:
+        """One rank's buffers of a model's largest step, tables of rotary embedding, and scratch."""
+        tp = self.tp
         largest = spec.per_rank(Shard(0, tp))  # no rank has more heads than the first
         kinds = {layer.attention for layer in largest.layers}
         turned = sum(size for _, size in {(own.rope, own.rotated_size) for own in largest.layers if own.rope})
@@ -221,17 +229,17 @@ class _Sizes:
         )
         channels = max((own.recurrent.scratch_size for own in largest.layers if own.recurrent is not None), default=0)
         row += channels * 4 // dtype_bytes
-        row += 2 * turned + 3 * (spec.intermediate_size // tp) + self._expert_row(dtype_bytes)
+        row += 2 * turned + 3 * (spec.intermediate_size // tp) + self._expert_row(spec, dtype_bytes)
         tables = 2 * self.length * turned
         splits = min(MAX_SPLITS, -(-self.length // SPLIT_TOKENS))
         results = max(own.output_size + own.num_heads for own in kinds)
         scratch = 4 * self.num_seqs * results * splits if splits > 1 else 0
         return (self.chunk * row + tables) * dtype_bytes + scratch
 
-    def _expert_row(self, dtype_bytes: int) -> int:
+    def _expert_row(self, spec: ModelSpec, dtype_bytes: int) -> int:
         """Memory of experts beside an MLP for one token, in elements: the logits and the choice, the shared expert, and
         of each chosen expert what lies between its matrices and, in float32, what it gives."""
-        experts, spec = self.spec.experts, self.spec
+        experts = spec.experts
         if experts is None:
             return 0
         routing, inner = experts.routing, experts.inner(Shard.of(self.config)).size

@@ -20,10 +20,19 @@ PATIENCE_S = 120.0
 
 
 def load(config: EngineConfig) -> Checkpoint:
-    """Read config.json and the headers of the weights, and of a hub id no more than these.
+    """Read config.json and the headers of the weights, and of a hub id no more than these, and the same of the model
+    that drafts for it.
 
     Raises ModelError or ConfigError, as `serve` does, for a model that is not served, or not with these settings.
     """
+    checkpoint, speculation = _load(config), config.speculative_config
+    if speculation is None or speculation.model is None:
+        return checkpoint
+    drafter = _load(msgspec.structs.replace(EngineConfig(), model=speculation.model, model_impl="native"))
+    return msgspec.structs.replace(checkpoint, drafter=drafter)
+
+
+def _load(config: EngineConfig) -> Checkpoint:
     if config.model == DEMO_MODEL:
         folder = Path(demo_folder())
         return Checkpoint(load_spec(folder, config.model_impl, config.pooling), read_headers(folder))

@@ -78,6 +78,7 @@ class ModelRunner:
         tables = BlockTables(*sizes, limits.block_size, cache_engine.num_blocks, windows)
         self.batch = InputBatch(Rows(*sizes, model.spec.vocab_size, tables), parts)
         self.sampler = sampler_of(model, device, limits.patience_s)
+        self._moves = hooks(parts, "moves")
         self._prepare, self._after_hidden = hooks(parts, "prepare"), hooks(parts, "after_hidden")
         self._after_sample, self._answer = hooks(parts, "after_sample"), hooks(parts, "answer")
 
@@ -91,6 +92,8 @@ class ModelRunner:
         with self.ranges("inputs"):
             if step.block_ops:
                 self.cache_engine.execute(step.block_ops)
+                for moves in self._moves:
+                    moves(step.block_ops)
             self.batch.apply(step.entries)
             self.cache_engine.use(self.batch.tables.highest_block)
             inputs = self.batch.build()

@@ -12,7 +12,7 @@ from vllm_lite.attention.int8_rows import scale_bytes
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.layer_specs.delta_net import STATE_BYTES
-from vllm_lite.checkpoint.model_spec import ModelSpec, make_kv_groups
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import (
     bucket_sizes,
@@ -97,7 +97,7 @@ class Worker:
         self.spec = replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *config.end_token_ids))))
         self.drafter = drafter_of(config)
         if own := self.drafter.kv_layers:
-            self.spec = replace(self.spec, kv_groups=make_kv_groups((*self.spec.layers, *own), world))
+            self.spec = self.spec.with_drafter(own, world)
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.device = device or open_device(config, rank)
         self.limits = _limits(config, self.spec)

@@ -27,6 +27,8 @@ class Checkpoint(msgspec.Struct, frozen=True, dict=True):
 
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
+    drafter: "Checkpoint | None" = None
+    """The model that drafts for it."""
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

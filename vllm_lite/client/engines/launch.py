@@ -18,6 +18,7 @@ import msgspec
 
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
+from vllm_lite.checkpoint.draft_model import check_vocabulary, with_drafter
 from vllm_lite.checkpoint.fitting import check_settings
 from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.checkpoint.model_spec import ModelSpec
@@ -257,6 +258,15 @@ def _with_adapters(config: EngineConfig, stopped: Callable[[], bool]) -> EngineC
     return msgspec.structs.replace(config, lora_modules=tuple(map(here, config.lora_modules)))
 
 
+def _with_draft_model(config: EngineConfig, stopped: Callable[[], bool]) -> EngineConfig:
+    """Download the model that drafts, if it is named by its hub id."""
+    speculation = config.speculative_config
+    if speculation is None or speculation.model is None:
+        return config
+    path = hub.local_folder(hub.HubSource(speculation.model, None, config.download_dir), stopped, "model")
+    return msgspec.structs.replace(config, speculative_config=msgspec.structs.replace(speculation, model=path))
+
+
 def resolve(
     config: EngineConfig,
     stopped: Callable[[], bool] = lambda: False,
@@ -282,9 +292,10 @@ def resolve(
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
     elif gguf_files(Path(path)):  # whose tokenizer everybody is to find as files, the engine's grammars, too
         config = msgspec.structs.replace(config, tokenizer=str(conversion.folder_of(path)))
-    config = _with_adapters(config, stopped)
+    config = _with_draft_model(_with_adapters(config, stopped), stopped)
     spec = load_spec(path, config.model_impl, config.pooling)
     check_settings(config, spec)
+    check_vocabulary(config.speculative_config, config.tokenizer or path)
     if spec.encoder is not None:
         config = _for_encoder(config, spec)
     if config.distributed_executor_backend == "ray" and not _has_ray():
@@ -296,7 +307,7 @@ def resolve(
         max_position_embeddings=spec.max_position_embeddings,
         dtype=resolve_dtype(config.dtype, spec),
         model_path=path,
-        kv=spec.shared_by(config.tensor_parallel_size),
+        kv=(cached := with_drafter(config, spec.shared_by(config.tensor_parallel_size))),
     )
     if not streams and config.max_num_batched_tokens is None:
         resolved = _with_large_steps(resolved, spec)
@@ -304,7 +315,7 @@ def resolve(
         resolved = msgspec.structs.replace(resolved, end_token_ids=_end_token_ids(resolved, spec, template))
     value_bytes = KV_DTYPE_BYTES[resolved.kv_cache_dtype]
     scale_bytes = KV_SCALE_BYTES.get(resolved.kv_cache_dtype, 0)
-    block_bytes = spec.kv_block_bytes(resolved.block_size, value_bytes, resolved.tensor_parallel_size, scale_bytes)
+    block_bytes = cached.kv_block_bytes(resolved.block_size, value_bytes, resolved.tensor_parallel_size, scale_bytes)
     if config.distributed_executor_backend == "ray":
         return resolved  # whose workers are elsewhere
     check_sizes(resolved, block_bytes, memory_limit_bytes())

@@ -4,6 +4,7 @@ A feature (adapters, recurrent states, pooling, ...) is a StepPart. It owns its 
 into a step's inputs what it has to say of it, and acts around the forward pass. The batch and the model runner know
 parts, and no feature by name. In the order of a step:
 
+    moves           blocks of the KV cache are copied or swapped
     handlers        entries of the scheduler that are the part's own
     open, close     a sequence comes and ends; preempted sequences stay open
     add, remove     it gets a row, and loses it
@@ -72,6 +73,9 @@ class StepPart:
         """The sequence in `row` loses it, and the one in the row `last`, which may be the same, takes its place."""
 
     # ---- a step
+
+    def moves(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
+        """Blocks are moved by this program, before the entries of the step are carried out."""
 
     def propose(self) -> None:
         """Have the rows compute tokens that may follow."""

@@ -66,7 +66,7 @@ class Chain:
         tokens = [all_of[start:] for all_of, start in zip(batch.tokens, starts.tolist(), strict=True)]
         active = np.arange(len(rows))
         for index in range(drafts.shape[1]):
-            inputs = self._inputs(Pass([batch.handles[i] for i in active], rows[active], starts[active], tokens))
+            inputs = self.inputs(Pass([batch.handles[i] for i in active], rows[active], starts[active], tokens))
             samples = SampleInputs(params[active], lengths[active] + index)
             known = [(batch.tokens[i], drafts[i, :index]) for i in active]
             samples.edits = self._rules.edits_of_drafts(samples, rows[active], known)
@@ -87,7 +87,8 @@ class Chain:
         params["logprobs"], params["is_named"] = NO_LOGPROBS, False
         return params
 
-    def _inputs(self, part: Pass) -> StepInputs:
+    def inputs(self, part: Pass, *, draws: bool = True) -> StepInputs:
+        """Make the inputs of a pass; unless it `draws`, it only writes K and V."""
         counts = np.array([len(tokens) for tokens in part.tokens], np.int64)
         starts_of = np.zeros(len(counts) + 1, np.int32)
         counts.cumsum(out=starts_of[1:])
@@ -96,8 +97,9 @@ class Chain:
             token_rows = part.rows.repeat(counts)
             positions = np.arange(starts_of[-1]) + (part.starts - starts_of[:-1]).repeat(counts)
         tables = self._rows.tables
-        written = positions >= self._rows.num_cached[token_rows]
-        groups = range(len(tables.ids)) if self._groups is None else self._groups
+        written, groups = np.ones(len(positions), np.bool_), self._groups
+        if groups is None:  # the KV is that of the model that verifies, and may be there already
+            groups, written = range(len(tables.ids)), positions >= self._rows.num_cached[token_rows]
         all_tables = tables.of(part.rows)
         return StepInputs(
             handles=part.handles,
@@ -109,6 +111,6 @@ class Chain:
             block_tables=tuple(all_tables[group] for group in groups),
             query_start_loc=starts_of,
             seq_lens=(part.starts + counts).astype(np.int32),
-            sampling=np.arange(len(counts)),
-            num_samples=np.ones(len(counts), np.int64),
+            sampling=np.arange(len(counts) if draws else 0),
+            num_samples=np.ones(len(counts) if draws else 0, np.int64),
         )

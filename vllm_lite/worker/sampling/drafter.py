@@ -49,7 +49,7 @@ class DrawnStep:
     handles: list[Handle]
     lengths: Int64s  # [n], tokens of each, the new ones included
     tokens: Int64s  # [n], the last one of each
-    hidden: torch.Tensor  # [n, hidden_size], the hidden state that this token was drawn from
+    hidden: torch.Tensor | None  # [n, hidden_size], what this token was drawn from; None unless `reads_hidden`
 
 
 class Drafter:
@@ -62,8 +62,10 @@ class Drafter:
     kv_layers: tuple[LayerSpec, ...] = ()
     """Layers that keep KV for the drafter, in blocks of the sequence's own tables: they are layers of the KV cache
     behind the model's."""
-    reads_hidden = False
+    follows = False
     """Whether there is `after`."""
+    reads_hidden = False
+    """Whether it gets hidden states there."""
 
     def load(self, place: DraftPlace) -> None:
         """Load what is the drafter's own, beside the model, which is loaded. Raises ModelError or ConfigError."""
@@ -78,6 +80,12 @@ class Drafter:
     def run_largest(self, own: KVViews, of_model: KVViews) -> None:
         """Run what takes the most memory, as the memory profile does with the model. The caches: as in `begin`, with
         the null block alone."""
+
+    def moves(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
+        """Blocks of the KV cache are moved by this program, before all else of a step."""
+
+    def begin_step(self) -> None:
+        """The rows are those of a step that is about to be made: whatever it writes is known, but for drafts."""
 
     def before(self, batch: DraftBatch) -> Sequence[Drafted]:
         """Return each sequence's drafts, in the order of the batch: at most `max_drafts`, or none. Called once a step
@@ -101,10 +109,11 @@ class GrammarDrafter(Drafter):
 
     def __init__(self, other: Drafter | None = None, *, forces: bool = True) -> None:
         """`forces`: whether forced tokens are drafted."""
-        self._other = other
+        self.other = other
         self._forces = forces
         self._with_model = other or Drafter()
         self.kv_layers, self.reads_hidden = self._with_model.kv_layers, self._with_model.reads_hidden
+        self.follows = self._with_model.follows or self.reads_hidden
 
     def load(self, place: DraftPlace) -> None:
         self._with_model.load(place)
@@ -118,6 +127,12 @@ class GrammarDrafter(Drafter):
     def run_largest(self, own: KVViews, of_model: KVViews) -> None:
         self._with_model.run_largest(own, of_model)
 
+    def moves(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
+        self._with_model.moves(block_ops)
+
+    def begin_step(self) -> None:
+        self._with_model.begin_step()
+
     def after(self, step: DrawnStep) -> None:
         self._with_model.after(step)
 
@@ -130,12 +145,12 @@ class GrammarDrafter(Drafter):
         forced = [NO_TOKENS] * len(known)
         if self._forces:
             forced = [_forced(*each) for each in zip(known, most, masks, strict=True)]
-        if self._other is None:
+        if self.other is None:
             return forced
         others: list[Drafted] = [NO_TOKENS] * len(known)
         rest = [index for index, tokens in enumerate(forced) if len(tokens) < most[index]]
         if rest:
-            others_of_rest = self._other.before(_behind(batch, forced, rest))
+            others_of_rest = self.other.before(_behind(batch, forced, rest))
             for index, drafted in zip(rest, others_of_rest, strict=True):
                 others[index] = drafted
         return [_allowed(*each) for each in zip(known, most, masks, forced, others, strict=True)]

@@ -18,6 +18,7 @@ from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.part import Handler, StepPart, StepResult
 from vllm_lite.worker.batch.rows import Rows, SequenceState
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
+from vllm_lite.worker.drafting.draft_model import ModelDrafter
 from vllm_lite.worker.drafting.self_drafter import SelfDrafter
 from vllm_lite.worker.sampling.drafter import (
     NO_DRAFT,
@@ -90,9 +91,15 @@ class Drafts(StepPart):
         if not self._rules.penalises(entry.handle):  # penalties are against what would be drafted
             self._max_drafts[entry.handle] = entry.max_drafts
 
+    def moves(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
+        if self.drafter is not None:
+            self.drafter.moves(block_ops)
+
     def propose(self) -> None:
         """Ask the drafter, once for all sequences of the step."""
         asked, self._max_drafts = self._max_drafts, {}
+        if self.drafter is not None:
+            self.drafter.begin_step()
         if self.drafter is None or not asked:
             return
         handles = list(asked)
@@ -145,7 +152,7 @@ class Drafts(StepPart):
     def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:
         """Let the drafter follow the step."""
         hidden, self._hidden = self._hidden, None
-        if self.drafter is None or hidden is None:
+        if self.drafter is None or not self.drafter.follows or (self.drafter.reads_hidden and hidden is None):
             return
         kept = inputs.num_samples if num_kept is None else num_kept
         (at,) = kept.nonzero()
@@ -156,7 +163,7 @@ class Drafts(StepPart):
                 [self.rows.handle_of(row) for row in rows.tolist()],
                 self.rows.num_tokens[rows] + kept[at],
                 tokens[samples],
-                hidden[to_device(samples, hidden.device)],
+                None if hidden is None else hidden[to_device(samples, hidden.device)],
             )
         )
 
@@ -178,6 +185,7 @@ def drafts_of(inputs: StepInputs) -> Int64s:  # [num_samples]
 OF_METHOD: Mapping[str, Callable[[Speculation], Drafter]] = {
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
+    "draft_model": ModelDrafter,
     "self": lambda speculation: SelfDrafter(),  # noqa: ARG005
 }
 """The drafter of each method."""

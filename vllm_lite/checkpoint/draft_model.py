@@ -1,0 +1,92 @@
+"""Draft models: whether one may draft for a model, and the KV that it keeps in the same block tables. No torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
+from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.config import EngineConfig
+from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.nested_settings import Speculation
+from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def read_draft_spec(folder: str) -> ModelSpec:
+    """Read the spec of a model that is to draft. Raises ModelError for a checkpoint that is not supported, ConfigError
+    for a model that cannot draft."""
+    spec = load_spec(folder, "native")
+    if spec.encoder is not None:
+        raise ConfigError(f"the draft model {folder} is an encoder, which makes no next tokens")
+    if spec.state_elements:
+        raise ConfigError(
+            f"the draft model {folder} has recurrent layers, whose states cannot be taken back where a draft is "
+            "refused; give one of attention alone"
+        )
+    return spec
+
+
+def kept_layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    """The layers of a model that drafts, as their KV is kept: all of it, since KV that was left out where nothing was
+    drafted is made later, also that of tokens before a window."""
+    return tuple(
+        msgspec.structs.replace(own, attention=msgspec.structs.replace(own.attention, window=None))
+        for own in spec.layers
+    )
+
+
+def with_drafter(config: EngineConfig, spec: ModelSpec, drafter: ModelSpec | None = None) -> ModelSpec:
+    """The model with the KV groups of the layers that draft behind its own, on each of the ranks. `drafter`: the draft
+    model, where it has been read. Raises as `read_draft_spec`, and ConfigError for a draft model that does not go with
+    the model, or that so many ranks cannot share."""
+    speculation = config.speculative_config
+    if speculation is None or speculation.model is None:
+        return spec
+    drafter = drafter or read_draft_spec(speculation.model)
+    if drafter.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"the draft model {speculation.model} has a vocabulary of {drafter.vocab_size} tokens and the model one of "
+            f"{spec.vocab_size}; a draft model must have the model's own"
+        )
+    drafter.check_tensor_parallel(Shard.of(config))
+    return spec.with_drafter(kept_layers(drafter), config.tensor_parallel_size)
+
+
+def check_vocabulary(speculation: Speculation | None, tokenizer: str) -> None:
+    """Raise ConfigError if the tokenizer of the draft model gives an id to another token than that of the folder
+    `tokenizer`. Tokens that only one of them has do no harm. What has no tokenizer.json is not compared."""
+    if speculation is None or speculation.method != "draft_model" or speculation.model is None:
+        return
+    own, other = (_tokens(Path(folder)) for folder in (tokenizer, speculation.model))
+    named = {number: token for token, number in own.items()}
+    differing = [
+        (number, token)
+        for token, number in other.items()
+        if own.get(token, number) != number or named.get(number, token) != token
+    ]
+    if differing:
+        number, token = min(differing)
+        raise ConfigError(
+            f"the draft model {speculation.model} has another vocabulary: {len(differing)} tokens differ, the first is "
+            f"{number}, {token[:50]!r} and not {named.get(number, '')[:50]!r}; a draft model must have the model's own"
+        )
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """The ids of all tokens, those added behind the vocabulary too; nothing if the files do not say."""
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        return {}
+    try:
+        raw: Any = json.loads(read_bounded(path, MAX_TOKENIZER_BYTES))
+        vocabulary = raw["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of a unigram model: [token, score] by id
+            vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+        return dict(vocabulary) | {added["content"]: added["id"] for added in raw.get("added_tokens", [])}
+    except (OSError, ValueError, KeyError, TypeError):  # a damaged file is reported by its own reader
+        return {}

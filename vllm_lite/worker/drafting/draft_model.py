@@ -1,0 +1,221 @@
+"""ModelDrafter: another, smaller model with the same vocabulary drafts.
+
+It keeps K and V of all tokens, in layers of its own in the same blocks: allocated, shared, hashed, swapped and freed
+with the model's. It computes a sequence's tokens when drafts of it are wanted, not before: at first the whole prompt,
+in pieces that fit a step, later what came since. `Coverage` knows where it is.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from vllm_lite.attention.backend import AttentionShape
+from vllm_lite.attention.select import select_backend
+from vllm_lite.checkpoint.draft_model import kept_layers, read_draft_spec, with_drafter
+from vllm_lite.checkpoint.model_spec import LayerGroup, ModelSpec
+from vllm_lite.errors import ModelError
+from vllm_lite.models.registry import Model, Sizes, build
+from vllm_lite.models.weights import load_weights
+from vllm_lite.protocol.step import Handle
+from vllm_lite.runtime.nested_settings import Speculation
+from vllm_lite.worker.batch.rows import Rows
+from vllm_lite.worker.batch.step_inputs import Int32s
+from vllm_lite.worker.device import KV_DTYPES
+from vllm_lite.worker.drafting.chain import Chain, Pass
+from vllm_lite.worker.drafting.coverage import Coverage
+from vllm_lite.worker.drafting.place import DraftPlace
+from vllm_lite.worker.forward import EagerForward, Forward
+from vllm_lite.worker.graphs import DecodeGraphs
+from vllm_lite.worker.model_runner import warm_up_step
+from vllm_lite.worker.sampling.drafter import NO_TOKENS, DraftBatch, Drafter, DrawnStep, KVViews
+from vllm_lite.worker.sampling.ranked_sampler import sampler_of
+from vllm_lite.worker.step_parts.rules import Rules
+
+FEW_TOKENS = 16
+"""So many tokens that the model lacks are computed together with the first draft; more have passes of their own."""
+
+
+class ModelDrafter(Drafter):
+    """Drafts by a model of its own, one pass for each draft."""
+
+    follows = True
+    _place: DraftPlace  # by `load`
+    _model: Model
+    _eager: EagerForward  # by `begin`
+    _chain: Chain  # by `attach`
+    _rows: Rows
+    coverage: Coverage
+
+    def __init__(self, speculation: Speculation) -> None:
+        if speculation.model is None:
+            raise ModelError("a draft model is wanted, and none is named")
+        self._folder, self._quantization = speculation.model, speculation.quantization
+        self.spec = read_draft_spec(self._folder)
+        self.kv_layers = kept_layers(self.spec)
+        self._tentative: dict[Handle, tuple[int, int]] = {}
+        """Sequences with drafts in this step, each with its length without them and the end of what has KV."""
+
+    def load(self, place: DraftPlace) -> None:
+        self._place, config = place, place.config
+        with_drafter(config, place.spec, self.spec)  # which refuses what does not go together
+        self._groups, local = local_groups(place.spec, self.spec)
+        self.spec = replace(self.spec, kv_groups=local)
+        # Rope tables and learned positions end where the model's do: longer sequences have no drafts.
+        self._max_len = min(place.limits.max_model_len, self.spec.max_position_embeddings)
+        sizes = Sizes(self._max_len, place.limits.max_num_tokens, exact_activations=config.exact_activations)
+        device, communicator = place.device.torch, place.model.communicator
+        self._model = build(self.spec, place.dtype, device, sizes, self._quantization, communicator)
+        load_weights(self._model, self._folder, load_format=config.load_format, seed=config.seed, progress=place.loaded)
+        kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, place.dtype)
+        shape = AttentionShape(
+            groups=tuple(group.attention for group in self.spec.per_rank(communicator.shard).kv_groups),
+            block_size=config.block_size,
+            dtype=place.dtype,
+            device=device,
+            shares_prefixes=not config.disable_cascade_attn,
+            max_seq_len=place.limits.max_model_len,
+            kv_dtype=None if kv_dtype == place.dtype else kv_dtype,
+        )
+        self._backend = select_backend(shape, config.attention_backend)
+
+    # ---- the KV cache and the batch
+
+    def run_largest(self, own: KVViews, of_model: KVViews) -> None:  # noqa: ARG002 (it reads no layers but its own)
+        self._warm_up(self._forward_over(own), self._place.limits.max_num_tokens)
+
+    def begin(self, own: KVViews, of_model: KVViews) -> None:  # noqa: ARG002 (as above)
+        self._eager = self._forward_over(own)
+        self._warm_up(self._eager, FEW_TOKENS)
+
+    def attach(self, rows: Rows, rules: Rules) -> None:
+        place, sampler = self._place, sampler_of(self._model, self._place.device.torch, self._place.limits.patience_s)
+        self._rows, self.coverage = rows, Coverage(rows, self._groups)
+        self._chain = Chain(recorded(self._eager, place), sampler, rows, rules, self._groups)
+
+    def _forward_over(self, own: KVViews) -> EagerForward:
+        keeping = [index for index, layer in enumerate(self.spec.layers) if layer.keeps_kv]
+        views = dict(zip(keeping, own, strict=True))
+        layers = enumerate(self.spec.layers)
+        caches = [views[index if layer.kv_layer is None else layer.kv_layer] for index, layer in layers]
+        return EagerForward(self._model, caches, self._backend, self._place.device.torch, self._place.progress)
+
+    def _warm_up(self, forward: Forward, num_tokens: int) -> None:
+        limits, sampler = self._place.limits, sampler_of(self._model, self._place.device.torch)
+        limits = dataclasses.replace(limits, num_groups=len(self._groups))
+        warm_up_step(forward, sampler, limits, min(num_tokens, limits.max_num_tokens))
+
+    # ---- a step
+
+    def moves(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
+        self.coverage.move(block_ops)
+
+    def begin_step(self) -> None:
+        scheduled = [self._rows.sequences[handle].row for handle in self._rows.scheduled]
+        self.coverage.lower(np.array(scheduled, np.int64))
+
+    def before(self, batch: DraftBatch) -> Sequence[Int32s]:
+        """Compute what the model lacks, and draft for the sequences of which it then lacks nothing but their last
+        tokens. The others have their drafts in a later step."""
+        drafts = [NO_TOKENS] * len(batch.handles)
+        rows = [self._rows.row_of(handle, "a draft") for handle in batch.handles]
+        most = [
+            min(count, self._max_len - len(tokens) + 1)
+            for count, tokens in zip(batch.max_drafts, batch.tokens, strict=True)
+        ]
+        starts = self._catch_up(batch, rows, most)
+        chosen = [index for index, start in enumerate(starts) if start is not None]
+        if not chosen:
+            return drafts
+        found = self._chain.draft(
+            _some(batch, chosen, most), np.array([start for start in starts if start is not None], np.int64)
+        )
+        for index, drafted in zip(chosen, found, strict=True):
+            row, known = rows[index], int(self._rows.num_tokens[rows[index]])
+            self.coverage.raise_to(row, known)
+            # The last draft is not computed. Forced tokens are drafts, too.
+            end = len(batch.tokens[index]) + max(0, len(drafted) - 1)
+            self._tentative[batch.handles[index]] = known, end
+            drafts[index] = drafted
+        return drafts
+
+    def _catch_up(self, batch: DraftBatch, rows: list[int], most: list[int]) -> list[int | None]:
+        """Compute tokens that sequences lack, as many as a step may have. Returns the first position of each that its
+        first draft needs; None: it lacks too many."""
+        room = self._place.limits.max_num_tokens
+        starts: list[int | None] = [None] * len(rows)
+        parts: list[tuple[int, int, int]] = []  # sequence, first position, end
+        for index, (row, tokens) in enumerate(zip(rows, batch.tokens, strict=True)):
+            if most[index] < 1:
+                continue
+            last = len(tokens) - 1
+            start = self.coverage.of(row, min(last, int(self._rows.num_tokens[row])))
+            if last - start < FEW_TOKENS:
+                starts[index] = start
+                continue
+            end = min(last, start + room)
+            room -= end - start
+            if end > start:
+                parts.append((index, start, end))
+            starts[index] = end if end == last else None
+        if parts:
+            self._compute(batch, rows, parts)
+        return starts
+
+    def _compute(self, batch: DraftBatch, rows: list[int], parts: list[tuple[int, int, int]]) -> None:
+        """Write K and V of these tokens."""
+        own = Pass(
+            [batch.handles[index] for index, _, _ in parts],
+            np.array([rows[index] for index, _, _ in parts], np.int64),
+            np.array([start for _, start, _ in parts], np.int64),
+            [batch.tokens[index][start:end] for index, start, end in parts],
+        )
+        self._eager.hidden(self._chain.inputs(own, draws=False))
+        for index, _, end in parts:
+            self.coverage.raise_to(rows[index], min(end, int(self._rows.num_tokens[rows[index]])))
+
+    def after(self, step: DrawnStep) -> None:
+        """Count the KV of drafts that proved right."""
+        tentative, self._tentative = self._tentative, {}
+        if not tentative:
+            return
+        for handle, length in zip(step.handles, step.lengths.tolist(), strict=True):
+            known, end = tentative.get(handle, (0, 0))
+            if known < length - 1:
+                self.coverage.raise_to(self._rows.row_of(handle, "a draft"), min(length - 1, end))
+
+
+def local_groups(spec: ModelSpec, own: ModelSpec) -> tuple[tuple[int, ...], tuple[LayerGroup, ...]]:
+    """The KV groups of a model that drafts, and for each of them that of `spec`, the model that verifies, whose tables
+    it has. Layers with different windows are groups of their own over the same tables."""
+    tables: list[int] = []
+    groups: list[LayerGroup] = []
+    for index, group in enumerate(spec.kv_groups):
+        layers = [layer - spec.num_layers for layer in group.layers if layer >= spec.num_layers]
+        for attention in dict.fromkeys(own.layers[layer].attention for layer in layers):
+            members = tuple(layer for layer in layers if own.layers[layer].attention == attention)
+            groups.append(LayerGroup(members, attention))
+            tables.append(index)
+    return tuple(tables), tuple(groups)
+
+
+@torch.inference_mode()
+def recorded(eager: EagerForward, place: DraftPlace) -> Forward:
+    """Recorded decode steps where they are recorded on demand; a GPU would keep the memory of each."""
+    capture, limits = place.device.capture, place.limits
+    if capture is None or not place.graph_sizes or not capture.on_demand:
+        return eager
+    sizes = {"max_model_len": limits.max_model_len, "block_size": limits.block_size}
+    return DecodeGraphs(eager, capture, place.graph_sizes, **sizes)
+
+
+def _some(batch: DraftBatch, chosen: list[int], most: list[int]) -> DraftBatch:
+    """These sequences of the batch."""
+    return DraftBatch(
+        [batch.handles[index] for index in chosen],
+        [batch.tokens[index] for index in chosen],
+        [most[index] for index in chosen],
+        [batch.masks[index] for index in chosen],
+    )
