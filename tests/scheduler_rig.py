@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.simulated_worker import SimulatedWorker, candidates, next_token
+from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
@@ -43,6 +44,7 @@ class Rig:
         blocks_each: int = 0,
         host_tier: type[HostTier] = HostTier,
         more_parts: Sequence[CachePart[Any]] = (),
+        disk: bool = False,
         depth: int = 1,
         come_together: bool = False,
         policy: object | None = None,
@@ -65,6 +67,8 @@ class Rig:
             room = {"num_host_states": num_host_states, "max_moves": max_moved_states, "blocks_each": blocks_each}
             self.states = StateSlots(num_state_slots, block_size, caching, **room)
             parts.append(self.states)
+        if disk:
+            parts.append(DiskTier(self.blocks, self.states))
         self.kv = KVCacheManager([*parts, *more_parts], PrefixHasher(block_size, "seed"), self.blocks.counters)
         self.scheduler = Scheduler(self.kv, Options(**options), policy)  # type: ignore[arg-type]
         self.scheduler.on_decision = lambda code, _sequence, numbers: self.decisions.append((code, numbers))

@@ -27,6 +27,7 @@ from vllm_lite.protocol.step import (
     SetToken,
     States,
 )
+from vllm_lite.protocol.transfers import Transfer, TransferAnswer
 
 Slot = tuple[int, int, tuple[int, ...]]
 """What one position of a block holds: the group, the adapter, and the whole prefix it was computed from."""
@@ -91,6 +92,12 @@ class FakeProfiles:
 
     def check(self) -> None:
         """Raises WorkersLostError where there are no workers any more."""
+
+    def transfer(self, message: Transfer) -> None:
+        raise AssertionError(f"no disk, and {message}")
+
+    def transferred(self) -> list[TransferAnswer]:
+        return []
 
     def profile(self, message: BeginProfile | EndProfile) -> None:
         self.profiles.append(type(message).__name__)

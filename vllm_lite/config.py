@@ -1,7 +1,7 @@
 """EngineConfig is what a user sets; its `resolve()` returns a ResolvedConfig, in which every default has its value."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -11,9 +11,11 @@ from vllm_lite.runtime import log
 from vllm_lite.runtime.addresses import check_address, split_tcp
 from vllm_lite.runtime.group_memory import MAX_RANKS
 from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_DTYPE_NAMES, KV_SCALE_BYTES, KVShape
-from vllm_lite.runtime.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes
+from vllm_lite.runtime.machine import has_driver, hides_gpus, lacks_for_cuda, memory_limit_bytes, parse_bytes
 from vllm_lite.runtime.nested_settings import (
+    DEVICE_DEFAULTS,
     Count,
+    DeviceDefaults,
     KVEventsConfig,
     LoraModulePath,
     PoolerConfig,
@@ -36,15 +38,6 @@ Threads = Annotated[int, Meta(ge=1, le=4096)]
 logger = log.get(__name__)
 
 
-class DeviceDefaults(NamedTuple):
-    """The defaults that depend on the device."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    swap_space: float  # GiB; on a CPU it would be the same memory
-
-
-DEVICE_DEFAULTS = {"cpu": DeviceDefaults(64, 512, 0.0), "cuda": DeviceDefaults(256, 8192, 4.0)}
 FULL_LOADS, LEAST_DEFAULT_BLOCKS = 4, 8192
 """A KV cache whose size the user did not set holds at most this many times what the largest batch holds; what is beyond
 one batch keeps prefixes. A small batch gets a pool of the second number of blocks all the same, which costs the engine
@@ -144,6 +137,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefix_hash_seed: Annotated[
         Annotated[str, Meta(max_length=64)] | None, about("fixed seed of the prefix hash (default: random)")
     ] = None
+    kv_cache_dir: Annotated[
+        str | None, about("private folder for KV that outlives the engine; engines of one user may share it")
+    ] = None
+    kv_cache_dir_size: Annotated[str, about("most that the files there take, of all engines together")] = "50GiB"
     kv_cache_metrics: Annotated[bool, about("measure how long cached KV blocks live, idle and wait for use")] = False
     kv_cache_metrics_sample: Annotated[float, about("share of KV blocks that these metrics follow", gt=0, le=1)] = 0.01
 
@@ -301,6 +298,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             self._check_tcp(self.tcp_address)
         if self.data_parallel_size > 1:
             self._check_data_parallel()
+        parse_bytes("kv_cache_dir_size", self.kv_cache_dir_size)
+        if self.kv_cache_dir is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_cache_dir keeps prefixes, and needs enable_prefix_caching")
         if self.single_process and self.distributed_executor_backend == "ray":
             raise ValueError("single_process runs the worker as a thread of this process, and ray on other machines")
         check_adapters(self.lora_modules, self.max_loras, self.max_cpu_loras, enabled=self.enable_lora)

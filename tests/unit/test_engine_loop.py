@@ -46,6 +46,7 @@ def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pyte
     scheduler = SimpleNamespace(requests={}, step=0, has_workers=True)
     adapters = SimpleNamespace(receive=lambda *_: None, send=lambda *_: None)
     core = SimpleNamespace(
+        transfers=None,
         scheduler=scheduler,
         expire=list,
         finish=finish,

@@ -23,11 +23,11 @@ from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.client.engines import launch
 from vllm_lite.config import GIB, EngineConfig, demo_folder
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.runtime.machine import Gpu
+from vllm_lite.runtime.machine import Gpu, parse_bytes
 from vllm_lite.tools import cli
 from vllm_lite.tools import plan as planning
 from vllm_lite.tools.cli import main
-from vllm_lite.tools.plan import PlanConfig, make_plan, parse_bytes
+from vllm_lite.tools.plan import PlanConfig, make_plan
 from vllm_lite.tools.plan_checkpoint import load
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"

@@ -234,9 +234,10 @@ class AsyncClient:
         """The engine's counters. Raises EngineError if it does not answer in time."""
         return await self._answer(self._connected().session.request_stats())
 
-    async def reset_prefix_cache(self) -> PrefixCacheReset:
-        """Empty the prefix cache; running requests go on. Raises EngineError if the engine does not answer in time."""
-        return await self._answer(self._connected().session.reset_prefix_cache())
+    async def reset_prefix_cache(self, *, stored: bool = False) -> PrefixCacheReset:
+        """Empty the prefix cache, with `stored` also the one on disk; running requests go on. Raises EngineError if the
+        engine does not answer in time."""
+        return await self._answer(self._connected().session.reset_prefix_cache(stored=stored))
 
     async def load_adapter(self, name: str, path: str | Path, *, in_place: bool = False) -> None:
         """Load the LoRA adapter in the folder `path` of the engine's host; with `in_place` it may replace one of that

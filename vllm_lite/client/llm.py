@@ -142,10 +142,11 @@ class LLM:
         """The engine's counters. Raises EngineError if it does not answer."""
         return self._launched.session.stats()
 
-    def reset_prefix_cache(self) -> PrefixCacheReset:
-        """Empty the prefix cache and return how much it held. Raises EngineError if the engine does not answer."""
+    def reset_prefix_cache(self, *, stored: bool = False) -> PrefixCacheReset:
+        """Empty the prefix cache, with `stored` also the one on disk, and return how much memory held of it. Raises
+        EngineError if the engine does not answer."""
         session = self._launched.session
-        return session.wait(session.reset_prefix_cache())
+        return session.wait(session.reset_prefix_cache(stored=stored))
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Have the engine give back the memory of weights and KV cache until wake_up(). Level 1 keeps processes that

@@ -140,6 +140,7 @@ class AdapterLoader:
                 continue
             self._loading.discard(adapter)
             if read.error is None:
+                adapter.digest = read.digest
                 self._set_loaded(adapter)
                 if adapter in self._asked:
                     self._on_first_loaded(adapter)

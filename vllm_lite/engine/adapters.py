@@ -19,7 +19,18 @@ KEEP_S = 0.1
 class Adapter:
     """One adapter, from the moment at which it was asked for until its last request has ended."""
 
-    __slots__ = ("is_listed", "is_loaded", "last_used", "loaded_s", "name", "num_requests", "number", "parent", "path")
+    __slots__ = (
+        "digest",
+        "is_listed",
+        "is_loaded",
+        "last_used",
+        "loaded_s",
+        "name",
+        "num_requests",
+        "number",
+        "parent",
+        "path",
+    )
 
     def __init__(self, number: int, name: str, path: str, parent: str | None = None) -> None:
         self.number = number
@@ -34,6 +45,13 @@ class Adapter:
         self.num_requests = 0
         self.last_used = 0
         self.loaded_s = 0.0
+        self.digest = b""
+        """That of its files, once workers have read it, where KV is kept on disk: there a number means nothing."""
+
+    @property
+    def cache_key(self) -> str:
+        """Equal for requests whose KV is equal."""
+        return self.digest.hex() or str(self.number)
 
     def __repr__(self) -> str:
         return f"Adapter({self.number}, {self.name!r}, {'loaded' if self.is_loaded else 'not loaded'})"

@@ -8,6 +8,7 @@ from vllm_lite import __version__
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.engine.adapter_loader import AdapterLoader
 from vllm_lite.engine.adapters import Adapter
+from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.blocks.groups import make_groups
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
@@ -26,7 +27,9 @@ from vllm_lite.engine.scheduling.rates import PrefillRate, Rates, RowCost
 from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.states.slots import StateSlots
+from vllm_lite.engine.transfers import Transfers
 from vllm_lite.executor.base import Executor
+from vllm_lite.kv_disk.directory import hash_seed
 from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset, Stats
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.step import ModelOutput
@@ -80,7 +83,7 @@ class EngineCore:
         drafts_states = config.speculative_config is not None and ready.num_state_slots > 0
         self.max_in_flight = 2 if config.async_scheduling and not drafts_states else 1
         header = _header(config, ready, sizes, lives, clock())
-        hasher = PrefixHasher(config.block_size, config.prefix_hash_seed)
+        hasher = PrefixHasher(config.block_size, hash_seed(config))
         self.scheduler = make_scheduler(header, hasher, recorded(config.record, header, clock))
         self.scheduler.on_policy_fault = lambda what: logger.error(
             "scheduling policy %r failed, from here on it is first come, first served: %s", header.policy, what
@@ -99,6 +102,7 @@ class EngineCore:
         self._intake = Intake(self.scheduler, ModelFacts.of(ready), clock)
         self.in_flight = self.scheduler.in_flight
         self._holds = False
+        self.transfers = Transfers.of(self.scheduler, clock)
 
     # ---- requests
 
@@ -132,8 +136,8 @@ class EngineCore:
         states = describe(self.scheduler, asked, self._clock(), with_content=with_content)
         return Descriptions(states, external.ended(external_id))
 
-    def reset_prefix_cache(self) -> PrefixCacheReset:
-        return self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, *, stored: bool = False) -> PrefixCacheReset:
+        return self.scheduler.reset_prefix_cache(stored=stored)
 
     def hold_newcomers(self, *, are_held: bool) -> None:
         """Let no request run that comes from now on, or let all of them run again."""
@@ -164,7 +168,7 @@ class EngineCore:
         if self.scheduler.is_paused or not self.scheduler.has_workers:
             return False
         if self._may_begin():
-            if self.scheduler.requests:
+            if self.scheduler.requests or (self.transfers is not None and self.kv.is_freeing):
                 step = self.scheduler.schedule(now_s)
             else:
                 self.meter.rest(now_s)
@@ -235,6 +239,8 @@ class EngineCore:
         )
         counters.num_running, counters.num_waiting = len(self.scheduler.running), self.scheduler.queues.num_waiting
         counters.num_deferred = self._num_deferred(waiting)
+        if self.transfers is not None:
+            counters.disk = self.transfers.usage
         return counters
 
     def _num_deferred(self, waiting: list[Sequence]) -> int:
@@ -271,11 +277,15 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
         max_swap_blocks_per_step=header.max_swap_blocks_per_step,
     )
     parts: list[CachePart[Any]] = [blocks]
+    states: StateSlots | None = None
     if header.num_state_slots:
         most = header.max_moved_states  # as many as there are bytes in the blocks that a step may move
         room = {"num_host_states": header.num_host_states, "max_moves": most}
         room["blocks_each"] = header.max_swap_blocks_per_step // most
-        parts.append(StateSlots(header.num_state_slots, header.block_size, caching, **room))
+        states = StateSlots(header.num_state_slots, header.block_size, caching, **room)
+        parts.append(states)
+    if header.has_disk:
+        parts.append(DiskTier(blocks, states))
     kv = KVCacheManager(parts, hasher, blocks.counters)
     scheduler = make(kv, Options(**header.options), policy.load(header.policy))
     scheduler.rates = Rates(0.0, header.swap_blocks_per_s)
@@ -318,5 +328,6 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives
         life=lives.life,
         num_state_slots=ready.num_state_slots,
         num_host_states=ready.num_host_states,
+        has_disk=config.kv_cache_dir is not None and bool(ready.groups),
         max_moved_states=max(1, config.max_swap_blocks_per_step * ready.block_bytes // max(1, ready.state_bytes)),
     )

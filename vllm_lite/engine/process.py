@@ -250,7 +250,7 @@ class EngineProcess:
                 self._abort(core, request)
             self._port.send(peer, ExternalAborted(len(requests)))
         elif isinstance(message, api.ResetPrefixCache):
-            self._port.send(peer, core.reset_prefix_cache())
+            self._port.send(peer, core.reset_prefix_cache(stored=message.stored))
         elif isinstance(message, Operation):
             operations.ask(peer, message)
         elif isinstance(message, LoadAdapter):
@@ -295,12 +295,16 @@ class EngineProcess:
         while (output := executor.poll()) is not None:
             produced += core.finish(output)
         core.adapter_loader.receive(executor, produced)
+        if core.transfers is not None:
+            core.transfers.receive(executor)
         if core.in_flight and any(item.start == 0 for item in produced):  # a step is under way: first tokens go first
             self._publish(core, produced)
             produced.clear()
         while core.begin():  # workers without a step do not wait until the clients have theirs
             pass
         core.adapter_loader.send(executor)
+        if core.transfers is not None:
+            core.transfers.send(executor)
 
     def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
         port = self._port

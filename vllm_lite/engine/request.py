@@ -84,7 +84,7 @@ class Request:
         self.candidates: dict[int, abc.Sequence[tuple[int, float]]] = {}
         """The (token, logprob) candidates of the beams that have finished the current step, by their index."""
         salt = () if message.params.cache_salt is None else (message.params.cache_salt,)
-        self.extra_keys = salt if adapter is None else ("lora", str(adapter.number), *salt)
+        self.extra_keys = salt if adapter is None else ("lora", adapter.cache_key, *salt)
         """What must be equal for KV to be shared; no salt makes one tuple look like another."""
         self.draft_group = sha256(repr(self.extra_keys).encode()).digest()[:16]
         """The same in short, for drafts from the answers of other requests."""

@@ -9,6 +9,7 @@ from vllm_lite.errors import EngineDeadError, VllmLiteError
 from vllm_lite.protocol.api import RestartCause
 from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, Ready
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.protocol.transfers import Transfer, TransferAnswer
 from vllm_lite.transport.interface import Watched
 
 
@@ -74,6 +75,12 @@ class Executor(Watched, Protocol):
 
     def adapters_read(self) -> list[AdapterRead]:
         """Answers on adapters: of each once, that all workers have read it or why one cannot."""
+
+    def transfer(self, message: Transfer) -> None:
+        """Have the workers move contents between the pools and a tier, behind the steps that were submitted before."""
+
+    def transferred(self) -> list[TransferAnswer]:
+        """Their answers: of each transfer once, when all ranks have ended it, and what failed on any of them."""
 
     def profile(self, message: BeginProfile | EndProfile) -> None:
         """Have the workers profile their steps, or end that, between two steps."""

@@ -35,6 +35,7 @@ from vllm_lite.protocol.control import (
     WorkerHello,
 )
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
+from vllm_lite.protocol.transfers import StoredKeys, Transfer, TransferAnswer, Transferred
 from vllm_lite.runtime import log, supervise
 from vllm_lite.transport import Delivery, Tcp, Wakeup
 from vllm_lite.transport.interface import Pollable
@@ -50,7 +51,9 @@ MOST_APART_S = 7.0
 """Two looks at the workers that are further apart mean that the engine did not run: it looks every 5 s when idle."""
 MUST_AGREE = ("groups", "max_model_len", "vocab_size", "eos_token_ids")
 """Fields of Ready that are properties of the model, so that every rank must have the same."""
-RankMessage = WorkerHello | Imported | Ready | Started | AdapterRead | Profiled | WorkerHeartbeat | Failed
+RankMessage = (
+    WorkerHello | Imported | Ready | Started | AdapterRead | Profiled | TransferAnswer | WorkerHeartbeat | Failed
+)
 
 logger = log.get(__name__)
 
@@ -132,6 +135,9 @@ class MultiprocExecutor:
         self._adapter_answers: dict[int, dict[int, AdapterRead]] = {}
         self._adapters_read: list[AdapterRead] = []
         self._profiled: dict[int, Profiled] = {}
+        self._transfers: dict[int, list[Transferred]] = {}
+        """By their tickets, the answers of those that some ranks have not ended."""
+        self._transferred: list[TransferAnswer] = []
         self._deadline: StartDeadline | None = None
         """When the part of the start that is under way has to be done; None before the workers may load."""
         self._failure: Failure | None = None
@@ -257,6 +263,28 @@ class MultiprocExecutor:
             self.drop_adapter(message.number)
         self._adapters_read.append(answer)
 
+    def transfer(self, message: Transfer) -> None:
+        self._broadcast(message)
+
+    def transferred(self) -> list[TransferAnswer]:
+        self._receive()
+        self._check()
+        answers, self._transferred = self._transferred, []
+        return answers
+
+    def _on_transferred(self, message: TransferAnswer) -> None:
+        """With the last rank's answer the transfer has ended; each rank has a part of every block."""
+        if isinstance(message, StoredKeys):
+            self._transferred.append(message)
+            return
+        answers = self._transfers.setdefault(message.ticket, [])
+        answers.append(message)
+        if len(answers) == len(self._workers):
+            del self._transfers[message.ticket]
+            failed = tuple(sorted({place for answer in answers for place in answer.failed}))
+            took_s = max(answer.took_s for answer in answers)
+            self._transferred.append(msgspec.structs.replace(message, failed=failed, took_s=took_s))
+
     def profile(self, message: BeginProfile | EndProfile) -> None:
         self._profiled.clear()
         self._broadcast(message)
@@ -306,6 +334,8 @@ class MultiprocExecutor:
             self._on_adapter(message)
         elif isinstance(message, Profiled):
             self._profiled[message.rank] = message
+        elif isinstance(message, Transferred | StoredKeys):
+            self._on_transferred(message)
         elif isinstance(message, Failed):
             health.on_failed(message, health.last_heard_s)
         elif isinstance(message, WorkerHello):

@@ -15,6 +15,7 @@ from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, Ready
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, ModelOutput, NewRequest, Resume, SchedulerOutput
+from vllm_lite.protocol.transfers import Transfer, TransferAnswer
 from vllm_lite.transport.interface import Pollable
 
 NextToken = Callable[[Sampling, int], int]
@@ -130,6 +131,12 @@ class SimulatedExecutor:
     def adapters_read(self) -> list[AdapterRead]:
         read, self._adapters = self._adapters, []
         return read
+
+    def transfer(self, message: Transfer) -> None:
+        pass
+
+    def transferred(self) -> list[TransferAnswer]:
+        return []
 
     def profile(self, message: BeginProfile | EndProfile) -> None:
         pass

@@ -9,6 +9,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 
 SEED_BYTES = 32
@@ -70,6 +71,13 @@ def read_seed(path: Path) -> str:
             f"{os.geteuid()}: who knows the seed can probe what others asked"
         )
     return seed.hex()
+
+
+def hash_seed(config: EngineConfig) -> str | None:
+    """The seed of an engine's hashes: the user's, or that of its directory; None: a random one. Raises ConfigError."""
+    if config.prefix_hash_seed is not None or config.kv_cache_dir is None:
+        return config.prefix_hash_seed
+    return read_seed(open_directory(config.kv_cache_dir))
 
 
 def _draw_seed(place: Path) -> None:

@@ -72,7 +72,15 @@ def pack(header: RunHeader) -> bytes:
 
 
 def unpack(page: bytes, file_bytes: int, fingerprint: bytes) -> RunHeader:
-    """Read the first page of a file of `file_bytes`. Raises Foreign or Damaged."""
+    """Read the first page of a file of `file_bytes`, which is to be of this model. Raises Foreign or Damaged."""
+    header = read_header(page, file_bytes)
+    if header.fingerprint != fingerprint:
+        raise Foreign("it is of another model")
+    return header
+
+
+def read_header(page: bytes, file_bytes: int) -> RunHeader:
+    """Read the first page of a file of any model. Raises Foreign or Damaged."""
     if len(page) < PAGE:
         raise Damaged(f"it has {len(page)} bytes, less than its header")
     magic, length, crc = _START.unpack_from(page)
@@ -85,8 +93,6 @@ def unpack(page: bytes, file_bytes: int, fingerprint: bytes) -> RunHeader:
         header = _decode(body)
     except msgspec.MsgspecError as error:
         raise Damaged(f"its header cannot be read: {error}") from error
-    if header.fingerprint != fingerprint:
-        raise Foreign("it is of another model")
     if len(header.checksums) != len(header.keys):
         raise Damaged("its header lacks checksums")
     if file_bytes != header.file_bytes:

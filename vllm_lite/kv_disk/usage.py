@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+ABOUT = "about"
+"""File in a model's folder that says whose KV it is, for people."""
 DRAFT_PREFIX = ".draft-"
 """Begins the name of a file that is being written."""
 DRAFT_S = 600.0
@@ -28,6 +30,8 @@ def held_files(root: Path) -> Iterator[Held]:
         if Path(folder) == root:
             continue
         for name in names:
+            if name == ABOUT:
+                continue
             with suppress(OSError):
                 status = os.lstat(path := os.path.join(folder, name))
                 yield Held(path, status.st_size, status.st_mtime)

@@ -11,6 +11,7 @@ histograms.py  what Stats consists of
 operations.py  client -> engine: pause, sleep, other weights
 step.py     engine -> worker -> engine, once per step
 control.py  engine <-> worker, outside the step: start, heartbeat, stop
+transfers.py  engine <-> worker: blocks and states between the pools and the disk
 codec.py    one encoder and decoder per direction, with version and size limits
 """
 

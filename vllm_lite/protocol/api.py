@@ -17,6 +17,7 @@ from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
 from vllm_lite.protocol.spans import PromptMedia
+from vllm_lite.protocol.transfers import TierUsage
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
 """Room for four million tokens of four bytes."""
@@ -138,8 +139,11 @@ class Describe(Message, tag="describe"):
 class ResetPrefixCache(Message, tag="reset_prefix_cache"):
     """Forget all that is cached, on the device and on the host; answered by PrefixCacheReset.
 
-    Nothing computed before is found by a request that comes later. What runs goes on with the KV it has.
+    Nothing computed before is found by a request that comes later, but for what is on disk, unless that is `stored` to
+    be forgotten as well. What runs goes on with the KV it has.
     """
+
+    stored: bool = False
 
 
 # ---- engine -> client
@@ -285,6 +289,9 @@ class Stats(Counts, tag="stats"):
     `running_adapters` and `waiting_adapters` are the names of the LoRA adapters of such requests.
     `num_deferred` of those that wait do not wait for room: for their adapter, for workers, for the end of a pause, or
     for others that are tried first. `accepted_at[i]` of the `accepted_tokens` were draft i of their sequence's step.
+    `num_stored_keys` blocks and states can be found on disk; `num_writing_blocks` are on their way there, and so many
+    chains were not (`dropped_writes`). `loaded_tokens` came from there; of blocks and states `failed_loads` could not.
+    `disk` has what its workers count, None without one.
     """
 
     num_running: int = 0
@@ -345,6 +352,12 @@ class Stats(Counts, tag="stats"):
     waiting_adapters: list[str] = msgspec.field(default_factory=list)
     num_deferred: int = 0
     accepted_at: list[int] = msgspec.field(default_factory=list)
+    num_stored_keys: int = 0
+    num_writing_blocks: int = 0
+    loaded_tokens: int = 0
+    failed_loads: int = 0
+    dropped_writes: int = 0
+    disk: TierUsage | None = None
 
     @property
     def rests(self) -> bool:

@@ -26,6 +26,7 @@ from vllm_lite.protocol.control import (
     WorkerHello,
 )
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
+from vllm_lite.protocol.transfers import Transfer, TransferAnswer
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_WORKER_BYTES = 1024 * 1024 * 1024
@@ -57,7 +58,9 @@ class Codec(Generic[M]):
 client_to_engine: Codec[api.FromClient] = Codec(api.FromClient, "client to engine")
 engine_to_client: Codec[api.ToClient] = Codec(api.ToClient, "engine to client")
 
-ToWorker = SchedulerOutput | Steps | Load | Start | ReadAdapter | DropAdapter | BeginProfile | EndProfile | Shutdown
+ToWorker = (
+    SchedulerOutput | Steps | Load | Start | ReadAdapter | DropAdapter | BeginProfile | EndProfile | Transfer | Shutdown
+)
 FromWorker = (
     ModelOutput
     | StepOutputs
@@ -68,6 +71,7 @@ FromWorker = (
     | AdapterRead
     | Profiled
     | WorkerHeartbeat
+    | TransferAnswer
     | Failed
 )
 engine_to_worker: Codec[ToWorker] = Codec(ToWorker, "engine to worker")

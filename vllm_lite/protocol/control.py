@@ -102,13 +102,14 @@ class DropAdapter(Message, tag=40):
 
 class AdapterRead(Message, tag=41):
     """The adapter is there, or `error` says in one sentence why it cannot be; then the worker goes on without it.
-    `is_missing`: there is no adapter at that path at all."""
+    `is_missing`: there is no adapter at that path at all. `digest` is that of its files, where KV is kept on disk."""
 
     rank: int
     generation: int
     number: int
     error: str | None = None
     is_missing: bool = False
+    digest: bytes = b""
 
 
 class BeginProfile(Message, tag=42):

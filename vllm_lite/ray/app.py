@@ -12,11 +12,11 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from vllm_lite.config import DEVICE_DEFAULTS
 from vllm_lite.ray.config import ROUTERS, LoadPolicy, RayServeConfig
 from vllm_lite.ray.engine import EngineReplica
 from vllm_lite.ray.http import HttpReplica
 from vllm_lite.ray.messages import HTTP_DEPLOYMENT
+from vllm_lite.runtime.nested_settings import DEVICE_DEFAULTS
 from vllm_lite.server.config import Keys
 
 HTTP_ONGOING = 10_000

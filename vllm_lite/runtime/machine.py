@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_lite.errors import ConfigError
+
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """One of these is there when an NVIDIA driver is loaded, the second under Windows' Linux."""
 SYS = Path("/sys")
@@ -24,6 +26,15 @@ def memory_limit_bytes() -> int:
         with suppress(OSError, ValueError):
             limit = min(limit, int(Path(name).read_text()))
     return limit
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """ "24GiB", "24G" (both 2**30) or "24GB" (10**9) as bytes. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B|)", text.strip(), re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise ConfigError(f"{name}: expected an amount of memory like 24GiB, got {text!r}")
+    base = 1000 if match[3].lower() == "b" else 1024
+    return int(float(match[1]) * base ** ["", "K", "M", "G", "T"].index(match[2].upper()))
 
 
 def num_physical_cores(sys: Path = SYS, allowed: Collection[int] | None = None) -> int:

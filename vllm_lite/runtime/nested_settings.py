@@ -207,3 +207,14 @@ class PoolingOptions(NamedTuple):
     convert: str | None = "auto"
     pooler_config: PoolerConfig = PoolerConfig()
     hf_overrides: dict[str, Any] | None = None
+
+
+class DeviceDefaults(NamedTuple):
+    """The defaults that depend on the device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    swap_space: float  # GiB; on a CPU it would be the same memory
+
+
+DEVICE_DEFAULTS = {"cpu": DeviceDefaults(64, 512, 0.0), "cuda": DeviceDefaults(256, 8192, 4.0)}

@@ -44,6 +44,7 @@ _WHY = {
     "waits_for_adapter": "its adapter is being loaded, or others take all places for adapters (--max-loras)",
     "waits_for_budget": "the steps have no tokens left for it (--max-num-batched-tokens)",
     "waits_for_swap": "it, or what makes way for it, is moved between device and host (--max-swap-blocks-per-step)",
+    "waits_for_load": "its beginning is being loaded from disk (--kv-cache-dir)",
     "waits_for_state": "its recurrent state is being computed by another, or no slot is free (--state-cache-space)",
     "waits_for_step": "the next step takes it in",
     "waits_for_result": "it had to give way while its latest token was computed, which is on its way",
@@ -205,9 +206,10 @@ class LiveRequests:
         return self.respond(call, stream=body.stream, headers=headers)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Empty the prefix cache. What runs goes on."""
+        """Empty the prefix cache, with vLLM's `reset_external=true` also the one on disk. What runs goes on."""
         require_admin(request)
-        done = await self.calls.ask(lambda session: session.reset_prefix_cache())
+        stored = request.query_params.get("reset_external", "false").lower() in ("true", "1")
+        done = await self.calls.ask(lambda session: session.reset_prefix_cache(stored=stored))
         return as_json({"object": "prefix_cache.reset", **msgspec.structs.asdict(done)})
 
     async def members(self, name: str, call_id: str, *, with_content: bool = False) -> list[Member]:

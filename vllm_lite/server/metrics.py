@@ -109,6 +109,8 @@ _GAUGES = (  # name, field of Stats, text
     ("vllm_lite:host_states", "num_host_states", "Places for states of recurrent layers in host memory."),
     ("vllm_lite:host_states_used", "num_used_host_states", "States in host memory of preempted sequences."),
     ("vllm_lite:states_cached", "num_cached_states", "States that a later prompt can go on from."),
+    ("vllm_lite:disk_keys", "num_stored_keys", "KV blocks and states that can be loaded from disk."),
+    ("vllm_lite:disk_writing", "num_writing_blocks", "KV blocks and states that are being written to disk."),
     ("vllm_lite:engine_life", "life", "Which engine at this address it is: 1 is the first."),
     ("vllm_lite:worker_generation", "generation", "Which group of workers of this engine computes."),
 )
@@ -131,6 +133,13 @@ _COUNTERS = (
     ("vllm_lite:evicted_states", "evicted_states", "Saved states that had to make room on the device."),
     ("vllm_lite:demoted_states", "demoted_states", "Saved states that were moved to host memory then."),
     ("vllm_lite:promoted_states", "promoted_states", "Saved states that were loaded from host memory."),
+    ("vllm_lite:disk_loaded_tokens", "loaded_tokens", "Prompt tokens whose KV was loaded from disk."),
+    (
+        "vllm_lite:disk_failed_loads",
+        "failed_loads",
+        "Blocks and states that could not be loaded, and were computed.",
+    ),
+    ("vllm_lite:disk_dropped_writes", "dropped_writes", "Chains that were not written to disk, or not to their end."),
     (
         "vllm_lite:state_missing_tokens",
         "state_missing_tokens",
@@ -268,9 +277,25 @@ def _sources(at: Scrape) -> Values:
 
 
 def _tiers(at: Scrape) -> Values:
-    """Cached prompt tokens by where they were found, by vLLM's names; the last three are never used here."""
-    found = {"device": _device_hits(at), "host": at.stats.host_hits}
+    """Cached prompt tokens by where they were found, by vLLM's names; the last two are never used here. A token that
+    was loaded from disk is found on the device afterwards, and counts for the disk."""
+    on_disk = min(at.stats.loaded_tokens, _device_hits(at))
+    found = {"device": _device_hits(at) - on_disk, "host": at.stats.host_hits, "disk": on_disk}
     return {(tier,): found.get(tier, 0) for tier in ("device", "host", "disk", "p2p", "external_unspecified")}
+
+
+def _disk(*fields: str) -> Callable[[Scrape], Values | None]:
+    """Values of what workers count of the disk, by the part of a field's name before its unit."""
+
+    def read(at: Scrape) -> Values | None:
+        disk = at.stats.disk
+        return None if disk is None else {(field.split("_")[0],): getattr(disk, field) for field in fields}
+
+    return read
+
+
+def _disk_errors(at: Scrape) -> Values | None:
+    return {(reason,): count for reason, count in at.stats.disk.errors.items()} or None if at.stats.disk else None
 
 
 def _waiting(at: Scrape) -> Values:
@@ -293,7 +318,7 @@ def _device_hits(at: Scrape) -> float:
 
 _USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
 _SOURCES = "Prompt tokens by where their KV came from: computed, cached on the device, brought back from the host."
-_TIERS = "Cached prompt tokens by the tier in which they were found; only device and host exist here."
+_TIERS = "Cached prompt tokens by the tier in which they were found: on the device, on the host, on disk."
 _WAITING = "Waiting sequences: for room (capacity), or for an adapter, workers or the end of a pause (deferred)."
 _ACCEPTED = "Draft tokens that proved right, by their place among the drafts of a step."
 _REJECTED = "Requests refused because too much was waiting, by the limit; of all API servers together."
@@ -307,6 +332,11 @@ _PAUSED = "1 while the engine is paused."
 _RECOVERING = "1 while workers are being replaced."
 _ADAPTERS = "Adapters of the requests that run and that wait, as labels; 1."
 _EXPERTS = "Tokens that each expert got; with --expert-load-metrics."
+_DISK_HELD = "Bytes of KV on disk, of all engines that share the directory."
+_DISK_MOVED = "Bytes of KV that rank 0 has loaded from disk and stored there."
+_DISK_TIME = "Time of rank 0's threads for that."
+_DISK_QUEUE = "Loads and stores of rank 0 that are not done."
+_DISK_ERRORS = "Reads and writes that the disk refused, and files that were removed: damaged, foreign, evicted, ..."
 _LOAD = "HTTP requests under way that generate."
 _RESPONSES = "HTTP responses."
 
@@ -335,6 +365,11 @@ METRICS: tuple[Definition, ...] = (
     Definition("vllm_lite:paused", "gauge", _PAUSED, lambda at: float(at.stats.is_paused)),
     Definition("vllm_lite:preemptions", "counter", _PREEMPTED, _preemptions, ("mode",)),
     Definition("vllm_lite:swapped_blocks", "counter", _SWAPPED, _swapped, ("direction",)),
+    Definition("vllm_lite:disk_bytes", "gauge", _DISK_HELD, _disk("num_bytes"), ("what",)),
+    Definition("vllm_lite:disk_moved_bytes", "counter", _DISK_MOVED, _disk("loaded_bytes", "stored_bytes"), ("what",)),
+    Definition("vllm_lite:disk_seconds", "counter", _DISK_TIME, _disk("load_s", "store_s"), ("what",)),
+    Definition("vllm_lite:disk_queue", "gauge", _DISK_QUEUE, _disk("num_queued"), ("what",)),
+    Definition("vllm_lite:disk_errors", "counter", _DISK_ERRORS, _disk_errors, ("reason",)),
     Definition("vllm_lite:expert_tokens", "counter", _EXPERTS, _expert_tokens, ("layer", "expert")),
     *(Definition(name, "histogram", text, attrgetter(f"stats.requests.{field}")) for name, field, text in _HISTOGRAMS),
     *(Definition(name, "histogram", text, _of_blocks(field)) for name, field, text in _BLOCK_HISTOGRAMS),

@@ -5,7 +5,6 @@ engine/blocks/groups.py). Weights are exact. Activations, and what a process has
 on a GPU the worker measures them.
 """
 
-import re
 from collections.abc import Iterator
 from math import ceil
 from typing import Annotated, Any
@@ -30,15 +29,14 @@ from vllm_lite.checkpoint.sizing import (
 from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, active_bytes, adapter_bytes, weights_bytes
 from vllm_lite.config import (
     DEMO_MODEL,
-    DEVICE_DEFAULTS,
     GIB,
     EngineConfig,
 )
 from vllm_lite.engine.blocks.groups import blocks_held, longest_sequence, make_groups
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_SCALE_BYTES
-from vllm_lite.runtime.machine import gpus, memory_limit_bytes
-from vllm_lite.runtime.nested_settings import Count
+from vllm_lite.runtime.machine import gpus, memory_limit_bytes, parse_bytes
+from vllm_lite.runtime.nested_settings import DEVICE_DEFAULTS, Count
 from vllm_lite.runtime.settings import Section
 
 OUTSIDE_BYTES = {"cpu": GIB // 2, "cuda": GIB * 3 // 4}
@@ -148,15 +146,6 @@ def make_plan(config: PlanConfig, checkpoint: Checkpoint) -> CapacityPlan:
     plan = _plan(config, checkpoint)
     advice = () if plan.fits else tuple(_advice(config, checkpoint, plan))
     return msgspec.structs.replace(plan, advice=advice, command=_command(config, checkpoint, plan))
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """ "24GiB", "24G" (both 2**30) or "24GB" (10**9) as bytes. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B|)", text.strip(), re.IGNORECASE)
-    if match is None or not float(match[1]):
-        raise ConfigError(f"{name}: expected an amount of memory like 24GiB, got {text!r}")
-    base = 1000 if match[3].lower() == "b" else 1024
-    return int(float(match[1]) * base ** ["", "K", "M", "G", "T"].index(match[2].upper()))
 
 
 # ---- one plan

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAGIC = b"vltrace\x08"
+MAGIC = b"vltrace\x09"
 """First bytes of the file; the last of them is the version of this module."""
 HASH_BYTES = 8
 """Bytes of a digest that are recorded: enough to distinguish any two."""
@@ -37,6 +37,8 @@ class Code(IntEnum):
     WAITS_FOR_STATE = 14
     STATE_MISSING = 15
     STATE_LOADED = 16
+    WAITS_FOR_LOAD = 17
+    LOADED = 18
 
 
 FIELDS: dict[Code, tuple[str, ...]] = {
@@ -56,6 +58,8 @@ FIELDS: dict[Code, tuple[str, ...]] = {
     Code.WAITS_FOR_STATE: ("need", "free", "watermark"),
     Code.STATE_MISSING: ("kv", "state"),
     Code.STATE_LOADED: ("state",),
+    Code.WAITS_FOR_LOAD: ("need", "free", "watermark"),
+    Code.LOADED: ("tokens",),
 }
 WAITS = {code for code in Code if code.name.startswith("WAITS_FOR_")}
 WAYS = ("recompute", "swap")
@@ -97,6 +101,7 @@ class Header(_Record, frozen=True, tag=0):
     num_state_slots: int = 0
     num_host_states: int = 0
     max_moved_states: int = 1
+    has_disk: bool = False
 
 
 class Params(_Record, frozen=True):
@@ -172,6 +177,7 @@ class RatesMeasured(_Record, frozen=True, tag=5):
     swap_blocks_per_s: float
     step_s: float = 0.0
     row_s: float = 0.0
+    load_blocks_per_s: float = 0.0
 
 
 class Step(_Record, frozen=True, tag=6):
@@ -210,10 +216,11 @@ class PolicyFault(_Record, frozen=True, tag=8):
 
 
 class CacheReset(_Record, frozen=True, tag=9):
-    """All that was cached was forgotten."""
+    """All that was cached was forgotten, with `stored` also what is kept on disk."""
 
     clock_s: float
     hashes: bytes
+    stored: bool = False
 
 
 class Kept(_Record, frozen=True):
@@ -260,6 +267,22 @@ class AdapterChanged(_Record, frozen=True, tag=13):
     is_loaded: bool
 
 
+class StoredKeys(_Record, frozen=True, tag=14):
+    """The disk has these contents from now on, and those no more: digests of HASH_BYTES, with what follows them."""
+
+    added: list[bytes]
+    removed: list[bytes]
+
+
+class Transferred(_Record, frozen=True, tag=15):
+    """A transfer from or to the disk ended, but for the contents at the places `failed`; or it `is_late`: nobody waits
+    for it any longer."""
+
+    ticket: int
+    failed: list[int] = []
+    is_late: bool = False
+
+
 Record = (
     Header
     | Arrival
@@ -275,6 +298,8 @@ Record = (
     | WorkersReplaced
     | Newcomers
     | AdapterChanged
+    | StoredKeys
+    | Transferred
 )
 
 

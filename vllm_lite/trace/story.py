@@ -31,13 +31,18 @@ def describe(record: records.Record, ids: dict[int, str]) -> str:
     if isinstance(record, records.Forked):
         return f"{record.child.request_id} was forked off {ids.get(record.parent)}"
     if isinstance(record, records.CacheReset):
-        return "the prefix cache was reset"
+        return "the prefix cache was reset" + (", on disk as well" if record.stored else "")
     if isinstance(record, records.WorkersLost):
         return f"{_loss(record)}; {len(record.kept)} requests were left"
     if isinstance(record, records.WorkersReplaced):
         return f"the workers of generation {record.generation} took over"
     if isinstance(record, records.Newcomers):
         return f"requests that come {'wait for the end of those before them' if record.are_held else 'may run'}"
+    if isinstance(record, records.StoredKeys):
+        return f"the disk has {len(record.added)} more blocks and states, and {len(record.removed)} no more"
+    if isinstance(record, records.Transferred):
+        failed = f", {len(record.failed)} of its blocks and states are not there" if record.failed else ""
+        return f"transfer {record.ticket} {'is late' if record.is_late else 'has ended'}{failed}"
     return str(record)
 
 
@@ -98,6 +103,8 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.CONVICTED: lambda n, _: f"was found to kill its workers, in {n['deaths']} deaths in a row, and ended",
     Code.WAITS_FOR_ADAPTER: lambda _n, _: "waited, because its adapter was not in memory, or a step had others enough",
     Code.STATE_LOADED: lambda n, _: f"loaded the recurrent state at {n['state']} from host memory",
+    Code.WAITS_FOR_LOAD: lambda _n, _: "waited, while its beginning was loaded from disk",
+    Code.LOADED: lambda n, _: f"found {_tokens(n['tokens'])} on disk, which were loaded",
     Code.WAITS_FOR_STATE: lambda _n, _: "waited for a recurrent state that another request computes, or for a slot",
     Code.STATE_MISSING: lambda n, _: (
         f"found the KV of {_tokens(n['kv'])} in the cache, but no state behind them: the one at {n['state']} was the "

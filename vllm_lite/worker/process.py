@@ -36,6 +36,7 @@ from vllm_lite.protocol.control import (
     WorkerHello,
 )
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
+from vllm_lite.protocol.transfers import ForgetStored, LoadBlocks, StoreBlocks
 from vllm_lite.runtime import log, torch_import
 from vllm_lite.runtime.cpu_binding import NONE, apply, plan_binding, threads_of_the_user
 from vllm_lite.runtime.supervise import STANDBY_NAME, WORKER_NAME, name_process, run_child
@@ -46,11 +47,14 @@ from vllm_lite.worker.membership import Membership
 from vllm_lite.worker.progress import Progress, no_garbage_collection
 
 if TYPE_CHECKING:
+    from vllm_lite.worker.disk.transfers import DiskTransfers
     from vllm_lite.worker.worker import Worker
 
 FIRST_GENERATION = 1
 """That of the group which an engine starts with: it is to load as soon as it can."""
 HEARTBEAT_EVERY_S = 0.5
+DISK_GRACE_S = 1.0
+"""How long a worker that ends goes on writing KV: the engine waits twice as long for it."""
 CHECK_ENGINE_EVERY_S = 1.0
 """How often a waiting worker checks that the engine is still connected."""
 
@@ -92,6 +96,7 @@ class WorkerLoop:
         self.member = member
         self.progress = Progress()
         self.poller = poller(connection, stop)
+        self.disk: DiskTransfers | None = None
 
     def run(self) -> None:
         settings = self.settings
@@ -132,24 +137,44 @@ class WorkerLoop:
             gc.freeze()  # what lives now lives for ever: a collection in the middle of a step would take 0.1 s over it
             self.send(started)
             log.moment("worker", "KV cache, first step")
-            left: ToWorker | None = None
-            while (message := left or self.receive()) is not None and not isinstance(message, Shutdown):
-                left = None
-                if isinstance(message, SchedulerOutput) and worker.can_run_ahead(message):
-                    left = self.run_ahead(worker, message)
-                    continue
-                if isinstance(message, ReadAdapter):
-                    self.send(worker.load_adapter(message))
-                    continue
-                if isinstance(message, BeginProfile | EndProfile):
-                    self.send(worker.profile(message))
-                    continue
-                if isinstance(message, DropAdapter):
-                    worker.drop_adapter(message.number)
-                    continue
-                answer = _execute(worker, message)
-                if rank == 0:
-                    self.send(answer)
+            if (disk := worker.disk) is not None:
+                self.disk, self.poller = disk, poller(self.connection, self.stop, disk.announced)
+            try:
+                self.answer_all(worker)
+            finally:
+                if disk is not None:
+                    disk.close(DISK_GRACE_S)
+
+    def answer_all(self, worker: "Worker") -> None:
+        """Run steps and do what else the engine asks for, until the end."""
+        left: ToWorker | None = None
+        while (message := left or self.receive()) is not None and not isinstance(message, Shutdown):
+            left = None
+            self.say_transferred()
+            if isinstance(message, SchedulerOutput) and worker.can_run_ahead(message):
+                left = self.run_ahead(worker, message)
+                continue
+            if isinstance(message, ReadAdapter):
+                self.send(worker.load_adapter(message))
+                continue
+            if isinstance(message, BeginProfile | EndProfile):
+                self.send(worker.profile(message))
+                continue
+            if isinstance(message, DropAdapter):
+                worker.drop_adapter(message.number)
+                continue
+            if isinstance(message, LoadBlocks | StoreBlocks | ForgetStored):
+                worker.transfer(message)
+                continue
+            answer = _execute(worker, message)
+            if self.settings.rank == 0:
+                self.send(answer)
+
+    def say_transferred(self) -> None:
+        """Answer the transfers that have ended."""
+        if self.disk is not None and self.disk.announced.is_set():
+            for answer in self.disk.take():
+                self.send(answer)
 
     def run_ahead(self, worker: "Worker", step: SchedulerOutput) -> ToWorker | None:
         """Launch the step, and those behind it that come while the device is busy; answer each when it has its tokens.
@@ -193,6 +218,7 @@ class WorkerLoop:
                 raise EngineError("the engine has gone")
             if left_s <= 0:
                 raise EngineError(f"the engine said nothing for {timeout_s:g} s")
+            self.say_transferred()
             self.progress.is_idle = True
             self.poller.poll(int(1000 * min(left_s, CHECK_ENGINE_EVERY_S)))
         self.progress.is_idle = False

@@ -48,12 +48,15 @@ from vllm_lite.protocol.control import (
 )
 from vllm_lite.protocol.pooling import POOLING_TASKS, PoolerInfo
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.protocol.transfers import Transfer
 from vllm_lite.runtime import log
 from vllm_lite.runtime.machine import num_physical_cores
 from vllm_lite.structured.sources.grammars import Grammars
 from vllm_lite.structured.sources.vocabulary import load_vocabulary
 from vllm_lite.worker.batch.part import StepPart
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
+from vllm_lite.worker.disk.opening import adapter_digest, open_disk, pools_of
+from vllm_lite.worker.disk.transfers import DiskTransfers
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK, CacheEngine
@@ -110,6 +113,7 @@ class Worker:
         self.num_state_slots = num_state_slots(config, self.state_bytes)
         self.graph_sizes: tuple[int, ...] = ()
         self.overlap: Overlap | None = None  # by `start`
+        self.disk: DiskTransfers | None = None
 
     def max_logits_bytes(self) -> int:
         """The most that a step's logits take, over the whole vocabulary."""
@@ -133,6 +137,9 @@ class Worker:
             initial_used_bytes = check_free(self._memory(), self.config.gpu_memory_utilization)
         self.backend = select_backend(self._attention_shape(), self.config.attention_backend)
         self.graph_sizes = self._graph_sizes()
+        if self.block_bytes:
+            layout = [type(self.backend).__name__, self.block_bytes, self.state_bytes, self.spec.kv_groups]
+            self.disk = open_disk(self.config, layout, self.rank, self.generation)
         started = time.monotonic()
         weights_bytes = self._load_model(ahead)
         logger.info(
@@ -298,8 +305,17 @@ class Worker:
         self.generation = start.generation
         self.overlap = Overlap.of(self.runner)
         place = self.config.first_rank + self.rank, self.device.torch
+        if self.disk is not None:
+            self.disk.use(lambda: pools_of(cache_engine))
         self.profiler = Profiler(self.config.profiler_config, *place, self.runner.ranges, self.progress)
         return Started(self.rank, start.generation, swap_blocks_per_s)
+
+    def transfer(self, message: Transfer) -> None:
+        """Begin to move contents between pools and disk, behind the steps so far. Raises ProtocolError without a disk."""
+        if self.disk is None:
+            raise ProtocolError("contents are to be moved, and kv_cache_dir is not set")
+        device = self.device.torch
+        self.disk.submit(message, torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None)
 
     def _parts(self, forward: EagerForward) -> list[StepPart]:
         """Parts of this model and these settings, in the order in which they act: drafts
@@ -361,13 +377,14 @@ class Worker:
     @torch.inference_mode()
     def load_adapter(self, message: ReadAdapter) -> AdapterRead:
         """Load an adapter between two steps, or say why it cannot be loaded."""
-        error, is_missing = None, False
+        error, is_missing, digest = None, False, adapter_digest(self.disk, message.path)
         try:
             self._cache().load(message.number, message.name, message.path)
         except ModelError as caught:
             error, is_missing = str(caught), not is_lora(message.path)
         self.progress.advance()
-        return AdapterRead(self.rank, self.generation, message.number, error, is_missing)
+        is_same = digest == adapter_digest(self.disk, message.path)  # or it was replaced meanwhile
+        return AdapterRead(self.rank, self.generation, message.number, error, is_missing, digest if is_same else b"")
 
     @torch.inference_mode()
     def drop_adapter(self, number: int) -> None:

@@ -54,9 +54,10 @@ class Asking(ABC):
         """Have the engine end all requests, of any client, that have this external id. Fails as describe() does."""
         return self.ask(AbortExternal(external_id), ExternalAborted)
 
-    def reset_prefix_cache(self) -> "Future[api.PrefixCacheReset]":
-        """Have the engine empty its prefix cache. The future fails with EngineError if the engine does."""
-        return self.ask(api.ResetPrefixCache(), api.PrefixCacheReset)
+    def reset_prefix_cache(self, *, stored: bool = False) -> "Future[api.PrefixCacheReset]":
+        """Have the engine empty its prefix cache, with `stored` also the one on disk. The future fails with EngineError
+        if the engine does."""
+        return self.ask(api.ResetPrefixCache(stored), api.PrefixCacheReset)
 
     def operate(self, message: Operation) -> "Future[OperationDone]":
         """Have the engine pause, sleep, or load other weights. The answer comes when that is done, which may be when

@@ -12,6 +12,7 @@ from vllm_lite.client.engines.data_parallel import DataParallelSession, joined_s
 from vllm_lite.client.engines.launch import LaunchedEngine, finish, launch, resolve, spawn
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineError
+from vllm_lite.kv_disk.directory import hash_seed
 from vllm_lite.protocol.api import Welcome
 
 
@@ -74,7 +75,7 @@ def launch_engines(
     if config.data_parallel_size == 1:
         return launch(config, stopped, meanwhile, streams=streams, template=template)
     resolved = resolve(config, stopped, streams=streams, template=template)
-    seed = resolved.prefix_hash_seed or os.urandom(16).hex()  # the router computes the engines' hashes
+    seed = hash_seed(resolved) or os.urandom(16).hex()  # the router computes the engines' hashes
     resolved = msgspec.structs.replace(resolved, prefix_hash_seed=seed)
     with ExitStack() as started:
         ranks = range(config.data_parallel_size)

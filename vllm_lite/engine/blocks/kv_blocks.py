@@ -50,6 +50,8 @@ class KVBlocks(CachePart[Tables]):
         self.watermark_blocks = int(watermark * pool.num_blocks)
         self.on_store: Callable[[Sequence, KVGroup, int], None] | None = None
         """Called with every logical block of a sequence that can be found on the device from now on."""
+        self.others_hold: Callable[[], list[list[int]]] = list
+        """Blocks that are referenced though no sequence has them: those on their way from or to another tier."""
         self.swapping = Swapping(pool, host, self.groups, max_swap_blocks_per_step, self._cache)
         self.counters = self.swapping.counters
 
@@ -282,7 +284,8 @@ class KVBlocks(CachePart[Tables]):
             stats.num_host_blocks, stats.num_used_host_blocks = host.num_usable, host.num_used
 
     def check_integrity(self, sequences: Many[Sequence]) -> None:
-        self.pool.check_integrity(table.ids for sequence in sequences for table in sequence.tables)
+        tables = [table.ids for sequence in sequences for table in sequence.tables]
+        self.pool.check_integrity([*tables, *self.others_hold()])
         for sequence in sequences:
             for table in sequence.tables:
                 if len(table.ids) * self.block_size < sequence.num_slots:
@@ -291,6 +294,12 @@ class KVBlocks(CachePart[Tables]):
                 if next_slot < sequence.num_slots and table.is_shared(next_slot // self.block_size):
                     raise RuntimeError(f"{sequence} would write to a block that others read")
         self.swapping.check_integrity(sequences)
+
+    def publish_loaded(self, sequence: Sequence | None, place: Place, key: bytes, block_id: int) -> None:
+        """Let a block be found that was filled from another tier: for `sequence`, if it still has these tokens."""
+        self.pool.cache_block(block_id, key)
+        if self.on_store is not None and sequence is not None:
+            self.on_store(sequence, place.group, place.number)
 
     # ---- inside
 

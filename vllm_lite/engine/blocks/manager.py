@@ -41,10 +41,13 @@ class KVCacheManager:
 
     def part(self, kind: type[Part]) -> Part:
         """The part of this class, for those who observe it. Raises LookupError if there is none."""
-        for part in self.parts:
-            if isinstance(part, kind):
-                return part
-        raise LookupError(f"the cache has no {kind.__name__}")
+        if (found := self.optional_part(kind)) is None:
+            raise LookupError(f"the cache has no {kind.__name__}")
+        return found
+
+    def optional_part(self, kind: type[Part]) -> Part | None:
+        """The part of this class, if there is one."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     # ---- the step
 
@@ -283,9 +286,12 @@ class KVCacheManager:
 
     # ---- forgetting
 
-    def reset_cache(self, sequences: Iterable[Sequence]) -> PrefixCacheReset:
-        """Forget all that is cached on any tier. What `sequences`, all the unfinished ones, hold stays theirs."""
+    def reset_cache(self, sequences: Iterable[Sequence], *, stored: bool = False) -> PrefixCacheReset:
+        """Forget all that is cached in memory, and with `stored` also what is kept for other engines and lives. What
+        `sequences`, all the unfinished ones, hold stays theirs."""
         num_blocks, num_host_blocks = self._forget_cached()
+        for part in self.parts if stored else ():
+            part.forget_stored()
         holders = [each for each in sequences if any(part.holds(each) for part in self.parts)]
         if self.is_caching:
             for sequence in holders:
@@ -312,6 +318,11 @@ class KVCacheManager:
         sequence.hash_root = self.hasher.root((sequence.hash_root.hex(), _RETIRED))
         sequence.block_hashes = []
         sequence.num_hashed_blocks = 0
+
+    def measured(self, prefill_tokens_per_s: float, load_blocks_per_s: float) -> None:
+        """Decide by these rates from now on; 0 is one that is not known."""
+        for part in self.parts:
+            part.measured(prefill_tokens_per_s, load_blocks_per_s)
 
     # ---- inside
 

@@ -238,6 +238,12 @@ class CachePart(ABC, Generic[Found]):
     def reset(self) -> Forgotten:
         """Let nothing be found any more. Sequences keep what they hold."""
 
+    def forget_stored(self) -> None:
+        """Let nothing be found any more that is kept beside the pools, for other engines as well."""
+
+    def measured(self, prefill_tokens_per_s: float, load_blocks_per_s: float) -> None:
+        """Decide by these rates from now on; 0 is one that is not known."""
+
     @abstractmethod
     def count(self, stats: Stats) -> None:
         """Write the part's gauges and counters."""

@@ -22,7 +22,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.api import FinishReason, PrefixCacheReset
 from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import log
-from vllm_lite.runtime.prefix_hash import KeyedSpan, PrefixHasher
+from vllm_lite.runtime.prefix_hash import DIGEST_BYTES, KeyedSpan, PrefixHasher
 from vllm_lite.trace import records
 from vllm_lite.trace.records import FIELDS, HASH_BYTES, WAITS, Code, Decision
 from vllm_lite.trace.segments import segment_path
@@ -182,6 +182,20 @@ class RecordedScheduler(Scheduler):
         super().measured(rates)
         self._write(records.RatesMeasured(*rates))
 
+    # ---- the disk
+
+    def stored_keys(self, added: abc.Sequence[bytes], removed: abc.Sequence[bytes]) -> None:
+        super().stored_keys(added, removed)
+        self._write(records.StoredKeys(*([_short(key) for key in keys] for keys in (added, removed))))
+
+    def transferred(self, ticket: int, failed: abc.Sequence[int]) -> None:
+        super().transferred(ticket, failed)
+        self._write(records.Transferred(ticket, list(failed)))
+
+    def transfer_late(self, ticket: int) -> None:
+        super().transfer_late(ticket)
+        self._write(records.Transferred(ticket, is_late=True))
+
     # ---- workers
 
     def lose_workers(self, cause: str, now_s: float, *, are_ended: bool = False) -> list[Produced]:
@@ -234,9 +248,9 @@ class RecordedScheduler(Scheduler):
         self._flush_in_time(now_s)
         return produced
 
-    def reset_prefix_cache(self) -> PrefixCacheReset:
-        done = super().reset_prefix_cache()
-        self._write(records.CacheReset(self._clock(), self._hasher.take()))
+    def reset_prefix_cache(self, *, stored: bool = False) -> PrefixCacheReset:
+        done = super().reset_prefix_cache(stored=stored)
+        self._write(records.CacheReset(self._clock(), self._hasher.take(), stored))
         return done
 
     def hold_newcomers(self, *, are_held: bool) -> None:
@@ -318,6 +332,11 @@ def recorded(path: str | None, header: records.Header, clock: abc.Callable[[], f
             return Scheduler(kv, options, policy)
 
     return make if path else Scheduler
+
+
+def _short(key: bytes) -> bytes:
+    """A key as replay makes it, of digests of HASH_BYTES."""
+    return key[:HASH_BYTES] + key[DIGEST_BYTES:]
 
 
 def digest_of(step: SchedulerOutput) -> bytes:

@@ -160,13 +160,17 @@ class Replay:
                 self._expire(record)
             case records.CacheReset():
                 with self._hasher.given(record.hashes):
-                    scheduler.reset_prefix_cache()
+                    scheduler.reset_prefix_cache(stored=record.stored)
             case records.Newcomers():
                 scheduler.hold_newcomers(are_held=record.are_held)
             case records.RatesMeasured():
-                scheduler.rates = Rates(
-                    record.prefill_tokens_per_s, record.swap_blocks_per_s, record.step_s, record.row_s
-                )
+                scheduler.measured(Rates(*(getattr(record, name) for name in Rates._fields)))
+            case records.StoredKeys():
+                scheduler.stored_keys(record.added, record.removed)
+            case records.Transferred(is_late=True):
+                scheduler.transfer_late(record.ticket)
+            case records.Transferred():
+                scheduler.transferred(record.ticket, record.failed)
             case records.WorkersLost():
                 self._lose_workers(record)
             case records.WorkersReplaced():

@@ -24,6 +24,8 @@ class Rates(NamedTuple):
     """The time of a decode step of no rows, as a line through measured steps has it."""
     row_s: float = 0.0
     """The time that each row adds to it."""
+    load_blocks_per_s: float = 0.0
+    """Blocks, or states, that are loaded from a tier that is not memory."""
 
     def tokens_within(self, seconds: float, least: int, most: int) -> int:
         """Number of tokens that a step computes in `seconds`, to which a chunk of a prompt is cut: `least` to `most`.

@@ -13,6 +13,7 @@ are its drafts, as if all of them were right; what proves wrong is taken back wi
 from collections import abc
 from collections.abc import Callable
 
+from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.observe.counters import Meter
 from vllm_lite.engine.request import Produced, Request
@@ -134,10 +135,10 @@ class Scheduler:
         self.queues.end(request, "error")
         return Produced(request, sample, start, [], reason="error", error=error)
 
-    def reset_prefix_cache(self) -> PrefixCacheReset:
-        """Forget every cached block of both tiers; requests that are live go on unharmed. It decides what later steps
-        find, so it belongs into a trace."""
-        return self.kv.reset_cache(self.queues.unfinished())
+    def reset_prefix_cache(self, *, stored: bool = False) -> PrefixCacheReset:
+        """Forget every cached block in memory, and with `stored` what is kept on disk; requests that are live go on
+        unharmed. It decides what later steps find, so it belongs into a trace."""
+        return self.kv.reset_cache(self.queues.unfinished(), stored=stored)
 
     def hold_newcomers(self, *, are_held: bool) -> None:
         """Let no request run that comes from now on, or let all of them run again."""
@@ -179,6 +180,21 @@ class Scheduler:
     def measured(self, rates: Rates) -> None:
         """Decide by these rates from now on."""
         self.rates = rates
+        self.kv.measured(rates.prefill_tokens_per_s, rates.load_blocks_per_s)
+
+    # ---- transfers between the pools and a tier that is not memory
+
+    def stored_keys(self, added: abc.Sequence[bytes], removed: abc.Sequence[bytes]) -> None:
+        """The tier has these contents from now on, and those no more."""
+        self.kv.part(DiskTier).learn(added, removed)
+
+    def transferred(self, ticket: int, failed: abc.Sequence[int]) -> None:
+        """A transfer has ended, but for the contents at the places `failed`."""
+        self.kv.part(DiskTier).ended(ticket, failed)
+
+    def transfer_late(self, ticket: int) -> None:
+        """Let nobody wait any longer for a load."""
+        self.kv.part(DiskTier).give_up(ticket)
 
     # ---- schedule
 

@@ -14,7 +14,7 @@ Which saved state makes room for another is for StateHistories to say. It may go
 sequence that is swapped out; a sequence that begins with one there has it copied into the slot in which it goes on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, Op, PrefixHit
@@ -68,6 +68,8 @@ class StateSlots(CachePart[StateHit]):
         self.blocks_moved = blocks_each if num_host_states else 0
         """How many KV blocks take as long to move as the state of a sequence that is swapped out."""
         self.block_size = block_size
+        self.others_hold: Callable[[], list[list[int]]] = list
+        """Slots that are referenced though no sequence has them: those on their way from or to another tier."""
         self._begins: dict[Seq, int] = {}  # where sequences are read that go on elsewhere in the step in the making
         self._promised: dict[bytes, Seq] = {}
         """States that steps to come will leave, and of which sequence."""
@@ -415,7 +417,7 @@ class StateSlots(CachePart[StateHit]):
     def check_integrity(self, sequences: Sequence[Seq]) -> None:
         """Raise RuntimeError if a slot's references are not those of its holders, or two sequences write to one."""
         places = [sequence.state for sequence in sequences if sequence.state is not None]
-        self.store.check_integrity([place.held() for place in places])
+        self.store.check_integrity([*(place.held() for place in places), *self.others_hold()])
         written = [place.live for place in places if place.live]
         if len(set(written)) < len(written) or any(self.pool.blocks[slot].block_hash for slot in written):
             raise RuntimeError(f"slots {written} are written by several sequences, or are cached")

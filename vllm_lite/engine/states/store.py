@@ -11,8 +11,9 @@ from vllm_lite.engine.states.histories import StateHistories
 from vllm_lite.engine.states.host import HostStates
 from vllm_lite.engine.states.place import Left
 from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.transfers import STATE
 
-KEY = b"state"
+KEY = STATE
 """Behind the hash of a prefix: the key of the state at its end."""
 
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": "what a model takes, what fits beside it, and the flags for that",
     "quantize": "write a quantized checkpoint of a dense one",
     "doctor": "what is installed, what works, and what to do about the rest",
+    "cache": "what lies in a directory of KV on disk",
     "keys": "make the keys that engine and clients know each other by over tcp",
     "replay": "decide again what a trace says was decided",
     "why": "tell what happened to one request, and why",

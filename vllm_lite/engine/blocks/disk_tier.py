@@ -1,0 +1,385 @@
+"""DiskTier: cached KV and states below memory, which survive the workers and which other engines may have written.
+
+It is a part of the cache beside those that own the pools: it holds nothing of a sequence, and makes the prefix that
+those find longer. A waiting sequence of which the tier has more than they is not admitted yet: places are taken for
+what lacks, a load is begun, and the verdict is LATER, as something arrives. When the load has ended, its contents are
+published in the pools, where the sequence finds them like any prefix; they are pinned no longer, so that no two
+sequences wait for each other's. A load that fails, or comes too late, is a miss: the sequence computes. It loads once.
+
+Everything is named by keys. A worker moves the bytes; what it is asked for is in `messages`, until that is sent.
+"""
+
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+from vllm_lite.engine.blocks.groups import KVGroup, common_hit
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
+from vllm_lite.engine.blocks.part import CachePart, Forgotten, PrefixHit
+from vllm_lite.engine.blocks.swapping import Place
+from vllm_lite.engine.blocks.verdict import OK, Admission, Verdict
+from vllm_lite.engine.blocks.write_through import WriteThrough
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.engine.states.place import Left
+from vllm_lite.engine.states.slots import StateSlots
+from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.step import Entry
+from vllm_lite.protocol.transfers import STATE, ForgetStored, LoadBlocks, Ticket, Transfer
+
+ARRIVING = Admission(Verdict.LATER, lacks="load", is_arriving=True)
+"""Verdict while the tier loads what a waiting sequence may begin with."""
+
+
+class Item(NamedTuple):
+    """Logical block `number` of a group, None: the state behind so many blocks."""
+
+    key: bytes
+    group: KVGroup | None
+    number: int
+
+
+class DiskHit(NamedTuple):
+    """The part of a sequence's beginning that the pools lack and the tier has."""
+
+    lacking: Many[Item] = ()
+    num_tokens: int = 0
+    """Number of tokens that it takes to compute what is lacking."""
+    is_loading: bool = False
+    num_loaded: int = 0
+    """Number of tokens that were loaded for the sequence while it waited."""
+
+
+class _Load:
+    """Items on their way into `ids`. They are published for `sequence`, unless the cache was reset meanwhile."""
+
+    def __init__(self, sequence: Sequence, items: list[Item], ids: list[int]) -> None:
+        self.sequence = sequence
+        self.items = items
+        self.ids = ids
+        self.is_stale = False
+
+
+class DiskTier(CachePart[DiskHit]):
+    """Finds, loads and writes; `index` has the keys of all that can be loaded."""
+
+    keeps = False
+
+    def __init__(self, blocks: KVBlocks, states: StateSlots | None = None) -> None:
+        self.pool = blocks.pool
+        self.index: set[bytes] = set()
+        self.prefill_tokens_per_s = self.load_blocks_per_s = 0.0
+        """Rates by which it is decided whether to load or to compute; 0 until they are known."""
+        self.num_loaded_tokens = self.num_failed = 0
+        """Tokens that were loaded, and contents that could not be, since the start."""
+        self._blocks = blocks
+        self._states = None if states is None else states.store
+        self.writes = WriteThrough(blocks, self._states, self.index)
+        self._loads: dict[Ticket, _Load] = {}
+        self._arriving: dict[bytes, Ticket] = {}
+        self._waits: dict[Sequence, set[Ticket]] = {}
+        self._tried: dict[Sequence, int] = {}
+        """Sequences whose loads have ended, with the tokens that they got by them."""
+        self._open: set[Sequence] = set()
+        """Sequences whose blocks are to be written."""
+        blocks.others_hold = self._pinned_blocks
+        if states is not None:
+            states.others_hold = self._pinned_slots
+
+    # ---- messages
+
+    def take_messages(self) -> list[Transfer]:
+        """What workers are to do, behind the steps that have been made."""
+        messages, self.writes.messages = self.writes.messages, []
+        return messages
+
+    def learn(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """These contents can be loaded from now on, and those no more."""
+        self.index.difference_update(removed)
+        self.index.update(added)
+
+    def ended(self, ticket: Ticket, failed: Collection[int] = ()) -> None:
+        """A transfer has ended, but for the contents at the places `failed`."""
+        load = self._loads.pop(ticket, None)
+        if load is None:
+            self.writes.ended(ticket, failed)
+            return
+        lost = set(failed)
+        self.num_failed += len(lost)
+        num_loaded = 0
+        for place, (item, block_id) in enumerate(zip(load.items, load.ids, strict=True)):
+            self._arriving.pop(item.key, None)
+            if place in lost:
+                self.index.discard(item.key)
+            elif not load.is_stale:
+                self._publish(load.sequence, item, block_id)
+                num_loaded += item.group is not None and item.group.index == 0
+        self._give_back(load, published=set() if load.is_stale else set(range(len(load.ids))) - lost)
+        self.num_loaded_tokens += num_loaded * self._blocks.block_size
+        for sequence, tickets in list(self._waits.items()):
+            tickets.discard(ticket)
+            if not tickets:
+                del self._waits[sequence]
+                self._tried[sequence] = num_loaded * self._blocks.block_size
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Let nobody wait for a load that takes too long. Its places are taken until it has ended."""
+        for sequence in [sequence for sequence, tickets in self._waits.items() if ticket in tickets]:
+            del self._waits[sequence]
+            self._tried[sequence] = 0
+
+    def forget_stored(self) -> None:
+        for load in self._loads.values():
+            load.is_stale = True
+        self.writes.stop()
+        self.writes.forget(self.writes.index)
+        self.index.clear()
+        self.writes.messages.append(ForgetStored(None))
+
+    def measured(self, prefill_tokens_per_s: float, load_blocks_per_s: float) -> None:
+        self.prefill_tokens_per_s, self.load_blocks_per_s = prefill_tokens_per_s, load_blocks_per_s
+
+    def _publish(self, sequence: Sequence, item: Item, block_id: int) -> None:
+        if item.group is None:
+            return
+        if self.pool.get_cached_block(item.key) is None:
+            is_own = item.key[:-1] == b"".join(sequence.block_hashes[item.number : item.number + 1])
+            place = Place(item.group, item.number)
+            self._blocks.publish_loaded(sequence if is_own else None, place, item.key, block_id)
+
+    def _give_back(self, load: _Load, published: set[int]) -> None:
+        """Unpin the places of a load, last first; a state becomes one that can be found."""
+        store = self._states
+        for place in reversed(range(len(load.ids))):
+            item, block_id = load.items[place], load.ids[place]
+            if item.group is not None:
+                self.pool.free((block_id,))
+            elif store is not None and place in published:
+                store.unpublished.append(Left(block_id, item.key, store.histories.again(None)))
+            elif store is not None:
+                store.let_go((block_id,))
+
+    # ---- the step
+
+    def begin_step(self) -> None:
+        if self.writes.has_states:
+            self.writes.write_states()
+
+    @property
+    def is_freeing(self) -> bool:
+        return self.writes.has_states
+
+    def drop_ops(self) -> None:
+        """The workers have gone, and what they had loaded and written of what could be found with them; the next ones
+        say anew what there is."""
+        loads, self._loads = self._loads, {}
+        for load in loads.values():
+            self._give_back(load, set())
+        self.writes.lose()
+        self.index.clear()
+        self._arriving, self._waits, self._tried = {}, {}, {}
+
+    # ---- lookup and admission
+
+    def register(self, sequence: Sequence) -> None:
+        request = sequence.request
+        is_known = request.adapter is None or bool(request.adapter.digest)
+        if is_known and request.pooling is None and request.params.prompt_logprobs is None:
+            self._open.add(sequence)
+
+    def search(self, sequence: Sequence) -> "DiskSearch":
+        return DiskSearch(self, sequence)
+
+    def nothing(self) -> DiskHit:
+        return DiskHit()
+
+    def admission(self, sequence: Sequence, found: DiskHit, chunk: int) -> Admission:  # noqa: ARG002
+        return ARRIVING if found.is_loading else OK
+
+    def may_admit(self, sequence: Sequence, found: DiskHit, num_tokens: int, *, in_parts: bool) -> bool:  # noqa: ARG002
+        """As for any part. False: a load has been begun."""
+        if not found.lacking or not self._is_worth_it(found):
+            return True
+        return not self._begin_load(sequence, found)
+
+    def _is_worth_it(self, found: DiskHit) -> bool:
+        """Whether to load takes less time than to compute. Unknown rates speak for the load, which makes them known."""
+        if not self.prefill_tokens_per_s or not self.load_blocks_per_s:
+            return True
+        return len(found.lacking) / self.load_blocks_per_s < found.num_tokens / self.prefill_tokens_per_s
+
+    def _begin_load(self, sequence: Sequence, found: DiskHit) -> bool:
+        """Load what is not on its way already. False: there is no room."""
+        new = [item for item in found.lacking if item.key not in self._arriving]
+        num_blocks = sum(item.group is not None for item in new)
+        if num_blocks > self.pool.num_free - self._blocks.watermark_blocks:
+            return False
+        slots = [self._states.take() for item in new if item.group is None] if self._states is not None else []
+        if None in slots:
+            return False
+        waits = {self._arriving[item.key] for item in found.lacking if item.key in self._arriving}
+        if new:
+            ids = self.pool.get_new_blocks(num_blocks)
+            ids += [slot for slot in slots if slot is not None]
+            new.sort(key=lambda item: item.group is None)  # the states behind the blocks, as their ids are
+            ticket = self.writes.next_ticket()
+            self._loads[ticket] = _Load(sequence, new, ids)
+            keys = [item.key for item in new]
+            self._arriving.update(dict.fromkeys(keys, ticket))
+            self.writes.messages.append(LoadBlocks(ticket, keys, ids))
+            waits.add(ticket)
+        self._waits[sequence] = waits
+        return True
+
+    def admit(self, sequence: Sequence, hit: PrefixHit, found: DiskHit, num_tokens: int) -> bool:  # noqa: ARG002
+        return True
+
+    def note_admission(self, hit: PrefixHit, found: DiskHit) -> list[tuple[str, dict[str, int]]]:  # noqa: ARG002
+        return [("loaded", {"tokens": found.num_loaded})] if found.num_loaded else []
+
+    def reach(self, sequence: Sequence, num_found: int) -> int:
+        """The largest number of blocks behind which the sequence could go on with what the tier has."""
+        hashes, index, blocks = sequence.block_hashes, self.index, self._blocks
+
+        def find(group: KVGroup, number: int) -> int | None:
+            key = hashes[number] + group.key
+            return 0 if key in index else blocks.find(key)
+
+        length = len(hashes)
+        while (length := common_hit(blocks.groups, length, sequence.num_tokens, find)) > num_found:
+            behind = length if self._states is None else self._last_state(sequence, length, num_found)
+            if behind == length:
+                return length
+            length = behind
+        return num_found
+
+    def _last_state(self, sequence: Sequence, num_blocks: int, num_found: int) -> int:
+        """The largest number of blocks, between the two, behind which a state can be had."""
+        most = min(num_blocks, (sequence.num_tokens - 1) // self._blocks.block_size)
+        keys = ((count, sequence.block_hashes[count - 1] + STATE) for count in range(most, num_found, -1))
+        return next((count for count, key in keys if self._has_state(key) or key in self.index), num_found)
+
+    def _has_state(self, key: bytes) -> bool:
+        return self._states is not None and self._states.find(key) is not None
+
+    def hit(self, sequence: Sequence, num_found: int) -> DiskHit:
+        """As for any part, beside the `num_found` blocks that the others go on from."""
+        if sequence in self._waits:
+            return DiskHit(is_loading=True)
+        if sequence in self._tried or not self.index or sequence.status is Status.SWAPPED:
+            return DiskHit(num_loaded=self._tried.get(sequence, 0))
+        length = self.reach(sequence, num_found)
+        if length <= num_found:
+            return DiskHit()
+        size, lacking = self._blocks.block_size, list[Item]()
+        position = min(length * size, sequence.num_tokens - 1)
+        for group in self._blocks.groups:
+            for number in range(min(group.first_needed(position), length), length):
+                key = sequence.block_hashes[number] + group.key
+                if self._blocks.find(key) is None:
+                    lacking.append(Item(key, group, number))
+        if self._states is not None and not self._has_state(key := sequence.block_hashes[length - 1] + STATE):
+            lacking.append(Item(key, None, length))
+        return DiskHit(lacking, position - num_found * size)
+
+    # ---- growing and leaving
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:  # noqa: ARG002
+        return None
+
+    def publish(self, sequence: Sequence, first: int, last: int) -> None:
+        """At the end of a prompt, its blocks are written; those of the answer are when that ends."""
+        if first < sequence.num_prompt // self._blocks.block_size <= last:
+            self._write(sequence, last)
+
+    def can_fork(self, parent: Sequence, position: int, num_scheduled: int) -> bool:  # noqa: ARG002
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence, num_scheduled: int) -> Many[Entry]:  # noqa: ARG002
+        return ()
+
+    def release(self, sequence: Sequence, *, forget: bool = False) -> None:
+        num_blocks = sequence.num_hashed_blocks
+        if forget:
+            groups = [group.key for group in self._blocks.groups]
+            keys = [each + end for each in sequence.block_hashes[:num_blocks] for end in (*groups, STATE)]
+            self.writes.forget(keys)
+        else:
+            self._write(sequence, num_blocks)
+        self._waits.pop(sequence, None)
+        self._tried.pop(sequence, None)
+        if sequence.status is Status.FINISHED:
+            self._open.discard(sequence)
+
+    def _write(self, sequence: Sequence, num_blocks: int) -> None:
+        if sequence in self._open and num_blocks:
+            self.writes.add(sequence.block_hashes[:num_blocks])
+
+    # ---- swapping
+
+    def swap_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return True
+
+    def holds(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return False
+
+    def holds_device(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return False
+
+    def push_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return False
+
+    def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:  # noqa: ARG002
+        return True
+
+    # ---- forgetting and reporting
+
+    def reset(self) -> Forgotten:
+        """As for any part: of sequences that are computed now nothing is written, as nobody is to find it, and what is
+        being loaded is not published. What the tier has stays, as it is not this engine's alone."""
+        for load in self._loads.values():
+            load.is_stale = True
+        self.writes.stop()
+        self._open.clear()
+        return Forgotten()
+
+    def count(self, stats: Stats) -> None:
+        stats.num_stored_keys, stats.num_writing_blocks = len(self.index), self.writes.num_writing
+        stats.loaded_tokens, stats.failed_loads = self.num_loaded_tokens, self.num_failed
+        stats.dropped_writes = self.writes.num_dropped
+
+    def _pinned_blocks(self) -> list[list[int]]:
+        loading = [
+            [block_id for item, block_id in zip(load.items, load.ids, strict=True) if item.group is not None]
+            for load in self._loads.values()
+        ]
+        return [*loading, *self.writes.pinned(states=False)]
+
+    def _pinned_slots(self) -> list[list[int]]:
+        loading = [
+            [slot for item, slot in zip(load.items, load.ids, strict=True) if item.group is None]
+            for load in self._loads.values()
+        ]
+        return [*loading, *self.writes.pinned(states=True)]
+
+    def check_integrity(self, sequences: Many[Sequence]) -> None:
+        """Raise RuntimeError if somebody waits for a load that there is not, or is not there any more."""
+        waiting = {ticket for tickets in self._waits.values() for ticket in tickets}
+        if not waiting <= self._loads.keys() or not self._waits.keys() <= set(sequences):
+            raise RuntimeError("a sequence waits for a load that is not under way, or is gone")
+        if set(self._arriving.values()) - self._loads.keys():
+            raise RuntimeError("contents are said to arrive by a load that is not under way")
+
+
+class DiskSearch:
+    """Looks for more of one sequence's beginning than the pools have."""
+
+    def __init__(self, tier: DiskTier, sequence: Sequence) -> None:
+        self._tier = tier
+        self._sequence = sequence
+
+    def longest(self, num_blocks: int) -> int:
+        """As many as the others have: what can be loaded is not there yet."""
+        return num_blocks
+
+    def find(self, num_blocks: int) -> DiskHit:
+        return self._tier.hit(self._sequence, num_blocks)

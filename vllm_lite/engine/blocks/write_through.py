@@ -1,0 +1,193 @@
+"""WriteThrough: hands the contents of chains that have ended to the tier below, in the background.
+
+A chain is the blocks of a sequence whose prompt or answer has ended. Its blocks stay in the pool, where others may find
+them, and are pinned only while a worker writes them: a bounded number at a time, the rest later. What the pool has
+reused before its turn came is not written, nor what continues it; a chain that ends while too many wait is dropped.
+States lie in the store of slots, and are written as soon as they can be found there.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
+from vllm_lite.protocol.transfers import STATE, ForgetStored, StoreBlocks, Ticket, Transfer
+
+if TYPE_CHECKING:
+    from vllm_lite.engine.states.store import StateStore
+
+MAX_RUN = 64
+"""Blocks of one message, and of one file."""
+SHARE = 8
+"""One of so many blocks of the pool may be pinned for being written."""
+MAX_CHAINS = 256
+MAX_STATES = 3
+"""States of a chain that are written: those behind the most of it."""
+
+
+class Run(NamedTuple):
+    """Blocks of one group, or states, that are being written."""
+
+    keys: list[bytes]
+    ids: list[int]
+    are_states: bool
+
+
+class WriteThrough:
+    """Writes what `index`, the contents of the tier, does not have."""
+
+    def __init__(self, blocks: KVBlocks, states: "StateStore | None", index: set[bytes]) -> None:
+        self.index = index
+        self.messages: list[Transfer] = []
+        """Transfers that have not been sent yet."""
+        self.num_dropped = 0
+        """Chains that were not written, or not to their end."""
+        self.max_blocks = max(2, blocks.pool.num_usable // SHARE)
+        self._max_run = min(MAX_RUN, self.max_blocks // 2)
+        self._blocks = blocks
+        self._states = states
+        self._chains: deque[tuple[list[bytes], Iterator[Run]]] = deque()
+        self._with_states: list[list[bytes]] = []
+        self._runs: dict[Ticket, Run] = {}
+        self._writing: set[bytes] = set()
+        self._unwanted: set[bytes] = set()
+        self.next_ticket: Callable[[], Ticket] = iter(range(1, 2**53)).__next__
+
+    @property
+    def num_writing(self) -> int:
+        """Number of blocks and states that are pinned."""
+        return len(self._writing)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of chains that are not written to their end."""
+        return len(self._chains)
+
+    def pinned(self, *, states: bool) -> list[list[int]]:
+        """The blocks, or the slots, of each run that is being written."""
+        return [run.ids for run in self._runs.values() if run.are_states is states]
+
+    def add(self, hashes: list[bytes]) -> None:
+        """A chain has ended, whose blocks can be found."""
+        if self._states is not None:
+            self._with_states.append(hashes)
+        last = hashes[-1:]
+        if all(self._is_kept(block_hash + group.key) for block_hash in last for group in self._blocks.groups):
+            return  # and so is what it continues
+        if len(self._chains) >= MAX_CHAINS:
+            self.num_dropped += 1
+            return
+        self._chains.append((hashes, self._runs_of(hashes)))
+        self.go_on()
+
+    def write_states(self) -> None:
+        """Begin to write the states of ended chains that can be found by now. To be called when a step begins."""
+        chains, self._with_states = self._with_states, []
+        store = self._states
+        if store is None:
+            return
+        for hashes in chains:
+            keys = [block_hash + STATE for block_hash in reversed(hashes)]
+            found = [(key, slot) for key in keys if (slot := store.pool.get_cached_block(key)) is not None]
+            for key, slot in found[:MAX_STATES]:
+                if not self._is_kept(key):
+                    store.pool.touch((slot,))
+                    self._begin(Run([key], [slot], are_states=True))
+
+    @property
+    def has_states(self) -> bool:
+        return bool(self._with_states)
+
+    def go_on(self) -> None:
+        """Begin to write as much of the ended chains as may be pinned."""
+        while self._chains and len(self._writing) + self._max_run <= self.max_blocks:
+            run = next(self._chains[0][1], None)
+            if run is None:
+                self._chains.popleft()
+                continue
+            self._blocks.pool.touch(run.ids)
+            self._begin(run)
+
+    def ended(self, ticket: Ticket, failed: Iterable[int]) -> None:
+        """A worker has written a run, but for the keys at the places `failed`."""
+        run = self._runs.pop(ticket, None)
+        if run is None:
+            return
+        lost = set(failed)
+        written = [key for place, key in enumerate(run.keys) if place not in lost]
+        self._writing.difference_update(run.keys)
+        unwanted = self._unwanted.intersection(written)
+        if unwanted:
+            self._unwanted -= unwanted
+            self.messages.append(ForgetStored(sorted(unwanted)))
+        self.index.update(key for key in written if key not in unwanted)
+        self._unpin(run)
+        self.go_on()
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Let these contents not be found, whether they are written or about to be."""
+        keys = set(keys)
+        self._unwanted |= keys & self._writing
+        self._chains = deque(chain for chain in self._chains if keys.isdisjoint(self._keys_of(chain[0])))
+        if stored := keys & self.index:
+            self.index -= stored
+            self.messages.append(ForgetStored(sorted(stored)))
+
+    def stop(self) -> None:
+        """Begin to write nothing more of the chains that have ended."""
+        self._chains.clear()
+        self._with_states = []
+
+    def lose(self) -> None:
+        """The workers have gone, and with them what they had to write."""
+        self.stop()
+        self.messages = []
+        runs, self._runs = self._runs, {}
+        self._writing, self._unwanted = set(), set()
+        for run in runs.values():
+            self._unpin(run)
+
+    # ---- inside
+
+    def _begin(self, run: Run) -> None:
+        ticket = self.next_ticket()
+        self._runs[ticket] = run
+        self._writing.update(run.keys)
+        self.messages.append(StoreBlocks(ticket, run.keys, run.ids))
+
+    def _unpin(self, run: Run) -> None:
+        if not run.are_states:
+            self._blocks.pool.free(reversed(run.ids))
+        elif self._states is not None:
+            self._states.let_go(run.ids)
+
+    def _is_kept(self, key: bytes) -> bool:
+        return key in self.index or key in self._writing
+
+    def _keys_of(self, hashes: Sequence[bytes]) -> Iterator[bytes]:
+        return (block_hash + group.key for block_hash in hashes for group in self._blocks.groups)
+
+    def _runs_of(self, hashes: list[bytes]) -> Iterator[Run]:
+        """The runs of a chain, each made when the one before is being written; its blocks are those of that moment."""
+        pool = self._blocks.pool
+        open_groups = list(self._blocks.groups)
+        for start in range(0, len(hashes), self._max_run):
+            for group in list(open_groups):
+                keys: list[bytes] = []
+                ids: list[int] = []
+                for block_hash in hashes[start : start + self._max_run]:
+                    key = block_hash + group.key
+                    block_id = None if self._is_kept(key) else pool.get_cached_block(key)
+                    if block_id is not None:
+                        keys.append(key)
+                        ids.append(block_id)
+                        continue
+                    if not self._is_kept(key) and group.window is None:
+                        open_groups.remove(group)  # nobody finds what continues a block that is lost
+                        self.num_dropped += 1
+                        break
+                    if keys:
+                        yield Run(keys, ids, are_states=False)
+                        keys, ids = [], []
+                if keys:
+                    yield Run(keys, ids, are_states=False)

@@ -1,0 +1,265 @@
+"""DiskTransfers: loads and stores beside the steps, by threads that hardly hold the interpreter's lock.
+
+Loads have two threads, as somebody waits for them. One thread of the lowest priority writes, and looks at the directory
+for what other engines write. Reads, writes and checksums run without the lock, blocks are used where they lie, and the
+memory that is taken does not grow with what is moved: the engine bounds what is on its way.
+"""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from vllm_lite.kv_disk.store import DiskStore
+from vllm_lite.protocol.transfers import (
+    STATE,
+    ForgetStored,
+    LoadBlocks,
+    StoreBlocks,
+    StoredKeys,
+    TierUsage,
+    Transfer,
+    TransferAnswer,
+    Transferred,
+)
+from vllm_lite.runtime import log
+from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.worker.disk.items import DeviceItems, HostItems
+
+NUM_READERS = 2
+LEAST_PART = 32
+"""Blocks of a load that one thread reads, if there are more."""
+LOOK_S = 1.0
+"""How often the directory is looked at."""
+KEYS_PER_MESSAGE = 4096
+LOWEST_PRIORITY = 19
+
+logger = log.get(__name__)
+
+Pools = tuple[HostItems | DeviceItems, HostItems | DeviceItems | None]
+"""Blocks, and the states of a model that has any."""
+
+
+class _Job:
+    """A transfer under way: `left` parts of it are not done."""
+
+    def __init__(self, message: LoadBlocks | StoreBlocks, event: Any, num_parts: int = 1) -> None:
+        self.message = message
+        self.event = event
+        self.began_s = time.monotonic()
+        self.left = num_parts
+        self.failed: set[int] = set()
+        self.num_bytes = 0
+
+
+class DiskTransfers:
+    """Belongs to one worker. `announced` is set when there are answers to take."""
+
+    def __init__(self, make_store: Callable[[], DiskStore], rank: int, generation: int) -> None:
+        """`make_store` is called by a thread, as it reads pages of the checkpoint."""
+        self.announced = Wakeup()
+        self._make_store = make_store
+        self._make_pools: Callable[[], Pools] | None = None
+        self._name = rank, generation
+        self._loads: queue.SimpleQueue[tuple[_Job, Sequence[int]] | None] = queue.SimpleQueue()
+        self._stores: queue.SimpleQueue[_Job | ForgetStored | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._answers: list[Transferred] = []
+        self._store: DiskStore | None = None
+        self._is_open = threading.Event()
+        """The store is there, or cannot be."""
+        self._has_pools = threading.Event()
+        self._is_closing = False
+        self._num_queued = 0
+        self._usage = {"loaded_bytes": 0, "stored_bytes": 0, "load_s": 0.0, "store_s": 0.0}
+        targets = [self._write, *[self._read] * NUM_READERS]
+        self._threads = [
+            threading.Thread(target=target, name=f"disk {number}", daemon=True) for number, target in enumerate(targets)
+        ]
+
+    def start(self) -> None:
+        """Begin to look at the directory."""
+        for thread in self._threads:
+            thread.start()
+
+    def use(self, make_pools: Callable[[], Pools]) -> None:
+        """The pools are there; each thread makes its own way to them. Called once, before the first transfer."""
+        self._make_pools = make_pools
+        self._has_pools.set()
+
+    def _await_pools(self) -> Pools | None:
+        """Wait until there are pools; None: the worker ends before."""
+        self._has_pools.wait()
+        return None if self._make_pools is None else self._make_pools()
+
+    # ---- the worker's thread
+
+    def submit(self, message: Transfer, event: Any = None) -> None:
+        """Begin a transfer. `event` lies behind the steps before it, on a GPU."""
+        if isinstance(message, ForgetStored):
+            self._stores.put(message)
+            return
+        with self._lock:
+            self._num_queued += 1
+        if isinstance(message, StoreBlocks):
+            self._stores.put(_Job(message, event))
+            return
+        count = len(message.keys)
+        size = max(LEAST_PART, -(-count // NUM_READERS))
+        parts = [range(start, min(count, start + size)) for start in range(0, count, size)]
+        job = _Job(message, event, len(parts))
+        for part in parts:
+            self._loads.put((job, part))
+
+    def take(self) -> list[TransferAnswer]:
+        """Answers that have not been taken yet, and of rank 0 what can be found by now."""
+        self.announced.clear()
+        with self._lock:
+            answers: list[TransferAnswer] = list(self._answers)
+            self._answers = []
+        store, (rank, generation) = self._store, self._name
+        if store is None or rank != 0:
+            return answers
+        changes = store.take_changes()
+        if changes.added or changes.removed or answers:
+            usage = self.usage()
+            for start in range(0, len(changes.added) or 1, KEYS_PER_MESSAGE):
+                added = changes.added[start : start + KEYS_PER_MESSAGE]
+                answers.append(StoredKeys(rank, generation, added, [] if start else changes.removed, usage))
+        return answers
+
+    def usage(self) -> TierUsage:
+        store = self._store
+        errors = {} if store is None else {**store.errors, **store.dropped}
+        return TierUsage(
+            num_bytes=0 if store is None else store.num_bytes,
+            num_queued=self._num_queued,
+            errors=errors,
+            **self._usage,  # type: ignore[arg-type]
+        )
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what is being written, as far as there is time; a file is whole or not there."""
+        self._is_closing = True
+        self._has_pools.set()
+        self._stores.put(None)
+        for _ in range(NUM_READERS):
+            self._loads.put(None)
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    # ---- the threads
+
+    def _read(self) -> None:
+        self._is_open.wait()
+        if (pools := self._await_pools()) is None:
+            return
+        while (item := self._loads.get()) is not None:
+            job, places = item
+            failed, num_bytes, began_s = set(places), 0, time.monotonic()
+            if (store := self._store) is not None and not self._is_closing:
+                try:
+                    failed, num_bytes = self._read_part(store, job, places, pools)
+                except Exception:  # a fault of ours is a miss as well, but not a silent one
+                    logger.exception("a load failed")
+            with self._lock:
+                self._usage["load_s"] += time.monotonic() - began_s
+                self._usage["loaded_bytes"] += num_bytes
+            self._done(job, failed, num_bytes)
+
+    def _read_part(self, store: DiskStore, job: _Job, places: Sequence[int], pools: Pools) -> tuple[set[int], int]:
+        keys, ids = job.message.keys, job.message.ids
+        failed, num_bytes = set[int](), 0
+        for items, chosen in _by_pool(pools, keys, places):
+            if items is None:
+                failed.update(chosen)
+                continue
+            items.after(job.event)
+            lost, count = store.read([keys[place] for place in chosen], [ids[place] for place in chosen], items)
+            failed.update(chosen[number] for number in lost)
+            num_bytes += count
+        return failed, num_bytes
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        try:
+            self._store = self._make_store()
+        except Exception as error:
+            logger.warning("the KV cache on disk is off: %s", error)
+        self._is_open.set()
+        looked_s = self._look()
+        if (pools := self._await_pools()) is None:
+            return
+        while True:
+            try:
+                item = self._stores.get(timeout=LOOK_S)
+            except queue.Empty:
+                looked_s = self._look()
+                continue
+            if item is None:
+                return
+            if isinstance(item, ForgetStored):
+                self._forget(item)
+            else:
+                self._write_run(item, pools)
+            if time.monotonic() - looked_s > LOOK_S:
+                looked_s = self._look()
+
+    def _look(self) -> float:
+        if self._store is not None:
+            with suppress(OSError):
+                self._store.look(lambda: self._is_closing)
+            self.announced.set()
+        return time.monotonic()
+
+    def _forget(self, message: ForgetStored) -> None:
+        if self._store is not None:
+            if message.keys is None:
+                self._store.clear()
+            else:
+                self._store.forget(message.keys)
+            self.announced.set()
+
+    def _write_run(self, job: _Job, pools: Pools) -> None:
+        began_s, num_bytes = time.monotonic(), 0
+        if self._store is not None:
+            try:
+                ((items, _),) = _by_pool(pools, job.message.keys, range(len(job.message.keys)))
+                if items is not None:
+                    items.after(job.event)
+                    num_bytes = self._store.write(job.message.keys, job.message.ids, items)
+            except Exception:
+                logger.exception("a run of blocks was not written")
+        with self._lock:
+            self._usage["store_s"] += time.monotonic() - began_s
+            self._usage["stored_bytes"] += num_bytes
+        self._done(job, set() if num_bytes else set(range(len(job.message.keys))), num_bytes)
+
+    def _done(self, job: _Job, failed: set[int], num_bytes: int) -> None:
+        """A part of a transfer is done; with the last it is answered."""
+        with self._lock:
+            job.left -= 1
+            job.failed |= failed
+            job.num_bytes += num_bytes
+            if job.left:
+                return
+            self._num_queued -= 1
+            took_s = time.monotonic() - job.began_s
+            answer = Transferred(*self._name, job.message.ticket, tuple(sorted(job.failed)), job.num_bytes, took_s)
+            self._answers.append(answer)
+        self.announced.set()
+
+
+def _by_pool(
+    pools: Pools, keys: Sequence[bytes], places: Iterable[int]
+) -> list[tuple[HostItems | DeviceItems | None, list[int]]]:
+    """The places of blocks and those of states, each with its pool."""
+    blocks, states = list[int](), list[int]()
+    for place in places:
+        (states if keys[place].endswith(STATE) else blocks).append(place)
+    return [(items, chosen) for items, chosen in zip(pools, (blocks, states), strict=True) if chosen]
