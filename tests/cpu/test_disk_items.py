@@ -1,0 +1,120 @@
+"""Blocks on their way between a pool and files: used where they lie on a CPU, and by way of a buffer on a device."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.deadlines import scaled
+from vllm_lite.kv_disk.store import DiskStore
+from vllm_lite.protocol.transfers import STATE, ForgetStored, LoadBlocks, StoreBlocks, StoredKeys, Transferred
+from vllm_lite.worker.disk.items import DeviceItems, HostItems
+from vllm_lite.worker.disk.transfers import DiskTransfers
+
+NUM_ITEMS = 120
+KEYS = [bytes([number]) * 32 + b"\0" for number in range(1, 9)]
+
+
+def pool(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    values = torch.randint(0, 255, (NUM_ITEMS, 3, 64 * dtype.itemsize), generator=torch.Generator().manual_seed(seed))
+    return values.to(torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", [HostItems, DeviceItems])
+def test_bytes_go_from_one_pool_to_another(
+    tmp_path: Path, dtype: torch.dtype, kind: type[HostItems | DeviceItems]
+) -> None:
+    source, target = pool(dtype, 1), pool(dtype, 2)
+    store, ids, places = DiskStore(tmp_path, b"m", (0, 1), 10**9), [3, 9, 4, 19, 1], [7, 2, 8, 11, 5]
+    assert store.write(KEYS[:5], ids, kind(source))
+    before = target.clone()
+    assert store.read(KEYS[:5], places, kind(target)) == (set(), 5 * source[0].nbytes)
+    as_bytes = source.view(torch.uint8), target.view(torch.uint8)
+    assert torch.equal(as_bytes[1][places], as_bytes[0][ids])
+    others = [index for index in range(NUM_ITEMS) if index not in places]
+    assert torch.equal(as_bytes[1][others], before.view(torch.uint8)[others])
+
+
+class Worker:
+    """The transfers of one rank over two pools, and their answers."""
+
+    def __init__(self, folder: Path, seed: int, rank: int = 0) -> None:
+        self.blocks, self.states = pool(torch.bfloat16, seed), pool(torch.float32, seed)
+        self.disk = DiskTransfers(lambda: DiskStore(folder, b"m", (rank, 2), 10**9), rank, 1)
+        self.disk.start()
+        self.disk.use(lambda: (HostItems(self.blocks), HostItems(self.states)))
+        self.ended: dict[int, Transferred] = {}
+        self.known: set[bytes] = set()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + scaled(10.0)
+        while not holds():
+            assert time.monotonic() < deadline_s
+            for answer in self.disk.take():
+                if isinstance(answer, StoredKeys):
+                    self.known = (self.known | set(answer.added)) - set(answer.removed)
+                else:
+                    self.ended[answer.ticket] = answer
+            time.sleep(0.001)
+
+    def run(self, message: LoadBlocks | StoreBlocks) -> Transferred:
+        self.disk.submit(message)
+        self.until(lambda: message.ticket in self.ended)
+        return self.ended[message.ticket]
+
+
+def test_a_later_worker_loads_blocks_and_states_that_it_is_told_of(tmp_path: Path) -> None:
+    first, state = Worker(tmp_path, 1), b"x" * 32 + STATE
+    assert first.run(StoreBlocks(1, KEYS, list(range(8)))).failed == ()
+    assert first.run(StoreBlocks(2, [state], [5])).failed == ()
+    first.disk.close(scaled(5.0))
+    second = Worker(tmp_path, 2)
+    second.until(lambda: second.known == {*KEYS, state})
+    answer = second.run(LoadBlocks(7, [*KEYS[2:5], state, b"unknown"], [1, 2, 3, 4, 6]))
+    assert answer.failed == (4,)
+    assert answer.num_bytes == 3 * first.blocks[0].nbytes + first.states[0].nbytes
+    assert torch.equal(second.blocks[1:4].view(torch.uint8), first.blocks[2:5].view(torch.uint8))
+    assert torch.equal(second.states[4].view(torch.uint8), first.states[5].view(torch.uint8))
+    second.disk.submit(ForgetStored(None))
+    second.until(lambda: not second.known)
+    assert second.run(LoadBlocks(8, KEYS[:1], [1])).failed == (0,)
+    second.disk.close(scaled(5.0))
+
+
+def test_a_long_load_is_shared_by_two_threads_and_answered_once(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, 1)
+    keys = [number.to_bytes(2, "big") * 16 + b"\0" for number in range(100)]
+    for start in range(0, 100, 10):
+        worker.run(StoreBlocks(1 + start, keys[start : start + 10], list(range(10))))
+    answer = worker.run(LoadBlocks(1000, [*keys, b"no"], list(range(101))))
+    assert answer.failed == (100,)
+    assert worker.disk.usage().num_queued == 0
+    assert worker.disk.usage().loaded_bytes == 100 * worker.blocks[0].nbytes
+    worker.disk.close(scaled(5.0))
+
+
+def test_a_tier_that_cannot_be_opened_fails_each_transfer_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> DiskStore:
+        raise OSError("no such disk")
+
+    worker = Worker(tmp_path, 1)
+    worker.disk.close(scaled(5.0))
+    worker.disk = DiskTransfers(refuse, 0, 1)
+    worker.disk.start()
+    worker.disk.use(lambda: (HostItems(worker.blocks), None))
+    assert worker.run(LoadBlocks(1, KEYS[:2], [1, 2])).failed == (0, 1)
+    assert worker.run(StoreBlocks(2, KEYS[:2], [1, 2])).failed == (0, 1)
+    assert "the KV cache on disk is off: no such disk" in caplog.text
+    worker.disk.close(scaled(5.0))
+
+
+def test_ranks_but_the_first_say_only_what_has_ended(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, 1, rank=1)
+    assert worker.run(StoreBlocks(1, KEYS, list(range(8)))).rank == 1
+    assert not worker.known
+    worker.disk.close(scaled(5.0))
