@@ -19,6 +19,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.histograms import BlockHistograms, Histogram, RequestHistograms
+from vllm_lite.protocol.transfers import TierUsage
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.metrics import METRICS, Metrics, table
@@ -84,6 +85,8 @@ def full(**values: Any) -> Stats:
 def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     counts: dict[str, Any] = {"cached_tokens": 9, "host_hits": 4, "preemptions": 7, "swaps": 2, "prompt_tokens": 30}
     counts |= {"num_deferred": STATS.num_waiting - 1, "accepted_at": [6, 2]}
+    disk = TierUsage(10, 20, 30, 0.5, 1.5, 3, {"damaged": 2})
+    counts |= {"loaded_tokens": 3, "disk": disk}
     text = look(full(**counts, blocks=BLOCKS, expert_tokens=[[], [31, 37]]))
     families = list(text_string_to_metric_families(text))
     assert 'vllm_lite:expert_tokens_total{engine="0",expert="1",layer="1",model_name="name"} 37.0' in text
@@ -108,7 +111,10 @@ def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     sources = by("vllm:prompt_tokens_by_source_total", "source")
     assert sources == {"local_compute": 21, "local_cache_hit": 5, "external_kv_transfer": 4}
     tiers = by("vllm:prompt_tokens_cached_by_source_total", "source")
-    assert tiers == {"device": 5, "host": 4, "disk": 0, "p2p": 0, "external_unspecified": 0}
+    assert tiers == {"device": 2, "host": 4, "disk": 3, "p2p": 0, "external_unspecified": 0}
+    assert by("vllm_lite:disk_moved_bytes_total", "what") == {"loaded": 20, "stored": 30}
+    assert by("vllm_lite:disk_seconds_total", "what") == {"load": 0.5, "store": 1.5}
+    assert by("vllm_lite:disk_errors_total", "reason") == {"damaged": 2}
     waiting = by("vllm:num_requests_waiting_by_reason", "reason")
     assert waiting == {"capacity": 1, "deferred": STATS.num_waiting - 1}
     assert by("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position") == {"0": 6, "1": 2}

@@ -267,14 +267,14 @@ class AdapterChanged(_Record, frozen=True, tag=13):
     is_loaded: bool
 
 
-class StoredKeys(_Record, frozen=True, tag=14):
+class DiskKeys(_Record, frozen=True, tag=14):
     """The disk has these contents from now on, and those no more: digests of HASH_BYTES, with what follows them."""
 
     added: list[bytes]
     removed: list[bytes]
 
 
-class Transferred(_Record, frozen=True, tag=15):
+class TransferEnded(_Record, frozen=True, tag=15):
     """A transfer from or to the disk ended, but for the contents at the places `failed`; or it `is_late`: nobody waits
     for it any longer."""
 
@@ -298,8 +298,8 @@ Record = (
     | WorkersReplaced
     | Newcomers
     | AdapterChanged
-    | StoredKeys
-    | Transferred
+    | DiskKeys
+    | TransferEnded
 )
 
 

@@ -38,9 +38,9 @@ def describe(record: records.Record, ids: dict[int, str]) -> str:
         return f"the workers of generation {record.generation} took over"
     if isinstance(record, records.Newcomers):
         return f"requests that come {'wait for the end of those before them' if record.are_held else 'may run'}"
-    if isinstance(record, records.StoredKeys):
+    if isinstance(record, records.DiskKeys):
         return f"the disk has {len(record.added)} more blocks and states, and {len(record.removed)} no more"
-    if isinstance(record, records.Transferred):
+    if isinstance(record, records.TransferEnded):
         failed = f", {len(record.failed)} of its blocks and states are not there" if record.failed else ""
         return f"transfer {record.ticket} {'is late' if record.is_late else 'has ended'}{failed}"
     return str(record)

@@ -164,7 +164,9 @@ class WorkerLoop:
                 worker.drop_adapter(message.number)
                 continue
             if isinstance(message, LoadBlocks | StoreBlocks | ForgetStored):
-                worker.transfer(message)
+                if self.disk is None:
+                    raise ProtocolError("contents are to be moved, and kv_cache_dir is not set")
+                self.disk.submit(message, worker.device.torch)
                 continue
             answer = _execute(worker, message)
             if self.settings.rank == 0:

@@ -48,7 +48,6 @@ from vllm_lite.protocol.control import (
 )
 from vllm_lite.protocol.pooling import POOLING_TASKS, PoolerInfo
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
-from vllm_lite.protocol.transfers import Transfer
 from vllm_lite.runtime import log
 from vllm_lite.runtime.machine import num_physical_cores
 from vllm_lite.structured.sources.grammars import Grammars
@@ -309,13 +308,6 @@ class Worker:
             self.disk.use(lambda: pools_of(cache_engine))
         self.profiler = Profiler(self.config.profiler_config, *place, self.runner.ranges, self.progress)
         return Started(self.rank, start.generation, swap_blocks_per_s)
-
-    def transfer(self, message: Transfer) -> None:
-        """Begin to move contents between pools and disk, behind the steps so far. Raises ProtocolError without a disk."""
-        if self.disk is None:
-            raise ProtocolError("contents are to be moved, and kv_cache_dir is not set")
-        device = self.device.torch
-        self.disk.submit(message, torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None)
 
     def _parts(self, forward: EagerForward) -> list[StepPart]:
         """Parts of this model and these settings, in the order in which they act: drafts

@@ -25,7 +25,7 @@ MAX_STATES = 3
 """States of a chain that are written: those behind the most of it."""
 
 
-class Run(NamedTuple):
+class WrittenRun(NamedTuple):
     """Blocks of one group, or states, that are being written."""
 
     keys: list[bytes]
@@ -46,9 +46,9 @@ class WriteThrough:
         self._max_run = min(MAX_RUN, self.max_blocks // 2)
         self._blocks = blocks
         self._states = states
-        self._chains: deque[tuple[list[bytes], Iterator[Run]]] = deque()
+        self._chains: deque[tuple[list[bytes], Iterator[WrittenRun]]] = deque()
         self._with_states: list[list[bytes]] = []
-        self._runs: dict[Ticket, Run] = {}
+        self._runs: dict[Ticket, WrittenRun] = {}
         self._writing: set[bytes] = set()
         self._unwanted: set[bytes] = set()
         self.next_ticket: Callable[[], Ticket] = iter(range(1, 2**53)).__next__
@@ -92,7 +92,7 @@ class WriteThrough:
             for key, slot in found[:MAX_STATES]:
                 if not self._is_kept(key):
                     store.pool.touch((slot,))
-                    self._begin(Run([key], [slot], are_states=True))
+                    self._begin(WrittenRun([key], [slot], are_states=True))
 
     @property
     def has_states(self) -> bool:
@@ -149,13 +149,13 @@ class WriteThrough:
 
     # ---- inside
 
-    def _begin(self, run: Run) -> None:
+    def _begin(self, run: WrittenRun) -> None:
         ticket = self.next_ticket()
         self._runs[ticket] = run
         self._writing.update(run.keys)
         self.messages.append(StoreBlocks(ticket, run.keys, run.ids))
 
-    def _unpin(self, run: Run) -> None:
+    def _unpin(self, run: WrittenRun) -> None:
         if not run.are_states:
             self._blocks.pool.free(reversed(run.ids))
         elif self._states is not None:
@@ -167,7 +167,7 @@ class WriteThrough:
     def _keys_of(self, hashes: Sequence[bytes]) -> Iterator[bytes]:
         return (block_hash + group.key for block_hash in hashes for group in self._blocks.groups)
 
-    def _runs_of(self, hashes: list[bytes]) -> Iterator[Run]:
+    def _runs_of(self, hashes: list[bytes]) -> Iterator[WrittenRun]:
         """The runs of a chain, each made when the one before is being written; its blocks are those of that moment."""
         pool = self._blocks.pool
         open_groups = list(self._blocks.groups)
@@ -187,7 +187,7 @@ class WriteThrough:
                         self.num_dropped += 1
                         break
                     if keys:
-                        yield Run(keys, ids, are_states=False)
+                        yield WrittenRun(keys, ids, are_states=False)
                         keys, ids = [], []
                 if keys:
-                    yield Run(keys, ids, are_states=False)
+                    yield WrittenRun(keys, ids, are_states=False)

@@ -186,15 +186,15 @@ class RecordedScheduler(Scheduler):
 
     def stored_keys(self, added: abc.Sequence[bytes], removed: abc.Sequence[bytes]) -> None:
         super().stored_keys(added, removed)
-        self._write(records.StoredKeys(*([_short(key) for key in keys] for keys in (added, removed))))
+        self._write(records.DiskKeys(*([_short(key) for key in keys] for keys in (added, removed))))
 
     def transferred(self, ticket: int, failed: abc.Sequence[int]) -> None:
         super().transferred(ticket, failed)
-        self._write(records.Transferred(ticket, list(failed)))
+        self._write(records.TransferEnded(ticket, list(failed)))
 
     def transfer_late(self, ticket: int) -> None:
         super().transfer_late(ticket)
-        self._write(records.Transferred(ticket, is_late=True))
+        self._write(records.TransferEnded(ticket, is_late=True))
 
     # ---- workers
 

@@ -165,11 +165,11 @@ class Replay:
                 scheduler.hold_newcomers(are_held=record.are_held)
             case records.RatesMeasured():
                 scheduler.measured(Rates(*(getattr(record, name) for name in Rates._fields)))
-            case records.StoredKeys():
+            case records.DiskKeys():
                 scheduler.stored_keys(record.added, record.removed)
-            case records.Transferred(is_late=True):
+            case records.TransferEnded(is_late=True):
                 scheduler.transfer_late(record.ticket)
-            case records.Transferred():
+            case records.TransferEnded():
                 scheduler.transferred(record.ticket, record.failed)
             case records.WorkersLost():
                 self._lose_workers(record)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.protocol.transfers import (
     STATE,
@@ -97,11 +99,13 @@ class DiskTransfers:
 
     # ---- the worker's thread
 
-    def submit(self, message: Transfer, event: Any = None) -> None:
-        """Begin a transfer. `event` lies behind the steps before it, on a GPU."""
+    def submit(self, message: Transfer, device: torch.device | None = None) -> None:
+        """Begin a transfer, behind the steps that have been run, or launched on a GPU."""
         if isinstance(message, ForgetStored):
             self._stores.put(message)
             return
+        is_gpu = device is not None and device.type == "cuda"
+        event = torch.cuda.current_stream(device).record_event() if is_gpu else None
         with self._lock:
             self._num_queued += 1
         if isinstance(message, StoreBlocks):
