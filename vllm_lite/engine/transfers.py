@@ -35,7 +35,7 @@ class Transfers:
 
     @classmethod
     def of(cls, scheduler: Scheduler, clock: Callable[[], float]) -> "Transfers | None":
-        """Those of the scheduler's disk tier, if it has one."""
+        """Return the transfers of the scheduler's disk tier, if it has one."""
         tier = scheduler.kv.optional_part(DiskTier)
         return None if tier is None else cls(scheduler, tier, clock)
 

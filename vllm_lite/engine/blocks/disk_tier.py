@@ -88,7 +88,7 @@ class DiskTier(CachePart[DiskHit]):
     # ---- messages
 
     def take_messages(self) -> list[Transfer]:
-        """What workers are to do, behind the steps that have been made."""
+        """Take the transfers that workers are to make, behind the steps that have been made."""
         messages, self.writes.messages = self.writes.messages, []
         return messages
 
