@@ -41,7 +41,10 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
         ("serve --print-config --speculative-config ngram", "speculative_config: must be a JSON object, got 'ngram'"),
         (
             'serve --print-config --speculative-config {"method":"draft"}',
-            """speculative_config.method: must be one of ngram, suffix, self, draft_model, got '{"method":"draft"}'""",
+            (
+                "speculative_config.method: must be one of ngram, suffix, self, draft_model, mtp, deepseek_mtp, "
+                """glm4_moe_mtp, glm4_moe_lite_mtp, qwen3_next_mtp, qwen3_5_mtp, got '{"method":"draft"}'"""
+            ),
         ),
         (
             'serve --print-config --kv-events-config {"hwm":0}',

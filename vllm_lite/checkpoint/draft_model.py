@@ -8,7 +8,10 @@ import msgspec
 
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
+from vllm_lite.checkpoint.mtp_head import head_layer, head_names, head_tensors
 from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.tensors.headers import read_headers
+from vllm_lite.checkpoint.tensors.tensor_names import canonical
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.nested_settings import Speculation
@@ -31,6 +34,16 @@ def read_draft_spec(folder: str) -> ModelSpec:
     return spec
 
 
+def check_mtp_head(config: EngineConfig, folder: str, spec: ModelSpec) -> None:
+    """Raise ConfigError if the checkpoint in `folder` is to draft with its MTP head, and has none."""
+    speculation = config.speculative_config
+    if speculation is None or speculation.method != "mtp":
+        return
+    head_names(spec)
+    if config.load_format != "dummy":
+        head_tensors(spec, map(canonical, read_headers(Path(folder))))
+
+
 def kept_layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
     """The layers of a model that drafts, as their KV is kept: all of it, since KV that was left out where nothing was
     drafted is made later, also that of tokens before a window."""
@@ -45,6 +58,8 @@ def with_drafter(config: EngineConfig, spec: ModelSpec, drafter: ModelSpec | Non
     model, where it has been read. Raises as `read_draft_spec`, and ConfigError for a draft model that does not go with
     the model, or that so many ranks cannot share."""
     speculation = config.speculative_config
+    if speculation is not None and speculation.method == "mtp":
+        return spec.with_drafter((head_layer(spec),), config.tensor_parallel_size)
     if speculation is None or speculation.model is None:
         return spec
     drafter = drafter or read_draft_spec(speculation.model)

@@ -189,14 +189,31 @@ def build(
     Raises ModelError for an architecture that is not in MODELS, ConfigError if the checkpoint is quantized and a
     `quantization` is wanted that does not go with it, and if so many ranks cannot share the model.
     """
-    native = spec.implementation == "native"
-    if native and spec.architecture not in MODELS:
+    if spec.implementation == "native" and spec.architecture not in MODELS:
         raise ModelError(f"architecture {spec.architecture!r} is not supported; supported: {', '.join(MODELS)}")
-    communicator = communicator or SingleRank(torch.device(device))
+    parts = make_parts(spec, dtype, device, sizes, quantization, communicator or SingleRank(torch.device(device)))
+    return _model_class(spec)(parts, sizes.max_model_len, sizes.max_num_tokens)
+
+
+def _model_class(spec: ModelSpec) -> type[Model]:
+    """The class that computes the model."""
+    found: type[Model] = resolve_name(MODELS[spec.architecture] if spec.implementation == "native" else TRANSFORMERS)
+    return found
+
+
+def make_parts(
+    spec: ModelSpec,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    sizes: Sizes,
+    quantization: Quantization | None,
+    communicator: Communicator,
+) -> Parts:
+    """Make what the layers of a model are made of. Raises as `build`."""
+    native = spec.implementation == "native"
     spec.check_tensor_parallel(communicator.shard)
     if not native:
         load_library()  # says so where it is missing
-    model_class: type[Model] = resolve_name(MODELS[spec.architecture] if native else TRANSFORMERS)
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     form = form_for(spec.quantization, quantization, again=sizes.requantizes)
     head = head_form(quantization)
@@ -208,7 +225,7 @@ def build(
             raise ConfigError(NO_ADAPTERS)
         sizes.adapters.stored_rows = partial(stored_rows, spec)
         parts = replace(parts, adapters=sizes.adapters)
-    return model_class(parts, sizes.max_model_len, sizes.max_num_tokens)
+    return parts
 
 
 def examine(spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> ModelSpec:

@@ -9,6 +9,8 @@ from msgspec import Meta
 from vllm_lite.runtime.addresses import check_address, offset
 
 Count = Annotated[int, Meta(ge=1)]
+OlderMTP = Literal["deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp"]
+"""Names of vLLM for the method mtp of one family."""
 WITH_MODEL = ("draft_model",)
 """Methods of speculation that draft with a checkpoint of their own."""
 
@@ -22,10 +24,11 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `suffix_decoding_max_spec_factor` tokens for each that matches, as long as a share of at least
     `suffix_decoding_min_token_prob` of its occurrences agrees. "self" drafts with a copy of the model in 4 bits.
     "draft_model" has the smaller model `model` draft, a folder or a hub id; `quantization` is that of its weights.
-    Names are vLLM's; a `model` without a method is a draft model.
+    "mtp" drafts with the head that the checkpoint has for it. Names are vLLM's; a `model` without a method is a draft
+    model.
     """
 
-    method: Literal["ngram", "suffix", "self", "draft_model"] = "ngram"
+    method: Literal["ngram", "suffix", "self", "draft_model", "mtp", OlderMTP] = "ngram"
     model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     quantization: Literal["int8", "fp8", "int4", "int4_g32"] | None = None
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4
@@ -37,6 +40,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0, le=1)] = 0.1
 
     def __post_init__(self) -> None:
+        if self.method.endswith("_mtp"):
+            msgspec.structs.force_setattr(self, "method", "mtp")
         if self.model is not None and self.method == "ngram":
             msgspec.structs.force_setattr(self, "method", "draft_model")
         if (self.method in WITH_MODEL) != (self.model is not None):

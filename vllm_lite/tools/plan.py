@@ -26,7 +26,13 @@ from vllm_lite.checkpoint.sizing import (
     piece_sizes,
     reserved_bytes,
 )
-from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, active_bytes, adapter_bytes, weights_bytes
+from vllm_lite.checkpoint.tensors.weight_bytes import (
+    Checkpoint,
+    active_bytes,
+    adapter_bytes,
+    head_bytes,
+    weights_bytes,
+)
 from vllm_lite.config import (
     DEMO_MODEL,
     GIB,
@@ -185,6 +191,9 @@ class _Sizes:
             form = speculation.quantization
             own = [weights_bytes(drafter, size, form, shard, device) for shard in first.all_ranks]
             self.rank_weights = [sum(pair) for pair in zip(self.rank_weights, own, strict=True)]
+        elif speculation is not None and speculation.method == "mtp":
+            own_bytes = head_bytes(checkpoint, size)
+            self.rank_weights = [num_bytes + own_bytes for num_bytes in self.rank_weights]
         self.weights = sum(self.rank_weights[:num_ranks])
         self.activations = num_ranks * self._buffers(spec, size) + self._logits()
         if drafter is not None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vllm_lite.attention.backend import LoadsKernels
+from vllm_lite.attention.step_batch import to_device
 from vllm_lite.errors import ProtocolError
 from vllm_lite.kernels.cuda import sampler as cuda_sampler
 from vllm_lite.kernels.cuda.patience import PATIENCE_S
@@ -133,7 +134,7 @@ class ModelRunner:
         for after_hidden in self._after_hidden:
             after_hidden(inputs, hidden)
         if hidden is not None and inputs.draws:
-            logits = self.eager.head(hidden[: int(inputs.num_samples.sum())])
+            logits = self.eager.head(_rows(hidden, inputs.sampled_rows))
         return logits
 
     def capture_graphs(self, capture: Capture, sizes: Sequence[int], pieces: Sequence[int] = ()) -> None:
@@ -180,6 +181,10 @@ class ModelRunner:
             warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=num_sampling)
         for part in self.parts:
             part.load_kernels(self.eager.device)
+
+
+def _rows(hidden: torch.Tensor, which: Int64s | slice) -> torch.Tensor:
+    return hidden[which] if isinstance(which, slice) else hidden[to_device(which, hidden.device)]
 
 
 def warm_up_step(

@@ -8,6 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
+from vllm_lite.checkpoint.mtp_head import head_tensors
 from vllm_lite.checkpoint.quantization.memory import share, tensor_bytes
 from vllm_lite.checkpoint.quantization.on_load import Quantization, head_form, quantized_bytes
 from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
@@ -53,6 +54,13 @@ def weights_bytes(
     """Bytes of a rank's weights, of which the first has most: every tensor that the model takes. `device`: whose
     kernels multiply what the checkpoint has quantized."""
     return sum(_tensor_bytes(checkpoint, dtype_bytes, quantization, shard, device).values())
+
+
+def head_bytes(checkpoint: Checkpoint, dtype_bytes: int) -> int:
+    """The most bytes that a rank holds of the checkpoint's MTP head, as if it had all of it in its dtype. Raises
+    ConfigError if there is none."""
+    named = {canonical(stored_as): tensor for stored_as, tensor in checkpoint.tensors.items()}
+    return sum(named[name].num_elements for name in head_tensors(checkpoint.spec, named)) * dtype_bytes
 
 
 def active_bytes(

@@ -18,7 +18,7 @@ import msgspec
 
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
-from vllm_lite.checkpoint.draft_model import check_vocabulary, with_drafter
+from vllm_lite.checkpoint.draft_model import check_mtp_head, check_vocabulary, with_drafter
 from vllm_lite.checkpoint.fitting import check_settings
 from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.checkpoint.model_spec import ModelSpec
@@ -296,6 +296,7 @@ def resolve(
     spec = load_spec(path, config.model_impl, config.pooling)
     check_settings(config, spec)
     check_vocabulary(config.speculative_config, config.tokenizer or path)
+    check_mtp_head(config, path, spec)
     if spec.encoder is not None:
         config = _for_encoder(config, spec)
     if config.distributed_executor_backend == "ray" and not _has_ray():

@@ -61,6 +61,8 @@ class StepInputs:
     """Indices of the tokens whose hidden states a part has asked for by `read`."""
     shows_hidden: bool = False
     """Whether a part wants the hidden states that tokens are drawn from."""
+    shows_all: bool = False
+    """Whether a part wants the hidden states of all tokens, unless others have asked for some by `read`."""
     draws: bool = True
     """False: no sequence of the step ever gets a token, and the model may have no head."""
     draws_late: bool = False
@@ -125,12 +127,20 @@ class StepInputs:
     def wanted(self) -> Int64s | None:  # [num_wanted]
         """Indices of the tokens whose hidden states are wanted: for samples, then those of each `read`. None if these
         are all, in order."""
+        if self.shows_all and not self.reads:
+            return None
         if not self.reads:
             return self.sample_tokens if self.num_samples.sum() < self.num_tokens else None
         if not self.draws and sum(map(len, self.reads)) == self.num_tokens:
             return None
         wanted: Int64s = np.concatenate([self.sample_tokens, *self.reads])
         return wanted
+
+    @property
+    def sampled_rows(self) -> Int64s | slice:
+        """Rows of the hidden states, of the wanted tokens, that tokens are drawn from."""
+        num_samples = int(self.num_samples.sum())
+        return self.sample_tokens if self.wanted is None and num_samples < self.num_tokens else slice(num_samples)
 
     def read(self, positions: Int64s) -> int:
         """Ask for the hidden states of these tokens, by their indices; the result is for `read_rows`."""

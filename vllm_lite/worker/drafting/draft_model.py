@@ -5,17 +5,11 @@ with the model's. It computes a sequence's tokens when drafts of it are wanted, 
 in pieces that fit a step, later what came since. `Coverage` knows where it is.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from msgspec.structs import replace
 
-from vllm_lite.attention.backend import AttentionShape
-from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.draft_model import kept_layers, read_draft_spec, with_drafter
-from vllm_lite.checkpoint.model_spec import LayerGroup, ModelSpec
 from vllm_lite.errors import ModelError
 from vllm_lite.models.registry import Model, Sizes, build
 from vllm_lite.models.weights import load_weights
@@ -23,28 +17,21 @@ from vllm_lite.protocol.step import Handle
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import Int32s
-from vllm_lite.worker.device import KV_DTYPES
 from vllm_lite.worker.drafting.chain import Chain, Pass
 from vllm_lite.worker.drafting.coverage import Coverage
+from vllm_lite.worker.drafting.layered import LayeredDrafter, recorded
 from vllm_lite.worker.drafting.place import DraftPlace
-from vllm_lite.worker.forward import EagerForward, Forward
-from vllm_lite.worker.graphs import DecodeGraphs
-from vllm_lite.worker.model_runner import warm_up_step
-from vllm_lite.worker.sampling.drafter import NO_TOKENS, DraftBatch, Drafter, DrawnStep, KVViews
-from vllm_lite.worker.sampling.ranked_sampler import sampler_of
+from vllm_lite.worker.sampling.drafter import NO_TOKENS, DraftBatch, DrawnStep
 from vllm_lite.worker.step_parts.rules import Rules
 
 FEW_TOKENS = 16
 """So many tokens that the model lacks are computed together with the first draft; more have passes of their own."""
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(LayeredDrafter):
     """Drafts by a model of its own, one pass for each draft."""
 
     follows = True
-    _place: DraftPlace  # by `load`
-    _model: Model
-    _eager: EagerForward  # by `begin`
     _chain: Chain  # by `attach`
     _rows: Rows
     coverage: Coverage
@@ -58,54 +45,20 @@ class ModelDrafter(Drafter):
         self._tentative: dict[Handle, tuple[int, int]] = {}
         """Sequences with drafts in this step, each with its length without them and the end of what has KV."""
 
-    def load(self, place: DraftPlace) -> None:
-        self._place, config = place, place.config
+    def make(self, place: DraftPlace) -> Model:
+        config = place.config
         with_drafter(config, place.spec, self.spec)  # which refuses what does not go together
-        self._groups, local = local_groups(place.spec, self.spec)
-        self.spec = replace(self.spec, kv_groups=local)
         # Rope tables and learned positions end where the model's do: longer sequences have no drafts.
         self._max_len = min(place.limits.max_model_len, self.spec.max_position_embeddings)
         sizes = Sizes(self._max_len, place.limits.max_num_tokens, exact_activations=config.exact_activations)
         device, communicator = place.device.torch, place.model.communicator
-        self._model = build(self.spec, place.dtype, device, sizes, self._quantization, communicator)
-        load_weights(self._model, self._folder, load_format=config.load_format, seed=config.seed, progress=place.loaded)
-        kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, place.dtype)
-        shape = AttentionShape(
-            groups=tuple(group.attention for group in self.spec.per_rank(communicator.shard).kv_groups),
-            block_size=config.block_size,
-            dtype=place.dtype,
-            device=device,
-            shares_prefixes=not config.disable_cascade_attn,
-            max_seq_len=place.limits.max_model_len,
-            kv_dtype=None if kv_dtype == place.dtype else kv_dtype,
-        )
-        self._backend = select_backend(shape, config.attention_backend)
-
-    # ---- the KV cache and the batch
-
-    def run_largest(self, own: KVViews, of_model: KVViews) -> None:  # noqa: ARG002 (it reads no layers but its own)
-        self._warm_up(self._forward_over(own), self._place.limits.max_num_tokens)
-
-    def begin(self, own: KVViews, of_model: KVViews) -> None:  # noqa: ARG002 (as above)
-        self._eager = self._forward_over(own)
-        self._warm_up(self._eager, FEW_TOKENS)
+        model = build(self.spec, place.dtype, device, sizes, self._quantization, communicator)
+        load_weights(model, self._folder, load_format=config.load_format, seed=config.seed, progress=place.loaded)
+        return model
 
     def attach(self, rows: Rows, rules: Rules) -> None:
-        place, sampler = self._place, sampler_of(self._model, self._place.device.torch, self._place.limits.patience_s)
         self._rows, self.coverage = rows, Coverage(rows, self._groups)
-        self._chain = Chain(recorded(self._eager, place), sampler, rows, rules, self._groups)
-
-    def _forward_over(self, own: KVViews) -> EagerForward:
-        keeping = [index for index, layer in enumerate(self.spec.layers) if layer.keeps_kv]
-        views = dict(zip(keeping, own, strict=True))
-        layers = enumerate(self.spec.layers)
-        caches = [views[index if layer.kv_layer is None else layer.kv_layer] for index, layer in layers]
-        return EagerForward(self._model, caches, self._backend, self._place.device.torch, self._place.progress)
-
-    def _warm_up(self, forward: Forward, num_tokens: int) -> None:
-        limits, sampler = self._place.limits, sampler_of(self._model, self._place.device.torch)
-        limits = dataclasses.replace(limits, num_groups=len(self._groups))
-        warm_up_step(forward, sampler, limits, min(num_tokens, limits.max_num_tokens))
+        self._chain = Chain(recorded(self._eager, self._place), self.sampler(), rows, rules, self._groups)
 
     # ---- a step
 
@@ -185,30 +138,6 @@ class ModelDrafter(Drafter):
             known, end = tentative.get(handle, (0, 0))
             if known < length - 1:
                 self.coverage.raise_to(self._rows.row_of(handle, "a draft"), min(length - 1, end))
-
-
-def local_groups(spec: ModelSpec, own: ModelSpec) -> tuple[tuple[int, ...], tuple[LayerGroup, ...]]:
-    """The KV groups of a model that drafts, and for each of them that of `spec`, the model that verifies, whose tables
-    it has. Layers with different windows are groups of their own over the same tables."""
-    tables: list[int] = []
-    groups: list[LayerGroup] = []
-    for index, group in enumerate(spec.kv_groups):
-        layers = [layer - spec.num_layers for layer in group.layers if layer >= spec.num_layers]
-        for attention in dict.fromkeys(own.layers[layer].attention for layer in layers):
-            members = tuple(layer for layer in layers if own.layers[layer].attention == attention)
-            groups.append(LayerGroup(members, attention))
-            tables.append(index)
-    return tuple(tables), tuple(groups)
-
-
-@torch.inference_mode()
-def recorded(eager: EagerForward, place: DraftPlace) -> Forward:
-    """Recorded decode steps where they are recorded on demand; a GPU would keep the memory of each."""
-    capture, limits = place.device.capture, place.limits
-    if capture is None or not place.graph_sizes or not capture.on_demand:
-        return eager
-    sizes = {"max_model_len": limits.max_model_len, "block_size": limits.block_size}
-    return DecodeGraphs(eager, capture, place.graph_sizes, **sizes)
 
 
 def _some(batch: DraftBatch, chosen: list[int], most: list[int]) -> DraftBatch:

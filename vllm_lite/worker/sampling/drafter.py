@@ -16,6 +16,7 @@ from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.protocol.step import Handle
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.rows import Rows
+from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.sampling.masks import SequenceMask
 from vllm_lite.worker.step_parts.rules import Rules
@@ -52,6 +53,15 @@ class DrawnStep:
     hidden: torch.Tensor | None  # [n, hidden_size], what this token was drawn from; None unless `reads_hidden`
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """Has the hidden states of all tokens of a step."""
+
+    inputs: StepInputs
+    hidden: torch.Tensor | None  # [num_tokens, hidden_size]; None where a part that scores prompts reads some of them
+    num_kept: Int64s  # [num_seqs], how many of the tokens of each sequence are its own, and no refused drafts
+
+
 class Drafter:
     """Proposes the tokens that follow, in two halves; a kind of drafter overrides those that it has.
 
@@ -66,6 +76,9 @@ class Drafter:
     """Whether there is `after`."""
     reads_hidden = False
     """Whether it gets hidden states there."""
+
+    reads_all = False
+    """Whether there is `computed`."""
 
     def load(self, place: DraftPlace) -> None:
         """Load what is the drafter's own, beside the model, which is loaded. Raises ModelError or ConfigError."""
@@ -86,6 +99,12 @@ class Drafter:
 
     def begin_step(self) -> None:
         """The rows are those of a step that is about to be made: whatever it writes is known, but for drafts."""
+
+    def opened(self, handle: Handle, parent: Handle | None) -> None:
+        """A sequence begins; `parent`: the one whose tokens and KV it has, if it is a fork."""
+
+    def computed(self, step: ComputedStep) -> None:
+        """A step has been run, and its tokens are about to count. Called once a step, before `after`."""
 
     def before(self, batch: DraftBatch) -> Sequence[Drafted]:
         """Return each sequence's drafts, in the order of the batch: at most `max_drafts`, or none. Called once a step
@@ -113,6 +132,7 @@ class GrammarDrafter(Drafter):
         self._forces = forces
         self._with_model = other or Drafter()
         self.kv_layers, self.reads_hidden = self._with_model.kv_layers, self._with_model.reads_hidden
+        self.reads_all = self._with_model.reads_all
         self.follows = self._with_model.follows or self.reads_hidden
 
     def load(self, place: DraftPlace) -> None:
@@ -132,6 +152,12 @@ class GrammarDrafter(Drafter):
 
     def begin_step(self) -> None:
         self._with_model.begin_step()
+
+    def opened(self, handle: Handle, parent: Handle | None) -> None:
+        self._with_model.opened(handle, parent)
+
+    def computed(self, step: ComputedStep) -> None:
+        self._with_model.computed(step)
 
     def after(self, step: DrawnStep) -> None:
         self._with_model.after(step)

@@ -19,9 +19,11 @@ from vllm_lite.worker.batch.part import Handler, StepPart, StepResult
 from vllm_lite.worker.batch.rows import Rows, SequenceState
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
 from vllm_lite.worker.drafting.draft_model import ModelDrafter
+from vllm_lite.worker.drafting.mtp import MTPDrafter
 from vllm_lite.worker.drafting.self_drafter import SelfDrafter
 from vllm_lite.worker.sampling.drafter import (
     NO_DRAFT,
+    ComputedStep,
     DraftBatch,
     Drafter,
     DrawnStep,
@@ -54,6 +56,8 @@ class Drafts(StepPart):
             self.drafter.attach(rows, self._rules)
 
     def open(self, sequence: SequenceState, entry: NewRequest | Fork) -> None:
+        if self.drafter is not None:
+            self.drafter.opened(sequence.handle, entry.parent if isinstance(entry, Fork) else None)
         group = entry.draft_group if isinstance(entry, NewRequest) else self._groups.get(entry.parent, b"")
         if group:
             self._groups[sequence.handle] = group
@@ -115,7 +119,9 @@ class Drafts(StepPart):
                 self.rows.propose(handle, on_host(drafted))
 
     def build(self, inputs: StepInputs) -> None:
-        inputs.shows_hidden = self.drafter is not None and self.drafter.reads_hidden
+        if self.drafter is not None:
+            inputs.shows_all = self.drafter.reads_all
+            inputs.shows_hidden = self.drafter.reads_hidden or inputs.shows_all
         if not self._on_device:
             return
         drafts = [self._on_device[handle] for handle in inputs.handles if handle in self._on_device]
@@ -131,7 +137,9 @@ class Drafts(StepPart):
         return np.concatenate(ranges).astype(np.int64)
 
     def after_hidden(self, inputs: StepInputs, hidden: torch.Tensor | None) -> None:
-        if inputs.shows_hidden:
+        if inputs.shows_all and hidden is not None:  # recurrent layers use the model's memory once more
+            self._hidden = hidden.clone() if inputs.wanted is None else None
+        elif inputs.shows_hidden:
             self._hidden = hidden
 
     def after_sample(self, inputs: StepInputs, result: StepResult) -> None:
@@ -152,6 +160,11 @@ class Drafts(StepPart):
     def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:
         """Let the drafter follow the step."""
         hidden, self._hidden = self._hidden, None
+        if inputs.shows_all and self.drafter is not None:
+            own = inputs.num_scheduled.copy()
+            own[inputs.sampling] -= inputs.num_samples - (inputs.num_samples if num_kept is None else num_kept)
+            self.drafter.computed(ComputedStep(inputs, hidden, own))
+            return
         if self.drafter is None or not self.drafter.follows or (self.drafter.reads_hidden and hidden is None):
             return
         kept = inputs.num_samples if num_kept is None else num_kept
@@ -168,7 +181,7 @@ class Drafts(StepPart):
         )
 
     def can_run_ahead(self, entries: Sequence[Entry]) -> bool:  # noqa: ARG002
-        return self.drafter is None or not self.drafter.reads_hidden
+        return self.drafter is None or not (self.drafter.reads_hidden or self.drafter.reads_all)
 
     def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:
         if inputs.has_proposals:
@@ -188,7 +201,7 @@ OF_METHOD: Mapping[str, Callable[[Speculation], Drafter]] = {
     "draft_model": ModelDrafter,
     "self": lambda speculation: SelfDrafter(),  # noqa: ARG005
 }
-"""The drafter of each method."""
+"""The drafter of each method, but for mtp, whose drafter is in the model's own checkpoint."""
 
 
 def drafter_of(config: ResolvedConfig) -> Drafter:
@@ -196,5 +209,5 @@ def drafter_of(config: ResolvedConfig) -> Drafter:
     speculation = config.speculative_config
     other: Drafter | None = None
     if speculation is not None:
-        other = OF_METHOD[speculation.method](speculation)
+        other = MTPDrafter(config) if speculation.method == "mtp" else OF_METHOD[speculation.method](speculation)
     return GrammarDrafter(other, forces=config.jump_forward)

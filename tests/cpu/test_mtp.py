@@ -1,0 +1,112 @@
+"""MTP heads: drafts are those of the head in plain torch, whatever became of its KV."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.batches import part_of
+from tests.driver import GREEDY, Driver, make_prompt, new_request
+from tests.families.mixtures import VARIANTS as MIXTURES
+from tests.mtp_heads import HeadTwin, add_head
+from vllm_lite.protocol.step import BlockOp, Continue, Draft, Finish, Fork, Preempt, ReplaceBlock, Resume
+from vllm_lite.worker.sampling.drafter import DraftBatch, Drafted, on_host
+from vllm_lite.worker.step_parts.drafts import Drafts
+
+DRAFTS = 3
+PROMPT = make_prompt(30, seed=11)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    variant = next(each for each in MIXTURES if each.model == "Glm4MoeForCausalLM")
+    return add_head(variant.make(tmp_path_factory.mktemp("model") / "glm"))
+
+
+@pytest.fixture(scope="module")
+def twin(model: Path) -> HeadTwin:
+    return HeadTwin(model)
+
+
+class Watched(Driver):
+    """Holds all drafts to the twin's."""
+
+    def __init__(self, model: Path, twin: HeadTwin, host: int = 0) -> None:
+        speculation = {"method": "glm4_moe_mtp", "num_speculative_tokens": DRAFTS}
+        super().__init__(model, host, speculative_config=speculation, max_model_len=256)
+        drafter = part_of(self.worker.runner, Drafts).drafter
+        assert drafter is not None
+        self.before, drafter.before = drafter.before, self.watch  # type: ignore[method-assign]
+        self.twin, self.num_drafts = twin, 0
+        self.unknown: tuple[int, ...] = ()
+
+    def watch(self, batch: DraftBatch) -> Sequence[Drafted]:
+        drafts = self.before(batch)
+        for tokens, most, drafted in zip(batch.tokens, batch.max_drafts, drafts, strict=True):
+            assert len(drafted) == most
+            self.num_drafts += len(drafted)
+            assert on_host(drafted).tolist() == self.twin.drafts(tokens.tolist(), most, self.unknown)
+        return drafts
+
+    def draft(self, *handles: int, steps: int = 3) -> None:
+        for _ in range(steps):
+            self.run(*(Draft(handle, DRAFTS, []) for handle in handles))
+
+
+@pytest.fixture
+def watched(model: Path, twin: HeadTwin) -> Watched:
+    return Watched(model, twin)
+
+
+def blocks(first: int) -> list[int]:
+    return list(range(first, first + 6))
+
+
+def test_drafts_are_the_heads(watched: Watched) -> None:
+    """Of prompts in chunks, and behind steps without drafts."""
+    watched.run(new_request(0, PROMPT, blocks(1), num_tokens=13), new_request(1, PROMPT[::-1], blocks(8)))
+    watched.run(Continue(0, 17, []), Draft(1, DRAFTS, []))
+    watched.draft(0, 1)
+    watched.decode(0, count=2)
+    watched.draft(1, 0)
+    assert watched.num_drafts == DRAFTS * 13
+
+
+def test_a_prefix_hit(watched: Watched) -> None:
+    """The hidden state before its first token is not known."""
+    watched.run(new_request(0, PROMPT, blocks(1)))
+    watched.draft(0, steps=1)
+    watched.run(Finish(0))
+    watched.unknown = (16,)
+    prompt = [*PROMPT[:16], *PROMPT[:9]]
+    watched.run(new_request(0, prompt, [1, *blocks(9)], num_computed=16, num_cached=16, num_tokens=9))
+    watched.draft(0)
+
+
+def test_forks(watched: Watched) -> None:
+    watched.run(new_request(0, PROMPT, blocks(1)))
+    watched.draft(0, steps=1)
+    length = watched.lengths[0]
+    block = (length - 1) // 16
+    fork = Fork(0, 1, GREEDY, length, length - 1, 0), ReplaceBlock(1, 0, block, 20)
+    copy = ((int(BlockOp.COPY), 1 + block, 20),)
+    watched.run(*fork, Draft(1, DRAFTS, [[21, 22, 23]]), Draft(0, DRAFTS, []), ops=copy)
+    watched.draft(0, 1)
+
+
+@pytest.mark.parametrize("by", ["swap", "recompute"])
+def test_preemption(model: Path, twin: HeadTwin, by: str) -> None:
+    driver = Watched(model, twin, 4)
+    driver.run(new_request(0, PROMPT, blocks(1)))
+    driver.draft(0, steps=1)
+    length = driver.lengths[0]
+    pairs = [(1 + index, 42 - index) for index in range(-(-(length - 1) // 16))]
+    out = tuple((int(BlockOp.SWAP_OUT), *pair) for pair in pairs)
+    driver.run(Preempt(0), ops=out if by == "swap" else ())
+    driver.run(new_request(1, PROMPT[::-1], blocks(1)))
+    if by == "swap":
+        back = tuple((int(BlockOp.SWAP_IN), host, 20 + index) for index, (_, host) in enumerate(pairs))
+        driver.run(Resume(0, length - 1, 0, 1, [blocks(20)]), ops=back)
+    else:
+        driver.run(Resume(0, 0, 0, length, [blocks(20)]))
+    driver.draft(0, 1)

@@ -1,0 +1,99 @@
+"""MTP heads through whole engines: tokens, and how much of each prompt is found in the cache, are as without."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.e2e.reference import make_prompts, start
+from tests.families.hybrid import VARIANTS as HYBRIDS
+from tests.families.latent import VARIANTS as LATENT
+from tests.families.mixtures import VARIANTS as MIXTURES
+from tests.families.variant import Variant
+from tests.mtp_heads import add_head
+from vllm_lite import SamplingParams
+from vllm_lite.errors import ConfigError
+
+HEAD: dict[str, Any] = {
+    "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
+    "disable_adaptive_drafts": True,
+}
+FEW_BLOCKS: dict[str, Any] = {"num_gpu_blocks_override": 20, "max_num_seqs": 20}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recomputed": FEW_BLOCKS | {"preemption_mode": "recompute"},
+    "swapped": FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.05},
+    "chunks": {"max_num_batched_tokens": 64, "max_num_seqs": 4},
+    "two ranks": {"tensor_parallel_size": 2},
+}
+BY_MODEL: dict[str, Variant] = {each.model: each for each in reversed((*HYBRIDS, *LATENT, *MIXTURES))}
+ALLOWED = [5, 6, 7]
+"""Of three tokens every third draft is right by chance."""
+PROMPTS = make_prompts((1, 3, 16, 17, 40, 64, 65, 96, 111, 129), seed=5)
+PARAMS = [
+    SamplingParams(
+        temperature=float(place % 2),
+        seed=place,
+        max_tokens=20,
+        ignore_eos=True,
+        n=1 + place // 7,
+        allowed_token_ids=ALLOWED,
+    )
+    for place in range(len(PROMPTS))
+]
+
+
+def answers(model: Path, **settings: Any) -> tuple[list[list[list[int]]], Any]:
+    with start(model, **settings) as llm:
+        found = llm.generate(PROMPTS * 2, PARAMS * 2, use_tqdm=False)
+        return [[sample.token_ids for sample in output.outputs] for output in found], llm.stats()
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_head(HYBRIDS[0].make(tmp_path_factory.mktemp("hybrid") / "model"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hybrid(hybrid: Path, way: str) -> None:
+    settings = WAYS[way]
+    expected, _ = answers(hybrid)
+    found, stats = answers(hybrid, **HEAD, **settings)
+    assert found == expected
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    assert (stats.preemptions > 0) == (way in ("recomputed", "swapped"))
+
+
+@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"])
+def test_other_families(name: str, tmp_path: Path) -> None:
+    model = add_head(BY_MODEL[name].make(tmp_path / "model"))
+    found, stats = answers(model, **HEAD)
+    assert found == answers(model)[0]
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+
+
+def test_a_chat_of_twenty_turns(hybrid: Path) -> None:
+    """Each prompt is the one before with its answer and what follows."""
+
+    def chat(**settings: Any) -> tuple[list[list[int]], list[int | None]]:
+        params, prompt = SamplingParams(temperature=0.0, max_tokens=7, allowed_token_ids=ALLOWED), [1, 9, 30]
+        given, cached = [], []
+        with start(hybrid, max_model_len=512, **settings) as llm:
+            for turn in range(20):
+                (output,) = llm.generate([prompt], params, use_tqdm=False)
+                given.append(output.outputs[0].token_ids)
+                cached.append(output.num_cached_tokens)
+                prompt = [*prompt, *given[-1], *range(40 + turn, 50 + turn)]
+        return given, cached
+
+    tokens, cached = chat(**HEAD)
+    assert (tokens, cached) == chat()
+    assert cached[-1]
+
+
+def test_what_has_no_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a head that the checkpoint has, and none is known of LlamaForCausalLM;"):
+        start(make_checkpoint(tmp_path / "llama"), **HEAD)
+    with pytest.raises(ConfigError, match=r"and this one has none \(mtp.fc.weight is missing\); use method suffix"):
+        start(HYBRIDS[0].make(tmp_path / "hybrid"), **HEAD)

@@ -1,0 +1,89 @@
+"""MTP heads for tiny checkpoints, and the head in plain torch, from its published description."""
+
+import json
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import transformers_model
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.mtp_head import head_names
+
+
+def last_with_attention(model: Any) -> int:
+    return max(index for index, layer in enumerate(model.model.layers) if hasattr(layer, "self_attn"))
+
+
+def add_head(path: Path, seed: int = 0) -> Path:
+    """Give the checkpoint in `path` a head: a layer as its last with attention, all at random, and copies of what the
+    head shares where the family stores some."""
+    spec = load_spec(path)
+    names, tensors = head_names(spec), load_file(path / "model.safetensors")
+    size, generator = spec.hidden_size, torch.Generator().manual_seed(seed)
+    index = last_with_attention(transformers_model(path, spec.architecture))
+    prefix = f"model.layers.{index}."
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        noise = torch.randn(tensors[name].shape, generator=generator)
+        tensors[names.layer + name.removeprefix(prefix)] = tensors[name] + 0.1 * noise.to(tensors[name].dtype)
+    for name in (names.embedding_norm, names.hidden_norm, names.norm):
+        tensors[f"{name}.weight"] = 0.5 + 0.2 * torch.randn(size, generator=generator)
+    tensors[f"{names.fc}.weight"] = torch.randn(size, 2 * size, generator=generator) * size**-0.5
+    if names.layer.startswith("model."):
+        tensors[f"{names.layer}embed_tokens.weight"] = torch.zeros(spec.vocab_size, size)
+        tensors[f"{names.layer}shared_head.head.weight"] = torch.zeros(spec.vocab_size, size)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return path
+
+
+class HeadTwin:
+    """The head of the checkpoint in `path` in plain torch, with transformers' layer."""
+
+    def __init__(self, path: Path) -> None:
+        self.spec = load_spec(path)
+        self.model = transformers_model(path, self.spec.architecture).eval()
+        names, tensors = head_names(self.spec), load_file(path / "model.safetensors")
+        index = last_with_attention(self.model)
+        with TemporaryDirectory() as folder:  # transformers has other names for some of its tensors
+            shutil.copytree(path, folder, dirs_exist_ok=True)
+            place = f"model.layers.{index}."
+            moved = {name: value for name, value in tensors.items() if not name.startswith(names.layer)}
+            head = {name.removeprefix(names.layer): name for name in tensors if name.startswith(names.layer)}
+            moved |= {f"{place}{part}": tensors[name] for part, name in head.items() if f"{place}{part}" in moved}
+            save_file(moved, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            self.layer = transformers_model(folder, self.spec.architecture).eval().model.layers[index]
+        self.layer.self_attn.layer_idx = 0
+        self.norms = [tensors[f"{name}.weight"] for name in (names.embedding_norm, names.hidden_norm, names.norm)]
+        self.fc = tensors[f"{names.fc}.weight"]
+
+    def norm(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        weight = self.norms[which] + (1 if self.spec.norm.plus_one else 0)
+        return x * (x.pow(2).mean(-1, keepdim=True) + self.spec.norm.eps).rsqrt() * weight
+
+    @torch.inference_mode()
+    def drafts(self, tokens: list[int], count: int, unknown: tuple[int, ...] = ()) -> list[int]:
+        """The best `count` tokens behind `tokens`. `unknown`: tokens before which no hidden state was known."""
+        ids = torch.tensor([tokens])
+        states = self.model.model(ids, use_cache=False).last_hidden_state[0]  # behind the last norm
+        before = torch.cat((torch.zeros(1, states.shape[1]), states[:-1]))
+        before[list(unknown)] = 0
+        for _ in range(count):
+            ids = torch.tensor([tokens])
+            embedded = self.model.model.embed_tokens(ids)[0]
+            x = torch.cat((self.norm(embedded, 0), self.norm(before, 1)), 1) @ self.fc.T
+            n = len(tokens)
+            mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+            positions = torch.arange(n)[None]
+            turns = self.model.model.rotary_emb(x[None], positions)
+            y = self.layer(
+                x[None], position_embeddings=turns, attention_mask=mask, position_ids=positions, use_cache=False
+            )
+            y = self.norm((y[0] if isinstance(y, tuple) else y)[0], 2)
+            tokens = [*tokens, int((self.model.lm_head(y[-1])).argmax())]
+            before = torch.cat((before, y[-1:]))
+        return tokens[len(tokens) - count :]

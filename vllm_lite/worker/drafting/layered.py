@@ -1,0 +1,102 @@
+"""LayeredDrafter: a drafter with layers of its own, whose KV lies in the sequence's blocks behind the model's."""
+
+import dataclasses
+
+import torch
+from msgspec.structs import replace
+
+from vllm_lite.attention.backend import AttentionShape
+from vllm_lite.attention.select import select_backend
+from vllm_lite.checkpoint.model_spec import LayerGroup, ModelSpec
+from vllm_lite.models.registry import Model
+from vllm_lite.worker.device import KV_DTYPES
+from vllm_lite.worker.drafting.place import DraftPlace
+from vllm_lite.worker.forward import EagerForward, Forward
+from vllm_lite.worker.graphs import DecodeGraphs
+from vllm_lite.worker.model_runner import warm_up_step
+from vllm_lite.worker.sampling.drafter import Drafter, KVViews
+from vllm_lite.worker.sampling.ranked_sampler import TokenSampler, sampler_of
+
+FEW_TOKENS = 16
+"""Tokens of the step that warms a drafter up."""
+
+
+class LayeredDrafter(Drafter):
+    """A subclass says in `make` what its model is."""
+
+    spec: ModelSpec
+    """The layers that draft, as a model."""
+    _place: DraftPlace  # by `load`
+    _model: Model
+    _groups: tuple[int, ...]
+    """The KV groups of the batch that hold its layers, one for each of its own groups."""
+    _eager: EagerForward  # by `begin`
+
+    def make(self, place: DraftPlace) -> Model:
+        """Make and load the model of `spec`, whose KV groups are there."""
+        raise NotImplementedError
+
+    def load(self, place: DraftPlace) -> None:
+        self._place, config = place, place.config
+        self._groups, local = local_groups(place.spec, self.spec)
+        self.spec = replace(self.spec, kv_groups=local)
+        self._model = self.make(place)
+        kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, place.dtype)
+        shape = AttentionShape(
+            groups=tuple(group.attention for group in self.spec.per_rank(place.model.communicator.shard).kv_groups),
+            block_size=config.block_size,
+            dtype=place.dtype,
+            device=place.device.torch,
+            shares_prefixes=not config.disable_cascade_attn,
+            max_seq_len=place.limits.max_model_len,
+            kv_dtype=None if kv_dtype == place.dtype else kv_dtype,
+        )
+        self._backend = select_backend(shape, config.attention_backend)
+
+    # ---- the KV cache and the batch
+
+    def run_largest(self, own: KVViews, of_model: KVViews) -> None:  # noqa: ARG002 (it reads no layers but its own)
+        self._warm_up(self._forward_over(own), self._place.limits.max_num_tokens)
+
+    def begin(self, own: KVViews, of_model: KVViews) -> None:  # noqa: ARG002 (as above)
+        self._eager = self._forward_over(own)
+        self._warm_up(self._eager, FEW_TOKENS)
+
+    def sampler(self) -> TokenSampler:
+        return sampler_of(self._model, self._place.device.torch, self._place.limits.patience_s)
+
+    def _forward_over(self, own: KVViews) -> EagerForward:
+        keeping = [index for index, layer in enumerate(self.spec.layers) if layer.keeps_kv]
+        views = dict(zip(keeping, own, strict=True))
+        layers = enumerate(self.spec.layers)
+        caches = [views[index if layer.kv_layer is None else layer.kv_layer] for index, layer in layers]
+        return EagerForward(self._model, caches, self._backend, self._place.device.torch, self._place.progress)
+
+    def _warm_up(self, forward: Forward, num_tokens: int) -> None:
+        limits, sampler = self._place.limits, sampler_of(self._model, self._place.device.torch)
+        limits = dataclasses.replace(limits, num_groups=len(self._groups))
+        warm_up_step(forward, sampler, limits, min(num_tokens, limits.max_num_tokens))
+
+
+def local_groups(spec: ModelSpec, own: ModelSpec) -> tuple[tuple[int, ...], tuple[LayerGroup, ...]]:
+    """The KV groups of a model that drafts, and for each of them that of `spec`, the model that verifies, whose tables
+    it has. Layers with different windows are groups of their own over the same tables."""
+    tables: list[int] = []
+    groups: list[LayerGroup] = []
+    for index, group in enumerate(spec.kv_groups):
+        layers = [layer - spec.num_layers for layer in group.layers if layer >= spec.num_layers]
+        for attention in dict.fromkeys(own.layers[layer].attention for layer in layers):
+            members = tuple(layer for layer in layers if own.layers[layer].attention == attention)
+            groups.append(LayerGroup(members, attention))
+            tables.append(index)
+    return tuple(tables), tuple(groups)
+
+
+@torch.inference_mode()
+def recorded(eager: EagerForward, place: DraftPlace) -> Forward:
+    """Recorded decode steps where they are recorded on demand; a GPU would keep the memory of each."""
+    capture, limits = place.device.capture, place.limits
+    if capture is None or not place.graph_sizes or not capture.on_demand:
+        return eager
+    sizes = {"max_model_len": limits.max_model_len, "block_size": limits.block_size}
+    return DecodeGraphs(eager, capture, place.graph_sizes, **sizes)
