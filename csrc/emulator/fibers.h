@@ -79,18 +79,27 @@ inline void fiber_main() {
   _longjmp(scheduler, 1);
 }
 
+inline char* stacks = nullptr;
+inline int guarded = 0;
+
 inline char* stack_of(int thread) {
-  static char* const stacks = [] {
+  if (!stacks) {
     void* all = mmap(nullptr, kMaxThreads * (kStack + kGuard), PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (all == MAP_FAILED) fail("no memory for the stacks of the threads");
-    return static_cast<char*>(all);
-  }();
-  // An overflow faults instead of damaging the neighbour. Two mappings a thread, of which a process has 65530: only for
-  // the threads that there are, because every loaded kernel has its own.
-  static int guarded = 0;
+    stacks = static_cast<char*>(all);
+  }
+  // An overflow faults instead of damaging the neighbour.
   for (; guarded <= thread; ++guarded) mprotect(stacks + guarded * (kStack + kGuard), kGuard, PROT_NONE);
   return stacks + thread * (kStack + kGuard) + kGuard;
+}
+
+// Guards make two mappings of each stack. A process has 65530 in all, and every loaded kernel has stacks of its own: so
+// none of them keeps its stacks between launches.
+inline void release_stacks() {
+  if (stacks) munmap(stacks, kMaxThreads * (kStack + kGuard));
+  stacks = nullptr;
+  guarded = 0;
 }
 
 inline void resume(Fiber& fiber) {
@@ -186,7 +195,10 @@ int launch(void (*kernel)(A...), const unsigned* grid, const unsigned* block, si
   shared_size = shared;
   error[0] = 0;
   self = nullptr;
-  if (_setjmp(on_error)) return 1;
+  if (_setjmp(on_error)) {
+    release_stacks();
+    return 1;
+  }
   const uint64_t threads = uint64_t(block[0]) * block[1] * block[2], blocks = uint64_t(grid[0]) * grid[1] * grid[2];
   if (threads == 0 || blocks == 0 || threads > kMaxThreads)
     fail("a block has 1 to 1024 threads, a grid at least 1 block");
@@ -199,6 +211,7 @@ int launch(void (*kernel)(A...), const unsigned* grid, const unsigned* block, si
     block_index = dim3(unsigned(at % grid[0]), unsigned(at / grid[0] % grid[1]), unsigned(at / grid[0] / grid[1]));
     run_block(seed ? seed + unsigned(i) * 4 : 0);  // * 4: the two low bits choose the order of lanes and blocks
   }
+  release_stacks();
   return 0;
 }
 

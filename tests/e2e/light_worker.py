@@ -23,6 +23,7 @@ class LightWorker:
     """What WorkerLoop knows of a Worker."""
 
     device = SimpleNamespace(torch=None)
+    disk = None
 
     def __init__(self, config: ResolvedConfig, rank: int, progress: Progress, generation: int = 0) -> None:
         self.config = config
