@@ -1,4 +1,4 @@
-"""`vllm-lite bench kernels`: the native CPU kernels, held against the machine's memory and against torch.
+"""`python benchmarks kernels`: the native CPU kernels, held against the machine's memory and against torch.
 
 `rows` are what memory bounds: `gb_s` against `limit`, the speed at which as many threads read it, and `share` of it.
 Chunks of prompts are among them, which arithmetic bounds: `gflop_s` against what threads multiply in registers.
