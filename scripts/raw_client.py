@@ -150,16 +150,18 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
 
-    socket, welcome = reach(args.address, args.keys)
-    model, folder = welcome[3], welcome[9]
     is_text = not all(word.isdecimal() for word in args.prompt)
-    tokenizer = load_tokenizer(folder) if is_text else None
-    if is_text and tokenizer is None:
-        sys.exit(f"raw_client: the tokenizer of {model} cannot be read here; give token ids")
-    text = " ".join(args.prompt)
-    prompt = tokenizer.encode(text).ids if tokenizer else [int(word) for word in args.prompt]
+    prompt = [] if is_text else [int(word) for word in args.prompt]
     if max(prompt, default=0) > 0xFFFFFFFF:
         sys.exit(f"raw_client: a token id is at most {0xFFFFFFFF}, got {max(prompt)}")
+
+    socket, welcome = reach(args.address, args.keys)
+    model, folder = welcome[3], welcome[9]
+    tokenizer = load_tokenizer(folder) if is_text else None
+    if tokenizer is not None:
+        prompt = tokenizer.encode(" ".join(args.prompt)).ids
+    elif is_text:
+        sys.exit(f"raw_client: the tokenizer of {model} cannot be read here; give token ids")
 
     shown, output = 0, []
     params = {"max_tokens": args.max_tokens, "temperature": args.temperature}

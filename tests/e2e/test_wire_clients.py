@@ -275,6 +275,7 @@ def test_what_cannot_be_is_one_line(raw_client_of: list[str], words: list[str], 
     done = run(*raw_client_of, *words)
     assert done.returncode in (1, 2), done.stderr
     assert says in done.stderr
+    assert "nothing came within" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(("raw_client: ", "raw_client.py: error: "))
     assert "Traceback" not in done.stderr
