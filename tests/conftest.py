@@ -66,7 +66,7 @@ def _let_loggers_propagate() -> None:
             logger.propagate = True
 
 
-_FOLDERS = ["e2e", "cpu", "kernels", "gpu", "unit"]
+_FOLDERS = ["real", "e2e", "cpu", "kernels", "gpu", "unit"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

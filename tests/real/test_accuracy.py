@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.real.cache import ROOT
+from tests.real.models import read_once
 from vllm_lite.kernels.cpu.library import isa
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -45,8 +46,10 @@ def exact(real: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory)
         model = MODELS[name]
         source = real(Path(model.file).parent.name) / Path(model.file).name
         file = form_of(source, form, tmp_path_factory.mktemp("dense"))
+        if form == "dense":  # the weights of the file, as floats
+            return find(name, "file")._replace(file=file)
         prose = read_texts(model, file)["prose"]
-        with torch.inference_mode():
+        with read_once(), torch.inference_mode():
             return Exact(file, prose, oracle(file, [prose], torch.float32))
 
     return find
