@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from micro import commands, startup, step
@@ -10,8 +9,6 @@ from micro.step_worker import call_names
 
 from vllm_lite.client.engines.launch import SPAWNS_ENGINE
 from vllm_lite.kernels import cpu
-
-PACKAGE = Path(__file__).parents[2] / "vllm_lite"
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -81,8 +78,10 @@ def test_startup(capsys: pytest.CaptureFixture[str], llm: bool) -> None:
     ("words", "text"),
     [(["--", "/no/such"], "/no/such"), (["--", "--uds", "x"], "no --uds"), (["--llm", "--", "/no/such"], "/no/such")],
 )
-def test_a_start_that_fails(words: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.chdir(PACKAGE)
+def test_a_start_that_fails(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where a server makes its socket
     assert commands.main(["startup", "--num-iters", "1", "--disable-tqdm", *words]) == 2
     said = capsys.readouterr().err
     assert text in said
