@@ -163,7 +163,7 @@ def num_code_lines(path: Path) -> int:
 
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.split()) <= 720, "the README is for a newcomer with two minutes: put details on a page of docs/"
+    assert len(text.split()) <= 700, "the README is for a newcomer with two minutes: put details on a page of docs/"
     assert text.count("\n") <= 100
 
 
