@@ -23,10 +23,10 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import Finished, TokenLogprobs, Tokens, Welcome
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.calls.call import Call
+from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.messages.answers import MessageWriter
 from vllm_lite.server.ollama.answers import OllamaWriter
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage
-from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.logprobs import Spelling
 from vllm_lite.server.openai.parsed import Writers

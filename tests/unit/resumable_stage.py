@@ -21,11 +21,11 @@ from vllm_lite.server.calls.call import Call
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.calls.resumable import ResumableCalls
+from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.http.auth import name_of, owner_of
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage
-from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.processes.scoreboard import Scoreboard
 from vllm_lite.server.resumption import Resumption
 

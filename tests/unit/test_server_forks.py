@@ -33,10 +33,10 @@ from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.calls.response import as_error
 from vllm_lite.server.calls.resumable import ResumableCalls
+from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.openai.bodies import ForkBody
-from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.processes.scoreboard import Scoreboard
 

@@ -23,8 +23,8 @@ from vllm_lite.protocol.api import Finished, TokenLogprobs, Tokens, Welcome
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.structured import Thinking
 from vllm_lite.server.calls.call import Call, CallContext
+from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage
-from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.logprobs import Spelling
 from vllm_lite.server.openai.parsed import Writers

@@ -23,9 +23,10 @@ from vllm_lite.server.calls.call import Call
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.calls.response import CallResponse
+from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.openai import logprobs as logprobs_module
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage, StreamOptions
-from vllm_lite.server.openai.chunks import AnswerStyle, writer
+from vllm_lite.server.openai.chunks import writer
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Spelling
 

@@ -18,13 +18,13 @@ from vllm_lite.protocol.adapters import AdapterInfo
 from vllm_lite.protocol.params import MAX_NAME_CHARS, SamplingParams
 from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call
+from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http.auth import name_of, owner_of
 from vllm_lite.server.http.body import decoded
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.openai import bodies, forms
 from vllm_lite.server.openai.bodies import ChatBody, ChatFields, ChatsBody, CompletionBody, FormFields, GenerateBody
-from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.forms import ToolsWanted

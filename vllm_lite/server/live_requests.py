@@ -25,11 +25,11 @@ from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.calls.restored import restored
 from vllm_lite.server.calls.resumable import ResumableCalls
+from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.http.auth import name_of, names_of, owner_of, require_admin
 from vllm_lite.server.http.body import BodyReader, decoded
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.openai.bodies import ForkBody
-from vllm_lite.server.openai.chunks import AnswerStyle
 from vllm_lite.server.openai.errors import ApiError, in_use, refused, shown
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.logprobs import Spelling

@@ -1,5 +1,6 @@
 """HTTP requests that generate: each is a call, with one stream of the engine for each of its prompts.
 
+style.py       how a call's answer is written
 call.py        one call: its streams, its choices, and its reading by a client
 registry.py    all calls of this server, and whether another one may start
 dispatcher.py  brings what the engine sends to the calls

@@ -13,8 +13,8 @@ from vllm_lite.client.streams.stream import RequestStream
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import MAX_CONTEXT_BYTES, ForkRequest, Generate
 from vllm_lite.server.calls.place import Shown, StreamPosition
+from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.http.auth import name_of
-from vllm_lite.server.openai.chunks import AnswerStyle
 
 MAX_ECHO_CHARS = (MAX_CONTEXT_BYTES - 4096) // 4
 MAX_STYLE_BYTES = MAX_CONTEXT_BYTES - 4096

@@ -4,80 +4,18 @@ What is the same in every chunk of a stream is encoded once: a chunk is a few jo
 each chunk repeats belongs into AnswerWriter's `_head`, one that only the last chunk of a choice has into its `_tail`.
 """
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any
 
 import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
+from vllm_lite.server.calls.call import Call, Choice
 from vllm_lite.server.openai import logprobs
-from vllm_lite.server.openai.bodies import ChatFields, CompletionBody, ForkBody, GenerateBody, StreamOptions
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import ALL, Offsets, Spelling
-from vllm_lite.server.openai.parsing import Parsing
-
-if TYPE_CHECKING:
-    from vllm_lite.server.calls.call import Call, Choice
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
-
-
-class AnswerStyle(msgspec.Struct, frozen=True):
-    """Style of a call's answer, as its body asks. A fork is answered in the style of the request that it goes on from.
-
-    kind            what the ids of such calls begin with
-    model           the name of the model
-    echo            for each prompt what stands before its answers; () for nothing
-    only_scores     only the prompt is shown, and nothing that was generated
-    token_ids       whether answers show token ids; `prompt_ids` and `prompt_logprobs`: whether they show the prompt's
-    usage           whether a stream ends with the usage; `usage_always`: every chunk has it
-    resumable       whether a stream's events have ids, behind which it can be gone on with on another connection
-    names_ids       whether logprobs have `token_id:N` in the place of a token's text
-    spells          whether an answer of token ids has their text beside them, and logprobs have texts in place of ids
-    parsing         how calls and reasoning are separated from content; None where all is content
-    """
-
-    kind: Literal["cmpl", "chatcmpl", "gen", "embd"]
-    model: str
-    echo: tuple[str, ...] = ()
-    only_scores: bool = False
-    prompt_logprobs: bool = False
-    prompt_ids: bool = False
-    token_ids: bool = True
-    usage: bool = False
-    usage_always: bool = False
-    resumable: bool = False
-    names_ids: bool = False
-    spells: bool = False
-    parsing: Parsing | None = None
-
-    @classmethod
-    def of(cls, body: ChatFields | CompletionBody | GenerateBody, model: str) -> Self:
-        if isinstance(body, GenerateBody):
-            scores, ids = body.sampling_params.prompt_logprobs is not None, bool(body.return_token_ids)
-            spells = body.output_mode == "text"
-            return cls("gen", model, prompt_logprobs=scores, prompt_ids=ids, spells=spells).streamed_as(body)
-        kind: Literal["cmpl", "chatcmpl"] = "chatcmpl" if isinstance(body, ChatFields) else "cmpl"
-        only_scores, ids = isinstance(body, CompletionBody) and body.only_scores, bool(body.return_token_ids)
-        style = cls(kind, model, (), only_scores, body.prompt_logprobs is not None, ids, ids)
-        return style.streamed_as(body)
-
-    def forked(self, body: ForkBody) -> Self:
-        """Return the style of a fork, which may ask for token ids itself, and for what a stream has beside them."""
-        style = self.streamed_as(body)
-        if self.kind == "gen" or body.return_token_ids is None:
-            return style
-        return msgspec.structs.replace(style, prompt_ids=body.return_token_ids, token_ids=body.return_token_ids)
-
-    def streamed_as(self, body: ForkBody | GenerateBody) -> Self:
-        """Return the style with what `body` wants a stream to have."""
-        options = body.stream_options or StreamOptions()
-        usage, always = bool(options.include_usage), bool(options.continuous_usage_stats)
-        return msgspec.structs.replace(self, usage=usage, usage_always=usage and always, resumable=bool(body.resumable))
-
-    def with_usage(self) -> Self:
-        """Return the style with the usage in every chunk, as --enable-force-include-usage has it."""
-        return msgspec.structs.replace(self, usage=True, usage_always=True)
 
 
 class AnswerWriter:
@@ -87,7 +25,7 @@ class AnswerWriter:
     chunk_object: str
     whole_object: str
 
-    def __init__(self, call: "Call", spelling: Spelling) -> None:
+    def __init__(self, call: Call, spelling: Spelling) -> None:
         self._call = call
         self._style = style = call.style
         self._spelling = spelling.by_id if style.names_ids else spelling
@@ -97,7 +35,7 @@ class AnswerWriter:
         self._head = b"data: " + _encode(self._identity(self.chunk_object))[:-1] + b',"choices":['
         self._null_usage = b',"usage":null}\n\n' if style.usage else b"}\n\n"
 
-    def skip(self, choice: "Choice", shown: CompletionOutput) -> None:  # noqa: ARG002
+    def skip(self, choice: Choice, shown: CompletionOutput) -> None:  # noqa: ARG002
         """Go on behind the first part of a choice, which has been written before."""
         self._num_shown += 0 if self._style.only_scores else len(shown.token_ids)
 
@@ -105,7 +43,7 @@ class AnswerWriter:
         """Write the events that a stream begins with, before the first token: the prompt's ids, if they are shown."""
         return []
 
-    def chunk(self, choice: "Choice", delta: CompletionOutput) -> bytes:
+    def chunk(self, choice: Choice, delta: CompletionOutput) -> bytes:
         """A chunk of the stream with the new part of `choice`; b"" if nothing of it is visible."""
         delta = self._shown(delta)
         has_tokens = bool(delta.token_ids) and (delta.logprobs is not None or self._style.token_ids)
@@ -146,11 +84,11 @@ class AnswerWriter:
             }
         )
 
-    def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+    def _new_fields(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
         """The fields of a choice in a chunk, between its index and what all kinds have."""
         return {"logprobs": self._content_logprobs(delta)}
 
-    def _whole_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
+    def _whole_fields(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any]:
         """The same fields in the whole body."""
         return self._new_fields(choice, delta)
 
@@ -182,7 +120,7 @@ class AnswerWriter:
             return b"".join((self._head, choice, b"]", prompt_ids, b',"usage":', usage, b"}\n\n"))
         return b"".join((self._head, choice, b"]", prompt_ids, self._null_usage))
 
-    def _prompt_ids(self, choice: "Choice") -> bytes:
+    def _prompt_ids(self, choice: Choice) -> bytes:
         """Return the field of a stream's first event that has the prompt's token ids; b"" if they are not shown."""
         return b',"prompt_token_ids":' + _encode(choice.stream.prompt.token_ids) if self._style.prompt_ids else b""
 
@@ -195,7 +133,7 @@ class AnswerWriter:
         reasons = (b',"finish_reason":', _encode(delta.finish_reason), b',"stop_reason":', _encode(delta.stop_reason))
         return b"".join((ids, *reasons, b"}"))
 
-    def _prompt_fields(self, choice: "Choice") -> dict[str, Any]:
+    def _prompt_fields(self, choice: Choice) -> dict[str, Any]:
         """Return the fields about the prompt; null stands for what was not asked for."""
         entries = choice.stream.output().prompt_logprobs if self._style.prompt_logprobs else None
         token_ids = choice.stream.prompt.token_ids if self._style.prompt_ids else None
@@ -215,7 +153,7 @@ class ChatWriter(AnswerWriter):
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def __init__(self, call: "Call", spelling: Spelling) -> None:
+    def __init__(self, call: Call, spelling: Spelling) -> None:
         super().__init__(call, spelling)
         self._echo = "".join(call.style.echo)
 
@@ -227,10 +165,10 @@ class ChatWriter(AnswerWriter):
         line = self._line(b'{"index":%d' % first.index + rest, self._prompt_ids(first))
         return [line, *(self._line(b'{"index":%d' % choice.index + rest) for choice in others)]
 
-    def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+    def _new_fields(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
         return {"delta": {"content": delta.text}, "logprobs": self._content_logprobs(delta)}
 
-    def _whole_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+    def _whole_fields(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
         message = {"role": "assistant", "content": self._echo + delta.text, "refusal": None}
         return {"message": message, "logprobs": self._content_logprobs(delta)}
 
@@ -242,14 +180,14 @@ class CompletionWriter(AnswerWriter):
     chunk_object = "text_completion"
     whole_object = "text_completion"
 
-    def __init__(self, call: "Call", spelling: Spelling) -> None:
+    def __init__(self, call: Call, spelling: Spelling) -> None:
         super().__init__(call, spelling)
         texts = call.style.echo or ("",)
         n = len(call.choices) // len(call.streams)
         self._echo = [texts[choice.index // n % len(texts)] for choice in call.choices]
         self._offsets = [Offsets(len(text)) for text in self._echo]
 
-    def skip(self, choice: "Choice", shown: CompletionOutput) -> None:
+    def skip(self, choice: Choice, shown: CompletionOutput) -> None:
         super().skip(choice, shown)
         if self._params.logprobs is not None:
             for token_id in shown.token_ids:
@@ -265,19 +203,19 @@ class CompletionWriter(AnswerWriter):
                 lines.append(self._line(b'{"index":%d,"text":' % choice.index + rest))
         return lines
 
-    def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
+    def _new_fields(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any]:
         return {"text": delta.text, "logprobs": self._logprobs(choice, delta)}
 
-    def _whole_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:
+    def _whole_fields(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any]:
         text = self._echo[choice.index] + delta.text
         return {"text": text, "logprobs": self._whole_logprobs(choice, delta)}
 
-    def _logprobs(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any] | None:
         if self._params.logprobs is None or delta.logprobs is None:
             return None
         return logprobs.of_completion(delta.token_ids, delta.logprobs, self._offsets[choice.index], self._spelling)
 
-    def _whole_logprobs(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any] | None:
+    def _whole_logprobs(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any] | None:
         """Return the logprobs of the whole answer, after those of the prompt if that is echoed."""
         found = self._logprobs(choice, delta)
         entries = choice.stream.output().prompt_logprobs if self._style.echo and found is not None else None
@@ -309,7 +247,7 @@ class TokensWriter(AnswerWriter):
         mode = "text" if self._style.spells else "tokens"
         return {"request_id": self._call.id, **super()._identity(kind), "output_mode": mode}
 
-    def _new_fields(self, choice: "Choice", delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
+    def _new_fields(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
         if self._style.spells:
             return {"text": delta.text, "logprobs": self._content_logprobs(delta)}
         is_scored = self._params.logprobs is not None and delta.logprobs is not None
@@ -319,6 +257,6 @@ class TokensWriter(AnswerWriter):
 _WRITERS: dict[str, type[AnswerWriter]] = {"cmpl": CompletionWriter, "chatcmpl": ChatWriter, "gen": TokensWriter}
 
 
-def writer(call: "Call", spelling: Spelling) -> AnswerWriter:
+def writer(call: Call, spelling: Spelling) -> AnswerWriter:
     """Make the writer for the call's style."""
     return _WRITERS[call.style.kind](call, spelling)

@@ -14,8 +14,8 @@ from vllm_lite.client.pooling import PoolingStream
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Generate
 from vllm_lite.server.calls.call import CallContext
+from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.http.auth import name_of
-from vllm_lite.server.openai.chunks import AnswerStyle
 
 
 class Window:
