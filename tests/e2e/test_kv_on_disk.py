@@ -2,6 +2,7 @@
 the prompt is not computed again; of what does not fit nothing is found."""
 
 import os
+import shutil
 import signal
 import time
 from contextlib import closing
@@ -10,14 +11,18 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import make_checkpoint
 from tests.deadlines import scaled
 from tests.e2e.test_hybrid import GREEDY, SERVED, SLOTS, words
 from tests.e2e.test_processes import family
-from vllm_lite import LLM, SamplingParams
+from tests.lora_adapters import make_adapter
+from vllm_lite import LLM, LoRARequest, SamplingParams
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.engines.launch import LaunchedEngine
 from vllm_lite.client.prompt import TokensPrompt
 from vllm_lite.config import GIB
+from vllm_lite.engine.blocks.disk_tier import DiskTier
+from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.errors import EngineDeadError, ModelError
 from vllm_lite.kv_disk.usage import held_files
 from vllm_lite.tools.cli import main
@@ -190,6 +195,84 @@ def test_states_of_hybrids_survive(variant: Any, tmp_path: Path) -> None:
         assert cached == 160
     with closing(LLM(str(path), single_process=True, **(settings | {"kv_cache_dir": None}))) as llm:
         assert ask(llm, turn, GREEDY) == (found, 0)
+
+
+# ---- adapters
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A checkpoint and two adapters of it."""
+    folder = tmp_path_factory.mktemp("adapters")
+    base = make_checkpoint(folder / "base")
+    return base, make_adapter(base, folder / "one", seed=1), make_adapter(base, folder / "two", seed=2)
+
+
+def with_adapters(base: Path, folder: Path | None, record: Path | None = None, **names: Path) -> LLM:
+    """An engine that has adapters by these names from its start."""
+    modules = tuple({"name": name, "path": str(path)} for name, path in names.items())
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "single_process": True, "enable_lora": True}
+    settings |= {"kv_cache_dir": folder and str(folder), "record": record and str(record)}
+    return LLM(base, lora_modules=modules, **settings)
+
+
+def ask_adapter(llm: LLM, name: str | None, path: Path | None = None) -> tuple[list[int], int]:
+    request = LoRARequest(name, 1, str(path or "")) if name else None
+    prompt = TokensPrompt(prompt_token_ids=[5 + 7 * index % 300 for index in range(100)])
+    (output,) = llm.generate([prompt], SHORT, use_tqdm=False, lora_request=request)
+    return list(output.outputs[0].token_ids), output.num_cached_tokens or 0
+
+
+@pytest.fixture(scope="module")
+def adapted(adapters: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A directory with the KV of a prompt by the first adapter; its answer, and that of the second."""
+    base, one, two = adapters
+    folder = tmp_path_factory.mktemp("adapted") / "kv"
+    with closing(with_adapters(base, None, two=two)) as llm:
+        other = ask_adapter(llm, "two")
+    with closing(with_adapters(base, folder, first=one)) as llm:
+        answer = ask_adapter(llm, "first")
+        until_written(llm, 7)
+    assert answer[0] != other[0]
+    return folder, answer[0], other[0]
+
+
+def test_an_adapter_of_the_start_finds_its_kv_under_another_name(adapters: Any, adapted: Any, tmp_path: Path) -> None:
+    base, one, two = adapters
+    folder, tokens, _ = adapted
+    folder = Path(shutil.copytree(folder, tmp_path / "kv"))
+    with closing(with_adapters(base, folder, tmp_path / "trace", renamed=one, two=two)) as llm:
+        until_written(llm, 7)
+        assert ask_adapter(llm, "renamed") == (tokens, 96)
+        ask_adapter(llm, "two")
+        until_written(llm, 14)
+    replay = Replay(str(tmp_path / "trace")).run()
+    assert replay.divergence is None
+    assert replay.scheduler.kv.part(DiskTier).writes.next_ticket() == 4, "a load and two writes, as it was"
+
+
+def test_an_adapter_that_is_loaded_later_finds_the_same(adapters: Any, adapted: Any) -> None:
+    base, one, _ = adapters
+    folder, tokens, _ = adapted
+    with closing(with_adapters(base, folder)) as llm:
+        until_written(llm, 7)
+        assert ask_adapter(llm, "late", one) == (tokens, 96)
+
+
+def test_another_adapter_of_the_same_name_finds_nothing(adapters: Any, adapted: Any, tmp_path: Path) -> None:
+    base, one, two = adapters
+    folder, _, other = adapted
+    with closing(with_adapters(base, folder, first=two)) as llm:
+        until_written(llm, 7)
+        assert ask_adapter(llm, "first") == (other, 0)
+        assert ask_adapter(llm, None)[1] == 0
+    path = Path(shutil.copytree(one, tmp_path / "edited"))
+    weights = bytearray((path / "adapter_model.safetensors").read_bytes())
+    weights[-200] ^= 1
+    (path / "adapter_model.safetensors").write_bytes(weights)
+    with closing(with_adapters(base, folder, first=path)) as llm:
+        until_written(llm, 7)
+        assert ask_adapter(llm, "first")[1] == 0
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:

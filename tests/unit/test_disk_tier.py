@@ -2,120 +2,17 @@
 while the request waits; whatever fails or is late is computed."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler_rig import Rig, expected
-from vllm_lite.engine.blocks.disk_tier import DiskTier
+from tests.disk_rig import PROMPT, DiskRig, restarted
+from tests.scheduler_rig import expected
 from vllm_lite.engine.blocks.write_through import MAX_CHAINS
 from vllm_lite.engine.scheduling.rates import Rates
-from vllm_lite.protocol.transfers import STATE, ForgetStored, LoadBlocks, StoreBlocks, Transfer
-
-
-class DiskRig(Rig):
-    """A rig with a disk whose transfers end when a test, or `choose`, says so."""
-
-    def __init__(self, num_blocks: int = 20, *, contents: dict[bytes, Any] | None = None, **options: Any) -> None:
-        super().__init__(num_blocks, disk=True, **options)
-        self.contents: dict[bytes, Any] = {} if contents is None else contents
-        self.tier = self.kv.part(DiskTier)
-        self.pending: list[LoadBlocks | StoreBlocks] = []
-        self.loads: list[LoadBlocks] = []
-        self.fails: Callable[[bytes], bool] = lambda _: False
-        self.holds = False
-        """Whether transfers stay under way."""
-        self.scheduler.stored_keys(list(self.contents), [])
-
-    def send(self) -> None:
-        """Take what is to be moved, as the engine does after steps were sent."""
-        for message in self.tier.take_messages():
-            self._take(message)
-
-    def _take(self, message: Transfer) -> None:
-        if isinstance(message, ForgetStored):
-            for key in list(self.contents) if message.keys is None else message.keys:
-                self.contents.pop(key, None)
-            return
-        self.pending.append(message)
-        if isinstance(message, LoadBlocks):
-            self.loads.append(message)
-
-    def end(self, message: LoadBlocks | StoreBlocks) -> None:
-        """Move the bytes now, and say so."""
-        self.pending.remove(message)
-        failed = []
-        for place, (key, item) in enumerate(zip(message.keys, message.ids, strict=True)):
-            if self.fails(key) or (isinstance(message, LoadBlocks) and key not in self.contents):
-                failed.append(place)
-            elif isinstance(message, StoreBlocks):
-                self.contents[key] = self._read(key, item)
-            else:
-                self._write(key, item, self.contents[key])
-        self.scheduler.transferred(message.ticket, failed)
-        self.scheduler.check_integrity()
-
-    def _read(self, key: bytes, item: int) -> Any:
-        states = self.worker.states
-        return states.get(item) if key.endswith(STATE) and states is not None else list(self.worker.kv[item])
-
-    def _write(self, key: bytes, item: int, content: Any) -> None:
-        if key.endswith(STATE) and self.worker.states is not None:
-            self.worker.states[item] = content
-        else:
-            self.worker.kv[item] = list(content)
-
-    def end_all(self) -> None:
-        while self.pending:
-            self.end(self.pending[0])
-            self.send()
-
-    def step(self) -> list[Any]:
-        in_flight = self.scheduler.in_flight
-        while len(in_flight) < self.depth and (output := self.scheduler.schedule()) is not None:
-            self.worker.submit(output)
-        self.send()
-        if not self.holds:
-            self.end_all()
-        assert in_flight or self.pending or not self.scheduler.requests or self.kv.is_freeing or not self.holds
-        produced = []
-        if (result := self.worker.poll()) is not None:
-            produced = self.scheduler.update(result)
-            self.scheduler.check_integrity()
-        for item in produced:
-            self.record(item)
-        self.send()
-        return produced
-
-    def drain(self, max_steps: int = 3000) -> None:
-        self.holds = False
-        self.send()
-        for _ in range(max_steps):
-            if not (self.scheduler.requests or self.scheduler.in_flight or self.pending or self.kv.is_freeing):
-                assert self.kv.pool.num_used == 0
-                return
-            self.step()
-        raise AssertionError("requests are left that make no progress")
-
-    def serve(self, name: str, prompt: list[int], max_tokens: int = 5, **params: Any) -> int:
-        """Serve a request alone, check its tokens, and return how many of its prompt were cached."""
-        request = self.add(name, prompt, max_tokens, **params)
-        self.drain()
-        assert self.output(name) == expected(prompt, max_tokens)
-        assert request.num_cached_at_start is not None
-        return request.num_cached_at_start
-
-
-PROMPT = list(range(1, 30))
-
-
-def restarted(rig: DiskRig, **options: Any) -> DiskRig:
-    """Another engine over the same disk."""
-    return DiskRig(contents=rig.contents, **options)
-
+from vllm_lite.protocol.transfers import STATE
 
 # ---- written, and found again
 
@@ -344,66 +241,6 @@ def test_a_write_that_fails_is_not_found() -> None:
     rig.fails = lambda _: False
     rig.serve("a again", PROMPT)
     assert len(rig.tier.index) == 8
-
-
-# ---- forgetting
-
-
-def test_a_reset_leaves_the_disk_unless_it_is_asked_for() -> None:
-    rig = DiskRig()
-    rig.serve("a", PROMPT)
-    rig.scheduler.reset_prefix_cache()
-    assert rig.serve("b", PROMPT) == 28
-    rig.scheduler.reset_prefix_cache(stored=True)
-    rig.send()
-    assert not rig.contents
-    assert rig.serve("c", PROMPT) == 0
-
-
-def test_what_is_loaded_while_the_cache_is_reset_is_not_found() -> None:
-    rig = DiskRig()
-    rig.serve("a", PROMPT)
-    again = restarted(rig)
-    again.holds = True
-    again.add("a", PROMPT)
-    again.step()
-    again.scheduler.reset_prefix_cache(stored=True)
-    again.drain()
-    assert again.loads[0].keys[0] not in again.tier.index
-    assert again.output("a") == expected(PROMPT, 5)
-    assert again.scheduler.counters.cached_tokens == 0
-
-
-def test_what_is_not_to_be_trusted_is_forgotten_on_disk_too() -> None:
-    rig = DiskRig(num_blocks=60)
-    rig.add("a", PROMPT, 20)
-    for _ in range(3):
-        rig.step()
-    assert rig.contents
-    rig.holds = True
-    request = rig.scheduler.requests["a"]
-    rig.scheduler.queues.end(request, "error", forget=True)
-    rig.drain()
-    assert not rig.contents
-    assert not rig.tier.index
-
-
-def test_lost_workers_take_what_was_under_way_and_the_next_ones_say_what_there_is() -> None:
-    rig = DiskRig(num_state_slots=6)
-    rig.serve("a", PROMPT, 8)
-    rig.holds = True
-    rig.add("b", [9] * 30)
-    for _ in range(4):
-        rig.step()
-    assert rig.pending
-    rig.pending = []
-    rig.lose_workers()
-    rig.replace_workers()
-    assert not rig.tier.index
-    rig.scheduler.stored_keys(list(rig.contents), [])
-    rig.drain()
-    assert rig.output("b") == expected([9] * 30, 5)
-    assert rig.serve("a again", PROMPT, 8) == 28
 
 
 # ---- whatever happens

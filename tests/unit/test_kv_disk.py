@@ -1,19 +1,23 @@
 """KV in files: what is written is found again, by whom it may be, and whatever happens to a file costs hits only."""
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
 from vllm_lite.errors import ConfigError
 from vllm_lite.kv_disk.directory import SEED_BYTES, open_directory, read_seed
-from vllm_lite.kv_disk.fingerprint import file_digest
+from vllm_lite.kv_disk.fingerprint import adapter_digest, file_digest
 from vllm_lite.kv_disk.format import MAGIC, PAGE, Damaged, Foreign, RunHeader, checksum, name_of, pack, unpack
 from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.kv_disk.usage import held_files
+from vllm_lite.worker.disk.opening import AdapterFiles
+from vllm_lite.worker.disk.transfers import DiskTransfers
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -155,6 +159,19 @@ def test_what_lies_in_another_place_of_the_file_is_not_taken_for_it(tmp_path: Pa
     assert not any(read(store, keys))
 
 
+def test_a_whole_file_under_the_name_of_another_is_dropped(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write(store, chain(3))
+    file = only_file(tmp_path)
+    wrong = file.with_name(file.name[:-1] + ("0" if file.name[-1] != "0" else "1"))
+    file.rename(wrong)
+    again = open_store(tmp_path)
+    again.look()
+    assert again.dropped == {"damaged": 1}
+    assert not again.keys()
+    assert not wrong.exists()
+
+
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
 def test_no_file_in_a_files_place_is_waited_for(tmp_path: Path, kind: str) -> None:
     store, keys = open_store(tmp_path), chain(3)
@@ -209,6 +226,17 @@ def test_what_was_not_used_for_longest_goes_first_also_that_of_other_models(tmp_
     assert [all(read(store, chain(4, number))) for number in (0, 1, 3, 5)] == [True, False, True, True]
     assert not any(read(other, chain(4, 9), b"another"))
     assert store.dropped["evicted"] == 2
+
+
+def test_a_full_quota_has_room_before_more_is_written(tmp_path: Path) -> None:
+    size = PAGE + 4 * ITEM_BYTES
+    store = open_store(tmp_path, quota=40 * size)  # one run is less than what makes it count again behind a write
+    for number in range(40):
+        write(open_store(tmp_path), chain(4, number))
+    store.sweep()
+    assert store.num_bytes == 40 * size
+    assert write(store, chain(4, 50))
+    assert sum(held.num_bytes for held in held_files(tmp_path)) <= 40 * size
 
 
 def test_a_run_larger_than_half_of_the_quota_is_not_written(tmp_path: Path) -> None:
@@ -303,6 +331,35 @@ def test_weights_that_differ_in_one_tensor_have_another_digest(tmp_path: Path) -
     data[8 + len(header) + 16384 * 123 + 8192 + 5] = 1
     file.write_bytes(data)
     assert file_digest(file) != before
+
+
+def test_an_adapter_is_known_by_all_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (weights := tmp_path / "adapter_model.safetensors").write_bytes(bytes(3_000_000))
+    digest = adapter_digest(str(tmp_path))
+    assert len(digest) == 32
+    renamed = shutil.copytree(tmp_path, tmp_path / "renamed")
+    assert adapter_digest(str(renamed)) == digest
+    for at in (0, 1_234_567, 2_999_999):
+        data = bytearray(3_000_000)
+        data[at] = 1
+        weights.write_bytes(data)
+        assert adapter_digest(str(tmp_path)) != digest
+    weights.write_bytes(bytes(3_000_000))
+    assert adapter_digest(str(tmp_path)) == digest
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    assert adapter_digest(str(tmp_path)) != digest
+
+
+def test_an_adapter_whose_files_are_replaced_while_it_is_loaded_has_no_digest(tmp_path: Path) -> None:
+    (weights := tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+    disk = cast(DiskTransfers, object())
+    files = AdapterFiles(str(tmp_path), disk)
+    assert files.digest() == adapter_digest(str(tmp_path))
+    weights.write_bytes(b"two")
+    assert files.digest() == b""
+    assert AdapterFiles(str(tmp_path / "missing"), disk).digest() != AdapterFiles(str(tmp_path), disk).digest()
+    assert AdapterFiles(str(tmp_path), None).digest() == b""
 
 
 # ---- faults

@@ -115,12 +115,12 @@ class AdapterLoader:
             self._adapters.enlist(adapter)
             if self._num_in_memory() >= self._adapters.limits.in_memory:
                 self._evict(executor)
-            error = blocking.read_adapter(
+            read = blocking.read_adapter(
                 executor, (adapter.number, adapter.name, adapter.path), self._config.ready_timeout_s, stop
             )
-            if error is not None:
-                raise ModelError(error)
-            self._set_loaded(adapter)
+            if read.error is not None:
+                raise ModelError(read.error)
+            self._set_loaded(adapter, read.digest)
         if self._config.lora_modules:
             names = ", ".join(module.name for module in self._config.lora_modules)
             logger.info("adapters: %s", names)
@@ -140,8 +140,7 @@ class AdapterLoader:
                 continue
             self._loading.discard(adapter)
             if read.error is None:
-                adapter.digest = read.digest
-                self._set_loaded(adapter)
+                self._set_loaded(adapter, read.digest)
                 if adapter in self._asked:
                     self._on_first_loaded(adapter)
             else:
@@ -181,7 +180,8 @@ class AdapterLoader:
             executor.drop_adapter(adapter.number)
             self._adapters.change(adapter, is_loaded=False)
 
-    def _set_loaded(self, adapter: Adapter) -> None:
+    def _set_loaded(self, adapter: Adapter, digest: bytes) -> None:
+        adapter.read_as(digest)
         adapter.loaded_s = self._clock()
         self._adapters.use(adapter)
         self._adapters.change(adapter, is_loaded=True)

@@ -45,13 +45,19 @@ class Adapter:
         self.num_requests = 0
         self.last_used = 0
         self.loaded_s = 0.0
-        self.digest = b""
-        """That of its files, once workers have read it, where KV is kept on disk: there a number means nothing."""
+        self.digest: bytes | None = None
+        """That of its files, where KV is kept on disk, as a number means nothing there. None until workers have read
+        it; b"" if it cannot be known, or its files have changed between two reads."""
 
     @property
     def cache_key(self) -> str:
         """Equal for requests whose KV is equal."""
-        return self.digest.hex() or str(self.number)
+        return self.digest.hex() if self.digest else str(self.number)
+
+    def read_as(self, digest: bytes) -> None:
+        """Workers have read files of this digest. What was computed with others must not be written under it: once
+        they differ, the adapter is known by its number only."""
+        self.digest = digest if self.digest in (None, digest) else b""
 
     def __repr__(self) -> str:
         return f"Adapter({self.number}, {self.name!r}, {'loaded' if self.is_loaded else 'not loaded'})"

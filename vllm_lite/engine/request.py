@@ -84,7 +84,8 @@ class Request:
         self.candidates: dict[int, abc.Sequence[tuple[int, float]]] = {}
         """The (token, logprob) candidates of the beams that have finished the current step, by their index."""
         salt = () if message.params.cache_salt is None else (message.params.cache_salt,)
-        self.extra_keys = salt if adapter is None else ("lora", adapter.cache_key, *salt)
+        self._adapter_key = "" if adapter is None else adapter.cache_key
+        self.extra_keys = salt if adapter is None else ("lora", self._adapter_key, *salt)
         """What must be equal for KV to be shared; no salt makes one tuple look like another."""
         self.draft_group = sha256(repr(self.extra_keys).encode()).digest()[:16]
         """The same in short, for drafts from the answers of other requests."""
@@ -99,6 +100,13 @@ class Request:
         tokens = array("I", prompt)
         tokens.frombytes(sample.output)
         return Sequence(self, sample.index, tokens, num_inherited=len(sample.output) // 4)
+
+    @property
+    def has_lasting_keys(self) -> bool:
+        """Whether its keys mean the same to other engines and to later ones. With an adapter that is so if the workers
+        have it from the files whose digest is in the keys."""
+        adapter = self.adapter
+        return adapter is None or (bool(adapter.digest) and adapter.cache_key == self._adapter_key)
 
     @property
     def num_tokens(self) -> int:

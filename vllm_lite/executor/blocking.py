@@ -36,9 +36,9 @@ def allocate(
 
 def read_adapter(
     executor: Executor, adapter: tuple[int, str, str], timeout_s: float, stop: Wakeup | None = None
-) -> str | None:
-    """Have an adapter read, of this number, name and path. Why it cannot be served; None: it is there. Raises like
-    load(), but for `timeout_s`."""
+) -> AdapterRead:
+    """Have an adapter read, of this number, name and path. Returns the answer of all ranks. Raises like load(), but for
+    `timeout_s`."""
     executor.read_adapter(*adapter)
     until_s = time.monotonic() + timeout_s
 
@@ -47,7 +47,7 @@ def read_adapter(
             raise EngineError(f"adapter {adapter[1]!r} was not read after {timeout_s:.0f} s")
         return executor.adapters_read() or None
 
-    return _wait_for(answer, executor, stop)[0].error
+    return _wait_for(answer, executor, stop)[0]
 
 
 def find_out(executor: Executor) -> Failure:

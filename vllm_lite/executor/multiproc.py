@@ -261,6 +261,8 @@ class MultiprocExecutor:
         answer = next((each for each in answers.values() if each.error is not None), message)
         if answer.error is not None:
             self.drop_adapter(message.number)
+        if len({each.digest for each in answers.values()}) > 1:  # hosts with other files under the same path
+            answer = msgspec.structs.replace(answer, digest=b"")
         self._adapters_read.append(answer)
 
     def transfer(self, message: Transfer) -> None:

@@ -5,6 +5,7 @@ of it: PAGES that lie at equal distances, and one in the middle of each tensor, 
 seen.
 """
 
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -65,14 +66,25 @@ def fingerprint(config: ResolvedConfig, layout: Sequence[object]) -> bytes:
     return state.digest()
 
 
-def folder_digest(folder: str) -> bytes:
-    """Digest of an adapter: its configuration, and its weights as above. Raises OSError."""
-    state = blake2b(digest_size=FINGERPRINT_BYTES)
-    for file in sorted(Path(folder).glob("adapter_*")):
-        if file.is_file():
-            _add(state, file.name.encode())
-            _add(state, file_digest(file))
-    return state.digest()
+def adapter_digest(folder: str) -> bytes:
+    """Digest of an adapter: all of its files, which are small beside a model's. Empty if they change meanwhile. Raises
+    OSError."""
+    state, before = blake2b(digest_size=FINGERPRINT_BYTES), adapter_stamp(folder)
+    for file in _adapter_files(folder):
+        _add(state, file.name.encode())
+        with file.open("rb") as stream:
+            _add(state, hashlib.file_digest(stream, "blake2b").digest())
+    return state.digest() if before == adapter_stamp(folder) else b""
+
+
+def adapter_stamp(folder: str) -> list[tuple[str, int, int, int]]:
+    """Names, sizes, inodes and times of an adapter's files: others once somebody has written them. Raises OSError."""
+    found = [(file.name, file.stat()) for file in _adapter_files(folder)]
+    return [(name, status.st_size, status.st_ino, status.st_ctime_ns) for name, status in found]
+
+
+def _adapter_files(folder: str) -> list[Path]:
+    return [file for file in sorted(Path(folder).glob("adapter_*")) if file.is_file()]
 
 
 def file_digest(file: Path) -> bytes:

@@ -65,7 +65,7 @@ class Items(Protocol):
 
 
 class Changes(NamedTuple):
-    """Keys that can be found since the last look, and keys that no longer can."""
+    """Keys that can be found since the last look, and keys that could not for some time; one may be both."""
 
     added: list[bytes]
     removed: list[bytes]
@@ -126,7 +126,7 @@ class DiskStore:
 
     def take_changes(self) -> Changes:
         with self._lock:
-            changes = Changes(self._added, self._removed)
+            changes = Changes([key for key in self._added if key in self._places], self._removed)
             self._added, self._removed = [], []
         return changes
 

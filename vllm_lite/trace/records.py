@@ -260,11 +260,13 @@ class Newcomers(_Record, frozen=True, tag=12):
 
 
 class AdapterChanged(_Record, frozen=True, tag=13):
-    """The workers have an adapter from now on, or have it no more."""
+    """The workers have an adapter from now on, or have it no more. `digest` has HASH_BYTES of that of its files; it is
+    empty where that is not known."""
 
     clock_s: float
     number: int
     is_loaded: bool
+    digest: bytes = b""
 
 
 class DiskKeys(_Record, frozen=True, tag=14):

@@ -54,7 +54,7 @@ from vllm_lite.structured.sources.grammars import Grammars
 from vllm_lite.structured.sources.vocabulary import load_vocabulary
 from vllm_lite.worker.batch.part import StepPart
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
-from vllm_lite.worker.disk.opening import adapter_digest, open_disk, pools_of
+from vllm_lite.worker.disk.opening import AdapterFiles, open_disk, pools_of
 from vllm_lite.worker.disk.transfers import DiskTransfers
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.forward import EagerForward
@@ -369,14 +369,13 @@ class Worker:
     @torch.inference_mode()
     def load_adapter(self, message: ReadAdapter) -> AdapterRead:
         """Load an adapter between two steps, or say why it cannot be loaded."""
-        error, is_missing, digest = None, False, adapter_digest(self.disk, message.path)
+        error, is_missing, files = None, False, AdapterFiles(message.path, self.disk)
         try:
             self._cache().load(message.number, message.name, message.path)
         except ModelError as caught:
             error, is_missing = str(caught), not is_lora(message.path)
         self.progress.advance()
-        is_same = digest == adapter_digest(self.disk, message.path)  # or it was replaced meanwhile
-        return AdapterRead(self.rank, self.generation, message.number, error, is_missing, digest if is_same else b"")
+        return AdapterRead(self.rank, self.generation, message.number, error, is_missing, files.digest())
 
     @torch.inference_mode()
     def drop_adapter(self, number: int) -> None:

@@ -24,7 +24,7 @@ from vllm_lite.engine.states.place import Left
 from vllm_lite.engine.states.slots import StateSlots
 from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.step import Entry
-from vllm_lite.protocol.transfers import STATE, ForgetStored, LoadBlocks, Ticket, Transfer
+from vllm_lite.protocol.transfers import STATE, LoadBlocks, Ticket, Transfer
 
 ARRIVING = Admission(Verdict.LATER, lacks="load", is_arriving=True)
 """Verdict while the tier loads what a waiting sequence may begin with."""
@@ -94,8 +94,7 @@ class DiskTier(CachePart[DiskHit]):
 
     def learn(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """These contents can be loaded from now on, and those no more."""
-        self.index.difference_update(removed)
-        self.index.update(added)
+        self.writes.learn(added, removed)
 
     def ended(self, ticket: Ticket, failed: Collection[int] = ()) -> None:
         """A transfer has ended, but for the contents at the places `failed`."""
@@ -130,10 +129,7 @@ class DiskTier(CachePart[DiskHit]):
     def forget_stored(self) -> None:
         for load in self._loads.values():
             load.is_stale = True
-        self.writes.stop()
-        self.writes.forget(self.writes.index)
-        self.index.clear()
-        self.writes.messages.append(ForgetStored(None))
+        self.writes.forget_all()
 
     def measured(self, prefill_tokens_per_s: float, load_blocks_per_s: float) -> None:
         self.prefill_tokens_per_s, self.load_blocks_per_s = prefill_tokens_per_s, load_blocks_per_s
@@ -182,8 +178,7 @@ class DiskTier(CachePart[DiskHit]):
 
     def register(self, sequence: Sequence) -> None:
         request = sequence.request
-        is_known = request.adapter is None or bool(request.adapter.digest)
-        if is_known and request.pooling is None and request.params.prompt_logprobs is None:
+        if request.pooling is None and request.params.prompt_logprobs is None:
             self._open.add(sequence)
 
     def search(self, sequence: Sequence) -> "DiskSearch":
@@ -311,7 +306,7 @@ class DiskTier(CachePart[DiskHit]):
             self._open.discard(sequence)
 
     def _write(self, sequence: Sequence, num_blocks: int) -> None:
-        if sequence in self._open and num_blocks:
+        if num_blocks and sequence in self._open and sequence.request.has_lasting_keys:
             self.writes.add(sequence.block_hashes[:num_blocks])
 
     # ---- swapping

@@ -51,6 +51,7 @@ class WriteThrough:
         self._runs: dict[Ticket, WrittenRun] = {}
         self._writing: set[bytes] = set()
         self._unwanted: set[bytes] = set()
+        """Contents that must not be found again until the tier has said that they are gone."""
         self.next_ticket: Callable[[], Ticket] = iter(range(1, 2**53)).__next__
 
     @property
@@ -113,25 +114,37 @@ class WriteThrough:
         run = self._runs.pop(ticket, None)
         if run is None:
             return
-        lost = set(failed)
-        written = [key for place, key in enumerate(run.keys) if place not in lost]
+        lost = {run.keys[place] for place in failed}
         self._writing.difference_update(run.keys)
-        unwanted = self._unwanted.intersection(written)
-        if unwanted:
-            self._unwanted -= unwanted
+        self._unwanted -= lost
+        written = set(run.keys) - lost
+        if unwanted := self._unwanted & written:
             self.messages.append(ForgetStored(sorted(unwanted)))
-        self.index.update(key for key in written if key not in unwanted)
+        self.index |= written - unwanted
         self._unpin(run)
         self.go_on()
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Let these contents not be found, whether they are written or about to be."""
         keys = set(keys)
-        self._unwanted |= keys & self._writing
+        self._unwanted |= keys & (self._writing | self.index)
         self._chains = deque(chain for chain in self._chains if keys.isdisjoint(self._keys_of(chain[0])))
         if stored := keys & self.index:
             self.index -= stored
             self.messages.append(ForgetStored(sorted(stored)))
+
+    def forget_all(self) -> None:
+        """Let nothing be found that was written by now, by any engine."""
+        self.stop()
+        self._unwanted |= self._writing | self.index
+        self.index.clear()
+        self.messages.append(ForgetStored(None))
+
+    def learn(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """The tier has these contents from now on, and those no more."""
+        self.index.difference_update(removed)
+        self._unwanted.difference_update(removed)
+        self.index.update(key for key in added if key not in self._unwanted)
 
     def stop(self) -> None:
         """Begin to write nothing more of the chains that have ended."""

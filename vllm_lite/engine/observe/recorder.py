@@ -258,7 +258,8 @@ class RecordedScheduler(Scheduler):
         self._write(records.Newcomers(self._clock(), are_held))
 
     def _adapter_changed(self, adapter: Adapter) -> None:
-        self._write(records.AdapterChanged(self._clock(), adapter.number, adapter.is_loaded))
+        digest = (adapter.digest or b"")[:HASH_BYTES]
+        self._write(records.AdapterChanged(self._clock(), adapter.number, adapter.is_loaded, digest))
 
     def _aborted(self, request: Request, samples: abc.Sequence[int], *, is_replaced: bool = False) -> None:
         now_s, hashes = self.meter.now_s, self._hasher.take()

@@ -177,7 +177,10 @@ class Replay:
                 scheduler.resume(record.generation, record.swap_blocks_per_s)
             case records.AdapterChanged():
                 adapters = scheduler.queues.adapters
-                adapters.change(adapters.numbered(record.number), is_loaded=record.is_loaded)
+                adapter = adapters.numbered(record.number)
+                if record.is_loaded:
+                    adapter.read_as(record.digest)
+                adapters.change(adapter, is_loaded=record.is_loaded)
 
     def _schedule(self, record: records.Step) -> None:
         with self._hasher.given(record.hashes):

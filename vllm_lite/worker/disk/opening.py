@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.kv_disk.directory import open_directory
-from vllm_lite.kv_disk.fingerprint import fingerprint, folder_digest
+from vllm_lite.kv_disk.fingerprint import adapter_digest, adapter_stamp, fingerprint
 from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.kv_disk.usage import ABOUT
 from vllm_lite.runtime.machine import parse_bytes
@@ -39,9 +39,18 @@ def pools_of(cache: CacheEngine) -> Pools:
     return items_of(cache.pool), items_of(cache.states) if cache.states.shape[1] else None
 
 
-def adapter_digest(disk: DiskTransfers | None, path: str) -> bytes:
-    """Digest of an adapter's files, by which KV on disk is found again; empty where there is no disk, or no such
-    files."""
-    with suppress(OSError):
-        return b"" if disk is None else folder_digest(path)
-    return b""
+class AdapterFiles:
+    """The files of an adapter, from before it is loaded: KV on disk is found again by their digest."""
+
+    def __init__(self, path: str, disk: DiskTransfers | None) -> None:
+        self._path = path
+        self._digest, self._stamp = b"", list[tuple[str, int, int, int]]()
+        if disk is not None:
+            with suppress(OSError):
+                self._stamp, self._digest = adapter_stamp(path), adapter_digest(path)
+
+    def digest(self) -> bytes:
+        """Their digest; empty where there is no disk, or if they were replaced since."""
+        with suppress(OSError):
+            return self._digest if self._stamp == adapter_stamp(self._path) else b""
+        return b""

@@ -119,21 +119,21 @@ class DiskTransfers:
             self._loads.put((job, part))
 
     def take(self) -> list[TransferAnswer]:
-        """Answers that have not been taken yet, and of rank 0 what can be found by now."""
+        """Return what can be found by now, which rank 0 says, and the answers that have not been taken yet."""
         self.announced.clear()
         with self._lock:
-            answers: list[TransferAnswer] = list(self._answers)
-            self._answers = []
+            ended, self._answers = self._answers, []
         store, (rank, generation) = self._store, self._name
         if store is None or rank != 0:
-            return answers
+            return list(ended)
+        answers: list[TransferAnswer] = []
         changes = store.take_changes()
-        if changes.added or changes.removed or answers:
+        if changes.added or changes.removed or ended:
             usage = self.usage()
             for start in range(0, len(changes.added) or 1, KEYS_PER_MESSAGE):
                 added = changes.added[start : start + KEYS_PER_MESSAGE]
                 answers.append(StoredKeys(rank, generation, added, [] if start else changes.removed, usage))
-        return answers
+        return [*answers, *ended]
 
     def usage(self) -> TierUsage:
         store = self._store
