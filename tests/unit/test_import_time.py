@@ -52,6 +52,23 @@ def test_nothing_of_http_or_tls_is_loaded_before_the_engine_starts() -> None:
     assert loaded_by("import vllm_lite.server.processes.serve").isdisjoint(["ssl", "http", "email"])
 
 
+def test_a_worker_loads_no_more_of_torch_than_torch_itself() -> None:
+    """One module too many (torch.nn.attention.bias, with torch._dynamo) has tripled what a worker's start costs,
+    and left a folder in its TMPDIR."""
+    loaded_by(
+        """
+from vllm_lite.runtime import torch_import
+torch_import.put_off()
+import torch
+before = set(sys.modules)
+import vllm_lite.worker.worker
+more = [name for name in set(sys.modules) - before if name.startswith("torch.")]
+assert not more, more
+assert "activate_meta" not in vars(sys.modules[torch_import.PUT_OFF]), "somebody has needed what was put off"
+"""
+    )
+
+
 def test_the_check_can_see_it() -> None:
     assert not loaded_by("import numpy").isdisjoint(HEAVY)
 

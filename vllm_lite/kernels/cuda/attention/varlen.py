@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.kernels.cuda.attention.gather_kv import gather_kv
@@ -157,6 +156,8 @@ def attend_by_sequence(
     plan: VarlenPlan,
     scale: float,
 ) -> torch.Tensor:  # [num_rows, num_heads, head_size]
+    from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo along: 1.5 s of CPU time
+
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     for rows, tokens in zip(plan.queries, plan.keys, strict=True):
         if tokens.start == tokens.stop:
