@@ -1,5 +1,6 @@
 """Ranks as threads of this process, over plain tensors: the communicator that tests of sharded models run on."""
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -8,10 +9,14 @@ import torch
 
 from tests.deadlines import scaled
 from tests.ranks import in_threads
-from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.shard import Shard, Stage
 from vllm_lite.errors import RankLostError
 
 T = TypeVar("T")
+
+
+Mail = dict[tuple[int, int, int], "queue.Queue[torch.Tensor]"]
+"""What goes from stage to stage: (number of the rank, from, to)."""
 
 
 class ThreadCommunicator:
@@ -55,6 +60,20 @@ class ThreadCommunicator:
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
         x.copy_(self._exchange("broadcast", x)[source])
 
+    def send(self, x: torch.Tensor, stage: int) -> None:
+        self._count("send")
+        self._group.mail(self.shard.rank, self.shard.stage.index, stage).put(x.clone())
+
+    def receive(self, x: torch.Tensor, stage: int) -> None:
+        self._count("receive")
+        try:
+            sent = self._group.mail(self.shard.rank, stage, self.shard.stage.index).get(timeout=self._group.limit_s)
+        except queue.Empty:
+            raise RankLostError(f"nothing came from stage {stage}") from None
+        if (sent.shape, sent.dtype) != (x.shape, x.dtype):
+            raise RuntimeError(f"{list(sent.shape)} {sent.dtype} was sent, {list(x.shape)} {x.dtype} was to come")
+        x.copy_(sent)
+
     def barrier(self) -> None:
         self._exchange("barrier", torch.empty(0))
 
@@ -70,9 +89,12 @@ class ThreadCommunicator:
     def close(self) -> None:
         pass
 
+    def _count(self, name: str) -> None:
+        self.num_calls[name] = self.num_calls.get(name, 0) + 1
+
     def _exchange(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's x, as it is now."""
-        self.num_calls[name] = self.num_calls.get(name, 0) + 1
+        self._count(name)
         self._waits = True
         try:
             parts = self._group.exchange(self.shard.rank, name, x.clone())
@@ -86,7 +108,16 @@ class ThreadCommunicator:
 class ThreadGroup:
     """Makes the communicators of `world` ranks, and runs one function on all of them at once."""
 
-    def __init__(self, world: int, *, shares_memory: bool = True, expert_parallel: bool = False) -> None:
+    def __init__(
+        self,
+        world: int,
+        *,
+        shares_memory: bool = True,
+        expert_parallel: bool = False,
+        stage: Stage = Stage(),  # noqa: B008  # it does not change
+        mail: Mail | None = None,
+    ) -> None:
+        """`mail`: that of all stages, if the ranks are one of several."""
         self.shares_memory = shares_memory
         self.limit_s = scaled(30)
         self.lost: int | None = None
@@ -95,8 +126,10 @@ class ThreadGroup:
         self._slots: list[tuple[str, torch.Tensor]] = [("", torch.empty(0))] * world
         self._memory: dict[torch.dtype, torch.Tensor] = {}
         self.communicators = [
-            ThreadCommunicator(Shard(rank, world, expert_parallel), self, torch.device("cpu")) for rank in range(world)
+            ThreadCommunicator(Shard(rank, world, expert_parallel, stage), self, torch.device("cpu"))
+            for rank in range(world)
         ]
+        self._mail: Mail = {} if mail is None else mail
 
     def run(self, work: Callable[[ThreadCommunicator], T]) -> list[T]:
         """What `work` gives on each rank. What one of them raises ends the others, and is raised."""
@@ -117,6 +150,10 @@ class ThreadGroup:
         parts = list(self._slots)
         self._wait()  # nobody brings the next before all have taken these
         return parts
+
+    def mail(self, rank: int, source: int, target: int) -> "queue.Queue[torch.Tensor]":
+        """What rank `rank` of stage `source` has sent to that of stage `target`, in order."""
+        return self._mail.setdefault((rank, source, target), queue.Queue())
 
     def memory(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
         """The first elements of one memory that grows; all ranks ask for the same at a time."""
@@ -139,6 +176,13 @@ class ThreadGroup:
             raise RankLostError(f"rank {self.lost} has ended the group, or one did not come") from None
 
 
-def on_ranks(world: int, work: Callable[[ThreadCommunicator], Any], **options: bool) -> list[Any]:
+def on_ranks(world: int, work: Callable[[ThreadCommunicator], Any], **options: Any) -> list[Any]:
     """What `work` gives on each rank of a new group."""
     return ThreadGroup(world, **options).run(work)
+
+
+def on_stages(num_stages: int, world: int, work: Callable[[ThreadCommunicator], T]) -> list[T]:
+    """What `work` gives on each rank of several stages of `world` ranks, stage by stage."""
+    mail: Mail = {}
+    groups = [ThreadGroup(world, stage=Stage(index, num_stages), mail=mail) for index in range(num_stages)]
+    return [result for results in in_threads(num_stages, lambda index: groups[index].run(work)) for result in results]

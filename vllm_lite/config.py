@@ -458,6 +458,7 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_kvcache_space: float
     data_parallel_rank: int = 0
     """Which of the engines it is."""
+    num_stages: int = 1  # that share out the layers; no setting makes it more, as pipelines are not served
     end_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer besides those that the model's own files name: what its tokenizer and its chat template
     say, which workers do not read."""
@@ -465,12 +466,12 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def ranks_on_machine(self) -> int:
         """The workers of all engines."""
-        return self.data_parallel_size * self.tensor_parallel_size
+        return self.data_parallel_size * self.tensor_parallel_size * self.num_stages
 
     @property
     def first_rank(self) -> int:
         """Number of the workers of other engines before this engine's first."""
-        return self.data_parallel_rank * self.tensor_parallel_size
+        return self.data_parallel_rank * self.tensor_parallel_size * self.num_stages
 
     @property
     def engine_name(self) -> str:

@@ -7,6 +7,7 @@ messages by itself, as workers do: nothing but the communicator holds the ranks 
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -83,7 +84,7 @@ def make_runner(checkpoint: Path, communicator: Communicator, capture: Capture |
     drafter = NgramDrafter(Speculation(prompt_lookup_max=3, prompt_lookup_min=1))
     forward, rules = EagerForward(model, cache.layer_views(), backend, CPU), Rules(communicator)
     parts = [Drafts(drafter, rules), rules, PromptScorer(model)]
-    runner = ModelRunner(LIMITS, forward, cache, Progress(), parts)
+    runner = ModelRunner(replace(LIMITS, num_groups=len(groups)), forward, cache, Progress(), parts)
     runner.warm_up()
     if capture is not None:
         runner.capture_graphs(capture, range(1, LIMITS.max_num_seqs + 1))

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.simulated_worker import SimulatedWorker, next_token
@@ -39,12 +40,13 @@ VOCAB = 50
 EOS = 7
 
 
-def make_core(num_blocks: int = 11, **settings: object) -> EngineCore:
+def make_core(num_blocks: int = 11, num_stages: int = 1, **settings: object) -> EngineCore:
     config = EngineConfig.check({"block_size": 4, **settings})
-    config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
+    resolved = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
+    resolved = msgspec.structs.replace(resolved, num_stages=num_stages)
     ready = Ready(0, 1, num_blocks, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
     worker = SimulatedWorker(num_blocks, 4, vocab_size=VOCAB)
-    return EngineCore(config, ready, worker, PoolSizes(num_blocks), Lives(3))  # type: ignore[arg-type]
+    return EngineCore(resolved, ready, worker, PoolSizes(num_blocks), Lives(3))  # type: ignore[arg-type]
 
 
 def generate(core: EngineCore, prompt: list[int], name: str = "r", **params: object) -> list[Produced]:
@@ -73,6 +75,15 @@ def continuation(prompt: list[int], count: int, sample: int = 0) -> list[int]:
     for _ in range(count):
         tokens.append(next_token(tokens, VOCAB, sample))
     return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(("num_stages", "overlap", "most"), [(1, True, 2), (1, False, 1), (3, True, 4), (3, False, 1)])
+def test_every_stage_may_have_a_step_beside_the_one_that_is_made(num_stages: int, overlap: bool, most: int) -> None:
+    core = make_core(num_stages=num_stages, async_scheduling=overlap)
+    assert core.max_in_flight == most
+    for index in range(num_stages):
+        core.add(b"client", Generate(f"r{index}", pack_tokens([1, 2]), SamplingParams(max_tokens=3)))
+    assert len(tokens_of(drain(core))) <= 3 * num_stages
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class FakeWorker(supervise.Child):
 class Host:
     """An executor and its workers. Waiting moves the clock, and what is planned for that time happens."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_workers: int, folder: Path) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_workers: int, folder: Path, stages: int = 1) -> None:
         self.now_s = 1000.0
         self.workers: list[FakeWorker] = []
         self.plans: list[tuple[float, Callable[[], object]]] = []
@@ -90,7 +90,7 @@ class Host:
         monkeypatch.setattr(supervise, "spawn", self.spawn)
         settings = {"load_format": "dummy", "heartbeat_timeout_s": LIMIT_S}
         config = EngineConfig.check(settings).resolve(max_position_embeddings=1000, dtype="float32", model_path="model")
-        config = msgspec.structs.replace(config, tensor_parallel_size=num_workers)
+        config = msgspec.structs.replace(config, tensor_parallel_size=num_workers, num_stages=stages)
         self.folder = folder / "group"
         self.settings: list[WorkerSettings] = []
         self.inherited: list[tuple[int, ...]] = []

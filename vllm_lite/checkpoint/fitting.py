@@ -1,7 +1,7 @@
 """Whether an engine's settings go with a model, as far as its config.json says: what `serve` and `plan` both refuse."""
 
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.shard import Shard, Stage
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 
@@ -25,4 +25,20 @@ def check_settings(config: EngineConfig, spec: ModelSpec) -> None:
         raise ConfigError(
             f"expert_load_metrics counts at most {MAX_COUNTED_EXPERTS:,} experts, those of all layers together, and "
             f"this model has {num_counted:,}; leave it off"
+        )
+
+
+def check_stages(spec: ModelSpec, stage: Stage) -> None:
+    """Raise ConfigError unless so many stages can share out the model's layers."""
+    count = stage.count
+    if count == 1:
+        return
+    if count > spec.num_layers:
+        raise ConfigError(f"the model's {spec.num_layers} layers cannot be shared out over {count} stages")
+    plain = all(own.keeps_kv and own.recurrent is None and not own.attention.index_size for own in spec.layers)
+    generates = spec.implementation == "native" and spec.encoder is None and spec.pooling is None
+    if not (plain and generates) or spec.layers_without_kv or spec.per_layer_size:
+        raise ConfigError(
+            f"the layers of {spec.architecture} cannot be shared out over {count} stages: some need more of others "
+            "than the residual stream, or keep more than KV"
         )

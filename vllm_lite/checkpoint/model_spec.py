@@ -335,10 +335,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return next((own.experts for own in self.layers if own.experts is not None), None)
 
     def per_rank(self, shard: Shard) -> "ModelSpec":
-        """The model with the heads that a rank holds: what its attention and its KV cache are made by. All other sizes
-        remain those of the whole model. Raises ConfigError if so many ranks cannot share the heads."""
-        layers = tuple(own.per_rank(shard) for own in self.layers)
-        groups = tuple(LayerGroup(group.layers, group.attention.per_rank(shard)) for group in self.kv_groups)
+        """The model with the heads that a rank holds, and KV groups of its stage's layers: what its attention and its
+        KV cache are made by. All other sizes remain those of the whole model. Raises ConfigError if so many ranks
+        cannot share the heads."""
+        layers, kept = tuple(own.per_rank(shard) for own in self.layers), shard.stage.kept
+        groups = tuple(
+            LayerGroup(kept(group.layers, self.num_layers), group.attention.per_rank(shard)) for group in self.kv_groups
+        )
         return msgspec.structs.replace(self, layers=layers, kv_groups=groups)
 
     def shared_by(self, world: int) -> "ModelSpec":

@@ -1,30 +1,77 @@
-"""Shares of the ranks that hold a model together in each of its dimensions. No torch."""
+"""Position of a rank among those that hold a model together, and its share of each dimension. No torch.
+
+There are two axes: the ranks of a stage share the heads, rows and columns of its layers; stages share out the layers.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import EngineConfig, ResolvedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of the stages that a step passes, each with layers of its own. The first embeds tokens, the last makes
+    logits."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def layers(self, num_layers: int) -> range:
+        """The layers of a model that it holds: as many as another, or one fewer than stages before it."""
+        held = Split.near_even(num_layers, Shard(self.index, self.count))
+        return range(held.start, held.end)
+
+    def kept(self, layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+        """Layers of a KV group, `layers`, that the stage keeps: its own of the model's, and all that are behind the
+        model's, as a drafter's are."""
+        held = self.layers(num_layers)
+        return tuple(layer for layer in layers if layer in held or layer >= num_layers)
 
 
 class Shard(NamedTuple):
-    """This rank among the ranks that hold the model together."""
+    """This rank's position: its number among the ranks of its stage, and the stage."""
 
     rank: int = 0
     world: int = 1
     expert_parallel: bool = False
     """Whether each rank holds some of a layer's experts whole, instead of a part of each."""
+    stage: Stage = Stage()
 
     @classmethod
-    def of(cls, config: EngineConfig, rank: int = 0) -> "Shard":
-        """The part of worker `rank`."""
-        return cls(rank, config.tensor_parallel_size, config.enable_expert_parallel)
+    def of(cls, config: EngineConfig, rank: int = 0, num_stages: int = 1) -> "Shard":
+        """The position of worker `rank`. Workers are numbered stage by stage."""
+        world = config.tensor_parallel_size
+        stage = Stage(rank // world, num_stages)
+        return cls(rank % world, world, config.enable_expert_parallel, stage)
 
     @property
     def all_ranks(self) -> tuple["Shard", ...]:
+        """The ranks of the stage."""
         return tuple(self._replace(rank=rank) for rank in range(self.world))
 
 
 SINGLE = Shard()
+
+
+def num_ranks(config: ResolvedConfig) -> int:
+    """The workers of an engine, in all its stages."""
+    return config.tensor_parallel_size * config.num_stages
+
+
+def answering_rank(config: ResolvedConfig) -> int:
+    """The worker that answers for all: the first one of the last stage."""
+    return num_ranks(config) - config.tensor_parallel_size
+
 
 VOCABULARY_UNIT = 64
 """Ranks share a vocabulary in pieces of so many tokens: a row of float32 logits is then cut at cache lines."""

@@ -81,7 +81,7 @@ class EngineCore:
         self._is_drafting = config.speculative_config is not None and not config.disable_adaptive_drafts
         # Drafts in flight could pass the end of a block, where a recurrent state is to be saved.
         drafts_states = config.speculative_config is not None and ready.num_state_slots > 0
-        self.max_in_flight = 2 if config.async_scheduling and not drafts_states else 1
+        self.max_in_flight = 1 + config.num_stages if config.async_scheduling and not drafts_states else 1
         header = _header(config, ready, sizes, lives, clock())
         hasher = PrefixHasher(config.block_size, hash_seed(config))
         self.scheduler = make_scheduler(header, hasher, recorded(config.record, header, clock))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_lite import transport
+from vllm_lite.checkpoint.shard import answering_rank, num_ranks
 from vllm_lite.checkpoint.tensors.read_ahead import start_reading_ahead
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError, ProtocolError
@@ -104,7 +105,8 @@ class WorkerTcp(NamedTuple):
 
 
 class MultiprocExecutor:
-    """See Executor. Rank 0 answers for all. Workers report at `address`, or at `tcp` if that is given."""
+    """See Executor. One rank answers for all, the first of the last stage. Workers report at `address`, or at `tcp` if
+    that is given."""
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class MultiprocExecutor:
         self._listener = transport.bind(address, tcp and tcp.listen, MAX_WORKER_BYTES)
         self._worker_address = self._listener.tcp_address or address
         self._worker_keys = tcp and tcp.worker_keys
-        self._workers = [WorkerState(rank) for rank in range(config.tensor_parallel_size)]
+        self._workers = [WorkerState(rank) for rank in range(num_ranks(config))]
         self._ranks = [worker.health for worker in self._workers]
         self._meeting_place = self._meet(group_folder)
         self._outputs: deque[ModelOutput] = deque()
@@ -148,7 +150,7 @@ class MultiprocExecutor:
         self._are_gone = threading.Event()
 
     def _meet(self, folder: str) -> MeetingPlace:
-        return MeetingPlace(self._config.tensor_parallel_size, folder)
+        return MeetingPlace(num_ranks(self._config), folder)
 
     # ---- start
 
@@ -317,12 +319,12 @@ class MultiprocExecutor:
                 self._handle(self._workers[message.rank], message)
 
     def _take(self, peer: bytes, message: ModelOutput | StepOutputs) -> None:
-        """Only rank 0 answers."""
-        first = self._workers[0]
-        if peer != first.peer:
-            logger.warning("dropped an output of %r: it is worker 0 that answers", peer)
+        """Take what the one rank says that answers for all."""
+        answering = self._workers[answering_rank(self._config)]
+        if peer != answering.peer:
+            logger.warning("dropped an output of %r: it is worker %d that answers", peer, answering.rank)
             return
-        first.health.last_heard_s = time.monotonic()
+        answering.health.last_heard_s = time.monotonic()
         outputs = message.outputs if isinstance(message, StepOutputs) else [message]
         self._outputs += [output for output in outputs if output.generation == self._generation]
 

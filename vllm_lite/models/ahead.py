@@ -82,7 +82,7 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
             for name, place in ((canonical(name), place) for name, place in places.items())
             if not is_ignored(name, tied=tied, unread_layers=spec.unread_layers, without_kv=without_kv)
         }
-        shard = Shard.of(config, rank)
+        shard = Shard.of(config, rank, config.num_stages)
         weights = _weights(stored, spec, shard)
         wanted = (Wanted(slots, config.dtype, _form(slots, config, is_dense=is_dense)) for slots, is_dense in weights)
         if tied and config.quantization:  # the model keeps the embedding as it is, beside the head

@@ -54,7 +54,12 @@ class DecoderNames(NamedTuple):
 
 
 class Decoder:
-    """One rank's part of a model. It has no weights until `weights.load_weights` has given it some."""
+    """One rank's part of a model: its stage's layers, and its share of each. It has no weights until
+    `weights.load_weights` has given it some.
+
+    Where the layers are shared out, a step goes from stage to stage: the first one embeds (`has_embedding`), the last
+    one norms and makes logits (`has_head`), and what is between two layers goes from one stage to the next.
+    """
 
     names: ClassVar = DecoderNames()
     layer: ClassVar[type[Layer]] = DecoderLayer
@@ -63,13 +68,17 @@ class Decoder:
         self.spec = spec = parts.spec
         self.communicator = parts.communicator
         self.ops = ops_for(parts.device)
-        held = [Split.vocabulary(spec.vocab_size, shard) for shard in parts.shard.all_ranks]
-        own = held[parts.shard.rank]
+        self.stage = stage = parts.shard.stage
+        self.has_embedding, self.has_head = stage.is_first, stage.is_last
+        self.held = stage.layers(spec.num_layers)
+        """Numbers of this stage's layers."""
+        columns = [Split.vocabulary(spec.vocab_size, shard) for shard in parts.shard.all_ranks]
+        own = columns[parts.shard.rank]
         self.own_columns = slice(own.start, own.end)
-        self._widths = tuple(part.size for part in held)
+        self._widths = tuple(part.size for part in columns)
         self.embedding = parts.embedding(own)
         self.embedding_scale = spec.embedding_scale
-        self.layers = [self.make_layer(parts, index) for index in range(spec.num_layers)]
+        self.layers = [self.make_layer(parts, index) for index in self.held]
         attending = [index for index, own in enumerate(spec.layers) if own.attends]
         writers = [index for index in attending if spec.layers[index].kv_layer is None]
         self.last_writer = max(writers, default=0)
@@ -96,11 +105,17 @@ class Decoder:
         """The wanted tokens' hidden states after the final norm: [num_wanted, hidden_size], overwritten by the next
         call. All tokens are needed until the last layer has written to the cache. Behind that only the wanted ones go
         on, or behind the last attention, if they are no batch of their own. `progress` is called behind each layer.
+        Without a head the result is of no use; it has gone to the next stage.
         """
         rows, wanted, tail = self.buffers.rows(batch.num_tokens), batch.wanted, batch.tail
-        self.embed(batch, rows)
+        if self.has_embedding:
+            self.embed(batch, rows)
+        else:
+            self.communicator.receive(rows.residual, self.stage.index - 1)
+            self.communicator.receive(rows.hidden, self.stage.index - 1)
         self.buffers.select_rotations(rows, batch.positions)
-        for index, (layer, kv) in enumerate(zip(self.layers, kv_caches, strict=True)):
+        kv_caches = kv_caches[self.held.start : self.held.stop]
+        for index, layer, kv in zip(self.held, self.layers, kv_caches, strict=True):
             layer.write(rows, kv, batch, backend)
             if index == self.last_writer and wanted is not None and len(wanted) == 0:
                 return rows.hidden[:0]
@@ -113,6 +128,10 @@ class Decoder:
                 rows = self.narrow(layer, rows, wanted, index)
             layer.combine(rows)
             progress()
+        if not self.has_head:
+            self.communicator.send(rows.residual, self.stage.index + 1)
+            self.communicator.send(rows.hidden, self.stage.index + 1)
+            return rows.hidden
         self.last_norm(rows)
         return rows.hidden
 
@@ -142,8 +161,8 @@ class Decoder:
 
     def empty_logits(self, num_rows: int) -> torch.Tensor:
         """Memory for `logits`: float32 [num_rows, vocab_size], shared by ranks that can; then the next call may return
-        the same again."""
-        return self.communicator.shared_rows(num_rows, self.spec.vocab_size, torch.float32)
+        the same again. Without a head it has no columns."""
+        return self.communicator.shared_rows(num_rows, self.spec.vocab_size if self.has_head else 0, torch.float32)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -153,6 +172,8 @@ class Decoder:
         """
         if out is None:
             out = self.empty_logits(hidden.shape[0])
+        if not self.has_head:
+            return out
         self.lm_head.forward(hidden, out)
         if self.spec.logits_scale != 1.0 or self.spec.logits_soft_cap:
             self.ops.scale_and_cap(out[:, self.own_columns], self.spec.logits_scale, self.spec.logits_soft_cap)
@@ -166,18 +187,19 @@ class Decoder:
     def weight_groups(self) -> Iterator[WeightGroup]:
         """Every tensor that a checkpoint must have, in groups that are loaded one after another."""
         names = self.names
-        if not self.lm_head.tied:
+        if self.has_embedding and not (self.lm_head.tied and self.has_head):
             yield self.embedding.group(names.embedding)
-        for index, layer in enumerate(self.layers):
+        for index, layer in zip(self.held, self.layers, strict=True):
             yield from layer.weight_groups(names.layer.format(index))
-        yield self.norm.group(names.norm)
-        yield self.lm_head.group(names.embedding if self.lm_head.tied else names.head)
+        if self.has_head:
+            yield self.norm.group(names.norm)
+            yield self.lm_head.group(names.embedding if self.lm_head.tied else names.head)
         if self.pooler is not None:
             yield from self.pooler.weight_groups()
 
     def take_kv_scales(self, scales: Sequence[KVScales]) -> None:
         """Have each layer scale its float8 cache by its own."""
-        for layer, own in zip(self.layers, scales, strict=True):
+        for layer, own in zip(self.layers, scales[self.held.start : self.held.stop], strict=True):
             if layer.attention is not None:
                 layer.attention.kv_scales = own
 
@@ -185,4 +207,15 @@ class Decoder:
         """Tensors that some checkpoints have and nobody needs."""
         spec = self.spec
         unread, without_kv = spec.unread_layers, spec.layers_without_kv
+        if self.stage.count > 1 and name.startswith(tuple(self._elsewhere())):
+            return True
         return is_ignored(name, tied=self.lm_head.tied, unread_layers=unread, without_kv=without_kv)
+
+    def _elsewhere(self) -> Iterator[str]:
+        """Beginnings of the names of tensors that only other stages have."""
+        names = self.names
+        yield from (names.layer.format(index) for index in range(self.spec.num_layers) if index not in self.held)
+        if not self.has_embedding and not self.lm_head.tied:
+            yield f"{names.embedding}."
+        if not self.has_head:
+            yield from (f"{names.norm}.", f"{names.head}.")

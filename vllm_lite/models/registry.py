@@ -11,7 +11,7 @@ import torch
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import ENCODERS
-from vllm_lite.checkpoint.fitting import NO_ADAPTERS
+from vllm_lite.checkpoint.fitting import NO_ADAPTERS, check_stages
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.on_load import Quantization, head_form
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales
@@ -187,7 +187,7 @@ def build(
     `dtype` may be a name like "bfloat16". `quantization` is for all matrix products, the LM head's too; the embedding
     keeps the dtype. `communicator` connects the ranks that share the model; None: there is one rank.
     Raises ModelError for an architecture that is not in MODELS, ConfigError if the checkpoint is quantized and a
-    `quantization` is wanted that does not go with it, and if so many ranks cannot share the model.
+    `quantization` is wanted that does not go with it, and if so many ranks or stages cannot share the model.
     """
     if spec.implementation == "native" and spec.architecture not in MODELS:
         raise ModelError(f"architecture {spec.architecture!r} is not supported; supported: {', '.join(MODELS)}")
@@ -212,6 +212,7 @@ def make_parts(
     """Make what the layers of a model are made of. Raises as `build`."""
     native = spec.implementation == "native"
     spec.check_tensor_parallel(communicator.shard)
+    check_stages(spec, communicator.shard.stage)
     if not native:
         load_library()  # says so where it is missing
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype

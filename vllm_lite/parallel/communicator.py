@@ -1,6 +1,7 @@
 """The interface between ranks: what a step of a tensor-parallel model needs, and no more.
 
-All ranks make the same calls in the same order. A call returns when this rank may go on; on a GPU, when the work has
+Calls are among the ranks of one stage, but for `send` and `receive`, which go from stage to stage. All ranks of a stage
+make the same calls in the same order. A call returns when this rank may go on; on a GPU, when the work has
 been put on torch's current stream. A rank that cannot go on calls `abort`; the others then leave their calls, and every
 later one, with RankLostError.
 """
@@ -46,6 +47,14 @@ class Communicator(Protocol):
         """x becomes what it is on rank `source`, in place. It is contiguous and in the memory of the CPU."""
         ...
 
+    def send(self, x: torch.Tensor, stage: int) -> None:
+        """Send x, contiguous, to the rank of the same number in another stage, which makes the call `receive`."""
+        ...
+
+    def receive(self, x: torch.Tensor, stage: int) -> None:
+        """x, contiguous, becomes what the rank of the same number in that stage has sent."""
+        ...
+
     def barrier(self) -> None:
         """Wait until all ranks have come here."""
         ...
@@ -65,7 +74,17 @@ class Communicator(Protocol):
     def close(self) -> None: ...
 
 
-class SingleRank:
+class OneStage:
+    """The part of a communicator whose ranks are one stage, which has nobody to send to."""
+
+    def send(self, x: torch.Tensor, stage: int) -> None:
+        raise RuntimeError(f"nothing of {list(x.shape)} can be sent to stage {stage}: there is one stage")
+
+    def receive(self, x: torch.Tensor, stage: int) -> None:
+        raise RuntimeError(f"nothing of {list(x.shape)} can come from stage {stage}: there is one stage")
+
+
+class SingleRank(OneStage):
     """The communicator of a model that one rank holds: there is nothing to exchange."""
 
     shard = SINGLE

@@ -22,6 +22,7 @@ from torch.distributed import Work
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.errors import RankLostError
 from vllm_lite.parallel.columns import own_part, place_parts
+from vllm_lite.parallel.communicator import OneStage
 from vllm_lite.parallel.process_group import LOOPBACK, ProcessGroup, gloo_group
 from vllm_lite.parallel.rendezvous import GroupEnd, Rendezvous
 from vllm_lite.process_settings import WorkerGroup
@@ -32,7 +33,7 @@ CLOSE_S = 2.0
 HALVES = (torch.bfloat16, torch.float16)
 
 
-class GlooCommunicator:
+class GlooCommunicator(OneStage):
     """See Communicator. Several ranks may be threads of one process."""
 
     graph_safe = False

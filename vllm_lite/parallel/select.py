@@ -35,7 +35,7 @@ def connect(
     for at once. Raises ConfigError if the ranks cannot be connected this way, RankLostError if one of them ends.
     """
     is_spread = group is not None and group.spread is not None
-    backend, shard = backend_of(config, is_spread=is_spread), Shard.of(config, rank)
+    backend, shard = backend_of(config, is_spread=is_spread), Shard.of(config, rank, config.num_stages)
     if backend == "none":
         return SingleRank(device)
     if group is None:

@@ -5,10 +5,11 @@ import torch
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.errors import RankLostError
 from vllm_lite.kernels.cpu.collectives import DIFFERS, DONE, TAKEN, TIMED_OUT, RankGroup, Waits
+from vllm_lite.parallel.communicator import OneStage
 from vllm_lite.runtime.machine import num_cpus
 
 
-class SharedMemoryCommunicator:
+class SharedMemoryCommunicator(OneStage):
     """See Communicator. Calls are native and can be part of a recorded program.
 
     When such a program fails, `lost_rank` says whether a rank was the reason.

@@ -29,8 +29,8 @@ from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.pieces import PieceCapture, PiecewiseForward
 from vllm_lite.worker.profiler import StepRanges
 from vllm_lite.worker.progress import Progress
-from vllm_lite.worker.sampling.ranked_sampler import TokenSampler, sampler_of
-from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, row_params
+from vllm_lite.worker.sampling.ranked_sampler import sampler_of
+from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs, TokenSampler, row_params
 
 NO_TOKENS = np.zeros(0, np.int64)
 NOTHING_DRAWN = Sampled(NO_TOKENS, {}, None)

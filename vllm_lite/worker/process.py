@@ -1,7 +1,7 @@
 """The worker's process: a conversation with the engine over one connection, and a heartbeat over another.
 
-Hello -> (Load) -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput, by rank 0, and one
-AdapterRead for every ReadAdapter and one Profiled for every profile that begins or ends, by all ranks -> (Shutdown).
+Hello -> (Load) -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput, by the rank that answers,
+and one AdapterRead for every ReadAdapter and one Profiled for every profile that begins or ends, by all -> (Shutdown).
 Between the first two it imports torch, so that a group which waits for its turn has done that. Any error is sent to
 the engine as Failed, makes the other ranks leave their waits, and ends the process with status 1. `main` also runs
 as a thread of a client (--single-process), so nothing here touches signals, the log's handlers or the process's end.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
+from vllm_lite.checkpoint.shard import answering_rank
 from vllm_lite.errors import ConfigError, EngineError, ProtocolError
 from vllm_lite.kernels.cpu.weights.file_packer import FilePacker
 from vllm_lite.models.ahead import pack_ahead
@@ -169,7 +170,7 @@ class WorkerLoop:
                 self.disk.submit(message, worker.device.torch)
                 continue
             answer = _execute(worker, message)
-            if self.settings.rank == 0:
+            if self.settings.rank == answering_rank(self.settings.config):
                 self.send(answer)
 
     def say_transferred(self) -> None:

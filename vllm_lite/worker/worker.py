@@ -103,7 +103,7 @@ class Worker:
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.device = device or open_device(config, rank)
         self.limits = _limits(config, self.spec)
-        self.own_spec = self.spec.per_rank(Shard.of(config, rank))
+        self.own_spec = self.spec.per_rank(Shard.of(config, rank, config.num_stages))
         """The model with the heads that this rank holds, for attention and the KV cache."""
         self.block_bytes = self.own_spec.kv_block_bytes(
             config.block_size, self.kv_dtype.itemsize, scale_bytes=scale_bytes(self.kv_dtype)

@@ -57,7 +57,7 @@ def parts_of(world: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) 
 
 def check_calls(rank: Communicator, device: torch.device) -> str | None:
     """What one of the calls does wrong. To be called by all ranks."""
-    own, world, _ = rank.shard
+    own, world = rank.shard.rank, rank.shard.world
     for seed, dtype in enumerate(DTYPES):
         for rows in (1, 7, 300):
             parts = parts_of(world, (rows, 1000), dtype, seed)

@@ -5,6 +5,7 @@ All else is MultiprocExecutor's: the workers are the same processes, and speak t
 
 from pathlib import Path
 
+from vllm_lite.checkpoint.shard import num_ranks
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.executor.meeting_place import MeetingPlace
 from vllm_lite.executor.multiproc import MultiprocExecutor, WorkerTcp
@@ -31,7 +32,7 @@ class RayExecutor(MultiprocExecutor):
 
     def spawn(self) -> None:
         starts = []
-        for rank in range(self._config.tensor_parallel_size):
+        for rank in range(num_ranks(self._config)):
             keys = make_client_keys(self._folder, f"rank-{rank}")
             settings = WorkerSettings(self._config, self._worker_address, rank, self._generation)
             starts.append(RankStart(settings, {file.name: file.read_bytes() for file in keys.iterdir()}))

@@ -20,8 +20,7 @@ from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
 from vllm_lite.worker.forward import Forward
 from vllm_lite.worker.sampling.drafter import DraftBatch
-from vllm_lite.worker.sampling.ranked_sampler import TokenSampler
-from vllm_lite.worker.sampling.sampler import NO_LOGPROBS, SampleInputs, is_plain
+from vllm_lite.worker.sampling.sampler import NO_LOGPROBS, SampleInputs, TokenSampler, is_plain
 from vllm_lite.worker.step_parts.rules import Rules
 
 

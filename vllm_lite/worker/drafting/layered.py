@@ -15,7 +15,8 @@ from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import DecodeGraphs
 from vllm_lite.worker.model_runner import warm_up_step
 from vllm_lite.worker.sampling.drafter import Drafter, KVViews
-from vllm_lite.worker.sampling.ranked_sampler import TokenSampler, sampler_of
+from vllm_lite.worker.sampling.ranked_sampler import sampler_of
+from vllm_lite.worker.sampling.sampler import TokenSampler
 
 FEW_TOKENS = 16
 """Tokens of the step that warms a drafter up."""

@@ -22,7 +22,6 @@ Where the logits are in one memory, no rank may write what another still reads o
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -37,12 +36,14 @@ from vllm_lite.worker.sampling.sampler import (
     Sampled,
     SampleInputs,
     Sampler,
+    TokenSampler,
     draw_records,
     failures,
     is_plain,
     listed,
     wants_logprobs,
 )
+from vllm_lite.worker.sampling.staged_sampler import StagedSampler
 
 FOUND = np.dtype([("best", np.float32), ("token", np.int32)])
 """What ranks exchange of a row: its largest logit, NaN if one of them is, and the token that was picked."""
@@ -53,19 +54,14 @@ exchange (one row of 32,000 or 152,000 logits, two ranks: 6 or 14 us instead of 
 Founds = NDArray[np.void]
 
 
-class TokenSampler(Protocol):
-    """Samples the rows of a step's logits; Sampler says how."""
-
-    def sample(self, logits: torch.Tensor, inputs: SampleInputs) -> Sampled: ...
-
-
 def sampler_of(model: Model, device: torch.device, patience_s: float = PATIENCE_S) -> TokenSampler:
     """Make the sampler for this rank's part of the model. The part that is the whole pays nothing for the others.
     `patience_s`: as Sampler has it."""
-    sampler = Sampler(model.spec.vocab_size, device, patience_s)
-    if model.communicator.shard.world == 1:
-        return sampler
-    return RankedSampler(sampler, model.communicator, model.own_columns, model.gather_logits)
+    communicator, sampler = model.communicator, Sampler(model.spec.vocab_size, device, patience_s)
+    ranked: TokenSampler = sampler
+    if communicator.shard.world > 1:
+        ranked = RankedSampler(sampler, communicator, model.own_columns, model.gather_logits)
+    return ranked if communicator.shard.stage.count == 1 else StagedSampler(ranked, communicator)
 
 
 class RankedSampler:

@@ -122,6 +122,12 @@ class Sampled:
     logprobs: list[TokenLogprobs | None] | None  # [num_samples], or None if no row wants them
 
 
+class TokenSampler(Protocol):
+    """Samples the rows of a step's logits; Sampler says how."""
+
+    def sample(self, logits: torch.Tensor, inputs: SampleInputs) -> Sampled: ...
+
+
 class Sampler:
     """Samples rows of logits over one vocabulary. No result depends on the calls before it."""
 

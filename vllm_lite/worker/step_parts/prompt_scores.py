@@ -61,13 +61,14 @@ class PromptScorer(StepPart):
     def __init__(self, model: Model, progress: Callable[[], None] = lambda: None) -> None:
         self._model = model
         self._progress = progress
+        self._has_hidden = model.communicator.shard.stage.is_last
         self._scorings: dict[Handle, PromptScoring] = {}
         self._step: StepScoring | None = None
         self._found: list[tuple[Handle, PromptLogprobs]] | None = None
 
     def open(self, sequence: SequenceState, entry: NewRequest | Fork) -> None:
         num_top = sequence.sampling.prompt_logprobs
-        if num_top is not None and isinstance(entry, NewRequest):
+        if num_top is not None and isinstance(entry, NewRequest) and self._has_hidden:
             self._scorings[sequence.handle] = PromptScoring(sequence.num_prompt, num_top)
 
     def close(self, sequence: SequenceState) -> None:
