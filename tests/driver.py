@@ -3,12 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from tests.batches import part_of
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.shard import SINGLE
 from vllm_lite.config import EngineConfig
+from vllm_lite.parallel.communicator import Communicator
 from vllm_lite.protocol.codec import pack_tokens, unpack_tokens
 from vllm_lite.protocol.control import Start
 from vllm_lite.protocol.params import Sampling
@@ -36,8 +39,19 @@ WARM = Sampling(1.5, 0, 1.0, 0.0, seed=2**63 + 1)
 class Driver:
     """Plays the engine for one worker: numbers the steps, and remembers what every sequence got."""
 
-    def __init__(self, checkpoint: Path, num_host_blocks: int = 0, on: Device | None = None, **settings: Any) -> None:
-        """`on`: a device made by the test, with fakes for what this machine has not."""
+    def __init__(
+        self,
+        checkpoint: Path,
+        num_host_blocks: int = 0,
+        on: Device | None = None,
+        communicator: Communicator | None = None,
+        **settings: Any,
+    ) -> None:
+        """`on`: a device made by the test, with fakes for what this machine has not. `communicator`: that of one rank
+        among several, whose drivers make the same steps."""
+        shard = SINGLE if communicator is None else communicator.shard
+        if shard.world > 1:
+            settings |= {"tensor_parallel_size": shard.world, "cpu_threads": 1}
         config = EngineConfig.check(
             {"num_gpu_blocks_override": NUM_BLOCKS, "max_num_batched_tokens": 128, "max_num_seqs": 8} | settings
         )
@@ -47,9 +61,10 @@ class Driver:
             dtype="float32" if config.dtype == "auto" else config.dtype,
             model_path=str(checkpoint),
         )
+        resolved = msgspec.structs.replace(resolved, num_stages=shard.stage.count)
         self.progress = Progress()
-        self.worker = Worker(resolved, 0, self.progress, on)
-        self.ready = self.worker.load()
+        self.worker = Worker(resolved, shard.stage.index * shard.world + shard.rank, self.progress, on)
+        self.ready = self.worker.load(communicator)
         self.started = self.worker.start(Start(GENERATION, NUM_BLOCKS, num_host_blocks))
         self.step = 0
         self.got: dict[int, list[int]] = {}

@@ -2,7 +2,9 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +17,24 @@ from vllm_lite.errors import RankLostError
 T = TypeVar("T")
 
 
-Mail = dict[tuple[int, int, int], "queue.Queue[torch.Tensor]"]
-"""What goes from stage to stage: (number of the rank, from, to)."""
+class Mail:
+    """What goes from stage to stage, in order."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = {}
+        self.is_lost = threading.Event()
+        """Whether a stage has ended before its time."""
+
+    def box(self, rank: int, source: int, target: int) -> "queue.Queue[torch.Tensor]":
+        """Tensors from rank `rank` of stage `source` to that of stage `target`."""
+        return self._boxes.setdefault((rank, source, target), queue.Queue())
+
+    def take(self, rank: int, source: int, target: int, limit_s: float) -> torch.Tensor:
+        deadline_s = time.monotonic() + limit_s
+        while not self.is_lost.is_set() and time.monotonic() < deadline_s:
+            with suppress(queue.Empty):
+                return self.box(rank, source, target).get(timeout=0.05)
+        raise RankLostError(f"nothing came from stage {source}")
 
 
 class ThreadCommunicator:
@@ -62,14 +80,11 @@ class ThreadCommunicator:
 
     def send(self, x: torch.Tensor, stage: int) -> None:
         self._count("send")
-        self._group.mail(self.shard.rank, self.shard.stage.index, stage).put(x.clone())
+        self._group.mail.box(self.shard.rank, self.shard.stage.index, stage).put(x.clone())
 
     def receive(self, x: torch.Tensor, stage: int) -> None:
         self._count("receive")
-        try:
-            sent = self._group.mail(self.shard.rank, stage, self.shard.stage.index).get(timeout=self._group.limit_s)
-        except queue.Empty:
-            raise RankLostError(f"nothing came from stage {stage}") from None
+        sent = self._group.mail.take(self.shard.rank, stage, self.shard.stage.index, self._group.limit_s)
         if (sent.shape, sent.dtype) != (x.shape, x.dtype):
             raise RuntimeError(f"{list(sent.shape)} {sent.dtype} was sent, {list(x.shape)} {x.dtype} was to come")
         x.copy_(sent)
@@ -129,7 +144,7 @@ class ThreadGroup:
             ThreadCommunicator(Shard(rank, world, expert_parallel, stage), self, torch.device("cpu"))
             for rank in range(world)
         ]
-        self._mail: Mail = {} if mail is None else mail
+        self.mail = mail or Mail()
 
     def run(self, work: Callable[[ThreadCommunicator], T]) -> list[T]:
         """What `work` gives on each rank. What one of them raises ends the others, and is raised."""
@@ -151,10 +166,6 @@ class ThreadGroup:
         self._wait()  # nobody brings the next before all have taken these
         return parts
 
-    def mail(self, rank: int, source: int, target: int) -> "queue.Queue[torch.Tensor]":
-        """What rank `rank` of stage `source` has sent to that of stage `target`, in order."""
-        return self._mail.setdefault((rank, source, target), queue.Queue())
-
     def memory(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
         """The first elements of one memory that grows; all ranks ask for the same at a time."""
         with self._lock:
@@ -168,6 +179,7 @@ class ThreadGroup:
             if self.lost is None:
                 self.lost = rank
         self._barrier.abort()
+        self.mail.is_lost.set()
 
     def _wait(self) -> None:
         try:
@@ -183,6 +195,6 @@ def on_ranks(world: int, work: Callable[[ThreadCommunicator], Any], **options: A
 
 def on_stages(num_stages: int, world: int, work: Callable[[ThreadCommunicator], T]) -> list[T]:
     """What `work` gives on each rank of several stages of `world` ranks, stage by stage."""
-    mail: Mail = {}
+    mail = Mail()
     groups = [ThreadGroup(world, stage=Stage(index, num_stages), mail=mail) for index in range(num_stages)]
     return [result for results in in_threads(num_stages, lambda index: groups[index].run(work)) for result in results]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
@@ -19,6 +20,7 @@ from tests.families.variant import Variant
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE, TensorPlace, locate
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig, ResolvedConfig
@@ -45,8 +47,9 @@ def config_of(path: Path, **settings: Any) -> ResolvedConfig:
 
 
 def model_of(config: ResolvedConfig, rank: int) -> Model:
-    group = ThreadGroup(config.tensor_parallel_size, expert_parallel=config.enable_expert_parallel)
-    communicator = group.communicators[rank]
+    shard = Shard.of(config, rank, config.num_stages)
+    group = ThreadGroup(shard.world, expert_parallel=shard.expert_parallel, stage=shard.stage)
+    communicator = group.communicators[shard.rank]
     sizes = Sizes(max_model_len=64, max_num_tokens=8)
     return build(load_spec(config.model), config.dtype, "cpu", sizes, config.quantization, communicator)
 
@@ -115,6 +118,20 @@ def test_a_model_takes_all_that_was_packed(
         packed = [bytes_of(weight) for weight in packed_weights(model)]
         assert packed == [bytes_of(weight) for weight in packed_weights(plain)]
         assert len(packed) >= 2 * 4 + 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_stage_packs_its_own_layers_alone(tmp_path: Path, *, tied: bool) -> None:
+    path = make_checkpoint(tmp_path, dtype="bfloat16", tie_word_embeddings=tied)
+    config = replace(config_of(path, tensor_parallel_size=2), num_stages=2)
+    jobs = []
+    for rank in range(4):
+        ahead = pack_ahead(config, rank, num_threads=0)
+        assert ahead is not None
+        with ahead:
+            jobs.append(list(ahead._jobs))
+            assert jobs[-1] == keys_of(model_of(config, rank))
+    assert [len(each) for each in jobs] == [4, 4, 5, 5], "the head is in the last stage"
 
 
 FAMILIES = ("qwen2-moe", "mixtral", "glm4-moe-groups", "ernie-moe")

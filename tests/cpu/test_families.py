@@ -15,7 +15,7 @@ from tests.families.all import VARIANTS
 from tests.families.latent import round_by_head
 from tests.families.variant import Variant
 from tests.paged import Oracle, Paged
-from tests.thread_group import ThreadGroup, on_ranks
+from tests.thread_group import ThreadCommunicator, ThreadGroup, on_ranks, on_stages
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.tensors.headers import read_headers
@@ -124,6 +124,30 @@ def test_two_ranks_share_it(oracle: Oracle, *, expert_parallel: bool) -> None:
     options = {"expert_parallel": expert_parallel}
     for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.load(rank)).run(oracle.tokens, 64), **options):
         assert difference(oracle, logits) < 2 * MAX_DIFFERENCE
+
+
+NOT_STAGED = {"deepseek-v32", "gemma4-per-layer", "gemma4-unified-shared", "glm-moe-dsa", "glm-moe-dsa-each"}
+"""What check_stages refuses; tests/unit/test_stages.py has the reasons."""
+
+
+@pytest.mark.parametrize("each_alone", [False, True], ids=["two", "one for each layer"])
+def test_stages_give_the_same_bits(oracle: Oracle, variant: Variant, *, each_alone: bool) -> None:
+    count = oracle.spec.num_layers if each_alone else 2
+
+    def run(rank: ThreadCommunicator) -> torch.Tensor:
+        paged = Paged(oracle, seed=4, model=oracle.load(rank))
+        long, short = paged.sequence(oracle.tokens), paged.sequence(oracle.tokens[:41])
+        paged.step((long, 60), ends=[0])
+        paged.step((short, 40), (long, 60), ends=[0, 2])
+        paged.step((long, 1), (short, 1))
+        return torch.cat((*long.logits, *short.logits))
+
+    if variant.name in NOT_STAGED:
+        with pytest.raises(ConfigError, match=f"cannot be shared out over {count} stages"):
+            on_stages(count, 1, oracle.load)
+        return
+    (whole,), shared = on_ranks(1, run), on_stages(count, 1, run)
+    assert torch.equal(whole, shared[-1])
 
 
 def test_its_weights_are_counted(oracle: Oracle, checkpoint: Path) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from tests.deadlines import scaled
-from tests.thread_group import ThreadCommunicator, ThreadGroup
+from tests.thread_group import Mail, ThreadCommunicator, ThreadGroup
 from vllm_lite import transport
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.shard import Stage
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import EngineDeadError, ModelError, RankLostError
 from vllm_lite.executor import blocking
@@ -39,15 +41,18 @@ def meet(ranks: ThreadGroup, rank: int, _group: WorkerGroup) -> ThreadCommunicat
 
 
 class Group:
-    """An executor whose workers are threads; `connect` is what each of them does to meet the others."""
+    """An executor whose workers are threads; `connect` is what each of them does to meet the others of its stage."""
 
-    def __init__(self, checkpoint: Path, folder: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-        ranks = ThreadGroup(WORLD)
+    def __init__(
+        self, checkpoint: Path, folder: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch, num_stages: int = 1
+    ) -> None:
+        mail = Mail()
+        stages = [ThreadGroup(WORLD, stage=Stage(index, num_stages), mail=mail) for index in range(num_stages)]
 
         def connected(
             _config: ResolvedConfig, rank: int, group: WorkerGroup, _device: torch.device, _shared_bytes: int
         ) -> ThreadCommunicator:
-            return connect(ranks, rank, group)
+            return connect(stages[rank // WORLD], rank % WORLD, group)
 
         monkeypatch.setattr(select, "connect", connected)
         config = EngineConfig.check(
@@ -57,8 +62,9 @@ class Group:
         spec = load_spec(checkpoint)
         sizes: dict[str, Any] = {"max_position_embeddings": spec.max_position_embeddings, "dtype": "float32"}
         self.folder = folder / "group"
+        resolved = config.resolve(**sizes, model_path=str(checkpoint))
         self.executor = MultiprocExecutor(
-            config.resolve(**sizes, model_path=str(checkpoint)),
+            msgspec.structs.replace(resolved, num_stages=num_stages),
             f"inproc://{folder.name}",
             GENERATION,
             "vllm_lite.worker.process",
@@ -83,9 +89,9 @@ def make_group(
 ) -> Iterator[Callable[[Connect], Group]]:
     made: list[Group] = []
 
-    def make(connect: Connect = meet) -> Group:
-        made.append(Group(tiny_checkpoint, tmp_path, connect, monkeypatch))
-        return made[0]
+    def make(connect: Connect = meet, num_stages: int = 1) -> Group:
+        made.append(Group(tiny_checkpoint, tmp_path, connect, monkeypatch, num_stages))
+        return made[-1]
 
     yield make
     for group in made:
@@ -116,6 +122,22 @@ def test_ranks_serve_together_and_one_answers(
         assert (output.step, len(output.tokens)) == (number, 4)
     assert group.executor.poll() is None
     assert "dropped" not in caplog.text, "the other one answered too"
+
+
+def test_two_stages_of_two_ranks_serve_as_one_stage(
+    make_group: Callable[..., Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One rank answers, the first of the last stage, with the tokens of one stage of two ranks."""
+    answers = []
+    for num_stages in (1, 2):
+        group = make_group(num_stages=num_stages)
+        group.start()
+        outputs = [group.step(1, prompt()), *(group.step(number, Continue(0, 1, [])) for number in (2, 3))]
+        assert group.executor.poll() is None
+        answers.append([(output.step, output.tokens) for output in outputs])
+        group.executor.close()
+    assert answers[0] == answers[1]
+    assert "dropped" not in caplog.text, "another one answered too"
 
 
 @pytest.mark.parametrize("culprit", range(WORLD))

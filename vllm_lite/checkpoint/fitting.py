@@ -2,7 +2,7 @@
 
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Stage
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError
 
 MAX_COUNTED_EXPERTS = 16_384
@@ -35,10 +35,32 @@ def check_stages(spec: ModelSpec, stage: Stage) -> None:
         return
     if count > spec.num_layers:
         raise ConfigError(f"the model's {spec.num_layers} layers cannot be shared out over {count} stages")
-    plain = all(own.keeps_kv and own.recurrent is None and not own.attention.index_size for own in spec.layers)
-    generates = spec.implementation == "native" and spec.encoder is None and spec.pooling is None
-    if not (plain and generates) or spec.layers_without_kv or spec.per_layer_size:
+    why = None
+    if spec.implementation != "native":
+        why = "its code is that of transformers"
+    elif spec.encoder is not None or spec.pooling is not None:
+        why = "it makes vectors or scores"
+    elif spec.layers_without_kv:
+        why = "some of its layers attend to K and V of others"
+    elif any(own.attention.index_size for own in spec.layers):
+        why = "some of its layers attend to what others have chosen"
+    elif spec.per_layer_size:
+        why = "each of its layers has vectors of its own for each token"
+    if why is not None:
         raise ConfigError(
-            f"the layers of {spec.architecture} cannot be shared out over {count} stages: some need more of others "
-            "than the residual stream, or keep more than KV"
+            f"the layers of {spec.architecture} cannot be shared out over {count} stages, which send each other the "
+            f"residual stream alone: {why}"
         )
+
+
+def check_staged_settings(config: ResolvedConfig) -> None:
+    """Raise ConfigError for settings whose parts of a step need all layers in one place, where stages share them."""
+    method = config.speculative_config and config.speculative_config.method
+    asked = {
+        "enable_lora": config.enable_lora,
+        "expert_load_metrics": config.expert_load_metrics,
+        f"speculative_config's method {method}": method in ("draft_model", "mtp", "self"),
+    }
+    for name, is_on in asked.items():
+        if is_on and config.num_stages > 1:
+            raise ConfigError(f"{name} needs all layers in one stage, and {config.num_stages} share them; leave it off")

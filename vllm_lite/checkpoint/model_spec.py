@@ -163,10 +163,11 @@ class LayerSpec(msgspec.Struct, frozen=True):
         alone = msgspec.structs.replace(self.recurrent, beside_attention=False)
         return msgspec.structs.replace(self, recurrent=None), msgspec.structs.replace(self, recurrent=alone)
 
-    def per_rank(self, shard: Shard) -> "LayerSpec":
-        """The layer with the heads that a rank holds. Raises ConfigError if so many ranks cannot share them."""
-        recurrent = None if self.recurrent is None else self.recurrent.per_rank(shard)
-        return msgspec.structs.replace(self, attention=self.attention.per_rank(shard), recurrent=recurrent)
+    def per_rank(self, shard: Shard, *, held: bool = True) -> "LayerSpec":
+        """The layer with a rank's heads; one that its stage has not `held` keeps nothing. Raises as AttentionSpec's."""
+        recurrent = self.recurrent.per_rank(shard) if held and self.recurrent is not None else None
+        attention, only = self.attention.per_rank(shard), self.only if held else "MLP"
+        return msgspec.structs.replace(self, attention=attention, recurrent=recurrent, only=only)
 
     @property
     def gate_size(self) -> int:
@@ -335,10 +336,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return next((own.experts for own in self.layers if own.experts is not None), None)
 
     def per_rank(self, shard: Shard) -> "ModelSpec":
-        """The model with the heads that a rank holds, and KV groups of its stage's layers: what its attention and its
-        KV cache are made by. All other sizes remain those of the whole model. Raises ConfigError if so many ranks
+        """The model with the heads that a rank holds, where layers of other stages keep nothing: what its attention and
+        its KV cache are made by. All other sizes remain those of the whole model. Raises ConfigError if so many ranks
         cannot share the heads."""
-        layers, kept = tuple(own.per_rank(shard) for own in self.layers), shard.stage.kept
+        held, kept = shard.stage.layers(self.num_layers), shard.stage.kept
+        layers = tuple(own.per_rank(shard, held=layer in held) for layer, own in enumerate(self.layers))
         groups = tuple(
             LayerGroup(kept(group.layers, self.num_layers), group.attention.per_rank(shard)) for group in self.kv_groups
         )

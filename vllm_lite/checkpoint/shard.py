@@ -59,6 +59,12 @@ class Shard(NamedTuple):
         """The ranks of the stage."""
         return tuple(self._replace(rank=rank) for rank in range(self.world))
 
+    @property
+    def all_stages(self) -> tuple["Shard", ...]:
+        """The ranks of this number in each stage."""
+        count = self.stage.count
+        return tuple(self._replace(stage=Stage(index, count)) for index in range(count))
+
 
 SINGLE = Shard()
 

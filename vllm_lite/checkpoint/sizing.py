@@ -6,6 +6,7 @@ A worker computes with it what it allocates, and `vllm-lite plan` what a worker 
 from collections.abc import Sequence
 from math import ceil
 
+from vllm_lite.checkpoint.shard import num_ranks
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError
 
@@ -44,7 +45,7 @@ def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | Non
             )
         return num_blocks
     if config.device == "cpu":
-        return int(config.cpu_kvcache_space * GIB // (block_bytes * config.tensor_parallel_size))
+        return int(config.cpu_kvcache_space * GIB // (block_bytes * num_ranks(config)))
     return None
 
 

@@ -114,11 +114,12 @@ def _begin(jobs: Mapping[Wanted, Job], stored: Mapping[str, TensorPlace], num_th
 def _weights(
     stored: Mapping[str, TensorPlace], spec: ModelSpec, shard: Shard
 ) -> Iterator[tuple[tuple[Slot, ...], bool]]:
-    """The slots of each, in the order in which models load them, and whether it is never quantized."""
+    """The slots of each that is in this stage, in the order in which models load them, and whether it is never
+    quantized."""
     blocks = {found[1]: int(found[2]) for name in stored if (found := _LAYER.fullmatch(name))}
-    hidden = Split.whole(spec.hidden_size)
+    hidden, held = Split.whole(spec.hidden_size), shard.stage.layers(spec.num_layers)
     for prefix, layer in sorted(blocks.items(), key=lambda block: (block[1], not block[0].endswith("attn."))):
-        if layer >= spec.num_layers:
+        if layer not in held:
             continue
         if prefix.endswith("attn."):
             parts = _attention(prefix, stored, spec, layer, shard)
@@ -133,7 +134,7 @@ def _weights(
             if all(slot.name in stored for slot in slots):
                 yield slots, names[0].endswith(_NEVER_QUANTIZED)
     head = "embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
-    for name in stored:
+    for name in stored if shard.stage.is_last else ():
         if name == head or name.endswith(f".{head}"):
             yield (Slot.of(name.removesuffix(".weight"), Split.vocabulary(spec.vocab_size, shard), hidden),), False
 

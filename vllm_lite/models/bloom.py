@@ -63,9 +63,9 @@ class Bloom(Decoder):
         super().embed(batch, rows)
         self.embedding_norm.forward(rows.residual, out=rows.residual)
 
-    def weight_groups(self) -> Iterator[WeightGroup]:
+    def embedding_groups(self) -> Iterator[WeightGroup]:
         yield self.embedding_norm.group("word_embeddings_layernorm")
-        yield from super().weight_groups()
+        yield from super().embedding_groups()
 
 
 class Falcon(Decoder):

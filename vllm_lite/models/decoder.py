@@ -8,7 +8,8 @@ computes something else.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +26,8 @@ from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.weights.weight_slot import WeightGroup
+
+T = TypeVar("T")
 
 
 class Layer(Protocol):
@@ -85,6 +88,8 @@ class Decoder:
         """The last layer that writes to the cache. What follows is needed of the wanted tokens only."""
         self.last_reader = max(attending, default=0)
         """The last layer that attends. What follows needs nothing of a step but its rows."""
+        self.attends = self.last_reader >= self.held.start
+        """Whether a layer from this stage on attends; else the stages before it have sent the wanted rows alone."""
         self.norm = parts.norm()
         self.lm_head = parts.lm_head(self.embedding, tied=spec.tie_word_embeddings)
         self.pooler = None if spec.pooling is None else Pooler(parts)
@@ -107,15 +112,17 @@ class Decoder:
         on, or behind the last attention, if they are no batch of their own. `progress` is called behind each layer.
         Without a head the result is of no use; it has gone to the next stage.
         """
-        rows, wanted, tail = self.buffers.rows(batch.num_tokens), batch.wanted, batch.tail
+        wanted, tail = batch.wanted, batch.tail
         if self.has_embedding:
+            rows = self.buffers.rows(batch.num_tokens)
             self.embed(batch, rows)
         else:
-            self.communicator.receive(rows.residual, self.stage.index - 1)
-            self.communicator.receive(rows.hidden, self.stage.index - 1)
-        self.buffers.select_rotations(rows, batch.positions)
-        kv_caches = kv_caches[self.held.start : self.held.stop]
-        for index, layer, kv in zip(self.held, self.layers, kv_caches, strict=True):
+            rows = self.receive(batch)
+            if not len(rows.hidden):
+                return rows.hidden
+        if self.attends:
+            self.buffers.select_rotations(rows, batch.positions)
+        for index, layer, kv in zip(self.held, self.layers, self.held_of(kv_caches), strict=True):
             layer.write(rows, kv, batch, backend)
             if index == self.last_writer and wanted is not None and len(wanted) == 0:
                 return rows.hidden[:0]
@@ -128,12 +135,30 @@ class Decoder:
                 rows = self.narrow(layer, rows, wanted, index)
             layer.combine(rows)
             progress()
-        if not self.has_head:
-            self.communicator.send(rows.residual, self.stage.index + 1)
-            self.communicator.send(rows.hidden, self.stage.index + 1)
-            return rows.hidden
-        self.last_norm(rows)
+        if self.has_head:
+            self.last_norm(rows)
+        else:
+            self.send(rows)
         return rows.hidden
+
+    def send(self, rows: StepRows) -> None:
+        """Send the next stage what the last layer of this one has left."""
+        self.communicator.send(rows.residual, self.stage.index + 1)
+        self.communicator.send(rows.hidden, self.stage.index + 1)
+
+    def receive(self, batch: StepBatch) -> StepRows:
+        """Take what the stage before has left of a step: all its rows while layers attend, then the wanted ones, which
+        may be none."""
+        wanted = batch.wanted
+        rows = self.buffers.rows(batch.num_tokens if self.attends or wanted is None else len(wanted))
+        if len(rows.hidden):
+            self.communicator.receive(rows.residual, self.stage.index - 1)
+            self.communicator.receive(rows.hidden, self.stage.index - 1)
+        return rows
+
+    def held_of(self, of_layers: Sequence[T]) -> Sequence[T]:
+        """The entries of this stage's layers, of those of all."""
+        return of_layers[self.held.start : self.held.stop]
 
     def narrow(
         self, layer: Layer, rows: StepRows, wanted: torch.Tensor, index: int, *, heads: bool = False
@@ -182,24 +207,34 @@ class Decoder:
     @torch.inference_mode()
     def gather_logits(self, out: torch.Tensor) -> None:
         """Wait until all ranks have filled their columns of `out`, which then every rank sees. All ranks call it."""
-        self.communicator.gather_columns(out, self._widths)
+        if self.has_head:
+            self.communicator.gather_columns(out, self._widths)
 
     def weight_groups(self) -> Iterator[WeightGroup]:
         """Every tensor that a checkpoint must have, in groups that are loaded one after another."""
-        names = self.names
-        if self.has_embedding and not (self.lm_head.tied and self.has_head):
-            yield self.embedding.group(names.embedding)
+        if self.has_embedding:
+            yield from self.embedding_groups()
         for index, layer in zip(self.held, self.layers, strict=True):
-            yield from layer.weight_groups(names.layer.format(index))
+            yield from layer.weight_groups(self.names.layer.format(index))
         if self.has_head:
-            yield self.norm.group(names.norm)
-            yield self.lm_head.group(names.embedding if self.lm_head.tied else names.head)
+            yield from self.head_groups()
+
+    def embedding_groups(self) -> Iterator[WeightGroup]:
+        """The tensors of `embed`, in the first stage. A tied head loads those that it shares, where it is there."""
+        if not (self.lm_head.tied and self.has_head):
+            yield self.embedding.group(self.names.embedding)
+
+    def head_groups(self) -> Iterator[WeightGroup]:
+        """The tensors of what follows the layers, in the last stage."""
+        names = self.names
+        yield self.norm.group(names.norm)
+        yield self.lm_head.group(names.embedding if self.lm_head.tied else names.head)
         if self.pooler is not None:
             yield from self.pooler.weight_groups()
 
     def take_kv_scales(self, scales: Sequence[KVScales]) -> None:
         """Have each layer scale its float8 cache by its own."""
-        for layer, own in zip(self.layers, scales[self.held.start : self.held.stop], strict=True):
+        for layer, own in zip(self.layers, self.held_of(scales), strict=True):
             if layer.attention is not None:
                 layer.attention.kv_scales = own
 
@@ -207,15 +242,15 @@ class Decoder:
         """Tensors that some checkpoints have and nobody needs."""
         spec = self.spec
         unread, without_kv = spec.unread_layers, spec.layers_without_kv
-        if self.stage.count > 1 and name.startswith(tuple(self._elsewhere())):
+        if self.stage.count > 1 and name.startswith(self._elsewhere):
             return True
         return is_ignored(name, tied=self.lm_head.tied, unread_layers=unread, without_kv=without_kv)
 
-    def _elsewhere(self) -> Iterator[str]:
-        """Beginnings of the names of tensors that only other stages have."""
-        names = self.names
-        yield from (names.layer.format(index) for index in range(self.spec.num_layers) if index not in self.held)
-        if not self.has_embedding and not self.lm_head.tied:
-            yield f"{names.embedding}."
-        if not self.has_head:
-            yield from (f"{names.norm}.", f"{names.head}.")
+    @cached_property
+    def _elsewhere(self) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that other stages alone have."""
+        others = (index for index in range(self.spec.num_layers) if index not in self.held)
+        layers = [self.names.layer.format(index) for index in others]
+        asked = {slot.name for group in self.weight_groups() for slot in group.slots}
+        ends = [*self.embedding_groups(), *self.head_groups()]
+        return (*layers, *({slot.name for group in ends for slot in group.slots} - asked))

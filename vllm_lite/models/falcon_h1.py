@@ -61,6 +61,6 @@ class FalconH1(Decoder):
     def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[Any]) -> None:
         """As hybrid.Hybrid's."""
         rows = self.buffers.rows(len(tokens))
-        for layer, cache in zip(self.layers, kv_caches, strict=True):
+        for layer, cache in zip(self.layers, self.held_of(kv_caches), strict=True):
             if isinstance(layer, FalconH1Layer):
                 layer.mamba.take_up(tokens, rows, cache.states, segments)

@@ -122,7 +122,7 @@ class Gemma4(Gemma):
     def last_norm(self, rows: StepRows) -> None:
         self.norm.forward(rows.residual, out=rows.hidden)
 
-    def weight_groups(self) -> Iterator[WeightGroup]:
+    def embedding_groups(self) -> Iterator[WeightGroup]:
         if self.per_layer is not None:
             yield from self.per_layer.weight_groups()
-        yield from super().weight_groups()
+        yield from super().embedding_groups()

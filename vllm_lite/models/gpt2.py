@@ -52,9 +52,9 @@ class GPT2(Decoder):
         super().embed(batch, rows)
         self.positions.add_to(rows.residual, batch.positions)
 
-    def weight_groups(self) -> Iterator[WeightGroup]:
+    def embedding_groups(self) -> Iterator[WeightGroup]:
         yield self.positions.group("model.embed_positions")
-        yield from super().weight_groups()
+        yield from super().embedding_groups()
 
 
 class OPTAttention(AttentionBlock):

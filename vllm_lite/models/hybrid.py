@@ -26,6 +26,6 @@ class Hybrid(Decoder):
         tokens: int64 [n], their places among the tentative ones; segments: of these n rows.
         """
         rows = self.buffers.rows(len(tokens))
-        for layer, states in zip(self.layers, kv_caches, strict=True):
+        for layer, states in zip(self.layers, self.held_of(kv_caches), strict=True):
             if isinstance(layer.attention, RecurrentBlock):
                 layer.attention.take_up(tokens, rows, states, segments)

@@ -34,6 +34,8 @@ def connect(
     """Connect this rank to the others; returns when all have come. `shared_bytes`: the most that `shared_rows` is asked
     for at once. Raises ConfigError if the ranks cannot be connected this way, RankLostError if one of them ends.
     """
+    if config.num_stages > 1:
+        raise ConfigError(f"worker processes send nothing to other stages, so there is one, got {config.num_stages}")
     is_spread = group is not None and group.spread is not None
     backend, shard = backend_of(config, is_spread=is_spread), Shard.of(config, rank, config.num_stages)
     if backend == "none":

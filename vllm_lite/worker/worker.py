@@ -11,9 +11,10 @@ from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.int8_rows import scale_bytes
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.fitting import check_staged_settings
 from vllm_lite.checkpoint.layer_specs.delta_net import STATE_BYTES
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.shard import Shard, num_ranks
 from vllm_lite.checkpoint.sizing import (
     bucket_sizes,
     configured_num_blocks,
@@ -89,6 +90,7 @@ class Worker:
         self, config: ResolvedConfig, rank: int, progress: Progress, device: Device | None = None, generation: int = 0
     ) -> None:
         """`device`: another one than the configuration's. `generation`: the life of the worker group, for Ready."""
+        check_staged_settings(config)
         self.config = config
         self.rank = rank
         self.generation = generation
@@ -103,12 +105,13 @@ class Worker:
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.device = device or open_device(config, rank)
         self.limits = _limits(config, self.spec)
-        self.own_spec = self.spec.per_rank(Shard.of(config, rank, config.num_stages))
-        """The model with the heads that this rank holds, for attention and the KV cache."""
-        self.block_bytes = self.own_spec.kv_block_bytes(
-            config.block_size, self.kv_dtype.itemsize, scale_bytes=scale_bytes(self.kv_dtype)
-        )
-        self.state_bytes = self.own_spec.state_elements * STATE_BYTES
+        shard = Shard.of(config, rank, config.num_stages)
+        self.own_spec = self.spec.per_rank(shard)
+        """The model with the heads and layers that this rank holds, for attention and the KV cache."""
+        by_stage = [self.spec.per_rank(each) for each in shard.all_stages]  # all count with the largest one
+        sizes = config.block_size, self.kv_dtype.itemsize, 1, scale_bytes(self.kv_dtype)
+        self.block_bytes = max(own.kv_block_bytes(*sizes) for own in by_stage)
+        self.state_bytes = max(own.state_elements for own in by_stage) * STATE_BYTES
         self.num_state_slots = num_state_slots(config, self.state_bytes)
         self.graph_sizes: tuple[int, ...] = ()
         self.overlap: Overlap | None = None  # by `start`
@@ -128,7 +131,7 @@ class Worker:
         spec, folder = self.spec, self.config.tokenizer
         self.grammars = Grammars(lambda: load_vocabulary(folder, spec.vocab_size, spec.eos_token_ids))
         on_cpu = self.device.torch.type == "cpu"
-        share = max(1, num_physical_cores() // self.config.tensor_parallel_size)
+        share = max(1, num_physical_cores() // num_ranks(self.config))
         num_threads = set_threads(self.config.cpu_threads, share) if on_cpu else 0
         num_blocks = configured_num_blocks(self.config, self.block_bytes)
         initial_used_bytes = 0

@@ -97,7 +97,7 @@ class CacheEngine:
         sizes = [own.recurrent.state_elements for own in self.spec.layers if own.recurrent is not None]
         for index, states in zip(recurrent, self.states.split(sizes, dim=1) if sizes else (), strict=True):
             views[index] = KVAndStates(views[index], states) if self.spec.layers[index].keeps_kv else states
-        layers, nothing = enumerate(self.spec.layers if views else ()), self.pool[:0]
+        layers, nothing = enumerate(self.spec.layers), self.pool[:0]
         further = [views[layer] for layer in sorted(views) if layer >= len(self.spec.layers)]
         own = [views.get(layer if each.kv_layer is None else each.kv_layer, nothing) for layer, each in layers]
         return own + further

@@ -7,13 +7,14 @@ fails when it fails on one. Sequences whose grammars were there before cost noth
 from collections.abc import Collection
 from concurrent.futures import wait
 
-import numpy as np
 import torch
 
 from vllm_lite.parallel.communicator import Communicator
+from vllm_lite.parallel.stages import take_least
 from vllm_lite.worker.sampling.masks import SequenceMask
 
-COMING, READY, FAILED = 0, 1, 2
+FAILED, COMING, READY = 0, 1, 2
+"""In this order ranks agree on the smallest."""
 PATIENCE_S = 0.005
 """A step in which all sequences wait for their grammars lasts so long, instead of computing nothing over and over."""
 MAX_ROUNDS = 6000
@@ -29,12 +30,11 @@ def settle(masks: Collection[SequenceMask], communicator: Communicator, *, patie
     if patient:
         coming = [mask.coming for mask in masks if mask.coming is not None and not mask.coming.done()]
         wait(coming, PATIENCE_S, return_when="FIRST_COMPLETED")
-    own = np.array([_state(mask) for mask in masks], np.uint8)
+    own = torch.tensor([_state(mask) for mask in masks], dtype=torch.uint8)
     if communicator.shard.world > 1:
-        states = communicator.all_gather(torch.from_numpy(own)).numpy()  # [world, n]
-        agreed = np.where((states == FAILED).any(0), FAILED, states.min(0)).tolist()
-    else:
-        agreed = own.tolist()
+        own = communicator.all_gather(own).amin(0)  # of [world, n]
+    take_least(own, communicator)
+    agreed = own.tolist()
     for mask, state in zip(masks, agreed, strict=True):
         if state != COMING:
             mask.settle(_failure(mask) if state == FAILED else None)

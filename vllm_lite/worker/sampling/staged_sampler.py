@@ -4,26 +4,27 @@ import numpy as np
 import torch
 
 from vllm_lite.parallel.communicator import Communicator
+from vllm_lite.parallel.stages import take_from_last
 from vllm_lite.worker.sampling.sampler import Sampled, SampleInputs, TokenSampler
 
 
 class StagedSampler:
-    """Samples as `last` does, in the last stage, and brings the tokens to the other stages. Failures and logprobs are
-    known to the last stage alone, whose first rank answers."""
+    """Samples as `last` does, in the last stage, and brings the tokens to the other stages; the token t of a failed row
+    as -1 - t. Reasons of failures, and logprobs, are known to the last stage alone, whose first rank answers."""
 
     def __init__(self, last: TokenSampler, communicator: Communicator) -> None:
         self._last = last
         self._communicator = communicator
-        self._stage = communicator.shard.stage
 
     def sample(self, logits: torch.Tensor, inputs: SampleInputs) -> Sampled:
         """As TokenSampler.sample. `logits` have no columns but in the last stage."""
-        if self._stage.is_last:
-            sampled = self._last.sample(logits, inputs)
-            tokens = torch.from_numpy(np.ascontiguousarray(sampled.tokens))
-            for stage in range(self._stage.index):
-                self._communicator.send(tokens, stage)
-            return sampled
-        tokens = torch.empty(len(inputs.params), dtype=torch.int64)
-        self._communicator.receive(tokens, self._stage.count - 1)
-        return Sampled(tokens.numpy(), {}, None)
+        if not self._communicator.shard.stage.is_last:
+            sent = np.empty(len(inputs.params), np.int64)
+            take_from_last(torch.from_numpy(sent), self._communicator)
+            failed = dict.fromkeys(np.flatnonzero(sent < 0).tolist(), "it failed in the last stage")
+            return Sampled(np.maximum(sent, -1 - sent), failed, None)
+        sampled = self._last.sample(logits, inputs)
+        sent = np.array(sampled.tokens, np.int64)
+        sent[list(sampled.failed)] = -1 - sent[list(sampled.failed)]
+        take_from_last(torch.from_numpy(sent), self._communicator)
+        return sampled

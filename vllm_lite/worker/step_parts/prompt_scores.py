@@ -61,14 +61,14 @@ class PromptScorer(StepPart):
     def __init__(self, model: Model, progress: Callable[[], None] = lambda: None) -> None:
         self._model = model
         self._progress = progress
-        self._has_hidden = model.communicator.shard.stage.is_last
+        self._has_head = model.communicator.shard.stage.is_last
         self._scorings: dict[Handle, PromptScoring] = {}
         self._step: StepScoring | None = None
         self._found: list[tuple[Handle, PromptLogprobs]] | None = None
 
     def open(self, sequence: SequenceState, entry: NewRequest | Fork) -> None:
         num_top = sequence.sampling.prompt_logprobs
-        if num_top is not None and isinstance(entry, NewRequest) and self._has_hidden:
+        if num_top is not None and isinstance(entry, NewRequest):
             self._scorings[sequence.handle] = PromptScoring(sequence.num_prompt, num_top)
 
     def close(self, sequence: SequenceState) -> None:
@@ -100,7 +100,7 @@ class PromptScorer(StepPart):
 
     def after_hidden(self, inputs: StepInputs, hidden: torch.Tensor | None) -> None:
         step = self._step
-        if step is not None and hidden is not None:
+        if step is not None and hidden is not None and self._has_head:
             self._found = score(self._model, hidden[inputs.read_rows(step.read)], step, self._progress)
 
     def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:  # noqa: ARG002
