@@ -62,7 +62,7 @@ FIELDS: dict[Code, tuple[str, ...]] = {
     Code.LOADED: ("tokens",),
 }
 WAITS = {code for code in Code if code.name.startswith("WAITS_FOR_")}
-WAYS = ("recompute", "swap")
+WAYS = ("recompute", "swap", "disk")
 """How a sequence is preempted: values of "by"."""
 REASONS = ("stop", "length", "abort", "error")
 """How a sequence ends: values of "reason"."""

@@ -77,8 +77,14 @@ def _admitted(numbers: dict[str, int], _ids: dict[int, str]) -> str:
 
 def _preempted(numbers: dict[str, int], ids: dict[int, str]) -> str:
     winner = ids.get(numbers["for"], f"request {numbers['for']}")
-    how = "its blocks were swapped out" if WAYS[numbers["by"]] == "swap" else "to be computed again"
-    return f"was preempted to make room for {winner}: {how}"
+    return f"was preempted to make room for {winner}: {_AFTERWARDS[WAYS[numbers['by']]]}"
+
+
+_AFTERWARDS = {
+    "recompute": "to be computed again",
+    "swap": "its blocks were swapped out",
+    "disk": "to be loaded from disk as far as it is there, and computed again behind that",
+}
 
 
 def _tried(numbers: dict[str, int], _ids: dict[int, str]) -> str:

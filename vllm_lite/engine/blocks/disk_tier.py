@@ -9,7 +9,7 @@ sequences wait for each other's. A load that fails, or comes too late, is a miss
 Everything is named by keys. A worker moves the bytes; what it is asked for is in `messages`, until that is sent.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
@@ -159,6 +159,8 @@ class DiskTier(CachePart[DiskHit]):
     def begin_step(self) -> None:
         if self.writes.has_states:
             self.writes.write_states()
+        if self.writes.num_waiting:
+            self.writes.go_on()
 
     @property
     def is_freeing(self) -> bool:
@@ -232,26 +234,33 @@ class DiskTier(CachePart[DiskHit]):
         return [("loaded", {"tokens": found.num_loaded})] if found.num_loaded else []
 
     def reach(self, sequence: Sequence, num_found: int) -> int:
-        """The largest number of blocks behind which the sequence could go on with what the tier has."""
-        hashes, index, blocks = sequence.block_hashes, self.index, self._blocks
+        """The largest number of blocks behind which the sequence could go on with what the tier or a pool has."""
+        find, index = self._blocks.find, self.index
+        return self._reach(
+            sequence,
+            num_found,
+            lambda key: key in index or (self._has_state(key) if key.endswith(STATE) else find(key) is not None),
+        )
+
+    def _reach(self, sequence: Sequence, num_found: int, has: Callable[[bytes], bool]) -> int:
+        """The largest number of blocks, at least `num_found`, behind which the sequence could go on with contents that
+        somebody `has`."""
+        hashes, groups = sequence.block_hashes, self._blocks.groups
 
         def find(group: KVGroup, number: int) -> int | None:
-            key = hashes[number] + group.key
-            return 0 if key in index else blocks.find(key)
+            return 0 if has(hashes[number] + group.key) else None
 
         length = len(hashes)
-        while (length := common_hit(blocks.groups, length, sequence.num_tokens, find)) > num_found:
-            behind = length if self._states is None else self._last_state(sequence, length, num_found)
+        while (length := common_hit(groups, length, sequence.num_tokens, find)) > num_found:
+            behind = length
+            if self._states is not None:
+                most = min(length, (sequence.num_tokens - 1) // self._blocks.block_size)
+                ends = range(most, num_found, -1)
+                behind = next((count for count in ends if has(hashes[count - 1] + STATE)), num_found)
             if behind == length:
                 return length
             length = behind
         return num_found
-
-    def _last_state(self, sequence: Sequence, num_blocks: int, num_found: int) -> int:
-        """The largest number of blocks, between the two, behind which a state can be had."""
-        most = min(num_blocks, (sequence.num_tokens - 1) // self._blocks.block_size)
-        keys = ((count, sequence.block_hashes[count - 1] + STATE) for count in range(most, num_found, -1))
-        return next((count for count, key in keys if self._has_state(key) or key in self.index), num_found)
 
     def _has_state(self, key: bytes) -> bool:
         return self._states is not None and self._states.find(key) is not None
@@ -299,17 +308,23 @@ class DiskTier(CachePart[DiskHit]):
             keys = [each + end for each in sequence.block_hashes[:num_blocks] for end in (*groups, STATE)]
             self.writes.forget(keys)
         else:
-            self._write(sequence, num_blocks)
+            self._write(sequence, num_blocks, comes_back=sequence.status is not Status.FINISHED)
         self._waits.pop(sequence, None)
         self._tried.pop(sequence, None)
         if sequence.status is Status.FINISHED:
             self._open.discard(sequence)
 
-    def _write(self, sequence: Sequence, num_blocks: int) -> None:
+    def _write(self, sequence: Sequence, num_blocks: int, *, comes_back: bool = False) -> None:
         if num_blocks and sequence in self._open and sequence.request.has_lasting_keys:
-            self.writes.add(sequence.block_hashes[:num_blocks])
+            self.writes.add(sequence.block_hashes[:num_blocks], is_urgent=comes_back)
 
     # ---- swapping
+
+    def num_stored(self, sequence: Sequence) -> int:
+        """As for any part: what can be loaded, or is being written."""
+        if not self.index and not self.writes.num_writing:
+            return 0
+        return self._reach(sequence, 0, self.writes.is_kept) * self._blocks.block_size
 
     def swap_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
         return True

@@ -243,6 +243,10 @@ class KVCacheManager:
 
     # ---- swapping
 
+    def num_stored(self, sequence: Sequence) -> int:
+        """Number of tokens that a sequence would get back from below memory if it gave up all that it has."""
+        return max(part.num_stored(sequence) for part in self.parts)
+
     def swap_out(self, sequence: Sequence) -> bool:
         """Begin to move all that the sequence holds to the host; what the step may not move any more stays on the
         device until it is reclaimed. False: nothing is changed, because the host has no room, a part is of no use

@@ -198,6 +198,10 @@ class CachePart(ABC, Generic[Found]):
 
     # ---- swapping
 
+    def num_stored(self, sequence: Sequence) -> int:  # noqa: ARG002
+        """Number of tokens that a sequence would get back from below memory if it gave up all that it has."""
+        return 0
+
     @property
     def parked(self) -> Many[Sequence]:
         """Sequences that wait with something on the host or on the way, in the order in which they were parked."""

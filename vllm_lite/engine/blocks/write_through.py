@@ -68,17 +68,25 @@ class WriteThrough:
         """The blocks, or the slots, of each run that is being written."""
         return [run.ids for run in self._runs.values() if run.are_states is states]
 
-    def add(self, hashes: list[bytes]) -> None:
-        """A chain has ended, whose blocks can be found."""
+    def is_kept(self, key: bytes) -> bool:
+        """Whether a content is in the tier, or on its way there."""
+        return key in self.index or key in self._writing
+
+    def add(self, hashes: list[bytes], *, is_urgent: bool = False) -> None:
+        """A chain has ended, whose blocks can be found. One that `is_urgent` is written first: it gave up its blocks to
+        others, and comes back."""
         if self._states is not None:
             self._with_states.append(hashes)
         last = hashes[-1:]
-        if all(self._is_kept(block_hash + group.key) for block_hash in last for group in self._blocks.groups):
+        if all(self.is_kept(block_hash + group.key) for block_hash in last for group in self._blocks.groups):
             return  # and so is what it continues
+        chain = hashes, self._runs_of(hashes)
         if len(self._chains) >= MAX_CHAINS:
             self.num_dropped += 1
-            return
-        self._chains.append((hashes, self._runs_of(hashes)))
+        elif is_urgent:
+            self._chains.appendleft(chain)
+        else:
+            self._chains.append(chain)
         self.go_on()
 
     def write_states(self) -> None:
@@ -91,7 +99,7 @@ class WriteThrough:
             keys = [block_hash + STATE for block_hash in reversed(hashes)]
             found = [(key, slot) for key in keys if (slot := store.pool.get_cached_block(key)) is not None]
             for key, slot in found[:MAX_STATES]:
-                if not self._is_kept(key):
+                if not self.is_kept(key):
                     store.pool.touch((slot,))
                     self._begin(WrittenRun([key], [slot], are_states=True))
 
@@ -100,14 +108,20 @@ class WriteThrough:
         return bool(self._with_states)
 
     def go_on(self) -> None:
-        """Begin to write as much of the ended chains as may be pinned."""
+        """Begin to write as much of the ended chains as may be pinned: a share of the pool, and at a time half of the
+        blocks that are free, so that who has just made room for others made it for them."""
+        pool = self._blocks.pool
         while self._chains and len(self._writing) + self._max_run <= self.max_blocks:
-            run = next(self._chains[0][1], None)
+            hashes, runs = self._chains[0]
+            run = next(runs, None)
             if run is None:
                 self._chains.popleft()
-                continue
-            self._blocks.pool.touch(run.ids)
-            self._begin(run)
+            elif 2 * sum(map(pool.is_free, run.ids)) > pool.num_free:
+                self._chains[0] = hashes, self._runs_of(hashes)  # from where it is by then
+                return
+            else:
+                pool.touch(run.ids)
+                self._begin(run)
 
     def ended(self, ticket: Ticket, failed: Iterable[int]) -> None:
         """A worker has written a run, but for the keys at the places `failed`."""
@@ -174,33 +188,31 @@ class WriteThrough:
         elif self._states is not None:
             self._states.let_go(run.ids)
 
-    def _is_kept(self, key: bytes) -> bool:
-        return key in self.index or key in self._writing
-
     def _keys_of(self, hashes: Sequence[bytes]) -> Iterator[bytes]:
         return (block_hash + group.key for block_hash in hashes for group in self._blocks.groups)
 
     def _runs_of(self, hashes: list[bytes]) -> Iterator[WrittenRun]:
         """The runs of a chain, each made when the one before is being written; its blocks are those of that moment."""
         pool = self._blocks.pool
-        open_groups = list(self._blocks.groups)
+        groups = self._blocks.groups
+        open_groups = list(groups)
         for start in range(0, len(hashes), self._max_run):
             for group in list(open_groups):
                 keys: list[bytes] = []
                 ids: list[int] = []
                 for block_hash in hashes[start : start + self._max_run]:
                     key = block_hash + group.key
-                    block_id = None if self._is_kept(key) else pool.get_cached_block(key)
+                    block_id = None if self.is_kept(key) else pool.get_cached_block(key)
                     if block_id is not None:
                         keys.append(key)
                         ids.append(block_id)
                         continue
-                    if not self._is_kept(key) and group.window is None:
+                    if not self.is_kept(key) and group.window is None:
                         open_groups.remove(group)  # nobody finds what continues a block that is lost
-                        self.num_dropped += 1
                         break
                     if keys:
                         yield WrittenRun(keys, ids, are_states=False)
                         keys, ids = [], []
                 if keys:
                     yield WrittenRun(keys, ids, are_states=False)
+        self.num_dropped += len(groups) - len(open_groups)

@@ -1,6 +1,7 @@
 """Preemption: a running sequence gets blocks, if need be those of another one, which waits again.
 
-The KV of that other one is swapped to the host, or it is computed again.
+The KV of that other one is swapped to the host; or it is given up, and loaded from disk as far as it is there, or
+computed again.
 """
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
@@ -43,20 +44,25 @@ class Preemption:
         victim.lose_blocks()
         # What a new fork shares may be computed in this very step, behind the block program that would move it.
         is_new = any(isinstance(entry, Fork) and entry.child == victim.handle for entry in plan.entries)
-        swapped = not is_new and self._prefers_swap(victim, plan.rates) and self._kv.swap_out(victim)
-        if not swapped:
+        how = "recompute"
+        if not is_new and self._prefers_swap(victim, plan.rates) and self._kv.swap_out(victim):
+            how = "swap"
+        else:
             self._kv.release(victim)
+            if self._kv.num_stored(victim):
+                how = "disk"
+        swapped = how == "swap"
         self._queues.wait(victim, Status.SWAPPED if swapped else Status.PREEMPTED)
         plan.num_preempted += 1
         plan.entries.append(Preempt(victim.handle))
         self._kv.counters.swaps += swapped
         self._kv.counters.preemptions += 1
         victim.request.num_preemptions += 1
-        how = "swap" if swapped else "recompute"
         plan.decide("preempted", victim, **{"for": winner.request.request_id, "by": how})
 
     def _prefers_swap(self, victim: Sequence, rates: Rates) -> bool:
         """Whether to move the victim's blocks to the host instead of computing them again."""
         if self._queues.options.preemption != "auto":
             return self._queues.options.preemption == "swap"
-        return rates.prefer_swap(victim.num_computed, self._kv.num_moved(victim.num_computed))
+        num_tokens = victim.num_computed
+        return rates.prefer_swap(num_tokens, self._kv.num_moved(num_tokens), self._kv.num_stored(victim))

@@ -37,11 +37,16 @@ class Rates(NamedTuple):
             return most
         return min(most, max(least, int(seconds * self.prefill_tokens_per_s)))
 
-    def prefer_swap(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether moving the blocks out and in costs less than computing the tokens again."""
+    def prefer_swap(self, num_tokens: int, num_blocks: int, num_stored: int = 0) -> bool:
+        """Whether moving the blocks out and in costs less than computing the tokens again, or loading the first
+        `num_stored` of them from the disk, where that takes less time."""
         if not self.prefill_tokens_per_s or not self.swap_blocks_per_s:
             return False
-        return 2 * num_blocks / self.swap_blocks_per_s < num_tokens / self.prefill_tokens_per_s
+        again_s = num_tokens / self.prefill_tokens_per_s
+        if num_stored and self.load_blocks_per_s:
+            load_s = num_blocks * num_stored / num_tokens / self.load_blocks_per_s
+            again_s -= max(0.0, num_stored / self.prefill_tokens_per_s - load_s)
+        return 2 * num_blocks / self.swap_blocks_per_s < again_s
 
 
 class PrefillRate:
