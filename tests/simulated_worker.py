@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
-from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled
+from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, StepTiming
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.step import (
@@ -157,6 +157,9 @@ class SimulatedWorker:
     def adapters_read(self) -> list[AdapterRead]:
         read, self._read = self._read, []
         return read
+
+    def timings(self) -> tuple[StepTiming, ...]:
+        return ()
 
     def expert_tokens(self) -> list[list[int]]:
         """There are none."""

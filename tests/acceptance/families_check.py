@@ -36,7 +36,8 @@ NUM_TOKENS = 24
 MAX_LOGPROB_ERROR = 2e-4
 """Of single tokens. transformers in float32 is itself up to 1.3e-4 away from its own results in float64."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
-NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}}
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+NGRAM: dict[str, Any] = {"speculative_config": SPECULATION, "disable_adaptive_drafts": True}
 MAX_MODEL_LEN = max(LENGTHS) + NUM_TOKENS
 
 

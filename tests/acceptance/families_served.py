@@ -76,7 +76,7 @@ FIRST += (checks.schema, checks.prefix, checks.fork, checks.worker, checks.engin
 KINDS = [
     Kind(SMALL, {check.__name__: check for check in FIRST}, records=True),
     Kind(("-tp", "2", *SMALL), {"ranks": checks.same_long}),
-    Kind(("--speculative-config", NGRAM, *SMALL), {"ngram": checks.ngram}),
+    Kind(("--speculative-config", NGRAM, "--disable-adaptive-drafts", *SMALL), {"ngram": checks.ngram}),
     Kind(
         ("--enforce-eager", "--cpu-kvcache-space", "0.05", *USUAL),
         {"eager": checks.same_long, "plan": checks.plan},

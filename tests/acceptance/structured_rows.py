@@ -15,7 +15,8 @@ from vllm_lite.config import demo_folder
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Stats
 
-NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}}
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+NGRAM: dict[str, Any] = {"speculative_config": SPECULATION, "disable_adaptive_drafts": True}
 SWAP: dict[str, Any] = {"swap_space": 1e-3, "preemption_mode": "swap"}
 BLOCK_SIZE = 8
 ALL_GREEDY, ALL_SAMPLED = "greedy", "sampled"

@@ -3,6 +3,7 @@ and found in the prefix cache."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,8 +157,10 @@ def test_states_come_back_from_host_memory(tmp_path: Path, ranks: int) -> None:
 )
 def test_drafts_change_no_token_and_states_are_saved_as_without(tmp_path: Path, ranks: int, variant: Variant) -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
-    blocks = {} if ranks == 1 else {"num_gpu_blocks_override": 24}  # preempted as well
-    chats = Chats(variant, tmp_path, speculative_config=speculation, tensor_parallel_size=ranks, **blocks)
+    settings: dict[str, Any] = {"speculative_config": speculation, "disable_adaptive_drafts": True}
+    if ranks > 1:
+        settings["num_gpu_blocks_override"] = 24  # preempted as well
+    chats = Chats(variant, tmp_path, tensor_parallel_size=ranks, **settings)
     # Of three tokens every third draft is right by chance.
     chats.params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, allowed_token_ids=[5, 6, 7])
     try:

@@ -89,7 +89,7 @@ def test_all_at_once_with_cached_prompts(llm: LLM, alone: list[list[int]]) -> No
         ({"max_num_batched_tokens": 64, "block_size": 8, "num_gpu_blocks_override": 26}, True),
         ({"max_num_batched_tokens": 64, "block_size": 8, "num_gpu_blocks_override": 26, **SWAP}, True),
         ({"max_num_batched_tokens": 64, "num_gpu_blocks_override": 14, "async_scheduling": False}, True),
-        ({"speculative_config": NGRAM}, False),
+        ({"speculative_config": NGRAM, "disable_adaptive_drafts": True}, False),
     ],
     ids=["chunks-of-5", "preempted", "swapped", "preempted-one-step-at-a-time", "speculating"],
 )

@@ -19,7 +19,8 @@ from vllm_lite.protocol.structured import StructuredOutputsParams, Thinking
 
 __all__ = ["run_root"]
 
-NGRAM = ("--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}))
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+NGRAM = ("--speculative-config", json.dumps(SPECULATION), "--disable-adaptive-drafts")
 ITEM = {
     "type": "object",
     "properties": {"name": {"enum": ["a bear", "a bee"]}, "age": {"type": "integer", "maximum": 9, "minimum": 0}},

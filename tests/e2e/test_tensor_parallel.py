@@ -124,7 +124,8 @@ def numbers(output: RequestOutput) -> list[float]:
 def test_drafts_change_nothing_on_ranks(served: Any, settings: dict[str, Any]) -> None:
     one = served("llama")
     speculation = {"method": "ngram", "num_speculative_tokens": 4}
-    with start(one.path, tensor_parallel_size=2, speculative_config=speculation, **SETTINGS, **settings) as llm:
+    drafting = {"speculative_config": speculation, "disable_adaptive_drafts": True}
+    with start(one.path, tensor_parallel_size=2, **drafting, **SETTINGS, **settings) as llm:
         outputs = generate(llm)
         assert llm.stats().draft_tokens > 0
     for alone, output in zip(one.alone, outputs, strict=True):

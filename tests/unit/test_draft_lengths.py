@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler_rig import Rig
-from vllm_lite.engine.scheduling.drafts import PROBE_STEPS, DraftLengths
+from vllm_lite.engine.scheduling.drafts import PROBE_SHARE, PROBE_STEPS, DraftLengths
 from vllm_lite.engine.scheduling.queues import Options
-from vllm_lite.engine.scheduling.rates import MIN_STEPS, Rates, RowCost
+from vllm_lite.engine.scheduling.rates import Rates
+from vllm_lite.engine.scheduling.step_cost import StepCost
 from vllm_lite.engine.sequence import Sequence
+from vllm_lite.protocol.control import StepTiming
 from vllm_lite.protocol.step import Draft, SchedulerOutput
 
 MOST = 6
@@ -29,46 +31,70 @@ def chosen(lengths: DraftLengths, sequences: list[Sequence], rates: Rates, num_r
     return lengths.choose(sequences, len(sequences) if num_rows is None else num_rows, rates, step=3)
 
 
-# ---- the time of a row
+# ---- the time of a step
 
 
-def test_the_line_through_steps_is_found() -> None:
-    cost = RowCost()
-    changed = [cost.measure(1 + place % 5, 0.010 + 0.002 * (1 + place % 5)) for place in range(40)]
-    assert cost.row_s == pytest.approx(0.002, rel=1e-6)
-    assert cost.step_s == pytest.approx(0.010, rel=1e-6)
-    first = changed.index(True)
-    assert first >= MIN_STEPS - 1
-    assert changed.count(True) == 1, "what stays the same is no change"
+def took(num_rows: int, most_drafts: int, factor: float = 1.0) -> float:
+    return factor * (0.010 + 0.002 * num_rows + (0.003 + 0.001 * most_drafts if most_drafts else 0.0))
 
 
-def test_steps_of_the_same_rows_show_nothing() -> None:
-    cost = RowCost()
-    assert not any(cost.measure(4, 0.01) for _ in range(100))
-    assert (cost.step_s, cost.row_s) == (0.0, 0.0)
+STARTED = [StepTiming(rows, drafts, took(rows, drafts)) for rows, drafts in ((1, 0), (2, 1), (5, 4), (8, 0), (16, 1))]
+NUMBERS = pytest.approx((0.010, 0.002, 0.003, 0.001), rel=0.02)
 
 
-def test_a_machine_that_becomes_slower_is_followed_and_a_pause_is_not() -> None:
-    cost = RowCost()
-    for place in range(60):
-        cost.measure(1 + place % 5, 0.010 + 0.002 * (1 + place % 5))
-    known = cost.step_s, cost.row_s
-    cost.measure(3, 5.0)
-    assert cost.step_s + cost.row_s < 1.5 * sum(known), "one step that waited for something else"
-    for place in range(300):
-        cost.measure(1 + place % 5, 0.030 + 0.004 * (1 + place % 5))
-    assert cost.step_s == pytest.approx(0.030, rel=0.15)
-    assert cost.row_s == pytest.approx(0.004, rel=0.15)
+def test_the_numbers_are_those_of_the_steps_tried_at_the_start() -> None:
+    cost = StepCost(STARTED)
+    assert cost.numbers == NUMBERS
+    rates = cost.rates(Rates(1.0, 2.0, load_blocks_per_s=3.0))
+    assert rates[:2] == (1.0, 2.0)
+    assert rates.load_blocks_per_s == 3.0
+    assert (rates.step_s, rates.row_s, rates.verify_s, rates.draft_s) == cost.numbers
+    assert not any(cost.measure(1, 0, took(1, 0)) for _ in range(300)), "what stays the same is no change"
+    assert cost.numbers == NUMBERS
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.floats(1e-5, 1.0)), max_size=60))
-def test_whatever_is_measured_a_row_takes_time_and_no_more_than_the_step(steps: list[tuple[int, float]]) -> None:
-    cost = RowCost()
-    for num_rows, took_s in steps:
-        cost.measure(num_rows, took_s)
-    assert cost.step_s >= 0
-    assert cost.row_s >= 0
-    assert (cost.row_s > 0) or (cost.step_s == 0)
+def test_steps_without_drafts_teach_nothing_about_drafts() -> None:
+    """Served steps draw, answer and read long contexts, which no step at the start did."""
+    cost = StepCost(STARTED)
+    for _ in range(200):
+        cost.measure(1, 0, took(1, 0) + 0.006)
+    step_s, row_s, verify_s, draft_s = cost.numbers
+    assert step_s == pytest.approx(0.016, rel=0.1)
+    assert (row_s, verify_s, draft_s) == pytest.approx((0.002, 0.003, 0.001), rel=0.25)
+
+
+@pytest.mark.parametrize("timings", [STARTED, []], ids=["timed", "not timed"])
+def test_a_machine_that_becomes_slower_is_followed_and_a_pause_is_not(timings: list[StepTiming]) -> None:
+    cost = StepCost(timings)
+    for place in range(100):
+        cost.measure(1 + place % 5, place % 5, took(1 + place % 5, place % 5))
+    known = sum(cost.numbers)
+    cost.measure(3, 2, 5.0)
+    for _ in range(3):
+        cost.measure(1, 0, took(1, 0))
+    assert sum(cost.numbers) < 1.5 * known, "one step that waited for something else"
+    for place in range(900):
+        cost.measure(1 + place % 5, place % 5, took(1 + place % 5, place % 5, factor=3.0))
+    rates = cost.rates(Rates())
+    for drafts in range(5):
+        assert rates.decode_s(1 + drafts, drafts) == pytest.approx(took(1 + drafts, drafts, 3.0), rel=0.1)
+
+
+def test_steps_of_the_same_rows_show_nothing_where_none_was_tried() -> None:
+    cost = StepCost()
+    assert not any(cost.measure(4, 0, 0.01) for _ in range(100))
+    assert cost.numbers == (0.0, 0.0, 0.0, 0.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8), st.floats(1e-5, 1.0)), max_size=60), st.booleans())
+def test_whatever_is_measured_a_row_takes_time_and_nothing_less_than_none(
+    steps: list[tuple[int, int, float]], is_timed: bool
+) -> None:
+    cost = StepCost(STARTED if is_timed else ())
+    for num_rows, most_drafts, took_s in steps:
+        cost.measure(num_rows + most_drafts, most_drafts, took_s)
+    assert min(cost.numbers) >= 0
+    assert cost.numbers[1] > 0 or not any(cost.numbers)
 
 
 # ---- the odds
@@ -127,26 +153,32 @@ def test_beside_many_rows_fewer_drafts_pay() -> None:
     st.floats(0, 0.02),
     st.floats(1e-6, 0.02),
     st.integers(0, 20),
+    st.floats(0, 0.02),
+    st.floats(0, 0.02),
 )
 def test_what_is_chosen_is_expected_to_be_no_slower(
-    counts: list[tuple[float, float]], step_s: float, row_s: float, others: int
+    counts: list[tuple[float, float]], step_s: float, row_s: float, others: int, verify_s: float, draft_s: float
 ) -> None:
     lengths, sequences = lengths_of(), [sequence(*each) for each in counts]
-    rates, num_rows = Rates(step_s=step_s, row_s=row_s), len(sequences) + others
+    rates, num_rows = Rates(step_s=step_s, row_s=row_s, verify_s=verify_s, draft_s=draft_s), len(sequences) + others
     taken = chosen(lengths, sequences, rates, num_rows)
     gained = sum(
         sum(lengths.odds(each) ** place for place in range(1, length + 1))
         for each, length in zip(sequences, taken, strict=True)
     )
-    without = num_rows / (step_s + row_s * num_rows)
-    assert (num_rows + gained) / (step_s + row_s * (num_rows + sum(taken))) >= without * (1 - 1e-9)
+    with_drafts_s = rates.decode_s(num_rows + sum(taken), max(taken))
+    assert (num_rows + gained) / with_drafts_s >= num_rows / rates.decode_s(num_rows) * (1 - 1e-9)
     assert all(0 <= length <= MOST for length in taken)
 
 
 def test_drafts_that_do_not_pay_are_tried_again() -> None:
     lengths, rates = lengths_of(), Rates(step_s=0.001, row_s=0.01)
-    taken = [chosen(lengths, [sequence(0.1, 20, place)], rates)[0] for place in range(2 * PROBE_STEPS)]
-    assert sum(taken) == 2
+    every = int(0.01 / 0.011 / PROBE_SHARE)
+    taken = [chosen(lengths, [sequence(0.1, 20, place)], rates)[0] for place in range(2 * every)]
+    assert sum(taken) == 2, "so rarely that it does not show"
+    cheap = Rates(step_s=1.0, row_s=0.001, verify_s=0.05)
+    taken = [chosen(lengths, [sequence(0.1, 200, place)], cheap)[0] for place in range(2 * PROBE_STEPS)]
+    assert sum(taken) in (2, 4)
 
 
 def test_fixed_lengths_and_unknown_rates() -> None:
@@ -168,7 +200,7 @@ def test_the_scheduler_drafts_less_where_rows_are_dear() -> None:
         drafted.append(rig.worker.num_drafted)
         outputs.append(rig.output("a"))
     assert outputs[0] == outputs[1]
-    assert drafted[0] > 3 * drafted[1] > 0
+    assert drafted[0] > 3 * drafted[1]
 
 
 def test_without_adaption_every_entry_takes_the_most() -> None:

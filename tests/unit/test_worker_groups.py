@@ -21,7 +21,7 @@ from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import Abort, Dying, Generate, GetStats, Recovered, Recovering, RestartCause, Stats, Welcome
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.control import AdapterRead, KVGroupInfo, Profiled, Ready
+from vllm_lite.protocol.control import AdapterRead, KVGroupInfo, Profiled, Ready, StepTiming
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime.wakeup import Wakeup
@@ -94,6 +94,9 @@ class FakeGroup(FakeProfiles):
     def poll(self) -> ModelOutput | None:
         self.check()
         return self.worker.poll()
+
+    def timings(self) -> tuple[StepTiming, ...]:
+        return ()
 
     def expert_tokens(self) -> list[list[int]]:
         return []

@@ -23,8 +23,9 @@ from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling import policy
 from vllm_lite.engine.scheduling.in_flight import MessageLength
 from vllm_lite.engine.scheduling.queues import Options
-from vllm_lite.engine.scheduling.rates import PrefillRate, Rates, RowCost
+from vllm_lite.engine.scheduling.rates import PrefillRate, Rates
 from vllm_lite.engine.scheduling.scheduler import Scheduler
+from vllm_lite.engine.scheduling.step_cost import StepCost
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.states.slots import StateSlots
 from vllm_lite.engine.transfers import Transfers
@@ -77,7 +78,6 @@ class EngineCore:
         self._clock = clock
         self._message_length = MessageLength()
         self._prefill_rate = PrefillRate()
-        self._row_cost = RowCost()
         self._is_drafting = config.speculative_config is not None and not config.disable_adaptive_drafts
         # Drafts in flight could pass the end of a block, where a recurrent state is to be saved.
         drafts_states = config.speculative_config is not None and ready.num_state_slots > 0
@@ -95,6 +95,9 @@ class EngineCore:
             one_in = round(1 / config.kv_cache_metrics_sample)
             self.meter.counters.blocks = Residency(self.kv.pool, clock, one_in).histograms
         self.adapter_loader = AdapterLoader(self.scheduler, config, self.end_adapter, clock)
+        self._step_cost = StepCost(executor.timings() if self._is_drafting else ())
+        if self._step_cost.numbers[1]:
+            self.scheduler.measured(self._step_cost.rates(self.scheduler.rates))
         self._counts_experts = config.expert_load_metrics
         self._expert_tokens: list[list[int]] = []
         """Those of groups that are gone."""
@@ -198,10 +201,10 @@ class EngineCore:
             tokens_per_s = self._prefill_rate.tokens_per_s
             self.scheduler.measured(self.scheduler.rates._replace(prefill_tokens_per_s=tokens_per_s))
         elif step.ends_message and self._is_drafting and not step.message.num_prefill_tokens:
-            num_rows = len(step.sampling) + sum(output.drafted or ())
-            if self._row_cost.measure(num_rows, self._prefill_rate.took_s / step.message.num_steps):
-                line = {"step_s": self._row_cost.step_s, "row_s": self._row_cost.row_s}
-                self.scheduler.measured(self.scheduler.rates._replace(**line))
+            drafted = output.drafted or ()
+            num_rows, most_drafts = len(step.sampling) + sum(drafted), max(drafted, default=0)
+            if self._step_cost.measure(num_rows, most_drafts, self._prefill_rate.took_s / step.message.num_steps):
+                self.scheduler.measured(self._step_cost.rates(self.scheduler.rates))
         if self.max_in_flight > 1:
             self._message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
         return self.scheduler.update(output)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from vllm_lite.errors import EngineDeadError, VllmLiteError
 from vllm_lite.protocol.api import RestartCause
-from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, Ready
+from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, Ready, StepTiming
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.protocol.transfers import Transfer, TransferAnswer
 from vllm_lite.transport.interface import Watched
@@ -60,6 +60,9 @@ class Executor(Watched, Protocol):
 
         Raises EngineError if that takes longer than `timeout_s`.
         """
+
+    def timings(self) -> tuple[StepTiming, ...]:
+        """Steps that the first worker has timed when it started; none: it has not."""
 
     def submit(self, *steps: SchedulerOutput) -> None:
         """Hand steps to the workers. The results of several may come together."""

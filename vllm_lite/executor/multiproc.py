@@ -32,6 +32,7 @@ from vllm_lite.protocol.control import (
     Shutdown,
     Start,
     Started,
+    StepTiming,
     WorkerHeartbeat,
     WorkerHello,
 )
@@ -200,6 +201,10 @@ class MultiprocExecutor:
         if not self._have_all("started"):
             return None
         return min(worker.started.swap_blocks_per_s for worker in self._workers if worker.started is not None)
+
+    def timings(self) -> tuple[StepTiming, ...]:
+        started = self._workers[0].started
+        return () if started is None else started.timings
 
     def _have_all(self, what: str) -> bool:
         """Whether attribute `what` of every worker is set. Raises EngineError if that has taken too long."""

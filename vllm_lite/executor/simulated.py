@@ -12,7 +12,7 @@ from typing import NamedTuple
 from vllm_lite.executor.base import Failure
 from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, Ready
+from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, Ready, StepTiming
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, ModelOutput, NewRequest, Resume, SchedulerOutput
 from vllm_lite.protocol.transfers import Transfer, TransferAnswer
@@ -99,6 +99,9 @@ class SimulatedExecutor:
 
     def started(self) -> float | None:
         return self._swap_blocks_per_s
+
+    def timings(self) -> tuple[StepTiming, ...]:
+        return ()
 
     def submit(self, *steps: SchedulerOutput) -> None:
         cost = self.cost

@@ -78,12 +78,23 @@ class Start(Message, tag=32):
     num_host_blocks: int
 
 
+class StepTiming(msgspec.Struct, frozen=True, array_like=True):
+    """The time of a decode step that a worker has tried. `num_rows`: the tokens that it computed, drafts included;
+    `most_drafts`: of any sequence."""
+
+    num_rows: int
+    most_drafts: int
+    took_s: float
+
+
 class Started(Message, tag=33):
-    """The pools are there; `swap_blocks_per_s` was measured between them, 0 without a host pool."""
+    """The pools are there; `swap_blocks_per_s` was measured between them, 0 without a host pool. `timings`: of steps
+    with drafts and without, if their time decides how much is drafted."""
 
     rank: int
     generation: int
     swap_blocks_per_s: float = 0.0
+    timings: tuple[StepTiming, ...] = ()
 
 
 class ReadAdapter(Message, tag=39):

@@ -178,6 +178,8 @@ class RatesMeasured(_Record, frozen=True, tag=5):
     step_s: float = 0.0
     row_s: float = 0.0
     load_blocks_per_s: float = 0.0
+    verify_s: float = 0.0
+    draft_s: float = 0.0
 
 
 class Step(_Record, frozen=True, tag=6):

@@ -58,6 +58,7 @@ from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
 from vllm_lite.worker.disk.opening import AdapterFiles, open_disk, pools_of
 from vllm_lite.worker.disk.transfers import DiskTransfers
 from vllm_lite.worker.drafting.place import DraftPlace
+from vllm_lite.worker.drafting.timing import timings_of
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK, CacheEngine
 from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
@@ -310,7 +311,8 @@ class Worker:
         if self.disk is not None:
             self.disk.use(lambda: pools_of(cache_engine))
         self.profiler = Profiler(self.config.profiler_config, *place, self.runner.ranges, self.progress)
-        return Started(self.rank, start.generation, swap_blocks_per_s)
+        timings = timings_of(self.runner, self.drafter.rehearse, self.config)
+        return Started(self.rank, start.generation, swap_blocks_per_s, timings)
 
     def _parts(self, forward: EagerForward) -> list[StepPart]:
         """Parts of this model and these settings, in the order in which they act: drafts

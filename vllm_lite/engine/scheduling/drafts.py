@@ -3,8 +3,8 @@
 Like all that may be wrong they count as computed until the step's result takes back those that are.
 
 A draft is right with the odds that the sequence's earlier ones had, its j-th one with the j-th power of them, and takes
-the time of a row. It pays if that brings more tokens for the time than the step has without it. Both are estimates:
-until they are known, a short answer may take longer than without drafts.
+the time that step_cost.py has for it. Drafts are made if they bring more tokens for the time than the step has without.
+Odds are low until they are known: what a first answer loses by drafts that are wrong is not made up for by others.
 """
 
 from collections import abc
@@ -21,8 +21,16 @@ MEMORY = 0.9
 """Weight of a sequence's earlier drafts beside those of its latest step: about the last ten steps count."""
 PRIOR = 2.0
 """Number of drafts that the mean of all sequences counts for in the odds of one."""
+FIRST = 1.5, 1.5
+"""Drafts, right and wrong ones, that all sequences together are taken to have had before the first."""
 PROBE_STEPS = 16
-"""A sequence whose drafts do not pay has one in so many tokens, to see whether they do again."""
+"""A sequence whose drafts do not pay has one in so many tokens, or fewer, to see whether they do again."""
+PROBE_SHARE = 0.005
+"""The most of the time that such drafts take."""
+GAIN = 1.02
+"""What drafts must be expected to bring, as times and odds are estimates."""
+CAPS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64
+"""Lengths that are compared."""
 
 
 class DraftLengths:
@@ -31,7 +39,8 @@ class DraftLengths:
     def __init__(self, options: Options) -> None:
         self._most = options.num_drafts or options.num_forced
         self._is_fixed = not (options.num_drafts and options.adaptive_drafts)
-        self._right, self._wrong = 2.0, 1.0  # of all sequences, with a weight that falls with every step
+        self._caps = [cap for cap in CAPS if cap < self._most] + [self._most]
+        self._right, self._wrong = FIRST  # of all sequences, with a weight that falls with every step
 
     def odds(self, sequence: Sequence) -> float:
         """Estimate the chance that a draft is right where those before it were."""
@@ -57,16 +66,43 @@ class DraftLengths:
         if not rates.row_s:  # the time by rows shows only in steps of different ones
             return [step % (self._most + 1)] * len(sequences)
         odds = [self.odds(sequence) for sequence in sequences]
-        step_s = rates.step_s + rates.row_s * num_rows
-        # The drafts chosen raise the rate that further ones must beat, so choose twice.
-        lengths = [self._length(each, rates.row_s * num_rows / step_s) for each in odds]
-        gained = sum(_expected(each, length) for each, length in zip(odds, lengths, strict=True))
-        rate = max(num_rows / step_s, (num_rows + gained) / (step_s + rates.row_s * sum(lengths)))
-        lengths = [self._length(each, rates.row_s * rate) for each in odds]
-        return [
-            length or int(sequence.num_output % PROBE_STEPS == PROBE_STEPS - 1)
-            for sequence, length in zip(sequences, lengths, strict=True)
-        ]
+        lengths = self._paying(odds, num_rows, rates)
+        if not all(lengths):
+            every = self._probe_every(len(sequences), num_rows, rates)
+            lengths = [
+                length or int(sequence.num_output % every == every - 1)
+                for sequence, length in zip(sequences, lengths, strict=True)
+            ]
+        return lengths
+
+    def _paying(self, odds: list[float], num_rows: int, rates: Rates) -> list[int]:
+        """The lengths that bring most for their time; zeros where none does."""
+        found, best = [0] * len(odds), GAIN * num_rows / rates.decode_s(num_rows)
+        if not self._may_pay(max(odds), len(odds), num_rows, rates):
+            return found
+        for cap in self._caps:
+            # What a row brings must make up for its time at the rate that there is without it.
+            lengths = [min(cap, self._length(each, rates.row_s * best)) for each in odds]
+            longest = max(lengths)
+            gained = sum(_expected(*each) for each in zip(odds, lengths, strict=True))
+            rate = (num_rows + gained) / rates.decode_s(num_rows + sum(lengths), longest)
+            if rate > best:
+                found, best = lengths, rate
+            if longest < cap:
+                break
+        return found
+
+    def _may_pay(self, odds: float, count: int, num_rows: int, rates: Rates) -> bool:
+        """Whether drafts would pay if all sequences had the best odds, which is quickly found out."""
+        least = GAIN * num_rows / rates.decode_s(num_rows)
+        return any(
+            num_rows + count * _expected(odds, cap) > least * rates.decode_s(num_rows + cap, cap) for cap in self._caps
+        )
+
+    def _probe_every(self, count: int, num_rows: int, rates: Rates) -> int:
+        """Number of tokens, one of which is drafted for although that does not pay; the sequences do so together."""
+        plain_s = rates.decode_s(num_rows)
+        return max(PROBE_STEPS, int((rates.decode_s(num_rows + count, 1) / plain_s - 1) / PROBE_SHARE))
 
     def _length(self, odds: float, least: float) -> int:
         """Number of drafts whose chance, that all up to it are right, is `least` or more."""

@@ -21,11 +21,20 @@ class Rates(NamedTuple):
     prefill_tokens_per_s: float = 0.0
     swap_blocks_per_s: float = 0.0
     step_s: float = 0.0
-    """The time of a decode step of no rows, as a line through measured steps has it."""
+    """The time of a decode step of no rows, as step_cost.py has it."""
     row_s: float = 0.0
     """The time that each row adds to it."""
     load_blocks_per_s: float = 0.0
     """Blocks, or states, that are loaded from a tier that is not memory."""
+    verify_s: float = 0.0
+    """The time that drafts add to it, however many there are."""
+    draft_s: float = 0.0
+    """The time that it takes to draft a token of all sequences."""
+
+    def decode_s(self, num_rows: int, most_drafts: int = 0) -> float:
+        """The time of a decode step of so many rows, drafts included, of which no sequence has more than so many."""
+        drafting_s = self.verify_s + self.draft_s * most_drafts if most_drafts else 0.0
+        return self.step_s + self.row_s * num_rows + drafting_s
 
     def tokens_within(self, seconds: float, least: int, most: int) -> int:
         """Number of tokens that a step computes in `seconds`, to which a chunk of a prompt is cut: `least` to `most`.
@@ -69,46 +78,4 @@ class PrefillRate:
         # The mean is of times, not of rates: a result that was taken late makes the next step look arbitrarily fast.
         mean_s = WEIGHT * token_s + (1 - WEIGHT) / self.tokens_per_s if self.tokens_per_s else token_s
         self.tokens_per_s = 1 / mean_s
-        return True
-
-
-MIN_SPREAD = 0.2
-"""Variance of the rows of recent steps below which they do not show the cost of a row."""
-MIN_STEPS = 8
-"""Steps, recent ones, below which nothing is concluded."""
-DECAY = 0.98
-"""The weight of a step's predecessor beside its own."""
-CHANGE = 0.1
-"""A smaller relative change of what was learned is not worth a decision of its own."""
-
-
-class RowCost:
-    """Learns the time of a decode step by its rows: a least-squares line through recent steps."""
-
-    def __init__(self) -> None:
-        self.step_s = self.row_s = 0.0
-        """The line; both are 0 until it is known."""
-        self._sums = [0.0] * 5  # of the weights, rows, times, rows^2, and rows x times
-
-    def measure(self, num_rows: int, took_s: float) -> bool:
-        """Learn from a step that computed so many rows and nothing else. True if the line changed."""
-        if took_s <= 0:
-            return False
-        if self.row_s:  # a step that something else delayed counts for no more than thrice its time
-            took_s = min(took_s, 3 * (self.step_s + self.row_s * num_rows))
-        new = (1.0, num_rows, took_s, num_rows * num_rows, num_rows * took_s)
-        self._sums = [DECAY * old + each for old, each in zip(self._sums, new, strict=True)]
-        count, rows, times, squares, products = self._sums
-        spread = squares / count - (rows / count) ** 2
-        if count < MIN_STEPS or spread < MIN_SPREAD:
-            return False
-        row_s = (products / count - rows / count * times / count) / spread
-        # A row costs something, and a step of one row at least a row: noise says otherwise at times.
-        mean_s = times / count
-        row_s = min(max(row_s, mean_s / 1000), mean_s / max(1.0, rows / count))
-        step_s = max(0.0, mean_s - row_s * rows / count)
-        old_s, now_s = self.step_s + self.row_s, step_s + row_s
-        if self.row_s and abs(row_s - self.row_s) < CHANGE * self.row_s and abs(now_s - old_s) < CHANGE * old_s:
-            return False
-        self.step_s, self.row_s = step_s, row_s
         return True

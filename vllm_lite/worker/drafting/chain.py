@@ -11,7 +11,7 @@ computes the same positions again, so what the chain has written is overwritten 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -79,6 +79,20 @@ class Chain:
             if not len(active):
                 break
         return [drafts[i, :count] for i, count in enumerate(counts.tolist())]
+
+    def rehearse(self, step: StepInputs) -> None:
+        """Run one pass on a step that touches no KV, and draw the best tokens."""
+        params = np.zeros(len(step.rows), self._rows.params.dtype)
+        params["logprobs"] = NO_LOGPROBS
+        if self._groups is not None:
+            slots, tables = step.slot_mapping, step.block_tables
+            step = replace(
+                step,
+                slot_mapping=tuple(slots[group] for group in self._groups),
+                block_tables=tuple(tables[group] for group in self._groups),
+                states=None,
+            )
+        self._sampler.sample(self._forward.logits(step), SampleInputs(params, step.positions, plain=True))
 
     def _params(self, rows: Int64s) -> np.ndarray[tuple[int], np.dtype[np.void]]:  # ROW_PARAMS [n]
         """The sequences' own, but that nobody reads logprobs of drafts."""

@@ -16,7 +16,7 @@ from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.step import Handle
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.rows import Rows
-from vllm_lite.worker.batch.step_inputs import Int32s
+from vllm_lite.worker.batch.step_inputs import Int32s, StepInputs
 from vllm_lite.worker.drafting.chain import Chain, Pass
 from vllm_lite.worker.drafting.coverage import Coverage
 from vllm_lite.worker.drafting.layered import LayeredDrafter, recorded
@@ -59,6 +59,9 @@ class ModelDrafter(LayeredDrafter):
     def attach(self, rows: Rows, rules: Rules) -> None:
         self._rows, self.coverage = rows, Coverage(rows, self._groups)
         self._chain = Chain(recorded(self._eager, self._place), self.sampler(), rows, rules, self._groups)
+
+    def rehearse(self, step: StepInputs) -> None:
+        self._chain.rehearse(step)
 
     # ---- a step
 

@@ -69,6 +69,12 @@ class MTPDrafter(LayeredDrafter):
         self._rows = rows
         self._chain = Chain(self, self.sampler(), rows, rules, self._groups)
 
+    def rehearse(self, step: StepInputs) -> None:
+        handles = list(range(len(step.rows)))
+        self._given = {handle: handle for handle in handles}
+        self._hidden = torch.zeros_like(self._model.given[: len(handles)])
+        self._chain.rehearse(replace(step, handles=handles))
+
     def opened(self, handle: Handle, parent: Handle | None) -> None:
         """A fork has the hidden state of its parent, if it has as many tokens."""
         self._before.pop(handle, None)

@@ -12,7 +12,7 @@ from vllm_lite.models.decoder import Decoder
 from vllm_lite.models.four_bit_copy import check_copy, load_copy
 from vllm_lite.models.registry import Sizes
 from vllm_lite.worker.batch.rows import Rows
-from vllm_lite.worker.batch.step_inputs import Int32s
+from vllm_lite.worker.batch.step_inputs import Int32s, StepInputs
 from vllm_lite.worker.drafting.chain import Chain
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.forward import EagerForward, Forward
@@ -55,6 +55,9 @@ class SelfDrafter(Drafter):
     def attach(self, rows: Rows, rules: Rules) -> None:
         place, forward = self._place, self._graphs()
         self._chain = Chain(forward, sampler_of(self._copy, place.device.torch, place.limits.patience_s), rows, rules)
+
+    def rehearse(self, step: StepInputs) -> None:
+        self._chain.rehearse(step)
 
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
         return self._chain.draft(batch)

@@ -106,6 +106,10 @@ class Drafter:
     def computed(self, step: ComputedStep) -> None:
         """A step has been run, and its tokens are about to count. Called once a step, before `after`."""
 
+    def rehearse(self, step: StepInputs) -> None:
+        """Do what a model's pass takes that makes one draft of each sequence, on a step that touches no KV: to time it.
+        Drafts without a model take next to nothing."""
+
     def before(self, batch: DraftBatch) -> Sequence[Drafted]:
         """Return each sequence's drafts, in the order of the batch: at most `max_drafts`, or none. Called once a step
         in which a sequence takes drafts."""
@@ -158,6 +162,9 @@ class GrammarDrafter(Drafter):
 
     def computed(self, step: ComputedStep) -> None:
         self._with_model.computed(step)
+
+    def rehearse(self, step: StepInputs) -> None:
+        self._with_model.rehearse(step)
 
     def after(self, step: DrawnStep) -> None:
         self._with_model.after(step)

@@ -1,0 +1,147 @@
+"""The time that a decode step takes, by its rows and its drafts: what decides how much is drafted.
+
+    time = step + row * rows + verify (if there are drafts) + draft * (the most drafts of a sequence)
+
+`rows` are the tokens that the step computes, drafts included. `verify` is what it costs that there are drafts at all,
+`draft` what a drafter with a model takes for one token of all sequences. Workers time some steps when they start, which
+gives the first four numbers; steps that are served correct them, each where it differs from the others.
+"""
+
+from collections.abc import Sequence
+
+from vllm_lite.engine.scheduling.rates import Rates
+from vllm_lite.protocol.control import StepTiming
+
+DECAY = 0.98
+"""The weight of a step's predecessor beside its own."""
+HELD = (0.05, 8.0, 2.0, 8.0)
+"""How much the numbers of the start count: as so many steps that differ in nothing else. A step by itself is learned
+at once: served ones also draw and answer."""
+LOOSE = (1e-3, 1e-3, 1e-3, 1e-3)
+"""The same where nothing was timed."""
+MIN_STEPS = 8
+"""Steps, recent ones, below which nothing is concluded where nothing was timed."""
+MIN_SPREAD = 0.2
+"""Variance of the rows of recent steps below which they do not show the time of a row, where nothing was timed."""
+EVERY = 4
+"""The numbers are worked out once in so many steps."""
+CHANGE = 0.1
+"""A smaller relative change of what was learned is not worth a decision of its own."""
+SIZE = 4
+
+Numbers = tuple[float, float, float, float]
+COMPARED: tuple[Numbers, ...] = ((1, 1, 0, 0), (1, 8, 0, 0), (1, 2, 1, 1), (1, 5, 1, 4))
+"""Steps by whose time one says whether anything has changed: their 1, rows, whether there are drafts, and the most."""
+
+
+class StepCost:
+    """Learns the four numbers by least squares over recent steps, held to those of the start."""
+
+    def __init__(self, timings: Sequence[StepTiming] = ()) -> None:
+        """`timings`: of the steps that a worker has tried; none: it did not."""
+        self.numbers: Numbers = (0.0, 0.0, 0.0, 0.0)
+        """step, row, verify and draft; zeros until they are known."""
+        self._start: Numbers = self.numbers
+        self._held = LOOSE
+        self._products = [[0.0] * SIZE for _ in range(SIZE)]
+        self._right = [0.0] * SIZE
+        self._count = self._rows = self._squares = 0.0
+        self._num_steps = 0
+        if timings:
+            for each in timings:
+                self._add(_features(each.num_rows, each.most_drafts), each.took_s)
+            self._start = self.numbers = self._solve()
+            self._held = HELD
+            self._products = [[0.0] * SIZE for _ in range(SIZE)]
+            self._right = [0.0] * SIZE
+
+    def rates(self, rates: Rates) -> Rates:
+        """`rates` with these numbers."""
+        step_s, row_s, verify_s, draft_s = self.numbers
+        return rates._replace(step_s=step_s, row_s=row_s, verify_s=verify_s, draft_s=draft_s)
+
+    def measure(self, num_rows: int, most_drafts: int, took_s: float) -> bool:
+        """Learn from a step that computed so many rows and nothing else. True if the numbers changed."""
+        if took_s <= 0:
+            return False
+        features = _features(num_rows, most_drafts)
+        if self.numbers[1]:  # a step that something else delayed counts for no more than thrice its time
+            took_s = min(took_s, 3 * _predict(self.numbers, features))
+        self._forget()
+        self._add(features, took_s)
+        self._count, self._rows = self._count + 1, self._rows + num_rows
+        self._squares += num_rows * num_rows
+        self._num_steps += 1
+        if self._num_steps % EVERY or not self._is_shown():
+            return False
+        new = self._solve()
+        if self.numbers[1] and all(_are_close(_predict(new, each), _predict(self.numbers, each)) for each in COMPARED):
+            return False
+        self.numbers = new
+        return True
+
+    def _is_shown(self) -> bool:
+        """Whether the steps show what a row takes, where nothing else does."""
+        if self._held is HELD:
+            return True
+        return self._count >= MIN_STEPS and self._squares / self._count - (self._rows / self._count) ** 2 >= MIN_SPREAD
+
+    def _forget(self) -> None:
+        self._products = [[DECAY * value for value in row] for row in self._products]
+        self._right = [DECAY * value for value in self._right]
+        self._count, self._rows, self._squares = DECAY * self._count, DECAY * self._rows, DECAY * self._squares
+
+    def _add(self, features: Numbers, took_s: float) -> None:
+        for row, own in zip(self._products, features, strict=True):
+            for column, other in enumerate(features):
+                row[column] += own * other
+        self._right = [value + own * took_s for value, own in zip(self._right, features, strict=True)]
+
+    def _solve(self) -> Numbers:
+        """The numbers that fit best. Noise, and steps whose rows and drafts grow together, make some negative: these
+        are 0, and the others are worked out once more without them. A row costs something."""
+        free = list(range(SIZE))
+        while True:
+            found = dict.fromkeys(range(SIZE), 0.0) | dict(zip(free, self._solve_for(free), strict=True))
+            if min(found.values()) >= 0:
+                break
+            free = [place for place in free if found[place] >= 0]
+        row_s = max(found[1], 1e-3 * found[0], 1e-9)
+        return found[0], row_s, found[2], found[3]
+
+    def _solve_for(self, free: list[int]) -> list[float]:
+        """The numbers at these places, where the others are 0."""
+        held, products = self._held, self._products
+        matrix = [
+            [products[place][other] + (held[place] if place == other else 0.0) for other in free]
+            + [self._right[place] + held[place] * self._start[place]]
+            for place in free
+        ]
+        return _eliminate(matrix)
+
+
+def _features(num_rows: int, most_drafts: int) -> Numbers:
+    return 1.0, float(num_rows), float(most_drafts > 0), float(most_drafts)
+
+
+def _predict(numbers: Numbers, features: Numbers) -> float:
+    return sum(number * feature for number, feature in zip(numbers, features, strict=True))
+
+
+def _are_close(new: float, old: float) -> bool:
+    return abs(new - old) < CHANGE * old
+
+
+def _eliminate(matrix: list[list[float]]) -> list[float]:
+    """Solve a symmetric, positive system: each row has its right side at its end."""
+    for place, pivot in enumerate(matrix):
+        for row in matrix[place + 1 :]:
+            factor = row[place] / pivot[place]
+            for column in range(place, len(row)):
+                row[column] -= factor * pivot[column]
+    found = [0.0] * len(matrix)
+    for place in reversed(range(len(matrix))):
+        row = matrix[place]
+        known = sum(row[column] * found[column] for column in range(place + 1, len(matrix)))
+        found[place] = (row[-1] - known) / row[place]
+    return found
