@@ -1,5 +1,6 @@
 """Blocks on their way between a pool and files: used where they lie on a CPU, and by way of a buffer on a device."""
 
+import queue
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,17 @@ def test_a_later_worker_loads_blocks_and_states_that_it_is_told_of(tmp_path: Pat
     second.until(lambda: not second.known)
     assert second.run(LoadBlocks(8, KEYS[:1], [1])).failed == (0,)
     second.disk.close(scaled(5.0))
+
+
+def test_a_worker_says_how_much_may_be_loaded_at_once(tmp_path: Path) -> None:
+    first, expected = Worker(tmp_path, 1), queue.SimpleQueue[int]()
+    first.run(StoreBlocks(1, KEYS, list(range(8))))
+    first.disk.close(scaled(5.0))
+    again = DiskTransfers(lambda: DiskStore(tmp_path, b"m", (0, 2), 10**9), 0, 1)
+    again.start()
+    again.use(lambda: (HostItems(first.blocks), None), expected.put)
+    assert expected.get(timeout=scaled(5.0)) == 8 * first.blocks[0].nbytes
+    again.close(scaled(5.0))
 
 
 def test_a_long_load_is_shared_by_two_threads_and_answered_once(tmp_path: Path) -> None:

@@ -75,6 +75,19 @@ def test_what_was_written_stays_and_the_end_of_the_pool_is_the_end():
     assert torch.equal(pool, expected[:, None].expand_as(pool))
 
 
+def test_what_is_to_be_filled_at_once_exists_up_to_half_of_the_pool(monkeypatch):
+    monkeypatch.setattr(touch_ahead, "PIECE_BYTES", 2 << 20)
+    pool = new_pool()
+    touch = TouchAhead(pool, AHEAD_BYTES)
+    touch.make(5 * BLOCK_BYTES)
+    assert existing(pool) == [block < 6 for block in range(NUM_BLOCKS)]
+    touch.make(pool.nbytes)
+    assert existing(pool) == [block < NUM_BLOCKS // 2 for block in range(NUM_BLOCKS)]
+    touch.use(0)
+    finish(touch)
+    assert sum(existing(pool)) == NUM_BLOCKS // 2
+
+
 def test_where_the_system_cannot_it_is_asked_once(monkeypatch):
     asked = []
     monkeypatch.setattr(touch_ahead, "_populate", lambda address, _: asked.append(address))

@@ -193,7 +193,7 @@ def test_headers_are_refused_for_what_they_are() -> None:
         (pack(good), good.file_bytes - 1, Damaged),
         (pack(msgspec.structs.replace(good, checksums=[1])), good.file_bytes, Damaged),
         (pack(msgspec.structs.replace(good, fingerprint=b"other")), good.file_bytes, Foreign),
-        (pack(good).replace(MAGIC, MAGIC[:-1] + b"\x02"), good.file_bytes, Foreign),
+        (pack(good).replace(MAGIC, MAGIC[:-1] + b"\x01"), good.file_bytes, Foreign),
         (bytes(PAGE), good.file_bytes, Foreign),
     ):
         with pytest.raises(wrong):
@@ -204,7 +204,7 @@ def test_headers_are_refused_for_what_they_are() -> None:
 
 def test_a_full_header_fits_into_its_page() -> None:
     keys = [bytes(37)] * 64
-    assert len(pack(RunHeader(bytes(32), 2**32, keys, [2**32 - 1] * 64))) == PAGE
+    assert len(pack(RunHeader(bytes(32), 2**32, keys, [2**64 - 1] * 64))) == PAGE
 
 
 # ---- quota

@@ -1,29 +1,29 @@
 """One file holds a run of items: consecutive KV blocks of one group of one chain, or one recurrent state.
 
-    page 0      magic, length and CRC-32 of the header, the header (msgpack), zeros up to 4096
+    page 0      magic, length and checksum of the header, the header (msgpack), zeros up to 4096
     then        the items, `item_bytes` each, as they lie in the pool
 
 The checksum of an item is that of its key and its bytes: what lies in the place of another item is not taken for it.
-CRC-32 is zlib's, at 3 to 6 GB/s a core without the GIL: a dependency for CRC-32C would save a hundredth of a load.
+Checksums are XXH3's, of 64 bits: 30 GB/s a core, where zlib's CRC-32 does 2.6 GB/s and takes twice as long as the read.
 """
 
 import struct
-import zlib
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from xxhash import xxh3_64_intdigest
 
-MAGIC = b"vllkv\x00\x00\x01"
+MAGIC = b"vllkv\x00\x00\x02"
 """First bytes of a file; the last of them is the version of this module."""
 PAGE = 4096
 MAX_ITEMS = 64
 """Items of one file: a chat of 20,000 tokens has some twenty files, and the header fits into a page."""
 MAX_KEY_BYTES = 40
 MAX_ITEM_BYTES = 1 << 32
-_START = struct.Struct("<8sII")
+_START = struct.Struct("<8sIQ")
 
 
 class Foreign(ValueError):
@@ -40,7 +40,7 @@ class RunHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     fingerprint: Annotated[bytes, Meta(max_length=64)]
     item_bytes: Annotated[int, Meta(ge=1, le=MAX_ITEM_BYTES)]
     keys: Annotated[list[Annotated[bytes, Meta(max_length=MAX_KEY_BYTES)]], Meta(min_length=1, max_length=MAX_ITEMS)]
-    checksums: Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(max_length=MAX_ITEMS)]
+    checksums: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_ITEMS)]
 
     @property
     def file_bytes(self) -> int:
@@ -56,7 +56,7 @@ _decode = msgspec.msgpack.Decoder(RunHeader).decode
 
 
 def checksum(key: bytes, item: bytes | memoryview) -> int:
-    return zlib.crc32(item, zlib.crc32(key))
+    return xxh3_64_intdigest(item, xxh3_64_intdigest(key))
 
 
 def name_of(keys: Sequence[bytes]) -> str:
@@ -67,7 +67,7 @@ def name_of(keys: Sequence[bytes]) -> str:
 def pack(header: RunHeader) -> bytes:
     """The first page of a file."""
     body = _encode(header)
-    page = _START.pack(MAGIC, len(body), zlib.crc32(body)) + body
+    page = _START.pack(MAGIC, len(body), xxh3_64_intdigest(body)) + body
     return page.ljust(PAGE, b"\0")
 
 
@@ -83,11 +83,11 @@ def read_header(page: bytes, file_bytes: int) -> RunHeader:
     """Read the first page of a file of any model. Raises Foreign or Damaged."""
     if len(page) < PAGE:
         raise Damaged(f"it has {len(page)} bytes, less than its header")
-    magic, length, crc = _START.unpack_from(page)
+    magic, length, found = _START.unpack_from(page)
     if magic != MAGIC:
         raise Foreign("it is no KV of this version")
     body = page[_START.size : _START.size + length]
-    if len(body) < length or zlib.crc32(body) != crc:
+    if len(body) < length or xxh3_64_intdigest(body) != found:
         raise Damaged("its header is not the one that was written")
     try:
         header = _decode(body)

@@ -309,7 +309,7 @@ class Worker:
         self.overlap = Overlap.of(self.runner)
         place = self.config.first_rank + self.rank, self.device.torch
         if self.disk is not None:
-            self.disk.use(lambda: pools_of(cache_engine))
+            self.disk.use(lambda: pools_of(cache_engine), cache_engine.expect)
         self.profiler = Profiler(self.config.profiler_config, *place, self.runner.ranges, self.progress)
         timings = timings_of(self.runner, self.drafter.rehearse, self.config)
         return Started(self.rank, start.generation, swap_blocks_per_s, timings)

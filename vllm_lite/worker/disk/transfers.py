@@ -65,6 +65,7 @@ class DiskTransfers:
         self.announced = Wakeup()
         self._make_store = make_store
         self._make_pools: Callable[[], Pools] | None = None
+        self._expect: Callable[[int], object] = lambda _: None
         self._name = rank, generation
         self._loads: queue.SimpleQueue[tuple[_Job, Sequence[int]] | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[_Job | ForgetStored | None] = queue.SimpleQueue()
@@ -87,8 +88,13 @@ class DiskTransfers:
         for thread in self._threads:
             thread.start()
 
-    def use(self, make_pools: Callable[[], Pools]) -> None:
-        """The pools are there; each thread makes its own way to them. Called once, before the first transfer."""
+    def use(self, make_pools: Callable[[], Pools], expect: Callable[[int], object] = lambda _: None) -> None:
+        """The pools are there; each thread makes its own way to them. Called once, before the first transfer.
+
+        A thread of the lowest priority calls `expect` with the bytes of blocks that have been found: memory that nobody
+        has written yet would take ten times as long to fill.
+        """
+        self._expect = expect
         self._make_pools = make_pools
         self._has_pools.set()
 
@@ -199,6 +205,8 @@ class DiskTransfers:
         looked_s = self._look()
         if (pools := self._await_pools()) is None:
             return
+        if self._store is not None:
+            self._expect(len(self._store.keys()) * pools[0].item_bytes)
         while True:
             try:
                 item = self._stores.get(timeout=LOOK_S)

@@ -161,6 +161,11 @@ class CacheEngine:
         if self._touch_ahead is not None:
             self._touch_ahead.use(highest_block)
 
+    def expect(self, num_bytes: int) -> None:
+        """Say how much a tier below may bring at once: room for it is made ready, on a CPU. Any thread may."""
+        if self._touch_ahead is not None:
+            self._touch_ahead.make(num_bytes)
+
     def _wait_for_device(self) -> None:
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)

@@ -35,6 +35,7 @@ class TouchAhead:
         """From the beginning of the pool on; all of it when there is nothing to do."""
         self._renew_at = 0
         """The first block id for which more is to be made."""
+        self._lock = threading.Lock()
         self.thread: threading.Thread | None = None
         """The last one that was started."""
 
@@ -47,17 +48,26 @@ class TouchAhead:
         used_bytes = (block_id + 1) * self._block_bytes
         goal_bytes = min(used_bytes + self._ahead_bytes, self._pool.nbytes)
         self._renew_at = block_id + max(1, self._ahead_bytes // (2 * self._block_bytes))
-        self.thread = threading.Thread(target=self._make, args=(goal_bytes,), name="touch-ahead", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(goal_bytes,), name="touch-ahead", daemon=True)
         self.thread.start()
 
+    def make(self, num_bytes: int) -> None:
+        """Make the first pages of the pool on the caller's thread, half of it at most: something is to fill them at
+        once."""
+        self._make(min(num_bytes, self._pool.nbytes // 2))
+
     def _make(self, goal_bytes: int) -> None:
+        while self._made_bytes < goal_bytes:
+            with self._lock:
+                end = min(self._made_bytes + PIECE_BYTES, self._pool.nbytes)
+                if not _populate(self._pool.data_ptr() + self._made_bytes, end - self._made_bytes):
+                    end = self._pool.nbytes  # an older system, or no memory: pages come when they are written, as ever
+                self._made_bytes = end
+
+    def _run(self, goal_bytes: int) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while self._made_bytes < goal_bytes:
-            end = min(self._made_bytes + PIECE_BYTES, self._pool.nbytes)
-            if not _populate(self._pool.data_ptr() + self._made_bytes, end - self._made_bytes):
-                end = self._pool.nbytes  # an older system, or no memory: pages come when they are written, as ever
-            self._made_bytes = end
+        self._make(goal_bytes)
 
 
 def _populate(address: int, num_bytes: int) -> bool:
