@@ -7,18 +7,22 @@
 #include "linear.h"
 #include "pack.h"
 
-// kGrouped4: integers of 4 bits times a scale, less a minimum; kGrouped8: integers of 8 bits times a scale; kFloats8:
-// E4M3 times a scale.
+// kGrouped4 and kGrouped8: integers of 4 or 8 bits times a scale, less a minimum; kFloats8: E4M3 times a scale.
 constexpr int32_t kFloats8 = 105;
 
 // Scale and minimum of x [count], up to kQuantGroup of them: x ~ integer * scale - minimum, with integers from 0 to 15.
 // Of several they are the two that leave the least squared error.
 VLLM_LITE_DECLARE(void search_group4(const float* x, int64_t count, float* scale, float* minimum))
-// The codes that are nearest to x with these.
-VLLM_LITE_DECLARE(void encode_group4(const float* x, int64_t count, float scale, float minimum, uint8_t* codes))
-// x [count], up to kQuantGroup, as integers from -128 to 127 plus 128: x ~ integer * *scale, which is a bfloat16. The
-// scale is the one of some that leaves the least squared error.
-VLLM_LITE_DECLARE(void quantize_group8(const float* x, int64_t count, uint8_t* codes, float* scale))
+// The least and the largest of x [count].
+VLLM_LITE_DECLARE(void find_range(const float* x, int64_t count, float* least, float* most))
+
+// x ~ code * scale - minimum, with codes from 0 to `most`.
+struct CodeLine {
+  float scale, minimum, most;
+};
+
+// The codes that are nearest to x [count].
+VLLM_LITE_DECLARE(void encode_group(const float* x, int64_t count, const CodeLine& line, uint8_t* codes))
 // As integers from -8 to 7 plus 8; the scale may be negative. For checkpoints, whose formats know no such minima.
 VLLM_LITE_DECLARE(void quantize_symmetric4(const float* x, int64_t count, uint8_t* codes, float* scale))
 // The same as the bits of E4M3, with the largest at 448.

@@ -1,6 +1,6 @@
 """A quantized weight taken apart: what every format of checkpoints is read into, and what kernels pack."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -107,29 +107,44 @@ def _apply(dense: torch.Tensor, weight: GroupedWeight, groups: slice) -> None:
         dense -= weight.minima[:, groups].unsqueeze(-1)
 
 
-VALUES: Mapping[Quantization, torch.Tensor] = {"int8": INT8, "fp8": E4M3, "int4": UINT4, "int4_g32": UINT4}
+VALUES: Mapping[Quantization, torch.Tensor] = {"int8": UINT8, "fp8": E4M3, "int4": UINT4, "int4_g32": UINT4}
 """Values of the codes of each form that dense weights take when they are loaded."""
 STEPS4 = tuple(13 + i / 4 for i in range(16))
+"""What the range of a group may become in steps, when its scale and minimum are searched; kSteps4."""
 STEPS8 = tuple(127.5 - i / 2 for i in range(16))
-"""What the range of a group, or its largest weight, may become in steps, when a scale is searched; kSteps4, kSteps8."""
+"""What the largest weight of a group may become in steps, when a scale without a minimum is searched."""
 
 
-def quantize(
-    weight: torch.Tensor, form: Quantization, *, integers: bool = True, group_size: int | None = None
-) -> GroupedWeight:
-    """weight: float [num_outputs, num_inputs] -> what `--quantization` makes of it. `integers`: scales and minima of
-    small groups are integers times floats that SUPER_INPUTS inputs share; else they are bfloat16 numbers. `group_size`:
-    another than GROUPS has."""
+def quantize(weight: torch.Tensor, form: Quantization, *, group_size: int | None = None) -> GroupedWeight:
+    """weight: float [num_outputs, num_inputs] -> what `--quantization` makes of it on a CPU. Scales and minima of small
+    groups are integers times floats that SUPER_INPUTS inputs share, of others bfloat16 numbers. `group_size`: another
+    than GROUPS has."""
     size = group_size or GROUPS[form]
     if form == "fp8":
         return quantize_fp8(weight)
-    parts = [
-        _quantize8_rows(rows, size) if form == "int8" else _quantize4_rows(rows, size, integers=integers)
-        for rows in weight.split(_ROWS_AT_A_TIME)
-    ]
-    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-    minima = None if form == "int8" else torch.cat([part.minima for part in parts if part.minima is not None])
-    return GroupedWeight(codes, VALUES[form].to(weight.device), scales, size, minima)
+    rows = _quantize8_rows if form == "int8" else _quantize4_rows
+    return _joined([rows(part, size, integers=size < GROUPS["int4"]) for part in weight.split(_ROWS_AT_A_TIME)])
+
+
+def quantize_on_gpu(weight: torch.Tensor, form: Quantization) -> GroupedWeight:
+    """The same for a GPU, whose kernels know no scales that are integers, and multiply symmetric codes of 8 bits
+    faster: all scales and minima are bfloat16 numbers, and int8 has no minima."""
+    if form == "fp8":
+        return quantize_fp8(weight)
+    parts = weight.split(_ROWS_AT_A_TIME)
+    if form == "int8":
+        return _joined([_quantize8_symmetric(rows, GROUPS[form]) for rows in parts])
+    return _joined([_quantize4_rows(rows, GROUPS[form], integers=False) for rows in parts])
+
+
+def _joined(parts: Sequence[GroupedWeight]) -> GroupedWeight:
+    """Rows below each other."""
+    minima = [part.minima for part in parts if part.minima is not None]
+    return parts[0]._replace(
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        minima=torch.cat(minima) if minima else None,
+    )
 
 
 class _Groups(NamedTuple):
@@ -141,32 +156,51 @@ class _Groups(NamedTuple):
     """float32 [groups, 1]: of inputs."""
     is_there: torch.Tensor
     """bool [groups, size]."""
+    num_inputs: int
 
     @classmethod
     def of(cls, weight: torch.Tensor, size: int) -> "_Groups":
         num_inputs, missing = weight.shape[1], -weight.shape[1] % size
         x = torch.nn.functional.pad(weight.float(), (0, missing)).unflatten(1, (-1, size))
         is_there = (torch.arange(num_inputs + missing, device=weight.device) < num_inputs).view(-1, size)
-        return cls(x, is_there.sum(1, keepdim=True).float(), is_there)
+        return cls(x, is_there.sum(1, keepdim=True).float(), is_there, num_inputs)
+
+    def least(self) -> torch.Tensor:
+        """[num_outputs, groups, 1]."""
+        return torch.where(self.is_there, self.x, torch.inf).amin(2, keepdim=True)
+
+    def most(self) -> torch.Tensor:
+        """The same."""
+        return torch.where(self.is_there, self.x, -torch.inf).amax(2, keepdim=True)
 
 
 def _quantize4_rows(weight: torch.Tensor, size: int, *, integers: bool) -> GroupedWeight:
     groups = _Groups.of(weight, size)
-    scales, minima = _search4(groups)
-    if integers and size < GROUPS["int4"]:
-        scales, minima = (_as_integers(each, SUPER_INPUTS // size) for each in (scales, minima))
-    else:
-        scales, minima = (each.to(torch.bfloat16).float() for each in (scales, minima))
+    scales, minima = (_as_stored(each, size, integers=integers) for each in _search4(groups))
+    return _encoded(groups, UINT4.to(weight.device), scales, minima)
+
+
+def _quantize8_rows(weight: torch.Tensor, size: int, *, integers: bool) -> GroupedWeight:
+    """The range of each group in 255 steps, which is never narrower for what is stored of it."""
+    groups = _Groups.of(weight, size)
+    minima = _as_stored(-groups.least(), size, integers=integers, up=True)
+    scales = _as_stored((groups.most() + minima).clamp(min=0) / 255, size, integers=integers, up=True)
+    return _encoded(groups, UINT8.to(weight.device), scales, minima)
+
+
+def _encoded(groups: _Groups, values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> GroupedWeight:
+    """The codes that are nearest. scales and minima: [num_outputs, groups, 1]."""
+    most = len(values) - 1
     inverse = torch.where(scales > 0, 1 / scales, 0)
-    codes = ((groups.x + minima) * inverse + 0.5).clamp(0, 15.5).to(torch.uint8)
-    return GroupedWeight(codes.flatten(1)[:, : weight.shape[1]], UINT4, scales[..., 0], size, minima[..., 0])
+    codes = (((groups.x + minima) * inverse).clamp(0, most) + 0.5).to(torch.uint8).flatten(1)
+    size = groups.x.shape[2]
+    return GroupedWeight(codes[:, : groups.num_inputs].contiguous(), values, scales[..., 0], size, minima[..., 0])
 
 
 def _search4(groups: _Groups) -> tuple[torch.Tensor, torch.Tensor]:
     """[num_outputs, groups, 1] each: the scales and minima that leave the least squared error, of those that STEPS4
     give. Each makes a line through the weights over their integers, and that line another one."""
-    least = torch.where(groups.is_there, groups.x, torch.inf).amin(2, keepdim=True)
-    most = torch.where(groups.is_there, groups.x, -torch.inf).amax(2, keepdim=True)
+    least, most = groups.least(), groups.most()
     x = torch.where(groups.is_there, groups.x - least, 0)
     total, width = x.sum(2, keepdim=True), most - least
     best, scales, starts = torch.zeros_like(total), torch.zeros_like(total), torch.zeros_like(total)
@@ -187,17 +221,21 @@ def _search4(groups: _Groups) -> tuple[torch.Tensor, torch.Tensor]:
     return scales, -(least + starts)
 
 
-def _as_integers(numbers: torch.Tensor, at_once: int) -> torch.Tensor:
-    """[num_outputs, groups, 1], as multiples of a number that `at_once` of them share, the largest 127 times."""
-    num_groups = numbers.shape[1]
+def _as_stored(numbers: torch.Tensor, size: int, *, integers: bool, up: bool = False) -> torch.Tensor:
+    """[num_outputs, groups, 1] of scales or minima, as they are kept: `integers`, as multiples of a number that
+    SUPER_INPUTS inputs share, the largest 127 times; else as bfloat16 numbers. `up`: none becomes less."""
+    if not integers:
+        raised = numbers + numbers.abs() * 2**-8 if up else numbers
+        return raised.to(torch.bfloat16).float()
+    num_groups, at_once = numbers.shape[1], SUPER_INPUTS // size
     shared = torch.nn.functional.pad(numbers, (0, 0, 0, -num_groups % at_once)).unflatten(1, (-1, at_once))
-    supers = shared.abs().amax(2, keepdim=True) / 127
-    whole: torch.Tensor = (shared * torch.where(supers > 0, 1 / supers, 0)).round()
-    stored: torch.Tensor = whole * supers
-    return stored.flatten(1, 2)[:, :num_groups]
+    most = shared.abs().amax(2, keepdim=True)
+    multiples = shared * torch.where(most > 0, 127 / most, 0)
+    whole: torch.Tensor = (multiples.ceil() if up else multiples.round()).clamp(max=127) * (most / 127)
+    return whole.flatten(1, 2)[:, :num_groups]
 
 
-def _quantize8_rows(weight: torch.Tensor, size: int) -> GroupedWeight:
+def _quantize8_symmetric(weight: torch.Tensor, size: int) -> GroupedWeight:
     """The scale of each group is the one of some that leaves the least squared error."""
     groups = _Groups.of(weight, size).x
     largest = groups.abs().amax(2, keepdim=True)
@@ -210,7 +248,8 @@ def _quantize8_rows(weight: torch.Tensor, size: int) -> GroupedWeight:
         scales = torch.where(better, products / squares, scales)
     scales = scales.to(torch.bfloat16).float()
     codes = (groups * torch.where(scales > 0, 1 / scales, 0)).round().clamp(-128, 127) + 128
-    return GroupedWeight(codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]], INT8, scales[..., 0], size)
+    flat = codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]]
+    return GroupedWeight(flat, INT8.to(weight.device), scales[..., 0], size)
 
 
 ENDS = (-9, -8.75, -8.5, -8.25, -8, -7.75, -7.5, -7.25, -7, -6.75, 6.5, 6.75, 7, 7.25, 7.5, 8)

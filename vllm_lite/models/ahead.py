@@ -7,12 +7,15 @@ key is that of the model, which says everything that it depends on.
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.checkpoint.quantization.on_load import GROUPS, Quantization, head_form
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.tensors.headers import TensorPlace, locate
@@ -83,8 +86,12 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
             if not is_ignored(name, tied=tied, unread_layers=spec.unread_layers, without_kv=without_kv)
         }
         shard = Shard.of(config, rank, config.num_stages)
-        weights = _weights(stored, spec, shard)
-        wanted = (Wanted(slots, config.dtype, _form(slots, config, is_dense=is_dense)) for slots, is_dense in weights)
+        mixed = MixedForm.of(spec, config.quantization, config.device)
+        wanted = (
+            Wanted(tuple(some), config.dtype, form or config.dtype)
+            for slots, is_dense in _weights(stored, spec, shard)
+            for form, some in groupby(slots, key=partial(_form, config.quantization, mixed, is_dense=is_dense))
+        )
         if tied and config.quantization:  # the model keeps the embedding as it is, beside the head
             wanted = (one for one in wanted if not one.slots[0].name.endswith("embed_tokens.weight"))
         jobs = {one: job for one in wanted if (job := _job(one, stored)) is not None}
@@ -94,11 +101,15 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
         return None
 
 
-def _form(slots: tuple[Slot, ...], config: ResolvedConfig, *, is_dense: bool) -> str:
-    """As what a weight is packed."""
-    of_head = slots[0].name.endswith(_HEADS)
-    form = None if is_dense else head_form(config.quantization) if of_head else config.quantization
-    return form or config.dtype
+def _form(
+    quantization: Quantization | None, mixed: MixedForm | None, slot: Slot, *, is_dense: bool
+) -> Quantization | None:
+    """As what a weight is packed that the slot is of; None: as it is."""
+    if is_dense:
+        return None
+    if slot.name.endswith(_HEADS):
+        return head_form(quantization)
+    return quantization if mixed is None else mixed.form(slot.name)
 
 
 def _begin(jobs: Mapping[Wanted, Job], stored: Mapping[str, TensorPlace], num_threads: int) -> FilePacker | None:

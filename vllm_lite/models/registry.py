@@ -13,6 +13,7 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import ENCODERS
 from vllm_lite.checkpoint.fitting import NO_ADAPTERS, check_stages
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.checkpoint.quantization.on_load import Quantization, head_form
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.errors import ConfigError, ModelError
@@ -216,7 +217,8 @@ def make_parts(
     if not native:
         load_library()  # says so where it is missing
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    form = form_for(spec.quantization, quantization, again=sizes.requantizes)
+    mixed = MixedForm.of(spec, quantization, torch.device(device).type)
+    form = form_for(spec.quantization, quantization, mixed, again=sizes.requantizes)
     head = head_form(quantization)
     parts = Parts(spec, torch_dtype, torch.device(device), communicator, form=form, head_quantization=head)
     if form != DENSE and (sizes.exact_activations or torch_dtype == torch.float32):

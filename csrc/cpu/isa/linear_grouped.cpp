@@ -116,6 +116,12 @@ VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cel
   }
 }
 
+// The supers behind those at `supers`, a part with each of the cells that use these.
+VLLM_LITE_INLINE void prefetch_supers(const float* supers, int64_t cell) {
+  constexpr int64_t kLineFloats = 16, kLines = 2 * kBlock / kLineFloats;
+  if (cell < kLines) __builtin_prefetch(supers + 2 * kBlock + cell * kLineFloats);
+}
+
 // Of the codes at `from`: total = what their bytes lack, plus the products with one group of the rows' inputs.
 template <int kPlanes, int R, int V, bool kAlone, class Codes>
 VLLM_LITE_INLINE void multiply_part(const Codes& codes, const Rows& rows, int64_t group, const char* from,
@@ -142,6 +148,7 @@ __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ah
     const float* supers = cells.supers_of(number);
     if (kAlone && column == 0) {
       for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
+      if (supers != nullptr) prefetch_supers(supers, number * layout.group_size % kSuperInputs / layout.group_size);
     }
     codes.enter(cell + layout.scale_bytes + column);
     const char* from = cell + layout.codes() + 4 * column;

@@ -7,13 +7,11 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// What the range of a group, or its largest weight, may become in steps: as many as there are steps, less (what is far
-// out is then cut off), or more. The same as STEPS4 and STEPS8 in vllm_lite/kernels/grouped.py.
+// What the range of a group may become in steps: as many as there are steps, less (what is far
+// out is then cut off), or more. The same as STEPS4 in vllm_lite/kernels/grouped.py.
 constexpr int kNumTried = 16;
 constexpr float kSteps4[] = {13,    13.25f, 13.5f, 13.75f, 14,    14.25f, 14.5f, 14.75f,
                              15.0f, 15.25f, 15.5f, 15.75f, 16.0f, 16.25f, 16.5f, 16.75f};
-constexpr float kSteps8[] = {127.5f, 127,    126.5f, 126,    125.5f, 125,    124.5f, 124,
-                             123.5f, 123.0f, 122.5f, 122.0f, 121.5f, 121.0f, 120.5f, 120};
 // Integers, and what lies between them, that the largest of symmetric integers of 4 bits may become. As there are more
 // negative ones than positive ones, a scale may be negative, too. The same as ENDS there.
 constexpr float kEnds4[] = {-9,    -8.75f, -8.5f, -8.25f, -8,   -7.75f, -7.5f, -7.25f,
@@ -148,17 +146,18 @@ void search_group4(const float* x, int64_t count, float* scale, float* minimum) 
   *minimum = -(least + start);
 }
 
-void encode_group4(const float* x, int64_t count, float scale, float minimum, uint8_t* codes) {
-  const float inverse = scale > 0 ? 1 / scale : 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const float code = (x[i] + minimum) * inverse;
-    codes[i] = static_cast<uint8_t>(code > 0 ? (code < 15 ? code : 15) + 0.5f : 0);
-  }
+void find_range(const float* x, int64_t count, float* least, float* most) {
+  const Range range = Range::of(x, count);
+  *least = range.least;
+  *most = range.most;
 }
 
-void quantize_group8(const float* x, int64_t count, uint8_t* codes, float* scale) {
-  *scale = search(x, count, kSteps8, -127, 127);
-  encode(x, count, *scale, -128, 127, codes);
+void encode_group(const float* x, int64_t count, const CodeLine& line, uint8_t* codes) {
+  const float inverse = line.scale > 0 ? 1 / line.scale : 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float code = (x[i] + line.minimum) * inverse;
+    codes[i] = static_cast<uint8_t>(code > 0 ? (code < line.most ? code : line.most) + 0.5f : 0);
+  }
 }
 
 void quantize_symmetric4(const float* x, int64_t count, uint8_t* codes, float* scale) {

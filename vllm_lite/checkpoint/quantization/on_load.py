@@ -7,8 +7,8 @@ from math import prod
 from typing import Literal
 
 Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
-"""int8: integers of 8 bits with a scale for each 32 inputs of an output. fp8: E4M3 with a scale for each 128. int4 and
-int4_g32: integers of 4 bits with a scale and a minimum for each 128 or 32."""
+"""int8: integers of 8 bits with a scale and a minimum for each 32 inputs of an output. fp8: E4M3 with a scale for each
+128. int4 and int4_g32: integers of 4 bits with a scale and a minimum for each 128 or 32."""
 
 INT4_GROUPS = {"int4": 128, "int4_g32": 32}
 """Inputs that share a scale, where dense weights become integers of 4 bits."""
@@ -24,12 +24,13 @@ def head_form(quantization: Quantization | None) -> Quantization | None:
 
 
 def quantized_bytes(shape: tuple[int, ...], quantization: Quantization | None, device: str = "cpu") -> int:
-    """A matrix with whole groups in each row. Scales and minima have 2 bytes; on a CPU those of int4_g32 have one, and
-    floats that some share."""
+    """A matrix with whole groups in each row. Scales and minima have 2 bytes; on a CPU those of small groups have one,
+    and floats that some share. On a GPU int8 has no minima."""
     if quantization is None:
         raise ValueError("a dense matrix has the bytes of its type")
     rows, size = prod(shape[:-1]), GROUPS[quantization]
     groups = -(-shape[-1] // size)
-    if quantization == "int4_g32" and device == "cpu":
-        return rows * (groups * (size // 2 + 2) + 8 * -(-shape[-1] // SUPER_INPUTS))
-    return rows * groups * (size // 2 + 4 if quantization in INT4_GROUPS else size + 2)
+    code_bytes = size // 2 if quantization in INT4_GROUPS else size
+    if size < GROUPS["int4"] and device == "cpu":
+        return rows * (groups * (code_bytes + 2) + 8 * -(-shape[-1] // SUPER_INPUTS))
+    return rows * groups * (code_bytes + (4 if quantization in INT4_GROUPS else 2))

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.mtp_head import head_tensors
 from vllm_lite.checkpoint.quantization.memory import share, tensor_bytes
+from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.checkpoint.quantization.on_load import Quantization, head_form, quantized_bytes
 from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
 from vllm_lite.checkpoint.shard import SINGLE, Shard
@@ -87,12 +88,13 @@ def _tensor_bytes(
     spec, held = checkpoint.spec, dict[str, int]()
     if spec.quantization is not None:
         return _quantized_tensors(checkpoint, spec.quantization, dtype_bytes, shard, device)
-    heads = EMBEDDING, "lm_head.weight"
+    heads, mixed = (EMBEDDING, "lm_head.weight"), MixedForm.of(spec, quantization, device)
     for name, stored in checkpoint.shapes.items():
         shape = rank_shape(name, stored, spec, shard)
         count, embeds = prod(shape), name == EMBEDDING
         if quantization is not None and _is_quantized(name, shape, spec):
-            form = head_form(quantization) if name in heads else quantization
+            own = quantization if mixed is None else mixed.form(name)
+            form = head_form(quantization) if name in heads else own
             quantized = quantized_bytes(shape, form, device)
             kept = count * dtype_bytes if embeds else 0  # the head's copy is quantized, the table is not
             held[name] = kept + (quantized if not embeds or spec.tie_word_embeddings else 0)

@@ -10,7 +10,6 @@ from itertools import groupby
 import torch
 
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME
-from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels import cpu, gguf_blocks
@@ -20,8 +19,8 @@ from vllm_lite.kernels.gguf_blocks import BlockRows
 from vllm_lite.kernels.grouped import GroupedChunks
 from vllm_lite.layers.quantized.stored import CPU, in_units
 from vllm_lite.layers.weights.gpu_matmul import packed_matmul
-from vllm_lite.layers.weights.matmul import Matmul, NativeMatmul, SideBySide, copies, make_matmul, say_dense
-from vllm_lite.layers.weights.weight_form import DenseForm, LinearShape, StoredWeight
+from vllm_lite.layers.weights.matmul import Matmul, NativeMatmul, copies, make_matmul, say_dense
+from vllm_lite.layers.weights.weight_form import DENSE, DenseForm, LinearShape, StackedWeight, StoredWeight
 from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 
 CHUNK_ELEMENTS = 1 << 20
@@ -31,10 +30,10 @@ in a cache: with 2^24 Q4_0 took five times as long."""
 
 @dataclass(frozen=True, slots=True)
 class GgufForm:
-    """The WeightForm of a GGUF model. `quantization`: what the matrices become that are floats in the file."""
+    """The WeightForm of a GGUF model. `floats`: of the matrices that are floats in the file."""
 
     spec: Gguf
-    quantization: Quantization | None = None
+    floats: DenseForm = DENSE
 
     def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
         shape = shape._replace(transposed=False)
@@ -44,11 +43,11 @@ class GgufForm:
             own, outputs = zip(*some, strict=True)
             part = shape._replace(outputs=outputs)
             if kind is None:
-                parts.append(DenseForm(self.quantization).stored(own, part))
+                parts.append(self.floats.stored(own, part))
             else:
                 weight = BlockWeight.of(kind, own, part, self.spec.inputs.get(own[0]))
                 parts.append(replace(weight, factors=tuple(map(self.spec.factor, own))))
-        return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), shape)
+        return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts))
 
     def quantizes(self, name: str) -> bool:
         return not self.spec.is_dense(name)
@@ -115,30 +114,3 @@ class BlockWeight:
         num_rows = max(1, CHUNK_ELEMENTS // (32 * max(1, num_inputs))) * 32
         shape = len(blocks), num_inputs
         return GroupedChunks(shape, num_rows, lambda rows: take_apart(self._rows(blocks, rows)))
-
-
-@dataclass(frozen=True, slots=True)
-class StackedWeight:
-    """Weights of the same inputs, whose outputs stand behind each other."""
-
-    parts: tuple[StoredWeight, ...]
-    shape: LinearShape
-
-    @property
-    def stacks(self) -> tuple[WeightStack, ...]:
-        """None is lent, as at most one may be."""
-        return tuple(stack._replace(lent=False, packed_as=None) for part in self.parts for stack in part.stacks)
-
-    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
-        made, first = [], 0
-        for part, own in self._each(tensors):
-            size = sum(stack.shape[0] for stack in part.stacks)
-            made.append((part.matmul(own, None if bias is None else bias[first : first + size]), size))
-            first += size
-        return SideBySide(tuple(made))
-
-    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([part.dense(own) for part, own in self._each(tensors)])
-
-    def _each(self, tensors: Sequence[torch.Tensor]) -> Sequence[tuple[StoredWeight, Sequence[torch.Tensor]]]:
-        return [(part, tensors[index : index + 1]) for index, part in enumerate(self.parts)]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.quantization.spec import (
     AnyQuantization,
@@ -57,15 +58,22 @@ class QuantizedForm:
         return not self.spec.is_dense(name)
 
 
-def form_for(spec: AnyQuantization | None, quantization: Quantization | None, *, again: bool = False) -> WeightForm:
-    """`spec`: of the checkpoint; `quantization`: what dense weights become when they are loaded; `again`: and those
-    that the checkpoint has quantized. Raises ConfigError if both are given without."""
+def form_for(
+    spec: AnyQuantization | None,
+    quantization: Quantization | None,
+    mixed: MixedForm | None = None,
+    *,
+    again: bool = False,
+) -> WeightForm:
+    """`spec`: of the checkpoint; `quantization` and `mixed`: what dense weights become when they are loaded, as
+    DenseForm has them; `again`: and those that the checkpoint has quantized, all in one form. Raises ConfigError if
+    both are given without."""
     if again and spec is not None and quantization is not None:
         return RequantizedForm(form_for(spec, None), quantization)
     if spec is None:
-        return DenseForm(quantization)
+        return DenseForm(quantization, mixed)
     if isinstance(spec, Gguf) and (not spec.kinds or quantization is None):
-        return GgufForm(spec, quantization)
+        return GgufForm(spec, DenseForm(quantization, mixed))
     if quantization is not None:
         raise ConfigError(
             f"--quantization {quantization} is for dense checkpoints, and this one is {spec.label} already"

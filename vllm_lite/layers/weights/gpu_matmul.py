@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_lite.checkpoint.quantization.on_load import Quantization
-from vllm_lite.kernels.grouped import GroupedChunks, GroupedWeight, quantize
+from vllm_lite.kernels.grouped import GroupedChunks, GroupedWeight, quantize_on_gpu
 
 if TYPE_CHECKING:  # other devices need none of it
     from vllm_lite.kernels.cuda.launcher import Launcher
@@ -67,6 +67,6 @@ def _in_chunks(weight: torch.Tensor, quantization: Quantization) -> GroupedChunk
     num_rows = max(1, ELEMENTS_AT_ONCE // (32 * max(1, weight.shape[1]))) * 32
 
     def make(rows: slice) -> GroupedWeight:
-        return quantize(weight[rows], quantization, integers=False)  # the kernels know no scales that are integers
+        return quantize_on_gpu(weight[rows], quantization)
 
     return GroupedChunks((weight.shape[0], weight.shape[1]), num_rows, make)

@@ -4,16 +4,18 @@ A form names the tensors that it takes and makes of them what multiplies. The fo
 `layers.quantized`, which chooses one by what the checkpoint says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
 
+from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.layers.weights.matmul import Matmul, copies, make_matmul, packs
+from vllm_lite.layers.weights.matmul import Matmul, SideBySide, copies, make_matmul, packs
 from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 from vllm_lite.runtime import log
 
@@ -75,16 +77,30 @@ class DenseForm:
     are stacked their tensor is called `<name>`."""
 
     quantization: Quantization | None = None
+    mixed: MixedForm | None = None
+    """What single layers become instead; None: all become one form."""
 
     def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
-        ending = ".weight" if shape.stacked is None else ""
-        slots = tuple(shape.slot(f"{name}{ending}", rows) for name, rows in zip(names, shape.outputs, strict=True))
-        kind = shape.dtype, shape.device
-        stack = WeightStack(slots, *kind, lent=copies(*kind), packed_as=packs(*kind, self.quantization))
-        return DenseWeight((stack,), self.quantization)
+        parts: list[StoredWeight] = []
+        for form, some in groupby(zip(names, shape.outputs, strict=True), key=lambda one: self._form_of(one[0])):
+            own, outputs = zip(*some, strict=True)
+            parts.append(_dense(own, shape._replace(outputs=outputs), form))
+        return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts))
 
     def quantizes(self, name: str) -> bool:  # noqa: ARG002 (the protocol's)
         return False
+
+    def _form_of(self, name: str) -> Quantization | None:
+        return self.quantization if self.mixed is None else self.mixed.form(name)
+
+
+def _dense(names: Sequence[str], shape: LinearShape, form: Quantization | None) -> "DenseWeight":
+    """Projections that become one matrix of one form."""
+    ending = ".weight" if shape.stacked is None else ""
+    slots = tuple(shape.slot(f"{name}{ending}", rows) for name, rows in zip(names, shape.outputs, strict=True))
+    kind = shape.dtype, shape.device
+    stack = WeightStack(slots, *kind, lent=copies(*kind), packed_as=packs(*kind, form))
+    return DenseWeight((stack,), form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +115,36 @@ class DenseWeight:
 
     def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0].clone() if self.stacks[0].lent else tensors[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """Weights of the same inputs, whose outputs stand behind each other: each has a form, or a type, of its own."""
+
+    parts: tuple[StoredWeight, ...]
+
+    @property
+    def stacks(self) -> tuple[WeightStack, ...]:
+        """None is lent, as at most one may be."""
+        return tuple(stack._replace(lent=False) for part in self.parts for stack in part.stacks)
+
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        made, first = [], 0
+        for part, own in self._each(tensors):
+            size = sum(stack.shape[0] for stack in part.stacks)
+            made.append((part.matmul(own, None if bias is None else bias[first : first + size]), size))
+            first += size
+        return SideBySide(tuple(made))
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.dense(own) for part, own in self._each(tensors)])
+
+    def _each(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[StoredWeight, Sequence[torch.Tensor]]]:
+        first = 0
+        for part in self.parts:
+            end = first + len(part.stacks)
+            yield part, tensors[first:end]
+            first = end
 
 
 DENSE = DenseForm()
