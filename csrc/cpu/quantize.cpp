@@ -27,88 +27,69 @@ struct Row {
   int64_t count(int64_t group) const { return std::min(group_size, num_inputs - group * group_size); }
 };
 
-float as_bfloat16(float x) {
+float as_type(float x, int32_t type) {
   char narrow[2];
-  VLLM_LITE_DISPATCH(convert)(&x, kFloat32, narrow, kBFloat16, 1);
-  VLLM_LITE_DISPATCH(convert)(narrow, kBFloat16, &x, kFloat32, 1);
+  VLLM_LITE_DISPATCH(convert)(&x, kFloat32, narrow, type, 1);
+  VLLM_LITE_DISPATCH(convert)(narrow, type, &x, kFloat32, 1);
   return x;
 }
 
-// Numbers [count] as what is stored of them: bfloat16, or with a `super` integers times that, which are left in them.
-// `up`: no number becomes less. Returns the number that they are times.
-float store_numbers(float* numbers, int64_t count, bool up, float* super) {
-  if (super == nullptr) {
-    for (int64_t i = 0; i < count; ++i) {
-      numbers[i] = as_bfloat16(up ? numbers[i] + std::fabs(numbers[i]) * 0x1p-8f : numbers[i]);
-    }
-    return 1;
-  }
-  float most = 0;
-  for (int64_t i = 0; i < count; ++i) most = std::max(most, std::fabs(numbers[i]));
-  const float inverse = most > 0 ? kMostInteger / most : 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const float number = numbers[i] * inverse, whole = std::min(up ? std::ceil(number) : std::nearbyint(number), 127.0f);
-    numbers[i] = whole == whole ? whole : 0;  // NaN is no byte; it stays in `super`
-  }
-  return *super = most / kMostInteger;
+// The float16 that is nearest to x of those that are not less.
+float float16_above(float x) {
+  const float nearest = as_type(x, kFloat16);
+  return nearest < x ? as_type(x + std::fabs(x) * 0x1p-10f + 0x1p-24f, kFloat16) : nearest;
 }
 
-// Some groups of a row whose scales and minima share supers.
-struct Part {
-  const Row& row;
-  int64_t first, count;
-  float* supers;  // as PackedWeight's of this row, or nullptr
+// The numbers [count] as integers times one float, which is returned; the integers are left in them.
+float as_integers(float* numbers, int64_t count) {
+  float most = 0;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, std::fabs(numbers[i]));
+  const float super = most / kMostInteger, inverse = super > 0 ? 1 / super : 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float whole = std::nearbyint(numbers[i] * inverse);
+    numbers[i] = whole == whole ? whole : 0;  // NaN is no byte; it stays in `super`
+  }
+  return super;
+}
 
-  const float* x(int64_t i) const { return row.x + (first + i) * row.group_size; }
-  float* scales() const { return row.scales + first; }
-  float* minima() const { return row.minima + first; }
-  float store_scales(bool up) const { return store_numbers(scales(), count, up, supers); }
-  float store_minima(bool up) const {
-    return store_numbers(minima(), count, up, supers == nullptr ? nullptr : supers + kBlock);
-  }
-  // The codes from 0 to `most` that are nearest with these.
-  void encode(float scale_unit, float minima_unit, float most) const {
-    const auto encode_group = VLLM_LITE_DISPATCH(encode_group);
-    for (int64_t i = 0; i < count; ++i) {
-      encode_group(x(i), row.count(first + i), {scales()[i] * scale_unit, minima()[i] * minima_unit, most},
-                   row.codes + (first + i) * row.group_size);
-    }
-  }
-};
+// The codes from 0 to `most` of one group that are nearest with its scale and minimum.
+void encode(const Row& row, int64_t group, float scale, float minimum, float most) {
+  const int64_t input = group * row.group_size;
+  VLLM_LITE_DISPATCH(encode_group)(row.x + input, row.count(group), {scale, minimum, most}, row.codes + input);
+}
 
 // Scales and minima become what is stored of them before codes are chosen, so that codes make up for some of that.
-void quantize4(const Part& part) {
+void quantize4(const Row& row, float* supers) {
   const auto search = VLLM_LITE_DISPATCH(search_group4);
-  for (int64_t i = 0; i < part.count; ++i) {
-    search(part.x(i), part.row.count(part.first + i), part.scales() + i, part.minima() + i);
+  const int64_t at_once = supers == nullptr ? 1 : kSuperInputs / row.group_size;
+  for (int64_t first = 0; first < row.groups(); first += at_once, supers += supers == nullptr ? 0 : 2 * kBlock) {
+    const int64_t count = std::min(at_once, row.groups() - first);
+    float *scales = row.scales + first, *minima = row.minima + first, units[] = {1, 1};
+    for (int64_t i = 0; i < count; ++i) {
+      search(row.x + (first + i) * row.group_size, row.count(first + i), scales + i, minima + i);
+    }
+    if (supers != nullptr) {
+      supers[0] = units[0] = as_integers(scales, count);
+      supers[kBlock] = units[1] = as_integers(minima, count);
+    } else {
+      scales[0] = as_type(scales[0], kBFloat16);
+      minima[0] = as_type(minima[0], kBFloat16);
+    }
+    for (int64_t i = 0; i < count; ++i) encode(row, first + i, scales[i] * units[0], minima[i] * units[1], 15);
   }
-  const float scale_unit = part.store_scales(false), minima_unit = part.store_minima(false);
-  part.encode(scale_unit, minima_unit, 15);
 }
 
 // The range of each group in 255 steps. What is stored may make it wider, never narrower: with steps as small as these
 // what is cut off costs more than it saves.
-void quantize8(const Part& part) {
+void quantize8(const Row& row) {
   const auto find_range = VLLM_LITE_DISPATCH(find_range);
-  for (int64_t i = 0; i < part.count; ++i) {
-    find_range(part.x(i), part.row.count(part.first + i), part.minima() + i, part.scales() + i);
-    part.minima()[i] = -part.minima()[i];
-  }
-  const float minima_unit = part.store_minima(true);
-  for (int64_t i = 0; i < part.count; ++i) {
-    const float width = part.scales()[i] + part.minima()[i] * minima_unit;
-    part.scales()[i] = width > 0 ? width / 255 : 0;
-  }
-  const float scale_unit = part.store_scales(true);
-  part.encode(scale_unit, minima_unit, 255);
-}
-
-void quantize_integers(const Row& row, int32_t type, float* supers) {
-  const int64_t at_once = supers == nullptr ? 1 : kSuperInputs / row.group_size;
-  for (int64_t first = 0; first < row.groups(); first += at_once) {
-    const Part part = {row, first, std::min(at_once, row.groups() - first), supers};
-    type == kGrouped4 ? quantize4(part) : quantize8(part);
-    if (supers != nullptr) supers += 2 * kBlock;
+  for (int64_t group = 0; group < row.groups(); ++group) {
+    float least, most;
+    find_range(row.x + group * row.group_size, row.count(group), &least, &most);
+    const float minimum = float16_above(-least), width = most + minimum, scale = float16_above(width / 255);
+    row.minima[group] = minimum;
+    row.scales[group] = width > 0 ? scale : width == 0 ? 0 : NAN;
+    encode(row, group, scale, minimum, 255);
   }
 }
 
@@ -128,8 +109,10 @@ PackedWeight quantized_weight(int32_t type, int64_t num_outputs, int64_t num_inp
   weight.num_outputs = num_outputs;
   weight.type = type == kGrouped4 ? kGrouped4 : kGrouped8;
   weight.group_size = static_cast<int32_t>(group_size);
-  // In small groups scales and minima take a quarter less as bytes, and half as much.
-  weight.scale_type = type != kFloats8 && group_size < kQuantGroup ? kIntegers : kBFloat16;
+  // 4 bits in small groups: scales and minima take a quarter less as bytes, and half as much. With 8 bits they are as
+  // exact as 255 steps ask for: bytes would cost half of what the minima gain.
+  const bool four = type == kGrouped4;
+  weight.scale_type = four && group_size < kQuantGroup ? kIntegers : type == kGrouped8 ? kFloat16 : kBFloat16;
   weight.minima_type = type == kFloats8 ? kNoMinima : weight.scale_type;
   return weight;
 }
@@ -156,8 +139,9 @@ void pack_quantized(const RowsToPack& rows, int32_t type, int64_t group_size, ch
     convert(from + i * rows.stride * element_size(rows.row_type), rows.row_type, x, kFloat32, num_inputs);
     const Row row = {
         x, num_inputs, group_size, codes + i * num_inputs, scales + i * num_groups, minima + i * num_groups};
-    type == kFloats8 ? quantize_floats8(row)
-                     : quantize_integers(row, type, num_supers(weight) == 0 ? nullptr : supers + i);
+    if (type == kFloats8) quantize_floats8(row);
+    if (type == kGrouped8) quantize8(row);
+    if (type == kGrouped4) quantize4(row, num_supers(weight) == 0 ? nullptr : supers + i);
   }
   pack_cells(weight, {codes, num_inputs, scales, weight.minima_type == kNoMinima ? nullptr : minima}, 0, block);
 }

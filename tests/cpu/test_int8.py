@@ -10,6 +10,7 @@ from tests.checkpoints import make_checkpoint
 from tests.families.mixtures import qwen3
 from tests.paged import Oracle, Paged
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.kernels import cpu
@@ -89,9 +90,11 @@ def mixture(folder: Path, kind: Quantization) -> tuple[Path, Path]:
     """A checkpoint with experts, and the same one with what its weights become."""
     made = [qwen3("mixture", {}, mlp_only_layers=[1]).make(folder / name) for name in ("dense", "rounded")]
     weights = load_file(made[1] / SINGLE_FILE)
+    mixed = MixedForm.of(load_spec(made[0]), kind, "cpu")
     for name, weight in weights.items():
         if name.endswith("_proj.weight") or name == "lm_head.weight":
-            weights[name] = rounded(weight, "int8" if name == "lm_head.weight" else kind)
+            of_layer = kind if mixed is None else mixed.form(name)
+            weights[name] = rounded(weight, "int8" if name == "lm_head.weight" else of_layer)
     save_file(weights, made[1] / SINGLE_FILE)
     return made[0], made[1]
 

@@ -16,6 +16,7 @@ from tests.unit.test_import_time import loaded_by
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.draft_model import with_drafter
 from vllm_lite.checkpoint.model_spec import LayerGroup
+from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import configured_num_blocks
 from vllm_lite.checkpoint.tensors.headers import Tensor, read_headers
@@ -118,33 +119,45 @@ def test_what_a_model_has_not_counts_as_held_whole(tmp_path: Path, name: str, sh
     assert weights_bytes(more, 2, shard=shard) - weights_bytes(plain, 2, shard=shard) == 2 * prod(shape)
 
 
-def test_int8_weights_have_a_byte_and_a_scale_for_each_group(tmp_path: Path) -> None:
+def groups_bytes(shape: tuple[int, ...], cell: int, shared: int = 0, group: int = 32) -> int:
+    """Bytes of a matrix with `cell` for each group of inputs and `shared` for each 256."""
+    return shape[0] * (ceil(shape[1] / group) * cell + ceil(shape[1] / 256) * shared)
+
+
+def test_int8_weights_have_a_byte_and_four_for_each_group(tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
     spec = model.spec
     matrices = {name: tensor for name, tensor in model.tensors.items() if len(tensor.shape) == 2}
     vectors = sum(tensor.num_elements for name, tensor in model.tensors.items() if name not in matrices)
     table = 2 * matrices.pop("model.embed_tokens.weight").num_elements
-    int8 = sum(tensor.shape[0] * ceil(tensor.shape[1] / 32) * 34 for tensor in matrices.values())
-    head = 0 if not spec.tie_word_embeddings else spec.vocab_size * ceil(spec.hidden_size / 32) * 34
-    assert weights_bytes(model, 2, "int8") == int8 + 2 * vectors + table + head
+    shapes = [tensor.shape for tensor in matrices.values()]
+    shapes += [(spec.vocab_size, spec.hidden_size)] if spec.tie_word_embeddings else []
+    expected = sum(groups_bytes(shape, 32 + 4) for shape in shapes) + 2 * vectors + table
+    assert weights_bytes(model, 2, "int8") == expected
+    on_gpu = sum(groups_bytes(shape, 32 + 2) for shape in shapes) + 2 * vectors + table
+    assert weights_bytes(model, 2, "int8", device="cuda") == on_gpu
 
 
-def test_int4_and_fp8_weights_have_their_codes_and_the_scales_of_their_groups(tmp_path: Path) -> None:
-    model = checkpoint(tmp_path, hidden_size=320, tie_word_embeddings=False)
+@pytest.mark.parametrize("hidden_size", [256, 320])
+def test_int4_and_fp8_weights_have_their_codes_and_the_scales_of_their_groups(tmp_path: Path, hidden_size: int) -> None:
+    model = checkpoint(tmp_path, hidden_size=hidden_size, tie_word_embeddings=False)
     matrices = {name: tensor.shape for name, tensor in model.tensors.items() if len(tensor.shape) == 2}
     vectors = sum(tensor.num_elements for name, tensor in model.tensors.items() if name not in matrices)
     table = 2 * prod(matrices.pop("model.embed_tokens.weight"))
     head = matrices.pop("lm_head.weight")
-    in_int8 = head[0] * ceil(head[1] / 32) * 34
+    mixed = MixedForm.of(model.spec, "int4_g32", "cpu")
+    assert mixed is not None
 
     def expected(group: int, cell: int, shared: int = 0) -> int:
-        rows = {name: ceil(shape[1] / group) * cell + ceil(shape[1] / 256) * shared for name, shape in matrices.items()}
-        return sum(shape[0] * rows[name] for name, shape in matrices.items()) + 2 * vectors + table
+        return sum(groups_bytes(shape, cell, shared, group) for shape in matrices.values()) + 2 * vectors + table
 
-    assert weights_bytes(model, 2, "int4") == expected(128, 64 + 4) + in_int8
-    assert weights_bytes(model, 2, "int4_g32") == expected(32, 16 + 2, 8) + in_int8
-    assert weights_bytes(model, 2, "int4_g32", device="cuda") == expected(32, 16 + 4) + in_int8
-    assert weights_bytes(model, 2, "fp8") == expected(128, 128 + 2) + head[0] * ceil(head[1] / 128) * 130
+    in_8 = [shape for name, shape in matrices.items() if mixed.form(name) == "int8"]
+    more = sum(groups_bytes(shape, 36) - groups_bytes(shape, 18, 8) for shape in in_8)
+    assert more > 0
+    assert weights_bytes(model, 2, "int4") == expected(128, 64 + 4) + groups_bytes(head, 36)
+    assert weights_bytes(model, 2, "int4_g32") == expected(32, 16 + 2, 8) + groups_bytes(head, 36) + more
+    assert weights_bytes(model, 2, "int4_g32", device="cuda") == expected(32, 16 + 4) + groups_bytes(head, 34)
+    assert weights_bytes(model, 2, "fp8") == expected(128, 128 + 2) + groups_bytes(head, 130, 0, 128)
 
 
 def test_ranks_share_matrices_and_repeat_kv_heads(tmp_path: Path) -> None:

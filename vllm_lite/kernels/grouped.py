@@ -116,14 +116,15 @@ STEPS8 = tuple(127.5 - i / 2 for i in range(16))
 
 
 def quantize(weight: torch.Tensor, form: Quantization, *, group_size: int | None = None) -> GroupedWeight:
-    """weight: float [num_outputs, num_inputs] -> what `--quantization` makes of it on a CPU. Scales and minima of small
-    groups are integers times floats that SUPER_INPUTS inputs share, of others bfloat16 numbers. `group_size`: another
-    than GROUPS has."""
-    size = group_size or GROUPS[form]
+    """weight: float [num_outputs, num_inputs] -> what `--quantization` makes of it on a CPU. Scales and minima of int8
+    are float16 numbers, of 4 bits bfloat16 ones, but in small groups integers times floats that SUPER_INPUTS inputs
+    share. `group_size`: another than GROUPS has."""
+    size, parts = group_size or GROUPS[form], weight.split(_ROWS_AT_A_TIME)
     if form == "fp8":
         return quantize_fp8(weight)
-    rows = _quantize8_rows if form == "int8" else _quantize4_rows
-    return _joined([rows(part, size, integers=size < GROUPS["int4"]) for part in weight.split(_ROWS_AT_A_TIME)])
+    if form == "int8":
+        return _joined([_quantize8_rows(rows, size) for rows in parts])
+    return _joined([_quantize4_rows(rows, size, integers=size < GROUPS["int4"]) for rows in parts])
 
 
 def quantize_on_gpu(weight: torch.Tensor, form: Quantization) -> GroupedWeight:
@@ -180,12 +181,18 @@ def _quantize4_rows(weight: torch.Tensor, size: int, *, integers: bool) -> Group
     return _encoded(groups, UINT4.to(weight.device), scales, minima)
 
 
-def _quantize8_rows(weight: torch.Tensor, size: int, *, integers: bool) -> GroupedWeight:
+def _quantize8_rows(weight: torch.Tensor, size: int) -> GroupedWeight:
     """The range of each group in 255 steps, which is never narrower for what is stored of it."""
     groups = _Groups.of(weight, size)
-    minima = _as_stored(-groups.least(), size, integers=integers, up=True)
-    scales = _as_stored((groups.most() + minima).clamp(min=0) / 255, size, integers=integers, up=True)
+    minima = _float16_above(-groups.least())
+    scales = _float16_above((groups.most() + minima).clamp(min=0) / 255)
     return _encoded(groups, UINT8.to(weight.device), scales, minima)
+
+
+def _float16_above(numbers: torch.Tensor) -> torch.Tensor:
+    """The nearest of those that are not less."""
+    nearest = numbers.half().float()
+    return torch.where(nearest < numbers, (numbers + numbers.abs() * 2**-10 + 2**-24).half().float(), nearest)
 
 
 def _encoded(groups: _Groups, values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> GroupedWeight:
@@ -221,18 +228,17 @@ def _search4(groups: _Groups) -> tuple[torch.Tensor, torch.Tensor]:
     return scales, -(least + starts)
 
 
-def _as_stored(numbers: torch.Tensor, size: int, *, integers: bool, up: bool = False) -> torch.Tensor:
+def _as_stored(numbers: torch.Tensor, size: int, *, integers: bool) -> torch.Tensor:
     """[num_outputs, groups, 1] of scales or minima, as they are kept: `integers`, as multiples of a number that
-    SUPER_INPUTS inputs share, the largest 127 times; else as bfloat16 numbers. `up`: none becomes less."""
+    SUPER_INPUTS inputs share, the largest 127 times; else as bfloat16 numbers."""
     if not integers:
-        raised = numbers + numbers.abs() * 2**-8 if up else numbers
-        return raised.to(torch.bfloat16).float()
+        return numbers.to(torch.bfloat16).float()
     num_groups, at_once = numbers.shape[1], SUPER_INPUTS // size
     shared = torch.nn.functional.pad(numbers, (0, 0, 0, -num_groups % at_once)).unflatten(1, (-1, at_once))
-    most = shared.abs().amax(2, keepdim=True)
-    multiples = shared * torch.where(most > 0, 127 / most, 0)
-    whole: torch.Tensor = (multiples.ceil() if up else multiples.round()).clamp(max=127) * (most / 127)
-    return whole.flatten(1, 2)[:, :num_groups]
+    supers = shared.abs().amax(2, keepdim=True) / 127
+    whole: torch.Tensor = (shared * torch.where(supers > 0, 1 / supers, 0)).round()
+    stored: torch.Tensor = whole * supers
+    return stored.flatten(1, 2)[:, :num_groups]
 
 
 def _quantize8_symmetric(weight: torch.Tensor, size: int) -> GroupedWeight:
@@ -281,8 +287,8 @@ _ROWS_AT_A_TIME = 4096
 
 
 def quantize_fp8(weight: torch.Tensor) -> GroupedWeight:
-    """weight: float [num_outputs, num_inputs] -> floats of 8 bits (E4M3), with the largest of each group of inputs at
-    448. Scales are bfloat16 numbers."""
+    """weight: float [num_outputs, num_inputs] -> floats of 8 bits (E4M3), none above 448 in size. Scales are bfloat16
+    numbers: of each group of inputs the one that leaves the least squared error, of some up to twice the least."""
     parts = [_quantize_fp8_rows(rows) for rows in weight.split(_ROWS_AT_A_TIME)]
     codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
     return GroupedWeight(codes, E4M3.to(weight.device), scales, GROUPS["fp8"])
@@ -291,10 +297,19 @@ def quantize_fp8(weight: torch.Tensor) -> GroupedWeight:
 def _quantize_fp8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_inputs = weight.shape[1]
     groups = torch.nn.functional.pad(weight.float(), (0, -num_inputs % GROUPS["fp8"])).unflatten(1, (-1, GROUPS["fp8"]))
-    scales = (groups.abs().amax(2, keepdim=True) / 448).to(torch.bfloat16).float()
-    inverse = torch.where(scales >= torch.finfo(torch.float32).tiny, 1 / scales, 0)
-    codes = (groups * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    least = groups.abs().amax(2, keepdim=True) / 448
+    scales, best = least.to(torch.bfloat16).float(), torch.full_like(least, torch.inf)
+    for steps in range(16):
+        tried = (least * (1 + steps / 16)).to(torch.bfloat16).float()
+        error = (_as_fp8(groups, tried).float() * tried - groups).square().sum(2, keepdim=True)
+        scales, best = torch.where(error < best, tried, scales), torch.minimum(error, best)
+    codes = _as_fp8(groups, scales).view(torch.uint8)
     return codes.flatten(1)[:, :num_inputs], scales[..., 0]
+
+
+def _as_fp8(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    inverse = torch.where(scales >= torch.finfo(torch.float32).tiny, 1 / scales, 0)
+    return (groups * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def unpack(words: torch.Tensor, bits: int, *, dim: int) -> torch.Tensor:

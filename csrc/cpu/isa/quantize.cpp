@@ -119,6 +119,23 @@ VLLM_LITE_INLINE Sums sum_codes(const float* x, int64_t count, float least, Vec 
   return sums;
 }
 
+VLLM_LITE_INLINE float inverse_for_fp8(float scale) {
+  return scale >= 0x1p-126f ? 1 / scale : 0;
+}
+
+// The squared error of x, zeros behind `count`, as E4M3 times a scale.
+float error_as_fp8(const float* x, int64_t count, float scale) {
+  const float inverse = inverse_for_fp8(scale);
+  Vec squares = {};
+  for (int64_t i = 0; i < count; i += kWidth) {
+    Fp8E4M3 codes[kWidth];
+    store(codes, load(x + i) * inverse);
+    const Vec error = load(codes) * scale - load(x + i);
+    squares = multiply_add(error, error, squares);
+  }
+  return sum_of(squares);
+}
+
 }  // namespace
 
 void search_group4(const float* x, int64_t count, float* scale, float* minimum) {
@@ -165,14 +182,23 @@ void quantize_symmetric4(const float* x, int64_t count, uint8_t* codes, float* s
   encode(x, count, *scale, -8, 7, codes);
 }
 
-// As _quantize_fp8_rows in vllm_lite/kernels/grouped.py, code for code.
+// As _quantize_fp8_rows in vllm_lite/kernels/grouped.py.
 void quantize_group_fp8(const float* from, int64_t count, uint8_t* codes, float* scale) {
   alignas(64) float x[kQuantGroup] = {};
   std::memcpy(x, from, static_cast<size_t>(count) * sizeof *x);
-  *scale = to_bfloat16(std::fabs(largest_of(x, count)) / 448);
-  const float inverse = *scale >= 0x1p-126f ? 1 / *scale : 0;
+  const float least = std::fabs(largest_of(x, count)) / 448;
+  *scale = to_bfloat16(least);
+  float best = INFINITY;
+  for (int i = 0; i < kNumTried; ++i) {
+    const float tried = to_bfloat16(least * (1 + static_cast<float>(i) / kNumTried));
+    const float error = error_as_fp8(x, count, tried);
+    if (!(error < best)) continue;
+    best = error;
+    *scale = tried;
+  }
   for (int64_t i = 0; i < count; i += kWidth) {
-    store_some(reinterpret_cast<Fp8E4M3*>(codes + i), load(x + i) * inverse, static_cast<int>(count - i));
+    store_some(reinterpret_cast<Fp8E4M3*>(codes + i), load(x + i) * inverse_for_fp8(*scale),
+               static_cast<int>(count - i));
   }
 }
 

@@ -2,7 +2,7 @@
 
 Measured on a real model whose weights lie on no grid, one kind of matrix with 4 bits at a time, V costs a quarter of
 all that is lost and has 3 % of the weights; down projections cost as much. llama.cpp's Q4_K_M gives more bits to the
-same ones. So that it is a race of equals there are no more bits than that has: where rows are no whole blocks of 256
+same ones. So that it is a race of equals there are as many bits as that has: where rows are no whole blocks of 256
 weights it falls back to 5.5 bits for most, and here K and half of the down projections have 8 bits, too.
 """
 

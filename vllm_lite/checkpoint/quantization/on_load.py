@@ -24,13 +24,14 @@ def head_form(quantization: Quantization | None) -> Quantization | None:
 
 
 def quantized_bytes(shape: tuple[int, ...], quantization: Quantization | None, device: str = "cpu") -> int:
-    """A matrix with whole groups in each row. Scales and minima have 2 bytes; on a CPU those of small groups have one,
-    and floats that some share. On a GPU int8 has no minima."""
+    """A matrix with whole groups in each row. Scales and minima have 2 bytes; on a CPU those of int4_g32 have one, and
+    floats that some share. fp8 has no minima, nor has int8 on a GPU."""
     if quantization is None:
         raise ValueError("a dense matrix has the bytes of its type")
     rows, size = prod(shape[:-1]), GROUPS[quantization]
     groups = -(-shape[-1] // size)
+    if quantization == "int4_g32" and device == "cpu":
+        return rows * (groups * (size // 2 + 2) + 8 * -(-shape[-1] // SUPER_INPUTS))
     code_bytes = size // 2 if quantization in INT4_GROUPS else size
-    if size < GROUPS["int4"] and device == "cpu":
-        return rows * (groups * (code_bytes + 2) + 8 * -(-shape[-1] // SUPER_INPUTS))
-    return rows * groups * (code_bytes + (4 if quantization in INT4_GROUPS else 2))
+    has_minima = quantization != "fp8" and not (quantization == "int8" and device != "cpu")
+    return rows * groups * (code_bytes + (4 if has_minima else 2))
