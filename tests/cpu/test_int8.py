@@ -12,10 +12,12 @@ from tests.paged import Oracle, Paged
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight, quantize
 from vllm_lite.layers.weights.matmul import Int8Matmul, NativeMatmul, make_matmul
+from vllm_lite.layers.weights.weight_form import DenseForm, LinearShape
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 
@@ -113,3 +115,16 @@ def test_a_mixture_in_float32_answers_as_what_its_weights_stand_for(tmp_path: Pa
     logits, expected = answers(tmp_path, kind)
     torch.testing.assert_close(logits, expected, rtol=0, atol=3e-4)
     assert torch.equal(logits.argmax(1), expected.argmax(1))
+
+
+def test_projections_of_two_forms_have_each_its_bias() -> None:
+    shape = LinearShape(Split.whole(64), (Split.whole(32), Split.whole(40)), torch.float32, CPU)
+    form = DenseForm("int4_g32", MixedForm(num_layers=1, gives_more=False))
+    stored = form.stored(["layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"], shape)
+    weights, bias = [random(32, 64), random(40, 64)], random(72)
+    out = torch.empty(3, 72)
+    stored.matmul(weights, bias).forward(torch.zeros(3, 64), out)
+    torch.testing.assert_close(out, bias.expand(3, 72))
+    stored.matmul(weights, None).forward(torch.eye(64)[:3], out)
+    expected = [rounded(weight, form) for weight, form in zip(weights, ("int4_g32", "int8"), strict=True)]
+    torch.testing.assert_close(out, torch.cat(expected)[:, :3].t(), rtol=0.02, atol=0.02)

@@ -78,8 +78,8 @@ def test_names_may_be_of_a_layer_or_of_its_tensor(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "model.layers.3.mlp.experts.7.down_proj",
-        "model.layers.3.mlp.shared_experts.down_proj",
+        "model.layers.2.mlp.experts.7.down_proj",
+        "model.layers.2.mlp.shared_experts.down_proj",
         "model.layers.3.self_attn.qkv_proj",
         "model.layers.3.self_attn.v_proj.bias",
         "model.layers.3.self_attn.kv_b_proj",
@@ -87,6 +87,7 @@ def test_names_may_be_of_a_layer_or_of_its_tensor(name: str) -> None:
     ],
 )
 def test_all_else_has_4_bits(name: str) -> None:
+    """In layers whose own down projection has 8."""
     assert Sizes(num_layers=4, hidden_size=100, kv_size=1, inner_size=1).mixed.form(name) == "int4_g32"
 
 
