@@ -110,7 +110,7 @@ PackedWeight quantized_weight(int32_t type, int64_t num_outputs, int64_t num_inp
   weight.type = type == kGrouped4 ? kGrouped4 : kGrouped8;
   weight.group_size = static_cast<int32_t>(group_size);
   // 4 bits in small groups: scales and minima take a quarter less as bytes, and half as much. With 8 bits they are as
-  // exact as 255 steps ask for: bytes would cost half of what the minima gain.
+  // exact as 255 steps ask for: bytes would cost a fifth of what the minima gain.
   const bool four = type == kGrouped4;
   weight.scale_type = four && group_size < kQuantGroup ? kIntegers : type == kGrouped8 ? kFloat16 : kBFloat16;
   weight.minima_type = type == kFloats8 ? kNoMinima : weight.scale_type;
