@@ -14,6 +14,7 @@ from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.layer_specs.rope import Rope
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, make_kv_groups
+from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.tensors.headers import read_headers
@@ -93,6 +94,7 @@ def test_a_plan_knows_what_a_rank_takes(drawn: tuple[ModelSpec, int]) -> None:
 
 # ---- files
 
+HEADS = "embed_tokens.weight", "lm_head.weight"
 ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "vocab_size": 389, "hidden_size": 80}
 VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
@@ -119,7 +121,7 @@ def test_ranks_load_their_boxes_of_the_same_model(checkpoints: dict[str, Path], 
             assert torch.equal(tensor, whole[tensor_name][slots[tensor_name].box]), tensor_name
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4_g32"])
 @pytest.mark.parametrize(("name", "world"), [(name, 2) for name in VARIANTS] + [("odd-tied", 5), ("qwen3", 4)])
 def test_the_first_rank_takes_what_the_plan_says_and_no_other_more(
     checkpoints: dict[str, Path], name: str, world: int, quantization: Quantization | None
@@ -132,7 +134,8 @@ def test_the_first_rank_takes_what_the_plan_says_and_no_other_more(
 
 
 def weights_of(model: Model, quantization: Quantization | None) -> int:
-    """Bytes of the tensors that the layers take, with a scale for each group of a matrix that becomes int8."""
+    """Bytes of the tensors that the layers take, and of the groups of what is quantized."""
+    mixed = MixedForm.of(model.spec, quantization, "cpu")
     total = 0
     for group in model.weight_groups():
         for stack in group.stacks:
@@ -142,5 +145,13 @@ def weights_of(model: Model, quantization: Quantization | None) -> int:
             if quantization is None or not columns or embeds:
                 total += 4 * size
             if quantization is not None and columns and (not embeds or model.spec.tie_word_embeddings):
-                total += rows * math.ceil(math.prod(columns) / 32) * 34
+                in_layers = not stack.slots[0].name.endswith(HEADS)
+                forms = {mixed.form(slot.name) if mixed and in_layers else "int8" for slot in stack.slots}
+                assert len(forms) == 1, "what is one matrix has one form"
+                total += rows * row_bytes(math.prod(columns), in_4_bits=forms == {"int4_g32"})
     return total
+
+
+def row_bytes(num_inputs: int, *, in_4_bits: bool) -> int:
+    cells = math.ceil(num_inputs / 32)
+    return cells * (16 + 2) + math.ceil(num_inputs / 256) * 8 if in_4_bits else cells * (32 + 4)

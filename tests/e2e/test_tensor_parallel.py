@@ -133,7 +133,7 @@ def test_drafts_change_nothing_on_ranks(served: Any, settings: dict[str, Any]) -
 
 
 def test_quantized_weights_are_sharded_too(served: Any) -> None:
-    """int8 has a scale for each output, so a row-parallel weight is quantized anew by each rank: close, not equal."""
+    """A rank's part of a row may begin within a group of 32, whose scale is then another one: close, not equal."""
     one = served("llama")
     scores = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     found = []
