@@ -141,11 +141,12 @@ def test_of_a_layer_all_or_none_stay_packed(
             torch.testing.assert_close(ours.matmul.weight, theirs.matmul.weight, rtol=8e-3, atol=0)
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.02), ("int4_g32", 0.15), ("fp8", 0.02)])
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.04), ("int4_g32", 0.15), ("fp8", 0.02)])
 def test_dense_experts_that_are_quantized_on_load_are_packed_together(
     quantization: Quantization, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no kernel they are a loop, which waits for the device at each expert."""
+    """Where there is no kernel they are a loop, which waits for the device at each expert. Of int8 and int4_g32 the
+    loop keeps what a CPU does, other scales and minima than a GPU."""
     oracle = Oracle(QWEN3.make(tmp_path / "dense"))
     oracle.dtype = "bfloat16"
     model = oracle.load(quantization=quantization)
