@@ -44,6 +44,7 @@ from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_SCALE_BYTES
 from vllm_lite.runtime.machine import gpus, memory_limit_bytes, parse_bytes
 from vllm_lite.runtime.nested_settings import DEVICE_DEFAULTS, Count
 from vllm_lite.runtime.settings import Section
+from vllm_lite.tools.plan_disk import DiskPlan
 
 OUTSIDE_BYTES = {"cpu": GIB // 2, "cuda": GIB * 3 // 4}
 """What the processes themselves take: torch and three interpreters, or a GPU's context and kernels. Estimates."""
@@ -141,6 +142,7 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
     ranks: tuple[RankPlan, ...] = ()
     """Empty unless several share the model."""
+    disk: DiskPlan | None = None
 
     @property
     def fits(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.doctor.bundle import redactor, write_bundle
 from vllm_lite.tools.doctor.checks import Line, as_json, examine, guarded
+from vllm_lite.tools.doctor.disk import kv_disk
 from vllm_lite.tools.doctor.model import chats, implementation
 
 
@@ -17,6 +18,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", help="a folder: also say what computes it, and which template and formats it has"
     )
     parser.add_argument("--port", type=int, default=8000, help="where a server is to listen [8000]")
+    parser.add_argument("--kv-cache-dir", metavar="DIR", help="also measure the disk that KV is to be kept on")
     parser.add_argument("--json", action="store_true", help="print one list of objects")
     parser.add_argument("--bundle", metavar="FILE", help="also write an archive (.tar.gz) for support, without secrets")
 
@@ -26,6 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         lines += guarded("model", lambda: implementation(arguments.model))
         lines += guarded("model", lambda: chats(arguments.model))
+    if arguments.kv_cache_dir is not None:
+        lines += guarded("KV on disk", lambda: kv_disk(arguments.kv_cache_dir))
     if arguments.json:
         print(redactor()(json.dumps(as_json(lines), indent=1, ensure_ascii=False)))
     else:

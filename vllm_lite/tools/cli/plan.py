@@ -10,6 +10,7 @@ from vllm_lite.config import GIB
 from vllm_lite.runtime.settings import add_flags as add_config_flags
 from vllm_lite.tools.plan import CapacityPlan, PlanConfig, RankPlan, make_plan
 from vllm_lite.tools.plan_checkpoint import load
+from vllm_lite.tools.plan_disk import DiskPlan, plan_disk
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     flags["model"] = arguments.folder or arguments.model
     config = PlanConfig.load(flags, file=arguments.config)
     plan = make_plan(config, load(config))
+    of_all_ranks = plan.kv_bytes_per_token * (plan.tensor_parallel_size if plan.device == "cuda" else 1)
+    plan = msgspec.structs.replace(plan, disk=plan_disk(config, of_all_ranks))
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(plan) | {"fits": plan.fits})).decode())
     else:
@@ -81,7 +84,19 @@ def _rows(plan: CapacityPlan) -> list[tuple[str, str, str]]:
             swap += plan.num_host_states * plan.state_bytes
             holds += f", {plan.num_host_states:,} states"
         rows.append(("swap space", _size(swap), holds))
+    if plan.disk is not None:
+        rows += _disk_rows(plan.disk)
     return rows + [_rank_row(rank) for rank in plan.ranks]
+
+
+def _disk_rows(disk: DiskPlan) -> list[tuple[str, str, str]]:
+    """Room on disk and rates, and what speaks against the place."""
+    held = f"the KV of {disk.tokens:,} tokens, on {disk.kind}, {_size(disk.free_bytes)} free"
+    rows = [("KV on disk", _size(disk.size_bytes), held)]
+    if disk.read_bytes_per_s:
+        written = f"measured; {disk.write_bytes_per_s / 1e6:,.0f} MB/s written"
+        rows.append(("  read", f"{disk.read_bytes_per_s / 1e6:,.0f} MB/s", written))
+    return rows + [("  note", "", warning) for warning in disk.warnings]
 
 
 def _memory(plan: CapacityPlan) -> str:
