@@ -171,7 +171,7 @@ def test_questions_go_to_all_and_one_answer_comes_back(rig: Rig) -> None:
         assert rig.home(name) == index
     rig.engines[0].die()
     while rig.session.members[0].has_engine:
-        rig.session.members[0]._wakeup.set()
+        rig.session.members[0]._link.wakeup.set()
     asked = rig.session.request_stats()
     rig.engines[1].expect(api.GetStats)
     rig.engines[1].send(Stats(num_running=9))
@@ -188,13 +188,13 @@ def test_an_operation_is_for_all_engines(rig: Rig) -> None:
     with pytest.raises(EngineError, match="is being replaced and answers no questions"):
         asked.result(DEADLINE_S)
     while rig.session.members[1].has_engine:
-        rig.session.members[1]._wakeup.set()
+        rig.session.members[1]._link.wakeup.set()
     with pytest.raises(EngineError, match=r"is being replaced .* nothing was done, ask again"):
         rig.session.operate(ResumeGeneration())
     rig.engines[0].expect_nothing_more()
     with FakeEngine(address=rig.engines[1].address, epoch=2) as back:
         while not rig.session.members[1].has_engine:
-            rig.session.members[1]._wakeup.set()
+            rig.session.members[1]._link.wakeup.set()
         asked = rig.session.operate(ResumeGeneration())
         for engine in (rig.engines[0], back):
             engine.expect(ResumeGeneration)
@@ -214,7 +214,7 @@ def test_a_stream_whose_next_engine_ends_as_it_comes_is_told(monkeypatch: pytest
             index = choose(*args)
             other.fail("it was restarted too often")
             while other.dead is None:
-                other._wakeup.set()
+                other._link.wakeup.set()
             return index
 
         monkeypatch.setattr(rig.session, "_choose", choose_too_late)

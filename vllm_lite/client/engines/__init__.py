@@ -2,11 +2,12 @@
 
 session.py          one engine, and those that take its place
 any_session.py      the interface of sessions
+link.py             the connection that a session has now
 connection.py       the handshake
 asking.py           questions beside requests
 answers.py          pending answers
 joined_answers.py   answers of several engines as one
-feature.py          the seam for what engines do beside requests, and the adapters that these may name
+feature.py          the seam for what engines do beside requests: adapters, recovery of workers
 operations.py       pause, sleep, adapters, weights
 data_parallel.py    several engines as one session
 routing.py          choice of an engine by prefix and load

@@ -1,63 +1,78 @@
-"""Answers: what a session has asked its engine beside requests, and who waits for it.
+"""Answers: the questions of a session beside its requests that the engine has not answered.
 
 Most questions are answered in their order, each kind by itself. Those about adapters take as long as a file is read, so
 they have numbers.
 """
 
+import threading
 from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
+from vllm_lite.client.engines.asking import ANSWERS
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
-from vllm_lite.protocol.api import FromClient
+from vllm_lite.protocol.api import FromClient, Welcome
 from vllm_lite.runtime import log
 
 logger = log.get(__name__)
 
 
 class Answers:
-    """Futures of questions that are not answered. Not thread-safe: the session has a lock."""
+    """A SessionFeature. Any thread may ask; the session's thread answers."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._in_order: defaultdict[type, deque[Future[Any]]] = defaultdict(deque)
         self._numbered: dict[int, Future[Any]] = {}
         self._num_asked = 0
 
     def wait_for(self, message: FromClient, kind: type, future: Future[Any]) -> FromClient:
-        """The answer of this kind to `message` is for `future`. Returns the message to be sent."""
-        if isinstance(message, LoadAdapter | UnloadAdapter):
-            self._num_asked += 1
-            self._numbered[self._num_asked] = future
-            return msgspec.structs.replace(message, question=self._num_asked)
-        self._in_order[kind].append(future)
-        return message
+        """Give the answer of this kind to `message` to `future`. Returns the message to be sent."""
+        with self._lock:
+            if isinstance(message, LoadAdapter | UnloadAdapter):
+                self._num_asked += 1
+                self._numbered[self._num_asked] = future
+                return msgspec.structs.replace(message, question=self._num_asked)
+            self._in_order[kind].append(future)
+            return message
 
-    def awaited(self, answer: object) -> Future[Any] | None:
-        """Who waits for this answer; nobody does any more."""
+    def handlers(self) -> Mapping[type, Callable[[Any], None]]:
+        """As SessionFeature.handlers."""
+        return dict.fromkeys(ANSWERS, self._on_answer)
+
+    def again(self, welcome: Welcome) -> Sequence[FromClient]:  # noqa: ARG002
+        """As SessionFeature.again: questions are not asked again."""
+        return ()
+
+    def lost(self, error: EngineError) -> None:
+        """Fail all questions with `error`."""
+        with self._lock:
+            questions = [future for futures in self._in_order.values() for future in futures]
+            questions += self._numbered.values()
+            self._in_order.clear()
+            self._numbered.clear()
+        for future in questions:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(copy_of(error))
+
+    def _on_answer(self, answer: object) -> None:
+        with self._lock:
+            future = self._take(answer)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(answer)
+
+    def _take(self, answer: object) -> Future[Any] | None:
+        """Remove the future that waits for this answer; None if there is none."""
         if isinstance(answer, AdapterAnswer):
             if not answer.question and answer.error is not None:  # nobody waits: it was loaded once before
                 logger.warning("%s", answer.error)
             return self._numbered.pop(answer.question, None)
         futures = self._in_order[type(answer)]
         return futures.popleft() if futures else None
-
-    def take_all(self) -> list[Future[Any]]:
-        """All that are not answered, and will not be."""
-        questions = [future for futures in self._in_order.values() for future in futures]
-        questions += self._numbered.values()
-        for futures in self._in_order.values():
-            futures.clear()
-        self._numbered.clear()
-        return questions
-
-
-def fail_all(questions: list[Future[Any]], error: EngineError) -> None:
-    for future in questions:
-        if future.set_running_or_notify_cancel():
-            future.set_exception(copy_of(error))
 
 
 def copy_of(error: EngineError) -> EngineError:

@@ -10,39 +10,30 @@ are several engines, other sessions may adopt() them meanwhile (data_parallel.py
 """
 
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from vllm_lite.client.engines.answers import Answers, copy_of, fail_all
+from vllm_lite.client.engines.answers import Answers, copy_of
 from vllm_lite.client.engines.any_session import AnySession, Member
-from vllm_lite.client.engines.asking import ANSWERS
-from vllm_lite.client.engines.connection import REASON_S, Alive, EngineAddress, EngineSearch, shake_hands
-from vllm_lite.client.engines.feature import KnownAdapters, SessionFeature
+from vllm_lite.client.engines.connection import Alive, EngineAddress, EngineSearch, shake_hands
+from vllm_lite.client.engines.feature import Handlers, KnownAdapters, LostWorkers, SessionFeature, all_handlers
+from vllm_lite.client.engines.link import SessionLink
 from vllm_lite.client.streams.open_stream import OpenStream, Sink, by_sink
 from vllm_lite.client.streams.open_streams import OpenStreams
 from vllm_lite.client.streams.stream import Event, StreamFailure
-from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError
+from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.adapters import AdapterInfo
 from vllm_lite.protocol.api import ForkRequest, FromClient, Generate, ToClient, Welcome
-from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import log
-from vllm_lite.runtime.silence import Silence
-from vllm_lite.runtime.wakeup import Wakeup
-from vllm_lite.transport import Connection, Delivery, KeysOption
-from vllm_lite.transport.interface import poller
+from vllm_lite.transport import Connection, KeysOption
 
 DEFAULT_TIMEOUT_S = 60.0
 HEARTBEAT_TIMEOUT_S = 30.0
 RECOVERY_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 2.0
-_IDLE_POLL_MS = 1000
-_BUSY_POLL_MS = 5
-_MOST_APART_S = 3.0  # it looks once a second at least
 MAX_MOVES = 3
 """How often a stream goes on in another engine: one that ends engines is not to end them all."""
 
@@ -67,30 +58,24 @@ class Session(AnySession):
     ) -> None:
         self._welcome = welcome
         self.address = place.address
-        self.num_malformed = 0
         self.on_change: Callable[[Session], None] = lambda _: None
         """Called, on any thread and without a lock, when engine or workers were lost, and when they serve again."""
         self._place = place
-        self._connection = connection
-        self._alive = alive
+        self._link = SessionLink(connection, alive)
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._recovery_timeout_s = recovery_timeout_s
-        self._silence = Silence(_MOST_APART_S)
-        self._wakeup = Wakeup()
         self._closing = False
-        self._reported_end: str | None = None  # why the engine ended for good, from fail()
         self._lost: str | None = None
         """Why there is no engine at present; the thread looks for another one."""
-        self._replacing: str | None = None
-        """Why the engine has no workers at present."""
         # Several threads change what follows, always under the lock.
         self._lock = threading.Lock()
-        self._outgoing: deque[FromClient] = deque()
         self._streams = OpenStreams()
         self._answers = Answers()
         self._adapters = KnownAdapters(welcome.adapters)
-        self._features: tuple[SessionFeature, ...] = (self._adapters,)
-        self._handlers = self._all_handlers()
+        self._workers = LostWorkers(lambda: self.on_change(self))
+        self._features: tuple[SessionFeature, ...] = (self._adapters, self._answers, self._workers)
+        own: Handlers = {api.OutputBatch: self._on_outputs, api.Dying: self._on_dying, api.Refused: self._on_refused}
+        self._handlers = all_handlers(self._features, own)
         self._dead: EngineError | None = None
         self._thread = threading.Thread(target=self._run, name="engine session", daemon=True)
         self._thread.start()
@@ -136,7 +121,7 @@ class Session(AnySession):
 
     @property
     def recovering(self) -> str | None:
-        return self._lost or self._replacing
+        return self._lost or self._workers.reason
 
     @property
     def has_engine(self) -> bool:
@@ -175,7 +160,7 @@ class Session(AnySession):
 
     def _add(self, request_id: str, stream: OpenStream) -> None:
         if not self._streams:
-            self._silence.end()  # an idle engine was silent with good reason
+            self._link.silence.end()  # an idle engine was silent with good reason
         self._streams.add(request_id, stream)
 
     def is_live(self, request_id: str) -> bool:
@@ -195,8 +180,7 @@ class Session(AnySession):
     def drop(self, request_id: str, *, stopped: bool = False) -> None:
         """Abort a request at once: its sink gets no more events. `stopped` is as for abort()."""
         with self._lock:
-            self._outgoing += self._streams.drop(request_id, stopped=stopped, has_engine=self._lost is None)
-            self._wakeup.set()
+            self._link.post(*self._streams.drop(request_id, stopped=stopped, has_engine=self._lost is None))
 
     def release(self) -> dict[str, OpenStream]:
         """Give up the streams that have not ended, if there is no engine for them; others may adopt() them."""
@@ -223,14 +207,14 @@ class Session(AnySession):
     def fail(self, reason: str) -> None:
         """Report from outside that the engine has ended and no other takes its place, which ends every stream."""
         with self._lock:
-            self._reported_end = reason
-            self._wakeup.set()
+            self._link.reported_end = reason
+            self._link.wakeup.set()
 
     def close(self) -> None:
         """Abort what is in flight, end its streams, and close the connection."""
         with self._lock:
             self._closing = True
-            self._wakeup.set()
+            self._link.wakeup.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -252,9 +236,7 @@ class Session(AnySession):
 
     def _post(self, message: FromClient) -> None:
         """Send a message, to the engine that is there now. One that comes later is sent what has not ended."""
-        if self._lost is None:
-            self._outgoing.append(message)
-        self._wakeup.set()
+        self._link.post(*(() if self._lost is not None else (message,)))
 
     # ---- the session's own thread
 
@@ -269,52 +251,20 @@ class Session(AnySession):
             logger.exception("the session with the engine failed")
             self._die(EngineError(f"the client failed: {error!r}"))
         finally:
-            self._connection.close()
             with self._lock:
-                self._wakeup.close()
+                self._link.close()
 
     def _serve(self) -> None:
         """Send and receive until the engine is lost."""
-        watched = poller(self._connection, self._wakeup)
         while not self._closing and self._dead is None and self._lost is None:
-            watched.poll(_BUSY_POLL_MS if self._outgoing else _IDLE_POLL_MS)
-            self._wakeup.clear()
-            self._send_queued()
+            self._link.wait()
+            self._link.send_posted()
             self._receive()
             self._check()
 
-    def _send_queued(self) -> None:
-        while self._outgoing:
-            if self._connection.send(client_to_engine.encode(self._outgoing[0])) is Delivery.BUSY:
-                return
-            self._outgoing.popleft()
-
     def _receive(self) -> None:
-        while self._lost is None and (payload := self._connection.recv()) is not None:
-            self._silence.end()
-            try:
-                message: ToClient = engine_to_client.decode(payload)
-            except ProtocolError as error:
-                self.num_malformed += 1
-                logger.warning("dropped from the engine (%d so far): %s", self.num_malformed, error)
-                continue
+        while self._lost is None and (message := self._link.receive()) is not None:
             self._handle(message)
-
-    def _all_handlers(self) -> dict[type, list[Callable[[Any], None]]]:
-        """Map each kind of message to its handlers, those of features first."""
-        handlers: dict[type, list[Callable[[Any], None]]] = {}
-        own: Mapping[type, Callable[[Any], None]] = {
-            api.OutputBatch: self._on_outputs,
-            **dict.fromkeys(ANSWERS, self._on_answer),
-            api.Dying: self._on_dying,
-            api.Recovering: self._on_recovery,
-            api.Recovered: self._on_recovery,
-            api.Refused: self._on_refused,
-        }
-        for some in (*(feature.handlers() for feature in self._features), own):
-            for kind, handler in some.items():
-                handlers.setdefault(kind, []).append(handler)
-        return handlers
 
     def _handle(self, message: ToClient) -> None:
         if isinstance(message, _OF_AN_EPOCH) and message.epoch != self.welcome.epoch:
@@ -327,14 +277,8 @@ class Session(AnySession):
         """Call each sink once, with the events that this message holds for it."""
         with self._lock:
             events, aborts = self._streams.take(message.outputs, has_engine=self._lost is None)
-            self._outgoing += aborts
+            self._link.post(*aborts)
         self._deliver(events)
-
-    def _on_answer(self, message: Any) -> None:
-        with self._lock:
-            future = self._answers.awaited(message)
-        if future is not None and future.set_running_or_notify_cancel():
-            future.set_result(message)
 
     def _on_dying(self, message: api.Dying) -> None:
         if message.is_final:
@@ -342,22 +286,20 @@ class Session(AnySession):
         else:
             self._lose(message.reason)
 
-    def _on_recovery(self, message: api.Recovering | api.Recovered) -> None:
-        self._replacing = message.reason if isinstance(message, api.Recovering) else None
-        self.on_change(self)
-
     def _on_refused(self, message: api.Refused) -> None:
         """It was restarted and does not know this client."""
         self._lose(f"the engine at {self.address} was restarted and refused us: {message.reason}")
 
     def _check(self) -> None:
-        if self._connection.lost() or self._reported_end is not None:
+        """Notice that the connection is lost, that the engine's end was reported, or that it owes us and is silent."""
+        if self._link.lost() or self._link.reported_end is not None:
             self._receive()  # what was sent before the end counts
-            if self._reported_end is not None:
-                self._die(EngineDeadError(f"the engine died: {self._reported_end}"))
+            if self._link.reported_end is not None:
+                self._die(EngineDeadError(f"the engine died: {self._link.reported_end}"))
             elif self._dead is None and self._lost is None:
-                self._lose(f"the engine died: {self._reason_of_death()}")
-        silent_s = self._silence.seconds()
+                reason = None if self._may_recover else self._link.await_end()
+                self._lose(f"the engine died: {reason or f'it closed its connection at {self.address}'}")
+        silent_s = self._link.silence.seconds()
         if self._streams and silent_s > self._heartbeat_timeout_s:
             self._lose(f"the engine at {self.address} has been silent for {silent_s:.0f} s")
 
@@ -368,37 +310,36 @@ class Session(AnySession):
         with self._lock:
             if self._dead is not None or self._lost is not None:
                 return
-            self._lost, self._replacing = reason, None
+            self._lost = reason
             # All that is open is sent again, and what was dropped ends without an engine.
-            self._outgoing.clear()
+            self._link.discard_posted()
             self._streams.forget_dropped()
-            questions = self._answers.take_all()
         logger.warning("%s; looking for the one that takes its place", reason)
-        fail_all(questions, self._no_answer(reason))
+        for feature in self._features:
+            feature.lost(self._no_answer(reason))
         self.on_change(self)
 
     def _recover(self, reason: str) -> None:
         """Look for another engine and send it all that has not ended; meanwhile, end what is aborted or late."""
-        self._connection.close()
+        self._link.disconnect()
         with closing(EngineSearch(self._place, self.welcome.model, reason, self._recovery_timeout_s)) as search:
             found = None
             while found is None:
                 self._end_here()
-                end = self._reported_end or (self._alive() if self._alive is not None else None)
-                if end is not None:
+                if (end := self._link.end()) is not None:
                     self._die(EngineDeadError(f"the engine died: {end}"))
                 if self._closing or self._dead is not None:
                     return
                 try:
-                    found = search.step(self._wakeup)
+                    found = search.step(self._link.wakeup)
                 except EngineDeadError as error:
                     self._die(error)
                     return
-        self._connection, self._welcome = found
-        self._silence.end()
+        connection, self._welcome = found
+        self._link.attach(connection)
         with self._lock:
             for feature in self._features:
-                self._outgoing += feature.again(self.welcome)
+                self._link.post(*feature.again(self.welcome))
         self._send_again()
 
     def _end_here(self) -> None:
@@ -411,28 +352,18 @@ class Session(AnySession):
         """Start in the new engine what has not ended, in the order in which it was submitted."""
         with self._lock:  # one lock for all of it: an abort either ends here or follows its Generate
             messages, ended = self._streams.again()
-            self._outgoing += messages
+            self._link.post(*messages)
             logger.info("an engine serves at %s again; %d requests go on", self.address, len(messages))
             self._lost = None
         self._deliver(by_sink(ended))
         self.on_change(self)
 
-    def _reason_of_death(self) -> str:
-        """Find out why the connection was lost. The process that watches the engine may know a moment later."""
-        deadline_s = time.monotonic() + (0.0 if self._may_recover else REASON_S)
-        while self._alive is not None and time.monotonic() < deadline_s:
-            reason = self._reported_end or self._alive()
-            if reason is not None:
-                return reason
-            time.sleep(0.01)
-        return f"it closed its connection at {self.address}"
-
     def _leave(self) -> None:
         """Abort what runs in the engine and end every stream."""
         if self._lost is None:
             with self._lock:
-                self._outgoing += self._streams.aborts()
-            self._send_queued()
+                self._link.post(*self._streams.aborts())
+            self._link.send_posted()
         self._die(EngineError("the client was closed"))
 
     # ---- streams
@@ -452,13 +383,13 @@ class Session(AnySession):
             if self._dead is not None:
                 return
             self._dead = error
-            questions = self._answers.take_all()
         self.on_change(self)
         with self._lock:
             streams = self._streams.end_all()
         failures = [(stream, [StreamFailure(name, copy_of(error))]) for name, stream in streams.items()]
         self._deliver(by_sink(failures))
-        fail_all(questions, error)
+        for feature in self._features:
+            feature.lost(error)
 
     @property
     def _may_recover(self) -> bool:

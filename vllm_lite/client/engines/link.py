@@ -1,0 +1,107 @@
+"""SessionLink: a session's connection to the engine that serves it now, and the reason for which that engine ended."""
+
+import time
+from collections import deque
+
+from vllm_lite.client.engines.connection import REASON_S, Alive
+from vllm_lite.errors import ProtocolError
+from vllm_lite.protocol.api import FromClient, ToClient
+from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.runtime import log
+from vllm_lite.runtime.silence import Silence
+from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.transport import Connection, Delivery
+from vllm_lite.transport.interface import poller
+
+_IDLE_POLL_MS = 1000
+_BUSY_POLL_MS = 5
+_MOST_APART_S = 3.0  # it looks once a second at least
+
+logger = log.get(__name__)
+
+
+class SessionLink:
+    """Any thread may post messages, under the session's lock. The session's thread alone sends and receives."""
+
+    def __init__(self, connection: Connection, alive: Alive | None) -> None:
+        self.wakeup = Wakeup()
+        self.silence = Silence(_MOST_APART_S)
+        self.num_malformed = 0
+        """The messages of all engines that could not be decoded."""
+        self.reported_end: str | None = None
+        """Why the engine ended for good, as somebody else noticed."""
+        self._alive = alive
+        self._posted: deque[FromClient] = deque()
+        self._attach(connection)
+
+    def attach(self, connection: Connection) -> None:
+        """Go on with another engine."""
+        self._attach(connection)
+        self.silence.end()
+
+    def _attach(self, connection: Connection) -> None:
+        self._connection = connection
+        self._watched = poller(connection, self.wakeup)
+
+    @property
+    def num_posted(self) -> int:
+        """The messages that have not been sent."""
+        return len(self._posted)
+
+    def post(self, *messages: FromClient) -> None:
+        """Queue messages for the engine, and wake the session's thread."""
+        self._posted += messages
+        self.wakeup.set()
+
+    def discard_posted(self) -> None:
+        self._posted.clear()
+
+    def wait(self) -> None:
+        """Wait for a message of the engine, for the wakeup, or for a second; a moment only while messages are queued.
+
+        The wakeup is cleared."""
+        self._watched.poll(_BUSY_POLL_MS if self._posted else _IDLE_POLL_MS)
+        self.wakeup.clear()
+
+    def send_posted(self) -> None:
+        """Send the queued messages, as many as the engine takes now."""
+        while self._posted:
+            if self._connection.send(client_to_engine.encode(self._posted[0])) is Delivery.BUSY:
+                return
+            self._posted.popleft()
+
+    def receive(self) -> ToClient | None:
+        """Return the engine's next message, None if there is none. Those that cannot be decoded are dropped."""
+        while (payload := self._connection.recv()) is not None:
+            self.silence.end()
+            try:
+                message: ToClient = engine_to_client.decode(payload)
+            except ProtocolError as error:
+                self.num_malformed += 1
+                logger.warning("dropped from the engine (%d so far): %s", self.num_malformed, error)
+            else:
+                return message
+        return None
+
+    def lost(self) -> bool:
+        """Whether the engine's end of the connection has gone."""
+        return self._connection.lost()
+
+    def end(self) -> str | None:
+        """Why the engine ended for good; None while it runs or may be replaced, as far as is known."""
+        return self.reported_end or (self._alive() if self._alive is not None else None)
+
+    def await_end(self) -> str | None:
+        """Return end() of an engine whose connection was lost: the process that watches it may know a moment later."""
+        deadline_s = time.monotonic() + REASON_S
+        while (reason := self.end()) is None and self._alive is not None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return reason
+
+    def disconnect(self) -> None:
+        """Close the connection. Messages may still be posted."""
+        self._connection.close()
+
+    def close(self) -> None:
+        self._connection.close()
+        self.wakeup.close()
