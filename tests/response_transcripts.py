@@ -29,8 +29,8 @@ from tests.call_writers import (
     tagged,
     thinks,
 )
+from vllm_lite.client.text.response.events import CallDelta, Event, OutputPiece, ReasoningDelta
 from vllm_lite.client.text.response.parser import ResponseParser
-from vllm_lite.client.text.response.pieces import CallDelta, Event, OutputPiece, ReasoningDelta
 from vllm_lite.client.text.response.template import Format
 
 Part = tuple[str, Any]
@@ -90,7 +90,7 @@ MESSAGES: dict[str, list[Part]] = {
 
 @dataclass(frozen=True)
 class Writer:
-    """How one format is written. `names` are those of its parsers for calls and for reasoning."""
+    """Writer of one format. `names` are those of its parsers for calls and for reasoning."""
 
     names: tuple[str | None, str | None]
     tokens: tuple[str, ...]
@@ -360,7 +360,7 @@ WRITERS: dict[str, Writer] = {
 
 @dataclass
 class Message:
-    """What all events of an output make together, and the order in which: text, or the number of a call."""
+    """Message that all events of an output make together, and their order: text, or the number of a call."""
 
     reasoning: str
     content: str

@@ -1,4 +1,4 @@
-"""What is kept of a compilation: the whole cubin although CuPy drops its last byte, or PTX for a newer device."""
+"""Kept results of a compilation: the whole cubin although CuPy drops its last byte, or PTX for a newer device."""
 
 import logging
 import sys
@@ -10,8 +10,7 @@ import pytest
 
 from tests.kernels import nvrtc
 from vllm_lite.kernels.cuda.compiler import CudaSource, KernelError, read_sources, target_of
-from vllm_lite.kernels.cuda.cupy_launcher import CupyNvrtc
-from vllm_lite.kernels.cuda.elf import elf_size, whole_cubin
+from vllm_lite.kernels.cuda.cupy_launcher import CupyNvrtc, elf_size, whole_cubin
 
 needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason="needs cuda-bindings and nvidia-cuda-nvrtc")
 ARCHES = (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)

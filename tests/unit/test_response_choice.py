@@ -1,4 +1,4 @@
-"""Which format is chosen: by the chat template, then the vocabulary, then the architecture."""
+"""Choice of a format: by the chat template, then the vocabulary, then the architecture."""
 
 # ruff: noqa: RUF001 - DeepSeek's literals have such letters
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.response_transcripts import MESSAGES, TOOLS, WRITERS, Message, ids_of, pieces_of, read
 from vllm_lite.client.text.response import shipped
+from vllm_lite.client.text.response.events import CallDelta
 from vllm_lite.client.text.response.parser import ResponseParser
-from vllm_lite.client.text.response.pieces import CallDelta
 from vllm_lite.client.text.response.template import Format
 
 NUM_CHUNKINGS = 6

@@ -10,9 +10,9 @@ import pytest
 from tests.response_transcripts import TOOLS, pieces_of, read
 from vllm_lite.client.text.response import template as template_module
 from vllm_lite.client.text.response.choose import choose, thinking_of
+from vllm_lite.client.text.response.events import Event, OutputPiece, ReasoningDelta, TextDelta
 from vllm_lite.client.text.response.json_value import JsonValue, Malformed
 from vllm_lite.client.text.response.parser import ResponseParser
-from vllm_lite.client.text.response.pieces import Event, OutputPiece, ReasoningDelta, TextDelta
 from vllm_lite.client.text.response.shipped import compose, descriptions, names_of
 from vllm_lite.client.text.response.template import read_template
 from vllm_lite.client.text.tokenizer import Tokenizer
@@ -128,7 +128,7 @@ def test_calls_in_other_words(body: str, arguments: str) -> None:
     ],
 )
 def test_content_that_begins_like_a_call(name: str, text: str) -> None:
-    """Where no token opens a call, one has to be sure; behind other text there are none."""
+    """Without a token that opens a call, its beginning has to be certain; after other text there are no calls."""
     assert whole(text, compose(name, None, {})) == ("", text, [])
 
 

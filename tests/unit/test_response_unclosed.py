@@ -9,8 +9,8 @@ import pytest
 from tests.response_transcripts import TOOLS, WRITERS, Message, ids_of, pieces_of, read
 from vllm_lite.client.text.response import parser as parser_module
 from vllm_lite.client.text.response import shipped, unclosed
+from vllm_lite.client.text.response.events import ReasoningDelta
 from vllm_lite.client.text.response.parser import ResponseParser
-from vllm_lite.client.text.response.pieces import ReasoningDelta
 from vllm_lite.client.text.response.template import Format
 
 # A call of Muse Glimmer begins in the header of a message, which reasoning that nothing closes does not reach.

@@ -12,7 +12,7 @@ import pytest
 from tests.client_tools import AGENTS, ANY_ITEM, DEEP, PATCH, SEARCH
 from tests.response_events import check_stream, checked, events_of
 from vllm_lite.client.outputs import CompletionOutput
-from vllm_lite.client.text.response.pieces import CallDelta
+from vllm_lite.client.text.response.events import CallDelta
 from vllm_lite.server.openai.bodies import warned
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Spelling

@@ -1,4 +1,4 @@
-"""What writers of other dialects make of content, reasoning and calls; bodies as chats; errors by their path."""
+"""Content, reasoning and calls written by other dialects; bodies as chats; errors by their path."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from vllm_lite.client.outputs import CompletionOutput, RequestMetrics
-from vllm_lite.client.text.response.pieces import CallDelta, Event, ReasoningDelta, TextDelta
+from vllm_lite.client.text.response.events import CallDelta, Event, ReasoningDelta, TextDelta
 from vllm_lite.server.http.dialects import REQUEST_ID, Dialects
 from vllm_lite.server.messages import errors as messages_errors
 from vllm_lite.server.messages.answers import MessageWriter

@@ -17,7 +17,7 @@ from tests.unit.resumable_stage import Stage, events_in, settle
 from vllm_lite.client.streams.sample import Cursor
 from vllm_lite.client.streams.stream import StreamFactory
 from vllm_lite.client.text.detokenizer import Mark
-from vllm_lite.client.text.response.pieces import CallDelta, OutputPiece
+from vllm_lite.client.text.response.events import CallDelta, OutputPiece
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import Finished, TokenLogprobs, Tokens, Welcome
 from vllm_lite.protocol.params import SamplingParams
@@ -102,7 +102,7 @@ async def say(stage: ParsedStage, ids: Sequence[int], cuts: Sequence[int], reaso
 
 
 def message_of(chunks: Sequence[str], index: int = 0) -> dict[str, Any]:
-    """What a client has made of the chunks of one choice."""
+    """Join the chunks of one choice as a client does."""
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": [], "scores": 0, "usage": None}
     for each in chunks:
         if each == "[DONE]":

@@ -14,7 +14,7 @@ import pytest
 
 from tests.response_events import check_stream, events_of
 from vllm_lite.client.outputs import CompletionOutput
-from vllm_lite.client.text.response.pieces import CallDelta, Event, ReasoningDelta, TextDelta
+from vllm_lite.client.text.response.events import CallDelta, Event, ReasoningDelta, TextDelta
 from vllm_lite.errors import ConfigError
 from vllm_lite.server.openai.bodies import Part
 from vllm_lite.server.openai.errors import ApiError

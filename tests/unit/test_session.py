@@ -8,6 +8,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, FakeEngine, Sink, session_with, settle, start, welcome
 from vllm_lite.client.engines.connection import EngineAddress
+from vllm_lite.client.engines.link import Silence
 from vllm_lite.client.engines.session import Session
 from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError, ProtocolError, RequestError
@@ -30,7 +31,6 @@ from vllm_lite.protocol.api import (
 from vllm_lite.protocol.codec import engine_to_client
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.runtime.silence import Silence
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery
 

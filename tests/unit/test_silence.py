@@ -1,6 +1,6 @@
 """Silence counts the time in which this process ran."""
 
-from vllm_lite.runtime.silence import Silence
+from vllm_lite.client.engines.link import Silence
 
 
 class Clock:

@@ -11,7 +11,7 @@ import torch
 
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels import gguf_small_blocks as small
-from vllm_lite.kernels.gguf_parts import BlockParts, half, nibbles
+from vllm_lite.kernels.gguf_small_blocks import BlockParts, half, nibbles
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, UINT8, GroupedWeight
 
 IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)

@@ -21,9 +21,8 @@ from torch.distributed import Work
 
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.errors import RankLostError
-from vllm_lite.parallel.columns import own_part, place_parts
 from vllm_lite.parallel.communicator import OneStage
-from vllm_lite.parallel.process_group import LOOPBACK, ProcessGroup, gloo_group
+from vllm_lite.parallel.process_group import LOOPBACK, ProcessGroup, gloo_group, own_part, place_parts
 from vllm_lite.parallel.rendezvous import GroupEnd, Rendezvous
 from vllm_lite.process_settings import WorkerGroup
 

@@ -31,9 +31,8 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from vllm_lite.errors import ConfigError, RankLostError
-from vllm_lite.parallel.columns import own_part, place_parts
 from vllm_lite.parallel.communicator import Communicator, OneStage
-from vllm_lite.parallel.process_group import ProcessGroup, check_nccl, nccl_group
+from vllm_lite.parallel.process_group import ProcessGroup, check_nccl, nccl_group, own_part, place_parts
 from vllm_lite.parallel.rendezvous import GroupEnd, Rendezvous
 from vllm_lite.process_settings import WorkerGroup
 from vllm_lite.runtime import log

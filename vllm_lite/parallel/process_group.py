@@ -1,7 +1,8 @@
 """The two process groups of torch.distributed. On one host what they listen on is the loopback interface, on several
 the address of each.
 
-They are made without torch's default group, of which a process has one, so ranks may be threads of one process.
+They are made without torch's default group, of which a process has one, so ranks may be threads of one process. Their
+gathers know equal parts only: `own_part` and `place_parts` pad columns of different widths.
 """
 
 import os
@@ -72,3 +73,19 @@ def nccl_group(
     group = ProcessGroupNCCL(store, shard.rank, shard.world, options)
     group.eager_connect_single_device(device)
     return cast("ProcessGroup", group)
+
+
+def own_part(x: torch.Tensor, widths: tuple[int, ...], rank: int) -> torch.Tensor:
+    """The columns of x [n, sum of widths] that `rank` has filled, as [n, widest]; what is behind them is undefined."""
+    start = sum(widths[:rank])
+    part = torch.empty(x.shape[0], max(widths), dtype=x.dtype, device=x.device)
+    part[:, : widths[rank]].copy_(x[:, start : start + widths[rank]])
+    return part
+
+
+def place_parts(parts: torch.Tensor, x: torch.Tensor, widths: tuple[int, ...]) -> None:
+    """Copy `parts` [world, n, widest] to where they belong in x [n, sum of widths]."""
+    start = 0
+    for part, width in zip(parts, widths, strict=True):
+        x[:, start : start + width].copy_(part[:, :width])
+        start += width

@@ -4,9 +4,8 @@
 
 app.py       build_app(): the two deployments and their options, for `serve run`
 config.py    RayServeConfig: an engine's settings, the HTTP server's, and replicas; how many there should be
-http.py      HttpReplica: the HTTP application in a replica of its own, which holds the streams
+http.py      HttpReplica: the HTTP application in a replica of its own, which holds the streams; its way to the engine's
 session.py   ServeSession: the application's session; a stream whose replica dies goes on in another
-replicas.py  the replicas of the engine, as that session reaches them: through a handle of Serve
 engine.py    EngineReplica: an engine with its own workers, its health, what its cache holds
 catch_up.py  what a replica that starts later takes over of the others: adapters, weights, a sleep or a pause
 broadcast.py  calls all replicas at once, and has what answers in time

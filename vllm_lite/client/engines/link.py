@@ -2,16 +2,42 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from vllm_lite.client.engines.connection import REASON_S, Alive
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol.api import FromClient, ToClient
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import log
-from vllm_lite.runtime.silence import Silence
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery
 from vllm_lite.transport.interface import poller
+
+
+class Silence:
+    """Time for which the engine has not been heard, counted while this process ran: `docker pause`, or a host that
+    stops its guests, stops both at once, and a silence of that time means nothing.
+
+    It begins with being made. Looks that are further apart than `most_apart_s` mean that this process did not run."""
+
+    def __init__(self, most_apart_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most_apart_s = most_apart_s
+        self._clock = clock
+        self._heard_s = self._looked_s = clock()
+
+    def end(self) -> None:
+        """It was heard, or there was nothing that it had to say. Any thread may call this."""
+        self._heard_s = self._looked_s = self._clock()
+
+    def seconds(self) -> float:
+        """Look. Of the time since the last look `most_apart_s` count at the most."""
+        now_s = self._clock()
+        absent_s = now_s - self._looked_s - self._most_apart_s
+        if absent_s > 0:
+            self._heard_s = min(self._heard_s + absent_s, now_s)  # end() may have come meanwhile
+        self._looked_s = now_s
+        return now_s - self._heard_s
+
 
 _IDLE_POLL_MS = 1000
 _BUSY_POLL_MS = 5

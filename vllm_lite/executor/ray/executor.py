@@ -3,18 +3,61 @@
 All else is MultiprocExecutor's: the workers are the same processes, and speak the same protocol.
 """
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import ray
 
 from vllm_lite.checkpoint.shard import num_ranks
 from vllm_lite.config import ResolvedConfig
+from vllm_lite.errors import ConfigError
 from vllm_lite.executor.meeting_place import MeetingPlace
 from vllm_lite.executor.multiproc import MultiprocExecutor, WorkerTcp
-from vllm_lite.executor.ray import cluster
 from vllm_lite.executor.ray.ranks import RankStart, RemoteChild, RemoteRanks
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.runtime.supervise import remove_dir
 from vllm_lite.transport import Tcp
 from vllm_lite.transport.keys import make_client_keys, make_engine_keys
+
+NAMESPACE = "vllm_lite"
+
+
+def connect() -> str:
+    """Connect to the cluster that RAY_ADDRESS names, or the one of this machine. Returns this node's address there.
+
+    Raises ConfigError if there is none.
+    """
+    with _own_signals():
+        if not ray.is_initialized():
+            try:
+                ray.init(
+                    address="auto",
+                    namespace=NAMESPACE,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    logging_level="warning",
+                )
+            except ConnectionError as error:
+                raise ConfigError(
+                    f"distributed_executor_backend is ray, and there is no Ray cluster: {error}; run `ray start "
+                    "--head` here, or set RAY_ADDRESS"
+                ) from error
+        return str(ray.util.get_node_ip_address())
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray sets handlers of its own, which would end the process in the middle of its work."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 class RayExecutor(MultiprocExecutor):
@@ -22,7 +65,7 @@ class RayExecutor(MultiprocExecutor):
 
     def __init__(self, config: ResolvedConfig, address: str, generation: int, worker_module: str, folder: str) -> None:
         """`folder` is to be made, for keys that this group alone has. Raises ConfigError if there is no cluster."""
-        host = cluster.connect()
+        host = connect()
         self._folder = Path(folder)
         make_engine_keys(self._folder)
         self._remote: RemoteRanks | None = None

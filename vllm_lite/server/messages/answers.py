@@ -6,7 +6,7 @@ import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.text.response.arguments import arguments_of
-from vllm_lite.client.text.response.pieces import CallDelta, Event, ReasoningDelta, TextDelta
+from vllm_lite.client.text.response.events import CallDelta, Event, ReasoningDelta, TextDelta
 from vllm_lite.server.calls.call import Call, Choice
 from vllm_lite.server.messages import errors
 from vllm_lite.server.openai.errors import ApiError

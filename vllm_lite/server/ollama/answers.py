@@ -8,7 +8,7 @@ import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.text.response.arguments import arguments_of
-from vllm_lite.client.text.response.pieces import CallDelta, TextDelta
+from vllm_lite.client.text.response.events import CallDelta, TextDelta
 from vllm_lite.server.calls.call import Call, Choice
 from vllm_lite.server.ollama import errors
 from vllm_lite.server.openai import logprobs

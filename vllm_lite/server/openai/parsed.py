@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
-from vllm_lite.client.text.response.pieces import CallDelta, Event, ReasoningDelta, TextDelta
+from vllm_lite.client.text.response.events import CallDelta, Event, ReasoningDelta, TextDelta
 from vllm_lite.server.openai.chunks import AnswerWriter, ChatWriter, writer
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.logprobs import Spelling

@@ -9,8 +9,8 @@ import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.text.response.arguments import arguments_of
+from vllm_lite.client.text.response.events import CallDelta, Event, OutputPiece, ReasoningDelta, TextDelta
 from vllm_lite.client.text.response.parser import ResponseParser
-from vllm_lite.client.text.response.pieces import CallDelta, Event, OutputPiece, ReasoningDelta, TextDelta
 from vllm_lite.protocol.structured import Thinking
 
 _LETTERS = string.ascii_letters + string.digits

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
-from vllm_lite.client.text.response.pieces import CallDelta, ReasoningDelta, TextDelta
+from vllm_lite.client.text.response.events import CallDelta, ReasoningDelta, TextDelta
 from vllm_lite.server.openai.logprobs import AnySpelling, Candidates, candidate, likeliest
 from vllm_lite.server.openai.parsing import MessageParser
 from vllm_lite.server.responses.called import WrittenCall

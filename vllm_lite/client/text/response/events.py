@@ -1,6 +1,45 @@
-"""Events: what is certain of an output, in the order in which it was written."""
+"""Pieces of an output, and the events of its message: each is certain, in the order in which it was written."""
 
-from vllm_lite.client.text.response.pieces import CallDelta, Event, ReasoningDelta, TextDelta
+from typing import NamedTuple
+
+import msgspec
+
+
+class OutputPiece(NamedTuple):
+    """A part of an output: ordinary text of any length, or one added token of the vocabulary and how it is spelled.
+
+    The text of an added token matches a literal of a format; ordinary text that only spells it does not.
+    """
+
+    text: str
+    token_id: int | None = None
+
+
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
+    """More of the reasoning."""
+
+    text: str
+
+
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
+    """More of the content."""
+
+    text: str
+
+
+class CallDelta(msgspec.Struct, frozen=True, gc=False):
+    """More of the call `index`: its name once, in the first event of the call, then parts of its arguments.
+
+    The parts of a complete call concatenate to one JSON object.
+    """
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+Event = ReasoningDelta | TextDelta | CallDelta
+"""More of a message. Events are in the order in which the model wrote them."""
 
 
 class Events:
@@ -48,3 +87,44 @@ class Events:
         elif text or self._name is not None:
             self._events.append(CallDelta(self._index, self._name, text))
             self._name = None
+
+
+class Flow:
+    """The text of a field that streams, without the white space at both ends of the whole.
+
+    Adds the parts of one text to `events`. `is_blank` until it has something else than white space."""
+
+    def __init__(self, events: Events, kind: type[ReasoningDelta] | type[TextDelta]) -> None:
+        self.is_blank = True
+        self._events = events
+        self._kind = kind
+        self._space = ""  # read, and added as soon as something follows it
+        self._join: str | None = None  # stands between two parts instead of the white space there
+
+    def begin(self, join: str | None) -> None:
+        """A new region begins; `join` stands between it and the text before."""
+        if join is not None and not self.is_blank:
+            self._join, self._space = join, ""
+
+    def write(self, text: str, *, strip: bool = True) -> None:
+        """Add `text`, of which white space at the end waits. Without `strip` all of it is added as it is."""
+        if not text:
+            return
+        if not strip:
+            self._events.add_text(self._kind, self._space + text)
+            self._space = ""
+            self.is_blank = self.is_blank and text.isspace()
+            return
+        if text.isspace():
+            if not self.is_blank and self._join is None:
+                self._space += text
+            return
+        if self.is_blank or self._join is not None:
+            text = text.lstrip()
+        kept = text.rstrip()
+        self._events.add_text(self._kind, self._space + (self._join or "") + kept)
+        self._space, self._join, self.is_blank = text[len(kept) :], None, False
+
+    def forget_space(self) -> None:
+        """Drop the white space at the end of the text so far, which belongs to the prompt."""
+        self._space = ""

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from vllm_lite.client.text.response.pieces import OutputPiece
+from vllm_lite.client.text.response.events import OutputPiece
 
 FIRST_MARK, LAST_MARK = 0xD800, 0xDFFF
 _SURROGATES = re.compile(r"[\ud800-\udfff]")

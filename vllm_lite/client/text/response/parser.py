@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_lite.client.text.response.calls import CallReader, CallSink, Rejected
-from vllm_lite.client.text.response.events import Events
-from vllm_lite.client.text.response.flow import Flow
-from vllm_lite.client.text.response.pieces import Event, OutputPiece, ReasoningDelta, TextDelta
+from vllm_lite.client.text.response.events import Event, Events, Flow, OutputPiece, ReasoningDelta, TextDelta
 from vllm_lite.client.text.response.readers import reader_of
 from vllm_lite.client.text.response.scan import Found, Scanner, WatchedMark, message_begun, scanner
 from vllm_lite.client.text.response.template import Field, Format

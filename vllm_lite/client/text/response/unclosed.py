@@ -8,7 +8,7 @@ from collections.abc import Container
 from typing import Protocol
 
 from vllm_lite.client.text.response.arguments import arguments_of
-from vllm_lite.client.text.response.pieces import CallDelta, Event
+from vllm_lite.client.text.response.events import CallDelta, Event
 
 MAX_TAIL_CHARS = 131_072
 """A longer one is reasoning, and so is all that follows."""
