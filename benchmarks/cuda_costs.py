@@ -1,4 +1,4 @@
-"""What steps cost the host of a GPU, and what they launch: tables for docs/kernels.md. Needs no GPU.
+"""Costs of steps on the host of a GPU, and their launches: tables for docs/kernels-inside.md. Needs no GPU.
 
     python benchmarks/cuda_costs.py              # launches, blocks, bytes copied, microseconds of the host for a layer
     python benchmarks/cuda_costs.py --steps      # launches and microseconds of whole steps of a worker
@@ -161,7 +161,7 @@ def cost_of(name: str) -> str:
 
 
 def decoded_tokens(work: SplitList) -> int:
-    """How many tokens' K and V decode kernels read, from wherever they come."""
+    """Number of tokens whose K and V decode kernels read, from wherever they come."""
     num_splits, num_shared = work.splits[0, :2].tolist()
     entries = work.splits[1 : 1 + num_splits].numpy()[:, 2:]
     if num_shared and work.cascade is not None:
@@ -220,15 +220,15 @@ def needs(source: str, name: str) -> list[tuple[int, int, int]]:
 
 
 def recorded() -> dict[str, list[tuple[int, int, int]]]:
-    """What `needs` gave when RECORD was written, by the short name of the kernel."""
+    """Read the result of `needs` when RECORD was written, by the short name of the kernel."""
     rows = re.findall(r"^\| `([^`]+)` \|(.*)\|$", RECORD.read_text(), re.MULTILINE)
     found = {name: re.findall(r"(\d+) \((\d+); (\d+)\)", cells) for name, cells in rows}
     return {name: [(int(a), int(b), int(c)) for a, b, c in cells] for name, cells in found.items() if cells}
 
 
 def compare(chosen: Sequence[tuple[str, str]]) -> list[str]:
-    """What these kernels need that RECORD has not, a line each: more registers, by more than two, or any more bytes
-    spilled or shared."""
+    """List the needs of these kernels that RECORD has not, a line each: more registers, by more than two, or any more
+    bytes spilled or shared."""
     known, said = recorded(), []
     for source, name in chosen:
         for arch, now, before in zip(ARCHES, needs(source, name), known[short(name)], strict=True):
@@ -241,7 +241,7 @@ def compare(chosen: Sequence[tuple[str, str]]) -> list[str]:
 
 
 class NullGraph:
-    """What was captured; to replay it is one launch."""
+    """The captured launches; to replay them is one launch."""
 
     replays = 0
 

@@ -8,7 +8,7 @@
 //   - results that depend on the order of warps, lanes or blocks (`order_seed` of the launch shuffles them);
 //   - vector accesses through load_as / store_as / load_stream that are not aligned;
 //   - arguments whose types differ from the kernel's parameters (the signature is exported beside each kernel).
-// What it cannot show is listed in docs/kernels.md.
+// What it cannot show is listed in docs/kernels-inside.md.
 #pragma once
 #include <climits>
 #include <cmath>
