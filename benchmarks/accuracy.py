@@ -1,4 +1,4 @@
-"""How far each way of storing and multiplying weights is from the exact model, on real models and beside llama.cpp.
+"""Distance of each way of storing and multiplying weights from the exact model, on real models and beside llama.cpp.
 
     python benchmarks/accuracy.py [--models smollm2 gemma3-270m] [--forms file dense off-grid] [--ways int8 ...]
         [--llama-python VENV/bin/python] [--work DIR] [--out FILE.json]
@@ -55,7 +55,7 @@ MODELS = {
 
 
 class Way(NamedTuple):
-    """How we compute a model."""
+    """A way to compute a model."""
 
     dtype: torch.dtype = torch.bfloat16
     quantization: Quantization | None = None

@@ -1,4 +1,4 @@
-"""What HTTP costs: the same streams over the engine's own socket and over HTTP, in turns, against one server.
+"""Cost of HTTP: the same streams over the engine's own socket and over HTTP, in turns, against one server.
 
     python benchmarks/http_overhead.py --out benchmarks/results/http-cpu.json
 

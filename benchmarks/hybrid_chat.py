@@ -46,7 +46,7 @@ SMALL = LARGE | {
 
 @dataclass(frozen=True)
 class Turn:
-    """What an engine made of a prompt: seconds to the first token, prompt tokens it did not compute, all tokens."""
+    """Result of a prompt: seconds to the first token, prompt tokens it did not compute, all tokens."""
 
     first_s: float
     num_cached: int

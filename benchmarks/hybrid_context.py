@@ -1,4 +1,4 @@
-"""What a decoded token costs behind contexts of different lengths: flat where layers keep a state, else growing.
+"""Cost of a decoded token after contexts of different lengths: flat where layers keep a state, else growing.
 
     python benchmarks/hybrid_context.py --lengths 1024 4096 16384 32768
 

@@ -1,4 +1,4 @@
-"""How fast this machine could serve a workload of peers.py at the most: what any engine's figure is to be held against.
+"""Limits of this machine for a workload of peers.py: the figures to compare any engine's with.
 
 A step multiplies by weights, then attends. Each takes the time of its arithmetic, at the speed of products in
 registers, or that of its bytes, at the speed of reading memory, whichever is longer. Faster could be what a cache
@@ -54,7 +54,7 @@ class Machine:
 
 
 class Shape:
-    """What a token costs in a Llama with `dtype`'s weights."""
+    """Cost of a token in a Llama with `dtype`'s weights."""
 
     def __init__(self, config: dict[str, Any], dtype: str, machine: Machine) -> None:
         heads, kv_heads, layers, hidden, inner, vocab = (int(config[field]) for field in FIELDS)

@@ -42,7 +42,7 @@ STARTUP_ROUNDS = 4
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """How an engine's runner is started; its common arguments are appended."""
+    """Command that starts an engine's runner; its common arguments are appended."""
 
     command: list[str]
     env: dict[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class EngineCommand:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one call of a runner measures. The result lies in DIR/runs under `name`."""
+    """Measurement of one call of a runner. The result is in DIR/runs under `name`."""
 
     name: str
     model: str
@@ -236,7 +236,7 @@ def busy_passes(args: argparse.Namespace, model: str, num_reps: int) -> Iterator
 
 
 def add_limits(figures: report.Figures, args: argparse.Namespace) -> None:
-    """What the machine could do in every cell; nothing where that is not known."""
+    """Add the machine's limit to every cell; nothing where that is not known."""
     if (speeds := limits.Machine.measured(args.threads)) is None:
         return
     dtypes = {report.dtype_of(engine) for engine in args.engines if report.is_ours(engine)}

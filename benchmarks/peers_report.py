@@ -1,4 +1,4 @@
-"""What peers.py says of the results: medians of clean repeats, rows against the best peer, tables."""
+"""Report of peers.py on the results: medians of clean repeats, rows against the best peer, tables."""
 
 import os
 import platform
@@ -81,7 +81,7 @@ class Figures:
             self._busy.setdefault(model, {}).setdefault(workload, {})[engine] = figures
 
     def summary(self) -> dict[str, Any]:
-        """What the JSON file holds beside device and date."""
+        """Content of the JSON file beside device and date."""
         everything = self._everything()
         startup = {key: statistics.median(times) for key, times in self._startup.items() if times}
         return {

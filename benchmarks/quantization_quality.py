@@ -1,4 +1,4 @@
-"""What `--quantization` and an 8-bit KV cache cost in accuracy: perplexity, divergence, logit errors, greedy tokens.
+"""Cost of `--quantization` and an 8-bit KV cache in accuracy: perplexity, divergence, logit errors, greedy tokens.
 
     python benchmarks/quantization_quality.py [--model DIR] [--quantization int8 int4_g32] [--kv-cache-dtype int8]
         [--text FILE] [--out FILE.json]

@@ -1,4 +1,4 @@
-"""How long streams pause when a worker or the engine is killed: seconds from SIGKILL to the next token.
+"""Pause of streams when a worker or the engine is killed: seconds from SIGKILL to the next token.
 
     python benchmarks/recovery.py --rounds 10 --out benchmarks/results/recovery-cpu.json
 

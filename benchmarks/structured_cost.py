@@ -1,4 +1,4 @@
-"""What it costs that all rows of a batch follow grammars: W2 of peers.py with and without, in turn, in one engine.
+"""Cost of grammars on all rows of a batch: W2 of peers.py with and without, in turn, in one engine.
 
     python benchmarks/structured_cost.py --size small --rounds 5
 

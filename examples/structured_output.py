@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 
 class Person(BaseModel):
-    """What the model fills in."""
+    """A person, filled in by the model."""
 
     name: str = Field(max_length=20)
     age: int = Field(ge=0, le=120)

@@ -19,7 +19,7 @@ COUNTED = ("num_statements", "covered_lines", "num_branches", "covered_branches"
 
 
 def measured() -> dict[str, Any]:
-    """What `coverage json` says of the last run."""
+    """Read the report of `coverage json` on the last run."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "coverage", "json", "--quiet", "-o", file.name]
         subprocess.run(command, cwd=ROOT, check=True)

@@ -40,7 +40,7 @@ def purpose(path: Path) -> str:
 
 
 def folders() -> Iterator[tuple[str, str]]:
-    """What stands in the table: a path below the package, and its purpose."""
+    """Yield the rows of the table: a path below the package, and its purpose."""
     order, tensor_parts = layers()
     for part in order:
         if (PACKAGE / f"{part}.py").exists():

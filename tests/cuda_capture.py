@@ -34,7 +34,7 @@ _recorder: "_Recorder | None" = None
 
 
 class CaptureError(RuntimeError):
-    """What a capture on a device would not survive, or what its replay would compute wrong."""
+    """An operation that would break a capture on a device, or whose replay would compute something wrong."""
 
 
 class _Address(NamedTuple):
@@ -148,7 +148,7 @@ class _NoHostReads(TorchFunctionMode):
 
 
 class CudaLikeGraph:
-    """What was recorded."""
+    """The recorded calls."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self._actions = recorder.actions

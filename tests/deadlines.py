@@ -30,7 +30,7 @@ def scaled(limit_s: float) -> float:
 
 
 def slowness() -> float:
-    """How many times longer than on the reference work takes here that uses all cores; at least 1."""
+    """Factor by which work that uses all cores takes longer here than on the reference; at least 1."""
     now_s = time.monotonic()
     if not _measured or now_s - _measured[-1][0] > EVERY_S:
         _measured.append((now_s, measure() / IDLE_S))

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter does to checkpoints with recurrent layers: a part of tests/gguf_files.py."""
+"""Conversion of checkpoints with recurrent layers as by llama.cpp's converter: a part of tests/gguf_files.py."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes several tensors of, by architecture: a part of tests/gguf_files.py."""
+"""Tensors that llama.cpp's converter splits or joins, by architecture: a part of tests/gguf_files.py."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 def gemma4(config: dict[str, Any]) -> dict[str, Any]:
-    """What its converter writes beside the usual."""
+    """Metadata that its converter writes beside the usual."""
     slides = [kind == "sliding_attention" for kind in config["layer_types"]]
     own = [(config.get("per_layer_config") or {}).get(str(layer), {}) for layer in range(len(slides))]
     full = next(each["head_dim"] for each in own if "head_dim" in each)
@@ -35,7 +35,7 @@ def gemma4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def gemma4_factors(config: dict[str, Any]) -> torch.Tensor:
-    """What each pair of a head of full layers turns slower by."""
+    """Factor by which each pair of a head of full layers turns slower."""
     size = gemma4(config)["attention.key_length"]
     turned = int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
     return torch.tensor([1.0] * turned + [1e30] * (size // 2 - turned))
@@ -68,7 +68,8 @@ def _qwen3_next(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> dict
 
 
 def _gemma4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """What is seen is in another file. Vectors of the router have names that are no weights'."""
+    """Map a tensor of the text model; the vision part is in another file. Vectors of the router have names that are no
+    weights'."""
     if any(part in name for part in ("vision", "audio")):
         return {}
     endings = {

@@ -56,7 +56,7 @@ class Case:
 
 
 class Rig:
-    """What a server has that serves a model of one format."""
+    """Parts of a server that serves a model of one format."""
 
     def __init__(self, name: str) -> None:
         self.writer = writer = WRITERS[name]

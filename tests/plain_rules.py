@@ -1,4 +1,5 @@
-"""What SamplingParams do to the logits of one token of one request, written down plainly: the truth for the worker."""
+"""Effect of SamplingParams on the logits of one token of one request, written down plainly: the truth for the
+worker."""
 
 from collections.abc import Iterable, Sequence
 

@@ -48,7 +48,7 @@ def random_calls(seed: int, world: int, count: int) -> list[Call]:
 
 
 def inputs(call: Call, seed: int, world: int) -> list[torch.Tensor]:
-    """What each rank brings."""
+    """Inputs of each rank."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(call.size, generator=generator).mul_(100).to(call.dtype) for _ in range(world)]
 

@@ -34,14 +34,14 @@ Slot = tuple[int, int, tuple[int, ...]]
 
 
 class StateOf(NamedTuple):
-    """What a slot of recurrent states holds: the adapter, and all tokens that the state has taken up."""
+    """Content of a slot of recurrent states: the adapter, and all tokens that the state has taken up."""
 
     adapter: int
     tokens: tuple[int, ...]
 
 
 def next_token(tokens: abc.Sequence[int], vocab_size: int, sample: int = 0, seed: int = 0) -> int:
-    """What the simulated model says after `tokens`; samples of one prompt differ."""
+    """Next token of the simulated model after `tokens`; samples of one prompt differ."""
     data = b"".join(number.to_bytes(4, "little") for number in (sample, *tokens, *((seed,) if seed else ())))
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % vocab_size
 

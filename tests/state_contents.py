@@ -66,8 +66,8 @@ class StateContents:
             self._check_own(held, sequence)
 
     def _check_own(self, held: dict[int, StateOf], sequence: Sequence) -> None:
-        """Where a sequence goes on that runs or is swapped out. What drafts in flight make of it only the worker
-        knows."""
+        """Check the state from which a running or swapped out sequence continues. What drafts in flight make of it only
+        the worker knows."""
         state, adapter = sequence.state, sequence.request.adapter
         if state is None or state.is_ahead or sequence.num_drafted or not sequence.num_computed:
             return

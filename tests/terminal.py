@@ -49,7 +49,7 @@ class Typist:
         return _ESCAPES.sub("", self._raw.decode(errors="replace")).replace("\r", "")
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """What is shown after the last match; the next search begins behind it."""
+        """Wait for `pattern` in the text after the last match; the next search begins after this one."""
         deadline_s = time.monotonic() + WAIT_S
         with self._changed:
             while (match := re.compile(pattern).search(self.shown, self._at)) is None:

@@ -147,7 +147,7 @@ class ThreadGroup:
         self.mail = mail or Mail()
 
     def run(self, work: Callable[[ThreadCommunicator], T]) -> list[T]:
-        """What `work` gives on each rank. What one of them raises ends the others, and is raised."""
+        """Run `work` on each rank. An exception of one of them ends the others, and is raised."""
 
         def one(rank: int) -> T:
             try:
@@ -159,7 +159,7 @@ class ThreadGroup:
         return in_threads(len(self.communicators), one)
 
     def exchange(self, rank: int, name: str, x: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
-        """What all ranks have brought."""
+        """Bring `x` to all ranks. Returns the parts of all, in their order."""
         self._slots[rank] = (name, x)
         self._wait()
         parts = list(self._slots)
@@ -189,12 +189,12 @@ class ThreadGroup:
 
 
 def on_ranks(world: int, work: Callable[[ThreadCommunicator], Any], **options: Any) -> list[Any]:
-    """What `work` gives on each rank of a new group."""
+    """Run `work` on each rank of a new group."""
     return ThreadGroup(world, **options).run(work)
 
 
 def on_stages(num_stages: int, world: int, work: Callable[[ThreadCommunicator], T]) -> list[T]:
-    """What `work` gives on each rank of several stages of `world` ranks, stage by stage."""
+    """Run `work` on each rank of several stages of `world` ranks, stage by stage."""
     mail = Mail()
     groups = [ThreadGroup(world, stage=Stage(index, num_stages), mail=mail) for index in range(num_stages)]
     return [result for results in in_threads(num_stages, lambda index: groups[index].run(work)) for result in results]

@@ -1,4 +1,4 @@
-"""What all runners share: their command line, the repeats, what is measured, the result file.
+"""Common parts of all runners: their command line, the repeats, what is measured, the result file.
 
 A runner gives main() a function that loads its engine. Every runner is started as `python -m runners.NAME` in this
 folder's parent, by the Python that has the engine installed, so only the standard library is imported here.
@@ -116,7 +116,7 @@ def measure(engine: Engine, requests: list[Request], num_busy: int = 0) -> dict[
 
 
 def shared_prefix(requests: list[Request], least: int = 64) -> int:
-    """How many tokens all prompts begin with, less the last token of the shortest; 0 if fewer than `least`.
+    """Number of tokens with which all prompts begin, less the last token of the shortest; 0 if fewer than `least`.
 
     For engines that share a prefix only when told to.
     """

@@ -1,4 +1,4 @@
-"""What /proc tells about a tree of processes and about everybody else. Linux, standard library only."""
+"""Figures of /proc on a tree of processes and on everybody else. Linux, standard library only."""
 
 import os
 import subprocess

@@ -248,7 +248,7 @@ PRODUCTIONS = _load_productions()
 
 
 def _unify(first: Bindings, second: Bindings) -> Bindings | None:
-    """What both say about the variables, or None where they disagree."""
+    """Unify the bindings of both, or return None where they disagree."""
     merged = dict(first)
     for variable, records in second.items():
         merged[variable] = merged.get(variable, records) & records
@@ -364,7 +364,7 @@ def judge(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def check_text(text: str) -> tuple[int, int]:
-    """How many complete sentences of a text the grammar accepts in their place, and how many there are."""
+    """Count the complete sentences of a text that the grammar accepts in their place, and all of them."""
     verdicts = [accepted for _, accepted in judge(text)]
     return sum(verdicts), len(verdicts)
 

@@ -55,7 +55,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line chooses."""
+    """Choices of the command line."""
 
     out: Path
     steps: int

@@ -1,4 +1,4 @@
-"""What chaos.py holds its streams and processes against, and the counts of what broke.
+"""Checks of chaos.py's streams and processes, and counts of the promises that were broken.
 
 The Ledger judges every stream by the answer of the quiet engine. Watch reads /proc: memory and descriptors of server
 and engine, and, in the end, what is left of all that was ever started.
@@ -30,7 +30,7 @@ SETTLED = ("read", "slow")
 
 
 def compare(expected: Sequence[int], got: Sequence[int], *, prefix: bool = False) -> str | None:
-    """How `got` breaks the promise: "missing", "repeated" or "different"; None if it does not.
+    """Name the way in which `got` breaks the promise: "missing", "repeated" or "different"; None if it does not.
 
     `prefix`: any part from the beginning is right.
     """
@@ -193,7 +193,7 @@ class Seen(NamedTuple):
 
 
 class Use(msgspec.Struct):
-    """What a process uses: when it was first measured, at most, and now."""
+    """Resources of a process: at the first measurement, at most, and now."""
 
     role: str
     first: tuple[float, int]
@@ -239,7 +239,7 @@ class Watch:
         ]
 
     def left(self) -> list[str]:
-        """What is still there, once the server has ended."""
+        """Name what the server left, once it has ended."""
         found = [
             f"process {pid} ({seen.name})"
             for pid, seen in self.seen.items()

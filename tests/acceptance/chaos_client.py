@@ -32,7 +32,7 @@ FORKABLE = ("greedy", "seeded")
 
 
 class Settings(msgspec.Struct):
-    """What a client is started with: where the server is, whom it may ask how, and how long a stream may take."""
+    """Arguments of a client: the server's addresses, the ways to ask it, and the time limit of a stream."""
 
     address: str
     url: str

@@ -9,7 +9,7 @@ from tests.acceptance.chaos_faults import KINDS
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """What a run is made of; the flags of the command line."""
+    """Settings of a run; the flags of the command line."""
 
     seconds: float = 120.0
     seed: int = 0
@@ -32,7 +32,7 @@ class Options(msgspec.Struct, kw_only=True):
 
 
 class Report(msgspec.Struct):
-    """What came of a run: `broken` counts every broken promise, all of which must be 0."""
+    """Result of a run: `broken` counts every broken promise, all of which must be 0."""
 
     options: Options
     broken: dict[str, int]

@@ -1,4 +1,5 @@
-"""What chaos.py asks for, and what it has to get: request specs, and their tokens from an engine in which nobody died.
+"""Requests of chaos.py, and their expected answers: request specs, and their tokens from an engine in which nobody
+died.
 
 Everything is float32. A spec whose best two logits come closer than MARGIN anywhere, or whose tokens change with the
 company it is computed in, is left out: of such a request no engine promises the same tokens twice.
@@ -70,7 +71,7 @@ class Fork(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    """What a request got: tokens and reason of the end by sample, with logprobs where it asked for them."""
+    """Answer to a request: tokens and reason of the end by sample, with logprobs where it asked for them."""
 
     tokens: list[list[int]]
     reasons: list[str | None]
@@ -172,7 +173,8 @@ def make_references(model: str, seed: int, per_kind: int, longest: int, num_rank
 
 
 def branches(model: str, references: References, forks: Collection[Fork]) -> dict[Fork, Answer]:
-    """What forks have to get. They begin where their readers were, so that is computed once they have been there."""
+    """Compute the expected answers of forks. They begin where their readers were, so this is done once they have been
+    there."""
     by_key = {spec.key: spec for spec in references.specs}
     with quiet_engine(quiet_settings(model, references.num_ranks)) as launched:
         return {

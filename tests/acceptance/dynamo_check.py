@@ -57,7 +57,7 @@ ROOMY = ("--num-gpu-blocks-override", "2048")
 
 @dataclass
 class Answer:
-    """What came of one request; `times_s` are those of its chunks, behind the request."""
+    """Result of one request; `times_s` are those of its chunks, behind the request."""
 
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
@@ -240,7 +240,7 @@ def check_events() -> None:
 
 
 def _thought_and_found(url: str, number: int, salt: str | None = None, length: int = 200) -> tuple[int, int]:
-    """What the router thought was cached of a prompt, and what was, in blocks."""
+    """Return the blocks of a prompt that the router thought cached, and those that were."""
     time.sleep(EVENTS_S)
     tokens = [*prompt(number % 3, 47), *prompt(number, length)]
     extra = {"extra_fields": ["timing"], **({} if salt is None else {"cache_salt": salt})}

@@ -37,7 +37,7 @@ class Deployment:
     workers: list[psutil.Popen]
 
     def stats(self, worker: psutil.Popen) -> Stats:
-        """What the engine of a worker says of itself."""
+        """Ask the engine of a worker for its statistics."""
         stats = self.engine(worker).stats
         if stats is None:
             raise LookupError(f"the engine of worker {worker.pid} does not answer")

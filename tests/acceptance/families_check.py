@@ -106,7 +106,7 @@ def logprob_error(cases: Sequence[Case], outputs: Sequence[RequestOutput]) -> fl
 
 
 def check(path: Path, cases: Sequence[Case], row: Row, happened: Counter[str]) -> list[str]:
-    """What is wrong with a row, in sentences; `happened` counts what the rows must see."""
+    """Find what is wrong with a row, in sentences; `happened` counts what the rows must see."""
     faults = []
     settings = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 512} | row.settings
     if row.tiny_pool:  # room for the longest sequence in every group, and a little more

@@ -1,4 +1,4 @@
-"""What tests/acceptance/families_served.py asks of a server, and of the commands beside it.
+"""Checks of tests/acceptance/families_served.py: of a server, and of the commands beside it.
 
 A check is a function of a `Subject` and a `Server`. It returns a word for its cell, "ok" or "-" where there is nothing
 to check, and raises Unexpected with a sentence for what is wrong. Its name is that of its column.

@@ -1,4 +1,4 @@
-"""What the scripts that check real deployments share: conditions that hold, and checks that run by name."""
+"""Common parts of the scripts that check real deployments: conditions that hold, and checks that run by name."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence

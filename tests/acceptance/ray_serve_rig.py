@@ -1,4 +1,4 @@
-"""What the checks of replicas on Ray Serve share: an application on a cluster of this machine, and its streams."""
+"""Common parts of the checks of replicas on Ray Serve: an application on a cluster of this machine, and its streams."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 async def num_engines(client: HttpClient) -> int:
-    """How many replicas answer."""
+    """Count the replicas that answer."""
     with suppress(HttpError):
         text = (await client.get("/metrics")).decode()
         return len(re.findall(r"^vllm:num_requests_running\{", text, re.MULTILINE))

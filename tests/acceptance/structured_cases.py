@@ -114,7 +114,7 @@ def behind_thinking(tokens: list[int], thinking: Thinking) -> list[int] | None:
 
 
 def params_of(place: int, case: Case, *, greedy: bool, max_tokens: int, bias: dict[int, float]) -> SamplingParams:
-    """What is asked for a case: its form, and a seed of its own."""
+    """Sampling parameters of a case: its form, and a seed of its own."""
     return SamplingParams(
         structured_outputs=case.wanted,  # type: ignore[arg-type] # a dict says the same as the struct
         temperature=0.0 if greedy else 1.0,

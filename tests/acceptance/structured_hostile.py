@@ -39,7 +39,7 @@ DEEPEST = 50_000
 
 @dataclass
 class Phase:
-    """What was measured in all phases of one name."""
+    """Measurements of all phases of one name."""
 
     gaps_s: list[float] = field(default_factory=list)
     answers: Counter[int] = field(default_factory=Counter)

@@ -74,7 +74,7 @@ def make_rows(longest: int) -> list[Row]:
 
 @dataclass
 class Result:
-    """What one row gave. Faults are sentences; none means that the row is right."""
+    """Result of one row. Faults are sentences; none means that the row is right."""
 
     row: Row
     tokens: dict[tuple[str, int], list[list[int]]] = field(default_factory=dict)
@@ -136,7 +136,8 @@ class Matrix:
         return result
 
     def params(self, place: int, row: Row, way: str) -> SamplingParams:
-        """What is asked for a case in a row. Some greedy requests go without bias: their drafts are the model's own."""
+        """Sampling parameters of a case in a row. Some greedy requests go without bias: their drafts are the model's
+        own."""
         greedy = way == ALL_GREEDY
         bias = {} if greedy and place % 3 == 0 else self.bias
         params = params_of(place, self.cases[place], greedy=greedy, max_tokens=self.max_tokens, bias=bias)

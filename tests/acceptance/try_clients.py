@@ -219,7 +219,7 @@ def page(outcomes: list[Outcome]) -> str:
 
 
 def called(name: str) -> str:
-    """What the first line of a program says it calls."""
+    """Read the calls that the first line of a program names."""
     first = (PROGRAMS / name).read_text().splitlines()[0].strip('/" ').rstrip(".")
     return first.partition(": ")[2]
 

@@ -37,7 +37,7 @@ def threads():
 
 
 def exact(batch):
-    """What `batch` is to give, in float64: [num_tokens, num_heads, head_size]."""
+    """Compute the expected output of `batch` in float64: [num_tokens, num_heads, head_size]."""
     spec = batch.spec
     outs = []
     rows = batch.query.double().split([query_len for query_len, _ in batch.lengths])
@@ -178,7 +178,7 @@ def test_a_sequence_is_the_same_alone_and_in_any_batch_on_any_number_of_threads(
 
 
 def one_of(batch, i, first, query_len):
-    """What sequence i of `batch`, whose KV is written, attends to in a batch of its own."""
+    """Make a batch of sequence i of `batch` alone, whose KV is written."""
     seq_len = batch.lengths[i][1]
     table = torch.tensor([batch.blocks[i]], dtype=torch.int32)
     step = step_batch([(query_len, seq_len)], [table], [torch.full((query_len,), -1)])
@@ -279,7 +279,7 @@ def test_workspace_covers_what_splits_take():
 
 
 def test_groups_of_other_heads_have_scratch_memory_of_their_own():
-    """What the kernels of a step need is announced, and kept by its plan, for groups of both kinds."""
+    """The scratch memory of a step's kernels is announced, and kept by its plan, for groups of both kinds."""
     batch = Batch([(1, 5000), (8, 5000), (1, 9000)], backend=CpuBackend, group=4)
     narrow = batch.shape.groups[0]
     wide = replace(narrow, num_heads=6, num_kv_heads=3, head_size=512)

@@ -62,7 +62,8 @@ class Step:
     def run(
         self, backend: AttentionBackend, group: int = 0, *, hands_over: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attend gives, and the cache after it. `hands_over`: it is given K and V of the step as well."""
+        """Return the output of attend, and the cache after it. `hands_over`: it is given K and V of the step as
+        well."""
         batch, kv = replace(self.batch), self.kv.clone()
         kv = kv.view(self.shape.cache_dtype)
         heads = Heads(self.heads.query.clone(), self.heads.key.clone(), self.heads.value.clone(), self.heads.rotation)

@@ -59,7 +59,7 @@ def from_split(kv: torch.Tensor) -> torch.Tensor:
 
 
 def run(step: Step, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the backend gives over the step's cache, and the cache after it, in the engine's layout."""
+    """Return the backend's output over the step's cache, and the cache after it, in the engine's layout."""
     kv = step.kv.clone()
     to_split_in_place(kv.view(step.shape.cache_dtype))
     out, kv = replace(step, kv=kv).run(backend_for(step.shape), group)

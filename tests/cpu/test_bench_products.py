@@ -1,4 +1,4 @@
-"""Which products and which attention `python benchmarks kernels` measures."""
+"""Products and attention that `python benchmarks kernels` measures."""
 
 from collections.abc import Sequence
 from functools import partial

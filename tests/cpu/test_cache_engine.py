@@ -136,7 +136,7 @@ def numbered_engine(mover="torch"):
 
 
 def contents(engine):
-    """What each global id holds; a block torn by a partial copy is an error."""
+    """Read the content of each global id; a block torn by a partial copy is an error."""
     blocks = torch.cat((engine.pool, engine.host_pool)).flatten(1)
     assert torch.equal(blocks, blocks[:, :1].expand_as(blocks))
     return [int(value) for value in blocks[:, 0]]

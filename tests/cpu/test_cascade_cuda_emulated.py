@@ -1,4 +1,4 @@
-"""What sequences have in common, through the CUDA backend on the emulator: the bits that each would have by itself."""
+"""Shared prefixes through the CUDA backend on the emulator: the bits that each sequence would have by itself."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What every communicator promises, for each of them alike. NCCL's runs here over gloo, in the place of GPUs."""
+"""Promises of every communicator, tested for each of them alike. NCCL's runs here over gloo, in the place of GPUs."""
 
 import threading
 import time

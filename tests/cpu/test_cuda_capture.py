@@ -56,7 +56,7 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None) -> CapturingLauncher:
-    """What a GPU has: kernels for small operations and packed weights, torch for all else."""
+    """Launcher as on a GPU: kernels for small operations and packed weights, torch for all else."""
     launcher = CapturingLauncher(emulator.EmulatorLauncher())
     monkeypatch.setattr(select, "TorchOps", lambda: CudaOps(launcher))
     monkeypatch.setattr(gpu_matmul, "launcher_for", lambda dtype, _: launcher if dtype in gpu_matmul.DTYPES else None)
@@ -65,7 +65,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None) -> CapturingLau
 
 @pytest.fixture
 def backends(launcher: CapturingLauncher) -> dict[str, Callable[[AttentionShape], AttentionBackend]]:
-    """Those that serve a GPU, by their names."""
+    """Backends that serve a GPU, by their names."""
     return {
         "cuda": lambda shape: CudaBackend(shape, launcher),
         "paged": lambda shape: PagedBackend(shape, launcher),
@@ -167,8 +167,8 @@ def test_the_norms_of_heads_go_with_their_rotation(
 
 
 def eight_that_begin_alike(model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, int, list[int]]:
-    """What they get, the last steps with one of them less, how often cascade_attention was launched, and how many
-    splits eight and seven of them share in a graph."""
+    """Return their tokens (the last steps have one sequence less), the number of launches of cascade_attention, and the
+    numbers of splits that eight and seven of them share in a graph."""
     on = Device(CPU, capture=None if settings else CudaLikeCapture())
     given: dict[str, Any] = {
         "dtype": "bfloat16",

@@ -50,7 +50,7 @@ class Layer:
         self.states = values(NUM_SLOTS, 2 * spec.state_elements)[:, spec.state_elements :]
 
     def run(self, op: DeltaNetOp, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the rows get, and the states behind it."""
+        """Return the output of the rows, and the states after it."""
         states = torch.zeros(NUM_SLOTS, 2 * self.spec.state_elements)[:, self.spec.state_elements :].copy_(self.states)
         out = torch.zeros(70, self.spec.value_width, dtype=self.projected.dtype)
         mixed = torch.zeros(70, self.spec.conv_channels)

@@ -1,4 +1,4 @@
-"""Where a worker runs: the device it opens, and the threads it computes with."""
+"""Device that a worker opens, and the threads it computes with."""
 
 from collections.abc import Iterator
 from typing import Any

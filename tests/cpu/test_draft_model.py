@@ -33,7 +33,7 @@ def drafting(model: Path, drafter: Path, **settings: Any) -> Driver:
 
 
 def draft(driver: Driver, handle: int, steps: int, blocks: dict[int, list[list[int]]] | None = None) -> list[int]:
-    """How many tokens each of the steps gave."""
+    """Return the number of tokens of each step."""
     given = []
     for step in range(steps):
         before = len(driver.got.get(handle, []))

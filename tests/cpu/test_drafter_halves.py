@@ -30,7 +30,7 @@ class OnDevice(Parrot):
 
 
 def generate(driver: Driver, drafter: Drafter | None, sampling: Sampling, count: int = 20) -> list[tuple[int, ...]]:
-    """What each step gave two sequences, the second without drafts."""
+    """Return the tokens that each step gave two sequences, the second without drafts."""
     driver.drafts.drafter, driver.got, given = drafter, {}, list[tuple[int, ...]]()
     driver.run(new_request(1, PROMPT[:5], [20, 21, 22, 23]), new_request(0, PROMPT, [1, 2, 3, 4], sampling=sampling))
     while len(driver.got[0]) < count:

@@ -36,7 +36,7 @@ def exact_activation(kind: Activation, x: torch.Tensor) -> torch.Tensor:
 
 
 def units(kind: Activation, x: torch.Tensor) -> float | torch.Tensor:
-    """How far from the exact activation of x a result may be, see `assert_close`."""
+    """Tolerated distance of a result from the exact activation of x, see `assert_close`."""
     if x.dtype != torch.float32:
         return 1.1  # it is rounded twice, each time by half a unit
     size = x.double().abs()

@@ -49,7 +49,7 @@ def pick(num_tokens: int, num_experts: int, top: int) -> Chosen:
 def compare(
     weights: tuple[list[Matmul], list[Matmul]], held: Split, x: torch.Tensor, chosen: Chosen
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the native operation and the loop make of x."""
+    """Apply the native operation and the loop to x."""
     sizes = ExpertSizes(held, INNER, "silu")
     native = make_expert_matmul(*weights, sizes)
     assert isinstance(native, NativeExperts)
@@ -220,7 +220,7 @@ def test_experts_must_have_one_shape() -> None:
 
 
 def routed(logits: torch.Tensor, routing: Routing) -> tuple[Chosen, Chosen]:
-    """What the kernel and plain torch choose."""
+    """Route by the kernel and by plain torch."""
     shape = len(logits), routing.spec.experts_per_token
     ours, theirs = (Chosen(torch.full(shape, -1, dtype=torch.int32), torch.zeros(shape)) for _ in range(2))
     CpuOps().route(logits, routing, ours)

@@ -78,7 +78,7 @@ def test_gpt_oss_keeps_its_bytes_and_answers_as_transformers(published: tuple[Pa
 
 
 def test_a_layer_has_its_codes_once(published: tuple[Path, Path]) -> None:
-    """Where they stay, from when they are loaded; no Linear keeps a weight beside them."""
+    """The codes stay in one place from when they are loaded; no Linear keeps a weight beside them."""
     model: Any = build(load_spec(published[0]), "bfloat16", "cpu", Sizes(64, 64))
     load_weights(model, published[0])
     for mlp in sparse(model):
@@ -145,8 +145,8 @@ def test_of_a_layer_all_or_none_stay_packed(
 def test_dense_experts_that_are_quantized_on_load_are_packed_together(
     quantization: Quantization, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no kernel they are a loop, which waits for the device at each expert. Of int8 and int4_g32 the
-    loop keeps what a CPU does, other scales and minima than a GPU."""
+    """Without a kernel they are a loop, which waits for the device at each expert. Of int8 and int4_g32 the loop keeps
+    what a CPU does, other scales and minima than a GPU."""
     oracle = Oracle(QWEN3.make(tmp_path / "dense"))
     oracle.dtype = "bfloat16"
     model = oracle.load(quantization=quantization)
@@ -166,7 +166,7 @@ def test_rows_of_32_bits_have_dense_experts(published: tuple[Path, Path]) -> Non
 
 
 def test_a_plan_of_gpt_oss_120b_fits_one_large_gpu() -> None:
-    """What it is published with, by the sizes of its config.json: 2.9 times as much where it becomes bfloat16."""
+    """The published codes fit, by the sizes of its config.json; as bfloat16 they would take 2.9 times as much."""
     hidden = inner = 2880
     tensors = {}
     for name, outputs, inputs in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):

@@ -183,7 +183,7 @@ NEVER_ROUNDED = (".mlp.gate", ".mlp.shared_expert_gate", ".router", ".router.pro
 
 
 def rounded_logits(oracle: Oracle, checkpoint: Path) -> torch.Tensor:
-    """Those of transformers with every matrix as int8 has it; a head that was tied has one of its own then."""
+    """Logits of transformers with every matrix rounded to int8; a head that was tied has a matrix of its own then."""
     reference = transformers_model(checkpoint, oracle.spec.architecture)
     head = reference.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())

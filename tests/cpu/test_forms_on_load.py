@@ -1,4 +1,4 @@
-"""What `--quantization` makes of dense weights: natively as by the plain twin, how far off, in how many bytes."""
+"""Dense weights quantized by `--quantization`: natively as by the plain twin, how far off, in how many bytes."""
 
 import pytest
 import torch

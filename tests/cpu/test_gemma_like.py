@@ -1,4 +1,4 @@
-"""What Gemma, GLM-4, OLMo and Cohere 2 need beside the table of families: roundings, spellings, uneven ranks."""
+"""Needs of Gemma, GLM-4, OLMo and Cohere 2 beside the table of families: roundings, spellings, uneven ranks."""
 
 import json
 from pathlib import Path

@@ -224,7 +224,7 @@ LATENT: dict[str, Any] = {
 
 @pytest.mark.usefixtures("float_products")
 def test_ranks_share_heads_whose_matrices_stand_alone(tmp_path: Path) -> None:
-    """Those that make K and V of a latent, of which each rank has some."""
+    """The matrices that make K and V of a latent: each rank has some of their heads."""
     variant = next(usual(one) for one in VARIANTS if one.name == "deepseek-v3")
     folder = replace(variant, settings={**variant.settings, **LATENT}).make(tmp_path / "checkpoint")
     blocks = write_gguf(tmp_path / "blocks.gguf", folder, lambda _: "Q8_0")

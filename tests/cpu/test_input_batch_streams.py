@@ -58,7 +58,7 @@ class Naive:
         return rules is not None and rules.penalises
 
     def masked(self, length: int) -> NDArray[np.bool_]:
-        """What its mask, if it has one, rules out at `length`: odd tokens behind an odd one."""
+        """Tokens that its mask, if it has one, rules out at `length`: odd tokens after an odd one."""
         if not has_mask(self.sampling):
             return np.zeros(VOCAB, np.bool_)
         output = (self.tokens + self.drafts)[self.num_prompt : length]

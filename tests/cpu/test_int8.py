@@ -82,7 +82,7 @@ def test_a_quantized_model_gives_nearly_the_same_logits(checkpoint: Path, kind: 
 
 
 def rounded(weight: torch.Tensor, form: Quantization) -> torch.Tensor:
-    """What a weight stands for once it is quantized."""
+    """Dequantized values of a quantized weight."""
     out = torch.empty(weight.shape)
     PackedWeight(weight, form=form).rows(torch.arange(len(weight)), out)
     return out

@@ -139,7 +139,7 @@ LOGITS_ERROR = 0.05
 
 
 def last_logits(model, **settings):
-    """What follows each of some prompts, whose tokens attend to each other through the cache."""
+    """Logits after each of some prompts, whose tokens attend to each other through the cache."""
     driver = Driver(model, **settings)
     recorder = Recorder(driver)
     for handle in range(8):

@@ -39,7 +39,7 @@ def names(linear):
 
 
 def give(group, weight):
-    """What a loader does: a weight that is lent is something else afterwards."""
+    """Give a weight as a loader does: its memory is used for something else afterwards."""
     group.take(mine := weight.clone())
     if group.stacks[0].lent:
         mine.zero_()

@@ -137,7 +137,7 @@ def test_logits_are_those_of_merged_weights(
 def test_the_base_may_be_a_gguf_file(
     name: str, bases: dict[str, Oracle], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Which has the rows of Q and K in another order than the adapter, or all Q before K and V, or no matrix
+    """The file has the rows of Q and K in another order than the adapter, or all Q before K and V, or no matrix
     transposed."""
     oracle = oracle_of(name, bases, tmp_path_factory)
     path = make_adapter(oracle.path, tmp_path / "adapter", seed=1)

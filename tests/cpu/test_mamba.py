@@ -20,7 +20,7 @@ native = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
 
 def run(op: MambaOp, segments: Segments, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the rows of random tokens get, and the states behind it."""
+    """Return the output of rows of random tokens, and the states after it."""
     spec, random = op.spec, torch.Generator().manual_seed(0)
 
     def values(*shape: int) -> torch.Tensor:

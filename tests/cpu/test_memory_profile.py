@@ -1,4 +1,5 @@
-"""How many KV blocks fit: the formulas of the founding documents, the report, the errors; all on a fake device."""
+"""Number of KV blocks that fit: the formulas of the founding documents, the report, the errors; all on a fake
+device."""
 
 import logging
 import re

@@ -258,7 +258,7 @@ def test_blocks_of_every_shape_survive_a_swap(checkpoint: Path, oracle: MixedOra
 
 @dataclass
 class RealWorker:
-    """What a Rig takes for its worker: a real one, whose steps run at once."""
+    """A real worker for a Rig: its steps run at once."""
 
     worker: Worker
     num_scheduled: list[int] = field(default_factory=list)

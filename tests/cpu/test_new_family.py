@@ -1,4 +1,4 @@
-"""What the next families and checkpoints need: heads that differ by layer, packed weights."""
+"""Seams for new families and checkpoints: heads that differ by layer, packed weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What all operations of `CpuOps` have in common: threads, batches, NaN, no rows, fall-backs, programs."""
+"""Common behaviour of all operations of `CpuOps`: threads, batches, NaN, no rows, fall-backs, programs."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ EPS = 1e-5
 
 
 class Operands:
-    """What each operation is applied to. All are made again from `x` and `other`."""
+    """Operands of each operation. All are made again from `x` and `other`."""
 
     def __init__(self, num_tokens: int, size: int, dtype: torch.dtype) -> None:
         self.x, self.other = (values(num_tokens, size, dtype=dtype, seed=seed) for seed in (0, 1))

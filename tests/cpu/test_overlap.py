@@ -183,7 +183,7 @@ def test_a_row_that_is_not_finite_is_reported(driver_of: Callable[..., Driver]) 
 def test_warming_up_compiles_what_few_and_many_samples_need(
     driver_of: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the memory is not profiled, nothing else would before the first large step."""
+    """Without a memory profile nothing else would compile them before the first large step."""
     runner = driver_of(ahead=True).worker.runner
     kernel, names = CapturingLauncher.kernel, set[str]()
 
@@ -274,7 +274,7 @@ class Hung:
 
 @pytest.fixture
 def hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is launched from now on is never done."""
+    """Have everything that is launched from now on never finish."""
     made = PickedLater.__init__
 
     def hung(self: PickedLater, records: torch.Tensor, patience_s: float = 0.0) -> None:

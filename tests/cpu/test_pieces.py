@@ -39,7 +39,7 @@ NUM_LAYERS = 2
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> CapturingLauncher:
-    """What a GPU has; and dense products rounded once, at the end, whose bits do not depend on other rows."""
+    """Launcher as on a GPU; and dense products rounded once, at the end, whose bits do not depend on other rows."""
     launcher = CapturingLauncher(emulator.EmulatorLauncher())
 
     def forward(self: DenseMatmul, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -86,8 +86,8 @@ class Everything(PrefillTable):
 def test_prompts_in_pieces_go_through_a_library_as_in_eager_steps(
     model: Path, launcher: CapturingLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a piece leaves of K and V is there when the library reads it. The last layer of an eager step attends for
-    nobody if no row is wanted."""
+    """The K and V that a piece writes are there when the library reads them. The last layer of an eager step attends
+    for nobody if no row is wanted."""
     counts: list[int] = []
     expected: list[int] = []
 
@@ -114,7 +114,7 @@ def test_prompts_in_pieces_go_through_a_library_as_in_eager_steps(
 def test_a_mixed_step_launches_less(
     model: Path, launcher: CapturingLauncher, monkeypatch: pytest.MonkeyPatch, record_property: Callable[..., None]
 ) -> None:
-    """What the host launches of a chunk beside a decode: in pieces a graph, and attention's kernels, a layer."""
+    """The host launches one graph, and attention's kernels, a layer for a chunk beside a decode."""
     counts = []
     for eager in (True, False):
         capture = CudaLikeCapture()
@@ -189,7 +189,7 @@ def test_a_step_is_not_padded_by_more_than_it_has(model: Path, launcher: Capturi
 def test_a_start_does_not_wait_long_for_captures(
     model: Path, launcher: CapturingLauncher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those that came first, the largest, serve; small steps go on eagerly if they would be padded too much."""
+    """The captures made first, the largest, serve; small steps go on eagerly if they would be padded too much."""
     monkeypatch.setattr(pieces_module, "MOST_S", 0.0)
     capture = CudaLikeCapture()
     with caplog.at_level("INFO", logger=pieces_module.logger.name):

@@ -78,7 +78,7 @@ class PoolingWorker:
         return NewRequest(handle, tokens, len(ids), SAMPLING, 0, 0, count, blocks, asked)
 
     def all(self, prompts: Sequence[Sequence[int]], asked: Pooling) -> torch.Tensor:
-        """What it makes of several prompts in one step."""
+        """Pool several prompts in one step."""
         self.run(*(self.new(handle, ids, asked) for handle, ids in enumerate(prompts)))
         rows = [self.got.pop(handle) for handle in range(len(prompts))]
         self.run(*(Finish(handle) for handle in range(len(prompts))))

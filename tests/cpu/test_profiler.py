@@ -30,7 +30,7 @@ def driver_of(checkpoint: Path, folder: Path, **fields: Any) -> Driver:
 
 
 def counts(folder: Path) -> dict[str, int]:
-    """How often each part of a step is in the only trace."""
+    """Count each part of a step in the only trace."""
     (path,) = folder.glob("*.pt.trace.json*")
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     names = [event.get("name") for event in json.loads(data)["traceEvents"]]

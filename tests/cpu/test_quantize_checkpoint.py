@@ -30,7 +30,7 @@ SIZES: Any = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num
 
 
 def by_library(stored: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
-    """What compressed-tensors makes of a matrix."""
+    """Quantize a matrix by compressed-tensors."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 

@@ -96,7 +96,7 @@ def test_worked_examples() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_a_zero_of_0_has_borrowed_from_the_next(bits: int) -> None:
-    """Where one was taken away from whole words."""
+    """One was subtracted from whole words, so a zero of 0 borrows."""
     zeros = torch.tensor([[0, 2, 0, 0, 3, 1, 2, 0]]).repeat(1, 4)
     weight = gptq.stored(Gptq(bits=bits, group_size=32, has_indices=False), ["w"], shape_of(32, 32))
     made = weight.take(words(torch.zeros(32, 32), bits, 0), zeros_less_one(zeros, bits), torch.ones(1, 32))
@@ -157,7 +157,7 @@ def test_groups_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 def test_zeros_for_biases_that_nobody_has_are_left_out(tmp_path: Path) -> None:
-    """Which AutoGPTQ wrote for every layer. Others are unexpected."""
+    """AutoGPTQ wrote biases of zeros for every layer. Others are unexpected."""
     dense, packed = checkpoints(tmp_path, gptq_tensors, gptq_config())
     tensors = load_file(packed / SINGLE_FILE)
     name = "model.layers.0.mlp.down_proj.bias"

@@ -1,4 +1,4 @@
-"""What a plan says of a quantized checkpoint's weights, against what the kernels keep of them."""
+"""Plan of a quantized checkpoint's weights, against the bytes that the kernels keep."""
 
 from pathlib import Path
 from typing import Any

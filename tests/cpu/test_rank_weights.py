@@ -1,4 +1,4 @@
-"""What a rank takes of a checkpoint: together all of it, each no more than its part, and what a plan says."""
+"""A rank's share of a checkpoint: together all of it, each no more than its part, as a plan says."""
 
 import math
 from pathlib import Path

@@ -115,7 +115,7 @@ def on_ranks(
     capture: Callable[[], Capture | None] = lambda: None,
     begin: Callable[[ModelRunner, int], None] = lambda _runner, _rank: None,
 ) -> list[list[ModelOutput]]:
-    """What each rank answers to the same messages. `begin` may change each rank's runner before that."""
+    """Return the answers of each rank to the same messages. `begin` may change each rank's runner before that."""
 
     def run(communicator: ThreadCommunicator) -> list[ModelOutput]:
         runner = make_runner(checkpoint, communicator, capture())

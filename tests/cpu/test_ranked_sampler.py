@@ -41,7 +41,7 @@ def cut(vocab_size: int, world: int, rng: np.random.Generator) -> list[slice]:
 
 @dataclass
 class Rank:
-    """What a model gives its sampler."""
+    """The model of one rank, as its sampler sees it."""
 
     communicator: ThreadCommunicator
     columns: list[slice]
@@ -87,7 +87,8 @@ class Step:
 
 
 def together(steps: list[Step], columns: list[slice], *, shares_memory: bool) -> tuple[list[list[Sampled]], list[Any]]:
-    """What each rank samples in each step, and the communicators. No rank waits for another one between the steps."""
+    """Return each rank's samples of each step, and the communicators. No rank waits for another one between the
+    steps."""
     group = ThreadGroup(len(columns), shares_memory=shares_memory)
 
     def sample(communicator: ThreadCommunicator) -> list[Sampled]:

@@ -1,4 +1,4 @@
-"""How tokens choose their experts: the plain reference against the formulas of the families, written out."""
+"""Choice of experts for tokens: the plain reference against the formulas of the families, written out."""
 
 import pytest
 import torch

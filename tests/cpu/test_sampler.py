@@ -294,7 +294,7 @@ def test_filters_wider_than_the_vocabulary_change_nothing() -> None:
 
 
 def limits(logits: torch.Tensor, **columns: Any) -> list[float]:
-    """How far from the best token the filters let each row go."""
+    """Distance from the best token up to which the filters keep tokens, for each row."""
     inputs, vocab_size = make_inputs(len(logits), **columns), logits.shape[1]
     draws = draw_records(inputs.params, inputs.positions, vocab_size)
     found: list[float] = Sampler(vocab_size, CPU).pick(logits, draws).limits.tolist()

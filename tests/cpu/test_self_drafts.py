@@ -69,8 +69,8 @@ def test_tokens_and_kv_are_those_without_drafts(tiny_checkpoint: Path, sampling:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_drafts_are_drawn_as_tokens_are(tiny_checkpoint: Path, sampling: Sampling) -> None:
-    """Where the copy computes what the model does, each draft is right: noise, filters, rules and masks are those of
-    its position."""
+    """A draft model that is a copy has every draft accepted: noise, filters, rules and masks are those of its
+    position."""
     driver = Driver(tiny_checkpoint, **SELF)
     drafter_of(driver)._chain._forward = driver.worker.runner.eager
     given = generate(driver, sampling)

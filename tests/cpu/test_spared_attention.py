@@ -34,7 +34,7 @@ class Pair:
         backend.prepare = prepare  # type: ignore[method-assign]
 
     def run(self, *entries: Entry) -> int:
-        """How often the first one planned attention in this step."""
+        """Run a step. Returns the number of times that the first one planned attention."""
         self.num_prepared = 0
         outputs = []
         for driver, least in zip(self.drivers, (1, NEVER), strict=True):

@@ -31,7 +31,7 @@ def propose(by: SuffixDrafter, tokens: list[int], max_drafts: int = 8, group: by
 
 
 def longest_match(tokens: list[int], suffix: list[int]) -> tuple[list[int], int]:
-    """Where the longest end of `suffix` ends in `tokens`, and its length."""
+    """Find the places where the longest end of `suffix` ends in `tokens`, and its length."""
     for length in range(min(len(suffix), len(tokens)), 0, -1):
         wanted = suffix[len(suffix) - length :]
         ends = [end for end in range(length - 1, len(tokens)) if tokens[end - length + 1 : end + 1] == wanted]

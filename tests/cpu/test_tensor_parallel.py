@@ -73,7 +73,7 @@ def steps(paged: Paged, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def by_ranks(oracle: Oracle, world: int, *, shares_memory: bool = True) -> torch.Tensor:
-    """What `steps` gives on `world` ranks, all of which must see the same bits."""
+    """Run `steps` on `world` ranks, all of which must see the same bits."""
 
     def work(communicator: ThreadCommunicator) -> torch.Tensor:
         return steps(Paged(oracle, model=oracle.load(communicator)), oracle.tokens)

@@ -32,7 +32,7 @@ if child:
 def count_tasks(
     num_tasks: int, work: int = 0, nested: int = 0
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # both [num_tasks]
-    """How often each task ran, nested ones included; and on which thread it ran last."""
+    """Count the runs of each task, nested ones included; and name the thread that ran it last."""
     counts, threads = np.zeros(num_tasks, np.int32), np.full(num_tasks, -1, np.int32)
     count = function("vllm_lite_count_tasks", (int64, int64, int64, pointer, pointer))
     count(num_tasks, work, nested, counts.ctypes.data, threads.ctypes.data)

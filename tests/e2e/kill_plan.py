@@ -1,4 +1,5 @@
-"""Where processes kill themselves: a file with a line for every death to come, "WHO|WHERE|TIMES", the next one first.
+"""Places where processes kill themselves: a file with a line for every death to come, "WHO|WHERE|TIMES", the next one
+first.
 
 WHO is "engine" or "worker RANK", WHERE the name of a point, TIMES how often one process has to come there for it to
 die. Only the first line counts. A process that dies by it removes it, so that the next one waits for the line behind.

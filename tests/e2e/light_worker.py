@@ -20,7 +20,7 @@ BLOCK_BYTES = 8192
 
 
 class LightWorker:
-    """What WorkerLoop knows of a Worker."""
+    """The part of Worker that WorkerLoop uses."""
 
     device = SimpleNamespace(torch=None)
     disk = None
@@ -59,6 +59,6 @@ class LightWorker:
 
 
 def install() -> Callable[[], type[LightWorker]]:
-    """What takes the place of the import of a real one, in this process, whose worker is alone."""
+    """Make the import that replaces a real worker's in this process, whose worker is alone."""
     Membership.connect = lambda *_: None  # type: ignore[assignment, method-assign]
     return lambda: LightWorker

@@ -1,4 +1,4 @@
-"""What transformers makes of a checkpoint: the truth that the engine's tokens and logprobs are held against."""
+"""Outputs of transformers for a checkpoint: the truth that the engine's tokens and logprobs are held against."""
 
 import random
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ class Reference:
 
 
 class Comparison(NamedTuple):
-    """Which outputs differ from the reference, and which of them do from a tie on."""
+    """Outputs that differ from the reference, and those of them that do so from a tie on."""
 
     wrong: list[int]
     excused: list[int]
@@ -112,7 +112,7 @@ def compare(cases: Sequence[Case], outputs: Sequence[RequestOutput]) -> Comparis
 
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
-    """Where two sequences part, None if they are equal."""
+    """Index at which two sequences part, None if they are equal."""
     for at, (one, other) in enumerate(zip(expected, got, strict=False)):
         if one != other:
             return at

@@ -29,7 +29,7 @@ class Forced:
 
     @property
     def decided(self) -> torch.Tensor:  # bool [NUM_TOKENS]
-        """Where the best token wins by more than rounding can take away."""
+        """Mask of positions where the best token wins by more than rounding can take away."""
         best = self.exact.topk(2).values
         return best[:, 0] - best[:, 1] > 2 * (self.rounded - self.exact).abs().amax(1)
 

@@ -43,7 +43,7 @@ def llm(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def expected_beams(
     reference: Reference, prompt: list[int], params: SamplingParams
 ) -> tuple[list[list[int]], list[float]]:
-    """What transformers finds, best first, and how it scores it."""
+    """Beams that transformers finds, best first, and their scores."""
     ids = torch.tensor([prompt])
     stops = list(params.stop_token_ids)
     found = reference.model.generate(

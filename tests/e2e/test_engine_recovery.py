@@ -52,7 +52,8 @@ async def read(client: AsyncClient, index: int, started: asyncio.Semaphore) -> T
 
 
 async def load(address: str, disturb: Any = None) -> list[Tokens]:
-    """What eight requests of two clients get; `disturb` is called on a thread once all of them have a token."""
+    """Return the tokens of eight requests of two clients; `disturb` is called on a thread once all of them have a
+    token."""
     async with AsyncClient(address) as one, AsyncClient(address) as other:
         started = asyncio.Semaphore(0)
         reading = [asyncio.ensure_future(read((one, other)[index % 2], index, started)) for index in range(8)]
@@ -91,7 +92,7 @@ def another(launcher: int, dead: int) -> int:
 
 
 class Trouble:
-    """What is done to the processes of a launcher, and those that were hit."""
+    """Disturbs the processes of a launcher, and remembers those that were hit."""
 
     def __init__(self, engine: Engine) -> None:
         self.launcher, self.pids = engine.process.pid, family(engine.process.pid)
@@ -229,7 +230,7 @@ def plain(server: Server) -> str:
 
 
 def health_until_another(server: Server, dead: int) -> list[int]:
-    """What /health says, from an engine's death until it is well again."""
+    """Collect the states of /health from an engine's death until it is well again."""
     codes, deadline_s = list[int](), time.monotonic() + READY_S
     seconds_until(lambda: not running(dead), START_S, "the end")
     while not codes or codes[-1] != 200 or 503 not in codes:

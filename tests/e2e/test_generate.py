@@ -1,4 +1,4 @@
-"""What LLM.generate promises beside the tokens: order, reasons to end, stops, limits, prompts of every form."""
+"""Promises of LLM.generate beside the tokens: order, reasons to end, stops, limits, prompts of every form."""
 
 import json
 import shutil

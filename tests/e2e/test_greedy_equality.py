@@ -231,7 +231,7 @@ def test_blocks_of_nobody_do_not_matter(monkeypatch, llama, middle):
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_spoiled_block_of_the_prefix_cache_shows(monkeypatch, llama, middle):
-    """What a second request of the same prompt reads is what the first one wrote."""
+    """A second request of the same prompt reads the blocks that the first one wrote."""
     steps = spoil_after_prefill(monkeypatch, lose_a_block)
     case = middle[0]
     once, again = run_here(llama, [case, case], enable_prefix_caching=True)

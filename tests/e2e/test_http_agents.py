@@ -1,5 +1,5 @@
-"""What agents are written with, unchanged: the parse helpers and streamed tools of OpenAI's client, LangChain's tools
-and structured outputs, and the two examples. The demo model knows no JSON, so the grammar makes all of it."""
+"""Libraries of agents, unchanged: the parse helpers and streamed tools of OpenAI's client, LangChain's tools and
+structured outputs, and the two examples. The demo model knows no JSON, so the grammar makes all of it."""
 
 import json
 import subprocess

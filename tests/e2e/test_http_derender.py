@@ -32,7 +32,7 @@ def generated(http: httpx.Client, rendered: dict[str, Any], **more: Any) -> Any:
 
 
 def choices(answer: dict[str, Any]) -> Any:
-    """What has to be equal: the choices, without the field that only some answers have."""
+    """Return the choices, which have to be equal, without the field that only some answers have."""
     return [{name: value for name, value in choice.items() if name != "token_ids"} for choice in answer["choices"]]
 
 

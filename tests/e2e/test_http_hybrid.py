@@ -49,7 +49,7 @@ def api(server: Server) -> Iterator[OpenAI]:
 
 
 def chat(api: OpenAI, messages: list[dict[str, str]], **others: Any) -> tuple[str, int]:
-    """What is answered, and how many tokens of the prompt were cached."""
+    """Return the answer, and the number of cached tokens of the prompt."""
     extra = {"ignore_eos": True, **others.pop("extra_body", {})}
     asked: Any = {"messages": messages, "temperature": 0, "max_tokens": 24, "extra_body": extra}
     answer = api.chat.completions.create(model="tiny", **(asked | others))

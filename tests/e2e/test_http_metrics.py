@@ -96,7 +96,7 @@ def session(server: Server) -> Iterator[Session]:
 
 
 class Scrape:
-    """What one look at /metrics gave."""
+    """Values of one look at /metrics."""
 
     def __init__(self, text: str) -> None:
         self.families = {family.name: family for family in text_string_to_metric_families(text)}

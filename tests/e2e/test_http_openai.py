@@ -217,7 +217,8 @@ def test_echo_with_logprobs_scores_the_prompt(api: OpenAI) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_an_evaluation_scores_prompts(api: OpenAI, server: Server, max_tokens: int) -> None:
-    """What lm-eval's local-completions sends, and how it reads the answer: tokens of a context and a continuation."""
+    """Send as lm-eval's local-completions does, and read the answer as it does: tokens of a context and a
+    continuation."""
     prompts = [tokenized(server, text) for text in (PROMPT, PROMPT + " little bear")]
     settings: Any = {"model": "demo", "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
     answer = api.completions.create(prompt=prompts, max_tokens=max_tokens, **settings)

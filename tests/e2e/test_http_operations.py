@@ -101,7 +101,7 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def expected(server: Server) -> list[int]:
-    """What the first weights say, as transformers does at least in the beginning."""
+    """Tokens of the first weights, equal to those of transformers at least in the beginning."""
     return Stream(server).all()
 
 

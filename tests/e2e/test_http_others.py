@@ -162,7 +162,7 @@ OPERATIONS = {
 
 
 def nearer(body: dict[str, Any]) -> None:
-    """What no document can say, so that more requests get past the first checks."""
+    """Correct a body by rules that no document can state, so that more requests get past the first checks."""
     body.pop("model", None)
     for message in listed(body, "messages", dict):  # an operation without messages may get anything by that name
         if not isinstance(message.get("content"), str):

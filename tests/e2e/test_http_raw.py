@@ -1,4 +1,4 @@
-"""What only raw HTTP can show: malformed input, limits, keys, ids, the exact form of streams and errors."""
+"""Behaviour that only raw HTTP can show: malformed input, limits, keys, ids, the exact form of streams and errors."""
 
 import asyncio
 import json

@@ -310,7 +310,7 @@ def test_a_stream_goes_on_when_a_process_is_killed(server: Server, http: httpx.C
 
 
 def test_a_file_outlives_its_server(tmp_path: Path) -> None:
-    """What had ended goes on, and what ran has failed."""
+    """A response that had ended can be continued, and one that ran has failed."""
     flags = ["--served-model-name", "demo", "--responses-store", str(tmp_path / "store.db")]
     with serving(*flags) as server, httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
         first = streamed(http, max_output_tokens=4)[-1]["response"]

@@ -121,7 +121,7 @@ def shown(*pieces: bytes) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def expected(server: Server) -> Expected:
-    """What a stream shows that is not cut. Each is asked for once: the server is slow on purpose."""
+    """Contents of streams that are not cut. Each is asked for once: the server is slow on purpose."""
     known: dict[str, bytes] = {}
 
     def find(**changes: Any) -> dict[Any, Any]:

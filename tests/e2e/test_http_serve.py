@@ -215,7 +215,7 @@ def test_what_takes_too_long_is_aborted() -> None:
 
 @pytest.mark.parametrize("module", ["vllm_lite.engine.process", "vllm_lite.worker.process"])
 def test_a_dead_child_is_told_and_ends_it(module: str) -> None:
-    """Those who wait hear of it, and so does the exit status."""
+    """Waiting callers are informed, and so is the exit status."""
     with serving("--max-restarts", "0") as server, client(server) as http:
         with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
             lines = answer.iter_lines()

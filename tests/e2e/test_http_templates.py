@@ -1,5 +1,5 @@
-"""What the chat template does with a chat, in every dialect: a developer's message is in the prompt, lists of parts
-come to a template that writes them, and what it leaves out is named in the Warning header."""
+"""Chats in every dialect through the chat template: a developer's message is in the prompt, lists of parts come to a
+template that writes them, and what it leaves out is named in the Warning header."""
 
 from collections.abc import Iterator
 from typing import Any

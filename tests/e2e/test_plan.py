@@ -1,4 +1,4 @@
-"""What `vllm-lite plan` says is what an engine then has."""
+"""Figures of `vllm-lite plan` are those of the engine that is started then."""
 
 from pathlib import Path
 from typing import Any

@@ -55,7 +55,7 @@ async def read(client: AsyncClient, index: int, started: asyncio.Semaphore) -> l
 
 
 async def load(address: str, disturb: Callable[[], None] = lambda: None) -> list[list[list[int]]]:
-    """What every request gets; `disturb` is called once all of them have a token."""
+    """Return the tokens of every request; `disturb` is called once all of them have a token."""
     async with AsyncClient(address) as client:
         started = asyncio.Semaphore(0)
         reading = [asyncio.ensure_future(read(client, index, started)) for index in range(len(LOAD))]

@@ -131,7 +131,7 @@ CASES: dict[str, Callable[[Clients], Any]] = {
 
 
 def events(ask: Callable[[Clients], Any], to: Clients) -> Iterator[Any]:
-    """What comes, as plain values; an error is an event as well."""
+    """Yield the events of a stream as plain values; an error is an event as well."""
     import anthropic
 
     try:
@@ -146,7 +146,7 @@ def events(ask: Callable[[Clients], Any], to: Clients) -> Iterator[Any]:
 
 
 def shape(value: Any, field: str = "") -> Any:
-    """What stays of a value."""
+    """Reduce a value to the part that is compared."""
     if isinstance(value, dict):
         by_token = field == "top_logprobs" and all(isinstance(inner, float) for inner in value.values())
         return {"token" if by_token else key: shape(inner, key) for key, inner in value.items()}

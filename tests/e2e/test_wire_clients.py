@@ -297,7 +297,7 @@ def test_another_service_at_the_address_is_one_line(raw_client_of: list[str], an
 
 
 def next_generate(engine: FakeEngine) -> Generate:
-    """What starts the request. In quiet seconds a client asks whether the engine is there."""
+    """Return the next Generate. In quiet seconds a client asks whether the engine is there."""
     while not isinstance(message := engine.heard.get(timeout=DEADLINE_S), Generate):
         assert isinstance(message, Ping), message
     return message

@@ -70,7 +70,7 @@ async def follow(outputs: AsyncIterator[RequestOutput], started: asyncio.Semapho
 
 
 async def serve(client: AsyncClient, fail: Callable[[], None] = lambda: None) -> list[Tokens]:
-    """What every request gets. `fail` is called once all that stream have a token."""
+    """Return the tokens of every request. `fail` is called once all that stream have a token."""
     started = asyncio.Semaphore(0)
     streams = [asyncio.ensure_future(follow(client.generate(prompt, params), started)) for prompt, params in LOAD]
     for _ in LOAD[:-1]:  # beams come at their end only

@@ -16,7 +16,7 @@ NO_BLOCK = 10**6
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSetup:
-    """What all kernels are tried with; each adds how long its sequences are."""
+    """Setup that all kernels are tried with; each adds the lengths of its sequences."""
 
     num_heads: int = 2
     num_kv_heads: int = 1

@@ -1,4 +1,4 @@
-"""What the cache operations must do, as named functions of a launcher and a device; no pytest in here.
+"""Cases of the cache operations, as named functions of a launcher and a device; no pytest in here.
 
 Caches start with random bytes, and all of their bytes are compared afterwards: also what must not have changed.
 """
@@ -170,7 +170,7 @@ def split_layout(dtype: torch.dtype, cache: torch.dtype, head_size: int) -> Case
 
 
 def far_slots(launcher: Launcher, device: torch.device) -> None:
-    """Behind element 2^31 of the cache. Of its memory a few pages are ever used."""
+    """Write slots after element 2^31 of the cache. A few pages of its memory are ever used."""
     block_elements = 2 * 2 * 16 * 128
     num_blocks = 2**31 // block_elements + 3
     pool = torch.empty(num_blocks * block_elements, dtype=torch.uint8, device=device)

@@ -160,7 +160,7 @@ def _compiler() -> tuple[str, str]:
 
 
 def cache_folder() -> Path:
-    """Where test builds are kept; nobody else can write there."""
+    """Folder of test builds; nobody else can write there."""
     default = Path(tempfile.gettempdir()) / f"vllm_lite-emulator-{os.getuid()}"
     folder = Path(os.environ.get("VLLM_LITE_EMULATOR_CACHE") or default)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""What a layer's experts must compute, as named functions of a launcher and a device; no pytest in here."""
+"""Cases of a layer's experts, as named functions of a launcher and a device; no pytest in here."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 def weights(sizes: Sizes, dtype: torch.dtype, device: torch.device, *, biases: bool = False) -> Stacks:
-    """Those of the experts that are held; no two are alike."""
+    """Weights of the experts that are held; no two are alike."""
     whole = Stacks(
         draw((sizes.num_experts, 2 * sizes.inner, sizes.hidden), dtype, device, sizes.hidden**-0.5),
         draw((sizes.num_experts, sizes.hidden, sizes.inner), dtype, device, sizes.inner**-0.5),
@@ -84,7 +84,7 @@ def expected(x: torch.Tensor, chosen: Chosen, stacks: Stacks, first: int, activa
 
 
 def check(launcher: Launcher, x: torch.Tensor, chosen: Chosen, stacks: Stacks, first: int = 0) -> torch.Tensor:
-    """What the kernels make of x with SiLU, which must be what is expected."""
+    """Run the kernels on x with SiLU, and check the result."""
     out = torch.full_like(x, torch.nan)
     StackedExperts(launcher, stacks, first, "silu").forward(x, chosen, out)
     compare(out, expected(x, chosen, stacks, first, "silu"))

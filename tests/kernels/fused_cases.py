@@ -1,4 +1,4 @@
-"""What the fused operations must compute, as named functions of a launcher and a device; no pytest in here."""
+"""Cases of the fused operations, as named functions of a launcher and a device; no pytest in here."""
 
 from collections.abc import Callable, Iterable
 from functools import partial

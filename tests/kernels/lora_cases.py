@@ -1,4 +1,4 @@
-"""What the kernels of adapters must add, as named functions of a launcher and a device; no pytest in here."""
+"""Cases of the kernels of adapters, as named functions of a launcher and a device; no pytest in here."""
 
 import numpy as np
 import torch

@@ -21,7 +21,7 @@ OTHER_ARCHES = (OLDEST_ARCH, "sm_86", "sm_89", "sm_100", "sm_120")
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas says about one kernel."""
+    """Report of ptxas on one kernel."""
 
     registers: int
     spill_bytes: int  # stores and loads together

@@ -1,4 +1,4 @@
-"""What a layer's experts whose weights stay packed must compute, as named functions of a launcher and a device.
+"""Cases of a layer's experts whose weights stay packed, as named functions of a launcher and a device.
 
 No pytest in here.
 """

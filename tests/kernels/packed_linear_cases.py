@@ -1,4 +1,4 @@
-"""What products with packed quantized weights must compute, as named functions of a launcher and a device.
+"""Cases of products with packed quantized weights, as named functions of a launcher and a device.
 
 No pytest in here.
 """
@@ -144,8 +144,8 @@ def in_slabs(launcher: Launcher, device: torch.device) -> None:
 
 
 def float8_rows(launcher: Launcher, device: torch.device) -> None:
-    """What torch multiplies are the codes, and rows with their scales; on a GPU that has no such product the rest of
-    the case is left out."""
+    """torch multiplies the codes, and rows with their scales; on a GPU that has no such product the rest of the case is
+    left out."""
     stored, before = weight(E4M3, CHANNEL, sizes=Sizes(200, 90), scale=BF16), many_rows.SLAB_BYTES
     packed, bias = PackedWeight.of(stored, device), draw((200,), F16, device)
     products = Float8Products(launcher, packed)

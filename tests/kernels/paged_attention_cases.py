@@ -1,4 +1,4 @@
-"""What paged_attention_v1 and v2 must compute, as named functions of a launcher and a device; no pytest in here.
+"""Cases of paged_attention_v1 and v2, as named functions of a launcher and a device; no pytest in here.
 
 Each case draws queries and a cache in the engine's layout, converts the cache, runs the kernels and compares with
 float64. Slots that no token was written to hold NaN, blocks are drawn in random order, strides have gaps.

@@ -1,4 +1,4 @@
-"""What kernels of recurrent layers must compute, as named functions of a launcher and a device; no pytest in here."""
+"""Cases of the kernels of recurrent layers, as named functions of a launcher and a device; no pytest in here."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Layer(NamedTuple):
     width: int
 
     def run(self, op: Any, of: Segments, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the rows get, and the states behind it; rows and slots lie in wider ones."""
+        """Return the output of the rows, and the states after it; rows and slots lie in wider ones."""
         states = torch.full((NUM_SLOTS, 2 * self.states.shape[1]), torch.nan, device=device)[:, self.states.shape[1] :]
         states.copy_(self.states)
         rows = torch.full((NUM_ROWS, self.projected.shape[1] + 5), torch.nan, dtype=self.projected.dtype, device=device)

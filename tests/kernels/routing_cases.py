@@ -1,4 +1,4 @@
-"""How the routing kernel must choose, as named functions of a launcher and a device; no pytest in here."""
+"""Cases of the routing kernel, as named functions of a launcher and a device; no pytest in here."""
 
 import torch
 
@@ -16,7 +16,7 @@ def blank(num_tokens: int, spec: RoutingSpec, device: torch.device) -> Chosen:
 
 
 def check(launcher: Launcher, logits: torch.Tensor, routing: Routing) -> Chosen:
-    """What the kernel chooses, which must be what plain torch does."""
+    """Route by the kernel, and check it against plain torch."""
     ours, theirs = (blank(len(logits), routing.spec, logits.device) for _ in range(2))
     CudaOps(launcher).route(logits, routing, ours)
     choose(logits, routing, theirs)

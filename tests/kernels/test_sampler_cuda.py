@@ -48,7 +48,7 @@ def test_the_sampler_of_a_gpu_worker_uses_it(monkeypatch: pytest.MonkeyPatch, em
 
 @pytest.mark.parametrize("columns", [slice(64, 1000), slice(7, 512), slice(0, 1)])
 def test_some_columns_of_each_row(columns: slice, emulated: EmulatorLauncher) -> None:
-    """What a rank asks for that has made these columns, whether or not they start where vectors are aligned."""
+    """Sample from the columns that a rank has made, whether or not they start where vectors are aligned."""
     logits, draws = cases.normal(5, 1000, 3.0), cases.make_draws(5, 1000)
     draws["temperature"] = 0
     picked = sampler.pick(emulated, logits[:, columns], draws)

@@ -1,4 +1,4 @@
-"""Which rows share splits: each split of a row is computed once, and one that is shared lies in blocks that all of its
+"""Rows that share splits: each split of a row is computed once, and one that is shared lies in blocks that all of its
 rows name."""
 
 import numpy as np

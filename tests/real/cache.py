@@ -1,4 +1,4 @@
-"""Where real checkpoints lie: the cache of scripts/fetch_real.py, which also says what it holds."""
+"""Folder of real checkpoints: the cache of scripts/fetch_real.py, which also says what it holds."""
 
 import sys
 from pathlib import Path

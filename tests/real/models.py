@@ -39,7 +39,7 @@ TIE = 2e-3
 
 
 class Answers(NamedTuple):
-    """What this engine gave: the page with its log-probabilities, and greedy continuations."""
+    """Output of this engine: the page with its log-probabilities, and greedy continuations."""
 
     page: RequestOutput
     continuations: list[RequestOutput]

@@ -78,8 +78,8 @@ def of_this_engine(template: str, name: str, *, generate: bool) -> str | None:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_prompts_are_those_of_transformers(template: str) -> None:
-    """Where transformers makes one that has the user's message: chats that a template refuses or drops as they are get
-    through in another form here."""
+    """Compare the prompts of transformers that have the user's message: chats that a template refuses or drops as they
+    are get through in another form here."""
     text = TEMPLATES[template]
     for name in CHATS:
         for generate in (True, False):

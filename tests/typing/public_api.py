@@ -1,4 +1,4 @@
-"""What a type checker knows of the public names. mypy reads this file with all others; nothing runs it.
+"""Types of the public names, for a type checker. mypy reads this file with all others; nothing runs it.
 
 `assert_type` fails if a declared type changes. A `type: ignore` fails if the mistake beside it is no longer found,
 because mypy reports ignores that nothing needs.

@@ -143,7 +143,7 @@ class Stage:
         return client
 
     async def say(self, *events: Event) -> None:
-        """What the engine sends, as one message for each stream; and all that follows from it."""
+        """Send the next message of the engine for each stream, and run everything that follows from it."""
         by_request: dict[str, list[Event]] = {}
         for event in events:
             by_request.setdefault(event.request_id, []).append(event)
@@ -167,7 +167,7 @@ async def settle() -> None:
 
 
 def steps(names: Sequence[str], n: int, logprobs: int | None, reason: Any = "length") -> list[list[Event]]:
-    """What an engine sends for these streams with `n` samples each, token by token."""
+    """Events that an engine sends for these streams with `n` samples each, token by token."""
     found: list[list[Event]] = []
     for place, token in enumerate(WORDS):
         entries = None if logprobs is None else [TokenLogprobs(-0.5 - place, 1, ((token, -0.5), (5, -2.0))[:logprobs])]
@@ -199,7 +199,7 @@ def events_in(data: bytes) -> list[tuple[str, str]]:
 
 
 def content(data: Sequence[str]) -> dict[Any, Any]:
-    """What a client has been shown by these events, however it was cut into them; choices by their index."""
+    """Join these events to the content that a client was shown, however it was cut; choices by their index."""
     found: dict[Any, Any] = {"done": 0, "usage": [], "errors": []}
     for each in data:
         if each == "[DONE]":

@@ -1,5 +1,5 @@
-"""What chaos.py finds out: it is shown every kind of broken promise and has to see it, and kept ones, which it must not
-take for broken."""
+"""Checks of chaos.py itself: it is shown every kind of broken promise and has to see it, and kept ones, which it must
+not take for broken."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What the config.json of a family before Llama says, as they lie on the hub, and how their tensors are called."""
+"""The published config.json of families before Llama, and the names of their tensors."""
 
 import json
 from pathlib import Path

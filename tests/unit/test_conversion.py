@@ -183,7 +183,7 @@ CONFIGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_sentencepiece(tmp_path: Path, case: str) -> None:
-    """Where the config leads transformers to other tokens than SentencePiece's, the conversion is another one."""
+    """If the config leads transformers to other tokens than SentencePiece's, the conversion is another one."""
     files: dict[str, Any] = {} if CONFIGS[case] is None else {"tokenizer_config__json": CONFIGS[case]}
     model = sentencepiece_file()
     folder = folder_with(tmp_path / "model", tokenizer__model=model, config__json={"model_type": "llama"}, **files)

@@ -287,7 +287,7 @@ def test_hello_is_answered_once_the_engine_serves(wire: Wire) -> None:
 
 
 def test_clients_that_came_and_went_are_not_remembered(wire: Wire) -> None:
-    """Those who ask how the engine is, say, and want nothing else. One of them stays."""
+    """The clients ask for the engine's state, say, and want nothing else. One of them stays."""
     wire.welcome()
     wire.say(Hello(PROTOCOL_VERSION))
     for number in range(1000):

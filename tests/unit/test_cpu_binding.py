@@ -1,4 +1,4 @@
-"""How the cores of a machine are shared out to its workers, on machines written into a folder."""
+"""Distribution of a machine's cores to its workers, on machines written into a folder."""
 
 import ctypes
 import logging

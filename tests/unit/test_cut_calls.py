@@ -22,7 +22,7 @@ def case(name: str, text: str, reason: str = "stop", **fields: Any) -> tuple[Cas
 
 
 def ends(*how: Any) -> tuple[Any, ...]:
-    """How the answer of each dialect ends: a chat, a message with its stop sequence, Ollama's."""
+    """Endings of the answers of each dialect: a chat, a message with its stop sequence, Ollama's."""
     chats, messages_end = [chat(*how)[-1], chat_whole(*how)[-1]], [messages(*how)[-1], messages_whole(*how)[-1]]
     ollamas = [ollama(*how)[-1], ollama_whole(*how)[-1]]
     assert chats[0][1] == chats[1][1]

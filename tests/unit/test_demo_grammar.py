@@ -48,7 +48,7 @@ def test_everything_written_is_accepted():
 
 
 def test_text_is_accepted_without_its_special_tokens():
-    """What a client shows has no special tokens; documents then follow one another without even a space."""
+    """A client's text has no special tokens; documents then follow one another without even a space."""
     for seed in range(300):
         rng = random.Random(seed)
         text = grammar.write_plain(rng) + grammar.write_plain(rng)

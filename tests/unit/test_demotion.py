@@ -1,4 +1,5 @@
-"""What a waiting sequence evicts is demoted whole, over as many steps as that takes, and none of them stalls longer."""
+"""Blocks that a waiting sequence evicts are all demoted, over as many steps as that takes, and none of them stalls
+longer."""
 
 import random
 

@@ -25,7 +25,7 @@ NEEDS_NO_SERVER = {"torch", "numpy", "safetensors", "starlette", "uvicorn", "uvl
 
 
 def settings(words: list[str]) -> ServeConfig:
-    """What `vllm-lite serve` makes of these words."""
+    """Parse these words as `vllm-lite serve` does."""
     done = subprocess.run(
         [sys.executable, "-m", "vllm_lite", "serve", *words, "--print-config"],
         capture_output=True,

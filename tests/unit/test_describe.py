@@ -1,4 +1,4 @@
-"""How a live request is said to be: exact numbers in every state, and that looking changes nothing."""
+"""Descriptions of live requests: exact numbers in every state, and looking changes nothing."""
 
 import pytest
 

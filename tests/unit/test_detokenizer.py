@@ -166,7 +166,7 @@ def test_spaces_between_special_tokens() -> None:
 
 
 def first_end(text: str, stops: list[str], begin: int = 0) -> tuple[int, str] | None:
-    """Where the first stop string that ends behind `begin` ends, and which: the definition, without an automaton."""
+    """Find the first stop string that ends after `begin`, and its end: the definition, without an automaton."""
     for end in range(begin + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

@@ -185,7 +185,7 @@ def test_every_setting_is_on_a_page() -> None:
 
 
 def test_models_that_only_transformers_cannot_serve_are_in_italics() -> None:
-    """Those that have a native implementation are served, whatever transformers' code of them does."""
+    """Models that have a native implementation are served, whatever transformers' code of them does."""
     section = (ROOT / "docs/models.md").read_text().split("Those in italics have a native implementation")[1]
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", section.split("\n\n", 2)[1], re.MULTILINE)
     names = [name for row in rows[2:] for name in row.split(", ")]
@@ -219,7 +219,8 @@ def test_the_changelog_has_ten_lines_a_version() -> None:
 
 
 def test_lists_of_test_files_name_files_that_exist() -> None:
-    """What `make quick` leaves out, and what is not run against a wheel: a file that is renamed must not slip in."""
+    """The lists name tests that `make quick` leaves out, or that are not run against a wheel: a renamed file must not
+    slip in."""
     slow = re.findall(r"^SLOW := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = [f"tests/unit/test_{name}.py" for name in slow[0].replace("\\\n", " ").split()]
     sources = re.findall(r"tests/\w+/test_\w+\.py", (ROOT / ".ci/test-wheel").read_text())

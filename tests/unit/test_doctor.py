@@ -52,7 +52,7 @@ def test_nothing_but_the_standard_library_is_needed_to_start() -> None:
 
 
 def test_this_machine() -> None:
-    """What the tests run with works."""
+    """The installation that runs the tests passes its own checks."""
     installed = lines_of(checks.packages)
     lines = installed + lines_of(checks.python) + lines_of(checks.torch_build)
     assert {line.level for line in lines} <= {"OK", "WARN"}, lines

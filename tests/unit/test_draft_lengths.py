@@ -1,4 +1,4 @@
-"""How much is drafted: the time of a row as steps show it, the odds of a sequence's drafts, and what pays."""
+"""Lengths of drafts: the time of a row as steps show it, the odds of a sequence's drafts, and what pays."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""What a small request takes of the responses before it: found and taken apart once, and counted as its own body."""
+"""Earlier responses of a small request: found and taken apart once, and counted as its own body."""
 
 import asyncio
 import time

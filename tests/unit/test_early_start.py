@@ -38,7 +38,7 @@ cli.main(["serve"])
 
 
 class Tree(NamedTuple):
-    """What `serve` started early, in an environment of its own."""
+    """Processes that `serve` started early, in an environment of its own."""
 
     server: "subprocess.Popen[str]"
     marker: str

@@ -121,7 +121,7 @@ def closing(template: str, *tokens: str, known: Sequence[str] = ()) -> Closing:
 
 
 def test_the_tokenizers_eos_token_ends_besides_that_of_config(tmp_path: Path, never_rendered: None) -> None:
-    """What a training of a base model with ChatML leaves behind."""
+    """A training of a base model with ChatML leaves two end tokens."""
     it = Written(tmp_path, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     it.write(
         "config.json", json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": it.ids["<|endoftext|>"]}

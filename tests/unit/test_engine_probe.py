@@ -1,4 +1,4 @@
-"""What a supervisor learns of an engine over its own connection, with a clock of the test."""
+"""A supervisor's own connection to an engine, with a clock of the test."""
 
 from collections.abc import Iterator
 from contextlib import closing

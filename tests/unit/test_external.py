@@ -70,7 +70,8 @@ def test_a_fork_has_an_external_id_of_its_own() -> None:
 
 
 def test_logprobs_that_are_too_many_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the request that would exceed the limit, with its earlier ones: what is kept is always its last."""
+    """The logprobs of the request that would exceed the limit are forgotten, its earlier ones too: those kept are
+    always its last."""
     monkeypatch.setattr(external, "MAX_LOGPROBS", 10)
     core = make_core()
     kept = core.scheduler.queues.external

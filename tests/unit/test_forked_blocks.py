@@ -67,7 +67,8 @@ def test_a_fork_takes_no_copy_of_a_block_that_nobody_else_can_find() -> None:
 def test_the_shared_blocks_that_a_sequence_writes_next_are_swapped_in_all_groups_or_none(
     whose: str, max_swap_blocks: int
 ) -> None:
-    """What comes back from the host is its own. A block that stayed, since a step moves only so many, would not be."""
+    """Blocks that come back from the host are its own. A block that stayed, since a step moves only so many, would not
+    be."""
     rig = Rig(60, windows=(None, 20), num_host_blocks=40, max_swap_blocks=max_swap_blocks)
     parent = parent_of(rig, 14)
     child = fork(rig, parent, "fork", have=8)

@@ -1,4 +1,4 @@
-"""What the published config.json of Gemma, GLM-4, OLMo and Cohere 2 mean, and what is refused of them."""
+"""The published config.json of Gemma, GLM-4, OLMo and Cohere 2: their meaning, and refusals."""
 
 import json
 from pathlib import Path

@@ -195,7 +195,7 @@ def test_what_no_piece_stands_for_is_one_unknown_token(tmp_path: Path) -> None:
 
 
 def test_pieces_are_merged_by_score_and_then_by_their_numbers(tmp_path: Path) -> None:
-    """What is found in texts as it is, as control tokens are, is not merged."""
+    """A piece that is found in texts as it is, as control tokens are, is not merged."""
     tokens, types = ["ab", "c", "a", "bc", "abc", "ca", "b", BOS, EOS], [1, 1, 1, 1, 1, 3, 1, 3, 3]
     scores = [-1.0, -9.0, -9.0, -2.0, -3.0, -0.5, -9.0, 0.0, 0.0]
     file = file_with(tmp_path / "m.gguf", tokens, types, **PIECES, **{"ggml.scores": scores})

@@ -1,4 +1,4 @@
-"""What gpu_check takes along to a machine without a network, and what it does first there: no GPU needed."""
+"""Files that gpu_check takes along to a machine without a network, and its first steps there: no GPU needed."""
 
 import subprocess
 import sys
@@ -93,7 +93,7 @@ def test_kernels_that_a_stage_compiles_are_counted(tmp_path: Path, monkeypatch: 
 
 
 def test_a_cache_of_kernels_keeps_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an older source was compiled into is not carried."""
+    """Kernels of an older source are not carried."""
     monkeypatch.setattr(kernels, "ProcessPoolExecutor", InThisProcess)
     monkeypatch.setattr(kernels, "compiler", lambda arch, folder: compilers.setdefault(arch, made(arch, folder)))
     compilers: dict[str, compiler.KernelCompiler] = {}

@@ -1,4 +1,4 @@
-"""What scripts/gpu_check does around its parts, without a GPU: wheels, the native library, NVIDIA's tools, rules."""
+"""The frame of gpu_check around its parts, without a GPU: wheels, the native library, NVIDIA's tools, rules."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What `make venv` installs for a GPU, and says where it cannot."""
+"""GPU packages that `make venv` installs, and its message where it cannot."""
 
 import re
 import sys

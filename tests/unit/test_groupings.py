@@ -20,7 +20,7 @@ def test_items_do_not_depend_on_how_tokens_are_grouped(seed: int) -> None:
 
 
 def parts(case: Case, cuts: Sequence[int]) -> list[CompletionOutput]:
-    """What the deltas are cut into, one part for each token."""
+    """Cut the output into deltas, one part for each token."""
     found: list[CompletionOutput] = []
 
     def read(call: Call) -> None:

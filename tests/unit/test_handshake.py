@@ -1,4 +1,4 @@
-"""How a session begins: the handshake, and every way in which there is none."""
+"""Beginning of a session: the handshake, and every way in which there is none."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What ps finds and kill ends: engines by their records, and nothing that is not verified to be one."""
+"""Engines found by ps and ended by kill: engines by their records, and nothing that is not verified to be one."""
 
 import json
 import os

@@ -23,7 +23,7 @@ PATIENCE_MS = round(scaled(20_000))
 
 
 class Consumer:
-    """What a router does: apply every event to a set of (hash, group)."""
+    """Applies every event to a set of (hash, group), as a router does."""
 
     def __init__(self) -> None:
         self.cached: set[tuple[Any, int]] = set()

@@ -100,7 +100,8 @@ MAP_LINE = re.compile(r"^(\w+\.py) {2,}\S", re.MULTILINE)
 
 @cache
 def parse(path: Path) -> ast.Module:
-    """What is kept is frozen: collections that look at a million nodes again and again take longer than the rules."""
+    """Parse a file once. The kept trees are frozen: collections that look at a million nodes again and again take
+    longer than the rules."""
     gc.disable()
     try:
         return ast.parse(path.read_text(), str(path))
@@ -144,7 +145,7 @@ def imports(tree: ast.AST, package: str = PACKAGE) -> Iterator[tuple[int, str]]:
 
 
 def last_name(node: ast.AST) -> str:
-    """What stands behind the last dot."""
+    """Return the part of a dotted name after the last dot."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 

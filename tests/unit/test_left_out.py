@@ -1,4 +1,4 @@
-"""What a template leaves out of a prompt is found, named by its place, and not looked for twice."""
+"""Parts that a template leaves out of a prompt are found, named by their places, and not looked for twice."""
 
 import logging
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the config.json of a family near Llama says, also where it leaves something out, and how tensors are called."""
+"""The config.json of families near Llama, also where it leaves something out, and the names of tensors."""
 
 import json
 from pathlib import Path

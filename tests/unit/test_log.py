@@ -1,4 +1,4 @@
-"""What the log's lines look like, and who may change it."""
+"""Format of the log's lines, and the settings that change it."""
 
 import json
 import logging

@@ -150,7 +150,7 @@ def test_counting_stops_for_who_has_gone() -> None:
 
 
 class Client:
-    """What a request's `receive` says of it."""
+    """A client, as a request's `receive` shows it."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()

@@ -197,7 +197,7 @@ def test_what_was_cached_is_found_no_more_on_either_tier() -> None:
 
 
 def test_a_waiting_sequence_forgets_what_it_had_found() -> None:
-    """What admission remembers of a lookup counts blocks that are lost."""
+    """Admission forgets a lookup that counts lost blocks."""
     rig = Rig(num_blocks=10, max_num_batched_tokens=40)
     rig.add("first", list(range(24)), 8)
     rig.step()

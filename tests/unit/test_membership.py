@@ -1,4 +1,4 @@
-"""What a worker says when it fails: whether it began, or was left alone by another rank. Without torch."""
+"""Message of a worker that fails: whether it began, or was left alone by another rank. Without torch."""
 
 import os
 import sys

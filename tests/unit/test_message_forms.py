@@ -203,7 +203,7 @@ def test_a_list_that_is_refused_in_its_place_is_joined() -> None:
 
 
 def test_a_template_that_refuses_what_is_tried_gets_what_is_given() -> None:
-    """Where nothing of it gets through alone, a template that looks into contents gets lists, and others texts."""
+    """If nothing of it gets through alone, a template that looks into contents gets lists, and others texts."""
     picky = "{% if messages | length != 5 %}{{ raise_exception('five') }}{% endif %}"
     chat = [said("a", "b")] * 5
     assert rendered(picky + EITHER, *chat) == "<user>[a][b]" * 5

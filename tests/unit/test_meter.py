@@ -1,4 +1,4 @@
-"""What the engine measures: every value against a clock that only the test moves."""
+"""Measurements of the engine: every value against a clock that only the test moves."""
 
 import copy
 import random

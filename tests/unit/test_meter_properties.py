@@ -1,4 +1,4 @@
-"""What the engine measures while everything happens that can: counters only rise, and every request ends once."""
+"""Measurements of the engine while everything happens that can: counters only rise, and every request ends once."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the config.json of models with experts says, and which numbers in it do not go together."""
+"""The config.json of models with experts, and numbers in it that do not go together."""
 
 import json
 from collections.abc import Mapping

@@ -38,7 +38,7 @@ HEADS = AttentionSpec(32, 8, 128, scale=128**-0.5)
 
 
 def stem(architecture: str) -> str:
-    """What a message calls it, which has the endings of all of them once."""
+    """Name of an architecture in a message, which has the endings of all of them once."""
     return re.sub("(ForConditionalGeneration|ForCausalLM|Model)$", "", architecture)
 
 

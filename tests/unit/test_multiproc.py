@@ -235,7 +235,7 @@ def test_results_come_in_order_and_one_by_one(host: Host) -> None:
 
 
 def test_results_of_another_life_are_dropped(host: Host) -> None:
-    """What a worker of an earlier engine at this address still had to say is applied to nothing."""
+    """Results of a worker of an earlier engine at this address are applied to nothing."""
     host.begin()
     host.executor.submit(step(1))
     stale, result = ModelOutput(GENERATION - 1, 1, b""), ModelOutput(GENERATION, 1, b"")

@@ -1,4 +1,4 @@
-"""What the published config.json of Nemotron-H mean, what its tensors are called, and what is refused."""
+"""The published config.json of Nemotron-H: their meaning, the names of tensors, and refusals."""
 
 import json
 import math

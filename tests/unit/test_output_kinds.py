@@ -1,4 +1,5 @@
-"""What AsyncClient yields: all so far, what is new, or the end only. And what else of SamplingParams stays here."""
+"""Outputs of AsyncClient: all so far, the new part, or the end only; and other fields of SamplingParams that stay
+here."""
 
 import asyncio
 from collections.abc import AsyncIterator

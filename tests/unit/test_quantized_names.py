@@ -1,4 +1,4 @@
-"""Which layers a quantized checkpoint leaves dense, by patterns of their names."""
+"""Layers that a quantized checkpoint leaves dense, by patterns of their names."""
 
 import time
 from contextlib import nullcontext

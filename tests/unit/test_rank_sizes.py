@@ -1,4 +1,4 @@
-"""How much memory several ranks take on one machine, by what the user set for all of them and for each."""
+"""Memory of several ranks on one machine, by the user's settings for all of them and for each."""
 
 from typing import Any
 

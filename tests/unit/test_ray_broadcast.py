@@ -14,7 +14,7 @@ Replica = Callable[[], Awaitable[bytes]]
 
 
 class Called:
-    """What Ray Serve gives for each replica."""
+    """Ray Serve's answer for each replica."""
 
     def __init__(self, answer: Replica) -> None:
         self.get_async = answer

@@ -1,4 +1,4 @@
-"""What a replica that starts later takes over of the others."""
+"""State that a replica that starts later takes over from the others."""
 
 import asyncio
 from concurrent.futures import Future

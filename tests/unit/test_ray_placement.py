@@ -1,4 +1,4 @@
-"""What is asked of a Ray cluster for a group of workers, and what is said while it is not there. No ray."""
+"""Resources that a group of workers asks of a Ray cluster, and the sentence while they are missing. No ray."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""How many engines Serve's autoscaler is to run."""
+"""Number of engines that Serve's autoscaler is to run."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -34,7 +34,7 @@ INTRODUCED = Introduction(0, CONFIG, welcome(), [])
 
 
 def token(position: int) -> int:
-    """What the model says at a position, whichever replica it is on."""
+    """Token of the model at a position, whichever replica computes it."""
     return 100 + position
 
 

@@ -1,4 +1,4 @@
-"""What is asked of the system before the workers load: every weight once, in small requests, within reason."""
+"""Requests to the system before the workers load: every weight once, in small requests, within reason."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which checkpoints may take the place of another one, by what their headers say."""
+"""Checkpoints that may take the place of another one, by their headers."""
 
 import json
 import shutil

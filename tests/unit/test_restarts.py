@@ -1,4 +1,4 @@
-"""How often what dies is started again, and what is said when that ends."""
+"""Limit of restarts, and the message when it is reached."""
 
 from vllm_lite.runtime.restarts import RestartLimit
 

@@ -1,4 +1,4 @@
-"""What clients make of sampling parameters before the engine sees them, and of the logprobs of prompts."""
+"""Sampling parameters in clients before the engine sees them, and the logprobs of prompts."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -50,7 +50,7 @@ def test_only_what_follows_a_grammar_drafts_without_speculation(depth: int) -> N
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_drafts_in_flight_are_computed_again_if_their_sequence_has_to_go(preemption: str, window: int | None) -> None:
-    """What they were is known to the workers alone then, and how many were right to nobody."""
+    """The workers alone know these drafts then, and nobody knows how many were right."""
     options = {"depth": 3, "num_forced": 4, "max_num_batched_tokens": 64, "preemption": preemption}
     rig = Rig(14, windows=(None, window), num_host_blocks=40, **options)  # type: ignore[arg-type]
     lost = []

@@ -1,4 +1,4 @@
-"""How streams, prompts, new arrivals and drafts share a step, and what the queue costs."""
+"""Sharing of a step by streams, prompts, new arrivals and drafts, and the cost of the queue."""
 
 import random
 from itertools import groupby
@@ -248,7 +248,7 @@ def test_a_blocked_request_is_looked_up_again_when_more_of_it_is_cached(monkeypa
 
 
 def test_a_blocked_request_gains_by_who_holds_its_prefix() -> None:
-    """What another holds of its prefix costs it nothing any more, though as much less is free."""
+    """Blocks of its prefix that another request holds cost it nothing any more, though as many fewer are free."""
     rig = Rig(60, max_num_batched_tokens=256)
     rig.add("first", prompt(1, 160), max_tokens=1)
     rig.drain()
@@ -326,7 +326,7 @@ def test_no_sequence_is_admitted_while_another_is_preempted() -> None:
 
 
 def test_the_first_prompt_has_its_blocks_before_those_that_are_served_before_it() -> None:
-    """Behind a window prompts take blocks chunk by chunk. Served last, the first would lack some and be preempted for
+    """With a window, prompts take blocks chunk by chunk. Served last, the first would lack some and be preempted for
     the second, and the second for it in the next step, for ever."""
     rig = Rig(11, 2, caching=False, windows=[8], max_num_batched_tokens=9, max_num_seqs=4)
     for number, length in enumerate((19, 12, 52, 9)):

@@ -1,4 +1,5 @@
-"""What a client sends again, to an engine that has the request and to one that never had it: the same tokens, once."""
+"""Requests that a client sends again, to an engine that has the request and to one that never had it: the same tokens,
+once."""
 
 from collections.abc import Iterator
 from pathlib import Path

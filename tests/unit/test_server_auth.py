@@ -136,7 +136,7 @@ def test_two_keys_in_one_place_are_none(name: bytes) -> None:
 
 
 def called(headers: dict[str, str], path: str = "/v1/models", **settings: Any) -> tuple[int, str]:
-    """How a server of these settings answers a request with these headers."""
+    """Return the answer of a server of these settings to a request with these headers."""
     config = ServeConfig(**settings)
     key = [(b"authorization", f"Bearer {key}".encode()) for key in config.api_key]
     given = [*key, *((name.lower().encode(), value.encode()) for name, value in headers.items())]

@@ -1,4 +1,4 @@
-"""What a request may say: what is passed on, refused, ignored, and how it is told."""
+"""Fields of a request: passed on, refused or ignored, and the sentences that say so."""
 
 import re
 from pathlib import Path

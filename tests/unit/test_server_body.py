@@ -154,7 +154,7 @@ def test_a_body_is_held_until_its_route_has_made_something_of_it() -> None:
     ids=["lists", "dicts", "texts", "ints", "parts", "deep"],
 )
 def test_values_are_counted_before_they_are_made(value: bytes, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has too many is not decoded, and no more of it is kept."""
+    """A body with too many values is not decoded, and no more of it is kept."""
 
     async def main() -> None:
         read = BodyReader(ServeConfig(max_request_bytes=32 << 20))

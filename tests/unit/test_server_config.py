@@ -1,4 +1,4 @@
-"""What `vllm-lite serve` can be told: an engine's settings and the server's own, in one layering."""
+"""Settings of `vllm-lite serve`: an engine's settings and the server's own, in one layering."""
 
 import argparse
 import socket

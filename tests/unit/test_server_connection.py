@@ -107,7 +107,7 @@ class Bench:
             await asyncio.get_running_loop().sock_sendall(self.client, data)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """What comes, until the end."""
+        """Yield the pieces of the answer, until the end."""
         async with asyncio.timeout(DEADLINE_S):
             while piece := await asyncio.get_running_loop().sock_recv(self.client, 1 << 20):
                 yield piece

@@ -79,7 +79,7 @@ def test_cut_at_every_byte_and_resumed_when_all_is_there(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_cut_after_every_token_and_resumed_while_it_runs(case: str) -> None:
-    """What comes while nobody reads is one chunk later, and so is all that comes after: the events are others."""
+    """Tokens that arrive while nobody reads are one chunk later, and so are all after them: the events are others."""
 
     async def main() -> None:
         _, client, _ = await uncut(case)

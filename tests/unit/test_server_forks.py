@@ -84,7 +84,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 async def settle() -> None:
-    """What was said on the session's thread has been sorted."""
+    """Wait until everything sent on the session's thread has been sorted."""
     for _ in range(3):
         await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""What a request wants its answer to be: the same form under many names, tools, and what is wrong with either."""
+"""Forms of answers that a request wants: the same form under many names, tools, and faults of either."""
 
 import asyncio
 from importlib.resources import files
@@ -37,7 +37,7 @@ def wanted(**fields: Any) -> StructuredOutputsParams | None:
 
 
 def error_of(**fields: Any) -> ApiError:
-    """What a chat with these fields is refused with."""
+    """Return the error that refuses a chat with these fields."""
     with pytest.raises(ApiError) as caught:
         held(**fields)
     return caught.value
@@ -104,7 +104,8 @@ def test_every_name_asks_for_the_same(fields: dict[str, Any], params: dict[str, 
     ],
 )
 def test_objects_have_what_a_schema_names_unless_it_says_otherwise(fields: dict[str, Any], are_closed: bool) -> None:
-    """What frameworks make of a class says nothing of others. `structured_outputs` has a switch of its own."""
+    """Schemas that frameworks make of a class do not mention other properties. `structured_outputs` has a switch of its
+    own."""
     grammar = held(**fields)
     assert grammar is not None
     assert WALKER.takes(grammar, '{"a": 1}')

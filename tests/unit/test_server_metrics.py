@@ -1,4 +1,4 @@
-"""What /metrics says, as text; and that its documentation and its dashboard know the same names."""
+"""The text of /metrics; its documentation and its dashboard know the same names."""
 
 import asyncio
 import json

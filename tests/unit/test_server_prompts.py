@@ -103,7 +103,7 @@ def test_another_effort_stands_for_one_that_the_template_does_not_know() -> None
 
 
 def test_variables_of_the_server_give_way() -> None:
-    """What a chat says itself wins, by either of its fields."""
+    """The chat's own variables win, by either of its fields."""
     prompts = PromptRenderer(
         None, cast(Renderer, Here()), LIMITS.max_model_len, TemplateVariables({"reasoning_effort": "server"})
     )

@@ -36,7 +36,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def described(
     message: Generate, num_output: int, scores: Sequence[TokenLogprobs] = (), output: list[int] = WORDS
 ) -> RequestState:
-    """How an engine describes the request that `message` has started."""
+    """Describe the request that `message` has started, as an engine does."""
     content = RequestContent(message.params, message.prompt, pack_tokens(output[:num_output]), list(scores))
     admission, sample = AdmissionState("OK", None, 1, 1, 0, 1), SampleState(0, "running", None, 3, num_output, 1, 0)
     numbers = (0, 3, 0, 0, 0, 1.0, None)

@@ -1,4 +1,4 @@
-"""Which saved state makes room: what chats find again that take turns, and of states that several chats share."""
+"""Saved states that make room: alternating chats find their states again, as do chats that share one."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""How large a step may be: what the sizes of one must be to each other."""
+"""Size limits of a step, and how they must relate to each other."""
 
 import json
 from pathlib import Path

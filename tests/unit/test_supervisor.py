@@ -75,7 +75,7 @@ def life(launched: LaunchedEngine) -> int | None:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the supervisor logged."""
+    """Return the supervisor's log."""
     return [record.getMessage() for record in caplog.records if record.name == supervisor.__name__]
 
 

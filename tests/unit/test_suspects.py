@@ -1,4 +1,5 @@
-"""Which request is found to kill the workers, in how many deaths, and that one which is only there never is."""
+"""Search for the request that kills the workers: the number of deaths it takes, and that a bystander is never
+blamed."""
 
 import random
 from collections import defaultdict

@@ -155,7 +155,7 @@ def test_an_older_trace_is_kept_and_only_the_owner_reads_it(tmp_path: Path) -> N
 
 
 def test_a_step_that_raises_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What led to a crash can be replayed up to it, and into it."""
+    """The steps before a crash can be replayed up to it, and into it."""
     recorded = Recorded(tmp_path / "trace")
     recorded.add("a", [1, 2, 3], max_tokens=9, ignore_eos=True)
     recorded.loop()

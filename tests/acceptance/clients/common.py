@@ -1,4 +1,4 @@
-"""What all of these programs need; try_clients.py gives each TRY_URL, a server, and TRY_MODEL, the folder it serves."""
+"""Needs of all of these programs; try_clients.py gives each TRY_URL, a server, and TRY_MODEL, the folder it serves."""
 
 import os
 

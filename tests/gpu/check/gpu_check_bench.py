@@ -54,7 +54,7 @@ class Bench:
         self.row(kernel, shape, seconds, gb_s=gb_s, limit=self.copy_gb_s, share=gb_s / self.copy_gb_s)
 
     def checks(self, chosen: str) -> dict[str, Callable[[], None]]:
-        """What is measured: `first` is what has to be known first, `second` the rest."""
+        """Measurements by name: `first` are those that have to be known first, `second` the rest."""
         first: list[Callable[[], None]] = [self.launch, self.decode, self.linear, self.experts]
         second: list[Callable[[], None]] = [
             *(self.layers, self.few_rows, self.long_graphs, self.decode_fetch, self.shared_prefix),
@@ -73,7 +73,8 @@ class Bench:
     # ---- the limits
 
     def copy(self) -> None:
-        """What a copy of large tensors reads and writes in a second: the limit of all that streams."""
+        """Measure the bytes that a copy of large tensors reads and writes in a second: the limit of all that
+        streams."""
         size = 1 << 20 if self.small else 1 << 30
         source = torch.ones(size, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)

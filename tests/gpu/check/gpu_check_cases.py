@@ -16,7 +16,7 @@ SAY_EVERY_S = 5.0
 
 
 def open_launcher(emulate: bool) -> "tuple[Launcher, torch.device]":
-    """What runs kernels here, and where their tensors live."""
+    """Return the launcher that runs kernels here, and the device of their tensors."""
     import torch
 
     if emulate:

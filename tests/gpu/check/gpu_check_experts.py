@@ -108,7 +108,7 @@ def mxfp4_experts(launcher: Launcher, layer: Layer, device: torch.device) -> Pac
 
 
 def ways(launcher: Launcher, stacks: Stacks, num_pairs: int) -> dict[str, Any]:
-    """What can compute a step of so many pairs of tokens and experts."""
+    """Functions that can compute a step of so many pairs of tokens and experts."""
     found: dict[str, Any] = {"experts": StackedExperts(launcher, stacks, 0, "silu")}
     grouped = for_weights(launcher, stacks)
     if grouped is not None and num_pairs >= FOR_MANY * len(stacks.down):

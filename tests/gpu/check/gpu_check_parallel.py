@@ -56,7 +56,7 @@ def parts_of(world: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) 
 
 
 def check_calls(rank: Communicator, device: torch.device) -> str | None:
-    """What one of the calls does wrong. To be called by all ranks."""
+    """Find the first call that gives a wrong result. To be called by all ranks."""
     own, world = rank.shard.rank, rank.shard.world
     for seed, dtype in enumerate(DTYPES):
         for rows in (1, 7, 300):
@@ -163,7 +163,7 @@ def as_rank(own: int, group: WorkerGroup, device: torch.device) -> str | None:
 
 
 def greedy_tokens(device: torch.device, size: int) -> list[list[int]]:
-    """What the demo model says at `size` ranks. Float32, so that no rounding of a sum decides for another token."""
+    """Tokens of the demo model on `size` ranks. Float32, so that no rounding of a sum decides for another token."""
     from vllm_lite import LLM, SamplingParams
 
     settings: dict[str, Any] = {"tensor_parallel_size": size, "tensor_parallel_backend": "gloo", "device": device.type}

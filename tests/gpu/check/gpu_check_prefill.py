@@ -199,7 +199,7 @@ def measure_point(
 
 
 def keep(measured: list[prefill_table.Measured], device: str, folder: Path | None) -> None:
-    """Where workers on such a device look for it; and read it as they do."""
+    """Write it to the place where workers on such a device look for it, and read it as they do."""
     path = prefill_table.path_for(device, folder)
     prefill_table.save(path, measured)
     kept = prefill_table.load(path)

@@ -1,4 +1,4 @@
-"""What `gpu_check` needs before it can run from a bare checkout: wheels, compiled kernels and the native library.
+"""Preparation of `gpu_check` in a bare checkout: wheels, compiled kernels and the native library.
 
 Nothing is installed. Wheels are unpacked into a folder that every part finds in PYTHONPATH, kernels into the cache
 where every worker looks for them. The library is that which was carried along, or it is built beside the checkout's
@@ -27,7 +27,7 @@ ASK = "from vllm_lite.kernels import cpu; print(cpu.available())"
 
 
 def wheel_folder(given: str | None) -> Path | None:
-    """Where the wheels are: as given, or in a folder beside or in the checkout; None if nowhere."""
+    """Find the folder of wheels: as given, or beside or in the checkout; None if there is none."""
     folders = [Path(given)] if given else [ROOT / name for name in WHEEL_FOLDERS]
     return next((folder for folder in folders if any(folder.glob("*.whl"))), None)
 

@@ -37,7 +37,7 @@ def worker(launched: LaunchedEngine) -> int:
 
 
 async def serve(address: str, kill: Callable[[], None] | None = None) -> Tokens:
-    """What all streams get; `kill` is called when each of them has some tokens and none has ended."""
+    """Return the tokens of all streams; `kill` is called when each of them has some tokens and none has ended."""
     reached = [asyncio.Event() for _ in range(NUM_STREAMS)]
 
     async def read(client: AsyncClient, index: int) -> list[int]:

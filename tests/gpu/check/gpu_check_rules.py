@@ -1,4 +1,5 @@
-"""What to change by what `gpu_check` finds: rules that it prints beside its results. Run by itself: all rules.
+"""Rules on what to change by the findings of `gpu_check`: rules that it prints beside its results. Run by itself: all
+rules.
 
 For whoever has a GPU for ten minutes. "share" is the part of the copy bandwidth that was measured in the same run; for
 prefill, of torch's best attention; for steps, the device's time in the wall time.
@@ -23,7 +24,7 @@ class Rows:
         return next((float(row[figure]) for row in reversed(fitting) if row.get(figure) is not None), None)
 
     def ratio(self, one: str, other: str, shape: str = "", figure: str = "us") -> float | None:
-        """How many times the figure of `other` that of `one` is."""
+        """Ratio of the figure of `one` to that of `other`."""
         above, below = self.get(figure, one, shape), self.get(figure, other, shape)
         return None if above is None or not below else above / below
 
@@ -225,7 +226,7 @@ RULES = (
 
 
 def said(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What every rule says of these rows: first those that hold, last those that nothing was measured for."""
+    """Apply every rule to these rows: first those that hold, last those that nothing was measured for."""
     found = [rule.said(Rows(rows)) for rule in RULES]
     return sorted(found, key=lambda text: ("->", "ok", "? ").index(text[:2]))
 

@@ -107,7 +107,7 @@ class DeviceTimer:
         return float(statistics.median(times[2:]))
 
     def device_seconds(self, launch: Launch) -> float:
-        """What the device computes in a launch that takes the host longer: by torch's profiler, or, if that says
+        """Measure the device's time of a launch that takes the host longer: by torch's profiler, or, if that says
         nothing, many launches between two events."""
         launch(0)
         torch.cuda.synchronize()

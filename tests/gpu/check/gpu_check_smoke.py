@@ -58,7 +58,7 @@ def case_of(source: str) -> Callable[..., None]:
 
 
 class Road(NamedTuple):
-    """What one road gave for each prompt."""
+    """Result of one road for each prompt."""
 
     tokens: list[list[int]]
     gaps: list[list[float]]
@@ -125,7 +125,7 @@ class Roads:
 
 
 def difference(truth: Road, found: Road, near_tie: float) -> str | None:
-    """Where tokens differ first of those of the truth though its logprobs are no near tie; None if nowhere."""
+    """Find the first token that differs from the truth although its logprobs are no near tie; None if none does."""
     for number, (expected, got) in enumerate(zip(truth.tokens, found.tokens, strict=True)):
         if len(expected) != len(got):
             return f"prompt {number}: {len(got)} tokens instead of {len(expected)}"

@@ -97,7 +97,7 @@ class Check:
 
     @property
     def seconds(self) -> float:
-        """What is left of the stage's time."""
+        """Time that is left to the stage."""
         return float(min(self.stage_deadline_s, self.deadline_s) - time.monotonic())
 
     def run(self, names: Iterable[str]) -> None:
@@ -160,7 +160,7 @@ class Check:
         return str(self.found["device"])
 
     def wheels(self) -> None:
-        """What lies in a folder is used only where this Python has no such module already."""
+        """Unpack the wheels of a folder; one is used only where this Python has no such module already."""
         if not self._lacking() and not self.arguments.wheels:
             self.skip("wheels", "nothing is lacking")
             self._imports()
@@ -422,14 +422,14 @@ class Check:
 
 
 def kernel_cache() -> Path:
-    """Where workers look for compiled kernels."""
+    """Folder in which workers look for compiled kernels."""
     from vllm_lite.kernels.cuda.compiler import cache_folder
 
     return cache_folder()
 
 
 def num_kernels() -> int:
-    """How many are there: what a stage adds was compiled in it."""
+    """Number of kernels in the cache: a stage has compiled those that it adds."""
     return sum(1 for _ in kernel_cache().glob("*.cubin"))
 
 

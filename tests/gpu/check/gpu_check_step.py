@@ -143,7 +143,7 @@ class Steps:
         emit(row=values)
 
     def device_time(self, entries: Callable[[], Sequence[Entry]]) -> dict[str, Any]:
-        """What the device computes in a step: microseconds, launches, and the kernels that take most of it."""
+        """Measure the device's work in a step: microseconds, launches, and the kernels that take most of it."""
         from torch.profiler import ProfilerActivity, profile
 
         count = 1 if self.small else 8

@@ -60,7 +60,7 @@ def run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
 
 
 def sanitize(name: str, cases: Sequence[int], seconds: float, options: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What both checks say of these cases of a file; an event each, as parts emit them."""
+    """Yield the findings of both checks on these cases of a file; an event each, as parts emit them."""
     script = [sys.executable, str(FOLDER / "gpu_check_cases.py"), name, *options]
     script += ["--only", ",".join(map(str, cases))]
     for check in CHECKS:
