@@ -20,6 +20,7 @@ constexpr bool kHasAmx = true;
 #else
 constexpr bool kHasAmx = false;  // of this library, whatever the machine has
 #endif
+constexpr Isa kNone = static_cast<Isa>(-1);
 constexpr int kNumChosen = 5;  // of them: those that are chosen where none is named
 
 // Whether the processor has tiles, and the system lets this process use them. It has to be asked before the first use;
@@ -37,7 +38,20 @@ bool has_tiles() {
 #endif
 }
 
+// Whether this library has the set.
+bool built(Isa set) {
+#ifdef VLLM_LITE_ONLY
+#define VLLM_LITE_TEXT_OF(name) #name
+#define VLLM_LITE_TEXT(name) VLLM_LITE_TEXT_OF(name)
+  const bool is_only = std::strcmp(kNames[static_cast<int>(set)], VLLM_LITE_TEXT(VLLM_LITE_ONLY)) == 0;
+  return is_only || (set >= Isa::kAmx && kHasAmx);
+#else
+  return set <= Isa::kAvx512Bf16 || kHasAmx;
+#endif
+}
+
 bool supported(Isa set) {
+  if (!built(set)) return false;
 #ifdef VLLM_LITE_X86
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -52,8 +66,9 @@ bool supported(Isa set) {
 #endif
 }
 
+// The set to use; kNone if this library has none of the machine's.
 Isa choose() {
-  Isa best = Isa::kBaseline;
+  Isa best = kNone;
   const char* wanted = std::getenv("VLLM_LITE_ISA");
   for (int i = 0; i < kNumIsas; ++i) {
     const Isa set = static_cast<Isa>(i);
@@ -72,6 +87,7 @@ Isa isa() {
   return chosen;
 }
 
+// -1: the library was built for another processor and no kernel may be called.
 VLLM_LITE_API int32_t vllm_lite_isa() {
   return static_cast<int32_t>(chosen);
 }

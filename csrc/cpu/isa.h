@@ -36,8 +36,11 @@ Isa isa();
   declaration;                               \
   }
 
-// The address of `name` in the namespace of the set in use.
-#ifdef VLLM_LITE_X86
+// The address of `name` in the namespace of the set in use. VLLM_LITE_ONLY is the only one that a library was built
+// for.
+#if defined(VLLM_LITE_ONLY)
+#define VLLM_LITE_DISPATCH(name) (&VLLM_LITE_ONLY::name)
+#elif defined(VLLM_LITE_X86)
 #define VLLM_LITE_DISPATCH(name)                  \
   (isa() >= Isa::kAvx512Bf16 ? &avx512_bf16::name \
    : isa() == Isa::kAvx512   ? &avx512::name      \

@@ -45,6 +45,8 @@ def open_library() -> ctypes.CDLL:
     abi = opened.vllm_lite_abi()
     if abi != ABI:
         raise OSError(f"{LIBRARY} has ABI {abi}, this package needs {ABI}; install the package again")
+    if opened.vllm_lite_isa() < 0:
+        raise OSError(f"{LIBRARY} was built for another processor alone; install the package again")
     return opened
 
 
