@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Mail:
-    """What goes from stage to stage, in order."""
+    """Tensors on their way from stage to stage, in order."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = {}

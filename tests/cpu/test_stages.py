@@ -210,7 +210,7 @@ def test_a_failure_is_known_in_all_stages() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", MIXTURE, HYBRID, BESIDE])
 def test_a_stage_has_its_layers_alone(checkpoint_of: Callable[[str], Path], name: str) -> None:
-    """Tensors that stages ask for are together all that the checkpoint has; a tied head makes two of them ask for one tensor."""
+    """Stages together ask for all tensors of the checkpoint; a tied head makes two of them ask for one tensor."""
     spec, asked = load_spec(checkpoint_of(name)), list[set[str]]()
     for index in range(2):
         communicator = SingleRank(torch.device("cpu"))
