@@ -76,6 +76,6 @@ def test_a_library_for_another_processor_is_refused(tmp_path: Path, monkeypatch:
     if not cpu.available():
         pytest.skip("there is no library to be opened")
     fake = SimpleNamespace(vllm_lite_abi=lambda: library.ABI, vllm_lite_isa=lambda: other)
-    monkeypatch.setattr(library.ctypes, "CDLL", lambda _path: fake)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _path: fake)
     with pytest.raises(OSError, match="was built for another processor alone; install the package again"):
         library.open_library()
