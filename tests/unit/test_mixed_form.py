@@ -12,7 +12,7 @@ from vllm_lite.checkpoint.quantization.on_load import Quantization, quantized_by
 
 @dataclass
 class Sizes:
-    """What MixedForm reads of a ModelSpec, and the widths of its other matrices."""
+    """Fields of a ModelSpec that MixedForm reads, and the widths of its other matrices."""
 
     num_layers: int
     hidden_size: int
