@@ -10,6 +10,7 @@ import msgspec
 
 from vllm_lite import __version__, transport
 from vllm_lite.checkpoint.sizing import check_pool, num_host_blocks
+from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.blocks.events import KVEventStream
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, ClientPort
@@ -99,7 +100,9 @@ class EngineProcess:
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             rank, rejoins_s = self._config.data_parallel_rank, time.time() if self._settings.life > 1 else None
             events = self._config.kv_events_config.in_folder(self._settings.run_dir)
-            self._kv_events = KVEventStream(events, core.kv.part(KVBlocks), rank, rejoins_s)
+            disk = core.kv.optional_part(DiskTier)
+            index = None if disk is None else disk.index
+            self._kv_events = KVEventStream(events, core.kv.part(KVBlocks), rank, rejoins_s, index)
             logger.info("KV events are published at %s", events.endpoint)
             if events.is_on_tcp:
                 logger.warning("every user of this machine can read prompts in the KV events, as they go over TCP")

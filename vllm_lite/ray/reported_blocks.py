@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_lite.engine.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm_lite.engine.blocks.events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored
 from vllm_lite.ray.messages import HASH_BYTES, Summary
 from vllm_lite.runtime import log
 from vllm_lite.runtime.nested_settings import KVEventsConfig
@@ -80,6 +80,8 @@ class ReportedBlocks:
         if isinstance(event, AllBlocksCleared):
             self._blocks.clear()
             self._is_whole = True
+            return
+        if event.medium not in (None, MEDIUM):  # a tier below the device
             return
         for block in event.block_hashes:
             if not isinstance(block, bytes):

@@ -139,7 +139,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Events carry the prompts' token ids, so endpoints are on this machine only: ipc://PATH, which only this user can
     open, or tcp://127.0.0.1:PORT, which all its users can. Without one it is a socket in the engine's own folder, which
     its log names. `event_format` is how vLLM's consumers expect an event: "array" up to its version 0.23, "map" since.
-    `hash_format` "int" gives the last 64 bits of a block's hash, for those that want numbers.
+    `hash_format` "int" gives the last 64 bits of a block's hash, for those that want numbers. `tiers` has events of the
+    host tier and of the disk as well, with `medium` "CPU" and "DISK": for consumers that look at the medium.
     """
 
     enable_kv_cache_events: bool = False
@@ -151,6 +152,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     topic: str = ""
     event_format: Literal["array", "map"] = "array"
     hash_format: Literal["bytes", "int"] = "bytes"
+    tiers: bool = False
 
     def __post_init__(self) -> None:
         for endpoint in (self.endpoint, self.replay_endpoint):

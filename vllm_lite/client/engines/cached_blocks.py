@@ -92,12 +92,12 @@ class CachedBlocks:
 def _read(event: Any) -> tuple[str, Sequence[bytes], bool]:
     """The kind and the hashes of an event, a map or a list in the order of vLLM's structs; whether a router can use it.
     It cannot if the blocks are an adapter's, whose hashes are the engine's own, or of a layer group beside the first:
-    what is found has to be there in all of them."""
+    what is found has to be there in all of them; nor if they are in a tier below the device."""
     if isinstance(event, dict):
-        is_of_use = event.get("group_idx") == 0 and event.get("lora_name") is None
+        is_of_use = event.get("group_idx") == 0 and event.get("lora_name") is None and event.get("medium") == "GPU"
         return event["type"], event.get("block_hashes", ()), is_of_use
     kind, *values = event
     hashes = values[0] if values else ()
     if kind == "BlockStored":
-        return kind, hashes, values[8] == 0 and values[6] is None
-    return kind, hashes, kind == "BlockRemoved" and values[2] == 0
+        return kind, hashes, values[8] == 0 and values[6] is None and values[5] == "GPU"
+    return kind, hashes, kind == "BlockRemoved" and values[2] == 0 and values[1] == "GPU"

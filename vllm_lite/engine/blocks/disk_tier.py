@@ -17,6 +17,7 @@ from vllm_lite.engine.blocks.groups import KVGroup, common_hit
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.part import CachePart, Forgotten, PrefixHit
 from vllm_lite.engine.blocks.swapping import Place
+from vllm_lite.engine.blocks.tier_index import TierIndex
 from vllm_lite.engine.blocks.verdict import OK, Admission, Verdict
 from vllm_lite.engine.blocks.write_through import WriteThrough
 from vllm_lite.engine.sequence import Sequence, Status
@@ -66,7 +67,7 @@ class DiskTier(CachePart[DiskHit]):
 
     def __init__(self, blocks: KVBlocks, states: StateSlots | None = None) -> None:
         self.pool = blocks.pool
-        self.index: set[bytes] = set()
+        self.index = TierIndex()
         self.prefill_tokens_per_s = self.load_blocks_per_s = 0.0
         """Rates by which it is decided whether to load or to compute; 0 until they are known."""
         self.num_loaded_tokens = self.num_failed = 0
@@ -108,7 +109,7 @@ class DiskTier(CachePart[DiskHit]):
         for place, (item, block_id) in enumerate(zip(load.items, load.ids, strict=True)):
             self._arriving.pop(item.key, None)
             if place in lost:
-                self.index.discard(item.key)
+                self.index.lose((item.key,))
             elif not load.is_stale:
                 self._publish(load.sequence, item, block_id)
                 num_loaded += item.group is not None and item.group.index == 0
@@ -173,7 +174,7 @@ class DiskTier(CachePart[DiskHit]):
         for load in loads.values():
             self._give_back(load, set())
         self.writes.lose()
-        self.index.clear()
+        self.index.lose(self.index)
         self._arriving, self._waits, self._tried = {}, {}, {}
 
     # ---- lookup and admission

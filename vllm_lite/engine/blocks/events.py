@@ -3,22 +3,32 @@
 A hash is announced when the first block with its content can be found on the device and withdrawn when the last one is
 gone: a consumer that applies the events in order holds the set of the pool's keys, as (hash, group). Consecutive blocks
 of one sequence travel in one event. Fields stand in the order of vLLM's structs; older consumers ignore later ones.
+
+The tiers below are in the same events with another medium. As in vLLM, these name the hashes only: neither the
+tokens nor the parent, which are not known of what other engines have written. A consumer that looks at no medium would
+take them for blocks on the device, so they are published where `tiers` asks for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from vllm_lite.engine.blocks.groups import KVGroup
+from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
-from vllm_lite.engine.blocks.pool import PoolObserver
+from vllm_lite.engine.blocks.pool import BlockPool, PoolObserver
+from vllm_lite.engine.blocks.tier_index import TierIndex
 from vllm_lite.engine.sequence import Sequence
+from vllm_lite.protocol.transfers import STATE
 from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.transport.publisher import Publisher
 
 MEDIUM = "GPU"
 """vLLM's name for the tier that models compute in, whatever the device is."""
+HOST_MEDIUM, DISK_MEDIUM = "CPU", "DISK"
+"""Names of the host tier, and of the files of --kv-cache-dir."""
 REJOIN_S = 1.0
 """How long an engine that takes another's place keeps its events, so that the consumers have found its socket: the
 first of them says that nothing is cached any more."""
@@ -63,9 +73,14 @@ class KVEvents(PoolObserver):
     """Collects what happens in `blocks` until flush(), which hands it to `publish` as one batch."""
 
     def __init__(
-        self, config: KVEventsConfig, blocks: KVBlocks, publish: Callable[[bytes], None], rank: int = 0
+        self,
+        config: KVEventsConfig,
+        blocks: KVBlocks,
+        publish: Callable[[bytes], None],
+        rank: int = 0,
+        disk: TierIndex | None = None,
     ) -> None:
-        """`rank` is the engine's among those that serve the same model."""
+        """`rank` is the engine's among those that serve the same model; `disk` is what lies on its disk."""
         self._rank = rank
         self._config = config
         self._pool = blocks.pool
@@ -79,6 +94,12 @@ class KVEvents(PoolObserver):
         """The cache salts of events, by their places. Only maps tell them: vLLM's structs have no field for one."""
         blocks.on_store = self.stored
         blocks.pool.observers.append(self)
+        self._disk = disk if config.tiers else None
+        if self._disk is not None:
+            self._disk.on_change = partial(self._changed, DISK_MEDIUM)
+        if config.tiers and isinstance(blocks.host, HostTier):
+            blocks.host.on_cached = lambda key: self._changed(HOST_MEDIUM, (key,), ())
+            blocks.host.pool.observers.append(_HostObserver(blocks.host.pool, partial(self._changed, HOST_MEDIUM, ())))
 
     # ---- what happens
 
@@ -119,7 +140,7 @@ class KVEvents(PoolObserver):
         self._tail = None
         wire, group = self._wire(block_hash[:-1]), block_hash[-1]
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved) and last.group_idx == group:
+        if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (MEDIUM, group):
             last.block_hashes.append(wire)
         else:
             self._events.append(BlockRemoved([wire], group_idx=group))
@@ -128,6 +149,28 @@ class KVEvents(PoolObserver):
         self._announced.clear()
         self._tail = None
         self._events.append(AllBlocksCleared())
+        if self._disk:
+            self._changed(DISK_MEDIUM, self._disk, ())
+
+    def _changed(self, medium: str, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """A tier below has these contents from now on, and those no more."""
+        self._tail = None
+        for group, hashes in self._by_group(added).items():
+            self._events.append(BlockStored(hashes, None, [], 0, medium=medium, group_idx=group))
+        for group, hashes in self._by_group(removed).items():
+            last = self._events[-1] if self._events else None
+            if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (medium, group):
+                last.block_hashes += hashes
+            else:
+                self._events.append(BlockRemoved(hashes, medium, group))
+
+    def _by_group(self, keys: Iterable[bytes]) -> dict[int, list[BlockHash]]:
+        """Hashes of blocks by their KV groups; states of recurrent layers are no blocks."""
+        found: dict[int, list[BlockHash]] = {}
+        for key in keys:
+            if not key.endswith(STATE):
+                found.setdefault(key[-1], []).append(self._wire(key[:-1]))
+        return found
 
     # ---- what is published
 
@@ -149,16 +192,35 @@ class KVEvents(PoolObserver):
         return block_hash if self._config.hash_format == "bytes" else int.from_bytes(block_hash[-8:], "big")
 
 
+class _HostObserver(PoolObserver):
+    """Reports to `gone` what can no more be found on the host. When all is forgotten, the device's event says so."""
+
+    def __init__(self, pool: BlockPool, gone: Callable[[Iterable[bytes]], None]) -> None:
+        self._pool = pool
+        self._gone = gone
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:  # noqa: ARG002
+        if self._pool.get_cached_block(block_hash) is None:
+            self._gone((block_hash,))
+
+
 class KVEventStream:
     """Publishes the events of one engine, and owns the sockets."""
 
-    def __init__(self, config: KVEventsConfig, blocks: KVBlocks, rank: int = 0, rejoins_s: float | None = None) -> None:
+    def __init__(
+        self,
+        config: KVEventsConfig,
+        blocks: KVBlocks,
+        rank: int = 0,
+        rejoins_s: float | None = None,
+        disk: TierIndex | None = None,
+    ) -> None:
         """`config` has an endpoint; `rejoins_s` is the time of day if another engine had this one's place before.
         Raises EngineError if an endpoint cannot be bound."""
         self._publisher = Publisher(
             config.endpoint or "", config.replay_endpoint, config.topic, config.buffer_steps, config.hwm
         )
-        self._events = KVEvents(config, blocks, self._publisher.publish, rank)
+        self._events = KVEvents(config, blocks, self._publisher.publish, rank, disk)
         self._silent_until_s = 0.0
         if rejoins_s is not None:
             self._events.cleared()

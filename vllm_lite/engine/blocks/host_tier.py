@@ -3,7 +3,7 @@
 Ids are global: the device's are [0, first_id), the host's [first_id, first_id + num_blocks).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.tier import Tier
@@ -15,6 +15,8 @@ class HostTier(Tier):
     def __init__(self, num_blocks: int, first_id: int, enable_caching: bool = True) -> None:
         self.pool = BlockPool(num_blocks, enable_caching, has_null=False)
         self.first_id = first_id
+        self.on_cached: Callable[[bytes], None] | None = None
+        """Called with each key that can be found here from now on, and could not before."""
 
     @property
     def num_usable(self) -> int:
@@ -39,7 +41,10 @@ class HostTier(Tier):
         ids = self.pool.get_new_blocks(len(keys))
         for block_id, key in zip(ids, keys, strict=True):
             if key is not None:
+                is_new = self.on_cached is not None and self.pool.get_cached_block(key) is None
                 self.pool.cache_block(block_id, key)
+                if is_new and self.on_cached is not None:
+                    self.on_cached(key)
         return [block_id + self.first_id for block_id in ids]
 
     def pin(self, ids: Sequence[int]) -> None:

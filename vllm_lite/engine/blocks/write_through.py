@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
+from vllm_lite.engine.blocks.tier_index import TierIndex
 from vllm_lite.protocol.transfers import STATE, ForgetStored, StoreBlocks, Ticket, Transfer
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class WrittenRun(NamedTuple):
 class WriteThrough:
     """Writes what `index`, the contents of the tier, does not have."""
 
-    def __init__(self, blocks: KVBlocks, states: "StateStore | None", index: set[bytes]) -> None:
+    def __init__(self, blocks: KVBlocks, states: "StateStore | None", index: TierIndex) -> None:
         self.index = index
         self.messages: list[Transfer] = []
         """Transfers that have not been sent yet."""
@@ -134,7 +135,7 @@ class WriteThrough:
         written = set(run.keys) - lost
         if unwanted := self._unwanted & written:
             self.messages.append(ForgetStored(sorted(unwanted)))
-        self.index |= written - unwanted
+        self.index.gain(written - unwanted)
         self._unpin(run)
         self.go_on()
 
@@ -144,21 +145,22 @@ class WriteThrough:
         self._unwanted |= keys & (self._writing | self.index)
         self._chains = deque(chain for chain in self._chains if keys.isdisjoint(self._keys_of(chain[0])))
         if stored := keys & self.index:
-            self.index -= stored
+            self.index.lose(stored)
             self.messages.append(ForgetStored(sorted(stored)))
 
     def forget_all(self) -> None:
         """Let nothing be found that was written by now, by any engine."""
         self.stop()
         self._unwanted |= self._writing | self.index
-        self.index.clear()
+        self.index.lose(self.index)
         self.messages.append(ForgetStored(None))
 
     def learn(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """The tier has these contents from now on, and those no more."""
-        self.index.difference_update(removed)
-        self._unwanted.difference_update(removed)
-        self.index.update(key for key in added if key not in self._unwanted)
+        removed = set(removed)
+        self.index.lose(removed)
+        self._unwanted -= removed
+        self.index.gain(key for key in added if key not in self._unwanted)
 
     def stop(self) -> None:
         """Begin to write nothing more of the chains that have ended."""
