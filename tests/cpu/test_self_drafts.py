@@ -1,5 +1,6 @@
 """The model drafts for itself in 4 bits: the same tokens and KV, and drafts that are drawn as the tokens are."""
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from tests.driver import GREEDY, WARM, Driver, make_prompt, new_request
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from tests.gguf_files import write_gguf
 from tests.parity_mask import ParityMask
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.tensors.headers import read_headers
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, copy_bytes
 from vllm_lite.errors import ConfigError
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.protocol.params import LogitRules, Sampling
 from vllm_lite.protocol.step import BlockOp, Continue, Draft, Finish, Fork, ReplaceBlock
 from vllm_lite.worker.drafting.self_drafter import SelfDrafter
@@ -65,6 +70,34 @@ def test_tokens_and_kv_are_those_without_drafts(tiny_checkpoint: Path, sampling:
         rows = min(16, num_computed - 16 * (block - 1))
         for got, want in zip(driver.worker.runner.eager.kv_caches, plain.worker.runner.eager.kv_caches, strict=True):
             torch.testing.assert_close(got[block, :, :, :rows], want[block, :, :, :rows], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["floats", "int8"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+def test_a_plan_counts_what_the_copy_keeps(
+    tmp_path: Path, settings: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, hidden_size=128, tie_word_embeddings=tied)
+    kept: list[int] = []
+    made, load = PackedWeight.__init__, SelfDrafter.load
+
+    def count(self: PackedWeight, *args: Any, **named: Any) -> None:
+        made(self, *args, **named)
+        kept.append(self.num_bytes)
+
+    def of_copy(self: SelfDrafter, place: Any) -> None:
+        kept.clear()
+        load(self, place)
+        found.append(sum(kept))
+
+    found: list[int] = []
+    monkeypatch.setattr(PackedWeight, "__init__", count)
+    monkeypatch.setattr(SelfDrafter, "load", of_copy)
+    Driver(path, **SELF, **settings)
+    checkpoint = Checkpoint(load_spec(path), read_headers(path))
+    norms = sum(4 * prod(shape) for name, shape in checkpoint.shapes.items() if "layers" in name and len(shape) == 1)
+    planned = copy_bytes(checkpoint, 4, settings.get("quantization")) - norms
+    assert found == [pytest.approx(planned, rel=0.02)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

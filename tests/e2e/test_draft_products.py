@@ -61,6 +61,14 @@ def test_drafts_change_no_bit(way: str, models: Models, asked: list[Asked], expe
     assert not compare(asked, got, expected)
     assert 0 < stats.accepted_tokens <= stats.draft_tokens
     assert (stats.preemptions > 0) == ("swapped" in way or "recomputed" in way)
+    counts = stats.drafts_by.values()
+    assert sum(each.tokens for each in counts) == stats.draft_tokens
+    assert (
+        sum(sum(each.accepted_at) for each in counts) == sum(each.accepted for each in counts) == stats.accepted_tokens
+    )
+    forced = stats.drafts_by["forced"]
+    assert 0 < forced.accepted == forced.tokens, "what a grammar forces is right"
+    assert all(each.tokens for each in counts)
 
 
 def test_drafts_change_no_bit_on_two_ranks(models: Models, asked: list[Asked]) -> None:

@@ -43,9 +43,9 @@ COUNTERS = {
     "vllm:prompt_tokens_total": BOTH,
     "vllm:generation_tokens_total": BOTH,
     "vllm:request_success_total": BOTH | {"finished_reason"},
-    "vllm:spec_decode_num_drafts_total": BOTH,
-    "vllm:spec_decode_num_draft_tokens_total": BOTH,
-    "vllm:spec_decode_num_accepted_tokens_total": BOTH,
+    "vllm:spec_decode_num_drafts_total": BOTH | {"method"},
+    "vllm:spec_decode_num_draft_tokens_total": BOTH | {"method"},
+    "vllm:spec_decode_num_accepted_tokens_total": BOTH | {"method"},
 }
 PER_REQUEST = (
     "vllm:time_to_first_token_seconds",

@@ -105,6 +105,27 @@ def test_why_tells_of_ends_and_cached_tokens(trace: Path, capsys: pytest.Capture
     assert "with 4 tokens found in the cache" in why("again", trace, capsys)
 
 
+def test_why_tells_of_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace"
+    recorded = Recorded(path, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    recorded.add("one", [1, 2, 3], max_tokens=24, ignore_eos=True)
+    recorded.add("two", [1, 2, 4], max_tokens=24, ignore_eos=True, n=2)
+    recorded.drain()
+    recorded.core.close()
+    counts = recorded.core.stats().drafts_by["ngram"]
+    found = []
+    for name in ("one", "two"):
+        text = why(name, path, capsys)
+        pattern = r"(\d+) tokens? drafted by ngram in (\d+) steps?, of which (\d+) were right"
+        found += re.findall(pattern + r" \(by their place: ([\d, ]+)\)", text)
+    assert len(found) == 3, "one for each sample"
+    sums = [sum(int(each[place]) for each in found) for place in range(3)]
+    assert sums == [counts.tokens, counts.drafts, counts.accepted]
+    assert sum(int(count) for each in found for count in each[3].split(", ")) == counts.accepted > 0
+    assert re.search(r"Sample 1 had \d+ tokens? drafted", text)
+    assert main(["replay", str(path), "--assert"]) == 0
+
+
 def test_an_unknown_request_is_named(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", "nobody", str(trace)]) == 2
     assert "request 'nobody' is none of the 6 in this trace; the first are 'first', 'second'" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Stats, Tokens
 from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.histograms import DraftCounts
 from vllm_lite.protocol.operations import OperationDone, PauseGeneration, ResumeGeneration
 from vllm_lite.protocol.params import SamplingParams
 
@@ -154,11 +155,11 @@ def test_questions_go_to_all_and_one_answer_comes_back(rig: Rig) -> None:
     for count, engine in enumerate(rig.engines, 1):
         engine.expect(api.GetStats)
         restarts: dict[api.RestartCause, int] = {"died": count}
-        places: dict[str, Any] = {"accepted_at": [7, 1][:count]}
+        places: dict[str, Any] = {"drafts_by": {"ngram": DraftCounts(count, 20, 8, [7, 1][:count])}}
         engine.send(Stats(num_running=count, restarts=restarts, life=count, recovering="died" * (count == 1), **places))
     stats = asked.result(DEADLINE_S)
     assert (stats.num_running, stats.restarts, stats.life, stats.recovering) == (3, {"died": 3}, 2, "")
-    assert stats.accepted_at == [14, 1]
+    assert stats.drafts_by == {"ngram": DraftCounts(3, 40, 16, [14, 1])}
     described = rig.session.describe(external_id="x")
     for name, engine in zip("ab", rig.engines, strict=True):
         engine.expect(api.Describe)

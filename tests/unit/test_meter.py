@@ -12,7 +12,7 @@ import pytest
 from tests.scheduler_rig import Rig
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
-from vllm_lite.engine.core import NUM_FORCED, EngineCore, Lives, PoolSizes
+from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.observe.counters import FIRST_TOKEN_S, one_two_five
 from vllm_lite.engine.request import Produced
 from vllm_lite.protocol import api
@@ -399,21 +399,6 @@ def test_nobody_is_remembered_when_all_have_gone() -> None:
     bench.begin()
     meter = bench.core.meter
     assert (meter._last, meter._untimed) == ([], [])
-
-
-def test_drafts_are_counted_as_the_worker_made_them() -> None:
-    bench = Bench(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    for name in range(3):
-        bench.add(f"r{name}", [name, 2, 3], 12)
-    bench.drain()
-    stats = bench.stats
-    assert (stats.draft_tokens, stats.accepted_tokens) == (bench.worker.num_drafted, bench.worker.num_accepted)
-    assert 0 < stats.accepted_tokens < stats.draft_tokens
-    assert stats.draft_tokens / 3 <= stats.drafts <= stats.draft_tokens
-    assert sum(stats.accepted_at) == stats.accepted_tokens
-    assert len(stats.accepted_at) == NUM_FORCED, "those that follow a grammar may have more than 3"
-    assert stats.accepted_at == sorted(stats.accepted_at, reverse=True), "a draft is right only if those before it are"
-    assert bench.worker.num_accepted > stats.accepted_at[0] > 0
 
 
 # ---- the cache

@@ -15,7 +15,7 @@ GAUGES = {
     *("num_host_blocks", "num_used_host_blocks", "ended_by", "requests", "blocks"),
     *("life", "generation", "recovering", "restarts", "expert_tokens"),
     *("is_paused", "sleep_level", "model", "running_adapters", "waiting_adapters"),
-    *("num_deferred", "accepted_at", "disk"),
+    *("num_deferred", "drafts_by", "disk"),
 }
 
 

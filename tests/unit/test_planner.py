@@ -20,7 +20,7 @@ from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import configured_num_blocks
 from vllm_lite.checkpoint.tensors.headers import Tensor, read_headers
-from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, copy_bytes, weights_bytes
 from vllm_lite.client.engines import launch
 from vllm_lite.config import GIB, EngineConfig, demo_folder
 from vllm_lite.errors import ConfigError, ModelError
@@ -241,6 +241,20 @@ def test_a_draft_model_takes_its_weights_buffers_and_kv() -> None:
     whole = load_spec(demo_folder())
     spec = with_drafter(resolved, whole)
     assert spec.kv_block_bytes(16, 2, 2) == 2 * whole.kv_block_bytes(16, 2, 2) == plan.block_bytes // 2
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_copy_in_4_bits_takes_its_weights_and_buffers_and_no_kv(tp: int) -> None:
+    settings: dict[str, Any] = {"device": "cpu", "memory": "4GiB", "tensor_parallel_size": tp}
+    alone, of_demo = make_plan(PlanConfig.load(settings, env={}), load(PlanConfig())), load(PlanConfig())
+    settings["speculative_config"] = {"method": "self"}
+    config = PlanConfig.load(settings, env={})
+    plan = make_plan(config, load(config))
+    copies = [copy_bytes(of_demo, 2, shard=shard) for shard in Shard.of(config).all_ranks]
+    assert plan.weights_bytes == alone.weights_bytes + sum(copies)
+    assert 0.2 < sum(copies) / alone.weights_bytes < 0.5
+    assert plan.block_bytes == alone.block_bytes
+    assert plan.activations_bytes > alone.activations_bytes
 
 
 def test_ranks_that_cannot_be(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

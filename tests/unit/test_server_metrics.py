@@ -18,7 +18,7 @@ from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Stats
-from vllm_lite.protocol.histograms import BlockHistograms, Histogram, RequestHistograms
+from vllm_lite.protocol.histograms import BlockHistograms, DraftCounts, Histogram, RequestHistograms
 from vllm_lite.protocol.transfers import TierUsage
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits
@@ -84,7 +84,10 @@ def full(**values: Any) -> Stats:
 
 def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     counts: dict[str, Any] = {"cached_tokens": 9, "host_hits": 4, "preemptions": 7, "swaps": 2, "prompt_tokens": 30}
-    counts |= {"num_deferred": STATS.num_waiting - 1, "accepted_at": [6, 2]}
+    counts |= {
+        "num_deferred": STATS.num_waiting - 1,
+        "drafts_by": {"forced": DraftCounts(), "mtp": DraftCounts(7, 14, 8, [6, 2])},
+    }
     disk = TierUsage(10, 20, 30, 0.5, 1.5, 3, {"damaged": 2})
     counts |= {"loaded_tokens": 3, "disk": disk}
     text = look(full(**counts, blocks=BLOCKS, expert_tokens=[[], [31, 37]]))
@@ -118,6 +121,10 @@ def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     waiting = by("vllm:num_requests_waiting_by_reason", "reason")
     assert waiting == {"capacity": 1, "deferred": STATS.num_waiting - 1}
     assert by("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position") == {"0": 6, "1": 2}
+    assert set(by("vllm:spec_decode_num_accepted_tokens_per_pos_total", "method")) == {"mtp"}
+    assert by("vllm:spec_decode_num_drafts_total", "method") == {"forced": 0, "mtp": 7}
+    assert by("vllm:spec_decode_num_draft_tokens_total", "method") == {"forced": 0, "mtp": 14}
+    assert by("vllm:spec_decode_num_accepted_tokens_total", "method") == {"forced": 0, "mtp": 8}
     refused = by("vllm:admission_rejections_total", "reason")
     assert refused == {"max_num_queued_reqs": 0, "max_num_queued_tokens": 1}
     assert (values["vllm_lite:preemptions_total", "recompute"], values["vllm_lite:preemptions_total", "swap"]) == (5, 2)

@@ -305,6 +305,7 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives
         preemption=config.preemption_mode,
         num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
         num_forced=NUM_FORCED if config.jump_forward else 0,
+        draft_method=config.speculative_config.method if config.speculative_config else "",
         adaptive_drafts=not config.disable_adaptive_drafts,
         shares_answers=config.speculative_config is not None and config.speculative_config.method == "suffix",
         generation=lives.generation,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_lite.engine.scheduling.beam import BeamSearch
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import FinishReason, Generate, PromptLogprobs, SampleSoFar, TokenLogprobs
+from vllm_lite.protocol.histograms import DraftCounts
 from vllm_lite.protocol.params import SamplingParams
 
 if TYPE_CHECKING:  # adapters know sequences
@@ -71,6 +72,8 @@ class Request:
         self.first_token_s: float | None = None
         self.num_generated = self.longest_output = 0
         """Tokens that ended samples generated here: the sum, and the most of one sample."""
+        self.drafts_by: dict[int, dict[str, DraftCounts]] = {}
+        """The drafts of each sample that has not ended, by their method."""
         self.logprobs: list[TokenLogprobs] = []
         """Those of the last output tokens, if it has one sample: a fork by another client than its own needs them."""
         self.num_prompt = len(message.prompt) // 4

@@ -16,13 +16,13 @@ from vllm_lite.checkpoint.gguf.kinds import BY_NAME
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS, Quantization
 from vllm_lite.checkpoint.quantization.spec import Awq, BitsAndBytes4, Gguf, MxFp4
+from vllm_lite.checkpoint.tensors.weight_bytes import COPY
 from vllm_lite.errors import ConfigError
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 from vllm_lite.models.decoder import Decoder
 from vllm_lite.models.registry import Model, Sizes, build
 from vllm_lite.models.weights import load_weights
 
-FOUR_BITS: Quantization = "int4_g32"
 OWN = ("layers", "lm_head", "buffers")
 """The parts of a model that its copy has for itself."""
 FEW_BITS = 5.0
@@ -72,7 +72,7 @@ def load_copy(
     if not isinstance(model, Decoder):
         raise TypeError(f"{type(model).__name__} has no copy; check_copy says so before")
     sizes = sizes._replace(adapters=None, requantizes=True)
-    copy = build(model.spec, dtype, device, sizes, FOUR_BITS, model.communicator)
+    copy = build(model.spec, dtype, device, sizes, COPY, model.communicator)
     if not isinstance(copy, Decoder):
         raise TypeError(f"{type(copy).__name__} is another model than {type(model).__name__}")
     shares_head = model.lm_head.quantization is not None or model.embedding.form.quantizes(_head_name(model))

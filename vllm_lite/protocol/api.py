@@ -12,7 +12,7 @@ from msgspec import Meta
 from vllm_lite.protocol import Message
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList, LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, ExternalId, FindExternal
-from vllm_lite.protocol.histograms import BlockHistograms, Counts, RequestHistograms
+from vllm_lite.protocol.histograms import BlockHistograms, Counts, DraftCounts, RequestHistograms
 from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
@@ -288,7 +288,7 @@ class Stats(Counts, tag="stats"):
     whose weights are served, or will be after the sleep.
     `running_adapters` and `waiting_adapters` are the names of the LoRA adapters of such requests.
     `num_deferred` of those that wait do not wait for room: for their adapter, for workers, for the end of a pause, or
-    for others that are tried first. `accepted_at[i]` of the `accepted_tokens` were draft i of their sequence's step.
+    for others that are tried first. `drafts_by` has the drafts of each method, and `forced` ones of grammars.
     `num_stored_keys` blocks and states can be found on disk; `num_writing_blocks` are on their way there, and so many
     chains were not (`dropped_writes`). `loaded_tokens` came from there; of blocks and states `failed_loads` could not.
     `disk` has what its workers count, None without one.
@@ -351,7 +351,7 @@ class Stats(Counts, tag="stats"):
     running_adapters: list[str] = msgspec.field(default_factory=list)
     waiting_adapters: list[str] = msgspec.field(default_factory=list)
     num_deferred: int = 0
-    accepted_at: list[int] = msgspec.field(default_factory=list)
+    drafts_by: dict[str, DraftCounts] = msgspec.field(default_factory=dict)
     num_stored_keys: int = 0
     num_writing_blocks: int = 0
     loaded_tokens: int = 0

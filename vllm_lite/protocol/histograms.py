@@ -26,6 +26,25 @@ class Histogram(Counts):
         self.sum += value * times
 
 
+class DraftCounts(Counts):
+    """The drafts of one method: how many times some were made, how many `tokens`, and how many of these were right.
+    `accepted_at[i]` of the `accepted` were draft i of the method in their sequence's step."""
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = msgspec.field(default_factory=list)
+
+    def count(self, num_drafted: int, num_right: int) -> None:
+        """A sequence had so many drafts in a step."""
+        self.drafts += 1
+        self.tokens += num_drafted
+        self.accepted += num_right
+        self.accepted_at += [0] * (num_right - len(self.accepted_at))
+        for place in range(num_right):
+            self.accepted_at[place] += 1
+
+
 def bounds(text: str) -> tuple[float, ...]:
     """The bounds of a histogram, from numbers with spaces between them."""
     return tuple(map(float, text.split()))

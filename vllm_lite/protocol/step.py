@@ -161,7 +161,8 @@ class ModelOutput(Message, tag=20):
     it asked for is in `pooled`, unless it has `failed`. `logprobs` runs parallel to the tokens
     where asked for; `prompts` has those of the prompt tokens that this step computed. `failed` names sequences whose
     logits were not finite (NOT_FINITE), whose rules left no token or whose grammar failed; their token is to be
-    ignored. `drafted` runs parallel to `counts`: how many tokens were drafted for each; None if none were.
+    ignored. `drafted` runs parallel to `counts`: how many tokens were drafted for each; None if none were. So does
+    `forced`: how many of these, the first, their grammars leave no choice about.
     """
 
     generation: int
@@ -173,6 +174,7 @@ class ModelOutput(Message, tag=20):
     prompts: list[tuple[Handle, PromptLogprobs]] | None = None
     drafted: list[int] | None = None
     pooled: list[tuple[Handle, Pooled]] | None = None
+    forced: list[int] | None = None
 
 
 class Steps(Message, tag=11):

@@ -114,6 +114,11 @@ _GAUGES = (  # name, field of Stats, text
     ("vllm_lite:engine_life", "life", "Which engine at this address it is: 1 is the first."),
     ("vllm_lite:worker_generation", "generation", "Which group of workers of this engine computes."),
 )
+_DRAFTS = (  # name, field of DraftCounts, text
+    ("vllm:spec_decode_num_drafts", "drafts", "Times that tokens of a sequence were drafted, by what drafts."),
+    ("vllm:spec_decode_num_draft_tokens", "tokens", "Tokens drafted, by what drafts; forced: those of grammars."),
+    ("vllm:spec_decode_num_accepted_tokens", "accepted", "Draft tokens that proved right, by what drafts."),
+)
 _COUNTERS = (
     ("vllm:prompt_tokens", "prompt_tokens", "Tokens of prompts that have come in."),
     ("vllm:generation_tokens", "generated_tokens", "Tokens generated."),
@@ -123,9 +128,6 @@ _COUNTERS = (
     ("vllm:prefix_cache_queries", "cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("vllm:external_prefix_cache_queries", "host_queries", "Prompt tokens not found there, looked up in host memory."),
     ("vllm:external_prefix_cache_hits", "host_hits", "Prompt tokens found in host memory."),
-    ("vllm:spec_decode_num_drafts", "drafts", "Times that the next tokens of a sequence were drafted."),
-    ("vllm:spec_decode_num_draft_tokens", "draft_tokens", "Tokens drafted."),
-    ("vllm:spec_decode_num_accepted_tokens", "accepted_tokens", "Draft tokens that proved right."),
     ("vllm_lite:steps", "steps", "Steps scheduled."),
     ("vllm_lite:demoted_blocks", "demoted_blocks", "Cached KV blocks moved to the host as they left the device."),
     ("vllm_lite:promoted_blocks", "promoted_blocks", "Cached KV blocks brought back from the host."),
@@ -304,8 +306,16 @@ def _waiting(at: Scrape) -> Values:
     return {("capacity",): at.stats.num_waiting - deferred, ("deferred",): deferred}
 
 
+def _drafts(field: str) -> Callable[[Scrape], Values]:
+    return lambda at: {(method,): getattr(counts, field) for method, counts in at.stats.drafts_by.items()}
+
+
 def _accepted(at: Scrape) -> Values | None:
-    return {(str(place),): count for place, count in enumerate(at.stats.accepted_at)} or None
+    return {
+        (method, str(place)): count
+        for method, counts in at.stats.drafts_by.items()
+        for place, count in enumerate(counts.accepted_at)
+    } or None
 
 
 def _rejections(at: Scrape) -> Values:
@@ -320,7 +330,7 @@ _USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
 _SOURCES = "Prompt tokens by where their KV came from: computed, cached on the device, brought back from the host."
 _TIERS = "Cached prompt tokens by the tier in which they were found: on the device, on the host, on disk."
 _WAITING = "Waiting sequences: for room (capacity), or for an adapter, workers or the end of a pause (deferred)."
-_ACCEPTED = "Draft tokens that proved right, by their place among the drafts of a step."
+_ACCEPTED = "Draft tokens that proved right, by what drafts and by their place among its drafts of a step."
 _REJECTED = "Requests refused because too much was waiting, by the limit; of all API servers together."
 _REASONS = "Requests that have ended; what a client stopped at a stop string counts as stop."
 _PREEMPTED = "Sequences preempted, by what became of their KV."
@@ -356,7 +366,8 @@ METRICS: tuple[Definition, ...] = (
     Definition("vllm:prompt_tokens_by_source", "counter", _SOURCES, _sources, ("source",)),
     Definition("vllm:prompt_tokens_cached_by_source", "counter", _TIERS, _tiers, ("source",)),
     Definition("vllm:num_requests_waiting_by_reason", "gauge", _WAITING, _waiting, ("reason",)),
-    Definition("vllm:spec_decode_num_accepted_tokens_per_pos", "counter", _ACCEPTED, _accepted, ("position",)),
+    *(Definition(name, "counter", text, _drafts(field), ("method",)) for name, field, text in _DRAFTS),
+    Definition("vllm:spec_decode_num_accepted_tokens_per_pos", "counter", _ACCEPTED, _accepted, ("method", "position")),
     Definition("vllm:admission_rejections", "counter", _REJECTED, _rejections, ("reason",), is_servers=True),
     Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
     Definition("vllm_lite:restarts", "counter", _RESTARTS, _restarts, ("cause",)),

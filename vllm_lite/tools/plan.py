@@ -30,6 +30,7 @@ from vllm_lite.checkpoint.tensors.weight_bytes import (
     Checkpoint,
     active_bytes,
     adapter_bytes,
+    copy_bytes,
     head_bytes,
     weights_bytes,
 )
@@ -196,10 +197,15 @@ class _Sizes:
         elif speculation is not None and speculation.method == "mtp":
             own_bytes = head_bytes(checkpoint, size)
             self.rank_weights = [num_bytes + own_bytes for num_bytes in self.rank_weights]
+        elif speculation is not None and speculation.method == "self":
+            own = [copy_bytes(checkpoint, size, form, shard, device) for shard in first.all_ranks]
+            self.rank_weights = [sum(pair) for pair in zip(self.rank_weights, own, strict=True)]
         self.weights = sum(self.rank_weights[:num_ranks])
         self.activations = num_ranks * self._buffers(spec, size) + self._logits()
         if drafter is not None:
             self.activations += num_ranks * self._buffers(drafter.spec, size)
+        elif speculation is not None and speculation.method == "self":
+            self.activations += num_ranks * self._buffers(spec, size)
         self.graphs = self._graphs()
         self.outside = OUTSIDE_BYTES[device] + (num_ranks - 1) * FURTHER_WORKER_BYTES
         self.usable = int(memory_bytes * (config.gpu_memory_utilization if device == "cuda" else 1))

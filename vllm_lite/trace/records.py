@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAGIC = b"vltrace\x09"
+MAGIC = b"vltrace\x0a"
 """First bytes of the file; the last of them is the version of this module."""
 HASH_BYTES = 8
 """Bytes of a digest that are recorded: enough to distinguish any two."""
@@ -39,6 +39,7 @@ class Code(IntEnum):
     STATE_LOADED = 16
     WAITS_FOR_LOAD = 17
     LOADED = 18
+    DRAFTED = 19
 
 
 FIELDS: dict[Code, tuple[str, ...]] = {
@@ -60,15 +61,19 @@ FIELDS: dict[Code, tuple[str, ...]] = {
     Code.STATE_LOADED: ("state",),
     Code.WAITS_FOR_LOAD: ("need", "free", "watermark"),
     Code.LOADED: ("tokens",),
+    Code.DRAFTED: ("method", "drafts", "tokens", "accepted"),
 }
 WAITS = {code for code in Code if code.name.startswith("WAITS_FOR_")}
 WAYS = ("recompute", "swap", "disk")
 """How a sequence is preempted: values of "by"."""
 REASONS = ("stop", "length", "abort", "error")
 """How a sequence ends: values of "reason"."""
+METHODS = ("forced", "ngram", "suffix", "self", "draft_model", "mtp")
+"""What drafts: values of "method"."""
 
 Decision = list[int]
-"""[code, request, sample, one number for each of FIELDS[code]]."""
+"""[code, request, sample, one number for each of FIELDS[code]]. Behind those of DRAFTED follow the numbers of right
+drafts by their place: of the first ones, of the second, ..."""
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -209,6 +214,7 @@ class Result(_Record, frozen=True, tag=7):
     hashes: bytes
     decisions: list[Decision]
     drafted: list[int] | None = None
+    forced: list[int] | None = None
 
 
 class PolicyFault(_Record, frozen=True, tag=8):

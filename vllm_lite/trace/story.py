@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from vllm_lite.errors import RequestError
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
-from vllm_lite.trace.records import FIELDS, REASONS, WAITS, WAYS, Code, Decision
+from vllm_lite.trace.records import FIELDS, METHODS, REASONS, WAITS, WAYS, Code, Decision
 
 ENDS = {
     "stop": "finished by a stop token",
@@ -59,8 +59,16 @@ def describe_decisions(decisions: list[Decision], ids: dict[int, str]) -> str:
 def sentence(decision: Decision, ids: dict[int, str]) -> str:
     """A sentence about the sequence that a decision names."""
     code = Code(decision[0])
+    if code is Code.DRAFTED:
+        return _drafted(*decision[3:])
     numbers = dict(zip(FIELDS[code], decision[3:], strict=True))
     return _SENTENCES[code](numbers, ids)
+
+
+def _drafted(method: int, drafts: int, tokens: int, accepted: int, *places: int) -> str:
+    by_place = f" (by their place: {', '.join(map(str, places))})" if places else ""
+    steps = f"{drafts} step{'s' * (drafts > 1)}"
+    return f"had {_tokens(tokens)} drafted by {METHODS[method]} in {steps}, of which {accepted} were right{by_place}"
 
 
 def _waited_for_blocks(numbers: dict[str, int], _ids: dict[int, str]) -> str:

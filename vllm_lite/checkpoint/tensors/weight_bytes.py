@@ -19,6 +19,8 @@ from vllm_lite.checkpoint.tensors.rank_shapes import is_of_experts, is_of_router
 from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored
 from vllm_lite.config import EngineConfig
 
+COPY: Quantization = "int4_g32"
+"""The form of a model's copy that drafts for it."""
 EMBEDDING = "model.embed_tokens.weight"
 TABLES = ("model.embed_positions.weight", "model.embed_tokens_per_layer.weight")
 """Rows of them are looked up; they are never quantized."""
@@ -62,6 +64,30 @@ def head_bytes(checkpoint: Checkpoint, dtype_bytes: int) -> int:
     ConfigError if there is none."""
     named = {canonical(stored_as): tensor for stored_as, tensor in checkpoint.tensors.items()}
     return sum(named[name].num_elements for name in head_tensors(checkpoint.spec, named)) * dtype_bytes
+
+
+def copy_bytes(
+    checkpoint: Checkpoint,
+    dtype_bytes: int,
+    quantization: Quantization | None = None,
+    shard: Shard = SINGLE,
+    device: str = "cpu",
+) -> int:
+    """Bytes of a rank's copy of the layers in 4 bits, and of a head of floats in 8, which drafts for a model that has
+    `quantization`. All else the two share. Of layers that the checkpoint has quantized this counts the scales, too."""
+    spec = checkpoint.spec
+    head = EMBEDDING if spec.tie_word_embeddings else "lm_head.weight"
+    shapes = checkpoint.shapes
+    layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.") and len(shape)}
+    named = {canonical(stored_as): tensor.dtype for stored_as, tensor in checkpoint.tensors.items()}
+    total = 0
+    for name, stored in layers.items():
+        shape = rank_shape(name, stored, spec, shard)
+        is_matrix = _is_quantized(name, shape, spec)
+        total += quantized_bytes(shape, COPY, device) if is_matrix else prod(shape) * dtype_bytes
+    if head in shapes and quantization is None and named[head] in FLOAT_BYTES:
+        total += quantized_bytes(rank_shape(head, shapes[head], spec, shard), head_form(COPY), device)
+    return total
 
 
 def active_bytes(

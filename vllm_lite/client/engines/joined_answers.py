@@ -12,12 +12,10 @@ import msgspec
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.adapters import AdapterAnswer
 from vllm_lite.protocol.api import Stats
-from vllm_lite.protocol.histograms import Histogram
+from vllm_lite.protocol.histograms import DraftCounts, Histogram
 from vllm_lite.protocol.operations import OperationDone
 
 _NAMES = ("running_adapters", "waiting_adapters")
-_PLACES = ("accepted_at",)
-"""Lists of counts whose places mean something: they are added place by place."""
 _LARGEST = ("life", "generation")
 """Fields of Stats that number something; they are not added."""
 
@@ -63,8 +61,6 @@ def joined(one: Any, other: Any) -> Any:
     values = {name: _add(getattr(one, name), getattr(other, name)) for name in Stats.__struct_fields__}
     values |= {name: max(getattr(one, name), getattr(other, name)) for name in _LARGEST}
     values |= {name: sorted({*getattr(one, name), *getattr(other, name)}) for name in _NAMES}
-    for name in _PLACES:
-        values[name] = [a + b for a, b in zip_longest(getattr(one, name), getattr(other, name), fillvalue=0)]
     values["recovering"] = one.recovering if other.recovering else ""
     levels = [stats.sleep_level for stats in (one, other) if stats.sleep_level is not None]
     values |= {"is_paused": one.is_paused or other.is_paused, "sleep_level": max(levels, default=None)}
@@ -82,8 +78,12 @@ def _add(one: Any, other: Any) -> Any:
     if isinstance(one, Histogram):
         counts = [a + b for a, b in zip(one.counts, other.counts, strict=True)]
         return Histogram(one.bounds, counts, one.sum + other.sum)
+    if isinstance(one, DraftCounts):
+        places = [a + b for a, b in zip_longest(one.accepted_at, other.accepted_at, fillvalue=0)]
+        sums = (one.drafts + other.drafts, one.tokens + other.tokens, one.accepted + other.accepted)
+        return DraftCounts(*sums, places)
     if isinstance(one, msgspec.Struct):
         return type(one)(**{name: _add(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__})
     if isinstance(one, dict):
-        return {name: one.get(name, 0) + other.get(name, 0) for name in one.keys() | other.keys()}
+        return {name: _add(one.get(name), other.get(name)) for name in one.keys() | other.keys()}
     return one + other

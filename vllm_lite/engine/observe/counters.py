@@ -12,7 +12,7 @@ from vllm_lite.engine.blocks.part import PrefixHit
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import FinishReason, Stats
-from vllm_lite.protocol.histograms import Histogram, RequestHistograms, bounds
+from vllm_lite.protocol.histograms import DraftCounts, Histogram, RequestHistograms, bounds
 from vllm_lite.protocol.step import ModelOutput
 
 # The bounds are those of vLLM's buckets, so that dashboards can compare.
@@ -22,6 +22,8 @@ REQUEST_S = bounds("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 9
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SAMPLES = (1, 2, 5, 10, 20)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+FORCED = "forced"
+"""The method of drafts about which a grammar leaves no choice."""
 
 
 def one_two_five(largest: int) -> tuple[int, ...]:
@@ -34,11 +36,12 @@ class Meter:
     """Counts in `counters`, which the KV manager, the scheduler and the core share. `now_s` is the time of the next
     report."""
 
-    def __init__(self, kv: KVCacheManager, max_len: int, max_drafts: int = 0) -> None:
-        """No sequence is longer than `max_len`, and none has more than `max_drafts` drafts in a step."""
+    def __init__(self, kv: KVCacheManager, max_len: int, method: str = "") -> None:
+        """No sequence is longer than `max_len`. `method` drafts what no grammar forces; empty: nothing does."""
         self.now_s = 0.0
         self.counters = kv.counters
-        self.counters.accepted_at = [0] * max_drafts
+        self._method = method
+        self.counters.drafts_by = {name: DraftCounts() for name in (FORCED, method) if name}
         tokens = one_two_five(max_len)
         self.counters.requests = self._requests = RequestHistograms(
             *map(Histogram.over, [FIRST_TOKEN_S, TOKEN_S, TOKEN_S] + 5 * [REQUEST_S]),
@@ -128,7 +131,7 @@ class Meter:
         """A step with this `result` gave tokens to the sequences in `sampling`, of which the `silent` pass nothing
         on."""
         if result.drafted is not None:
-            self._drafted(result.drafted, result.counts or ())
+            self._drafted(sampling, result)
         if silent:
             without = set(silent)
             sampling = [sequence for sequence in sampling if sequence not in without]
@@ -136,15 +139,24 @@ class Meter:
         self._untimed.append((sampling, self._num_counted - before))
         self._results_s = self.now_s
 
-    def _drafted(self, drafted: abc.Sequence[int], counts: abc.Sequence[int]) -> None:
-        """Sequences of a step had so many drafts each; the first of each one's `counts` tokens was no draft."""
-        counters, accepted_at = self.counters, self.counters.accepted_at
-        counters.drafts += sum(map(bool, drafted))
-        counters.draft_tokens += sum(drafted)
-        for count in counts:
-            counters.accepted_tokens += max(count - 1, 0)
-            for place in range(min(count - 1, len(accepted_at))):
-                accepted_at[place] += 1
+    def _drafted(self, sampling: abc.Sequence[Sequence], result: ModelOutput) -> None:
+        """Sequences of a step had drafts, of each the forced ones in front. The first of its tokens was no draft."""
+        drafted = result.drafted or []
+        counts, forced = result.counts or [1] * len(drafted), result.forced or [0] * len(drafted)
+        for sequence, num_drafted, count, num_forced in zip(sampling, drafted, counts, forced, strict=False):
+            if num_drafted:
+                right = max(count - 1, 0)
+                self._count_drafts(sequence, FORCED, num_forced, min(right, num_forced))
+                self._count_drafts(sequence, self._method, num_drafted - num_forced, max(right - num_forced, 0))
+                self.counters.drafts += 1
+                self.counters.draft_tokens += num_drafted
+                self.counters.accepted_tokens += right
+
+    def _count_drafts(self, sequence: Sequence, method: str, num_drafted: int, num_right: int) -> None:
+        if num_drafted:
+            of_sample = sequence.request.drafts_by.setdefault(sequence.index, {})
+            for counts in (self.counters.drafts_by, of_sample):
+                counts.setdefault(method or FORCED, DraftCounts()).count(num_drafted, num_right)
 
     def time_results(self, now_s: float, *, idle: bool = False) -> None:
         """All results that had come have been applied: give their tokens a time. `idle`: no step is under way."""

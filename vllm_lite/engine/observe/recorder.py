@@ -100,12 +100,16 @@ class Reasons:
         self._decisions.append(decision)
 
     def ends(self, produced: list[Produced]) -> list[Decision]:
-        """One decision for every sample that has ended."""
+        """One decision for every sample that has ended, behind one for each method that has drafted for it."""
         decisions: list[Decision] = []
         for item in produced:
             if item.reason is not None:
+                sample = [item.request.arrival, item.sample]
+                for method, counts in item.request.drafts_by.pop(item.sample, {}).items():
+                    numbers = [records.METHODS.index(method), counts.drafts, counts.tokens, counts.accepted]
+                    decisions.append([Code.DRAFTED, *sample, *numbers, *counts.accepted_at])
                 reason, num_tokens = records.REASONS.index(item.reason), item.start + len(item.token_ids)
-                decisions.append([Code.FINISHED, item.request.arrival, item.sample, reason, num_tokens])
+                decisions.append([Code.FINISHED, *sample, reason, num_tokens])
         return decisions
 
     def take(self) -> list[Decision]:
@@ -176,7 +180,7 @@ class RecordedScheduler(Scheduler):
                 hashes, decisions = self._hasher.take(), self._reasons.ends(produced)
                 counts, failed = result.counts, result.failed
                 made = (now_s, tokens, width, counts, failed, candidates, hashes, decisions)
-                self._write(records.Result(*made, drafted=result.drafted))
+                self._write(records.Result(*made, drafted=result.drafted, forced=result.forced))
 
     def measured(self, rates: Rates) -> None:
         super().measured(rates)

@@ -197,7 +197,8 @@ class Replay:
         tokens = records.unpack_tokens(record.tokens, record.token_bytes)
         generation, step = self.scheduler.generation, self.scheduler.in_flight.step_awaited
         logprobs = _logprobs(record, len(tokens) // 4)
-        output = ModelOutput(generation, step, tokens, record.counts, logprobs, record.failed, drafted=record.drafted)
+        made = generation, step, tokens, record.counts, logprobs, record.failed
+        output = ModelOutput(*made, drafted=record.drafted, forced=record.forced)
         with self._hasher.given(record.hashes):
             produced = self.scheduler.update(output)
         self._compare_ends(record.decisions, self._reasons.ends(produced))

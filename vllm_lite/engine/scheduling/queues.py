@@ -31,6 +31,8 @@ class Options(NamedTuple):
     """The most drafts of a sequence in a step, of every sequence."""
     num_forced: int = 0
     """The same, of those that follow a grammar, where others draft nothing."""
+    draft_method: str = ""
+    """What drafts, if not grammars alone."""
     adaptive_drafts: bool = True
     """Whether fewer are drafted where more do not pay."""
     shares_answers: bool = False

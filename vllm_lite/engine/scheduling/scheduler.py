@@ -61,7 +61,7 @@ class Scheduler:
         self.is_paused = False
         """Whether schedule() is not to be called, since somebody wants that; kept here for those who describe."""
         self.counters = kv.counters
-        self.meter = Meter(kv, self.max_len, max(options.num_drafts, options.num_forced))
+        self.meter = Meter(kv, self.max_len, options.draft_method)
         self.rates = Rates()
         self.in_flight = InFlight()
         self.queues = Queues(kv, self.policy, self.meter, options)

@@ -73,6 +73,8 @@ class StepInputs:
     """Whether a part has put other positions in `positions`, as its model counts them. KV lies by places."""
     vectors: TokenVectors | None = None
     """Vectors for placeholder tokens, on the device; None: there are none."""
+    forced: list[int] | None = None  # [num_sampling]
+    """How many of the proposed tokens of each grammars force; None: they force none."""
     states: StepStates | None = None
     """None: the model has no recurrent layers."""
     token_types: Int64s | None = None  # [num_tokens]

@@ -5,8 +5,9 @@ and noise, and a sampled token counts only if every draft before it was right, s
 sequence. What was computed behind a wrong draft is beyond the sequence's computed length and is overwritten.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -79,6 +80,8 @@ class Drafter:
 
     reads_all = False
     """Whether there is `computed`."""
+    forced: Mapping[Handle, int] = MappingProxyType({})
+    """How many of the latest drafts of a sequence, the first ones, its grammar leaves no choice about."""
 
     def load(self, place: DraftPlace) -> None:
         """Load what is the drafter's own, beside the model, which is loaded. Raises ModelError or ConfigError."""
@@ -178,6 +181,7 @@ class GrammarDrafter(Drafter):
         forced = [NO_TOKENS] * len(known)
         if self._forces:
             forced = [_forced(*each) for each in zip(known, most, masks, strict=True)]
+        self.forced = {handle: len(own) for handle, own in zip(batch.handles, forced, strict=True) if len(own)}
         if self.other is None:
             return forced
         others: list[Drafted] = [NO_TOKENS] * len(known)

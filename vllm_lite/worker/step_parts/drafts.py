@@ -46,6 +46,7 @@ class Drafts(StepPart):
         self._max_drafts: dict[Handle, int] = {}  # of the sequences that take drafts in this step
         self._on_device: dict[Handle, torch.Tensor] = {}
         """Drafts of this step that the host does not know: int64 [num_drafts]. The rows have token 0 in their place."""
+        self._forced: Mapping[Handle, int] = {}  # how many of the drafts of each grammars leave no choice about
         self._hidden: torch.Tensor | None = None
         self._groups: dict[Handle, bytes] = {}  # of the sequences whose answers may be drafted for others
         self._answers: dict[Handle, Int32s] = {}  # of those among them that have lost their row
@@ -101,7 +102,7 @@ class Drafts(StepPart):
 
     def propose(self) -> None:
         """Ask the drafter, once for all sequences of the step."""
-        asked, self._max_drafts = self._max_drafts, {}
+        asked, self._max_drafts, self._forced = self._max_drafts, {}, {}
         if self.drafter is not None:
             self.drafter.begin_step()
         if self.drafter is None or not asked:
@@ -111,6 +112,7 @@ class Drafts(StepPart):
         masks = [self._rules.mask_of(handle) for handle in handles]
         groups = [self._groups.get(handle, b"") for handle in handles]
         drafts = self.drafter.before(DraftBatch(handles, tokens, list(asked.values()), masks, groups))
+        self._forced = self.drafter.forced
         for handle, drafted in zip(handles, drafts, strict=True):
             if isinstance(drafted, torch.Tensor) and len(drafted) and not self._rules.is_ruled(handle):
                 self._on_device[handle] = drafted
@@ -122,6 +124,8 @@ class Drafts(StepPart):
         if self.drafter is not None:
             inputs.shows_all = self.drafter.reads_all
             inputs.shows_hidden = self.drafter.reads_hidden or inputs.shows_all
+        if self._forced:
+            inputs.forced = [self._forced.get(inputs.handles[index], 0) for index in inputs.sampling.tolist()]
         if not self._on_device:
             return
         drafts = [self._on_device[handle] for handle in inputs.handles if handle in self._on_device]
@@ -185,7 +189,9 @@ class Drafts(StepPart):
 
     def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:
         if inputs.has_proposals:
-            fields["drafted"] = (inputs.num_samples - 1).tolist()
+            fields["drafted"] = drafted = (inputs.num_samples - 1).tolist()
+            if inputs.forced is not None:
+                fields["forced"] = [min(pair) for pair in zip(inputs.forced, drafted, strict=True)]
 
 
 def drafts_of(inputs: StepInputs) -> Int64s:  # [num_samples]
