@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -10,6 +9,8 @@ from typing import cast
 import msgspec
 import pytest
 
+from tests.acceptance import kv_disk_faults
+from tests.acceptance.kv_disk_faults import ITEM_BYTES, OWNERS, Memory, content, key_of, keys_of
 from vllm_lite.errors import ConfigError
 from vllm_lite.kv_disk.directory import SEED_BYTES, open_directory, read_seed
 from vllm_lite.kv_disk.fingerprint import adapter_digest, file_digest
@@ -18,11 +19,6 @@ from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.kv_disk.usage import held_files
 from vllm_lite.worker.disk.opening import AdapterFiles
 from vllm_lite.worker.disk.transfers import DiskTransfers
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import kv_disk_faults
-from kv_disk_faults import ITEM_BYTES, Memory, content, key_of
 
 MODEL, PLACE = b"model", (0, 1)
 FILE_BYTES = PAGE + 3 * ITEM_BYTES
@@ -363,6 +359,11 @@ def test_an_adapter_whose_files_are_replaced_while_it_is_loaded_has_no_digest(tm
 
 
 # ---- faults
+
+
+def test_equal_prompts_of_other_owners_have_other_keys() -> None:
+    keys = {key for chain in range(2 * len(OWNERS)) for key in keys_of(chain)}
+    assert len(keys) == 2 * len(OWNERS) * len(keys_of(0))
 
 
 def test_faults_cost_hits_only(tmp_path: Path) -> None:

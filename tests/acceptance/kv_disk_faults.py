@@ -1,36 +1,53 @@
-"""Injects faults into a KV cache on disk and reads from it: `python scripts/kv_disk_faults.py [COUNT] [SEED]`.
+"""Injects faults into KV on disk, and reads from it; `python -m tests.acceptance.kv_disk_check` does so 10,000 times.
 
-The bytes of an item follow from its key, the model and the rank, so that each that is served can be checked. A fault
-may cost hits, never more: an item that is served has its own bytes, nothing raises, and the files keep to the quota.
+The bytes of an item follow from its key, the model and the rank, so that each that is served can be checked; keys are
+those of prompts with and without salts and adapters. A fault may cost hits, never more: an item that is served has its
+own bytes, nothing raises, and the files keep to the quota.
 """
 
 import errno
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
 from vllm_lite.kv_disk.format import PAGE
 from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.kv_disk.usage import held_files
+from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 ITEM_BYTES = 3000
 QUOTA = 40 * (PAGE + 8 * ITEM_BYTES)
 NUM_CHAINS = 24
 MAX_BLOCKS = 24
+LONGEST = MAX_BLOCKS + 12
 MODELS = (b"model", b"other model", b"model in float16")
 
 
+OWNERS = ((), ("salt",), ("lora", "digest"), ("lora", "digest", "salt"), ("lora", "other"), ("other salt",))
+"""What keeps equal prompts apart: chains take turns."""
+
+
+@cache
+def keys_of(chain: int) -> list[bytes]:
+    """Keys of a chain's blocks. Six chains in a row are of one prompt, and of an owner each."""
+    prompt, owner = divmod(chain, len(OWNERS))
+    hasher, hashes = PrefixHasher(1, "seed"), list[bytes]()
+    tokens = array("I", range(1000 * prompt, 1000 * prompt + LONGEST))
+    hasher.extend(hashes, hasher.root(OWNERS[owner]), memoryview(tokens).cast("B"), LONGEST, ())
+    return [block_hash + b"\0" for block_hash in hashes]
+
+
 def key_of(chain: int, number: int) -> bytes:
-    """Key of a block; a chain stands for a prompt, an adapter or a salt."""
-    return blake2b(b"%d %d" % (chain, number), digest_size=32).digest() + b"\0"
+    """Key of a block."""
+    return keys_of(chain)[number]
 
 
 def content(key: bytes, model: bytes, place: tuple[int, int]) -> bytes:
@@ -56,58 +73,12 @@ class Memory:
         pass
 
 
-class Faults:
-    """One directory with engines on it, that faults are injected into; `draw` makes all choices."""
+class FileFaults:
+    """Faults of the files of one directory, whoever uses it; `draw` makes all choices."""
 
     def __init__(self, root: Path, draw: random.Random) -> None:
         self.root = root
         self.draw = draw
-        self.now_s = 1_000_000.0
-        self.counts = Counter[str]()
-        self.stores = [self.open(model, place) for model in MODELS for place in ((0, 1), (0, 2), (1, 2))]
-
-    def open(self, model: bytes, place: tuple[int, int]) -> tuple[DiskStore, bytes, tuple[int, int]]:
-        return DiskStore(self.root, model, place, QUOTA, lambda: self.now_s), model, place
-
-    # ---- what engines do
-
-    def engine(self) -> tuple[DiskStore, bytes, tuple[int, int]]:
-        return self.stores[0] if self.draw.random() < 0.6 else self.draw.choice(self.stores)
-
-    def write(self) -> None:
-        store, model, place = self.engine()
-        chain, first = self.draw.randrange(NUM_CHAINS), self.draw.randrange(MAX_BLOCKS)
-        count = self.draw.randint(1, 8)
-        keys = [key_of(chain, number) for number in range(first, first + count)]
-        written = store.write(keys, range(count), Memory([content(key, model, place) for key in keys]))
-        self.counts["written" if written else "not written"] += 1
-
-    def read(self) -> None:
-        store, model, place = self.engine()
-        if self.draw.random() < 0.3:
-            store.look()
-        if (known := store.keys()) and self.draw.random() < 0.7:
-            keys = self.draw.choices(known, k=12)
-        else:
-            chain, first = self.draw.randrange(NUM_CHAINS), self.draw.randrange(MAX_BLOCKS)
-            keys = [key_of(chain, number) for number in range(first, first + 12)]
-        memory = Memory([bytes(ITEM_BYTES)] * len(keys))
-        failed, _ = store.read(keys, range(len(keys)), memory)
-        for index, key in enumerate(keys):
-            if index in failed:
-                self.counts["missed"] += 1
-            elif bytes(memory.items[index]) == content(key, model, place):
-                self.counts["right"] += 1
-            else:
-                self.counts["WRONG"] += 1
-        store.check_integrity()
-
-    def check_quota(self) -> None:
-        self.stores[0][0].sweep()
-        if sum(held.num_bytes for held in held_files(self.root)) > QUOTA:
-            self.counts["OVER QUOTA"] += 1
-
-    # ---- faults
 
     def file(self) -> Path | None:
         files = [Path(held.path) for held in held_files(self.root)]
@@ -179,12 +150,71 @@ class Faults:
             with suppress(OSError):
                 path.unlink()
 
+    @property
+    def kinds(self) -> list[Callable[[], None]]:
+        names = "bit_flipped header_flipped items_swapped truncated grown zeroed moved replaced removed"
+        return [getattr(self, name) for name in names.split()]
+
+
+class Faults(FileFaults):
+    """One directory with engines on it, that faults are injected into."""
+
+    def __init__(self, root: Path, draw: random.Random) -> None:
+        super().__init__(root, draw)
+        self.now_s = 1_000_000.0
+        self.counts = Counter[str]()
+        self.stores = [self.open(model, place) for model in MODELS for place in ((0, 1), (0, 2), (1, 2))]
+
+    def open(self, model: bytes, place: tuple[int, int]) -> tuple[DiskStore, bytes, tuple[int, int]]:
+        return DiskStore(self.root, model, place, QUOTA, lambda: self.now_s), model, place
+
+    # ---- what engines do
+
+    def engine(self) -> tuple[DiskStore, bytes, tuple[int, int]]:
+        return self.stores[0] if self.draw.random() < 0.6 else self.draw.choice(self.stores)
+
+    def write(self) -> None:
+        store, model, place = self.engine()
+        chain, first = self.draw.randrange(NUM_CHAINS), self.draw.randrange(MAX_BLOCKS)
+        count = self.draw.randint(1, 8)
+        keys = [key_of(chain, number) for number in range(first, first + count)]
+        written = store.write(keys, range(count), Memory([content(key, model, place) for key in keys]))
+        self.counts["written" if written else "not written"] += 1
+
+    def read(self) -> None:
+        store, model, place = self.engine()
+        if self.draw.random() < 0.3:
+            store.look()
+        if (known := store.keys()) and self.draw.random() < 0.7:
+            keys = self.draw.choices(known, k=12)
+        else:
+            chain, first = self.draw.randrange(NUM_CHAINS), self.draw.randrange(MAX_BLOCKS)
+            keys = [key_of(chain, number) for number in range(first, first + 12)]
+        memory = Memory([bytes(ITEM_BYTES)] * len(keys))
+        failed, _ = store.read(keys, range(len(keys)), memory)
+        for index, key in enumerate(keys):
+            if index in failed:
+                self.counts["missed"] += 1
+            elif bytes(memory.items[index]) == content(key, model, place):
+                self.counts["right"] += 1
+            else:
+                self.counts["WRONG"] += 1
+        store.check_integrity()
+
+    def check_quota(self) -> None:
+        self.stores[0][0].sweep()
+        if sum(held.num_bytes for held in held_files(self.root)) > QUOTA:
+            self.counts["OVER QUOTA"] += 1
+
+    # ---- faults
+
     def clock_set(self) -> None:
         self.now_s += self.draw.choice([-1e6, -1000.0, 15.0, 1000.0, 1e6])
 
     def restarted(self) -> None:
         index = self.draw.randrange(len(self.stores))
-        _, model, place = self.stores[index]
+        before, model, place = self.stores[index]
+        self.counts.update(before.dropped)
         self.stores[index] = self.open(model, place)
         self.stores[index][0].look()
 
@@ -258,11 +288,8 @@ class Faults:
 
     @property
     def kinds(self) -> list[Callable[[], None]]:
-        names = (
-            "bit_flipped header_flipped items_swapped truncated grown zeroed moved replaced removed clock_set "
-            "restarted disk_full read_only unreadable not_renamed killed two_writers forgotten"
-        )
-        return [getattr(self, name) for name in names.split()]
+        names = "clock_set restarted disk_full read_only unreadable not_renamed killed two_writers forgotten"
+        return [*super().kinds, *(getattr(self, name) for name in names.split())]
 
 
 def run(root: Path, count: int, seed: int = 0) -> Counter[str]:
@@ -280,17 +307,3 @@ def run(root: Path, count: int, seed: int = 0) -> Counter[str]:
     for store, *_ in faults.stores:
         faults.counts.update(store.dropped)
     return faults.counts
-
-
-def main() -> int:
-    given = [int(each) for each in sys.argv[1:]]
-    count, seed = (*given, *(10_000, 0)[len(given) :])
-    began_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        counts = run(Path(folder), count, seed)
-    print(f"{count} faults in {time.monotonic() - began_s:.0f} s:", dict(counts))
-    return 1 if counts["WRONG"] or counts["OVER QUOTA"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
