@@ -17,22 +17,24 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes that run: not those for type checkers alone."""
-    for child in ast.iter_child_nodes(node):
+def runtime_statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements that run: not those for type checkers alone. Expressions, most of a tree, hold no import."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.expr):
+            continue
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for other in child.orelse:
                 yield other
-                yield from runtime_nodes(other)
+                yield from runtime_statements(other)
             continue
         yield child
-        yield from runtime_nodes(child)
+        yield from runtime_statements(child)
 
 
 def imports_of(tree: ast.Module, names: Iterable[str]) -> set[str]:
     """The modules among `names` that one imports; `from package import module` imports the module alone."""
     known, found = set(names), set[str]()
-    for node in runtime_nodes(tree):
+    for node in runtime_statements(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names} & known
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -63,5 +65,6 @@ def test_circles_are_seen() -> None:
 
     assert circle(trees(a="from p import b", b="def f():\n    from p.a import x"))
     assert circle(trees(a="import p.b", b="from p.c import y", c="from p import a"))
+    assert circle(trees(a="import p.b", b="try:\n    pass\nexcept OSError:\n    from p import a"))
     assert not circle(trees(a="from p.b import x", b="if TYPE_CHECKING:\n    from p.a import X"))
     assert not circle(trees(a="from p.b import x", b="import p.c", c="from os import path"))
