@@ -18,7 +18,7 @@ PROMPT = "Once upon a time"
 JSON = {"Content-Type": "application/json"}
 LONG: Any = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
 MAX_BYTES = 100_000
-SLOW_S = str(scaled(1.0))
+SLOW_S = 1.0
 FLOOD_BYTES, FLOOD_MEMORY_BYTES = 3_000_000, 20_000_000
 """Sent, and what the server may take for it: each request would be 3 kB of objects, and answered with 300 bytes."""
 CHUNKED = (
@@ -33,8 +33,9 @@ def raw_server() -> Iterator[Server]:
         keys = Path(folder) / "keys"
         keys.write_text(f"# keys\n{OTHER_KEY}\n")
         flags = ["--address", short_socket(Path(folder)), "--api-key-file", str(keys), "--max-num-seqs", "4"]
-        limits = ["--max-num-queued-reqs", "2", "--max-request-bytes", str(MAX_BYTES), "--header-timeout-s", SLOW_S]
-        flags += ["--body-timeout-s", SLOW_S, "--allowed-origins", "https://example.org"]
+        slow_s = str(scaled(SLOW_S))
+        limits = ["--max-num-queued-reqs", "2", "--max-request-bytes", str(MAX_BYTES), "--header-timeout-s", slow_s]
+        flags += ["--body-timeout-s", slow_s, "--allowed-origins", "https://example.org"]
         with serving(*flags, *limits, env={"VLLM_LITE_API_KEY": KEY}) as server:
             yield server
 

@@ -24,7 +24,7 @@ from vllm_lite import AsyncClient, SamplingParams
 
 __all__ = ["run_root"]
 
-SILENCE_S = scaled(2.0)
+SILENCE_S = 2.0
 LONG: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
 MIX = (
     SamplingParams(temperature=0.0, **LONG),
@@ -127,7 +127,7 @@ class Trouble:
 
 @pytest.fixture
 def engine(run_root: Path, tiny_checkpoint: Path) -> Iterator[Engine]:
-    started = Engine(tiny_checkpoint, "--heartbeat-timeout-s", str(SILENCE_S), "--dtype", "float32")
+    started = Engine(tiny_checkpoint, "--heartbeat-timeout-s", str(scaled(SILENCE_S)), "--dtype", "float32")
     yield started
     started.end()
 

@@ -23,7 +23,7 @@ from vllm_lite.client.engines.session import Session
 
 SLOW = ["--attention-backend", "reference", "--enforce-eager", "--dtype", "float32"]
 DEADLINE_S = scaled(60.0)
-RESUME_S = scaled(3.0)
+RESUME_S = 3.0
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
     "max_tokens": 250,
@@ -38,7 +38,8 @@ CHAT: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="vl") as folder:
-        flags = ["--address", short_socket(Path(folder)), "--api-server-count", "2", "--stream-resume-s", str(RESUME_S)]
+        flags = ["--address", short_socket(Path(folder)), "--api-server-count", "2"]
+        flags += ["--stream-resume-s", str(scaled(RESUME_S))]
         with serving(*flags, "--api-key", "mine", "--api-key", "another", *SLOW) as server:
             yield server
 

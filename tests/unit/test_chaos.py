@@ -20,7 +20,7 @@ from tests.acceptance.chaos_specs import Answer, Fork, make_specs
 from tests.deadlines import scaled
 
 TOKENS = [5, 6, 7, 8, 5, 9, 10, 11]
-DEADLINE_S = scaled(10.0)
+DEADLINE_S = scaled(20.0)
 GOOD = {"lost": 0, "repeated": 0, "missing": 0, "different": 0}
 
 

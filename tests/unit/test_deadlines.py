@@ -87,6 +87,8 @@ TESTS = Path(__file__).parents[1]
 CONSTANT = re.compile(r"^_?[A-Z_]*(DEADLINE|TIMEOUT|READY|START|END|WAIT|PATIENCE)_M?S$")
 LONG_S = 2
 """What is shorter is a wait that runs out, or the time between two looks."""
+SCALED_EARLY_S = 20
+"""A limit that is at least as long has room for what a machine's speed changes by during a run."""
 
 
 def plain_deadlines(tree: ast.AST) -> list[str]:
@@ -103,6 +105,23 @@ def plain_deadlines(tree: ast.AST) -> list[str]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found += [(node.lineno, ast.unparse(node)) for target in targets if CONSTANT.match(ast.unparse(target))]
     return [f"line {line}: {text}" for line, text in sorted(found)]
+
+
+def early_limits(tree: ast.Module) -> list[str]:
+    """Short limits that are scaled as their file is imported, up to ten minutes before its tests run: by then the
+    machine may be twice as slow."""
+    found = []
+    for node in tree.body:
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        calls = [each for each in ast.walk(value) if isinstance(each, ast.Call)] if value is not None else []
+        limits = [call.args[0] for call in calls if ast.unparse(call.func) == "scaled"]
+        if any(is_short(limit) for limit in limits):
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def is_short(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and isinstance(value.value, (int, float)) and value.value < SCALED_EARLY_S
 
 
 def is_long(value: ast.expr) -> bool:
@@ -128,6 +147,11 @@ def test_plain_deadlines_are_seen(source: str) -> None:
     assert plain_deadlines(ast.parse(source))
 
 
+def test_short_limits_that_are_scaled_at_the_import_are_seen() -> None:
+    source = "GONE_S = scaled(5.0)\nSLOW_S: str = str(scaled(1))\nLONG_S = scaled(20)\ndef f(): x = scaled(2)"
+    assert early_limits(ast.parse(source)) == ["line 1: GONE_S = scaled(5.0)", "line 2: SLOW_S: str = str(scaled(1))"]
+
+
 def test_scaled_and_short_ones_are_not() -> None:
     source = 'run(timeout=scaled(60)); event.wait(0.1); READY_S = scaled(60); ", ".join([3]); SIZE = 7; wait(END_S)'
     assert plain_deadlines(ast.parse(source)) == []
@@ -138,7 +162,8 @@ def test_no_test_has_a_plain_deadline() -> None:
         f"{path.relative_to(TESTS.parent)}, {offence}"
         for path in sorted(TESTS.rglob("*.py"))
         if path != Path(__file__) and not {"check", "acceptance"} & {*path.parts}  # programs
-        for offence in plain_deadlines(ast.parse(path.read_text()))
+        for tree in [ast.parse(path.read_text())]
+        for offence in plain_deadlines(tree) + early_limits(tree)
     ]
     if offences:
         pytest.fail("write scaled(...) of tests/deadlines.py around:\n" + "\n".join(offences), pytrace=False)

@@ -29,7 +29,7 @@ from vllm_lite.protocol.control import Load, Shutdown, Start, Started
 
 __all__ = ["host"]
 
-DEADLINE_S = scaled(10.0)
+DEADLINE_S = scaled(20.0)
 
 
 def start_up(host: Host) -> None:

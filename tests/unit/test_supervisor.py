@@ -29,7 +29,7 @@ from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime.restarts import WINDOW_S
 from vllm_lite.tools.cli import main
 
-ANSWER_S = scaled(0.5)
+ANSWER_S = 0.5
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def ask(launched: LaunchedEngine) -> None:
 
 def life(launched: LaunchedEngine) -> int | None:
     """The life of the engine that answers now, which the fake says as its epoch; None if none does."""
-    with suppress(EngineError), closing(Session.connect(launched.address, timeout_s=ANSWER_S)) as session:
+    with suppress(EngineError), closing(Session.connect(launched.address, timeout_s=scaled(ANSWER_S))) as session:
         return session.welcome.epoch
     return None
 
