@@ -2,9 +2,11 @@
 
 import ctypes
 import json
+import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,8 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import library
 
 ROOT = Path(__file__).parents[2]
-CMAKE, COMPILER = shutil.which("cmake"), shutil.which("c++")
+PATHS = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+CMAKE, COMPILER = shutil.which("cmake", path=PATHS), shutil.which("c++")
 
 pytestmark = pytest.mark.skipif(CMAKE is None or COMPILER is None, reason="needs CMake and a C++ compiler")
 
