@@ -6,9 +6,10 @@ attention/int8_rows.py says. Where `AttentionSpec.value_size` says that V is a p
 and what comes out has `value_size` elements a head.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales
-from vllm_lite.kernels.ops import HeadNormWeights, Rotation
+from vllm_lite.kernels.ops import HeadNormWeights, Ops, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,24 @@ class Heads:
     norms: HeadNormWeights | None = None
     """What Q and K lack before that; only backends that `fuses_norms` see any."""
 
+    def turn(self, ops: Ops) -> None:
+        """Turn Q and K in place by `rotation`, if they lack one."""
+        if self.rotation is not None:
+            ops.rotate(self.query, self.rotation)
+            ops.rotate(self.key, self.rotation)
+
+
+class Attend(NamedTuple):
+    """One layer's call of `AttentionBackend.attend`, which says what each of these is, but for the batch."""
+
+    query: torch.Tensor
+    kv: torch.Tensor
+    group: int
+    out: torch.Tensor
+    sinks: torch.Tensor | None
+    scales: KVScales | None
+    new: Heads | None
+
 
 @runtime_checkable
 class LoadsKernels(Protocol):
@@ -114,43 +133,44 @@ class LoadsKernels(Protocol):
         ...
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """One way to compute paged attention. Stateless between steps: what a step needs is in `batch.plan`.
 
     Under a CUDA graph `write_kv` and `attend` are captured; the other methods run outside of it, `prepare` once and
     `refresh` before each replay.
     """
 
-    graph_safe: bool
+    graph_safe: bool = False
     """Whether graphs of its device may replay it for other steps than the one it was captured with: what changes from
     step to step is read from memory by what was recorded, and never by Python."""
 
-    fuses_norms: bool
+    fuses_norms: bool = False
     """Whether `write_kv` takes heads that lack their norms."""
 
-    def __init__(self, shape: AttentionShape) -> None: ...
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
 
     @classmethod
+    @abstractmethod
     def supports(cls, shape: AttentionShape) -> str | None:
         """None when this backend can serve `shape`, else the reason why not, as a clause for an error message."""
-        ...
 
+    @abstractmethod
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
         """Peak bytes of scratch memory that a step within these limits needs, to be left free beside the KV cache."""
-        ...
 
+    @abstractmethod
     def prepare(self, batch: StepBatch) -> None:
         """Fill `batch.plan` with all that the layers of this step can share. Once per step, before the forward."""
-        ...
 
-    def refresh(
+    def refresh(  # noqa: B027 - there is nothing to do without graphs
         self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
     ) -> None:
         """Bring what `prepare` planned for a graph's batch up to date: its next replay has sequences of these lengths,
         each with one row, and padding behind them. The plan's memory stays where it is. `tables` are the sequences'
         block tables of each KV group, [len(seq_lens), any], for what they have in common; none: nothing is shared."""
-        ...
 
+    @abstractmethod
     def write_kv(
         self,
         heads: Heads,
@@ -164,7 +184,6 @@ class AttentionBackend(Protocol):
         `scales` are those of the layer, for float8 caches only; None: those of the shape. `attend` needs the same.
         `group` is the layer's KV group: an index into `shape.groups`, `batch.block_tables` and `batch.slot_mapping`.
         """
-        ...
 
     def attend(  # noqa: PLR0913 - what only some layers have comes last
         self,
@@ -191,4 +210,9 @@ class AttentionBackend(Protocol):
         `new` are the heads that the layer's `write_kv` has just had, K rotated by now: the step's own part of what is
         attended to, which a backend may read in place of the cache. None: the layer attends to what another one wrote.
         """
-        ...
+        check_sinks(sinks, self.shape.groups[group])
+        self.attend_layer(Attend(query, kv, group, out, sinks, scales, new), batch)
+
+    @abstractmethod
+    def attend_layer(self, call: Attend, batch: StepBatch) -> None:
+        """The rest of `attend`, in which the sinks have been checked."""

@@ -6,16 +6,13 @@ its position alone decides, so its result is the same in any batch, in any chunk
 bit.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
-from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
+from vllm_lite.attention.backend import Attend, AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales
@@ -43,14 +40,13 @@ class _Plan:
     """The scratch memory that the kernels use while this is the plan."""
 
 
-class CpuBackend:
+class CpuBackend(AttentionBackend):
     """Attention for CPUs: float32, bfloat16 and float16, their caches in the same types, float8 or int8."""
 
-    graph_safe = True
-    fuses_norms = False
+    graph_safe = True  # a program prepares again by itself
 
     def __init__(self, shape: AttentionShape) -> None:
-        self.shape = shape
+        super().__init__(shape)
         self._heads = [replace(spec, window=None) for spec in shape.groups]
         made = {heads: _make_kernels(heads, shape) for heads in set(self._heads)}
         self.kernels = [made[heads] for heads in self._heads]
@@ -94,32 +90,15 @@ class CpuBackend:
         scratch = [part for kernel in self.kernels for part in kernel.scratch]
         batch.plan = _Plan(groups, (plans, batch.block_tables, batch.slot_mapping), scratch)
 
-    def refresh(
-        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
-    ) -> None:
-        """A program prepares again by itself."""
-
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
     ) -> None:
         part: _Group = batch.plan.groups[group]
         part.kernels.write_kv((heads.query, heads.key, heads.value), heads.rotation, part.slots, kv, scales)
 
-    def attend(  # noqa: PLR0913 - what only some layers have comes last
-        self,
-        query: torch.Tensor,
-        kv: torch.Tensor,
-        batch: StepBatch,
-        group: int,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        *,
-        scales: KVScales | None = None,
-        new: Heads | None = None,  # noqa: ARG002
-    ) -> None:
-        part: _Group = batch.plan.groups[group]
-        check_sinks(sinks, self.shape.groups[group])
-        part.kernels.attend(part.plan, part.table, query, kv, out, sinks, scales=scales)
+    def attend_layer(self, call: Attend, batch: StepBatch) -> None:
+        part: _Group = batch.plan.groups[call.group]
+        part.kernels.attend(part.plan, part.table, call.query, call.kv, call.out, call.sinks, scales=call.scales)
 
 
 def _reason(spec: AttentionSpec) -> str | None:

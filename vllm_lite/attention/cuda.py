@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
+from vllm_lite.attention.backend import Attend, AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.cuda_plan import Plan, Planner
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
@@ -40,7 +40,7 @@ from vllm_lite.kernels.cuda.repeat import RepeatedLaunches
 MIN_CAPABILITY = (8, 0)
 
 
-class CudaBackend:
+class CudaBackend(AttentionBackend):
     """Attention for GPUs from sm_80 on: float16, bfloat16 and float32, their caches in the same type or in float8.
 
     A decoded row's bits do not depend on its batch. `launcher` is the process's own unless one is given.
@@ -53,7 +53,7 @@ class CudaBackend:
         self, shape: AttentionShape, launcher: Launcher | None = None, table: PrefillTable | None = None
     ) -> None:
         """`table`: of another device than the shape's, None: of this one."""
-        self.shape = shape
+        super().__init__(shape)
         self.launcher = launcher or own_launcher("cuda")
         table = of_device(shape.device) if table is None else table
         self.planner = None if shape.dtype == torch.float32 else Planner(shape, table)
@@ -105,19 +105,8 @@ class CudaBackend:
         changing = [kv] if norms is None else [kv, norms.query, norms.key]
         self._launch(batch.plan, alike, rows, changing, write)
 
-    def attend(  # noqa: PLR0913 - what only some layers have comes last
-        self,
-        query: torch.Tensor,
-        kv: torch.Tensor,
-        batch: StepBatch,
-        group: int,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        *,
-        scales: KVScales | None = None,
-        new: Heads | None = None,
-    ) -> None:
-        check_sinks(sinks, self.shape.groups[group])
+    def attend_layer(self, call: Attend, batch: StepBatch) -> None:
+        query, kv, group, out, sinks, scales, new = call
         fresh = batch.plan.fresh[group] if new is not None and batch.plan.fresh else None
 
         def attend(launcher: Launcher) -> None:

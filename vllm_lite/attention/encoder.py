@@ -4,16 +4,14 @@ The tokens of all texts stand one behind the other, without padding. On a CPU th
 read K and V where the projections put them; elsewhere torch attends to texts of one length at a time.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_lite.attention.backend import AttentionShape, Heads
+from vllm_lite.attention.backend import Attend, AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.step_batch import HostLens, StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales
@@ -35,15 +33,12 @@ class _Plan:
     heads: Heads | None = None
 
 
-class EncoderBackend:
+class EncoderBackend(AttentionBackend):
     """See AttentionBackend. `write_kv` turns Q and K and writes nothing; `attend` reads K and V from the rows that
     `write_kv` was given."""
 
-    graph_safe = False
-    fuses_norms = False
-
     def __init__(self, shape: AttentionShape) -> None:
-        self.shape = shape
+        super().__init__(shape)
         self.ops = ops_for(shape.device)
         self.kernels: list[kernels.Kernels] = []
         if shape.device.type == "cpu" and available() and shape.dtype in FLOATS and all(map(_is_native, shape.groups)):
@@ -73,44 +68,26 @@ class EncoderBackend:
         ]
         batch.plan = _Plan(plans, table)
 
-    def refresh(
-        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
-    ) -> None:
-        """No graph is made."""
-
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
     ) -> None:
         """See AttentionBackend."""
         del kv, group, scales
-        if heads.rotation is not None:
-            self.ops.rotate(heads.query, heads.rotation)
-            self.ops.rotate(heads.key, heads.rotation)
+        heads.turn(self.ops)
         batch.plan.heads = heads
 
-    def attend(  # noqa: PLR0913 - what backends take
-        self,
-        query: torch.Tensor,
-        kv: torch.Tensor,
-        batch: StepBatch,
-        group: int,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        *,
-        scales: KVScales | None = None,
-        new: Heads | None = None,
-    ) -> None:
+    def attend_layer(self, call: Attend, batch: StepBatch) -> None:
         """See AttentionBackend."""
-        del kv, sinks, scales, new
         plan: _Plan = batch.plan
         heads = plan.heads
         if heads is None:
             raise ValueError("attend comes behind write_kv, which says where K and V are")
         if plan.table is None:
-            attend_plainly(self.shape.groups[group], heads, batch.host, out)
+            attend_plainly(self.shape.groups[call.group], heads, batch.host, call.out)
             return
         table = plan.table.data_ptr(), plan.table.stride(0)
-        self.kernels[group].attend_tokens(plan.plans[group].ctypes.data, table, (query, heads.key, heads.value), out)
+        kernel, own = self.kernels[call.group], plan.plans[call.group]
+        kernel.attend_tokens(own.ctypes.data, table, (call.query, heads.key, heads.value), call.out)
 
 
 def attend_plainly(spec: AttentionSpec, heads: Heads, lens: HostLens | None, out: torch.Tensor) -> None:

@@ -6,15 +6,11 @@ sequence that it belongs to. That is right for any step and slow for long chunks
 block has as many bytes as with any other backend, laid out otherwise inside a head, so blocks move alike.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
+from vllm_lite.attention.backend import Attend, AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.cuda import device_reason, own_launcher, scoring_of, scoring_with
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
@@ -42,14 +38,13 @@ class _Plan:
     block_tables: tuple[torch.Tensor, ...]  # per group: int32 [num_tokens, max_blocks]
 
 
-class PagedBackend:
+class PagedBackend(AttentionBackend):
     """Attention for GPUs from sm_80 on: ALiBi, windows, soft caps, sinks, block-sparse patterns and float8 caches."""
 
     graph_safe = False  # `prepare` allocates anew for each step
-    fuses_norms = False
 
     def __init__(self, shape: AttentionShape, launcher: Launcher | None = None) -> None:
-        self.shape = shape
+        super().__init__(shape)
         self.launcher = launcher or own_launcher("paged")
         self.ops = CudaOps(self.launcher)
         self._scorings = [scoring_of(spec, shape) for spec in shape.groups]
@@ -78,41 +73,22 @@ class PagedBackend:
         tables = tuple(table[owner].contiguous() for table in batch.block_tables)
         batch.plan = _Plan(seen.to(torch.int32), tables)
 
-    def refresh(
-        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
-    ) -> None:
-        """No graph is made."""
-
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
     ) -> None:
-        if heads.rotation is not None:
-            self.ops.rotate(heads.query, heads.rotation)
-            self.ops.rotate(heads.key, heads.rotation)
+        heads.turn(self.ops)
         slots, both = batch.slot_mapping[group], scales or self.shape.scales
         cache_ops.reshape_and_cache_x(self.launcher, heads.key, heads.value, split_views(kv), slots, both)
 
-    def attend(  # noqa: PLR0913 - what only some layers have comes last
-        self,
-        query: torch.Tensor,
-        kv: torch.Tensor,
-        batch: StepBatch,
-        group: int,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        *,
-        scales: KVScales | None = None,
-        new: Heads | None = None,  # noqa: ARG002
-    ) -> None:
+    def attend_layer(self, call: Attend, batch: StepBatch) -> None:
         plan: _Plan = batch.plan
-        check_sinks(sinks, self.shape.groups[group])
-        scoring = scoring_with(self._scorings[group], sinks, scales)
-        keys, values = split_views(kv)
+        scoring = scoring_with(self._scorings[call.group], call.sinks, call.scales)
+        keys, values = split_views(call.kv)
         for first in range(0, batch.num_tokens, MAX_ROWS):
             rows = slice(first, first + MAX_ROWS)
-            tables, lens = plan.block_tables[group][rows], plan.seq_lens[rows]
+            tables, lens = plan.block_tables[call.group][rows], plan.seq_lens[rows]
             cache = SplitCache(keys, values, tables, lens, batch.max_seq_len)
-            paged_attention(self.launcher, out[rows], query[rows], cache, scoring)
+            paged_attention(self.launcher, call.out[rows], call.query[rows], cache, scoring)
 
 
 def split_views(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,16 +7,12 @@ faster than one padded batch (32 decode rows over 200-1000 tokens), because the 
 cache.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_lite.attention.backend import AttentionShape, Heads, check_sinks
+from vllm_lite.attention.backend import Attend, AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.int8_rows import dequantized, quantized
 from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
 from vllm_lite.checkpoint.model_spec import AttentionSpec
@@ -59,14 +55,11 @@ class _Plan:
     has_padding: bool
 
 
-class ReferenceBackend:
+class ReferenceBackend(AttentionBackend):
     """Attention for any shape and device that torch has. `prepare` reads lengths and tables into Python lists."""
 
-    graph_safe = False
-    fuses_norms = False
-
     def __init__(self, shape: AttentionShape) -> None:
-        self.shape = shape
+        super().__init__(shape)
         self.ops = TorchOps()
         self.slopes = [_slopes(spec, shape.device) for spec in shape.groups]
 
@@ -129,17 +122,10 @@ class ReferenceBackend:
         slots = slots if rows is None else slots[rows]
         return _Write(rows, slots // self.shape.block_size, slots % self.shape.block_size)
 
-    def refresh(
-        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
-    ) -> None:
-        """No graph is made."""
-
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
     ) -> None:
-        if heads.rotation is not None:
-            self.ops.rotate(heads.query, heads.rotation)
-            self.ops.rotate(heads.key, heads.rotation)
+        heads.turn(self.ops)
         write: _Write = batch.plan.writes[group]
         parts = zip((heads.key, heads.value), scales or self.shape.scales, strict=True)
         for cached, (part, scale) in zip(_as_bytes(kv).unbind(1), parts, strict=False):  # V may be a part of K
@@ -162,29 +148,15 @@ class ReferenceBackend:
         loaded = cached if cached.dtype.itemsize > 1 else cached.float() * scale
         return loaded.to(self.shape.dtype)
 
-    def attend(  # noqa: PLR0913 - what only some layers have comes last
-        self,
-        query: torch.Tensor,
-        kv: torch.Tensor,
-        batch: StepBatch,
-        group: int,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        *,
-        scales: KVScales | None = None,
-        new: Heads | None = None,  # noqa: ARG002
-    ) -> None:
+    def attend_layer(self, call: Attend, batch: StepBatch) -> None:
         plan: _Plan = batch.plan
         if plan.has_padding:
-            out.zero_()
-        spec = self.shape.groups[group]
-        num_kv_heads = spec.num_kv_heads
-        check_sinks(sinks, spec)
-        if sinks is not None:
-            sinks = sinks.view(num_kv_heads, -1, 1, 1)
-        queries, outs = _by_kv_head(query, num_kv_heads), _by_kv_head(out, num_kv_heads)
+            call.out.zero_()
+        group, num_kv_heads = call.group, self.shape.groups[call.group].num_kv_heads
+        sinks = None if call.sinks is None else call.sinks.view(num_kv_heads, -1, 1, 1)
+        queries, outs = _by_kv_head(call.query, num_kv_heads), _by_kv_head(call.out, num_kv_heads)
         for sequence in plan.sequences:
-            key, value = self._gather(kv, sequence, group, scales or self.shape.scales)
+            key, value = self._gather(call.kv, sequence, group, call.scales or self.shape.scales)
             attended = self._attend_one(queries[:, :, sequence.rows], key, value, sequence.spans[group], group, sinks)
             outs[:, :, sequence.rows].copy_(attended)
 

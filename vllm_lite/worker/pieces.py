@@ -17,13 +17,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from vllm_lite.attention.backend import AttentionBackend, AttentionShape, Heads
+from vllm_lite.attention.backend import Attend, AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.cuda_plan import Plan
 from vllm_lite.attention.step_batch import PAD_SLOT, HostLens, StepBatch, staged, to_device
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales
@@ -51,29 +50,13 @@ class PieceCapture(Capture, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Attend:
-    """One call of `AttentionBackend.attend`, but for its batch. The tensors stay where the pieces leave them."""
-
-    query: torch.Tensor
-    kv: torch.Tensor
-    group: int
-    out: torch.Tensor
-    sinks: torch.Tensor | None
-    scales: KVScales | None
-    new: Heads | None
-
-    def launch(self, backend: AttentionBackend, batch: StepBatch) -> None:
-        given = (self.query, self.kv, batch, self.group, self.out, self.sinks)
-        backend.attend(*given, scales=self.scales, new=self.new)
-
-
-class CuttingBackend:
+class CuttingBackend(AttentionBackend):
     """Writes K and V as the real backend does; what was to be attended to is handed on and not done."""
 
     graph_safe = True
 
     def __init__(self, backend: AttentionBackend, cut: Callable[[Attend], None]) -> None:
+        super().__init__(backend.shape)
         self.fuses_norms = backend.fuses_norms
         self._backend = backend
         self._cut = cut
@@ -88,29 +71,13 @@ class CuttingBackend:
     def prepare(self, batch: StepBatch) -> None:
         batch.plan = Plan()
 
-    def refresh(
-        self, batch: StepBatch, seq_lens: NDArray[np.integer[Any]], tables: Sequence[NDArray[np.int32]] = ()
-    ) -> None:
-        pass
-
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
     ) -> None:
         self._backend.write_kv(heads, kv, batch, group, scales)
 
-    def attend(  # noqa: PLR0913 - what only some layers have comes last
-        self,
-        query: torch.Tensor,
-        kv: torch.Tensor,
-        batch: StepBatch,  # noqa: ARG002
-        group: int,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        *,
-        scales: KVScales | None = None,
-        new: Heads | None = None,
-    ) -> None:
-        self._cut(Attend(query, kv, group, out, sinks, scales, new))
+    def attend_layer(self, call: Attend, batch: StepBatch) -> None:  # noqa: ARG002
+        self._cut(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +179,7 @@ class PiecewiseForward:
         self.eager.backend.prepare(batch)
         for graph, call in zip(pieces.graphs, pieces.calls, strict=False):
             graph.replay()
-            call.launch(self.eager.backend, batch)
+            self.eager.backend.attend_layer(call, batch)
         pieces.graphs[-1].replay()
         self.num_replays += 1
         self.eager.num_last = inputs.num_tokens
