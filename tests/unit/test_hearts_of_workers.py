@@ -1,5 +1,6 @@
 """The hearts of a worker know no feature by name: whatever a feature adds to a step is in its StepPart."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -33,3 +34,15 @@ def test_names_are_seen() -> None:
         "2: if self.adapters is not None:",
         "4: self._draft()",
     ]
+
+
+def statements_of(name: str, function: str) -> int:
+    """The statements of a function, also those within others, without its docstring."""
+    tree = ast.parse((WORKER / name).read_text())
+    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function)
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(found)) - 2
+
+
+def test_a_step_is_read_in_fifteen_statements() -> None:
+    assert statements_of("model_runner.py", "execute") <= 15
+    assert statements_of("model_runner.py", "check_size") == 2

@@ -91,33 +91,49 @@ class ModelRunner:
         """
         self.ranges.step()
         with self.ranges("inputs"):
-            if step.block_ops:
-                self.cache_engine.execute(step.block_ops)
-                for moves in self._moves:
-                    moves(step.block_ops)
-            self.batch.apply(step.entries)
-            self.cache_engine.use(self.batch.tables.highest_block)
-            inputs = self.batch.build()
+            inputs = self._inputs(step)
         if inputs.num_tokens == 0:
             return ModelOutput(step.generation, step.step, b"")
-        self.check_size(inputs)
         for prepare in self._prepare:
             prepare(inputs)
-        early = None if inputs.draws_late or not inputs.draws else self.batch.sample_inputs(inputs)
+        samples = self.batch.sample_inputs(inputs) if inputs.draws and not inputs.draws_late else None
         with self.ranges("model"):
             logits = self._logits(inputs)
-        result = StepResult(NOTHING_DRAWN, inputs.num_samples)
-        if logits is not None:
-            with self.ranges("sample"):
-                result.sampled = self.sampler.sample(logits, early or self.batch.sample_inputs(inputs))
-            for after_sample in self._after_sample:
-                after_sample(inputs, result)
+        with self.ranges("sample"):
+            result = self._sample(inputs, logits, samples)
         with self.ranges("answer"):
-            self.batch.commit(inputs, result.sampled.tokens, result.num_kept)
-            fields = _fields(inputs, result.sampled, result.num_kept)
-            for answer in () if inputs.is_steady else self._answer:
-                answer(inputs, fields)
+            fields = self._commit(inputs, result)
         return ModelOutput(step.generation, step.step, **fields)
+
+    def _inputs(self, step: SchedulerOutput) -> StepInputs:
+        """Move the blocks, carry out the entries, and make the inputs of the forward pass."""
+        if step.block_ops:
+            self.cache_engine.execute(step.block_ops)
+            for moves in self._moves:
+                moves(step.block_ops)
+        self.batch.apply(step.entries)
+        self.cache_engine.use(self.batch.tables.highest_block)
+        inputs = self.batch.build()
+        self.check_size(inputs)
+        return inputs
+
+    def _sample(self, inputs: StepInputs, logits: torch.Tensor | None, samples: SampleInputs | None) -> StepResult:
+        """Draw the tokens. `samples`: where they were made before the forward pass."""
+        if logits is None:
+            return StepResult(NOTHING_DRAWN, inputs.num_samples)
+        sampled = self.sampler.sample(logits, samples or self.batch.sample_inputs(inputs))
+        result = StepResult(sampled, inputs.num_samples)
+        for after_sample in self._after_sample:
+            after_sample(inputs, result)
+        return result
+
+    def _commit(self, inputs: StepInputs, result: StepResult) -> dict[str, Any]:
+        """Have the batch take over the step, and make the fields of the ModelOutput."""
+        self.batch.commit(inputs, result.sampled.tokens, result.num_kept)
+        fields = _fields(inputs, result.sampled, result.num_kept)
+        for answer in () if inputs.is_steady else self._answer:
+            answer(inputs, fields)
+        return fields
 
     def check_size(self, inputs: StepInputs) -> None:
         """Raises ProtocolError for a step that the buffers are not made for."""
