@@ -8,8 +8,7 @@ import torch
 from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
 from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.delta_rule import NativeDeltaNet
-from vllm_lite.kernels.cpu.short_conv import NativeShortConv
+from vllm_lite.kernels.cpu.recurrent import NativeDeltaNet, NativeShortConv
 from vllm_lite.kernels.delta_rule import DeltaNetOp, DeltaNetWeights, RuleInputs, chunk_rule, step_rule
 from vllm_lite.kernels.recurrent import CHUNK, Segments
 from vllm_lite.kernels.short_conv import ShortConvOp

@@ -6,7 +6,7 @@ import torch
 from tests.cpu.test_delta_rule import ALONE, CUT, MIXED, NUM_SLOTS
 from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.mamba import NativeMamba
+from vllm_lite.kernels.cpu.recurrent import NativeMamba
 from vllm_lite.kernels.mamba import MambaOp, MambaWeights
 from vllm_lite.kernels.recurrent import Segments
 

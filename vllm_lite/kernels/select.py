@@ -10,10 +10,8 @@ from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
 from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.delta_rule import NativeDeltaNet
 from vllm_lite.kernels.cpu.fused import CpuOps
-from vllm_lite.kernels.cpu.mamba import NativeMamba
-from vllm_lite.kernels.cpu.short_conv import NativeShortConv
+from vllm_lite.kernels.cpu.recurrent import NativeDeltaNet, NativeMamba, NativeShortConv
 from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.launcher import Launcher

@@ -1,15 +1,20 @@
 """The recurrent block of a decoder layer, in the place of attention: it keeps a state of the sequence instead of KV."""
 
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack
+
+S = TypeVar("S")
 
 
 class RecurrentOp(Protocol):
@@ -32,13 +37,18 @@ class RecurrentOp(Protocol):
 
 
 class RecurrentBlock:
-    """A projection, what goes from token to token, and another projection. A kind of layer makes these, and loads
-    them."""
+    """A projection, what goes from token to token, and another projection. A kind of layer makes these, and names what
+    is loaded beside the projections."""
 
+    projected_as: tuple[str, ...]
+    """Tensor in a checkpoint of each part that `projections` gives."""
+    output_as: ClassVar[str] = "out_proj"
     projections: Any
     output: Any
     op: RecurrentOp
-    weights: Any  # by `load`
+    load: Callable[..., None]
+    """Keeps the tensors of `slots` as `weights`."""
+    weights: Any
     tentative: torch.Tensor  # [num_tentative, projected_size], by the last step that had any
 
     def __init__(self, parts: Parts, layer: int) -> None:
@@ -81,3 +91,39 @@ class RecurrentBlock:
     def project(self, rows: StepRows) -> None:
         """Project what was read into rows.hidden."""
         self.output.forward(rows.by_kind[self.kind].attended, out=rows.hidden)
+
+    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
+        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.linear_attn."."""
+        yield self.projections.group(*(f"{prefix}{name}" for name in self.projected_as))
+        stacks = (WeightStack(slots, torch.float32, self.device) for slots in self.slots(prefix))
+        yield WeightGroup(tuple(stacks), self.load)
+        yield self.output.group(f"{prefix}{self.output_as}")
+
+    def slots(self, prefix: str) -> Iterator[tuple[WeightSlot, ...]]:
+        """The tensors beside the projections, each in parts that `load` gets together, one behind the other."""
+        raise NotImplementedError
+
+
+def specs_of(parts: Parts, layer: int, kind: type[S]) -> tuple[S, S]:
+    """A recurrent layer in numbers, and this rank's share of it. Raises TypeError for a layer of another kind."""
+    whole, own = parts.spec.layers[layer].recurrent, parts.layers[layer].recurrent
+    if not isinstance(whole, kind) or not isinstance(own, kind):
+        raise TypeError(f"layer {layer} has no {kind.__name__}")
+    return whole, own
+
+
+def conv_slots(name: str, conv_size: int, held: Sequence[Split]) -> tuple[WeightSlot, ...]:
+    """Parts of a convolution's weight, [channels, 1, conv_size]."""
+    return tuple(
+        WeightSlot(name, (part.total, 1, conv_size), (part.start, 0, 0), (part.size, 1, conv_size)) for part in held
+    )
+
+
+def vector_slots(name: str, *held: Split) -> tuple[WeightSlot, ...]:
+    """Parts of a vector."""
+    return tuple(WeightSlot(name, (part.total,), (part.start,), (part.size,)) for part in held)
+
+
+def by_tap(conv: torch.Tensor) -> torch.Tensor:  # [channels, 1, conv_size] -> [conv_size, channels]
+    """A convolution's weight as kernels read it."""
+    return conv[:, 0].T.contiguous()

@@ -11,8 +11,8 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.delta_rule import DeltaNetWeights
 from vllm_lite.kernels.select import delta_net_op
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.recurrence.block import RecurrentBlock
-from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
+from vllm_lite.layers.recurrence.block import RecurrentBlock, by_tap, conv_slots, specs_of, vector_slots
+from vllm_lite.layers.weights.weight_slot import WeightSlot
 
 
 class DeltaNetNames(NamedTuple):
@@ -26,7 +26,6 @@ class DeltaNetNames(NamedTuple):
     decay: str = "A_log"
     dt_bias: str = "dt_bias"
     norm: str = "norm.weight"
-    output: str = "out_proj"
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -57,10 +56,9 @@ class DeltaNetBlock(RecurrentBlock):
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__(parts, layer)
-        whole, own = parts.spec.layers[layer].recurrent, parts.layers[layer].recurrent
-        if not isinstance(whole, DeltaNetSpec) or not isinstance(own, DeltaNetSpec):
-            raise TypeError(f"layer {layer} is no Gated DeltaNet")
+        whole, own = specs_of(parts, layer, DeltaNetSpec)
         self.whole, self.eps, self.names = whole, parts.spec.norm.eps, DeltaNetNames.of(whole.stored)
+        self.projected_as = self.names.projections
         key_heads, self.heads = whole.heads(parts.shard)
         keys, values = key_heads.times(whole.key_size), self.heads.times(whole.value_size)
         self.mixed = (
@@ -83,29 +81,13 @@ class DeltaNetBlock(RecurrentBlock):
             return (*rows_by_key_head(key_heads, sizes), *gates)
         return (*self.mixed, self.heads.times(spec.value_size), *gates)
 
-    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.linear_attn."."""
-        names, spec, heads = self.names, self.whole, self.heads
-        yield self.projections.group(*(f"{prefix}{name}" for name in names.projections))
-        conv = tuple(
-            WeightSlot(
-                f"{prefix}{names.conv}",
-                (spec.conv_channels, 1, spec.conv_size),
-                (part.start, 0, 0),
-                (part.size, 1, spec.conv_size),
-            )
-            for part in self.mixed
-        )
-        vectors = [
-            (WeightSlot(f"{prefix}{name}", (heads.total,), (heads.start,), (heads.size,)),)
-            for name in (names.decay, names.dt_bias)
-        ]
-        norm = (whole_slot(f"{prefix}{names.norm}", spec.value_size),)
-        stacks = (WeightStack(slots, torch.float32, self.device) for slots in (conv, *vectors, norm))
-        yield WeightGroup(tuple(stacks), self.load)
-        yield self.output.group(f"{prefix}{names.output}")
+    def slots(self, prefix: str) -> Iterator[tuple[WeightSlot, ...]]:
+        names, spec = self.names, self.whole
+        yield conv_slots(f"{prefix}{names.conv}", spec.conv_size, self.mixed)
+        yield vector_slots(f"{prefix}{names.decay}", self.heads)
+        yield vector_slots(f"{prefix}{names.dt_bias}", self.heads)
+        yield vector_slots(f"{prefix}{names.norm}", Split.whole(spec.value_size))
 
     def load(self, conv: torch.Tensor, decay: torch.Tensor, dt_bias: torch.Tensor, norm: torch.Tensor) -> None:
         """Keep what lies beside the projections; conv: float32 [conv_channels, 1, conv_size]."""
-        by_tap = conv[:, 0].T.contiguous()
-        self.weights = DeltaNetWeights(by_tap, decay.exp(), dt_bias, norm, self.eps)
+        self.weights = DeltaNetWeights(by_tap(conv), decay.exp(), dt_bias, norm, self.eps)

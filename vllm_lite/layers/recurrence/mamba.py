@@ -11,21 +11,20 @@ from vllm_lite.kernels.ops import WideNormWeights
 from vllm_lite.kernels.select import mamba_op, ops_for
 from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.recurrence.block import RecurrentBlock
-from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack
+from vllm_lite.layers.recurrence.block import RecurrentBlock, by_tap, conv_slots, specs_of, vector_slots
+from vllm_lite.layers.weights.weight_slot import WeightSlot
 
 
 class MambaBlock(RecurrentBlock):
     """Ranks share the groups of heads, each with its b and c, or the heads of the only one, and then each has all of b
     and c. The norm is over the heads of a group, so that these ranks add up what they have of its mean square."""
 
+    projected_as = ("in_proj",) * 5
     norm: WideNormWeights  # by `load`
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__(parts, layer)
-        whole, own = parts.spec.layers[layer].recurrent, parts.layers[layer].recurrent
-        if not isinstance(whole, MambaSpec) or not isinstance(own, MambaSpec):
-            raise TypeError(f"layer {layer} is no Mamba-2")
+        whole, own = specs_of(parts, layer, MambaSpec)
         self.whole, self.eps, self.heads = whole, parts.spec.norm.eps, whole.held(parts.shard)
         self.groups = whole.held_groups(parts.shard)
         self.ops, self.communicator = ops_for(parts.device), parts.communicator
@@ -80,22 +79,14 @@ class MambaBlock(RecurrentBlock):
             scale = (squares / self.whole.value_width + self.eps).rsqrt_()
             read.copy_(read * scale * self.norm.weight)
 
-    def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.mamba."."""
-        spec, heads, mixed = self.whole, self.heads, self._mixed()
-        yield self.projections.group(*(f"{prefix}in_proj",) * 5)
-        shape = (spec.conv_channels, 1, spec.conv_size)
-        conv = tuple(
-            WeightSlot(f"{prefix}conv1d.weight", shape, (part.start, 0, 0), (part.size, 1, spec.conv_size))
-            for part in mixed
-        )
-        bias = tuple(WeightSlot(f"{prefix}conv1d.bias", shape[:1], (part.start,), (part.size,)) for part in mixed)
-        named = [("A_log", heads), ("dt_bias", heads), ("D", heads)]
-        named += [("norm.weight", self.values)] if spec.normed else []
-        vectors = [(WeightSlot(f"{prefix}{name}", (part.total,), (part.start,), (part.size,)),) for name, part in named]
-        stacks = (WeightStack(slots, torch.float32, self.device) for slots in (conv, bias, *vectors))
-        yield WeightGroup(tuple(stacks), self.load)
-        yield self.output.group(f"{prefix}out_proj")
+    def slots(self, prefix: str) -> Iterator[tuple[WeightSlot, ...]]:
+        mixed = self._mixed()
+        yield conv_slots(f"{prefix}conv1d.weight", self.whole.conv_size, mixed)
+        yield vector_slots(f"{prefix}conv1d.bias", *mixed)
+        for name in ("A_log", "dt_bias", "D"):
+            yield vector_slots(f"{prefix}{name}", self.heads)
+        if self.whole.normed:
+            yield vector_slots(f"{prefix}norm.weight", self.values)
 
     def load(
         self,
@@ -107,7 +98,7 @@ class MambaBlock(RecurrentBlock):
         norm: torch.Tensor | None = None,
     ) -> None:
         """Keep what lies beside the projections."""
-        self.weights = MambaWeights(conv[:, 0].T.contiguous(), conv_bias, decay.exp(), dt_bias, skip)
+        self.weights = MambaWeights(by_tap(conv), conv_bias, decay.exp(), dt_bias, skip)
         if norm is None:
             return
         by_group = norm.unflatten(0, (self.groups.size, -1)) if self.whole.num_groups > 1 else norm
