@@ -15,7 +15,7 @@ NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/isa/*.cpp csrc/cpu/isa
 SOURCES := vllm_lite scripts examples benchmarks tests
 
 # What `make quick` leaves out of tests/unit: files that start processes, wait, or take more than 5 s. And what it adds.
-SLOW := bench_result chat_template conversion deadlines demo_grammar detokenizer doctor gpu_check gpu_check_stages hub \
+SLOW := bench_result chat_template conversion cut_calls deadlines demo_grammar detokenizer doctor gpu_check gpu_check_stages hub \
         import_time instances launch leaks orphans peers planner published_configs recorded_process recovery_properties replay \
         scheduler_properties server_connection server_cut_streams server_rendering server_unpack session \
         session_recovery simulated_executor supervise supervisor torch_import trace
