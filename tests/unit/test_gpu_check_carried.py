@@ -9,6 +9,7 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.kernels.fused_cases import needed_by
+from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cuda import compiler
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +126,27 @@ def test_measurements_and_layers_ask_for_kernels_that_the_sources_have() -> None
     names = [*kernels.of_measurements()]
     assert {source for source, _ in names} <= sources
     assert ("decode_attention.cuh", "decode_attention<__nv_bfloat16, __nv_bfloat16, 128, 1, false, 4>") in names
+
+
+def test_a_list_of_kernels_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = cpu.available
+    monkeypatch.setattr(kernels, "WORKERS", ())
+    assert list(kernels.of_workers()) == []
+    assert cpu.available is available
+
+
+@pytest.mark.skipif(not cpu.available(), reason="needs the native library")
+def test_the_native_library_is_carried_behind_a_real_list_of_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "WORKERS", ())
+    monkeypatch.setattr(kernels, "wanted", lambda: [*kernels.of_workers()])
+    monkeypatch.setattr(kernels, "fill", lambda *_: 0)
+    monkeypatch.setattr(carry, "download_wheels", lambda *_: None)
+    monkeypatch.setenv("VLLM_LITE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "argv", ["gpu_check_carry.py", str(tmp_path / "carried")])
+    assert carry.main() == 0
+    assert (tmp_path / "carried" / prepare.LIBRARY.name).stat().st_size > 1 << 20
 
 
 # ---- the smoke stage

@@ -103,28 +103,37 @@ def of_linear_layers() -> Iterable[Name]:
 def of_workers() -> Iterable[Name]:
     """Whole workers of few layers: prompts and decodes, greedy and at random, of few sequences and of many."""
     import gpu_check_models as models
+
+    recorder = Recorder()
+    end = models.launch_with(recorder)
+    try:
+        for name, dtype, settings in WORKERS:
+            run_worker(name, dtype, settings)
+    finally:
+        end()  # or the library that is carried along would seem not to be there
+    return recorder.names
+
+
+def run_worker(name: str, dtype: str, settings: dict[str, Any]) -> None:
+    import gpu_check_models as models
     from gpu_check_step import GREEDY, RANDOM, Steps
 
     from vllm_lite.worker.device import Device
 
-    recorder = Recorder()
-    models.launch_with(recorder)
     narrow = {"hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 4096}
-    for name, dtype, settings in WORKERS:
-        heads = {"head_dim": models.MODELS[name].get("head_dim", 128), "max_position_embeddings": 2048}
-        models.MODELS["narrow"] = models.MODELS[name] | narrow | heads
-        limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 2048}
-        device = Device(torch.device("cpu"), models.HostMemory())
-        worker = models.RandomWorker("narrow", device, dtype=dtype, **limits, **settings)
-        steps = Steps("narrow", worker)
-        for batch in (1, 8, 64):
-            for sampling in (GREEDY, RANDOM):
-                with contextlib.suppress(Exception), steps.decoding(batch, 300, sampling) as going:
-                    worker.run(going)
-        with contextlib.suppress(Exception):
-            worker.run([steps.request(0, 300, 1)])
-        worker.close()
-    return recorder.names
+    heads = {"head_dim": models.MODELS[name].get("head_dim", 128), "max_position_embeddings": 2048}
+    models.MODELS["narrow"] = models.MODELS[name] | narrow | heads
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 2048}
+    device = Device(torch.device("cpu"), models.HostMemory())
+    worker = models.RandomWorker("narrow", device, dtype=dtype, **limits, **settings)
+    steps = Steps("narrow", worker)
+    for batch in (1, 8, 64):
+        for sampling in (GREEDY, RANDOM):
+            with contextlib.suppress(Exception), steps.decoding(batch, 300, sampling) as going:
+                worker.run(going)
+    with contextlib.suppress(Exception):
+        worker.run([steps.request(0, 300, 1)])
+    worker.close()
 
 
 # ---- compiling

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,8 @@ def emulated_device() -> Device:
     return Device(torch.device("cpu"), HostMemory(), CudaLikeCapture())
 
 
-def launch_with(launcher: Any) -> None:
-    """Have this process's workers give a CPU's kernels, as a GPU's, to `launcher`."""
+def launch_with(launcher: Any) -> Callable[[], None]:
+    """Have this process's workers give a CPU's kernels, as a GPU's, to `launcher`. Returns a call that ends that."""
     replaced: dict[str, tuple[Any, Any]] = {
         "select_backend": (worker_module, lambda shape, _: CudaBackend(shape, launcher)),
         "TorchOps": (select, lambda: CudaOps(launcher)),
@@ -98,8 +98,15 @@ def launch_with(launcher: Any) -> None:
         "pack": (onednn, lambda _: None),
         "launcher_for": (gpu_matmul, lambda dtype, _: launcher if dtype in gpu_matmul.DTYPES else None),
     }
+    before = {name: getattr(module, name) for name, (module, _) in replaced.items()}
     for name, (module, value) in replaced.items():
         setattr(module, name, value)
+
+    def end() -> None:
+        for name, (module, _) in replaced.items():
+            setattr(module, name, before[name])
+
+    return end
 
 
 class RandomWorker:
