@@ -17,6 +17,11 @@ from vllm_lite.attention.paged import split_layout_reason
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import AttentionSpec
+from vllm_lite.checkpoint.quantization.memory import tensor_bytes
+from vllm_lite.checkpoint.quantization.spec import BlockScaled
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.checkpoint.tensors.headers import Tensor
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
@@ -24,8 +29,11 @@ from vllm_lite.kernels.cpu.weights.head_linear import HeadLinear
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.kernels.grouped import dequantize, quantize4
 from vllm_lite.kernels.ops import Rotation, TorchOps
-from vllm_lite.layers.attention.latent_attention import LoopedHeads, make_head_matmul
-from vllm_lite.layers.weights.matmul import DenseMatmul, make_matmul
+from vllm_lite.layers.attention.head_matmul import BatchedHeads, LoopedHeads, form_of_heads, make_head_matmul
+from vllm_lite.layers.weights import matmul as matmul_module
+from vllm_lite.layers.weights import onednn
+from vllm_lite.layers.weights.matmul import DenseMatmul, Int8Matmul, make_matmul
+from vllm_lite.layers.weights.weight_form import DenseForm, LinearShape
 from vllm_lite.models.registry import Sizes, build
 
 needs_library = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
@@ -215,11 +223,46 @@ def test_heads_of_int4(each_isa, group_size):
     assert float((room[..., :24] - expected).abs().max()) < 4e-3 * float(expected.abs().max())
 
 
+@pytest.mark.parametrize("num_rows", [1, 7, 200])
+@pytest.mark.parametrize("sizes", [(24, 20), (512, 128), (128, 512)], ids=str)
+def test_dense_heads_are_one_product(sizes, num_rows):
+    """With strided rows on both sides, as layers have them."""
+    for dtype, tolerance in TOLERANCE.items():
+        weights, x, room = by_head(5, num_rows, sizes[0], sizes[1], dtype)
+        expected = torch.einsum("nhi,hoi->nho", x.double(), torch.stack(weights).double())
+        weights = [weight.t().contiguous().t() for weight in weights]  # as the transposed ones of a checkpoint may lie
+        matmuls = [DenseMatmul(weight, None) for weight in weights]
+        heads = make_head_matmul(matmuls)
+        assert isinstance(heads, BatchedHeads)
+        heads.forward(x, room[..., : sizes[0]])
+        assert torch.allclose(room[..., : sizes[0]].double(), expected, rtol=tolerance, atol=1e-4)
+        assert (room[..., sizes[0] :] == 9).all()
+        parts = [matmul.weight.data_ptr() for matmul in matmuls]
+        assert parts == [part.data_ptr() for part in heads.weight], "weights are there once"
+
+
 def test_any_other_weights_are_multiplied_one_by_one():
     weights, x, room = by_head()
-    heads = make_head_matmul([DenseMatmul(weight, None) for weight in weights])
+    bias = torch.arange(24.0)
+    heads = make_head_matmul([DenseMatmul(weight, bias) for weight in weights])
+    assert isinstance(heads, LoopedHeads)
     heads.forward(x, room[..., :24])
-    assert torch.allclose(room[..., :24], torch.einsum("nhi,hoi->nho", x, torch.stack(weights)), atol=1e-5)
+    assert torch.allclose(room[..., :24], torch.einsum("nhi,hoi->nho", x, torch.stack(weights)) + bias, atol=1e-5)
+    mixed = [DenseMatmul(weights[0], None), DenseMatmul(weights[1][:8], None)]
+    assert isinstance(make_head_matmul(mixed), LoopedHeads)
+    assert isinstance(make_head_matmul([*mixed[:1], Int8Matmul(weights[1], None)]), LoopedHeads)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gpu_has_quantized_heads_dense(transposed, monkeypatch):
+    monkeypatch.setattr(matmul_module, "copies", lambda *_: False)  # no native kernels
+    monkeypatch.setattr(onednn, "pack", lambda _: None)
+    assert form_of_heads(DenseForm("int8"), torch.device("cpu")) == DenseForm("int8")
+    form = form_of_heads(DenseForm("int8"), torch.device("cuda"))
+    shape = LinearShape(Split.whole(20), (Split.whole(24),), torch.float32, torch.device("cpu"), transposed)
+    matmul = form.stored(["a"], shape).matmul([weight := torch.randn(24, 20)], None)
+    assert isinstance(matmul, DenseMatmul)
+    assert torch.equal(matmul.weight, weight)
 
 
 @needs_library
@@ -265,6 +308,21 @@ def test_the_cache_keeps_one_vector_a_token(tmp_path: Path):
     assert [group.kv_shape(16) for group in spec.kv_groups] == [(3, 1, 1, 16, 32)]
     assert spec.kv_block_bytes(16, 2) == 3 * 32 * 16 * 2
     assert spec.kv_block_bytes(16, 2, tp=3) == spec.kv_block_bytes(16, 2), "each rank has all of it"
+
+
+def test_a_gpu_is_planned_with_dense_heads(tmp_path: Path):
+    """As it has them, whatever else is quantized."""
+    spec = load_spec(VARIANTS[0].make(tmp_path / "model"))
+    names = [f"model.layers.0.self_attn.{layer}.weight" for layer in ("kv_b_proj", "k_b_proj.1", "v_b_proj.1")]
+    heads = Checkpoint(spec, dict.fromkeys(names, Tensor("BF16", (64, 32))))
+    other = Checkpoint(spec, {"model.layers.0.self_attn.o_proj.weight": Tensor("BF16", (64, 32))})
+    assert weights_bytes(heads, 2, "int8", device="cuda") == (dense := weights_bytes(heads, 2))
+    assert weights_bytes(heads, 2, "int8") < dense
+    assert weights_bytes(other, 2, "int8", device="cuda") < 2 * 64 * 32
+    codes, form = Tensor("F8_E4M3", (256, 128)), BlockScaled(numbers="float8", block=(128, 128), scale="scale")
+    assert tensor_bytes("a.o_proj.weight", codes, form, 2, "cuda") == 256 * 128
+    assert tensor_bytes("a.kv_b_proj.weight", codes, form, 2, "cuda") == 2 * 256 * 128
+    assert tensor_bytes("a.kv_b_proj.weight", codes, form, 2, "cpu") == 256 * 128
 
 
 def test_layers_behind_the_last_are_ignored(tmp_path: Path):

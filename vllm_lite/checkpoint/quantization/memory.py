@@ -22,7 +22,7 @@ from vllm_lite.checkpoint.quantization.spec import (
 )
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.tensors.headers import FLOAT_BYTES, Tensor
-from vllm_lite.checkpoint.tensors.rank_shapes import rank_shape
+from vllm_lite.checkpoint.tensors.rank_shapes import is_of_latent_heads, rank_shape
 
 BLOCK_BITS = {
     "Q4_0": 4.5,
@@ -82,9 +82,9 @@ def tensor_bytes(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes:
 
 
 def kept_on_gpu(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: int) -> bool:
-    """Whether a GPU multiplies the weight of this tensor as it is stored: see layers/weights/gpu_matmul.py, and of
-    experts layers/moe/packed_experts.py."""
-    if dtype_bytes != 2:
+    """Whether a GPU multiplies the weight of this tensor as it is stored: see layers/weights/gpu_matmul.py, of
+    experts layers/moe/packed_experts.py, and of latent attention's heads layers/attention/head_matmul.py."""
+    if dtype_bytes != 2 or is_of_latent_heads(name):
         return False
     layer = name.rpartition(".")[0]
     own = spec.of(layer) if isinstance(spec, Mixed | Gptq) and not spec.is_dense(layer) else spec

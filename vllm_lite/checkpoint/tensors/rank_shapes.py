@@ -88,6 +88,11 @@ def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:
     return ".layers." in name and (len(shape) == 3 or ".experts." in name) and not is_of_recurrent(name)
 
 
+def is_of_latent_heads(name: str) -> bool:
+    """Whether a tensor has what latent attention makes K and V of its heads with; a GPU holds those densely."""
+    return any(f".{layer}." in name for layer in ("kv_b_proj", *_HEAD_BY_HEAD))
+
+
 def is_of_router(name: str, spec: ModelSpec) -> bool:
     """Whether a tensor says which experts a token goes to, or how much it takes of the shared one; none of them is ever
     quantized."""

@@ -15,7 +15,7 @@ from vllm_lite.checkpoint.quantization.on_load import Quantization, head_form, q
 from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
 from vllm_lite.checkpoint.shard import SINGLE, Shard
 from vllm_lite.checkpoint.tensors.headers import FLOAT_BYTES, Tensor
-from vllm_lite.checkpoint.tensors.rank_shapes import is_of_experts, is_of_router, rank_shape
+from vllm_lite.checkpoint.tensors.rank_shapes import is_of_experts, is_of_latent_heads, is_of_router, rank_shape
 from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored
 from vllm_lite.config import EngineConfig
 
@@ -118,7 +118,8 @@ def _tensor_bytes(
     for name, stored in checkpoint.shapes.items():
         shape = rank_shape(name, stored, spec, shard)
         count, embeds = prod(shape), name == EMBEDDING
-        if quantization is not None and _is_quantized(name, shape, spec):
+        dense = device != "cpu" and is_of_latent_heads(name)
+        if quantization is not None and not dense and _is_quantized(name, shape, spec):
             own = quantization if mixed is None else mixed.form(name)
             form = head_form(quantization) if name in heads else own
             quantized = quantized_bytes(shape, form, device)

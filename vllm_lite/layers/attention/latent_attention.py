@@ -7,8 +7,8 @@ V is the latent.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
 
 import torch
 
@@ -18,13 +18,12 @@ from vllm_lite.checkpoint.layer_specs.latent import LatentSpec
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.errors import ModelError
-from vllm_lite.kernels.cpu.weights.head_linear import HeadLinear
 from vllm_lite.kernels.select import ops_for
+from vllm_lite.layers.attention.head_matmul import HeadMatmul, form_of_heads, make_head_matmul
 from vllm_lite.layers.buffers import HeadRows, LatentRows, StepRows
 from vllm_lite.layers.norm import RMSNorm
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.linear import Linear
-from vllm_lite.layers.weights.matmul import Matmul, NativeMatmul
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
@@ -52,7 +51,8 @@ class LatentAttention:
         self.query_norm, self.latent_norm = (
             RMSNorm(size, spec.norm_eps, dtype=parts.dtype, device=parts.device) for size in (rank.size, spec.rank)
         )
-        plain = parts.without_adapters()  # which are not multiplied as linear layers
+        plain = parts.without_adapters()  # these are not multiplied as linear layers
+        plain = replace(plain, form=form_of_heads(parts.form, parts.device))
         self.absorb, self.expand = _by_head(plain, spec, heads)
         nothing = Split(spec.rank, 0, 0), Split(spec.value_size, 0, 0)
         sizes = spec.nope_size, spec.rank
@@ -64,12 +64,12 @@ class LatentAttention:
         self.output = parts.row_parallel(heads.times(spec.value_size), hidden, bias=False)
 
     @cached_property
-    def absorbing(self) -> "HeadMatmul":
+    def absorbing(self) -> HeadMatmul:
         """From Q without rotation into the space of the latent; there once the weights are loaded."""
         return make_head_matmul([linear.matmul for linear in self.absorb])
 
     @cached_property
-    def expanding(self) -> "HeadMatmul":
+    def expanding(self) -> HeadMatmul:
         """From the space of the latent to V; there once the weights are loaded."""
         return make_head_matmul([linear.matmul for linear in self.expand])
 
@@ -177,33 +177,3 @@ def _by_head(parts: Parts, spec: LatentSpec, heads: Split) -> tuple[list[Linear]
         absorb.append(parts.linear(key, latent, bias=False, transposed=True))
         expand.append(parts.linear(latent, value, bias=False))
     return absorb, expand
-
-
-# ---- One matrix product for each head, of rows whose heads stand side by side
-
-
-class HeadMatmul(Protocol):
-    """The weights of all heads, each [outputs, inputs]."""
-
-    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out[:, h] = x[:, h] W[h]^T; x: [num_tokens, num_heads, inputs], out: [num_tokens, num_heads, outputs], both
-        strided, but for the last axis."""
-        ...
-
-
-class LoopedHeads:
-    """One product after another: for every form of weights and every device, and the reference of the other."""
-
-    def __init__(self, matmuls: Sequence[Matmul]) -> None:
-        self.matmuls = matmuls
-
-    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        for head, matmul in enumerate(self.matmuls):
-            matmul.forward(x[:, head], out[:, head])
-
-
-def make_head_matmul(matmuls: Sequence[Matmul]) -> HeadMatmul:
-    """The best product of all heads at once. The matrices are small: called one by one, 16 heads take 32 calls a layer
-    that each hand out tasks."""
-    native = [matmul.packed for matmul in matmuls if isinstance(matmul, NativeMatmul)]
-    return HeadLinear(native) if native and len(native) == len(matmuls) else LoopedHeads(matmuls)

@@ -170,6 +170,20 @@ class WidenedForm:
 
 
 @dataclass(frozen=True, slots=True)
+class AlwaysDense:
+    """Another form whose weights are dense in memory, whatever the checkpoint has and `--quantization` asks for: where
+    several of them are multiplied at once."""
+
+    form: WeightForm
+
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        return WidenedWeight(self.form.stored(names, shape))
+
+    def quantizes(self, name: str) -> bool:
+        return self.form.quantizes(name)
+
+
+@dataclass(frozen=True, slots=True)
 class WidenedWeight:
     """Another weight, which is dense in memory."""
 

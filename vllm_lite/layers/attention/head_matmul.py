@@ -1,0 +1,65 @@
+"""One matrix product for each head, of rows whose heads stand side by side: the projections of latent attention."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from vllm_lite.kernels.cpu.weights.head_linear import HeadLinear
+from vllm_lite.layers.weights.matmul import DenseMatmul, Matmul, NativeMatmul
+from vllm_lite.layers.weights.weight_form import AlwaysDense, WeightForm
+
+
+class HeadMatmul(Protocol):
+    """The weights of all heads, each [outputs, inputs]."""
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out[:, h] = x[:, h] W[h]^T; x: [num_tokens, num_heads, inputs], out: [num_tokens, num_heads, outputs], both
+        strided, but for the last axis."""
+        ...
+
+
+class LoopedHeads:
+    """One product after another: for every form of weights, and the reference of the others."""
+
+    def __init__(self, matmuls: Sequence[Matmul]) -> None:
+        self.matmuls = matmuls
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for head, matmul in enumerate(self.matmuls):
+            matmul.forward(x[:, head], out[:, head])
+
+
+class BatchedHeads:
+    """One batched product of dense weights without biases."""
+
+    def __init__(self, matmuls: Sequence[DenseMatmul]) -> None:
+        """The weights move to one tensor; each of `matmuls` keeps its part of it in place of its own."""
+        self.weight = torch.stack([matmul.weight for matmul in matmuls])  # [num_heads, outputs, inputs]
+        for matmul, part in zip(matmuls, self.weight, strict=True):
+            matmul.weight = part
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2), out=out.transpose(0, 1))
+
+    @staticmethod
+    def takes(matmuls: Sequence[Matmul]) -> bool:
+        dense = [matmul for matmul in matmuls if isinstance(matmul, DenseMatmul) and matmul.bias is None]
+        kinds = {(matmul.weight.shape, matmul.weight.dtype, matmul.weight.device) for matmul in dense}
+        return len(kinds) == 1 and len(dense) == len(matmuls)
+
+
+def make_head_matmul(matmuls: Sequence[Matmul]) -> HeadMatmul:
+    """The best product of all heads at once. The matrices are small: called one by one, 16 heads take 32 calls a layer
+    that each hand out tasks, and on a GPU 128 heads 256 launches."""
+    native = [matmul.packed for matmul in matmuls if isinstance(matmul, NativeMatmul)]
+    if native and len(native) == len(matmuls):
+        return HeadLinear(native)
+    dense = [matmul for matmul in matmuls if isinstance(matmul, DenseMatmul)]
+    return BatchedHeads(dense) if BatchedHeads.takes(matmuls) else LoopedHeads(matmuls)
+
+
+def form_of_heads(form: WeightForm, device: torch.device) -> WeightForm:
+    """The form in which a rank holds heads' matrices. On a GPU quantized ones become dense, as nothing multiplies those
+    of all heads at once: 33.5 MB a layer of DeepSeek V3 in place of 16.8, shared out to its ranks."""
+    return form if device.type == "cpu" else AlwaysDense(form)
