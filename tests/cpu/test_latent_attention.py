@@ -4,15 +4,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.attention_steps import changed, step_batch
 from tests.families.latent import SIZES, VARIANTS
+from tests.kernels import emulator
+from tests.kernels.emulator import EmulatorLauncher
 from tests.plays import graphs_of, run_both
 from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.attention.cuda import kernels_reason
+from vllm_lite.attention.cuda import CudaBackend, kernels_reason
 from vllm_lite.attention.paged import split_layout_reason
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.checkpoint.config_json import load_spec
@@ -36,6 +39,7 @@ from vllm_lite.layers.weights.matmul import DenseMatmul, Int8Matmul, make_matmul
 from vllm_lite.layers.weights.weight_form import DenseForm, LinearShape
 from vllm_lite.models.registry import Sizes, build
 
+needs_emulator = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
 needs_library = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
 DEEPSEEK, SMALL, UNEVEN = (16, 576, 512), (3, 32, 24), (20, 40, 8)
 """Heads, elements of K, elements of V."""
@@ -128,6 +132,62 @@ def test_natively(each_product_isa, heads):
     assert_exact(Step(CpuBackend, heads, MIXED, torch.bfloat16, FP8, 0.02))
 
 
+def on_emulator(shape):
+    return CudaBackend(shape, EmulatorLauncher())
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("heads", "dtype", "lengths"),
+    [
+        (SMALL, torch.bfloat16, MIXED),
+        (SMALL, torch.float16, [(9, 9)]),
+        (UNEVEN, torch.float16, [(1, 9), (3, 40)]),
+        ((5, 192, 128), torch.bfloat16, [(1, 520), (5, 17), (40, 40)]),
+    ],
+    ids=str,
+)
+def test_as_a_gpu_does(heads, dtype, lengths):
+    assert_exact(Step(on_emulator, heads, lengths, dtype))
+
+
+@needs_emulator
+def test_layers_of_a_step_share_what_was_launched():
+    step = Step(on_emulator, SMALL, [(1, 20), (9, 30)], torch.bfloat16)
+    first = step.run()
+    batch = step.write([(0, 19, 20), (1, 21, 30)])
+    other, out = torch.full_like(step.kv, torch.nan), torch.empty_like(first)
+    other[:] = step.kv * 2
+    key = torch.cat([step.keys[0][19:], step.keys[1][21:]])[:, None] * 2
+    heads = Heads(torch.empty(len(key), *step.query.shape[1:], dtype=key.dtype), key, key[..., :1])
+    before = len(batch.plan.launches)
+    step.backend.attend(step.query, step.kv, batch, 0, torch.empty_like(out))
+    step.backend.attend(step.query, other, batch, 0, out)
+    step.backend.write_kv(heads, other, batch, 0)
+    assert len(batch.plan.launches) > before
+    assert torch.equal(other.nan_to_num(7), (step.kv * 2).nan_to_num(7))
+    assert not torch.equal(out, first)
+    assert torch.isfinite(out).all()
+
+
+@needs_emulator
+def test_a_graph_serves_any_lengths():
+    step = Step(on_emulator, SMALL, [(1, 513), (1, 17), (1, 40)], torch.bfloat16)
+    want, tables = step.run(), [*step.tables, [0]]
+    longest = max(map(len, tables))
+    table = torch.tensor([own + [0] * (longest - len(own)) for own in tables], dtype=torch.int32)
+    batch = step_batch([(1, 600)] * 4, [table], [torch.full((4,), -1)])
+    batch = replace(batch, host=None)
+    step.backend.prepare(batch)
+    for lens in ([513, 17, 40], [17], [513, 17, 40]):
+        step.backend.refresh(batch, np.array(lens))
+    query = torch.cat((step.query, step.query[:1]))
+    out = torch.full((4, *want.shape[1:]), torch.nan, dtype=want.dtype)
+    step.backend.attend(query, step.kv, batch, 0, out)
+    assert torch.equal(out[:3], want)
+    assert not out[3].any()
+
+
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_however_it_is_computed(each_isa, dtype):
@@ -160,7 +220,13 @@ def test_only_what_is_to_be_written_is(backend):
 def test_other_backends_refuse_it_by_name():
     shape = Step(ReferenceBackend, SMALL).shape
     assert "latent attention" in str(split_layout_reason(shape))
-    assert "latent attention" in str(kernels_reason(shape))
+    assert "not torch.float32" in str(kernels_reason(shape))
+    half = replace(shape, dtype=torch.bfloat16)
+    assert kernels_reason(half) is None
+    for changes in ({"windows": (9,)}, {"sinks": True}, {"soft_cap": 1.0}, {"alibi_slopes": (0.1,) * 3}):
+        assert "neither a window" in str(kernels_reason(changed(half, **changes))), changes
+    assert "sparse" in str(kernels_reason(changed(half, index_size=16)))
+    assert "float8" in str(kernels_reason(replace(half, kv_dtype=FP8)))
     assert "no multiple of 8" in str(CpuBackend.supports(changed(shape, value_size=20)))
 
 

@@ -182,6 +182,16 @@ def _decode() -> list[Instantiation]:
     return found
 
 
+def _latent() -> list[Instantiation]:
+    """Ceilings: what lets 2 blocks of 128 threads share a multiprocessor, as many as its memory has room for; with up
+    to 16 heads a third would have room on some, which 168 leave registers for."""
+    return [
+        Instantiation("latent_attention.cuh", f"latent_attention<{scalar}, 576, 512, {tiles}>", most)
+        for scalar in ("__nv_bfloat16", "__half")
+        for tiles, most in ((1, 168), (2, 255))
+    ]
+
+
 INSTANTIATIONS: list[Instantiation] = [
     *_small_operations(),
     *_paged_attention(),
@@ -191,6 +201,7 @@ INSTANTIATIONS: list[Instantiation] = [
     *_recurrent(),
     *_prefill(),
     *_decode(),
+    *_latent(),
 ]
 
 ON_EVERY_ARCH = tuple(

@@ -28,7 +28,9 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring, tensor_core_reason
 from vllm_lite.kernels.cuda.attention.attention_simple import attention_simple
+from vllm_lite.kernels.cuda.attention.attention_work import SplitList
 from vllm_lite.kernels.cuda.attention.decode_attention import CASCADE_SOURCE, cascade_name, decode_attention
+from vllm_lite.kernels.cuda.attention.latent_attention import WHOLE, latent_attention, latent_reason
 from vllm_lite.kernels.cuda.attention.prefill_attention import prefill_attention
 from vllm_lite.kernels.cuda.attention.prefill_table import PrefillTable, of_device
 from vllm_lite.kernels.cuda.attention.torch_prefill import torch_prefill
@@ -91,9 +93,12 @@ class CudaBackend(AttentionBackend):
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
     ) -> None:
         rows, rotation, norms = (heads.query, heads.key, heads.value), heads.rotation, heads.norms
+        places = kv
+        if self.shape.groups[group].value_size:  # V is a part of K, and lies where K does
+            rows, places = (heads.query, heads.key, heads.key), kv.expand(-1, 2, -1, -1, -1)
 
         def write(launcher: Launcher) -> None:
-            slots = cache_ops.CacheSlots(kv, batch.slot_mapping[group], *(scales or self.shape.scales))
+            slots = cache_ops.CacheSlots(places, batch.slot_mapping[group], *(scales or self.shape.scales))
             if rotation is None:
                 cache_ops.reshape_and_cache(launcher, *rows[1:], slots)
             elif norms is None:
@@ -112,6 +117,9 @@ class CudaBackend(AttentionBackend):
         def attend(launcher: Launcher) -> None:
             cache = PagedKV(kv, batch.block_tables[group], batch.query_start_loc, batch.seq_lens)
             scoring, plan = scoring_with(self._scorings[group], sinks, scales), batch.plan
+            if self.shape.groups[group].value_size:
+                self._attend_latents(launcher, out, query, cache, plan, group)
+                return
             if self.planner is None:
                 attention_simple(launcher, out, query, cache, scoring)
                 return
@@ -121,7 +129,7 @@ class CudaBackend(AttentionBackend):
             if prefills is not None:
                 prefill_attention(launcher, out, query, cache, prefills, scoring)
 
-        changing = [kv, kv[:, 1]] if sinks is None else [kv, kv[:, 1], sinks]
+        changing = [kv, *kv[:, 1:].unbind(1)[:1]] if sinks is None else [kv, kv[:, 1], sinks]
         self._launch(batch.plan, ("attend", group, scales, fresh is None), (query, out), changing, attend)
         if fresh is not None and new is not None:
             torch_prefill(out, query, new.key, new.value, fresh.prompts, self._scorings[group].scale)
@@ -129,6 +137,22 @@ class CudaBackend(AttentionBackend):
             where = kv, batch.block_tables[group], batch.seq_lens, chunks
             own, q_scale = scales or (self.shape.k_scale, self.shape.v_scale), self._scorings[group].scale
             varlen_prefill(self.launcher, out, query, *where, scale=q_scale, k_scale=own[0], v_scale=own[1])
+
+    def _attend_latents(
+        self,
+        launcher: Launcher,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        cache: PagedKV,
+        plan: Plan,
+        group: int,
+    ) -> None:
+        scale, decodes, prompts = self.shape.groups[group].scale, plan.decodes[group], plan.prefills[group]
+        if decodes is not None:
+            latent_attention(launcher, out, query, cache, decodes, scale, workspace=plan.workspace)
+        if prompts is not None:
+            rows = SplitList(prompts, several=False)
+            latent_attention(launcher, out, query, cache, rows, scale, split_tokens=WHOLE)
 
     def _launch(
         self,
@@ -192,7 +216,7 @@ def kernels_reason(shape: AttentionShape) -> str | None:
 
     def reason(spec: AttentionSpec) -> str | None:
         if spec.value_size is not None:
-            return "it has no latent attention, whose V is a part of K"
+            return _latent_reason(spec, shape, spec.value_size)
         if shape.dtype != torch.float32:
             return tensor_core_reason(shape.dtype, spec.head_size, shape.cache_dtype)
         if spec.head_size > 256:
@@ -202,3 +226,12 @@ def kernels_reason(shape: AttentionShape) -> str | None:
         return None
 
     return shape.first_reason(reason)
+
+
+def _latent_reason(spec: AttentionSpec, shape: AttentionShape, value_size: int) -> str | None:
+    """As kernels_reason, of layers whose V is a part of K."""
+    if spec.num_kv_heads != 1 or spec.window or spec.soft_cap or spec.sinks or spec.alibi_slopes is not None:
+        return "its latent attention has one KV head, and neither a window, a soft cap, sinks nor ALiBi"
+    if spec.index_size:
+        return "it has no sparse attention, whose index lies in the cache behind the latents"
+    return latent_reason(shape.dtype, spec.head_size, value_size, shape.cache_dtype)

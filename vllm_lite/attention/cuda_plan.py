@@ -33,6 +33,7 @@ from vllm_lite.kernels.cuda.attention.attention_work import (
     split_list,
 )
 from vllm_lite.kernels.cuda.attention.decode_attention import Workspace, most_sharing, part_floats
+from vllm_lite.kernels.cuda.attention.latent_attention import WHOLE
 from vllm_lite.kernels.cuda.attention.prefill_table import PrefillTable
 from vllm_lite.kernels.cuda.attention.shared_prefix import WORTH, CascadeLists, cascade_lists
 from vllm_lite.kernels.cuda.attention.varlen import VarlenPlan, make_plan
@@ -47,7 +48,8 @@ class Plan:
     """A step's work; a tuple has one entry for each KV group."""
 
     decodes: tuple[SplitList | None, ...] = ()  # None: no row is decoded
-    prefills: tuple[torch.Tensor | None, ...] = ()  # int32 [tiles, 2]; None: there are none
+    prefills: tuple[torch.Tensor | None, ...] = ()
+    """int32 [tiles, 2], or of latents [1 + rows, 4], a list of uncut rows; None: there are none."""
     fresh: tuple[Fresh | None, ...] = ()
     """Where a layer hands over its K and V, in place of `prefills`; None, or nothing at all: no library is used."""
     gathered: tuple[VarlenPlan | None, ...] = ()
@@ -81,7 +83,7 @@ class _Kind(NamedTuple):
 
 
 def _kind(spec: AttentionSpec, shape: AttentionShape, group: int) -> _Kind:
-    most_rows = most_sharing(spec.num_heads // spec.num_kv_heads, spec.head_size)
+    most_rows = 1 if spec.value_size else most_sharing(spec.num_heads // spec.num_kv_heads, spec.head_size)
     if not shape.shares_prefixes or most_rows == 1 or spec.window is not None or spec.alibi_slopes is not None:
         return _Kind(spec.window)
     return _Kind(None, most_rows, spec.num_kv_heads, group)
@@ -124,7 +126,7 @@ class Planner:
         for spec, kind in zip(self._groups, self._kind_of, strict=True):
             most = max_num_seqs * (splits := most_splits(max_seq_len, spec.window)) + short
             ints = max(ints, 4 * (1 + most) + (7 * most if kind.most_rows > 1 else 0))
-            floats = max(floats, 0 if splits == 1 else part_floats(most, spec.num_heads, spec.head_size))
+            floats = max(floats, 0 if splits == 1 else part_floats(most, spec.num_heads, _out_size(spec)))
             counters = max(counters, 0 if splits == 1 else most * spec.num_heads)
         gathered = max((chunks.most_bytes for chunks in self._chunks), default=0)
         return 4 * (floats + counters + ints * len(self._kinds)) + max_num_tokens * returned + gathered
@@ -141,7 +143,7 @@ class Planner:
         prompts = [own.of(query_lens, seq_lens * ~by_row) if own else ((), by_row) for own in self._fresh]
         ours = [~(by_row | gathered) for gathered in chunks]
         tiles = {self._tiled(group, rows): rows for group, rows in enumerate(ours) if rows.any()}
-        lists += [prefill_tiles(query_lens, seq_lens, share, rows) for (share, _), rows in tiles.items()]
+        lists += [_prompts(query_lens, seq_lens, share, rows) for (share, _), rows in tiles.items()]
         lists += [
             prefill_tiles(query_lens, seq_lens, spec.num_heads // spec.num_kv_heads, rows & ~taken)
             for spec, rows, (found, taken) in zip(self._groups, ours, prompts, strict=True)
@@ -166,9 +168,10 @@ class Planner:
         )
 
     def _tiled(self, group: int, rows: NDArray[np.bool_]) -> tuple[int, bytes]:
-        """Groups that have the same tiles: those with as many heads for a KV head and the same sequences."""
+        """Groups that have the same tiles: those with as many heads for a KV head and the same sequences; those of
+        latents, whose rows are not in tiles, have 0."""
         spec = self._groups[group]
-        return spec.num_heads // spec.num_kv_heads, rows.tobytes()
+        return 0 if spec.value_size else spec.num_heads // spec.num_kv_heads, rows.tobytes()
 
     def for_graph(self, batch: StepBatch) -> Plan:
         """Room for the lists of any step with up to `batch.num_seqs` sequences of one row each. It holds padding."""
@@ -226,13 +229,24 @@ class Planner:
         floats = counters = 0
         for spec, work in zip(self._groups, of_group, strict=True):
             if work is not None and work.several:
-                floats = max(floats, part_floats(work.most_splits, spec.num_heads, spec.head_size))
+                floats = max(floats, part_floats(work.most_splits, spec.num_heads, _out_size(spec)))
                 counters = max(counters, work.most_splits * spec.num_heads)
         if len(self._workspace.parts) < floats or len(self._workspace.arrived) < counters:
             sizes = max(floats, len(self._workspace.parts)), max(counters, len(self._workspace.arrived))
             self._workspace = Workspace.on(self._device, *sizes)
         workspace = self._workspace if floats else None
         return Plan(of_group, (None,) * len(self._groups), workspace=workspace, memory=memory)
+
+
+def _out_size(spec: AttentionSpec) -> int:
+    return spec.value_size or spec.head_size
+
+
+def _prompts(query_lens: Ints, seq_lens: Ints, share: int, chosen: NDArray[np.bool_]) -> Int32s:
+    """The work of prompts. share: query heads of a KV head; 0: of latents."""
+    if share:
+        return prefill_tiles(query_lens, seq_lens, share, chosen)
+    return split_list(rows_of(query_lens, seq_lens, int(query_lens.sum()), chosen), None, WHOLE)
 
 
 def _or_none(tiles: torch.Tensor) -> torch.Tensor | None:

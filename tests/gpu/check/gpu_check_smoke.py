@@ -27,6 +27,7 @@ CASES = {
     "experts.cuh": ("experts_cases", ""),
     "fused.cuh": ("fused_cases", ""),
     "gather_kv.cuh": ("prefill_attention_cases", "gather takes"),
+    "latent_attention.cuh": ("latent_attention_cases", ""),
     "lora.cuh": ("lora_cases", ""),
     "masks.cuh": ("masks_cases", ""),
     "packed_experts.cuh": ("packed_experts_cases", ""),

@@ -106,7 +106,7 @@ def decode_attention(  # noqa: PLR0913 - what only some steps have comes last
     if most < 1:
         return
     _, _, num_kv_heads, block_size, _ = kv.shape
-    parts = _divide(workspace, most * num_heads, head_size) if work.several else (None, None, None)
+    parts = divide_workspace(workspace, most * num_heads, head_size) if work.several else (None, None, None)
     group = num_heads // num_kv_heads
     pairs = num_kv_heads * -(-group // (8 * (tiles := head_tiles(group, head_size))))
     scale, v_scale = scoring.factors(kv)
@@ -162,8 +162,8 @@ def to_base_2(scale: float, soft_cap: float) -> tuple[float, float]:
     return (scale / soft_cap, soft_cap * LOG2E) if soft_cap else (scale * LOG2E, 0.0)
 
 
-def _divide(workspace: Workspace | None, num_parts: int, head_size: int) -> tuple[torch.Tensor, ...]:
-    """part_out, part_lse and the counters."""
+def divide_workspace(workspace: Workspace | None, num_parts: int, head_size: int) -> tuple[torch.Tensor, ...]:
+    """part_out, part_lse and the counters. Raises ValueError where they do not fit."""
     floats = num_parts * (head_size + 1)
     if workspace is None:
         raise ValueError(f"rows may have several splits, for which a workspace of {floats} floats is needed")

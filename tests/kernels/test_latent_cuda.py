@@ -1,0 +1,117 @@
+"""Attention over cached latents in the emulator: every case, every order of threads, what is refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.emulator import EmulatorLauncher
+from tests.kernels.latent_attention_cases import BF16, CASES, FP16, SETUPS, Case, Setup, make_batch, run
+from vllm_lite.kernels.cuda.attention import latent_attention as latent
+from vllm_lite.kernels.cuda.attention.attention_work import RowWork, SplitList
+from vllm_lite.kernels.cuda.attention.decode_attention import Workspace
+from vllm_lite.kernels.cuda.attention.latent_attention import (
+    SOURCE,
+    kernel_name,
+    latent_attention,
+    latent_reason,
+    row_tiles,
+    shared_bytes,
+)
+
+CPU = torch.device("cpu")
+
+
+ALL = [*SETUPS.values(), Setup((1,), num_heads=18)]
+
+
+@pytest.fixture(scope="module")
+def built(launcher: EmulatorLauncher) -> EmulatorLauncher:
+    """All instantiations with one run of the compiler."""
+    sizes = {(setup.dtype, setup.head_size, setup.value_size, row_tiles(setup.num_heads, 1 << 20)) for setup in ALL}
+    launcher.preload(SOURCE, [kernel_name(*size) for size in sizes])
+    return launcher
+
+
+@pytest.mark.parametrize("case", [case for _, case in CASES], ids=[name.replace(" ", "-") for name, _ in CASES])
+def test_case(case: Case, built: EmulatorLauncher) -> None:
+    case(built, CPU)
+
+
+@pytest.mark.parametrize("name", ["splits of 48", "17 heads, splits", "prompts", "48 elements, 40 of V"])
+def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher) -> None:
+    batch = make_batch(SETUPS[name], CPU)
+    first, *others = (run(batch, EmulatorLauncher(order_seed)) for order_seed in range(4))
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("name", ["splits of 48", "17 heads, splits", "ragged"])
+def test_blocks_with_several_entries_in_any_order_of_threads(
+    name: str, built: EmulatorLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(SETUPS[name], CPU)
+    one_each = run(batch, built)
+    monkeypatch.setattr(latent, "TARGET_BLOCKS", 1)
+    assert all(torch.equal(one_each, run(batch, EmulatorLauncher(order_seed))) for order_seed in range(4))
+
+
+def test_a_small_multiprocessor_has_room_for_a_block(built: EmulatorLauncher) -> None:
+    batch = make_batch(SETUPS["17 heads, splits"], CPU)
+    small = run(batch, EmulatorLauncher(multiprocessor_bytes=100 * 1024))
+    assert torch.allclose(small.float(), run(batch, built).float(), atol=1e-2)
+    assert row_tiles(128, 100 * 1024) == row_tiles(16, 228 * 1024) == 1
+    assert shared_bytes(576, 1) + 1024 <= 100 * 1024
+    assert 2 * (shared_bytes(576, 2) + 1024) <= 228 * 1024, "two blocks"
+
+
+# ---- what is refused
+
+
+def refuse(launcher: EmulatorLauncher, message: str, **changes: Any) -> None:
+    batch = make_batch(Setup((8, 2)), CPU)
+    out = changes.pop("out", torch.zeros(2, 5, 32, dtype=BF16))
+    query, workspace = changes.pop("query", batch.query), changes.pop("workspace", None)
+    options = {name: changes.pop(name) for name in ("split_tokens",) if name in changes}
+    scale, seen = changes.pop("scale", 0.2), np.array(changes.pop("seen", (8, 3)))
+    lists = SplitList.on(CPU, RowWork(np.arange(2), np.arange(2), seen))._replace(**changes.pop("lists", {}))
+    cache = batch.cache._replace(**changes)
+    with pytest.raises(ValueError, match=message):
+        latent_attention(launcher, out, query, cache, lists, scale, workspace=workspace, **options)
+
+
+def cache_of(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("float16 or bfloat16, not torch.float32", {"query": torch.zeros(2, 5, 40), "out": torch.zeros(2, 5, 32)}),
+        (r"must be torch.bfloat16 \[2, 5, V\]", {"out": torch.zeros(2, 4, 32, dtype=BF16)}),
+        ("40 elements, 36 of them V", {"out": torch.zeros(2, 5, 36, dtype=BF16)}),
+        (r"not \[num_blocks, 1, 1,", {"kv": cache_of(4, 2, 1, 16, 40)}),
+        ("torch.float16 does not go with queries", {"kv": cache_of(4, 1, 1, 16, 40, dtype=FP16)}),
+        ("power of two, got 24", {"kv": cache_of(4, 1, 1, 24, 40)}),
+        ("multiples of 8 elements", {"kv": cache_of(4, 1, 1, 16, 44)[..., :40]}),
+        ("must stand side by side", {"query": torch.zeros(2, 5, 80, dtype=BF16)[..., :40]}),
+        ("multiples of 16 bytes", {"query": torch.zeros(2, 204, dtype=BF16)[:, :200].view(2, 5, 40)}),
+        ("seq_lens is torch.int64", {"seq_lens": torch.zeros(2, dtype=torch.int64)}),
+        ("a workspace of 660 floats", {"seen": (8, 600)}),
+        (r"float32 \[660 or more\]", {"seen": (8, 600), "workspace": Workspace.on(CPU, 659, 20)}),
+        ("splits is torch.int64", {"lists": {"splits": torch.zeros(2, 4, dtype=torch.int64)}}),
+        ("split of 24", {"split_tokens": 24}),
+        ("scale", {"scale": 0.0}),
+    ],
+)
+def test_refuses(message: str, changes: dict[str, Any], launcher: EmulatorLauncher) -> None:
+    refuse(launcher, message, **changes)
+
+
+def test_reasons() -> None:
+    assert latent_reason(BF16, 576, 512) is None
+    assert latent_reason(FP16, 8, 8, FP16) is None
+    assert "torch.float32" in str(latent_reason(torch.float32, 576, 512))
+    assert "584 elements" in str(latent_reason(BF16, 584, 512))
+    assert "520 of them V" in str(latent_reason(BF16, 576, 520))
+    assert "torch.float8_e4m3fn" in str(latent_reason(BF16, 576, 512, torch.float8_e4m3fn))
