@@ -1,9 +1,10 @@
-"""Writes a Llama checkpoint with random weights: python -m runners.make_model small|medium|qwen|group6 FOLDER
+"""Writes a Llama checkpoint with random weights: python -m runners.make_model small|medium|qwen|group6|llama1b FOLDER
 
 Linear layers are N(0, 1 / inputs) and embeddings N(0, 1), so that every block moves the residual stream and greedy
 output does not end in a loop at once.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -43,13 +44,19 @@ SIZES = {
     "medium": dict(zip(FIELDS, [1024, 24, 16, 4, 5120, 64], strict=True)),  # 506 million
     "qwen": dict(zip(FIELDS, [1024, 28, 16, 8, 3072, 128], strict=True)),  # 506 million: layers as of Qwen3-0.6B
     "group6": dict(zip(FIELDS, [1536, 28, 12, 2, 8960, 128], strict=True)),  # 1.4 billion: those of Qwen2.5-1.5B
+    "llama1b": dict(zip(FIELDS, [2048, 16, 32, 8, 8192, 64], strict=True)),  # 1.2 billion: all of Llama-3.2-1B
 }
+OTHER = {"llama1b": {"vocab_size": 128_256, "tie_word_embeddings": True}}
+"""A size's settings beside FIELDS that are not those of CONFIG."""
 
 
-def write_tokenizer(folder: Path) -> None:
-    """All bytes, then pairs of them: only token ids are measured, but some engines do not load without a tokenizer."""
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """All bytes, then pairs of them, then threes: only token ids are measured, but some engines do not load without a
+    tokenizer."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = [(one, other) for one in letters for other in letters][: VOCAB_SIZE - len(SPECIAL) - len(letters)]
+    twos = [(one, other) for one in letters for other in letters]
+    threes = ((one + other, last) for one, other in twos for last in letters)
+    pairs = list(itertools.islice(itertools.chain(twos, threes), vocab_size - len(SPECIAL) - len(letters)))
     words = [*SPECIAL, *letters, *(one + other for one, other in pairs)]
     tokenizer = Tokenizer(models.BPE(vocab={word: place for place, word in enumerate(words)}, merges=pairs))
     tokenizer.add_special_tokens(SPECIAL)
@@ -62,9 +69,10 @@ def write_tokenizer(folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def write_weights(folder: Path, size: dict[str, int], seed: int = 0) -> None:
+def write_weights(folder: Path, config: dict[str, Any], seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
-    hidden, num_layers, heads, kv_heads, inner, head_dim = (size[field] for field in FIELDS)
+    hidden, num_layers, heads, kv_heads, inner, head_dim = (int(config[field]) for field in FIELDS)
+    vocab_size = int(config["vocab_size"])
     heads, kv_heads = heads * head_dim, kv_heads * head_dim
     weights: dict[str, torch.Tensor] = {}
 
@@ -75,8 +83,11 @@ def write_weights(folder: Path, size: dict[str, int], seed: int = 0) -> None:
     def norm(name: str) -> None:
         weights[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
 
-    linear("model.embed_tokens", VOCAB_SIZE, hidden, hidden**0.5)
-    linear("lm_head", VOCAB_SIZE, hidden, 2.0)
+    if config["tie_word_embeddings"]:
+        linear("model.embed_tokens", vocab_size, hidden, 2.0)
+    else:
+        linear("model.embed_tokens", vocab_size, hidden, hidden**0.5)
+        linear("lm_head", vocab_size, hidden, 2.0)
     norm("model.norm")
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
@@ -98,10 +109,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def main(size: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(folder)
-    write_json(folder / "config.json", {**CONFIG, **SIZES[size]})
+    config: dict[str, Any] = {**CONFIG, **SIZES[size], **OTHER.get(size, {})}
+    write_tokenizer(folder, config["vocab_size"])
+    write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False})
-    write_weights(folder, SIZES[size])
+    write_weights(folder, config)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Installs the engines that benchmarks/peers.py measures, each into an environment of its own, and makes the models and the
 # workloads: setup.sh DIR [models] [hf] [vllm] [llamacpp] [ov] [ct2]; without names, all. SIZES="small medium" by default,
-# qwen and group6 are larger. About 40 minutes and 15 GB;
+# qwen, group6 and llama1b are larger. About 40 minutes and 15 GB;
 # llama.cpp is compiled. Called again, it goes on where it stopped. vLLM wants libtcmalloc-minimal4 from the system.
 set -eu
 [ $# -ge 1 ] || { echo "usage: setup.sh DIR [models] [hf] [vllm] [llamacpp] [ov] [ct2]" >&2; exit 2; }

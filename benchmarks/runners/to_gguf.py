@@ -66,7 +66,8 @@ def add_weights(writer: Any, weights: dict[str, torch.Tensor], config: dict[str,
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     add("token_embd.weight", weights["model.embed_tokens.weight"])
     add("output_norm.weight", weights["model.norm.weight"])
-    add("output.weight", weights["lm_head.weight"])
+    if not config["tie_word_embeddings"]:
+        add("output.weight", weights["lm_head.weight"])
     for layer in range(config["num_hidden_layers"]):
         for source, name in NAMES.items():
             weight = weights[f"model.layers.{layer}.{source}.weight"]

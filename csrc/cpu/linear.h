@@ -18,7 +18,9 @@
 // (values[code] + byte) * scale. Scales and minima may be signed bytes, kIntegers, times numbers that kSuperInputs
 // inputs share. Where values are whole numbers, rows are quantized as for int8, with the groups of the weight. For
 // codes of 4 bits, which are coarser themselves, they have one plane, with a scale for kOnePlane inputs or fewer; but
-// for tiles, which take larger groups, two. Elsewhere weights become float32, a tile at a time.
+// for tiles, which take larger groups, two. With codes of 8 bits a group of kOnePlane inputs or fewer has two planes
+// where its largest is kUneven times the mean; else 8 bits are enough for it, and its lower plane is 0. Elsewhere
+// weights become float32, a tile at a time.
 //
 // Every output is one chain of additions over its inputs in their order, however many rows there are: a row's results
 // do not depend on the rows beside it nor on the number of threads, bit for bit. They do depend on the instruction set.
@@ -36,6 +38,7 @@ constexpr int64_t kMaxBlocks = 8;      // of one task
 constexpr int64_t kManyRows = 13;      // which meet two blocks at a time
 constexpr int64_t kQuantGroup = 128;   // the most inputs that share a scale
 constexpr int64_t kOnePlane = 32;      // the most that share one where rows have 8 bits
+constexpr float kUneven = 5;           // of a group's sizes, the largest by the mean: too much for 8 bits
 constexpr int32_t kInt8Weight = 100;   // beside the DTypes; a weight is its integer times its output's scale
 constexpr int32_t kGrouped4 = 101;     // codes of 4 bits, and
 constexpr int32_t kGrouped8 = 102;     // of 8 bits, with scales for groups of inputs
@@ -121,30 +124,36 @@ struct RowLayout {
   }
   int64_t width() const { return num_groups * group_size; }     // bytes of a plane
   int64_t value_bytes() const { return num_planes * width(); }  // of a row
-  // Of all that belongs to one row; its integers come last.
-  int64_t row_bytes() const { return value_bytes() + 12 * num_groups; }
+  // Of all that belongs to one row.
+  int64_t row_bytes() const { return value_bytes() + 13 * num_groups; }
 };
 
 // Rows as integers, one panel for the rows of each task, which begins at values + its first row * value_bytes(). A
-// panel is groups of rows (isa/byte_products.h), each [inputs / 4][rows of the group][planes][4], so that a product
-// reads its rows from the first byte to the last; the upper plane comes first. Without VNNI two planes are words of 16
-// bits, [4] of them. For products by AMX the panel is [rows][planes][inputs].
+// panel is groups of rows (isa/byte_products.h), each [groups of inputs][planes][inputs / 4][rows][4], so that a
+// product reads its rows from the first byte to the last; the upper plane comes first. Without VNNI two planes are
+// words of 16 bits, [4] of them. For products by AMX the panel is [rows][planes][inputs].
 struct QuantizedRows {
   int8_t* values;
-  float* scales;    // [num_rows][num_groups], as those below
+  float* scales;    // of a panel's group of rows [num_groups][rows], for tiles [rows][num_groups]; as those below
   int32_t* biases;  // what bytes of weights lack (-128 for int8, or the offset) times the sum
   float* sums;      // of a group's integers
+  uint8_t* lower;   // [num_groups] at the first row of a group of rows: whether any has a lower plane there
   RowLayout layout;
 
   // In `memory` of num_rows * layout.row_bytes(), which is aligned as floats are.
   static QuantizedRows in(char* memory, int64_t num_rows, const RowLayout& layout) {
     const int64_t bytes = 4 * num_rows * layout.num_groups;
-    return {reinterpret_cast<int8_t*>(memory + 3 * bytes), reinterpret_cast<float*>(memory),
-            reinterpret_cast<int32_t*>(memory + bytes), reinterpret_cast<float*>(memory + 2 * bytes), layout};
+    int8_t* values = reinterpret_cast<int8_t*>(memory + 3 * bytes);
+    return {values,
+            reinterpret_cast<float*>(memory),
+            reinterpret_cast<int32_t*>(memory + bytes),
+            reinterpret_cast<float*>(memory + 2 * bytes),
+            reinterpret_cast<uint8_t*>(values + num_rows * layout.value_bytes()),
+            layout};
   }
   QuantizedRows from(int64_t row) const {
     const int64_t group = row * layout.num_groups;
-    return {values + row * layout.value_bytes(), scales + group, biases + group, sums + group, layout};
+    return {values + row * layout.value_bytes(), scales + group, biases + group, sums + group, lower + group, layout};
   }
 };
 

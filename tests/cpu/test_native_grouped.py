@@ -1,5 +1,6 @@
 """Native products with grouped weights of 4 and 8 bits, on every instruction set, against float64."""
 
+import itertools
 import math
 
 import pytest
@@ -23,7 +24,9 @@ NORMAL = torch.linspace(-1, 1, 16).pow(3)
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 IQ4_NL = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 """Whole numbers whose bytes are too large for sums of four products in 16 bits."""
-WHOLE = (INT4, UINT4, MXFP4, IQ4_NL, INT8)
+FROM_100 = torch.arange(256.0) - 100
+"""Whole numbers whose bytes lack no multiple of 128."""
+WHOLE = (INT4, UINT4, MXFP4, IQ4_NL, INT8, FROM_100)
 
 # outputs, inputs, group size, rows: whole blocks and parts of them, parts of groups, several tiles, groups and tasks
 SHAPES = [
@@ -97,6 +100,26 @@ def test_equals_float64(each_isa: str, values: torch.Tensor, minima: bool) -> No
         weight = grouped(num_outputs, num_inputs, group_size, values, minima=minima, scales=FLOATS[i // 2])
         x, bias = random(num_rows, num_inputs, dtype=kind), random(num_outputs)
         check(weight, x, bias if i % 2 == 0 else None, (each_isa, SHAPES[i]))
+
+
+@pytest.mark.parametrize("group_size", [16, 32])
+@pytest.mark.parametrize("num_rows", [1, 4, 6, 11, 40])
+def test_groups_of_8_and_of_15_bits_lie_side_by_side(each_isa: str, num_rows: int, group_size: int) -> None:
+    """A group whose largest is far larger than others has a second plane of bytes, and leaves the rows beside it as
+    they are: each has the bits that it has alone."""
+    x = random(num_rows, 200)
+    x[::3, 40] *= 1000
+    x[1::4, 90:] *= 1e-20
+    x[2::4, 190] = 50
+    for minima, values in itertools.product((False, True), (INT8, FROM_100)):
+        weight = grouped(40, 200, group_size, values, minima=minima)
+        packed = PackedWeight(weight)
+        check_packed(packed, weight, x, None, (each_isa, minima, values[0]))
+        together, alone = torch.empty(num_rows, 40), torch.empty(num_rows, 40)
+        linear(x, packed, together)
+        for row in range(num_rows):
+            linear(x[row : row + 1], packed, alone[row : row + 1])
+        assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize(

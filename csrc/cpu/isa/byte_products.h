@@ -178,8 +178,15 @@ VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
 
 #endif
 
-// Rows of a panel that products take at a time: with two vectors of sums for each of their planes they fill the
-// registers. A few more of one plane are still faster in one group, whose floats are in memory then, than in two.
+// Whether the planes of a group are apart; else its integers are words.
+#if defined(__AVX512VNNI__)
+constexpr bool kPlanesApart = true;
+#else
+constexpr bool kPlanesApart = false;
+#endif
+
+// Rows of a panel that products take at a time: with two vectors of sums for each of them they fill the registers. A
+// few more of one plane are still faster in one group, whose floats are in memory then, than in two.
 template <int kPlanes>
 constexpr int kGroupRows = kWidth == 16   ? 6
                            : kPlanes == 1 ? 4
@@ -222,27 +229,49 @@ VLLM_LITE_INLINE Ints both_planes(Ints upper, Ints lower) {
 }
 #endif
 
-// Sums of integers of R rows and V vectors of outputs, before a group's products: what its bytes lack. The biases of
-// rows are `stride` apart.
+// Sums of integers of R rows and V vectors of outputs, before a group's products with one plane, the upper one of two:
+// what its bytes lack.
 template <int kPlanes, int R, int V>
-VLLM_LITE_INLINE void begin_group(const int32_t* biases, int64_t stride, Ints (&total)[R * kPlanes][V]) {
+VLLM_LITE_INLINE void begin_group(const int32_t* biases, Ints (&total)[R][V]) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      if constexpr (kPlanes == 1) {
-        total[r][v] = all_ints(biases[r * stride]);
-      } else {
-#if defined(__AVX512VNNI__)
-        total[2 * r][v] = all_ints(0);
-        total[2 * r + 1][v] = all_ints(biases[r * stride]);
-#else
-        total[2 * r][v] = total[2 * r + 1][v] = all_twos(biases[r * stride]);
-#endif
-      }
+      total[r][v] = all_ints(biases[r]);
+      if constexpr (kPlanes == 2) total[r][v] = reinterpret_cast<Ints>(reinterpret_cast<VecI>(total[r][v]) >> 7);
     }
   }
 }
+
+// Before those with both planes of N / 2 rows, each with sums of its own.
+template <int N, int V>
+VLLM_LITE_INLINE void begin_planes(const int32_t* biases, Ints (&total)[N][V]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < N / 2; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+#if defined(__AVX512VNNI__)
+      total[2 * r][v] = all_ints(0);
+      total[2 * r + 1][v] = all_ints(biases[r]);
+#else
+      total[2 * r][v] = total[2 * r + 1][v] = all_twos(biases[r]);
+#endif
+    }
+  }
+}
+
+#if defined(__AVX512VNNI__)
+// What the upper planes of R rows add up to becomes the sums that their lower planes go on with, all below 2^31.
+template <int R, int V>
+VLLM_LITE_INLINE void shift_planes(const int32_t* biases, Ints (&total)[R][V]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const Ints rest = all_ints(biases[r] & 127);  // what begin_group() could not begin with
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) total[r][v] = both_planes(total[r][v], rest);
+  }
+}
+#endif
 
 #if !defined(__AVX512VNNI__)
 // total += the products of four inputs, words of R / 2 rows, with the v-th vector of outputs, whose bytes are at
@@ -259,16 +288,13 @@ VLLM_LITE_INLINE void multiply_words(const int8_t* x, const void* from, int v, I
 }
 #endif
 
-// Those of one row and vector, behind a group's products.
-template <int kPlanes, int N, int V>
-VLLM_LITE_INLINE Vec group_sum(const Ints (&total)[N][V], int r, int v) {
-  if constexpr (kPlanes == 1) return to_floats(total[r][v]);
+// Those of one row and vector, behind a group's products with both planes.
+template <int N, int V>
+VLLM_LITE_INLINE Vec planes_sum(const Ints (&total)[N][V], int r, int v) {
 #if defined(__AVX512VNNI__)
-  else
-    return to_floats(both_planes(total[2 * r][v], total[2 * r + 1][v]));
+  return to_floats(both_planes(total[2 * r][v], total[2 * r + 1][v]));
 #else
-  else
-    return to_floats(add_twos(total[2 * r][v], total[2 * r + 1][v]));
+  return to_floats(add_twos(total[2 * r][v], total[2 * r + 1][v]));
 #endif
 }
 

@@ -21,10 +21,10 @@ constexpr int64_t kAheadBytes = 4096;
 // Rows of one group, from one of their groups of inputs on.
 struct Rows {
   const int8_t* values;
-  const float* scales;  // [rows][num_groups], as those below
+  const float* scales;  // [groups][rows], as those below
   const int32_t* biases;
   const float* sums;
-  int64_t num_groups;
+  const uint8_t* lower;  // [groups]: whether any of these rows has a lower plane
 };
 
 // Cells of one block that follow one another.
@@ -42,27 +42,27 @@ struct Cells {
   }
 };
 
-// total [R][V] += the products of eight inputs; R counts planes.
-template <int kPlanes, int R, int V, class Codes>
-VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, const char* from, Ints (&total)[R][V]) {
+// total [R][V] += the products of eight inputs. kBoth: R are both planes of R / 2 rows; the lower one is `plane`
+// behind.
+template <bool kBoth, int R, int V, class Codes>
+VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, [[maybe_unused]] int64_t plane,
+                                     const char* from, Ints (&total)[R][V]) {
 #if defined(__AVX512VNNI__)
   const Octet low = codes.load(from, 0), high = codes.load(from, 1);
+  const auto add = [&](const int8_t* four, Ints first, Ints second) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    const Ints integers = four_of(x + 4 * r);
-    add_products(total[r][0], low.first, integers);
-    add_products(total[r][1], high.first, integers);
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    const Ints integers = four_of(x + 4 * (R + r));
-    add_products(total[r][0], low.second, integers);
-    add_products(total[r][1], high.second, integers);
-  }
+    for (int r = 0; r < R; ++r) {
+      const Ints integers = four_of(!kBoth ? four + 4 * r : four + r % 2 * plane + 4 * (r / 2));
+      add_products(total[r][0], first, integers);
+      add_products(total[r][1], second, integers);
+    }
+  };
+  add(x, low.first, high.first);
+  add(x + (kBoth ? 2 * R : 4 * R), low.second, high.second);
 #else
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
-    if constexpr (kPlanes == 2) {
+    if constexpr (kBoth) {
       multiply_words(x, from + v * sizeof(Ints), v, total);
       multiply_words(x + 4 * R, from + kOctetBytes + v * sizeof(Ints), v, total);
       continue;
@@ -82,37 +82,70 @@ VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, const 
 #endif
 }
 
-// total [R][V] += the products of one group.
-template <int kPlanes, int R, int V, class Codes, bool kAlone>
-VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, const char* from, int64_t num_octets,
-                                     Ahead ahead, Ints (&total)[R][V]) {
-  for (int64_t octet = 0; octet < num_octets; ++octet, from += Codes::kBytes, x += 8 * R) {
+// The codes that products with a group take, and what is asked for meanwhile.
+struct Stretch {
+  const char* from;
+  int64_t num_octets;
+  Ahead ahead;
+};
+
+// total [R][V] += the products of one group; kBoth as above.
+template <bool kBoth, bool kAlone, int R, int V, class Codes>
+VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, const Stretch& stretch, Ints (&total)[R][V]) {
+  constexpr int64_t kStep = kBoth && kPlanesApart ? 4 * R : 8 * R;
+  const int64_t plane = stretch.num_octets * kStep;
+  const char* from = stretch.from;
+  for (int64_t octet = 0; octet < stretch.num_octets; ++octet, from += Codes::kBytes, x += kStep) {
     if constexpr (kAlone) {
       prefetch<Codes::kBytes * V * kWidth / kBlock>({from + kAheadBytes, 0}, 0);
     } else {
-      const char* line = ahead.from + octet * ahead.step;
+      const char* line = stretch.ahead.from + octet * stretch.ahead.step;
       __builtin_prefetch(line);
-      for (int64_t i = 64; i < ahead.step; i += 64) __builtin_prefetch(line + i);
+      for (int64_t i = 64; i < stretch.ahead.step; i += 64) __builtin_prefetch(line + i);
     }
-    multiply_octet<kPlanes, R, V>(codes, x, from, total);
+    multiply_octet<kBoth>(codes, x, plane, from, total);
   }
 }
 
-// total times the scales of weights, less minima times what rows add up to, times the scales of rows. All are those of
-// a block's outputs from `column` on.
-template <int kPlanes, int R, int V>
-VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const char* cell, const CellLayout& layout,
-                                const float* supers, int64_t column, const Ints (&total)[R * kPlanes][V],
-                                Vec (&sum)[R][V]) {
+template <int R, int V>
+VLLM_LITE_INLINE void all_to_floats(const Ints (&total)[R][V], Vec (&part)[R][V]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-  for (int v = 0; v < V; ++v) {
-    const Scales scales(cell, layout, supers, column + v * kWidth);
+    for (int v = 0; v < V; ++v) part[r][v] = to_floats(total[r][v]);
+  }
+}
+
+// part = what the upper plane of R rows makes of a group, or the only one.
+template <int kPlanes, bool kAlone, int R, int V, class Codes>
+VLLM_LITE_INLINE void multiply_plane(const Codes& codes, const int8_t* x, const int32_t* biases, const Stretch& stretch,
+                                     Vec (&part)[R][V]) {
+  Ints total[R][V];
+  begin_group<kPlanes>(biases, total);
+  multiply_codes<false, kAlone>(codes, x, stretch, total);
+  all_to_floats(total, part);
+}
+
+// The same of two planes. Few sums would wait for one another: each plane has its own then.
+template <bool kAlone, int R, int V, class Codes>
+VLLM_LITE_INLINE void multiply_planes(const Codes& codes, const int8_t* x, const int32_t* biases,
+                                      const Stretch& stretch, Vec (&part)[R][V]) {
+  if constexpr (R * V <= 8 || !kPlanesApart) {
+    Ints total[2 * R][V];
+    begin_planes(biases, total);
+    multiply_codes<true, kAlone>(codes, x, stretch, total);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const int64_t place = r * rows.num_groups + group;
-      const Vec part = scales.less_minima(group_sum<kPlanes>(total, r, v) * scales.scale, rows.sums[place]);
-      sum[r][v] = multiply_add(part, splat(rows.scales[place]), sum[r][v]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) part[r][v] = planes_sum(total, r, v);
     }
+  } else {
+    Ints total[R][V];
+    begin_group<2>(biases, total);
+    multiply_codes<false, kAlone>(codes, x, stretch, total);
+    shift_planes(biases, total);
+    multiply_codes<false, false>(codes, x + 8 * R * stretch.num_octets, {stretch.from, stretch.num_octets, {}}, total);
+    all_to_floats(total, part);
   }
 }
 
@@ -122,14 +155,47 @@ VLLM_LITE_INLINE void prefetch_supers(const float* supers, int64_t cell) {
   if (cell < kLines) __builtin_prefetch(supers + 2 * kBlock + cell * kLineFloats);
 }
 
-// Of the codes at `from`: total = what their bytes lack, plus the products with one group of the rows' inputs.
-template <int kPlanes, int R, int V, bool kAlone, class Codes>
-VLLM_LITE_INLINE void multiply_part(const Codes& codes, const Rows& rows, int64_t group, const char* from,
-                                    int64_t num_octets, Ahead ahead, Ints (&total)[R * kPlanes][V]) {
-  begin_group<kPlanes, R>(rows.biases + group, rows.num_groups, total);
-  multiply_codes<kPlanes, R * kPlanes, V, Codes, kAlone>(
-      codes, rows.values + 8 * R * kPlanes * num_octets * group, from, num_octets,
-      {ahead.from + group * num_octets * ahead.step, ahead.step}, total);
+// part = what one group of R rows and the weights' codes make; returns what it is to be multiplied by.
+template <int kPlanes, bool kAlone, int R, int V, class Codes>
+VLLM_LITE_INLINE float multiply_part(const Codes& codes, const Rows& rows, int64_t group, const Stretch& stretch,
+                                     Vec (&part)[R][V]) {
+  const int8_t* x = rows.values + 8 * R * kPlanes * stretch.num_octets * group;
+  const int32_t* biases = rows.biases + group * R;
+  if constexpr (kPlanes == 1) {
+    multiply_plane<1, kAlone>(codes, x, biases, stretch, part);
+    return 1;
+  }
+  if (kPlanesApart && rows.lower[group] == 0) {
+    multiply_plane<kPlanes, kAlone>(codes, x, biases, stretch, part);
+    return 128;
+  }
+  multiply_planes<kAlone>(codes, x, biases, stretch, part);
+  return 1;
+}
+
+// Outputs of a cell, from `column` on.
+struct Outputs {
+  const char* cell;
+  const CellLayout& layout;
+  const float* supers;
+  int64_t column;
+};
+
+// part times the scales of weights and `unit`, less minima times what rows add up to, times the scales of rows.
+template <int kPlanes, int R, int V>
+VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const Outputs& outputs, const Vec (&part)[R][V],
+                                float unit, Vec (&sum)[R][V]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) {
+    const Scales scales(outputs.cell, outputs.layout, outputs.supers, outputs.column + v * kWidth);
+    const Vec scale = kPlanes == 2 ? scales.scale * splat(unit) : scales.scale;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const int64_t place = group * R + r;
+      const Vec less = scales.less_minima(part[r][v] * scale, rows.sums[place]);
+      sum[r][v] = multiply_add(less, splat(rows.scales[place]), sum[r][v]);
+    }
+  }
 }
 
 // The sums of R rows and V vectors of a block's outputs, from `column` on, go on with some of its cells. Rows that are
@@ -140,7 +206,6 @@ __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ah
   Codes codes(cells.table);
   const CellLayout layout = cells.layout;
   const int64_t num_octets = layout.group_size / 8 / cells.parts;
-  Ints total[R * kPlanes][V];
   Vec sum[R][V];
   sums.begin({row, column}, sum);
   const char* cell = cells.first;
@@ -153,8 +218,10 @@ __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ah
     codes.enter(cell + layout.scale_bytes + column);
     const char* from = cell + layout.codes() + 4 * column;
     for (int64_t part = 0; part < cells.parts; ++part, ++group, from += num_octets * Codes::kBytes) {
-      multiply_part<kPlanes, R, V, kAlone>(codes, rows, group, from, num_octets, ahead, total);
-      add_group<kPlanes, R, V>(rows, group, cell, layout, supers, column, total, sum);
+      const Ahead next = {ahead.from + group * num_octets * ahead.step, ahead.step};
+      Vec made[R][V];
+      const float unit = multiply_part<kPlanes, kAlone>(codes, rows, group, {from, num_octets, next}, made);
+      add_group<kPlanes>(rows, group, {cell, layout, supers, column}, made, unit, sum);
     }
   }
   sums.end({row, column}, sum);
@@ -182,9 +249,10 @@ struct Panel {
 
   Rows rows(int64_t row, int64_t count) const {
     const RowLayout& layout = all.layout;
-    const int64_t at = task.first_row + row, place = at * layout.num_groups + input / layout.group_size;
+    const int64_t at = task.first_row + row, group = input / layout.group_size;
+    const int64_t place = at * layout.num_groups + group * count;
     return {all.values + at * layout.value_bytes() + input * layout.num_planes * count, all.scales + place,
-            all.biases + place, all.sums + place, layout.num_groups};
+            all.biases + place, all.sums + place, all.lower + at * layout.num_groups + group};
   }
 };
 
@@ -230,7 +298,8 @@ void run(const LinearCall& call, const LinearTask& task) {
   const int64_t num_groups = layout.groups(weight.num_inputs), block_bytes = num_groups * layout.bytes();
   const int64_t parts = layout.group_size / call.quantized->layout.group_size;
   const bool four = weight.type == kGrouped4;
-  const int64_t length = task.num_rows <= kAloneRows<kPlanes> ? num_groups : kDepth / layout.group_size;
+  const int64_t depth = four ? kDepth : kDepth / 2;
+  const int64_t length = task.num_rows <= kAloneRows<kPlanes> ? num_groups : depth / layout.group_size;
   const int64_t octet_bytes = layout.bytes() * 8 / layout.group_size;
   const char* blocks = static_cast<const char*>(weight.data) + task.first_block * block_bytes;
   for (int64_t group = 0; group < num_groups; group += length) {

@@ -30,31 +30,47 @@ constexpr int32_t kLargest = 127;             // of integers of one plane
 constexpr int32_t kLargestOfTwo = 127 * 128;  // so that the upper plane's are those, the lower one's from 0 to 127
 typedef int8_t Bytes __attribute__((vector_size(kWidth)));
 
-// The size of the largest of x; NaN is above all.
+// The sizes of x: that of the largest, where NaN is above all, and what they add up to.
+struct Sizes {
+  float largest, sum;
+
+  // Whether 8 bits with one scale are too few for so many of them. Few groups are where numbers are spread by chance;
+  // in real models those of channels that are larger than others by far.
+  bool are_uneven(int64_t count) const { return largest * static_cast<float>(count) > kUneven * sum; }
+};
+
 template <class T>
-VLLM_LITE_INLINE float largest_of(const T* x, int64_t count) {
+VLLM_LITE_INLINE Sizes sizes_of(const T* x, int64_t count) {
   VecI largest = {};  // as integers the sizes of floats are in order
+  Vec sum = {};
   for (int64_t i = 0; i < count; i += kWidth) {
     const int left = static_cast<int>(count - i < kWidth ? count - i : kWidth);
     const VecI size = reinterpret_cast<VecI>(load_some(x + i, left)) & 0x7fffffff;
     largest = size > largest ? size : largest;
+    sum = sum + reinterpret_cast<Vec>(size);
   }
-  return float_of(static_cast<uint32_t>(max_of(largest)));
+  return {float_of(static_cast<uint32_t>(max_of(largest))), sum_of(sum)};
 }
 
-// x as integers up to `most`, at most 2^22, times *scale; NaN or infinity in x make the scale that. put(i, integers,
-// count) is called for each vector. Returns the sum of the integers.
+// Integers up to `most`, at most 2^22, times 2^shift.
+struct Range {
+  int32_t most;
+  int shift = 0;
+};
+
+// x, whose largest is of this size, as integers times *scale; NaN or infinity in x make the scale that. put(i,
+// integers, count) is called for each vector. Returns the sum of the integers.
 template <class T, class Put>
-VLLM_LITE_INLINE int32_t quantize_to(const T* x, int64_t count, int32_t most, float* scale, const Put& put) {
-  const float size = largest_of(x, count), limit = static_cast<float>(most);
-  *scale = size / limit;
+VLLM_LITE_INLINE int32_t quantize_to(const T* x, int64_t count, float size, Range range, float* scale, const Put& put) {
+  const float limit = static_cast<float>(range.most);
+  *scale = size / limit / static_cast<float>(1 << range.shift);
   const Vec inverse = splat(size > 0 ? limit / size : 0);
   const Vec magic = splat(0x1.8p23f);  // adding it rounds to a whole number, which then is in the lowest bits
   VecI total = {};
   for (int64_t i = 0; i < count; i += kWidth) {
     const int left = static_cast<int>(count - i < kWidth ? count - i : kWidth);
     const Vec shifted = load_some(x + i, left) * inverse + magic;
-    const VecI whole = reinterpret_cast<VecI>(shifted) - reinterpret_cast<VecI>(magic);
+    const VecI whole = (reinterpret_cast<VecI>(shifted) - reinterpret_cast<VecI>(magic)) << range.shift;
     put(i, whole, left);
     total = total + whole;
   }
@@ -64,18 +80,23 @@ VLLM_LITE_INLINE int32_t quantize_to(const T* x, int64_t count, int32_t most, fl
 // One plane of integers, to [count].
 template <class T>
 VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, float* scale) {
-  return quantize_to(x, count, kLargest, scale, [to](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
-    const Bytes bytes = __builtin_convertvector(whole, Bytes);
-    std::memcpy(to + i, &bytes, static_cast<size_t>(left));
-  });
+  const float size = sizes_of(x, count).largest;
+  return quantize_to(x, count, size, {kLargest}, scale,
+                     [to](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
+                       const Bytes bytes = __builtin_convertvector(whole, Bytes);
+                       std::memcpy(to + i, &bytes, static_cast<size_t>(left));
+                     });
 }
 
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
 // Integers of 15 bits, to [2 * count] bytes: those of the upper plane before the lower one's, whole = 128 * upper +
-// lower; without VNNI words.
+// lower; without VNNI words. Where *lower is false then, all of the lower plane are 0.
 template <class T>
-VLLM_LITE_INLINE int32_t quantize_row_twice(const T* x, int64_t count, int64_t plane, int8_t* to, float* scale) {
-  return quantize_to(x, count, kLargestOfTwo, scale,
+VLLM_LITE_INLINE int32_t quantize_row_twice(const T* x, int64_t count, int64_t plane, int8_t* to, float* scale,
+                                            bool* lower) {
+  const Sizes sizes = sizes_of(x, count);
+  *lower = plane > kOnePlane || sizes.are_uneven(plane);
+  return quantize_to(x, count, sizes.largest, *lower ? Range{kLargestOfTwo} : Range{kLargest, 7}, scale,
                      [=](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
                        const size_t size = static_cast<size_t>(left);
 #if defined(__AVX512VNNI__)
@@ -99,14 +120,14 @@ VLLM_LITE_INLINE const T* columns(const T* row, const int32_t* order, int64_t fi
   return buffer;
 }
 
-// Where a group's integers go: those of four inputs lie `step` behind those of the four before, with VNNI a plane
-// `plane` behind the other.
+// Where a group's integers go: those of four inputs lie `step` behind those of the four before, with VNNI the lower
+// plane `plane` behind the other; and the index of its scale and the like.
 struct GroupPlace {
   int8_t* to;
-  int64_t step, plane;
+  int64_t step, plane, scale;
 };
 
-// A group of inputs of one row.
+// A group of inputs of one row. run() returns whether there is anything in its lower plane.
 template <class T>
 struct RowQuantizer {
   const LinearCall& call;
@@ -115,29 +136,30 @@ struct RowQuantizer {
   const int32_t lacking = (is_grouped(call.weight->type) ? call.weight->offset : -128) + taken_off(*call.weight);
 
   template <int64_t kSize, int kPlanes>
-  inline __attribute__((always_inline)) void run(int64_t row, int64_t group, GroupPlace place) const {
-    const int64_t input = group * kSize, left = call.weight->num_inputs - input,
-                  at = row * rows.layout.num_groups + group;
+  inline __attribute__((always_inline)) bool run(int64_t row, int64_t group, GroupPlace place) const {
+    const int64_t input = group * kSize, left = call.weight->num_inputs - input, at = place.scale;
     alignas(64) int8_t integers[kPlanes * kSize];
     T buffer[kSize];
     if (left < kSize) std::memset(integers, 0, sizeof integers);
     const T* whole = static_cast<const T*>(call.x) + row * call.x_stride;
     const T* x = columns(whole, order, input, left < kSize ? left : kSize, buffer);
     float* scale = rows.scales + at;
-    const int32_t sum = left < kSize ? quantize<kSize, kPlanes>(x, left, integers, scale)
-                                     : quantize<kSize, kPlanes>(x, kSize, integers, scale);
+    bool lower = false;
+    const int32_t sum = left < kSize ? quantize<kSize, kPlanes>(x, left, integers, scale, &lower)
+                                     : quantize<kSize, kPlanes>(x, kSize, integers, scale, &lower);
     for (int64_t i = 0; i < kSize; i += 4, place.to += place.step) put<kSize, kPlanes>(integers, i, place);
     rows.biases[at] = static_cast<int32_t>(static_cast<uint32_t>(lacking) * static_cast<uint32_t>(sum));
     rows.sums[at] = static_cast<float>(sum);
+    return lower;
   }
 
  private:
   template <int64_t kSize, int kPlanes>
-  VLLM_LITE_INLINE int32_t quantize(const T* x, int64_t count, int8_t* to, float* scale) {
+  VLLM_LITE_INLINE int32_t quantize(const T* x, int64_t count, int8_t* to, float* scale, bool* lower) {
     if constexpr (kPlanes == 1)
       return quantize_row(x, count, to, scale);
     else
-      return quantize_row_twice(x, count, kSize, to, scale);
+      return quantize_row_twice(x, count, kSize, to, scale, lower);
   }
   // Those of four inputs from i on.
   template <int64_t kSize, int kPlanes>
@@ -162,14 +184,19 @@ void quantize_groups(const LinearCall& call, const QuantizeTask& task) {
   const RowLayout& layout = call.quantized->layout;
   const RowGroups groups = RowGroups::of(layout, task.num_rows);
   int8_t* panel = call.quantized->values + task.first_row * layout.value_bytes();
+  constexpr int kTogether = kPlanesApart ? 1 : kPlanes;
   for (int64_t part = 0; part < groups.count; ++part) {
     const int64_t first = groups.first(part), count = groups.first(part + 1) - first;
+    const int64_t scales = (task.first_row + first) * layout.num_groups;
     for (int64_t group = task.first_group; group < task.first_group + task.num_groups; ++group) {
       int8_t* to = panel + first * layout.value_bytes() + group * kSize * kPlanes * count;
+      bool any = false;
       for (int64_t row = 0; row < count; ++row) {
-        quantizer.template run<kSize, kPlanes>(task.first_row + first + row, group,
-                                               {to + 4 * kPlanes * row, 4 * kPlanes * count, 4});
+        any |= quantizer.template run<kSize, kPlanes>(
+            task.first_row + first + row, group,
+            {to + 4 * kTogether * row, 4 * kTogether * count, kSize * count, scales + group * count + row});
       }
+      call.quantized->lower[scales + group] = any;
     }
   }
 }
@@ -182,7 +209,7 @@ void quantize_for_tiles(const LinearCall& call, const QuantizeTask& task) {
   for (int64_t row = task.first_row; row < task.first_row + task.num_rows; ++row) {
     for (int64_t group = task.first_group; group < task.first_group + task.num_groups; ++group) {
       int8_t* to = call.quantized->values + row * layout.value_bytes() + group * kSize;
-      quantizer.template run<kSize, 2>(row, group, {to, 4, layout.width()});
+      quantizer.template run<kSize, 2>(row, group, {to, 4, layout.width(), row * layout.num_groups + group});
     }
   }
 }
@@ -209,19 +236,19 @@ constexpr int64_t kAheadBytes = 8192;
 // Rows of one group, from a multiple of kQuantGroup inputs on.
 struct Rows {
   const int8_t* values;
-  const float* scales;  // [rows][num_groups], like biases
+  const float* scales;  // [groups][rows], like biases
   const int32_t* biases;
-  int64_t num_groups;
 };
 
-// total [R] += the products of four inputs with kVectors vectors of outputs; R counts planes.
+// total [R] += the products of four inputs, both planes of R / 2 rows, with kVectors vectors of outputs.
 template <int R>
 VLLM_LITE_INLINE void multiply_quad(const int8_t* x, const uint8_t* bytes, Ints (&total)[R][kVectors]) {
 #if defined(__AVX512VNNI__)
   const Ints low = load_ints(bytes), high = load_ints(bytes + sizeof(Ints));
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    const Ints value = four_of(x + 4 * r);
+    const int8_t* plane = r % 2 == 0 ? x : x + kQuantGroup * R / 2;
+    const Ints value = four_of(plane + 4 * (r / 2));
     add_products(total[r][0], low, value);
     add_products(total[r][1], high, value);
   }
@@ -235,28 +262,29 @@ VLLM_LITE_INLINE void multiply_quad(const int8_t* x, const uint8_t* bytes, Ints 
 // comes.
 template <int R, bool kAlone>
 void multiply(const Rows& rows, const uint8_t* tile, int64_t num_quads, Ahead ahead, const Sums<true>& sums, At at) {
-  constexpr int64_t kAtOnce = kQuantGroup / 4;
+  constexpr int64_t kAtOnce = kQuantGroup / 4, kStep = kPlanesApart ? 4 * R : 8 * R;
   Vec sum[R][kVectors];
   sums.begin(at, sum);
-  const int8_t* x = rows.values;
-  for (int64_t first = 0, group = 0; first < num_quads; first += kAtOnce, ++group) {
+  const int8_t* whole = rows.values;
+  for (int64_t first = 0, group = 0; first < num_quads; first += kAtOnce, ++group, whole += kQuantGroup * R * kPlanes) {
     Ints total[R * kPlanes][kVectors];
-    begin_group<kPlanes, R>(rows.biases + group, rows.num_groups, total);
+    begin_planes(rows.biases + group * R, total);
     const int64_t left = num_quads - first, count = left < kAtOnce ? left : kAtOnce;
     const uint8_t* bytes = tile + first * kQuadBytes;
-    for (int64_t quad = 0; quad < count; ++quad, x += 4 * R * kPlanes, bytes += kQuadBytes) {
+    const int8_t* x = whole;
+    for (int64_t quad = 0; quad < count; ++quad, x += kStep, bytes += kQuadBytes) {
       if constexpr (kAlone) {
         prefetch<kQuadBytes * kVectors * kWidth / kBlock>(ahead, first + quad);
       } else {
         prefetch_l2<64>(ahead, first + quad);
       }
-      multiply_quad<R * kPlanes>(x, bytes, total);
+      multiply_quad(x, bytes, total);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Vec scale = splat(rows.scales[r * rows.num_groups + group]);
+      const Vec scale = splat(rows.scales[group * R + r]);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_add(group_sum<kPlanes>(total, r, v), scale, sum[r][v]);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_add(planes_sum(total, r, v), scale, sum[r][v]);
     }
   }
   sums.end(at, sum);
@@ -284,9 +312,8 @@ struct Panel {
 
   Rows rows(int64_t row, int64_t count) const {
     const RowLayout& layout = all.layout;
-    const int64_t at = task.first_row + row, place = at * layout.num_groups + input / kQuantGroup;
-    return {all.values + at * layout.value_bytes() + input * kPlanes * count, all.scales + place, all.biases + place,
-            layout.num_groups};
+    const int64_t at = task.first_row + row, place = at * layout.num_groups + input / kQuantGroup * count;
+    return {all.values + at * layout.value_bytes() + input * kPlanes * count, all.scales + place, all.biases + place};
   }
 };
 
