@@ -5,7 +5,7 @@
 A request draws its features by its number: greedy or seeded with filters, penalties, biases, banned words, grammars
 (schemas, calls of tools, regular expressions), two samples, adapters, logprobs, stop ids, salts. Its prompt may be one
 that others have, or repeat itself. Each way of drafting answers its part of the requests, some of them where sequences
-are preempted, on two ranks, or while workers are killed.
+are preempted, on two ranks, or while workers are killed. What each engine decided is recorded, and decided again.
 """
 
 import asyncio
@@ -22,13 +22,18 @@ from typing import Any, NamedTuple
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, make_kin
 from tests.deadlines import scaled
 from tests.e2e.test_processes import family
-from tests.lora_adapters import make_adapter
+from tests.families.hybrid import VARIANTS as HYBRIDS
+from tests.lora_adapters import ALL_LINEAR, make_adapter
+from tests.mtp_heads import add_head
 from vllm_lite import LLM, AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.client.engines.launch import launch
 from vllm_lite.client.lora import LoRARequest
 from vllm_lite.config import EngineConfig
+from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.protocol.params import RequestOutputKind
 from vllm_lite.protocol.structured import StructuredOutputsParams
+from vllm_lite.trace import records
+from vllm_lite.trace.reader import TraceReader
 
 DEADLINE_S = scaled(300.0)
 LONGEST = 120
@@ -38,8 +43,9 @@ SELF = {"speculative_config": {"method": "self", "num_speculative_tokens": 3}}
 SUFFIX = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 6}}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
 KIN = {"speculative_config": {"method": "draft_model", "model": "kin", "num_speculative_tokens": 4}}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
 FIXED = {"disable_adaptive_drafts": True}
-KILLED, KILLED_WITH_KIN = "killed", "killed, with a draft model"
+KILLED = {"killed": SELF, "draft model, killed": KIN, "mtp, killed": MTP}
 WAYS: Mapping[str, dict[str, Any]] = {
     "forced alone": {},
     "ngram": NGRAM | FIXED,
@@ -58,10 +64,16 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "draft model, swapped": KIN | FIXED | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.05},
     "draft model, two ranks": KIN | FIXED | {"tensor_parallel_size": 2},
     "draft model, chunks": KIN | FIXED | {"max_num_batched_tokens": 48},
-    KILLED: SELF | FIXED,
-    KILLED_WITH_KIN: KIN | FIXED,
+    "mtp": MTP | FIXED,
+    "mtp, as many as pay": MTP,
+    "mtp, one step in flight": MTP | FIXED | {"async_scheduling": False},
+    "mtp, recomputed": MTP | FIXED | FEW_BLOCKS | {"preemption_mode": "recompute"},
+    "mtp, swapped": MTP | FIXED | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.05},
+    "mtp, two ranks": MTP | FIXED | {"tensor_parallel_size": 2},
+    "mtp, chunks": MTP | FIXED | {"max_num_batched_tokens": 48},
+    **{way: settings | FIXED for way, settings in KILLED.items()},
 }
-"""Settings that draft. The draft model "kin" is made with the model."""
+"""Settings that draft. The draft model "kin" is made with the model; ways of MTP have a hybrid model with a head."""
 TOOL: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2, 3]}},
@@ -133,11 +145,16 @@ def answer_of(output: RequestOutput) -> Answer:
 
 
 class Models(NamedTuple):
-    """The model of all requests, and its adapters."""
+    """A model that answers requests, and its adapters."""
 
     base: Path
     modules: tuple[dict[str, str], ...]
     kin: Path | None = None
+    hybrid: "Models | None" = None
+    """The model of ways that draft with a head."""
+
+    def of(self, way: str) -> "Models":
+        return self.hybrid if way.startswith("mtp") and self.hybrid is not None else self
 
     def with_drafter(self, settings: dict[str, Any]) -> dict[str, Any]:
         """The settings with the folder of the draft model."""
@@ -161,10 +178,15 @@ class Models(NamedTuple):
 
 def make_models(folder: Path) -> Models:
     base = make_checkpoint(folder / "model", "llama", dtype="bfloat16")
+    headed = add_head(HYBRIDS[0].make(folder / "hybrid"))
+    hybrid = Models(headed, _modules(headed, folder / "of-hybrid", r".*self_attn\.[qkvo]_proj"))
+    return Models(base, _modules(base, folder), make_kin(base, folder / "kin"), hybrid)
+
+
+def _modules(base: Path, folder: Path, targets: str = ALL_LINEAR) -> tuple[dict[str, str], ...]:
     names = ("first", "second")
-    paths = [make_adapter(base, folder / name, seed=place) for place, name in enumerate(names)]
-    modules = tuple({"name": name, "path": str(path)} for name, path in zip(names, paths, strict=True))
-    return Models(base, modules, make_kin(base, folder / "kin"))
+    paths = [make_adapter(base, folder / name, targets, seed=place) for place, name in enumerate(names)]
+    return tuple({"name": name, "path": str(path)} for name, path in zip(names, paths, strict=True))
 
 
 def answers(llm: LLM, asked: list[Asked]) -> list[Answer]:
@@ -223,15 +245,26 @@ def part_of(place: int, share: int, seed: int) -> list[Asked]:
     return [ask(number, seed) for number in range(place * share, (place + 1) * share)]
 
 
-def drafted(models: Models, way: str, asked: list[Asked]) -> tuple[list[Answer], str]:
-    """Answers of one way to draft, and what shows that it did what it is for."""
-    settings = WAYS[way]
-    if way in (KILLED, KILLED_WITH_KIN):
+def drafted(models: Models, way: str, asked: list[Asked], trace: Path) -> tuple[list[Answer], str]:
+    """Answers of one way to draft, and what shows that it did what it is for. Its decisions are in `trace` then."""
+    settings = WAYS[way] | {"record": str(trace)}
+    if way in KILLED:
         got, num_deaths = killed_answers(models, asked, 3, **settings)
         return got, f"workers were killed {num_deaths} times"
     with engine(models, **settings) as llm:
         got, stats = answers(llm, asked), llm.stats()
     return got, f"{stats.accepted_tokens} of {stats.draft_tokens} drafts, {stats.preemptions} preemptions"
+
+
+def num_verifying(trace: Path) -> int:
+    """Number of recorded steps that verified drafts."""
+    return sum(isinstance(record, records.Result) and bool(record.drafted) for record in TraceReader(str(trace)))
+
+
+def decided_again(trace: Path) -> list[str]:
+    """One line if the engine that recorded `trace` would not decide the same again."""
+    divergence = Replay(str(trace)).run().divergence
+    return [] if divergence is None else [f"replay: {divergence}"]
 
 
 def plain_settings(way: str) -> dict[str, Any]:
@@ -244,11 +277,12 @@ def main(count: int, seed: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder))
         for place, way in enumerate(WAYS):
-            asked = part_of(place, -(-count // len(WAYS)), seed)
-            with engine(models, **plain_settings(way)) as llm:
+            asked, trace = part_of(place, -(-count // len(WAYS)), seed), Path(folder) / f"trace{place}"
+            with engine(models.of(way), **plain_settings(way)) as llm:
                 expected = answers(llm, asked)
-            got, shown = drafted(models, way, asked)
-            found = compare(asked, got, expected)
+            got, shown = drafted(models.of(way), way, asked, trace)
+            found = compare(asked, got, expected) + decided_again(trace)
+            shown += f"; {num_verifying(trace)} steps with drafts decided again"
             num_different += len(found)
             print(f"{way}: {len(found)} of {len(got)} different; {shown}", *found[:3], sep="\n  ", flush=True)
     return num_different

@@ -4,13 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoints import make_checkpoint
-from tests.driver import Driver
+from tests.driver import Driver, make_prompt, new_request
 from tests.families.mixtures import VARIANTS as MIXTURES
+from tests.lora_adapters import make_adapter
 from tests.mtp_heads import add_head
+from vllm_lite.protocol.control import ReadAdapter
+from vllm_lite.protocol.step import Continue
 from vllm_lite.worker.batch.step_inputs import StepInputs
-from vllm_lite.worker.drafting.timing import timings_of
+from vllm_lite.worker.drafting.timing import time_steps, timings_of
+from vllm_lite.worker.sampling.drafter import Drafter
 
 MOST = 3
 
@@ -61,6 +66,30 @@ def test_every_method_is_timed(method: str, model: Path, model_with_head: Path) 
     if chain is not None:
         tries = len(passes) // (1 + MOST + 1)
         assert passes == [1] * tries * (1 + MOST) + [8] * tries, "a pass for each draft of each step"
+
+
+def test_steps_recorded_then_serve_adapters(tmp_path: Path) -> None:
+    """The steps that are tried are the first that are recorded. Their programs read the adapters of later rows, and not
+    those that a step which only warms up has gathered."""
+    model = make_checkpoint(tmp_path / "model")
+    adapter = str(make_adapter(model, tmp_path / "adapter"))
+    got = []
+    for tries in (False, True):
+        driver = Driver(model, max_model_len=256, enable_lora=True)
+        worker: Any = driver.worker
+        if tries:
+            worker.adapters._adapters.rows.gather(torch.zeros(1, dtype=torch.int64))
+            assert time_steps(worker.runner, Drafter().rehearse, MOST)
+            assert worker.runner.forward.num_replays
+        assert worker.load_adapter(ReadAdapter(1, "adapter", adapter)).error is None
+        for number in (0, 1):
+            driver.run(new_request(number, make_prompt(20), [1 + 2 * number, 2 + 2 * number], adapter=number))
+        for number in (0, 1):
+            for _ in range(8):
+                driver.run(Continue(number, 1, []))
+        got.append(driver.got)
+    assert got[0] == got[1]
+    assert got[0][0] != got[0][1], "the adapter changes what the model says"
 
 
 def test_lengths_that_are_fixed_are_not_timed(model: Path) -> None:

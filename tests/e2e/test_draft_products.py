@@ -7,7 +7,6 @@ import pytest
 
 from tests.acceptance.draft_products import (
     FIXED,
-    KILLED,
     NGRAM,
     WAYS,
     Answer,
@@ -15,9 +14,11 @@ from tests.acceptance.draft_products import (
     Models,
     answers,
     compare,
+    decided_again,
     engine,
     killed_answers,
     make_models,
+    num_verifying,
     part_of,
     plain_settings,
 )
@@ -35,6 +36,7 @@ SLICE = (
     "self, one step in flight",
     "draft model",
     "draft model, swapped",
+    "mtp, swapped",
 )
 
 
@@ -54,11 +56,23 @@ def expected(models: Models, asked: list[Asked]) -> Iterator[list[Answer]]:
         yield answers(llm, asked)
 
 
+@pytest.fixture(scope="module")
+def expected_of_hybrid(models: Models, asked: list[Asked]) -> Iterator[list[Answer]]:
+    with engine(models.of("mtp"), **plain_settings("mtp")) as llm:
+        yield answers(llm, asked)
+
+
 @pytest.mark.parametrize("way", SLICE)
-def test_drafts_change_no_bit(way: str, models: Models, asked: list[Asked], expected: list[Answer]) -> None:
-    with engine(models, **WAYS[way]) as llm:
+def test_drafts_change_no_bit(
+    way: str, models: Models, asked: list[Asked], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    own, trace = models.of(way), tmp_path / "trace"
+    expected = request.getfixturevalue("expected" if own is models else "expected_of_hybrid")
+    with engine(own, record=str(trace), **WAYS[way]) as llm:
         got, stats = answers(llm, asked), llm.stats()
     assert not compare(asked, got, expected)
+    assert not decided_again(trace)
+    assert num_verifying(trace)
     assert 0 < stats.accepted_tokens <= stats.draft_tokens
     assert (stats.preemptions > 0) == ("swapped" in way or "recomputed" in way)
     counts = stats.drafts_by.values()
@@ -81,7 +95,7 @@ def test_drafts_change_no_bit_on_two_ranks(models: Models, asked: list[Asked]) -
 
 
 def test_drafts_change_no_bit_where_workers_die(models: Models, asked: list[Asked], expected: list[Answer]) -> None:
-    got, num_deaths = killed_answers(models, asked, 1, **WAYS[KILLED])
+    got, num_deaths = killed_answers(models, asked, 1, **WAYS["killed"])
     assert not compare(asked, got, expected)
     assert num_deaths == 1
 

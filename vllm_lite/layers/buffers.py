@@ -109,6 +109,12 @@ class Buffers:
         self._query_growth = _growth(self.kinds, max_model_len, parts.device)
         self._last: tuple[int, StepRows] | None = None
 
+    def begin_step(self) -> None:
+        """A forward pass begins: its rows are all of the step's again, whatever the one before left of its own. Graphs
+        captured behind a step that only warms up would keep reading the adapters of rows that were gathered."""
+        if self._adapters is not None:
+            self._adapters.rows.repeat_step()
+
     def rows(self, n: int) -> StepRows:
         """Views of the first n rows; kept until another n is asked for, as decode steps ask for the same again."""
         if self._last is None or self._last[0] != n:

@@ -113,6 +113,7 @@ class Decoder:
         Without a head the result is of no use; it has gone to the next stage.
         """
         wanted, tail = batch.wanted, batch.tail
+        self.buffers.begin_step()
         if self.has_embedding:
             rows = self.buffers.rows(batch.num_tokens)
             self.embed(batch, rows)

@@ -108,6 +108,7 @@ class Encoder:
         progress: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """The wanted tokens' hidden states: [num_wanted, hidden_size], overwritten by the next call."""
+        self.buffers.begin_step()
         rows, wanted, last = self.buffers.rows(batch.num_tokens), batch.wanted, self.layers[-1]
         self.embed(batch, rows)
         self.buffers.select_rotations(rows, batch.positions)
