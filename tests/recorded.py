@@ -1,17 +1,21 @@
 """A core that is recorded while everything happens to it that can: for the tests of trace, replay and why."""
 
 import random
+from itertools import starmap
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
 from tests.simulated_worker import SimulatedWorker
 from vllm_lite.config import EngineConfig
+from vllm_lite.engine import core
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
+from vllm_lite.engine.encoder_cache import EncoderSizes
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling.scheduler import Scheduler
@@ -20,7 +24,9 @@ from vllm_lite.executor.simulated import VirtualClock
 from vllm_lite.protocol.api import ForkRequest, Generate, SampleSoFar
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
+from vllm_lite.protocol.encoder import MediaContent
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import NOT_FINITE, ModelOutput
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
@@ -56,6 +62,19 @@ class OddPolicy:
         return int(view.max_num_batched_tokens) if view.now_s * 10 % 3 < 2 else 1
 
 
+def media_of(name: str, num_tokens: int) -> tuple[tuple[Media, ...], tuple[MediaContent, ...]]:
+    """Some of few media, for a prompt of so many tokens: which, depends on the name."""
+    rng, media, contents = random.Random(name), list[Media](), dict[bytes, bytes]()
+    start = rng.randint(0, 4)
+    while rng.random() < 0.7 and start + 1 < num_tokens:
+        count = rng.randint(1, min(6, num_tokens - start - 1))
+        digest = bytes([rng.randint(0, 2), count]) + bytes(30)
+        media.append(Media("image", digest, count, start))
+        contents[digest] = bytes(3 * count)
+        start += count + rng.randint(0, 3)
+    return tuple(media), tuple(MediaContent(*each) for each in contents.items())
+
+
 class Recorded:
     """An EngineCore over a simulated worker and a clock that random work moves on."""
 
@@ -67,6 +86,7 @@ class Recorded:
         num_host_blocks: int = 0,
         num_state_slots: int = 0,
         num_host_states: int = 0,
+        has_media: bool = False,
         life: int = 1,
         launch: str = "",
         **settings: Any,
@@ -79,17 +99,22 @@ class Recorded:
         if num_state_slots:
             states = {"num_state_slots": num_state_slots, "num_host_states": num_host_states, "state_bytes": 64}
             ready = msgspec.structs.replace(ready, **states)
+        self._has_media = has_media
+        if has_media:
+            ready = msgspec.structs.replace(ready, placeholders={"image": 1}, media_token_bytes=3)
         self._sizes = (num_blocks, config.block_size, config.max_num_seqs, VOCAB, windows, num_host_blocks)
         self._has_states = num_state_slots > 0
         self.worker = self._new_worker()
         self.clock = VirtualClock(1000.0)
         sizes = PoolSizes(num_blocks, num_host_blocks, 50.0)
-        self.core = EngineCore(config, ready, self.worker, sizes, Lives(3, life, launch), self.clock)  # type: ignore[arg-type]
+        with patch.object(core, "encoder_sizes", lambda _: EncoderSizes(5, 7)):  # so that there is little room
+            self.core = EngineCore(config, ready, self.worker, sizes, Lives(3, life, launch), self.clock)  # type: ignore[arg-type]
         self.ended: dict[str, str] = {}
 
     def _new_worker(self) -> SimulatedWorker:
         worker = SimulatedWorker(*self._sizes)
         worker.states = {} if self._has_states else None
+        worker.reads_media = self._has_media
         return worker
 
     @property
@@ -98,7 +123,9 @@ class Recorded:
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 5, **params: Any) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, **params)
-        self.core.add(b"client", Generate(name, pack_tokens(prompt), sampling))
+        media = media_of(name, len(prompt)) if self._has_media else ((), ())
+        asked = Generate(name, pack_tokens(prompt), sampling, media=media[0], contents=media[1])
+        self.core.add(b"client", asked)
 
     def loop(self, fail: bool = False) -> bool:
         """One pass of the engine's loop. False if no step is in flight."""
@@ -199,8 +226,15 @@ class Recorded:
             params |= {"n": 1, "use_beam_search": False}
         if params["use_beam_search"]:
             params["prompt_logprobs"] = None
+        media, contents = media_of(name, len(prompt)) if self._has_media else ((), ())
         message = Generate(
-            name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens, **params), len(output), pack_tokens(output)
+            name,
+            pack_tokens(prompt),
+            SamplingParams(max_tokens=max_tokens, **params),
+            len(output),
+            pack_tokens(output),
+            media=media,
+            contents=contents,
         )
         try:
             self.core.add(b"client", message)
@@ -221,7 +255,9 @@ class Recorded:
             )
         elif request.beam is None:
             have = pack_tokens(self._output_of(request, 0))
-        message = Generate(request.request_id, prompt, request.params, len(have) // 4, have, samples=samples)
+        contents = tuple(starmap(MediaContent, request.contents.items()))
+        sent: dict[str, Any] = {"samples": samples, "media": request.media, "contents": contents}
+        message = Generate(request.request_id, prompt, request.params, len(have) // 4, have, **sent)
         self.core.add(rng.choice([b"client", b"another"]), message)
 
     @staticmethod

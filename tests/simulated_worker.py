@@ -9,8 +9,10 @@ from typing import NamedTuple
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
 from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, StepTiming
+from vllm_lite.protocol.encoder import Encode, FreeEncoded
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.pooling import Pooling
+from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import (
     BlockOp,
     Continue,
@@ -69,6 +71,7 @@ class History:
         self.sampling = sampling
         self.num_prompt = num_prompt
         self.adapter = 0
+        self.media: tuple[Media, ...] = ()
         self.num_scored = 1
         self.num_computed = 0
         self.num_cached = 0
@@ -137,6 +140,9 @@ class SimulatedWorker:
         self.is_compiling: abc.Callable[[], bool] = lambda: False
         """Asked whenever a sequence with a grammar would get its first token; if so, it gets none."""
         self.num_held_back = 0
+        self.encoded: set[bytes] = set()
+        self.num_encoded = 0
+        self.reads_media = False
         self._outputs: deque[ModelOutput] = deque()
         self.adapters: set[int] = set()
         self.max_adapters = 10**9
@@ -194,6 +200,11 @@ class SimulatedWorker:
         assert len({handle for handle, _, _ in scheduled}) == len(scheduled), "a sequence is scheduled twice"
         assert len(self.resident) <= self.max_num_seqs
         assert len({self.sequences[handle].adapter for handle in self.resident} - {0}) <= self.max_adapters
+        for handle, count, _ in scheduled if self.reads_media else ():
+            start = self.sequences[handle].num_computed
+            for medium in self.sequences[handle].media:
+                is_read = medium.start < start + count and medium.end > start
+                assert not is_read or medium.digest in self.encoded, f"{handle} reads a medium that is not encoded"
         self.num_scheduled.append(sum(count + drafts for _, count, drafts in scheduled))
         drafts = {handle: self._draft(self.sequences[handle], number) for handle, _, number in scheduled}
         for handle, count, _ in scheduled:  # a layer writes all KV of the batch ...
@@ -239,6 +250,7 @@ class SimulatedWorker:
                     unpack_tokens(entry.tokens), entry.sampling, len(self.windows), entry.num_prompt_tokens
                 )
                 history.adapter = entry.adapter
+                history.media = entry.media
                 self.sequences[entry.handle] = history
                 history.pooling = entry.pooling
                 self._place(history, entry)
@@ -273,6 +285,13 @@ class SimulatedWorker:
                 assert entry.handle in self.resident
                 history = self.sequences[entry.handle]
                 history.source, history.live, history.saves = entry.source, entry.live, list(entry.saves)
+            case Encode():
+                assert entry.digest not in self.encoded, "a medium is encoded twice"
+                self.encoded.add(entry.digest)
+                self.num_encoded += 1
+            case FreeEncoded():
+                for digest in entry.digests:
+                    self.encoded.remove(digest)
             case SetToken():
                 self.sequences[entry.handle].tokens[-1] = entry.token_id
             case Fork():
@@ -283,7 +302,7 @@ class SimulatedWorker:
                 child = History(parent.tokens[: entry.num_tokens], entry.sampling, len(self.windows))
                 num_blocks = -(-entry.num_tokens // self.block_size)
                 child.tables = [table[:num_blocks] for table in parent.tables]
-                child.adapter = parent.adapter
+                child.adapter, child.media = parent.adapter, parent.media
                 child.num_computed, child.num_cached = (entry.num_computed, entry.num_cached)
                 self.sequences[entry.child] = child
                 self.resident.add(entry.child)

@@ -104,6 +104,18 @@ def mistral3(name: str, text: dict[str, Any], *, tied: bool, **controls: Any) ->
     return Variant(f"mistral3-{name}", "Mistral3Config", "Mistral3ForConditionalGeneration", settings, controls)
 
 
+def smolvlm(name: str, family: str, *, tied: bool) -> Variant:
+    """A Llama beside a tower, which sees no image here."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = {
+        "text_config": {"model_type": "llama", "vocab_size": 387, "num_attention_heads": 4, "num_key_value_heads": 2},
+        "vision_config": vision | {"image_size": 16, "patch_size": 8},
+        "image_token_id": 386,
+        "tie_word_embeddings": tied,
+    }
+    return Variant(name, f"{family}Config", f"{family}ForConditionalGeneration", settings)
+
+
 def qwen_vl(
     name: str, generation: str, vision: dict[str, Any], controls: dict[str, Control] | None = None, **text: Any
 ) -> Variant:
@@ -379,6 +391,8 @@ ROPES = [
     llama("longrope", longrope(12, 64)),
 ]
 VARIANTS: list[Variant] = [
+    smolvlm("smolvlm", "SmolVLM", tied=False),
+    smolvlm("idefics3", "Idefics3", tied=True),
     *QWEN,
     *SEED_OSS,
     *MISTRAL,

@@ -11,7 +11,8 @@ from starlette.responses import Response
 
 from tests.unit.test_server_body import DEADLINE_S, Sender, prompt_of, reader, run
 from vllm_lite.client.text.templates.message_parts import reasoning_fields
-from vllm_lite.client.text.templates.template_process import Render, frame
+from vllm_lite.client.text.templates.template_process import Render
+from vllm_lite.runtime.frames import frame
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http import body as reading
 from vllm_lite.server.http.body import MAX_HELD, MAX_NESTED, SMALL_BYTES, BodyReader, memory_of

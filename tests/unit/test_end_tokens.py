@@ -22,11 +22,12 @@ from vllm_lite.client.text.end_tokens import EOS_TOKEN, TEMPLATE, VOCABULARY, En
 from vllm_lite.client.text.templates import closing_token, template_process
 from vllm_lite.client.text.templates.chat_template import ChatTemplate
 from vllm_lite.client.text.templates.closing_token import Closing, find_closing
-from vllm_lite.client.text.templates.template_process import Answer, Render, frame
+from vllm_lite.client.text.templates.template_process import Answer, Render
 from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer_formats import conversion
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ModelError
+from vllm_lite.runtime.frames import frame
 from vllm_lite.tools.doctor.model import chats
 
 LLAMA = {

@@ -309,7 +309,7 @@ def test_dependencies_are_those_imported() -> None:
 
 def declared_name(requirement: str) -> str:
     name = re.split(r"[<>=!~ \[;]", requirement)[0]
-    imported = {"pyzmq": "zmq", "pyyaml": "yaml", "cupy-cuda12x": "cupy", "ai-dynamo": "dynamo"}
+    imported = {"pyzmq": "zmq", "pillow": "PIL", "pyyaml": "yaml", "cupy-cuda12x": "cupy", "ai-dynamo": "dynamo"}
     return imported.get(name, name.replace("-", "_"))
 
 

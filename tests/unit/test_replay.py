@@ -24,6 +24,7 @@ configurations = st.fixed_dictionaries(
         "max_swap_blocks_per_step": st.sampled_from([1, 3, 10**9]),
         "num_state_slots": st.sampled_from([0, 0, 3, 9]),
         "num_host_states": st.sampled_from([0, 4]),
+        "has_media": st.booleans(),
         "preemption_mode": st.sampled_from(["auto", "recompute", "swap"]),
         "async_scheduling": st.booleans(),
         "speculative_config": st.sampled_from([None, None, {"num_speculative_tokens": 3}]),

@@ -19,6 +19,7 @@ from vllm_lite.client.text.templates.chat_template import ChatTemplate
 from vllm_lite.client.text.templates.template_process import Render
 from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.errors import EngineError, ModelError, RequestError
+from vllm_lite.runtime import frames
 from vllm_lite.server.openai.rendering import Renderer
 
 DEADLINE_S = scaled(60.0)
@@ -156,7 +157,7 @@ def test_a_chat_that_memory_has_no_room_for_is_the_only_one_refused(monkeypatch:
             raise MemoryError
         return bytearray(size)
 
-    monkeypatch.setattr(template_process, "bytearray", bounded, raising=False)
+    monkeypatch.setattr(frames, "bytearray", bounded, raising=False)
     monkeypatch.setattr(template_process, "_limit_cpu", lambda _: None)
     ours, theirs = socket.socketpair()
     template = ChatTemplate(TemplateSource("{{ messages[0].content | length }}", TOKENS))
@@ -165,8 +166,8 @@ def test_a_chat_that_memory_has_no_room_for_is_the_only_one_refused(monkeypatch:
         with ours:
             ours.settimeout(DEADLINE_S)
             for content, answer in ((large, "takes too much"), ("hello", "5"), (large, "takes too much"), ("hi", "2")):
-                ours.sendall(template_process.frame(chat([{"role": "user", "content": content}])))
-                assert answer in bytes(template_process.read_frame(ours)).decode(errors="replace")
+                ours.sendall(frames.frame(chat([{"role": "user", "content": content}])))
+                assert answer in bytes(frames.read_frame(ours)).decode(errors="replace")
         serving.result(DEADLINE_S)
 
 

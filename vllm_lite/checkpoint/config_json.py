@@ -24,6 +24,7 @@ from vllm_lite.checkpoint.layer_specs.pooling import (
     read_modules,
     tokens_head,
 )
+from vllm_lite.checkpoint.layer_specs.vision import read_vision
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
 from vllm_lite.checkpoint.quantization.read import older_quantization
 from vllm_lite.checkpoint.tensors.fused_experts import as_stored
@@ -67,6 +68,7 @@ FAMILIES = {
     "GraniteMoeSharedForCausalLM": "granite",
     "GraniteSWAForCausalLM": "granite_swa",
     "HunYuanDenseV1ForCausalLM": "hunyuan",
+    "Idefics3ForConditionalGeneration": "idefics3",
     "InternLM3ForCausalLM": "llama",
     "KimiK25ForConditionalGeneration": "deepseek",
     "Kimi_K25ForConditionalGeneration": "deepseek",
@@ -104,6 +106,7 @@ FAMILIES = {
     "Qwen3VLMoeForConditionalGeneration": "qwen_moe",
     "SeedOssForCausalLM": "llama",
     "SmolLM3ForCausalLM": "smollm3",
+    "SmolVLMForConditionalGeneration": "idefics3",
     "Starcoder2ForCausalLM": "starcoder2",
 }
 """Architecture of a decoder -> module of `families`."""
@@ -193,7 +196,7 @@ def _parse_folder(folder: Path, model_impl: str, options: PoolingOptions, raw_js
     modules = read_modules(folder)
     base = _base_of(name)
     if base is None:
-        spec = _parse_config(model_impl, older_quantization(folder), raw)
+        spec = _seeing(_parse_config(model_impl, older_quantization(folder), raw), raw, folder)
         if spec.encoder is None:
             return _converted(spec, raw, modules, options)
         kind, head = ("cls", None) if spec.pooling is None else (spec.pooling.kind, spec.pooling.head)
@@ -215,6 +218,15 @@ def _parse_folder(folder: Path, model_impl: str, options: PoolingOptions, raw_js
         longest = min(longest, modules.max_seq_length)
     pooling = adjusted(pooling, options)
     return msgspec.structs.replace(spec, pooling=pooling, max_position_embeddings=longest)
+
+
+def _seeing(spec: ModelSpec, raw: Any, folder: Path) -> ModelSpec:
+    """The model with its tower for images, if it has one that is computed here."""
+    vision = read_vision(spec.architecture, raw, folder) if spec.implementation == "native" else None
+    if vision is None:
+        return spec
+    own = vision.num_parameters + vision.hidden_size * vision.merge**2 * spec.hidden_size
+    return msgspec.structs.replace(spec, vision=vision, extra_parameters=spec.extra_parameters + own)
 
 
 def _converted(spec: ModelSpec, raw: dict[str, Any], modules: Any, options: PoolingOptions) -> ModelSpec:

@@ -19,6 +19,7 @@ from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.checkpoint.layer_specs.pooling import PoolingSpec
 from vllm_lite.checkpoint.layer_specs.rope import Rope
 from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
+from vllm_lite.checkpoint.layer_specs.vision import VisionSpec
 from vllm_lite.checkpoint.parameter_count import describe_parameters
 from vllm_lite.checkpoint.quantization.spec import AnyQuantization
 from vllm_lite.checkpoint.shard import HeadSplit, Shard
@@ -241,8 +242,7 @@ class LayerGroup(msgspec.Struct, frozen=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in numbers: a decoder, unless it is an `encoder`. `config_json.load_spec` reads it, and checks every
-    field."""
+    """A model in numbers, as `config_json.load_spec` reads and checks it: a decoder, unless it is an `encoder`."""
 
     architecture: str
     vocab_size: int
@@ -274,11 +274,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     splits_gate_up: bool = False
     """Whether gate and up are two tensors also where the family's own checkpoints have one of both."""
     qk_norm: Literal["head", "all heads", "bare head"] | None = None
-    """Whether Q and K are normed before they are rotated: each head by itself, with a weight or, if "bare", without
-    one, or all heads of a token together."""
+    """How Q and K are normed before they are rotated: by heads, "bare" ones without a weight, or all of a token."""
     norms_per_layer: int = 2
     output_norm_eps: float | None = None
-    """What the norms behind blocks have for the eps of the others, where a family has both; None = the same."""
+    """The eps of the norms behind blocks, where a family has one of their own; None = that of the others."""
     parallel_blocks: bool = False
     """Whether attention and MLP read the same residual stream, in families of which some models do and some do not."""
     embedding_scale: float = 1.0
@@ -302,8 +301,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     mlp_beside_experts: bool = False
     """Whether a layer with experts has an MLP, too."""
     per_layer_size: int = 0
-    """So many elements has what each layer has of each token besides: a vector of a table and a projection of the
-    token's vector, added up; 0 = nothing."""
+    """Elements that each layer gets of a token besides, from a table and by a projection, added up; 0 = nothing."""
     extra_parameters: int = 0
     """How many weights there are that no other field counts, as those of learned positions."""
     quantization: AnyQuantization | None = None
@@ -312,6 +310,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The type of KV cache that the checkpoint was calibrated for, if not its dtype."""
     encoder: EncoderSpec | None = None
     """What an encoder has of its own; its layers attend to all tokens of a text, and it has no `kv_groups`."""
+    vision: VisionSpec | None = None
+    """Its tower for images; None: it reads text alone."""
     pooling: PoolingSpec | None = None
     """How its hidden states become vectors or scores; None: they only become logits."""
     tied_in_config_only: bool = False

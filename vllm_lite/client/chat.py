@@ -7,7 +7,7 @@ from typing import Any
 from vllm_lite.client.prompt import encode
 from vllm_lite.client.text.templates.chat_template import ChatTemplate, Tool, with_read_arguments
 from vllm_lite.client.text.templates.left_out import described
-from vllm_lite.client.text.templates.message_parts import MAY_BE_EMPTY, read_parts, reasoning_fields
+from vllm_lite.client.text.templates.message_parts import MAY_BE_EMPTY, TakeImage, read_parts, reasoning_fields
 from vllm_lite.client.text.templates.template_trials import Message
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError, RequestError
@@ -87,9 +87,11 @@ class ChatTokenizer:
         return template
 
 
-def rendered(template: ChatTemplate, conversation: Conversation, **settings: Any) -> str:
+def rendered(
+    template: ChatTemplate, conversation: Conversation, take_image: TakeImage | None = None, **settings: Any
+) -> str:
     """Render a conversation by ChatTemplate.rendering(), and log a warning of what is not in the prompt."""
-    made = template.rendering(plain_messages(conversation), **settings)
+    made = template.rendering(plain_messages(conversation, take_image), **settings)
     if made.left_out:
         logger.warning("%s", described(made.left_out))
     return made.text
@@ -109,14 +111,15 @@ def conversations(messages: Any) -> list[Conversation]:
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
-def plain_messages(messages: Conversation) -> list[Message]:
-    """Make messages as ChatTemplate takes them, each with a text or text parts. Raises RequestError for a bad one."""
+def plain_messages(messages: Conversation, take_image: TakeImage | None = None) -> list[Message]:
+    """Make messages as ChatTemplate takes them, each with a text or parts. Raises RequestError for a bad one, and for
+    images if nobody takes them."""
     if not isinstance(messages, Sequence) or not messages:
         raise RequestError(f"a conversation must be a list of at least one message, got {str(messages)[:100]!r}")
-    return [_plain(message, place) for place, message in enumerate(messages)]
+    return [_plain(message, place, take_image) for place, message in enumerate(messages)]
 
 
-def _plain(message: Message, place: int) -> Message:
+def _plain(message: Message, place: int, take_image: TakeImage | None) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{place}] must be a dict with a role and a content, got {str(message)[:100]!r}")
     if message.get("tool_calls"):
@@ -129,6 +132,6 @@ def _plain(message: Message, place: int) -> Message:
         return {**message, "content": refusal if isinstance(refusal, str) else ""}
     if not isinstance(content, list):
         raise RequestError(f"messages[{place}].content must be a text or a list of parts, got {type(content).__name__}")
-    found = read_parts(content, f"messages[{place}].content")
+    found = read_parts(content, f"messages[{place}].content", take_image)
     thought = reasoning_fields(found.reasoning, calls_behind_text=bool(message.get("tool_calls") and found.text))
     return {**thought, **message, "content": found.for_template}

@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
@@ -29,6 +30,7 @@ from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer, Conversation
+    from vllm_lite.client.media.prompt_images import PromptImages
     from vllm_lite.client.text.templates.chat_template import Tool
 
 _LOOK_S = 1.0
@@ -77,6 +79,7 @@ class LLM:
             loaded = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer)
             defaults = generation_defaults(config.model, generation_config, overrides).params
 
+        self._images: PromptImages | None = None
         self._launched = launch_engines(EngineConfig.load(given), meanwhile=load_text_parts, streams=False)
         self._defaults = defaults
         self._finalizer = weakref.finalize(self, self._launched.close)
@@ -100,6 +103,8 @@ class LLM:
     def close(self) -> None:
         """End the engine and its workers. May be called again."""
         self._finalizer()
+        if self._images is not None:
+            self._images.pool.close()
 
     shutdown = close
 
@@ -212,24 +217,33 @@ class LLM:
 
         The checkpoint's chat template makes prompts of them, or `chat_template`: Jinja, or a file with it.
         `chat_template_kwargs` are variables for it, `tools` those that the model may call. `continue_final_message`,
-        which needs add_generation_prompt=False, continues the last message. Raises as generate() does, and ModelError
-        if there is no template or no tokenizer.
+        which needs add_generation_prompt=False, continues the last message. To a model that sees images a content may
+        be parts, such as {"type": "image", "image": path, bytes or Pillow image}. Raises as generate() does, and
+        ModelError if there is no template or no tokenizer.
         """
         from vllm_lite.client.chat import checked_tools, conversations, rendered
+        from vllm_lite.client.media.sources import file_of_any
 
-        tokenizer, several = self.get_tokenizer(), conversations(messages)
+        tokenizer, several, images = self.get_tokenizer(), conversations(messages), self._get_images()
         template = tokenizer.template(chat_template)
         prompts: list[PromptLike] = []
         for place, conversation in enumerate(several):
             with _named(f"conversation {place}" if len(several) > 1 else ""):
+                parts = list[tuple[Mapping[str, Any], str]]()
                 text = rendered(
                     template,
                     conversation,
+                    None if images is None else partial(_append, parts),
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     variables=chat_template_kwargs,
                     tools=checked_tools(tools),
                 )
+                if images is not None and parts:
+                    files = [file_of_any(*part) for part in parts]
+                    encode = partial(tokenizer.encode, add_special_tokens=False)
+                    prompts.append({"spans": images.pictured(text, files, encode).spans, "shown_as": text})
+                    continue
                 prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text})
         return self._run(prompts, sampling_params, use_tqdm, lora_request)
 
@@ -325,6 +339,14 @@ class LLM:
         session = self._launched.session
         check_done(session.wait(session.operate(operation_of(name, **values)), OPERATION_TIMEOUT_S))
 
+    def _get_images(self) -> "PromptImages | None":
+        """Make what puts images into prompts; None if the model takes none."""
+        if self._images is None and self.engine.placeholders:
+            from vllm_lite.client.media.prompt_images import PromptImages
+
+            self._images = PromptImages.load(self.config.model)
+        return self._images
+
     def _run(
         self,
         prompts: list[PromptLike],
@@ -418,6 +440,10 @@ class LLM:
             if stream.finished:
                 del running[stream.request_id]
                 progress.request()
+
+
+def _append(parts: list[tuple[Mapping[str, Any], str]], part: Mapping[str, Any], where: str) -> None:
+    parts.append((part, where))
 
 
 @contextmanager

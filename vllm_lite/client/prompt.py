@@ -8,6 +8,7 @@ from vllm_lite.client.spans import Span, flatten
 from vllm_lite.client.text.tokenizer import SLICE_CHARS, Tokenizer
 from vllm_lite.errors import ContextLengthError, RequestError
 from vllm_lite.protocol.api import MAX_MARKS, Welcome
+from vllm_lite.protocol.encoder import MediaContent
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.spans import Media
 
@@ -27,9 +28,11 @@ class TokensPrompt(TypedDict):
 
 
 class SpansPrompt(TypedDict):
-    """Text and media, one after another."""
+    """Text and media, one after another. `shown_as` is the text that they came from, which is only copied to the
+    output."""
 
     spans: Sequence[Span]
+    shown_as: NotRequired[str | None]
 
 
 MIN_TEXT_BYTES = 512 * 1024
@@ -52,6 +55,8 @@ class Prompt:
     """Ends of messages, in tokens, for an engine that wants to know them."""
     media: tuple[Media, ...] = ()
     """What lies where `token_ids` has placeholders."""
+    contents: tuple[MediaContent, ...] = ()
+    """What an encoder reads of them."""
 
 
 def message_ends(token_ids: list[int], limits: Welcome) -> tuple[int, ...]:
@@ -119,14 +124,19 @@ def read_prompt(
 def _of_spans(given: Mapping[str, Any], limits: Welcome, params: SamplingParams) -> Prompt:
     """A prompt of text and media."""
     spans = given["spans"]
-    if len(given) > 1 or not isinstance(spans, Sequence) or isinstance(spans, (str, bytes, bytearray)):
+    if (
+        not given.keys() <= {"spans", "shown_as"}
+        or not isinstance(spans, Sequence)
+        or isinstance(spans, (str, bytes, bytearray))
+    ):
         raise RequestError("a prompt of spans must be {'spans': [Text or Media, ...]} and nothing else")
     if params.truncate_prompt_tokens is not None:
         raise RequestError("a prompt of spans cannot be truncated; leave out truncate_prompt_tokens")
-    token_ids, media = flatten(spans, limits)
-    if not token_ids:
+    flat = flatten(spans, limits)
+    if not flat.token_ids:
         raise RequestError("the prompt is empty; it needs at least one token")
-    return Prompt(None, checked_ids(token_ids, limits.vocab_size), message_ends(token_ids, limits), media)
+    ids = checked_ids(flat.token_ids, limits.vocab_size)
+    return Prompt(given.get("shown_as"), ids, message_ends(ids, limits), flat.media, flat.contents)
 
 
 def _num_kept(params: SamplingParams, limits: Welcome) -> int | None:

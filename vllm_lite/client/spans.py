@@ -1,12 +1,14 @@
 """Spans of a prompt, text and media, and the flat form in which a prompt travels."""
 
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import msgspec
 
 from vllm_lite.errors import ContextLengthError, RequestError
 from vllm_lite.protocol.api import Welcome
+from vllm_lite.protocol.encoder import MAX_CONTENT_BYTES, MediaContent
 from vllm_lite.protocol.spans import MAX_MEDIA, Media
 
 
@@ -16,17 +18,36 @@ class Text(NamedTuple):
     token_ids: Sequence[int]
 
 
-Span = Text | Media
+class ShownMedia(NamedTuple):
+    """A medium, with what an encoder reads of it."""
+
+    media: Media
+    content: bytes
 
 
-def flatten(spans: Sequence[Span], limits: Welcome) -> tuple[list[int], tuple[Media, ...]]:
-    """The token ids of a whole prompt, with the model's placeholder for each token of a medium, and the media with
-    their places. Raises RequestError for what is no span, or a medium of a kind that the model does not take."""
+Span = Text | Media | ShownMedia
+
+
+class FlatPrompt(NamedTuple):
+    """A prompt as it travels."""
+
+    token_ids: list[int]
+    media: tuple[Media, ...]
+    contents: tuple[MediaContent, ...]
+
+
+def flatten(spans: Sequence[Span], limits: Welcome) -> FlatPrompt:
+    """The token ids of a whole prompt, with the model's placeholder for each token of a medium, the media with their
+    places, and the different contents of those that are shown. Raises RequestError for what is no span, or a medium of
+    a kind that the model does not take."""
     num_tokens = sum(map(_num_tokens, spans))
     if num_tokens >= limits.max_model_len:  # before the ids are written out
         raise ContextLengthError(limits.max_model_len, num_tokens, None)
-    token_ids, media = list[int](), list[Media]()
-    for span in spans:
+    token_ids, media, contents = list[int](), list[Media](), dict[bytes, bytes]()
+    for each in spans:
+        span = each.media if isinstance(each, ShownMedia) else each
+        if isinstance(each, ShownMedia):
+            contents[each.media.digest] = each.content
         if isinstance(span, Text):
             token_ids += span.token_ids
         else:
@@ -34,12 +55,17 @@ def flatten(spans: Sequence[Span], limits: Welcome) -> tuple[list[int], tuple[Me
             token_ids += [_placeholder(span.kind, limits.placeholders)] * span.num_tokens
     if len(media) > MAX_MEDIA:
         raise RequestError(f"a prompt may have at most {MAX_MEDIA} media, got {len(media)}")
-    return token_ids, tuple(media)
+    total = sum(map(len, contents.values()))
+    if total > MAX_CONTENT_BYTES:
+        raise RequestError(f"the prompt's images take {total} bytes as tiles; at most {MAX_CONTENT_BYTES} are taken")
+    return FlatPrompt(token_ids, tuple(media), tuple(starmap(MediaContent, contents.items())))
 
 
 def _num_tokens(span: Any) -> int:
     if isinstance(span, Text):
         return len(span.token_ids)
+    if isinstance(span, ShownMedia):
+        return span.media.num_tokens
     if isinstance(span, Media):
         return span.num_tokens
     raise RequestError(f"a span of a prompt must be a Text or a Media, got {type(span).__name__}")

@@ -15,6 +15,7 @@ from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.part import CachePart
 from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.encoder_cache import EncoderCache, EncoderSizes, encoder_sizes
 from vllm_lite.engine.intake import Attached, Intake, ModelFacts
 from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.observe.recorder import MakeScheduler, RecordedScheduler, recorded
@@ -287,6 +288,8 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
         room["blocks_each"] = header.max_swap_blocks_per_step // most
         states = StateSlots(header.num_state_slots, header.block_size, caching, **room)
         parts.append(states)
+    if header.encoder is not None:
+        parts.append(EncoderCache(blocks.pool, EncoderSizes(*header.encoder)))
     if header.has_disk:
         parts.append(DiskTier(blocks, states))
     kv = KVCacheManager(parts, hasher, blocks.counters)
@@ -332,6 +335,7 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives
         life=lives.life,
         num_state_slots=ready.num_state_slots,
         num_host_states=ready.num_host_states,
+        encoder=encoder_sizes(config.max_num_batched_tokens) if ready.media_token_bytes else None,
         has_disk=config.kv_cache_dir is not None and bool(ready.groups),
         max_moved_states=max(1, config.max_swap_blocks_per_step * ready.block_bytes // max(1, ready.state_bytes)),
     )

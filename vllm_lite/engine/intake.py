@@ -2,7 +2,7 @@
 
 from collections import abc
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import NamedTuple
 
 import msgspec
@@ -15,10 +15,13 @@ from vllm_lite.errors import ContextLengthError, PooledLengthError, RequestError
 from vllm_lite.protocol.api import ForkRequest, Generate
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.encoder import MAX_CONTENT_BYTES, MediaContent
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
 from vllm_lite.protocol.spans import Media
 
+MAX_HELD_BYTES = 16 * MAX_CONTENT_BYTES
+"""Contents of media of all live requests."""
 MAX_PROMPT_SCORES = 1 << 21
 """Most logprobs of one prompt: as many as fit into one message, about 32 MiB."""
 
@@ -43,10 +46,13 @@ class ModelFacts(NamedTuple):
     eos: frozenset[int]
     pooler: PoolerInfo = PoolerInfo()
     media_kinds: frozenset[str] = frozenset()
+    media_token_bytes: int = 0
+    """Bytes of a medium's content for each of its tokens; 0: nothing reads contents."""
 
     @classmethod
     def of(cls, ready: Ready) -> "ModelFacts":
-        return cls(ready.vocab_size, frozenset(ready.eos_token_ids), ready.pooler, frozenset(ready.placeholders))
+        media = frozenset(ready.placeholders), ready.media_token_bytes
+        return cls(ready.vocab_size, frozenset(ready.eos_token_ids), ready.pooler, *media)
 
 
 class Intake:
@@ -98,6 +104,7 @@ class Intake:
         prompt, output = tokens[: parent.num_prompt].tobytes(), tokens[parent.num_prompt :].tobytes()
         named = message.external_id, message.context
         generate = Generate(message.child_id, prompt, message.params, message.have, output, *named, media=parent.media)
+        generate = msgspec.structs.replace(generate, contents=tuple(starmap(MediaContent, parent.contents.items())))
         child = self._make_request(client, generate, parent.num_prompt, parent.adapter)
         if child.num_tokens >= child.max_len:
             raise RequestError(f"max_tokens must be more than the {message.have} tokens the fork starts with")
@@ -198,6 +205,8 @@ class Intake:
         for sample in message.samples:
             self._check_tokens(f"output of sample {sample.index}", sample.output)
         self._check_media(message.media, num_prompt)
+        if message.media and self._model.media_token_bytes:
+            self._check_contents(message)
 
     def _check_tokens(self, what: str, data: bytes) -> None:
         """Raises RequestError if `data` has a token id that is not in the vocabulary."""
@@ -218,6 +227,23 @@ class Intake:
                     f"from {medium.start} to {medium.end} behind one that ends at {end}"
                 )
             end = medium.end
+
+    def _check_contents(self, message: Generate) -> None:
+        """Raises RequestError unless there is as much to read of each medium as its tokens need, and room to hold it. A
+        prompt's last token is text: it is computed like an output token, for which no medium is looked for."""
+        sizes = {each.digest: len(each.content) for each in message.contents}
+        for medium in message.media:
+            need, have = medium.num_tokens * self._model.media_token_bytes, sizes.get(medium.digest, 0)
+            if need != have:
+                raise RequestError(f"a medium of {medium.num_tokens} tokens needs {need} bytes of content, got {have}")
+        if message.media[-1].end == len(message.prompt) // 4:
+            raise RequestError("a prompt cannot end with a medium; at least one token of text must stand behind it")
+        total = sum(sizes.values())
+        if total > MAX_CONTENT_BYTES:
+            raise RequestError(f"the media of a prompt have {total} bytes; at most {MAX_CONTENT_BYTES} are taken")
+        held = sum(len(each) for request in self._scheduler.requests.values() for each in request.contents.values())
+        if held + total > MAX_HELD_BYTES:
+            raise RequestError(f"live requests hold {held} bytes of media, at most {MAX_HELD_BYTES}; send it later")
 
     def _check_length(self, num_prompt: int, num_output: int, max_tokens: int | None) -> None:
         longest = self._scheduler.max_len

@@ -36,6 +36,9 @@ class Request:
 
     A request that is sent again with samples that have tokens begins with a sequence for each of them instead, and they
     share the prompt's blocks through the prefix cache alone.
+
+    `media` lie in the prompt, and the hash of each block in which some lie depends on them; `contents` has what an
+    encoder reads of them, by their digests.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Request:
         self.marks = message.marks
         """Ends of messages in the prompt, in tokens: where others are likely to go on."""
         self.media = message.media
-        """Media in the prompt. The hash of each block in which some lie depends on them."""
+        self.contents = {each.digest: each.content for each in message.contents}
         self.is_guided = bool(message.params.grammar)
         """Whether its outputs follow a grammar, which may leave no choice of some tokens."""
         self.max_len = max_len

@@ -25,6 +25,7 @@ from vllm_lite.layers.buffers import Buffers, StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
+from vllm_lite.layers.vision_tower import VisionTower
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 T = TypeVar("T")
@@ -93,6 +94,7 @@ class Decoder:
         self.norm = parts.norm()
         self.lm_head = parts.lm_head(self.embedding, tied=spec.tie_word_embeddings)
         self.pooler = None if spec.pooling is None else Pooler(parts)
+        self.tower: VisionTower | None = None
         self.buffers = Buffers(parts, max_model_len, max_num_tokens)
 
     def make_layer(self, parts: Parts, index: int) -> Layer:

@@ -22,6 +22,7 @@ from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.quantized.exact import ExactForm
 from vllm_lite.layers.quantized.select import form_for
+from vllm_lite.layers.vision_tower import VisionTower
 from vllm_lite.layers.weights.lora import Adapters, stored_rows
 from vllm_lite.layers.weights.weight_form import DENSE
 from vllm_lite.layers.weights.weight_slot import WeightGroup
@@ -63,6 +64,7 @@ MODELS = {
     "GraniteMoeSharedForCausalLM": "vllm_lite.models.granite:Granite",
     "GraniteSWAForCausalLM": "vllm_lite.models.granite:Granite",
     "HunYuanDenseV1ForCausalLM": "vllm_lite.models.hunyuan:HunYuan",
+    "Idefics3ForConditionalGeneration": "vllm_lite.models.idefics3:Idefics3",
     "InternLM3ForCausalLM": "vllm_lite.models.llama:Llama",
     "KimiK25ForConditionalGeneration": "vllm_lite.models.deepseek:Deepseek",
     "Kimi_K25ForConditionalGeneration": "vllm_lite.models.deepseek:Deepseek",
@@ -100,6 +102,7 @@ MODELS = {
     "Qwen3VLMoeForConditionalGeneration": "vllm_lite.models.llama:Llama",
     "SeedOssForCausalLM": "vllm_lite.models.llama:Llama",
     "SmolLM3ForCausalLM": "vllm_lite.models.llama:Llama",
+    "SmolVLMForConditionalGeneration": "vllm_lite.models.idefics3:Idefics3",
     "Starcoder2ForCausalLM": "vllm_lite.models.starcoder2:Starcoder2",
 }
 
@@ -130,6 +133,8 @@ class Model(Protocol):
     communicator: Communicator
     pooler: Pooler | None
     """What makes vectors or scores of hidden states; None: nothing."""
+    tower: VisionTower | None
+    """What sees images; None: nothing."""
     own_columns: slice
     """The tokens of the vocabulary whose logits this rank computes."""
 

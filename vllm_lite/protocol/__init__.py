@@ -4,6 +4,7 @@ params.py   what a user may ask of sampling
 structured.py  the form that an output must have
 pooling.py  what a user may ask of vectors and scores
 spans.py    media in prompts, and where they lie
+encoder.py  media as an encoder reads them, and what of them a step computes
 api.py      client <-> engine
 adapters.py  client <-> engine: LoRA adapters that come and go
 external.py  client <-> engine: requests by the ids under which users know them
@@ -17,7 +18,7 @@ codec.py    one encoder and decoder per direction, with version and size limits
 
 import msgspec
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """Raised by one with every change of a struct; Hello refuses any other version by name."""
 
 

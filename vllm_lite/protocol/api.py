@@ -11,12 +11,13 @@ from msgspec import Meta
 
 from vllm_lite.protocol import Message
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList, LoadAdapter, UnloadAdapter
+from vllm_lite.protocol.encoder import MediaContent
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, ExternalId, FindExternal
 from vllm_lite.protocol.histograms import BlockHistograms, Counts, DraftCounts, RequestHistograms
 from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
-from vllm_lite.protocol.spans import PromptMedia
+from vllm_lite.protocol.spans import MAX_MEDIA, PromptMedia
 from vllm_lite.protocol.transfers import TierUsage
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
@@ -64,7 +65,6 @@ class Generate(Message, tag="generate"):
 
     `marks` are the ends of messages in the prompt, in tokens and ascending, where later prompts are likely to part from
     it: a model with recurrent layers saves states there.
-
     `external_id` is the id under which users know the request: the prompts of one HTTP body share one. Any client may
     name it in Describe and AbortExternal. `context` means nothing to the engine, which returns it in Descriptions.
     `adapter` is the name of a LoRA adapter that has been loaded; empty: the model alone.
@@ -72,7 +72,7 @@ class Generate(Message, tag="generate"):
     With `pooling` nothing is generated: the request ends once its prompt is computed, and its Finished has what the
     pooler made of it. Of `params` it needs who asks, until when, and how urgent it is.
 
-    `media` lie in the prompt, in order and apart from each other, where `prompt` has their placeholder tokens.
+    `media` lie in the prompt, in order and apart, where `prompt` has placeholders; `contents` is read by the encoder.
     """
 
     request_id: RequestId
@@ -88,6 +88,7 @@ class Generate(Message, tag="generate"):
     adapter: Annotated[str, Meta(max_length=256)] = ""
     marks: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=MAX_MARKS)] = ()
     media: PromptMedia = ()
+    contents: Annotated[tuple[MediaContent, ...], Meta(max_length=MAX_MEDIA)] = ()
 
 
 class ForkRequest(Message, tag="fork"):

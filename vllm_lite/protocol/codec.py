@@ -25,10 +25,13 @@ from vllm_lite.protocol.control import (
     WorkerHeartbeat,
     WorkerHello,
 )
+from vllm_lite.protocol.encoder import MAX_CONTENT_BYTES
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.protocol.transfers import Transfer, TransferAnswer
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_CLIENT_BYTES = MAX_MESSAGE_BYTES + MAX_CONTENT_BYTES
+"""A prompt may bring media."""
 MAX_WORKER_BYTES = 1024 * 1024 * 1024
 """What a worker says of one step: with the vectors of every token a prompt alone may get half of the other limit, and
 a step may complete many prompts."""
@@ -55,7 +58,7 @@ class Codec(Generic[M]):
         return message
 
 
-client_to_engine: Codec[api.FromClient] = Codec(api.FromClient, "client to engine")
+client_to_engine: Codec[api.FromClient] = Codec(api.FromClient, "client to engine", MAX_CLIENT_BYTES)
 engine_to_client: Codec[api.ToClient] = Codec(api.ToClient, "engine to client")
 
 ToWorker = (

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from vllm_lite.protocol import Message
 from vllm_lite.protocol.api import Pooled, PromptLogprobs, TokenBytes, TokenLogprobs
+from vllm_lite.protocol.encoder import Encode, FreeEncoded
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.spans import PromptMedia
@@ -137,7 +138,20 @@ class States(Message, tag=12):
     saves: list[tuple[int, int]]
 
 
-Entry = NewRequest | Continue | Resume | Fork | Preempt | Finish | Draft | ReplaceBlock | SetToken | States
+Entry = (
+    NewRequest
+    | Continue
+    | Resume
+    | Fork
+    | Preempt
+    | Finish
+    | Draft
+    | ReplaceBlock
+    | SetToken
+    | States
+    | Encode
+    | FreeEncoded
+)
 
 
 class SchedulerOutput(Message, tag=10):

@@ -85,7 +85,7 @@ class ApiRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either a prompt or messages", "prompt")
         if body.prompt is None:
-            found = await self._prompts.of_chat(body, None, request)
+            found = await self._prompts.of_chat(body, None, request, sees=True)
             ids, headers = found.token_ids, found.warned(headers)
         else:
             is_special = body.add_special_tokens is not False

@@ -91,7 +91,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     max_request_bytes: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="longest body of a request (default: 4M, or 8 bytes for each token of the context)"),
+        Meta(description="longest body of a request (default: 4M, with images 32M, or 8 bytes for each context token)"),
     ] = None
     header_timeout_s: Annotated[float, Meta(gt=0, description="time for the headers of a request")] = 10.0
     body_timeout_s: Annotated[float, Meta(gt=0, description="time for the body of a request")] = 60.0

@@ -175,16 +175,15 @@ class Generation:
         params = bodies.sampling(body, {"max_tokens": None, **self.model.defaults}, _chat_changes(body))
         tools, form = forms.tools_of(body), forms.form_of(body)
         params, notes = await self._grammars.held(_budgeted(params, body), form, tools, request)
-        found = await self.prompts.of_chat(body, params, request)
-        prompt = found.token_ids
+        found = await self.prompts.of_chat(body, params, request, sees=True)
         parsing = None
         if self._formats is not None:
             parsing = _parsing(self._formats, body, tools)
-            params = self._thinking(params, prompt, is_forced=parsing is not None and parsing.is_forced)
+            params = self._thinking(params, found.token_ids, is_forced=parsing is not None and parsing.is_forced)
         last = body.messages[-1]
         echo = (content_of(last).text,) if body.echo and last.role == "assistant" else ()
         headers = self._unseen(tools, found.warned(_noting(asked, notes).headers, asked.named))
-        return await self._made(asked._replace(headers=headers), [prompt], params, echo, parsing, call_id)
+        return await self._made(asked._replace(headers=headers), [found.prompt], params, echo, parsing, call_id)
 
     async def chats(self, asked: Asked[ChatsBody]) -> Made:
         """One choice for each of several chats."""

@@ -14,10 +14,12 @@ from starlette.types import ASGIApp
 from vllm_lite.checkpoint.layer_specs.pooling import task_prompts
 from vllm_lite.client.engines.any_session import AnySession
 from vllm_lite.client.generation_config import generation_defaults
+from vllm_lite.client.media.prompt_images import PromptImages
 from vllm_lite.client.pooling import PoolingFactory
 from vllm_lite.client.streams.stream import StreamFactory, load_tokenizer
 from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.config import ResolvedConfig
+from vllm_lite.errors import ModelError
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log
 from vllm_lite.server.app import ApiRoutes, build
@@ -75,6 +77,7 @@ class ModelFiles:
         self.template = None if template is None else Path(template.name).name
         self.renderer = None if template is None else Renderer(template)
         self.task_prompts = task_prompts(Path(resolved.model))
+        self.images = self._images(resolved.model)
         self.defaults = generation_defaults(resolved.model, config.generation_config, config.override_generation_config)
 
     def card(self) -> dict[str, str | None]:
@@ -95,9 +98,19 @@ class ModelFiles:
         logger.info("tool calls: %s, reasoning: %s (%s)", formats.calls, formats.reasoning, formats.choice.why)
         return formats
 
+    def _images(self, model: str) -> PromptImages | None:
+        """Make what puts images into prompts. A model whose processor is not supported is served without."""
+        try:
+            return PromptImages.load(model)
+        except ModelError as error:
+            logger.warning("images are not taken: %s", error)
+            return None
+
     def close(self) -> None:
         if self.renderer is not None:
             self.renderer.close()
+        if self.images is not None:
+            self.images.pool.close()
 
 
 class Application:
@@ -113,7 +126,8 @@ class Application:
         )
         self._resumable = ResumableCalls(self.calls, config.stream_resume_s)
         self._store = store_of(config.responses_store, config.responses_store_bytes)
-        self._reader = BodyReader(config, engine.session.welcome.max_model_len)
+        welcome = engine.session.welcome
+        self._reader = BodyReader(config, welcome.max_model_len, takes_images=bool(welcome.placeholders))
         self._runs = Runs(self.calls, self._store, config.stream_resume_s, self._reader.release)
         self.app = self._wire(config, keys, engine, files)
 
@@ -141,7 +155,8 @@ class Application:
             self.calls, self._resumable, factory, self._reader, files.formats, forces_usage=forces_usage
         )
         told = TemplateVariables(config.default_chat_template_kwargs or {}, config.reasoning_effort_map or {})
-        prompts = PromptRenderer(files.tokenizer, files.renderer, engine.max_model_len, told)
+        images = files.images if engine.placeholders else None
+        prompts = PromptRenderer(files.tokenizer, files.renderer, engine.max_model_len, told, images)
         generation = Generation(config, model, factory, prompts, live, files.formats)
         window = Window(resolved.max_num_seqs, resolved.max_num_batched_tokens)
         pooling = PoolingRuns(generation, PoolingFactory(engine, files.tokenizer), window, files.task_prompts)

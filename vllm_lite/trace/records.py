@@ -40,6 +40,7 @@ class Code(IntEnum):
     WAITS_FOR_LOAD = 17
     LOADED = 18
     DRAFTED = 19
+    WAITS_FOR_ENCODER = 20
 
 
 FIELDS: dict[Code, tuple[str, ...]] = {
@@ -62,6 +63,7 @@ FIELDS: dict[Code, tuple[str, ...]] = {
     Code.WAITS_FOR_LOAD: ("need", "free", "watermark"),
     Code.LOADED: ("tokens",),
     Code.DRAFTED: ("method", "drafts", "tokens", "accepted"),
+    Code.WAITS_FOR_ENCODER: (),
 }
 WAITS = {code for code in Code if code.name.startswith("WAITS_FOR_")}
 WAYS = ("recompute", "swap", "disk")
@@ -107,6 +109,8 @@ class Header(_Record, frozen=True, tag=0):
     num_host_states: int = 0
     max_moved_states: int = 1
     has_disk: bool = False
+    encoder: tuple[int, int] | None = None
+    """The vectors that an encoder computes in a step, and those that are held; None: there is none."""
 
 
 class Params(_Record, frozen=True):
@@ -146,6 +150,8 @@ class Arrival(_Record, frozen=True, tag=1):
     samples: list[tuple[int, int]] = []
     marks: list[int] = []
     """Where its messages end, of a model with recurrent layers."""
+    media: list[tuple[int, int, int, int]] = []
+    """Each medium of it: where it begins, its tokens, the bytes of its content, and a number that stands for that."""
 
 
 class Forked(_Record, frozen=True, tag=2):

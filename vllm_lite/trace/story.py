@@ -115,6 +115,7 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.FINISHED: lambda n, _: f"{ENDS[REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
     Code.TRIED: _tried,
     Code.CONVICTED: lambda n, _: f"was found to kill its workers, in {n['deaths']} deaths in a row, and ended",
+    Code.WAITS_FOR_ENCODER: lambda _n, _: "waited, because others' images came first in the encoder's share of a step",
     Code.WAITS_FOR_ADAPTER: lambda _n, _: "waited, because its adapter was not in memory, or a step had others enough",
     Code.STATE_LOADED: lambda n, _: f"loaded the recurrent state at {n['state']} from host memory",
     Code.WAITS_FOR_LOAD: lambda _n, _: "waited, while its beginning was loaded from disk",

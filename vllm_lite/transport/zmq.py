@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 
 from vllm_lite.errors import EngineError
-from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
+from vllm_lite.protocol.codec import MAX_CLIENT_BYTES
 from vllm_lite.runtime import log
 from vllm_lite.transport.authenticator import EVENTS, Authenticator
 from vllm_lite.transport.interface import Delivery, Pollable, Tcp
@@ -36,7 +36,7 @@ logger = log.get(__name__)
 
 def _configured(kind: int) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_CLIENT_BYTES)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -49,7 +49,7 @@ def _configured(kind: int) -> zmq.Socket[bytes]:
 class ZmqListener:
     """A bound ROUTER. Peers with an identity that is in use are refused by ZeroMQ itself."""
 
-    def __init__(self, address: str, tcp: Tcp | None = None, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, address: str, tcp: Tcp | None = None, max_bytes: int = MAX_CLIENT_BYTES) -> None:
         """`address` is ipc://PATH. Raises EngineError, and ConfigError for bad keys."""
         self.address = address
         self.tcp_address: str | None = None

@@ -47,7 +47,6 @@ from vllm_lite.protocol.control import (
     Start,
     Started,
 )
-from vllm_lite.protocol.pooling import POOLING_TASKS, PoolerInfo
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.runtime.machine import num_physical_cores
@@ -71,7 +70,8 @@ from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 from vllm_lite.worker.step_parts.adapter_cache import AdapterCache
 from vllm_lite.worker.step_parts.drafts import Drafts, drafter_of
 from vllm_lite.worker.step_parts.expert_load import ExpertLoad
-from vllm_lite.worker.step_parts.pooling import PooledPrompts
+from vllm_lite.worker.step_parts.media import MediaVectors, media_facts
+from vllm_lite.worker.step_parts.pooling import PooledPrompts, pooler_info
 from vllm_lite.worker.step_parts.prompt_scores import PromptScorer
 from vllm_lite.worker.step_parts.rules import Rules
 from vllm_lite.worker.step_parts.states import RowStates
@@ -176,10 +176,11 @@ class Worker:
             max_model_len=self.limits.max_model_len,
             vocab_size=self.spec.vocab_size,
             eos_token_ids=self.spec.eos_token_ids,
-            pooler=_pooler_info(self.spec),
+            pooler=pooler_info(self.spec),
             num_state_slots=self.num_state_slots,
             state_bytes=self.state_bytes,
             num_host_states=num_host_states(self.config.swap_space, self.state_bytes),
+            **media_facts(self.spec),
         )
 
     def _load_model(self, ahead: FilePacker | None) -> int:
@@ -332,6 +333,8 @@ class Worker:
         if self.expert_load is not None:
             self.expert_load.follow(forward)
             parts.append(self.expert_load)
+        if model.tower is not None:
+            parts.append(MediaVectors(model.tower, self.progress.advance))
         if self.num_state_slots:
             parts.append(RowStates(self.num_state_slots, forward.take_up))
         return parts
@@ -447,23 +450,6 @@ class Worker:
         if self.device.memory is None:
             raise ConfigError(f"the memory of device {self.device.torch} cannot be profiled; give the KV cache a size")
         return self.device.memory
-
-
-def _pooler_info(spec: ModelSpec) -> PoolerInfo:
-    """The model's pooler as clients have to know it."""
-    own = spec.pooling
-    if own is None:
-        return PoolerInfo()
-    return PoolerInfo(
-        tasks=tuple(task for task in POOLING_TASKS if task in own.tasks),
-        generates=own.generates,
-        size=own.size(spec.hidden_size),
-        labels=own.labels,
-        matryoshka=own.matryoshka,
-        makes_pairs=own.makes_pairs,
-        reads_last=own.kind == "last",
-        normalizes=own.normalize,
-    )
 
 
 class _LoadReport:

@@ -8,6 +8,7 @@ a plan is never too small for it.
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
+from vllm_lite.checkpoint.tensors.tensor_names import is_of_tower
 
 _FUSED = ("qkv_proj", "c_attn", "query_key_value")
 """Q, K and V in one tensor."""
@@ -57,6 +58,8 @@ def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard)
 
 def _known_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
     *path, layer, kind = ("", *name.split("."))
+    if is_of_tower(name):
+        return shape
     if is_of_recurrent(name):
         recurrent = _layer_of(path, spec).recurrent
         named = kind if layer in ("linear_attn", "mamba") else layer

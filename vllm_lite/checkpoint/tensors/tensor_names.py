@@ -13,6 +13,7 @@ TABLES = ("model.embed_tokens", "model.embed_tokens_per_layer")
 """Matrices with a row for each token, which are looked up."""
 PREFIXES = (
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
     ("language_model.model.blocks.", "model.layers."),  # Kimi's, as transformers writes it
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -91,6 +92,7 @@ OTHER_PARTS = (
     "vision_embedder.",
     "vision_adapter.",
     "vision_projection.",
+    "connector.",
     "multi_modal_projector.",
     "mm_projector.",
     "audio_tower.",
@@ -131,6 +133,12 @@ def _block(kind: str, part: str) -> str:
     if kind == "norm":
         return "input_layernorm"
     return "self_attn" if part in ATTENTION_PARTS else "mamba" if part in MAMBA_PARTS else "mlp"
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether the canonical `name` is that of a tower for images, which is whole on every rank and never quantized on
+    load; a model that has none takes no such tensor."""
+    return name.startswith(("model.vision_model.", "model.connector."))
 
 
 def is_ignored(

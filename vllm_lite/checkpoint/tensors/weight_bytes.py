@@ -16,7 +16,7 @@ from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
 from vllm_lite.checkpoint.shard import SINGLE, Shard
 from vllm_lite.checkpoint.tensors.headers import FLOAT_BYTES, Tensor
 from vllm_lite.checkpoint.tensors.rank_shapes import is_of_experts, is_of_latent_heads, is_of_router, rank_shape
-from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored
+from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored, is_of_tower
 from vllm_lite.config import EngineConfig
 
 COPY: Quantization = "int4_g32"
@@ -43,7 +43,8 @@ class Checkpoint(msgspec.Struct, frozen=True, dict=True):
         return {
             name: shape
             for name, shape in named.items()
-            if not is_ignored(name, tied=tied, unread_layers=unread, without_kv=without_kv)
+            if (spec.vision is not None and is_of_tower(name))
+            or not is_ignored(name, tied=tied, unread_layers=unread, without_kv=without_kv)
         }
 
 
@@ -147,7 +148,7 @@ def _quantized_tensors(
 
 def _is_quantized(name: str, shape: tuple[int, ...], spec: ModelSpec) -> bool:
     is_matrix = len(shape) >= 2 and not name.endswith(("bias", ".conv1d.weight"))
-    return is_matrix and name not in TABLES and not is_of_router(name, spec)
+    return is_matrix and name not in TABLES and not is_of_router(name, spec) and not is_of_tower(name)
 
 
 # ---- Memory of LoRA adapters that adapt every linear layer, by the model's numbers alone. No torch

@@ -117,6 +117,7 @@ class RequestStream:
             adapter=self.adapter,
             marks=prompt.marks,
             media=prompt.media,
+            contents=prompt.contents,
         )
 
     def starts_again(self, event: Event, is_live: Callable[[str], bool]) -> bool:

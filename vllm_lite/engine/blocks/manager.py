@@ -76,6 +76,10 @@ class KVCacheManager:
             ops += part.take_ops()
         return ops
 
+    def take_entries(self) -> list[Entry]:
+        """Return what else the workers get with the step that has been made."""
+        return [entry for part in self._others for entry in part.take_entries()]
+
     # ---- sizes
 
     def max_tokens(self, limit: int, chunk: int) -> int:
@@ -187,6 +191,12 @@ class KVCacheManager:
         return [entry for part in self.parts for entry in part.arrival_entries(sequence)]
 
     # ---- growing
+
+    def reachable(self, sequence: Sequence, start: int, count: int) -> int:
+        """Number of the `count` tokens from `start` on that this step can compute, which then has what that takes."""
+        for part in self._others:
+            count = part.reachable(sequence, start, count)
+        return count
 
     def grow(self, sequence: Sequence, num_tokens: int) -> Growth | None:
         """Make room to compute up to `num_tokens`. None: there is none, and nothing is changed but for blocks out of

@@ -89,6 +89,10 @@ class CachePart(ABC, Generic[Found]):
         """Whether the next step can have what this one cannot, though nothing is computed between them."""
         return False
 
+    def take_entries(self) -> list[Entry]:
+        """Return what else the workers get with the step that has been made."""
+        return []
+
     def take_ops(self) -> list[Op]:
         """Return the block program of the step that has been made; the next one starts empty."""
         return []
@@ -168,6 +172,10 @@ class CachePart(ABC, Generic[Found]):
         return []
 
     # ---- growing
+
+    def reachable(self, sequence: Sequence, start: int, count: int) -> int:  # noqa: ARG002
+        """Number of the `count` tokens from `start` on that this step can compute, which then has what that takes."""
+        return count
 
     @abstractmethod
     def grow(self, sequence: Sequence, num_tokens: int) -> Growth | None:

@@ -20,6 +20,8 @@ from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.api import FinishReason, PrefixCacheReset
+from vllm_lite.protocol.encoder import Encode, FreeEncoded
+from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.runtime.prefix_hash import DIGEST_BYTES, KeyedSpan, PrefixHasher
@@ -283,6 +285,7 @@ class RecordedScheduler(Scheduler):
             hashes=self._hasher.take(),
             samples=request.open_samples() if request.num_samples > 1 and not request.unforked else [],
             marks=list(request.marks),
+            media=[_medium(each, request) for each in request.media],
         )
 
     # ---- the file
@@ -339,6 +342,12 @@ def recorded(path: str | None, header: records.Header, clock: abc.Callable[[], f
     return make if path else Scheduler
 
 
+def _medium(medium: Media, request: Request) -> tuple[int, int, int, int]:
+    """Equal digests have equal numbers, which is all that decisions depend on."""
+    content = request.contents.get(medium.digest, b"")
+    return medium.start, medium.num_tokens, len(content), int.from_bytes(medium.digest[:7], "little")
+
+
 def _short(key: bytes) -> bytes:
     """A key as replay makes it, of digests of HASH_BYTES."""
     return key[:HASH_BYTES] + key[DIGEST_BYTES:]
@@ -354,6 +363,10 @@ def _decision(entry: Entry) -> object:
     if isinstance(entry, NewRequest):
         fields = msgspec.structs.astuple(entry)
         return "new", fields[0], len(entry.tokens), fields[2], entry.sampling.sample, fields[4:8]
+    if isinstance(entry, Encode):
+        return "encode", entry.digest[:7], entry.num_tokens
+    if isinstance(entry, FreeEncoded):
+        return "free", sorted(digest[:7] for digest in entry.digests)
     if isinstance(entry, Fork):
         fields = msgspec.structs.astuple(entry)
         return "fork", fields[:2], entry.sampling.sample, fields[3:]

@@ -14,8 +14,10 @@ from vllm_lite.engine.observe.recorder import Reasons, summary_of
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduling.rates import Rates
 from vllm_lite.protocol.api import Generate, SampleSoFar, TokenLogprobs
+from vllm_lite.protocol.encoder import MediaContent
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import Pooling
+from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime.prefix_hash import KeyedSpan, PrefixHasher
 from vllm_lite.trace import records
@@ -256,11 +258,18 @@ class Replay:
             samples=tuple(SampleSoFar(index, bytes(4 * num_output)) for index, num_output in record.samples),
             pooling=Pooling("embed", reads_all=params.scored) if params.is_pooled else None,
             marks=tuple(record.marks),
+            media=tuple(Media("any", _digest(key), count, start) for start, count, _, key in record.media),
+            contents=tuple(MediaContent(_digest(key), bytes(size)) for _, _, size, key in record.media),
         )
         adapter = self.scheduler.queues.adapters.numbered(params.adapter) if params.adapter else None
         request = Request(message, b"", record.max_len, frozenset(record.stop_ids), adapter)
         request.deadline_s = record.deadline_s
         return request
+
+
+def _digest(key: int) -> bytes:
+    """A digest that begins as the one that was recorded."""
+    return key.to_bytes(7, "little") + bytes(25)
 
 
 def _logprobs(record: records.Result, num_tokens: int) -> list[TokenLogprobs | None] | None:

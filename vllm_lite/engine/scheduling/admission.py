@@ -101,6 +101,10 @@ class Admitter:
                 kv.remember(sequence, hit, admission)
             return False
         count = min(sequence.without_last(sequence.num_tokens - computed), plan.room)
+        count = kv.reachable(sequence, computed, count)
+        if not count:
+            plan.decide("waits_for_encoder", sequence)
+            return False
         if hit is None:
             is_in = kv.swap_in(sequence, computed + count, in_parts=in_parts)
         else:

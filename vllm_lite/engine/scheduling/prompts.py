@@ -33,9 +33,10 @@ class Prompts:
         growth: Growth | None = None
         if unserved and plan.budget:
             first = unserved[0]
-            share = min(first.num_missing(), plan.budget - plan.budget // 2)
-            plan.room -= share
-            growth = self._preemption.grow(first, first.num_computed + share, unserved, plan)
+            share = self._count(first, plan.budget - plan.budget // 2)
+            if share:
+                plan.room -= share
+                growth = self._preemption.grow(first, first.num_computed + share, unserved, plan)
             if growth is None:
                 plan.room = plan.budget
             else:
@@ -51,7 +52,7 @@ class Prompts:
             self._chunk(sequence, plan.room, unserved, plan)
         if growth is not None:
             first = plan.prompts[0]
-            end = first.num_computed + min(first.num_missing(), plan.budget)
+            end = first.num_computed + self._count(first, plan.budget)
             more = self._kv.grow(first, end)  # for the tokens that are left over; no sequence is preempted for it
             if more is None:
                 end, more = min(end, first.num_slots), Growth([])
@@ -64,10 +65,13 @@ class Prompts:
             if sequence.status is Status.RUNNING:
                 self._kv.cache_blocks(sequence, sequence.num_computed)
 
+    def _count(self, sequence: Sequence, most: int) -> int:
+        """Number of its next tokens, at most `most`, that the step can compute."""
+        return self._kv.reachable(sequence, sequence.num_computed, min(sequence.num_missing(), most))
+
     def _chunk(self, sequence: Sequence, most: int, unserved: list[Sequence], plan: StepPlan) -> None:
         """Give a running sequence its next tokens, at most `most`. One of `unserved` is preempted if blocks run out."""
-        count = min(sequence.num_missing(), most)
-        if count <= 0 or sequence.status is not Status.RUNNING:
+        if most <= 0 or sequence.status is not Status.RUNNING or (count := self._count(sequence, most)) <= 0:
             return
         end = sequence.num_computed + count
         new_ids: list[list[int]] = []

@@ -233,7 +233,7 @@ class Scheduler:
         queues.step += 1
         self.num_scheduled_tokens = num_tokens = budget - plan.budget
         self.counters.steps += 1
-        entries = queues.take_entries() + plan.entries
+        entries = queues.take_entries() + self.kv.take_entries() + plan.entries
         output = SchedulerOutput(self.generation, queues.step, self.kv.take_ops(), entries)
         only_decodes = num_tokens <= len(queues.running)
         self.in_flight.add(output, plan.sampling, num_tokens, only_decodes=only_decodes, drafted=plan.drafted)

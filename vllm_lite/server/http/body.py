@@ -29,6 +29,8 @@ DRAIN_S = 2.0
 """How long a body that is refused is still read, so that its client comes to read the answer."""
 MAX_BYTES = 4 * 1024 * 1024
 """Longest body where the settings say nothing. Rendering one whose texts are wide takes about 60 MB."""
+MAX_IMAGE_BYTES = 32 * 1024 * 1024
+"""The same where images come in data: URLs."""
 BYTES_PER_TOKEN = 8
 """As much more of a body is taken for each token of a context that is longer than MAX_BYTES would do."""
 MAX_COMMAS = 300_000
@@ -57,8 +59,9 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class BodyReader:
     """Reads and decodes bodies, within limits for each and for all at a time. Every method raises ApiError."""
 
-    def __init__(self, config: ServeConfig, max_model_len: int = 0) -> None:
-        self._max_bytes = config.max_request_bytes or max(MAX_BYTES, BYTES_PER_TOKEN * max_model_len)
+    def __init__(self, config: ServeConfig, max_model_len: int = 0, *, takes_images: bool = False) -> None:
+        least = MAX_IMAGE_BYTES if takes_images else MAX_BYTES
+        self._max_bytes = config.max_request_bytes or max(least, BYTES_PER_TOKEN * max_model_len)
         self._max_commas = max(MAX_COMMAS, max_model_len + SMALL_BYTES)
         self._timeout_s = config.body_timeout_s
         self._turn = asyncio.Lock()

@@ -65,7 +65,7 @@ class MessagesRoutes:
         asked = await self._generation.read(request, CountTokensBody)
         chat = chat_of(asked.body, self._model.max_model_len)
         forms.tools_of(chat)  # raises for bad ones
-        found = await self._generation.prompts.of_chat(chat, None, request)
+        found = await self._generation.prompts.of_chat(chat, None, request, sees=True)
         headers = found.warned(asked.headers, partial(name_of, asked.body))
         headers = {**headers, "request-id": request.scope[REQUEST_ID]}
         return as_json({"input_tokens": len(found.token_ids)}, headers)

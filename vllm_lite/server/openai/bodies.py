@@ -132,6 +132,8 @@ class Part(msgspec.Struct, frozen=True):
     text: str | None = None
     refusal: str | None = None
     thinking: str | list[dict[str, Any]] | None = None
+    image_url: str | dict[str, Any] | None = None
+    source: dict[str, Any] | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True):

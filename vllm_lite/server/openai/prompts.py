@@ -9,12 +9,24 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from vllm_lite.client.prompt import PromptLike, TokensPrompt, check_text, encode, max_text_bytes, too_many_bytes
+from vllm_lite.client.media.image_pool import NUM_PROCESSES
+from vllm_lite.client.media.prompt_images import Pictured, PromptImages
+from vllm_lite.client.media.sources import file_of_part
+from vllm_lite.client.prompt import (
+    PromptLike,
+    SpansPrompt,
+    TokensPrompt,
+    check_text,
+    encode,
+    max_text_bytes,
+    too_many_bytes,
+)
+from vllm_lite.client.spans import Span
 from vllm_lite.client.text.detokenizer import Detokenizer, TokenTexts, vocabulary
 from vllm_lite.client.text.infill import Infill
 from vllm_lite.client.text.templates.chat_template import with_read_arguments
 from vllm_lite.client.text.templates.left_out import LeftOut, described
-from vllm_lite.client.text.templates.message_parts import MAY_BE_EMPTY, Content, read_parts, reasoning_fields
+from vllm_lite.client.text.templates.message_parts import MAY_BE_EMPTY, Content, TakeImage, read_parts, reasoning_fields
 from vllm_lite.client.text.templates.template_process import Render, Rendered
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError, VllmLiteError
@@ -43,6 +55,8 @@ MESSAGE_NAME: Callable[[int], str] = "messages[{}]".format
 SLICE_TOKENS = 16_384
 """Decoded in one go, in 10 ms."""
 
+ImagePart = tuple[Mapping[str, Any], str]
+"""A part with an image, and the name of the content that holds it."""
 Check = Callable[[], None]
 """Raises if the client has gone."""
 T = TypeVar("T")
@@ -63,6 +77,12 @@ class ChatPrompt(NamedTuple):
 
     token_ids: list[int]
     left_out: tuple[LeftOut, ...]
+    spans: Sequence[Span] | None = None
+    """The tokens with the images among them, if there are any; `token_ids` has placeholders for these."""
+
+    @property
+    def prompt(self) -> PromptLike:
+        return self.token_ids if self.spans is None else SpansPrompt(spans=self.spans)
 
     def warned(self, headers: dict[str, str], name: Callable[[int], str] = MESSAGE_NAME) -> dict[str, str]:
         """The headers of the answer, with a warning of what is not in the prompt. `name` is that of a message by its
@@ -91,8 +111,12 @@ class PromptRenderer:
         renderer: Renderer | None,
         max_model_len: int,
         told: TemplateVariables = _NOTHING_TOLD,
+        images: PromptImages | None = None,
     ) -> None:
+        """`images`: what puts them into prompts, if the model sees any."""
         self.tokenizer = tokenizer
+        self._images = images
+        self._cutters = Threads(NUM_PROCESSES, "images")
         self._told = told
         self._renderer = renderer
         self._max_model_len = max_model_len
@@ -151,13 +175,39 @@ class PromptRenderer:
         return self._infill
 
     async def of_chat(
-        self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request
+        self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request, *, sees: bool = False
     ) -> ChatPrompt:
         """Token ids of the prompt, which has to fit into the context if there are `params`. Its special tokens are the
-        template's, unless more are asked for."""
-        made = await self.render(body, params, request)
+        template's, unless more are asked for. `sees`: it may have images, if the model takes them."""
+        parts: list[ImagePart] | None = [] if sees and self._images is not None else None
+        made = await self.render(body, params, request, parts)
+        if parts:
+            special = bool(body.add_special_tokens)
+            pictured = await self._with_images(
+                parts, made.text, lambda text, check: self._encoded(text, special, params, check), request
+            )
+            return ChatPrompt(pictured.token_ids, made.left_out, pictured.spans)
         ids = await self.of_text(made.text, bool(body.add_special_tokens), params, request, "messages")
         return ChatPrompt(ids, made.left_out)
+
+    async def _with_images(
+        self, parts: Sequence[ImagePart], text: str, encode: Callable[[str, Check], list[int]], request: Request
+    ) -> Pictured:
+        """The prompt of a chat with images, which child processes cut while other requests go on."""
+
+        def work(check: Check) -> Pictured:
+            if self._images is None:
+                raise RequestError("this model takes no images")
+            files = []
+            for part, where in parts:
+                check()
+                files.append(file_of_part(part, where))
+            return self._images.pictured(text, files, lambda text: encode(text, check))
+
+        try:
+            return await self._cutters.run(work, request.receive)
+        except RequestError as error:
+            raise refused(error, "messages") from error
 
     async def of_text(
         self, text: str, add_special_tokens: bool, params: SamplingParams | None, request: Request, field: str
@@ -171,8 +221,15 @@ class PromptRenderer:
         except RequestError as error:
             raise refused(error, field) from error
 
-    async def render(self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request) -> Rendered:
-        """Render the text of a chat, special tokens included, and find what is not in it."""
+    async def render(
+        self,
+        body: ChatBody | TokenizeBody,
+        params: SamplingParams | None,
+        request: Request,
+        parts: list[ImagePart] | None = None,
+    ) -> Rendered:
+        """Render the text of a chat, special tokens included, and find what is not in it. Images are put into `parts`,
+        and refused without it."""
         if self._renderer is None:
             raise ApiError(
                 400,
@@ -187,7 +244,7 @@ class PromptRenderer:
         variables = dict(self._told.defaults)
         if isinstance(body, ChatBody) and (effort := body.reasoning_effort) is not None:
             variables["reasoning_effort"] = self._told.efforts.get(effort, effort)
-        messages = _plain(body.messages or [])
+        messages = _plain(body.messages or [], None if parts is None else lambda *part: parts.append(part))
         chat = Render(
             messages=list(messages.values()),
             add_generation_prompt=generated,
@@ -283,7 +340,7 @@ def _several(given: Any) -> list[PromptLike]:
     return list(given)
 
 
-def _plain(messages: Sequence[ChatMessage]) -> dict[int, dict[str, Any]]:
+def _plain(messages: Sequence[ChatMessage], take_image: TakeImage | None) -> dict[int, dict[str, Any]]:
     """Make messages as ChatTemplate takes them, each with a text or text parts, by their places in the body."""
     plain = {}
     for place, given in enumerate(messages):
@@ -292,7 +349,7 @@ def _plain(messages: Sequence[ChatMessage]) -> dict[int, dict[str, Any]]:
             raise ApiError(400, f"messages[{place}].role must be one of {known}, got {given.role!r}", "messages")
         if (message := steady_message(given)) is None:
             continue
-        content = content_of(message, place)
+        content = content_of(message, place, take_image)
         for call in message.tool_calls or ():
             check_depth(call.function.arguments, f"messages[{place}].tool_calls", "messages")
         plain[place] = {"role": message.role, "content": content.for_template, **_more(message, content)}
@@ -308,7 +365,7 @@ def _more(message: ChatMessage, content: Content) -> dict[str, Any]:
     return more | reasoning_fields(reasoning, calls_behind_text=bool(message.tool_calls and content.text))
 
 
-def content_of(message: ChatMessage, place: int = -1) -> Content:
+def content_of(message: ChatMessage, place: int = -1, take_image: TakeImage | None = None) -> Content:
     """Take the texts of all parts of a message, and what they say was thought."""
     content, where = message.content, f"messages[{place}].content"
     if content is None and message.role in MAY_BE_EMPTY:
@@ -318,6 +375,7 @@ def content_of(message: ChatMessage, place: int = -1) -> Content:
     if isinstance(content, str):
         return Content(content)
     try:
-        return read_parts([part if isinstance(part, str) else msgspec.structs.asdict(part) for part in content], where)
+        parts = [part if isinstance(part, str) else msgspec.structs.asdict(part) for part in content]
+        return read_parts(parts, where, take_image)
     except RequestError as error:
         raise ApiError(400, str(error), "messages") from error

@@ -10,7 +10,7 @@ import msgspec
 from vllm_lite.client.text.templates import template_process
 from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.errors import EngineError, ModelError, RequestError
-from vllm_lite.runtime import log, supervise
+from vllm_lite.runtime import frames, log, supervise
 from vllm_lite.server.http.long_work import through
 
 START_S = 60.0
@@ -87,7 +87,7 @@ class Renderer:
 
     async def _asked(self, chat: template_process.Render, num_bytes: int) -> template_process.Answer:
         """The process's answer. Raises OSError, ModelError, OverflowError, or RequestError if it has ended of it."""
-        data = await through(num_bytes, lambda: template_process.frame(chat.without_copies()))
+        data = await through(num_bytes, lambda: frames.frame(chat.without_copies()))
         if self._is_closed:
             raise OSError(CLOSED)
         if self._wire is not None and _has_ended(self._wire):  # somebody has killed it
@@ -100,7 +100,7 @@ class Renderer:
             async with asyncio.timeout(ANSWER_S):
                 await loop.sock_sendall(wire, data)
                 data.clear()  # the other side has it, and needs the memory
-                length = int.from_bytes(await _received(wire, template_process.LENGTH_BYTES), "little")
+                length = int.from_bytes(await _received(wire, frames.LENGTH_BYTES), "little")
                 answer = await _received(wire, length)
                 return await through(length, lambda: _answers.decode(answer))
         except (OSError, TimeoutError):
@@ -125,8 +125,8 @@ class Renderer:
         self.num_starts += 1
         try:
             ours.settimeout(START_S)
-            ours.sendall(template_process.frame(self._template))
-            data = template_process.read_frame(ours)
+            ours.sendall(frames.frame(self._template))
+            data = frames.read_frame(ours)
             if not data:
                 raise ConnectionResetError
         except OSError as error:

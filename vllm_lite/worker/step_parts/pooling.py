@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from vllm_lite.checkpoint.layer_specs.pooling import Kind
+from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ProtocolError
 from vllm_lite.layers.pooler import Pooler
-from vllm_lite.protocol.pooling import Pooling
+from vllm_lite.protocol.pooling import POOLING_TASKS, PoolerInfo, Pooling
 from vllm_lite.protocol.step import NOT_FINITE, Entry, Fork, Handle, NewRequest
 from vllm_lite.worker.batch.part import StepPart
 from vllm_lite.worker.batch.rows import SequenceState
@@ -223,3 +224,20 @@ def _state(pooler: Pooler, prompt: PromptPooling) -> torch.Tensor:  # float32 [h
     if prompt.state is None:
         raise ProtocolError("a prompt is complete, and nothing of it was pooled")
     return prompt.state / prompt.num_prompt if pooler.spec.kind == "mean" else prompt.state
+
+
+def pooler_info(spec: ModelSpec) -> PoolerInfo:
+    """The model's pooler as clients have to know it."""
+    own = spec.pooling
+    if own is None:
+        return PoolerInfo()
+    return PoolerInfo(
+        tasks=tuple(task for task in POOLING_TASKS if task in own.tasks),
+        generates=own.generates,
+        size=own.size(spec.hidden_size),
+        labels=own.labels,
+        matryoshka=own.matryoshka,
+        makes_pairs=own.makes_pairs,
+        reads_last=own.kind == "last",
+        normalizes=own.normalize,
+    )

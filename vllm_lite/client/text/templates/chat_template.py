@@ -219,7 +219,7 @@ def _marked(messages: Sequence[Message], mark: str, *, add_generation_prompt: bo
     content = messages[-1].get("content") if messages else None
     if isinstance(content, str):
         content += mark + " "
-    elif isinstance(content, list) and content:
+    elif isinstance(content, list) and content and "text" in content[-1]:
         content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark + " "}]
     else:
         raise RequestError("continue_final_message needs a last message with a text to continue")

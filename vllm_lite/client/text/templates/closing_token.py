@@ -17,10 +17,11 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_lite.client.text.templates import template_process
-from vllm_lite.client.text.templates.template_process import Answer, Render, Rendered, RenderSettings, frame, read_frame
+from vllm_lite.client.text.templates.template_process import Answer, Render, Rendered, RenderSettings
 from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.client.text.templates.template_trials import ASSISTANT, SAMPLE_TOOL, USER, Message
 from vllm_lite.runtime import log, supervise
+from vllm_lite.runtime.frames import frame, read_frame
 
 WAIT_S = 60.0
 """For a process that was stopped, or a machine that stands still. What a template takes itself is bounded by less."""

@@ -110,7 +110,7 @@ class LeftOutFinder:
 
 def _pieces(message: Message) -> Iterator[_Piece]:
     content = message.get("content")
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
+    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content or ()]
     for text in texts:
         if text and not text.isspace():
             yield _Piece("content", text)
@@ -190,7 +190,9 @@ def _marked(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if isinstance(content, str):
             new["content"] = _mark(content, marks)
         elif isinstance(content, list):
-            new["content"] = [{**part, "text": _mark(part["text"], marks)} for part in content]
+            new["content"] = [
+                {**part, "text": _mark(part["text"], marks)} if "text" in part else part for part in content
+            ]
         if message.get("tool_calls"):
             new["tool_calls"] = [_call(call, next(marks), ids) for call in message["tool_calls"]]
         if isinstance(message.get("tool_call_id"), str):

@@ -4,7 +4,7 @@ Besides text there is what an earlier answer was made of: a refusal, which is te
 before it, which has a field of its own.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from vllm_lite.client.text.templates.template_trials import TextPart
@@ -16,6 +16,12 @@ THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
 """Parts with a thought: as Anthropic and Mistral name it, and others. That field may also be a list of texts."""
 UNREADABLE = ("redacted_thinking",)
 """Parts that only the server that wrote them could read."""
+
+IMAGES = ("image_url", "input_image", "image", "image_pil")
+"""Parts with an image: OpenAI's in chats and responses, Anthropic's, and those of chats in Python."""
+
+TakeImage = Callable[[Mapping[str, Any], str], None]
+"""Is given each part with an image, and the name of the content that holds it."""
 
 MAY_BE_EMPTY = ("assistant", "tool", "function")
 """Roles whose messages may have null in the place of a content: calls alone, and tools that answer nothing."""
@@ -31,10 +37,11 @@ def reasoning_fields(thought: str, *, calls_behind_text: bool = False) -> dict[s
 
 
 class Content(NamedTuple):
-    """The texts of a content's parts; one text if it was no list."""
+    """The texts of a content's parts; one text if it was no list. `parts` are all parts, if there are images."""
 
     texts: str | list[str]
     reasoning: str = ""
+    parts: list[TextPart] | None = None
 
     @property
     def text(self) -> str:
@@ -43,13 +50,16 @@ class Content(NamedTuple):
     @property
     def for_template(self) -> str | list[TextPart]:
         """The text, or parts as templates know them. A content without a word is an empty text."""
+        if self.parts is not None:
+            return self.parts
         return [{"type": "text", "text": text} for text in self.texts] if isinstance(self.texts, list) else self.texts
 
 
-def read_parts(parts: Iterable[Any], where: str) -> Content:
-    """Take the texts of all parts, which are texts or dicts with a type, and join their thoughts. `where` names the
-    content in errors. Raises RequestError for a part that is neither."""
-    texts, thoughts = list[str](), list[str]()
+def read_parts(parts: Iterable[Any], where: str, take_image: TakeImage | None = None) -> Content:
+    """Take the texts of all parts, which are texts or dicts with a type, and join their thoughts. Images are given to
+    `take_image`; without it they are refused. `where` names the content in errors. Raises RequestError for a part that
+    is none of these."""
+    texts, thoughts, all_parts, has_images = list[str](), list[str](), list[TextPart](), False
     for part in parts:
         kind = str(part.get("type")) if isinstance(part, Mapping) else ""
         if isinstance(part, str):
@@ -58,9 +68,18 @@ def read_parts(parts: Iterable[Any], where: str) -> Content:
             texts.append(_field(part, TEXTS[kind], where))
         elif kind in THOUGHTS:
             thoughts.append(_thought(part, THOUGHTS[kind], where))
-        elif kind not in UNREADABLE:
+            continue
+        elif kind in IMAGES and take_image is not None:
+            take_image(part, where)
+            has_images = True
+            all_parts.append({"type": "image"})
+            continue
+        elif kind in UNREADABLE:
+            continue
+        else:
             raise RequestError(f"{where} holds {(kind or type(part).__name__)[:60]!r}; only text is supported")
-    return Content(texts or "", "\n".join(thoughts))
+        all_parts.append({"type": "text", "text": texts[-1]})
+    return Content(texts or "", "\n".join(thoughts), all_parts if has_images else None)
 
 
 def _thought(part: Mapping[str, Any], field: str, where: str) -> str:

@@ -4,7 +4,7 @@ A sandbox limits what a template can reach, but not how long a loop in a loop ta
 `10**10**10`, and the last two block every other thread. So the server renders here. Each rendering has a limit of
 processor time and memory; one that takes more time ends this process, and its owner starts another.
 
-Both sides use a socket and frames: a length in 4 bytes, then msgpack. The first frame is the template, answered with
+Both sides use a socket and frames (runtime/frames.py). The first frame is the template, answered with
 Rendered or RenderRefused; then each Render is answered with one of them, in order.
 """
 
@@ -22,6 +22,7 @@ from vllm_lite.client.text.templates.left_out import LeftOut
 from vllm_lite.client.text.templates.message_parts import THOUGHT_NAMES
 from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.errors import ModelError, RequestError
+from vllm_lite.runtime.frames import frame, read_frame
 from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
 
@@ -32,9 +33,7 @@ MAX_MEMORY_BYTES = 512 * 1024 * 1024
 """Address space of the process."""
 MAX_LOOKED_AT_BYTES = 1024 * 1024
 """Longer chats are not rendered once more to see what is not in the prompt: their copies take memory."""
-MAX_FRAME_BYTES = 1024 * 1024 * 1024
 LIMIT = f"a rendering may take {MAX_CPU_S:g} s of processor time and {MAX_MEMORY_BYTES >> 20} MiB of memory"
-LENGTH_BYTES = 4
 
 
 class RenderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,22 +89,12 @@ class RenderRefused(msgspec.Struct, frozen=True, tag=True):
 
 Answer = Rendered | RenderRefused
 _TOO_MUCH = RenderRefused(f"the model's chat template takes too much: {LIMIT}")
-_PIECE_BYTES = 1 << 20
-_encoder = msgspec.msgpack.Encoder()
 
 
 def _alike(message: Mapping[str, Any]) -> list[str]:
     """Name the fields of a message that have the same thought as the first one has."""
     first, *others = THOUGHT_NAMES
     return [name for name in others if name in message and message[name] is message.get(first)]
-
-
-def frame(message: msgspec.Struct) -> bytearray:
-    """Encode `message` for the socket, into the frame itself: a second copy of a long chat would be a large one."""
-    data = bytearray(LENGTH_BYTES)
-    _encoder.encode_into(message, data, LENGTH_BYTES)
-    data[:LENGTH_BYTES] = (len(data) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
-    return data
 
 
 def main(settings: RenderSettings, stop: Wakeup) -> int:
@@ -171,31 +160,6 @@ def _answer(template: ChatTemplate, data: bytearray) -> bytearray:
 def _limit_cpu(limit_s: float) -> None:
     """Have the kernel end this process (SIGPROF) after `limit_s` more of processor time."""
     signal.setitimer(signal.ITIMER_PROF, limit_s)
-
-
-def read_frame(wire: socket.socket) -> bytearray:
-    """Read one frame; nothing at the end. Raises MemoryError for one that is too large; the next can be read."""
-    length = int.from_bytes(_read_into(wire, bytearray(LENGTH_BYTES)), "little")
-    if length > MAX_FRAME_BYTES:
-        return bytearray()
-    try:
-        data = bytearray(length)
-    except MemoryError:
-        for start in range(0, length, _PIECE_BYTES):
-            _read_into(wire, bytearray(min(_PIECE_BYTES, length - start)))
-        raise
-    return _read_into(wire, data)
-
-
-def _read_into(wire: socket.socket, data: bytearray) -> bytearray:
-    """Fill `data`. Returns it, or nothing if the socket is closed."""
-    place, view = 0, memoryview(data)
-    while place < len(data):
-        count = wire.recv_into(view[place:])
-        if not count:
-            return bytearray()
-        place += count
-    return data
 
 
 if __name__ == "__main__":

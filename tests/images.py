@@ -1,0 +1,98 @@
+"""Tiny random checkpoints that see images, and images for them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.checkpoints import write_checkpoint
+
+Colors = NDArray[np.uint8]
+"""[height, width, 3]"""
+IMAGE, AROUND, GLOBAL = "<image>", "<fake_token_around_image>", "<global-img>"
+TILE, PATCH, MERGE = 32, 8, 2
+SPECIAL = [
+    AROUND,
+    IMAGE,
+    GLOBAL,
+    "<end_of_utterance>",
+    *(f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7)),
+]
+IMAGE_TOKEN = 385
+VOCAB = 384 + len(SPECIAL)
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""As SmolVLM's: it looks at the kinds of parts."""
+
+
+def make_smolvlm(path: Path, family: str = "SmolVLM", **settings: Any) -> Path:
+    """Write a random SmolVLM (or Idefics3) with tiles of 32 x 32 pixels, of 4 tokens each."""
+    import transformers
+
+    config, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForConditionalGeneration")
+    vision = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": TILE,
+        "patch_size": PATCH,
+        "initializer_range": 0.3,
+    }
+    text = {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pad_token_id": 0,
+    }
+    own = {"text_config": text, "vision_config": vision, "scale_factor": MERGE, "image_token_id": IMAGE_TOKEN}
+    write_checkpoint(path, config, model, own | {"tie_word_embeddings": False} | settings)
+    _add_tokens(path)
+    processor = {
+        "image_processor_type": f"{family}ImageProcessor",
+        "processor_class": f"{family}Processor",
+        "do_image_splitting": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "do_pad": True,
+        "do_convert_rgb": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "max_image_size": {"longest_edge": TILE},
+        "size": {"longest_edge": 2 * TILE},
+        "resample": 1,
+        "rescale_factor": 1 / 255,
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (path / "processor_config.json").write_text(
+        json.dumps({"image_seq_len": 4, "processor_class": f"{family}Processor"})
+    )
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def _add_tokens(path: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer
+
+    file = path / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    tokenizer.save(str(file))
+
+
+def picture(width: int, height: int, seed: int = 0) -> Colors:
+    """uint8 [height, width, 3]: random colors in large blots, so that resizing does not level them."""
+    from PIL import Image
+
+    few = np.random.default_rng([seed, width, height]).integers(0, 256, (4, 5, 3)).astype(np.uint8)
+    return np.asarray(Image.fromarray(few).resize((width, height), Image.Resampling.BICUBIC))

@@ -1,0 +1,20 @@
+"""Idefics 3 and SmolVLM: the text part is a Llama's. What sees images is read by `layer_specs.vision`."""
+
+from vllm_lite.checkpoint.families.common import Family
+from vllm_lite.checkpoint.families.llama import FAMILIES as LLAMA
+from vllm_lite.checkpoint.families.llama import LlamaConfig
+from vllm_lite.checkpoint.layer_specs.vision import ARCHITECTURES
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.errors import ModelError
+
+
+class Idefics3Config(LlamaConfig, kw_only=True):
+    model_type: str = "llama"
+
+
+def _unknown(_architecture: str, raw: Idefics3Config) -> ModelSpec:
+    raise ModelError(f"text_config.model_type {raw.model_type!r} is not supported; supported: llama")
+
+
+_IDEFICS3 = Family(Idefics3Config, _unknown, by_type={"llama": LLAMA["LlamaForCausalLM"]})
+FAMILIES = dict.fromkeys(ARCHITECTURES, _IDEFICS3)

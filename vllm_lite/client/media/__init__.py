@@ -1,0 +1,1 @@
+"""Images on their way into a prompt: their sources, limits, and preprocessing in child processes. No torch."""

@@ -1,0 +1,74 @@
+"""Sources of images: a data: URL, or, for a program in Python, a file, bytes or a Pillow image."""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from vllm_lite.errors import RequestError
+
+MAX_FILE_BYTES = 32 * 1024 * 1024
+
+
+def file_of_url(url: Any, where: str) -> bytes:
+    """The file in a data: URL. Raises RequestError for any other URL: nothing is fetched."""
+    if not isinstance(url, str):
+        raise RequestError(f"{where} has an image without a URL; it must be a data: URL")
+    head, comma, body = url[:128].partition(",")
+    if not head.lower().startswith("data:image/") or not comma or not head.lower().endswith(";base64"):
+        shown = url[:32].split(",")[0]
+        raise RequestError(f"{where} has an image at {shown!r}; it must be data:image/...;base64, followed by the file")
+    del body
+    return _decoded(url[len(head) + 1 :], where)
+
+
+def _decoded(text: str, where: str) -> bytes:
+    if len(text) > MAX_FILE_BYTES * 4 // 3 + 4:
+        raise RequestError(f"{where} has an image of more than {MAX_FILE_BYTES} bytes")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError(f"{where} has an image that is not valid base64") from None
+
+
+def file_of_part(part: Mapping[str, Any], where: str) -> bytes:
+    """The file of a part that came over the wire: `image_url`, also as an object with a `url`, or a `source` with
+    base64 `data`. Raises RequestError."""
+    source = part.get("source")
+    if isinstance(source, Mapping):
+        if source.get("type") == "base64" and isinstance(source.get("data"), str):
+            return _decoded(source["data"], where)
+        return file_of_url(source.get("url"), where)
+    given = part.get("image_url")
+    return file_of_url(given.get("url") if isinstance(given, Mapping) else given, where)
+
+
+def file_of_any(part: Mapping[str, Any], where: str) -> bytes:
+    """The file of a part of a chat in Python: as it would come over the wire, or with the image itself in the field
+    `image` or `image_pil`. Raises RequestError."""
+    given = next((part[name] for name in ("image", "image_pil") if part.get(name) is not None), None)
+    return file_of_part(part, where) if given is None else file_of(given, where)
+
+
+def file_of(image: Any, where: str) -> bytes:
+    """The file of an image that a program in Python gives: bytes, a path, a data: URL, or a Pillow image, which becomes
+    a PNG without loss. Raises RequestError."""
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return bytes(image)
+    if isinstance(image, str) and image[:5].lower() == "data:":
+        return file_of_url(image, where)
+    if isinstance(image, (str, Path)):
+        try:
+            if Path(image).stat().st_size > MAX_FILE_BYTES:
+                raise RequestError(f"{where}: {image} has more than {MAX_FILE_BYTES} bytes")
+            return Path(image).read_bytes()
+        except OSError as error:
+            raise RequestError(f"{where}: {image} cannot be read: {error.strerror}") from error
+    if hasattr(image, "save") and hasattr(image, "getbands"):
+        made = BytesIO()
+        keeps = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+        (image if keeps else image.convert("RGB")).save(made, "PNG", compress_level=1)
+        return made.getvalue()
+    raise RequestError(f"{where} has an image of type {type(image).__name__}; give bytes, a path or a Pillow image")

@@ -1,0 +1,215 @@
+"""The encoder cache: which media the workers hold vectors of, and how many more each step may compute.
+
+It decides alone: an Encode goes out with the step that first reads a medium, a FreeEncoded before another takes its
+room. A step computes a prompt up to the first medium that it cannot have, which the next step gets. Vectors are needed
+from there until all tokens of the medium are computed, and again if those are computed again; what nobody needs stays
+as long as there is room, the least recently used goes first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, PrefixHit
+from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.sequence import Sequence as Seq
+from vllm_lite.engine.sequence import Status
+from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.encoder import Encode, FreeEncoded
+from vllm_lite.protocol.spans import Media
+from vllm_lite.protocol.step import Entry
+
+MAX_STEP_BYTES = 32 * 1024 * 1024
+"""Contents of media that a step carries to the workers: half of what a message may have."""
+
+MIN_ROOM = 8192
+"""Vectors that are held in any case."""
+
+
+class EncoderSizes(NamedTuple):
+    """Numbers of vectors: a step computes `budget` at most, unless one medium alone has more; `room` are held."""
+
+    budget: int
+    room: int
+
+
+def encoder_sizes(max_num_batched_tokens: int) -> EncoderSizes:
+    """The sizes for steps of so many tokens: as many vectors, and room for some chats' images."""
+    return EncoderSizes(max_num_batched_tokens, max(MIN_ROOM, max_num_batched_tokens))
+
+
+class EncoderCache(CachePart[None]):
+    """Counts vectors. Who reads a medium holds it until all its tokens are computed, or the sequence stops running."""
+
+    keeps = False
+
+    def __init__(self, pool: BlockPool, sizes: EncoderSizes) -> None:
+        self.pool = pool
+        self.sizes = sizes
+        self.num_encoded = 0
+        """Media that were computed, since the start."""
+        self._held: OrderedDict[bytes, int] = OrderedDict()
+        """Vectors of each medium that the workers have, the least recently used first."""
+        self._readers: dict[Seq, list[Media]] = {}
+        self._doomed: set[bytes] = set()
+        """Held, and to be freed once nobody reads them."""
+        self._entries: list[Entry] = []
+        self._budget, self._bytes = sizes.budget, MAX_STEP_BYTES
+
+    # ---- the step
+
+    def begin_step(self) -> None:
+        self._budget, self._bytes = self.sizes.budget, MAX_STEP_BYTES
+        for sequence, media in list(self._readers.items()):
+            left = [each for each in media if each.end > sequence.num_computed]
+            if not left or sequence.status is not Status.RUNNING:
+                del self._readers[sequence]
+            else:
+                self._readers[sequence] = left
+        if self._doomed:
+            self._free(self._doomed - self._read())
+
+    def take_entries(self) -> list[Entry]:
+        entries, self._entries = self._entries, []
+        return entries
+
+    def drop_ops(self) -> None:
+        """The workers have gone, and the vectors with them."""
+        self._held.clear()
+        self._doomed.clear()
+        self._readers.clear()
+        self._entries.clear()
+
+    def reachable(self, sequence: Seq, start: int, count: int) -> int:
+        """As for any part: up to the first medium whose vectors the step cannot have. Those before it are the
+        sequence's until it has computed them."""
+        for medium in sequence.request.media if count > 0 else ():
+            if medium.end <= start:
+                continue
+            if medium.start >= start + count:
+                break
+            if not self._get(sequence, medium):
+                return max(0, medium.start - start)
+            readers = self._readers.setdefault(sequence, [])
+            if medium not in readers:
+                readers.append(medium)
+        return count
+
+    def _get(self, sequence: Seq, medium: Media) -> bool:
+        """Whether the workers have the vectors, or this step can have them computed."""
+        if medium.digest in self._held:
+            self._held.move_to_end(medium.digest)
+            return True
+        content = sequence.request.contents[medium.digest]
+        is_first = self._budget == self.sizes.budget
+        if not is_first and (medium.num_tokens > self._budget or len(content) > self._bytes):
+            return False
+        if not self._make_room(medium.num_tokens):
+            return False
+        self._budget -= medium.num_tokens
+        self._bytes -= len(content)
+        self._held[medium.digest] = medium.num_tokens
+        self._entries.append(Encode(medium.digest, medium.num_tokens, content))
+        self.num_encoded += 1
+        return True
+
+    def _make_room(self, num_tokens: int) -> bool:
+        """Free what nobody reads until so many vectors fit; any number does where nothing is held."""
+        lacking = sum(self._held.values()) + num_tokens - self.sizes.room
+        if lacking <= 0:
+            return True
+        read, leaving = self._read(), list[bytes]()
+        for digest, size in self._held.items():
+            if lacking <= 0:
+                break
+            if digest not in read:
+                leaving.append(digest)
+                lacking -= size
+        if lacking > 0 and len(leaving) < len(self._held):
+            return False
+        self._free(leaving)
+        return True
+
+    def _read(self) -> set[bytes]:
+        return {medium.digest for media in self._readers.values() for medium in media}
+
+    def _free(self, digests: set[bytes] | list[bytes]) -> None:
+        if digests:
+            self._entries.append(FreeEncoded(sorted(digests)))
+        for digest in digests:
+            del self._held[digest]
+            self._doomed.discard(digest)
+
+    # ---- sequences
+
+    def register(self, sequence: Seq) -> None:
+        """It holds nothing before it computes a medium."""
+
+    def search(self, sequence: Seq) -> "AnyLength":  # noqa: ARG002
+        return AnyLength()
+
+    def nothing(self) -> None:
+        return None
+
+    def admit(self, sequence: Seq, hit: PrefixHit, found: None, num_tokens: int) -> bool:  # noqa: ARG002
+        return True
+
+    def grow(self, sequence: Seq, num_tokens: int) -> Growth | None:  # noqa: ARG002
+        return None
+
+    def publish(self, sequence: Seq, first: int, last: int) -> None:
+        """Vectors are found by their media at any time."""
+
+    def can_fork(self, parent: Seq, position: int, num_scheduled: int) -> bool:  # noqa: ARG002
+        return True
+
+    def fork(self, parent: Seq, child: Seq, num_scheduled: int) -> Sequence[Entry]:  # noqa: ARG002
+        return ()
+
+    def release(self, sequence: Seq, *, forget: bool = False) -> None:  # noqa: ARG002
+        self._readers.pop(sequence, None)
+
+    def swap_out(self, sequence: Seq) -> bool:
+        self._readers.pop(sequence, None)
+        return True
+
+    def holds(self, sequence: Seq) -> bool:
+        return sequence in self._readers
+
+    def holds_device(self, sequence: Seq) -> bool:  # noqa: ARG002
+        return False
+
+    def push_out(self, sequence: Seq) -> bool:  # noqa: ARG002
+        return False
+
+    def swap_in(self, sequence: Seq, num_tokens: int, *, in_parts: bool = True) -> bool:  # noqa: ARG002
+        return True
+
+    # ---- forgetting and reporting
+
+    def reset(self) -> Forgotten:
+        """As for any part. Media that are read by now go once they have been."""
+        read = self._read()
+        self._free([digest for digest in self._held if digest not in read])
+        self._doomed = set(self._held)
+        return Forgotten()
+
+    def count(self, stats: Stats) -> None:
+        """It has no gauges."""
+
+    def check_integrity(self, sequences: Sequence[Seq]) -> None:
+        lost = self._read() - self._held.keys()
+        if lost or not self._doomed <= self._held.keys():
+            raise RuntimeError(f"media {lost} are read, {self._doomed} are to be freed, not all of them are held")
+        if gone := self._readers.keys() - set(sequences):
+            raise RuntimeError(f"{gone} read media and have ended")
+
+
+class AnyLength:
+    """Vectors do not bound how much of a sequence is found: who needs them has them computed."""
+
+    def longest(self, num_blocks: int) -> int:
+        return num_blocks
+
+    def find(self, num_blocks: int) -> None:  # noqa: ARG002
+        return None

@@ -1,0 +1,21 @@
+"""Idefics 3 and SmolVLM: Llama's layers, which read the vectors of a SigLIP tower among those of tokens."""
+
+from collections.abc import Iterator
+
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.vision_tower import VisionTower
+from vllm_lite.layers.weights.weight_slot import WeightGroup
+from vllm_lite.models.llama import Llama
+
+
+class Idefics3(Llama):
+    """Llama with a tower of tiles beside it."""
+
+    def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
+        super().__init__(parts, max_model_len, max_num_tokens)
+        self.tower = None if parts.spec.vision is None else VisionTower(parts, parts.spec.vision)
+
+    def weight_groups(self) -> Iterator[WeightGroup]:
+        yield from super().weight_groups()
+        if self.tower is not None:
+            yield from self.tower.weight_groups()

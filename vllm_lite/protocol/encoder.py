@@ -1,0 +1,36 @@
+"""Media as an encoder reads them, and the entries of a step, engine -> worker, by which it does.
+
+Vectors are never on the wire: the workers make and keep them, the engine decides which, and until when.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from vllm_lite.protocol import Message
+
+MAX_CONTENT_BYTES = 128 * 1024 * 1024
+"""Most bytes of all the media of one prompt, as the encoder reads them."""
+
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class MediaContent(Message):
+    """Colors, of one byte each, which the encoder reads for all media with this digest."""
+
+    digest: Digest
+    content: bytes
+
+
+class Encode(Message, tag=13):
+    """Compute the vectors of a medium before the forward pass, and keep them until a FreeEncoded."""
+
+    digest: Digest
+    num_tokens: int
+    content: bytes
+
+
+class FreeEncoded(Message, tag=14):
+    """Forget the vectors of these media."""
+
+    digests: list[Digest]

@@ -1,0 +1,43 @@
+"""Frames on a socket between a process and a child that works for it: a length in 4 bytes, then a struct as msgpack."""
+
+import socket
+
+import msgspec
+
+MAX_FRAME_BYTES = 1024 * 1024 * 1024
+LENGTH_BYTES = 4
+_PIECE_BYTES = 1 << 20
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: msgspec.Struct) -> bytearray:
+    """Encode `message` for the socket, into the frame itself: a second copy of a long chat would be a large one."""
+    data = bytearray(LENGTH_BYTES)
+    _encoder.encode_into(message, data, LENGTH_BYTES)
+    data[:LENGTH_BYTES] = (len(data) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
+    return data
+
+
+def read_frame(wire: socket.socket) -> bytearray:
+    """Read one frame; nothing at the end. Raises MemoryError for one that is too large; the next can be read."""
+    length = int.from_bytes(_read_into(wire, bytearray(LENGTH_BYTES)), "little")
+    if length > MAX_FRAME_BYTES:
+        return bytearray()
+    try:
+        data = bytearray(length)
+    except MemoryError:
+        for start in range(0, length, _PIECE_BYTES):
+            _read_into(wire, bytearray(min(_PIECE_BYTES, length - start)))
+        raise
+    return _read_into(wire, data)
+
+
+def _read_into(wire: socket.socket, data: bytearray) -> bytearray:
+    """Fill `data`. Returns it, or nothing if the socket is closed."""
+    place, view = 0, memoryview(data)
+    while place < len(data):
+        count = wire.recv_into(view[place:])
+        if not count:
+            return bytearray()
+        place += count
+    return data

@@ -1,0 +1,94 @@
+"""Media in a worker: their vectors are computed before the forward pass, kept by digest as long as the engine says, and
+put in the place of those of the placeholder tokens."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_lite.attention.step_batch import TokenVectors, to_device
+from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.errors import ProtocolError
+from vllm_lite.layers.vision_tower import VisionTower
+from vllm_lite.protocol.encoder import Encode, FreeEncoded
+from vllm_lite.protocol.spans import Media
+from vllm_lite.protocol.step import Fork, Handle, NewRequest
+from vllm_lite.worker.batch.part import Handler, StepPart
+from vllm_lite.worker.batch.rows import SequenceState
+from vllm_lite.worker.batch.step_inputs import StepInputs
+
+
+class MediaVectors(StepPart):
+    """Runs one tower. `progress` is called behind each of its layers."""
+
+    def __init__(self, tower: VisionTower, progress: Callable[[], None]) -> None:
+        self.tower = tower
+        self.progress = progress
+        self.num_encoded = 0
+        self._wanted: list[Encode] = []
+        self._vectors: dict[bytes, torch.Tensor] = {}  # by digest: [num_tokens, hidden_size of the text]
+        self._media: dict[Handle, tuple[Media, ...]] = {}
+
+    def handlers(self) -> Mapping[type, Handler]:
+        return {Encode: self._wanted.append, FreeEncoded: self._free}
+
+    def _free(self, entry: FreeEncoded) -> None:
+        gone = set(entry.digests)
+        self._wanted[:] = [each for each in self._wanted if each.digest not in gone]
+        for digest in gone:
+            self._vectors.pop(digest, None)
+
+    def open(self, sequence: SequenceState, entry: NewRequest | Fork) -> None:
+        media = entry.media if isinstance(entry, NewRequest) else self._media.get(entry.parent, ())
+        if media:
+            self._media[sequence.handle] = media
+
+    def close(self, sequence: SequenceState) -> None:
+        self._media.pop(sequence.handle, None)
+
+    def build(self, inputs: StepInputs) -> None:
+        """Compute what has been asked for, and find the vectors of the step's placeholders."""
+        if self._wanted:
+            self._encode()
+        rows, vectors = list[NDArray[np.int64]](), list[torch.Tensor]()
+        for index, handle in enumerate(inputs.handles):
+            start, end = int(inputs.starts[index]), int(inputs.seq_lens[index])
+            for medium in self._media.get(handle, ()):
+                first, last = max(start, medium.start), min(end, medium.end)
+                if first >= last:
+                    continue
+                if (own := self._vectors.get(medium.digest)) is None:
+                    raise ProtocolError(f"handle {handle} computes a medium at {medium.start} that was not encoded")
+                rows.append(np.arange(first, last) + (int(inputs.query_start_loc[index]) - start))
+                vectors.append(own[first - medium.start : last - medium.start])
+        if rows:
+            inputs.vectors = TokenVectors(to_device(np.concatenate(rows), self.tower.device), torch.cat(vectors))
+
+    def _encode(self) -> None:
+        spec, wanted = self.tower.spec, list(self._wanted)
+        self._wanted.clear()
+        size = spec.image_size * spec.image_size * 3
+        for entry in wanted:
+            if entry.num_tokens != spec.num_tokens or len(entry.content) != size:
+                raise ProtocolError(
+                    f"a medium of {entry.num_tokens} tokens and {len(entry.content)} bytes; a tile has "
+                    f"{spec.num_tokens} and {size}"
+                )
+        colors: NDArray[Any] = np.frombuffer(b"".join(entry.content for entry in wanted), np.uint8)
+        tiles = torch.from_numpy(colors.reshape(-1, spec.image_size, spec.image_size, 3).copy())
+        for entry, vectors in zip(wanted, self.tower.encode(tiles, self.progress), strict=True):
+            self._vectors[entry.digest] = vectors.clone()
+        self.num_encoded += len(wanted)
+
+    def check_integrity(self) -> None:
+        unknown = self._media.keys() - self.rows.sequences.keys()
+        if unknown:
+            raise RuntimeError(f"media of handles {sorted(unknown)}, which no sequence has")
+
+
+def media_facts(spec: ModelSpec) -> dict[str, Any]:
+    """The fields of Ready by which clients and engine know the media that the model takes."""
+    own = spec.vision
+    return {} if own is None else {"placeholders": {"image": own.token_id}, "media_token_bytes": own.token_bytes}
