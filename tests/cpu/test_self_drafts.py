@@ -97,7 +97,7 @@ def test_a_plan_counts_what_the_copy_keeps(
     checkpoint = Checkpoint(load_spec(path), read_headers(path))
     norms = sum(4 * prod(shape) for name, shape in checkpoint.shapes.items() if "layers" in name and len(shape) == 1)
     planned = copy_bytes(checkpoint, 4, settings.get("quantization")) - norms
-    assert found == [pytest.approx(planned, rel=0.02)]
+    assert found == [pytest.approx(planned, abs=4096)]  # each matrix ends with up to 1024 bytes of room
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -15,12 +15,14 @@ import yaml
 from tests.deadlines import scaled
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.openai import openapi
+from vllm_lite.tools.doctor.checks import MODULES
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs" / "deploy"
 DOCKERFILES = sorted(FOLDER.glob("*.Dockerfile"))
 PATHS = openapi.document()["paths"]
 NEEDS_NO_SERVER = {"torch", "numpy", "safetensors", "starlette", "uvicorn", "uvloop", "httptools", "prometheus-client"}
+NEEDS_NO_SERVER |= {"xxhash", "pillow"}
 """What pyproject.toml names and a client does not take."""
 
 
@@ -87,7 +89,7 @@ def test_a_client_takes_what_its_image_has() -> None:
     assert set(installed) == names - NEEDS_NO_SERVER
     code = f"""
 import sys
-for name in {sorted(name.replace("-", "_") for name in NEEDS_NO_SERVER)}:
+for name in {sorted(MODULES.get(name, name.replace("-", "_")) for name in NEEDS_NO_SERVER)}:
     sys.modules[name] = None
 from vllm_lite import AsyncClient
 from vllm_lite.tools.cli import main

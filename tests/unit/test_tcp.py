@@ -24,7 +24,7 @@ from vllm_lite.engine.client_port import ClientPort
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import Abort, Finished, FromClient, Hello, OutputBatch, Welcome
-from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES, client_to_engine, engine_to_client
+from vllm_lite.protocol.codec import MAX_CLIENT_BYTES, client_to_engine, engine_to_client
 from vllm_lite.transport import Delivery, Tcp, Wakeup
 from vllm_lite.transport.authenticator import Complaints
 from vllm_lite.transport.keys import load_client_keys, make_client_keys, make_engine_keys
@@ -284,7 +284,7 @@ def test_a_malformed_request_ends(engine: Engine, alice: Path) -> None:
 def test_too_long_a_message_ends_its_own_connection(engine: Engine, alice: Path) -> None:
     connection = transport.connect(engine.address, b"long", alice)
     with closing(connect(engine, alice)) as friend:
-        connection.send(bytes(MAX_MESSAGE_BYTES + 1))
+        connection.send(bytes(MAX_CLIENT_BYTES + 1))
         deadline_s = time.monotonic() + DEADLINE_S
         while not connection.lost():
             assert time.monotonic() < deadline_s
@@ -303,7 +303,7 @@ def test_every_limit_is_set(engine: Engine, alice: Path) -> None:
     for channel in (connection, engine.port.listener):
         limits = (zmq.MAXMSGSIZE, zmq.SNDHWM, zmq.RCVHWM, zmq.HANDSHAKE_IVL, zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT)
         found = [channel._socket.getsockopt(limit) for limit in limits]
-        assert found == [MAX_MESSAGE_BYTES, HIGH_WATER_MARK, HIGH_WATER_MARK, 10_000, 5_000, 30_000]
+        assert found == [MAX_CLIENT_BYTES, HIGH_WATER_MARK, HIGH_WATER_MARK, 10_000, 5_000, 30_000]
     connection.close()
 
 

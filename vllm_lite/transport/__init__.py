@@ -9,14 +9,14 @@ subscriber.py  who gets them
 inproc.py     queues in one process: unit tests and --single-process
 """
 
-from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
+from vllm_lite.protocol.codec import MAX_CLIENT_BYTES
 from vllm_lite.transport.interface import Connection, Delivery, Listener, Tcp, Wakeup, wait
 from vllm_lite.transport.keys import KeysOption, load_client_keys
 
 __all__ = ["Connection", "Delivery", "KeysOption", "Listener", "Tcp", "Wakeup", "bind", "connect", "finish", "wait"]
 
 
-def bind(address: str, tcp: Tcp | None = None, max_bytes: int = MAX_MESSAGE_BYTES) -> Listener:
+def bind(address: str, tcp: Tcp | None = None, max_bytes: int = MAX_CLIENT_BYTES) -> Listener:
     """Listen on `address` (ipc://PATH or inproc://NAME), and on `tcp` beside an ipc one.
 
     Who sends a message of more than `max_bytes` loses the connection, but for an inproc one. Raises EngineError if an

@@ -81,11 +81,12 @@ def copy_bytes(
     shapes = checkpoint.shapes
     layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.") and len(shape)}
     named = {canonical(stored_as): tensor.dtype for stored_as, tensor in checkpoint.tensors.items()}
-    total = 0
+    total, mixed = 0, MixedForm.of(spec, COPY, device)
     for name, stored in layers.items():
         shape = rank_shape(name, stored, spec, shard)
+        form = COPY if mixed is None else mixed.form(name)
         is_matrix = _is_quantized(name, shape, spec)
-        total += quantized_bytes(shape, COPY, device) if is_matrix else prod(shape) * dtype_bytes
+        total += quantized_bytes(shape, form, device) if is_matrix else prod(shape) * dtype_bytes
     if head in shapes and quantization is None and named[head] in FLOAT_BYTES:
         total += quantized_bytes(rank_shape(head, shapes[head], spec, shard), head_form(COPY), device)
     return total

@@ -20,7 +20,7 @@ from vllm_lite.runtime import machine
 
 GIB = 1024**3
 PACKAGE = "vllm-lite"
-MODULES = {"pyzmq": "zmq", "pyyaml": "yaml"}
+MODULES = {"pyzmq": "zmq", "pyyaml": "yaml", "pillow": "PIL"}
 """Distributions whose module has another name."""
 MIN_FILES, MIN_MEMORY, MIN_SHM, MIN_TMP = 4096, 2 * GIB, 512 << 20, 256 << 20
 """MIN_SHM is what several GPUs need of /dev/shm; a container has 64 MiB of it unless it is given more."""
