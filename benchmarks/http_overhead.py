@@ -122,7 +122,7 @@ class Server:
         return {name: time.user + time.system for name, time in times.items()}
 
     def memory_mib(self) -> dict[str, float]:
-        """Of its own: pages that it shares with others are left out."""
+        """MiB of each process's own pages: those that it shares with others are left out."""
         return {name: process.memory_full_info().uss / 2**20 for name, process in self._processes.items()}
 
 
@@ -166,7 +166,7 @@ def overhead(server: Server, streams: int, tokens: int, rounds: int) -> Figures:
 
 
 def _medians(found: list[Figures], tokens: int) -> Figures:
-    """Of several rounds, in which there were `tokens` in all."""
+    """Medians of several rounds, in which there were `tokens` in all."""
     firsts = sorted(first for one in found for first in one["first_ms"])
     return {
         "tokens_s": round(statistics.median(one["tokens_s"] for one in found), 1),

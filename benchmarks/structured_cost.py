@@ -55,7 +55,7 @@ def params(constrained: bool) -> list[SamplingParams]:
 
 
 def seconds(llm: LLM, round_number: int, wanted: Sequence[SamplingParams]) -> tuple[float, int]:
-    """Of one batch, and its steps. Raises RuntimeError if an output is not as long as it has to be."""
+    """Seconds that one batch took, and its steps. Raises RuntimeError if an output is not as long as it has to be."""
     before, started_s = llm.stats().steps, time.perf_counter()
     outputs = llm.generate(prompts_of(round_number), list(wanted), use_tqdm=False)
     took_s = time.perf_counter() - started_s

@@ -107,3 +107,14 @@ PROMPT = list(range(1, 30))
 def restarted(rig: DiskRig, **options: Any) -> DiskRig:
     """Another engine over the same disk."""
     return DiskRig(contents=rig.contents, **options)
+
+
+def loading() -> DiskRig:
+    """Restart a rig that had served PROMPT, whose first load is under way and is held back."""
+    rig = DiskRig()
+    rig.serve("a", PROMPT)
+    again = restarted(rig)
+    again.holds = True
+    again.add("a", PROMPT)
+    again.step()
+    return again

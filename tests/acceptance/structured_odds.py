@@ -80,7 +80,7 @@ class Odds:
 
 
 def p_value(expected: dict[str, float], counts: Counter[str]) -> tuple[float, int]:
-    """Of the chi-square test that `counts` are draws from `expected`, and its degrees of freedom."""
+    """The p-value of the chi-square test that `counts` are draws from `expected`, and its degrees of freedom."""
     draws = counts.total()
     often = {text: p * draws for text, p in expected.items() if p * draws >= FEW}
     rest = draws - sum(often.values()), draws - sum(counts[text] for text in often)

@@ -37,7 +37,7 @@ def sparse(model: Any) -> list[SparseMLP]:
 
 
 def error(logits: torch.Tensor, exact: torch.Tensor) -> float:
-    """Of half of the rows or more: bfloat16 sends some to other experts than float32 does."""
+    """Median error of the rows, relative to their length: bfloat16 sends some to other experts than float32 does."""
     exact = exact[: len(logits)]
     return float(((logits.float() - exact).norm(dim=1) / exact.norm(dim=1)).median())
 

@@ -56,8 +56,8 @@ def test_dense_weights_become_what_the_plain_twin_makes(
 
 @pytest.mark.parametrize(("form", "most"), [("int8", 0.0061), ("fp8", 0.0253), ("int4", 0.1155), ("int4_g32", 0.0802)])
 def test_the_error_of_a_form(form: Quantization, most: float) -> None:
-    """Of normal weights, and of products of two. With the range of a group in 15 steps 4 bits would give 0.125 and
-    0.089, and 8 bits with the largest at 127 0.0065."""
+    """Errors of normal weights, and of products of two. With the range of a group in 15 steps 4 bits would give 0.125
+    and 0.089, and 8 bits with the largest at 127 0.0065."""
     generator = torch.Generator().manual_seed(0)
     normal, flat = (torch.randn(256, 1024, generator=generator) for _ in range(2))
     weight = torch.cat([normal, flat.sign() * (flat.abs() * normal.abs())])

@@ -144,7 +144,7 @@ def test_a_process_that_dies_costs_its_own_image_alone() -> None:
 def test_the_tower_gives_the_vectors_of_transformers(
     tmp_path: Path, family: str, tile: int, patch: int, merge: int
 ) -> None:
-    """Of 7 x 7 patches some lie in a row too low, by rounding."""
+    """Rounding puts some of 7 x 7 patches a row too low, as in transformers."""
     vision: dict[str, Any] = {"image_size": tile, "patch_size": patch, "hidden_size": 48, "intermediate_size": 80}
     vision |= {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
     path = make_smolvlm(tmp_path / "m", family, vision_config=vision, scale_factor=merge)

@@ -51,8 +51,8 @@ def oracle(checkpoint: Path) -> MixedOracle:
 
 
 def test_groups_have_blocks_of_the_same_bytes(oracle: MixedOracle) -> None:
-    """Of a token's K a full layer has 2 * 24 elements, and two have 96; a sliding one 40, and four have 160. So many
-    has a block of either group, of 16 tokens' K and V in float32."""
+    """A full layer has 2 * 24 elements of a token's K, and two have 96; a sliding one has 40, and four have 160. A
+    block of either group has as many, for 16 tokens' K and V in float32."""
     assert [group.layers for group in oracle.spec.kv_groups] == [(0, 2), (1, 3, 4, 5)]
     assert [group.kv_shape(16) for group in oracle.spec.kv_groups] == [(2, 2, 2, 16, 24), (4, 2, 1, 16, 40)]
     assert oracle.spec.kv_block_bytes(16, 4) == 160 * 2 * 16 * 4
@@ -193,7 +193,7 @@ def test_a_plan_has_the_blocks_and_buffers_of_a_worker(checkpoint: Path, tp: int
 
 
 def test_a_decode_step_reads_the_kv_of_all_groups(checkpoint: Path, oracle: MixedOracle) -> None:
-    """Of 30 tokens two full layers read K and V of 48 elements, four sliding ones 40 of the last 11."""
+    """Two full layers read K and V of 48 elements for 30 tokens, four sliding ones 40 for the last 11."""
     config = PlanConfig.check({"model": str(checkpoint), "memory": "8GiB", "dtype": "bfloat16"})
     resolved = _Sizes(config, load(config)).config
     one, three = (step_bytes(resolved, oracle.spec, num_streams, 30) for num_streams in (1, 3))

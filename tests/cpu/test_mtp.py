@@ -63,7 +63,7 @@ def blocks(first: int) -> list[int]:
 
 
 def test_drafts_are_the_heads(watched: Watched) -> None:
-    """Of prompts in chunks, and behind steps without drafts."""
+    """Prompts come in chunks, and some steps have no drafts."""
     watched.run(new_request(0, PROMPT, blocks(1), num_tokens=13), new_request(1, PROMPT[::-1], blocks(8)))
     watched.run(Continue(0, 17, []), Draft(1, DRAFTS, []))
     watched.draft(0, 1)

@@ -114,7 +114,7 @@ def logits_of(path: Path, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("name", ["qwen2-odd-tied", "neox"])
 def test_heads_stay_as_they_are_for_others(tmp_path: Path, name: str) -> None:
-    """Of transformers' models some have a head that no file has, or another name for it."""
+    """Some of transformers' models have a head that no file has, or another name for it."""
     source = next(one for one in VARIANTS if one.name == name).make(tmp_path / "dense")
     quantize_checkpoint(source, tmp_path / "out", "int4_g32")
     oracle = Oracle(source)

@@ -112,7 +112,7 @@ def activation(kind: Activation) -> Case:
 
 
 def every_code(dtype: torch.dtype) -> Case:
-    """Of float4, with the smallest scale and others, as numbers: to the last bit, in the order of the outputs."""
+    """Each code of float4, with the smallest scale and others, to the last bit, in the order of the outputs."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
         codes = (torch.arange(96 * 64).view(96, 64) * 37 % 16).to(torch.uint8)

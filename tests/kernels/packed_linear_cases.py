@@ -84,7 +84,7 @@ def computes(stored: GroupedWeight, dtype: torch.dtype, *counts: int) -> Case:
 
 
 def every_code(values: torch.Tensor, dtype: torch.dtype) -> Case:
-    """Of each input alone: the scaled value to the last bit, wherever it lies in a chunk and a tile."""
+    """Each code at each input alone: the scaled value to the last bit, wherever it lies in a chunk and a tile."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
         codes = torch.arange(64 * 128).view(64, 128) * 37 % len(values)
@@ -172,7 +172,7 @@ def float8_rows(launcher: Launcher, device: torch.device) -> None:
 
 
 def with_a_bias(launcher: Launcher, device: torch.device) -> None:
-    """Of x's type and of float32, in one part and in several."""
+    """Outputs of x's type and of float32, in one part and in several, with a bias."""
     for sizes in (Sizes(), Sizes(20, 2048)):
         stored, bias = weight(INT4, 128, sizes=sizes), draw((sizes.outputs,), BF16, device, 3.0)
         linear = PackedLinear(launcher, PackedWeight.of(stored, device), bias)

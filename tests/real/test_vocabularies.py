@@ -88,7 +88,7 @@ def test_a_unigram_vocabulary_has_the_ids_of_xlm_roberta(real: Callable[[str], P
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_texts_have_the_ids_of_transformers(real: Callable[[str], Path], name: str) -> None:
-    """Of its plain class, which takes a tokenizer.json as it is; the classes of Llama and GPT-2 build theirs anew."""
+    """Its plain class takes a tokenizer.json as it is; the classes of Llama and GPT-2 build theirs anew."""
     from transformers import PreTrainedTokenizerFast
 
     file = real(f"tokenizer-{name}") / "tokenizer.json"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.disk_rig import PROMPT, DiskRig, restarted
+from tests.disk_rig import PROMPT, DiskRig, loading, restarted
 from tests.scheduler_rig import expected
 from vllm_lite.engine.adapters import Adapter
 from vllm_lite.engine.request import Request
@@ -25,12 +25,7 @@ def test_a_reset_leaves_the_disk_unless_it_is_asked_for() -> None:
 
 
 def test_what_is_loaded_while_the_cache_is_reset_is_not_found() -> None:
-    rig = DiskRig()
-    rig.serve("a", PROMPT)
-    again = restarted(rig)
-    again.holds = True
-    again.add("a", PROMPT)
-    again.step()
+    again = loading()
     again.scheduler.reset_prefix_cache(stored=True)
     again.drain()
     assert again.loads[0].keys[0] not in again.tier.index
@@ -40,12 +35,7 @@ def test_what_is_loaded_while_the_cache_is_reset_is_not_found() -> None:
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_what_was_read_before_a_reset_is_not_published_behind_it(stored: bool) -> None:
-    rig = DiskRig()
-    rig.serve("a", PROMPT)
-    again = restarted(rig)
-    again.holds = True
-    again.add("a", PROMPT)
-    again.step()
+    again = loading()
     (load,) = again.loads
     again.scheduler.reset_prefix_cache(stored=stored)
     again.end(load)  # the worker had read it, and says so only now

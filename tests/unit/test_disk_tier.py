@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.disk_rig import PROMPT, DiskRig, restarted
+from tests.disk_rig import PROMPT, DiskRig, loading, restarted
 from tests.scheduler_rig import expected
 from vllm_lite.engine.blocks.write_through import MAX_CHAINS
 from vllm_lite.engine.scheduling.rates import Rates
@@ -136,12 +136,7 @@ def test_a_load_that_fails_is_computed_and_not_tried_again() -> None:
 
 
 def test_a_load_that_is_late_is_not_waited_for_and_its_places_stay_taken() -> None:
-    rig = DiskRig()
-    rig.serve("a", PROMPT)
-    again = restarted(rig)
-    again.holds = True
-    again.add("a", PROMPT)
-    again.step()
+    again = loading()
     (load,) = again.loads
     again.scheduler.transfer_late(load.ticket)
     again.step()
@@ -153,12 +148,7 @@ def test_a_load_that_is_late_is_not_waited_for_and_its_places_stay_taken() -> No
 
 
 def test_one_that_is_aborted_while_it_waits_leaves_what_is_loaded_to_others() -> None:
-    rig = DiskRig()
-    rig.serve("a", PROMPT)
-    again = restarted(rig)
-    again.holds = True
-    again.add("a", PROMPT)
-    again.step()
+    again = loading()
     again.abort("a")
     again.scheduler.check_integrity()
     again.drain()

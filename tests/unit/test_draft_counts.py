@@ -32,7 +32,7 @@ def test_drafts_are_counted_as_the_worker_made_them() -> None:
 
 
 def test_drafts_are_counted_by_what_made_them() -> None:
-    """Of each sequence the forced ones are in front. Places are those among the drafts of one method."""
+    """Forced drafts are in front of each sequence's others. Places are those among the drafts of one method."""
     meter = Bench(speculative_config={"method": "suffix", "num_speculative_tokens": 3}).core.meter
     sampling: list[Any] = [_Drafting(index) for index in (0, 1, 0, 0)]
     result = ModelOutput(1, 1, b"", [4, 2, 1, 6], drafted=[5, 3, 0, 5], forced=[2, 2, 0, 5])

@@ -112,7 +112,7 @@ def test_equal_hashes_mean_equal_content(first: Any, second: Any, cut: int) -> N
 
 
 def content_of(tokens: list[int], media: tuple[Media, ...]) -> list[object]:
-    """Of each token all that its KV depends on, at its place."""
+    """All that each token's KV depends on, at its place."""
     content: list[object] = list(tokens)
     for medium in media:
         for place in range(medium.start, medium.end):

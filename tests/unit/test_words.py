@@ -32,7 +32,7 @@ BANNED = {
 }
 """Patterns of words, and what to write instead."""
 CODE = ("vllm_lite", "scripts", "tests", "benchmarks", "examples")
-ASKS = re.compile(r"(?:What|Which|Those|Where|Whose|How|Behind)\b")
+ASKS = re.compile(r"(?:What|Which|Those|Where|Whose|How|Behind|Of)\b")
 """A docstring says the noun or the verb first: "Token budget of the step", not "How many tokens a step may have"."""
 FAMILY = re.compile(r"\bfamil(?:y|ies)\b", re.IGNORECASE)
 """Models have families; API servers have none."""

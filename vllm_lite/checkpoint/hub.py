@@ -414,7 +414,7 @@ def _connect() -> None:
 def _bar(add: Callable[[int], None]) -> type:
     """Make a class that huggingface_hub uses as progress bar of one file: it calls `add` and shows nothing."""
 
-    class Bar:
+    class CountingBar:
         def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
             add(initial)
 
@@ -430,7 +430,7 @@ def _bar(add: Callable[[int], None]) -> type:
         def update(self, num_bytes: float | None = 1) -> None:
             add(int(num_bytes or 0))
 
-    return Bar
+    return CountingBar
 
 
 # ---- failures

@@ -1,5 +1,6 @@
 """The recurrent block of a decoder layer, in the place of attention: it keeps a state of the sequence instead of KV."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -36,7 +37,7 @@ class RecurrentOp(Protocol):
         ...
 
 
-class RecurrentBlock:
+class RecurrentBlock(ABC):
     """A projection, what goes from token to token, and another projection. A kind of layer makes these, and names what
     is loaded beside the projections."""
 
@@ -77,7 +78,7 @@ class RecurrentBlock:
         """Make what goes from token to token. out: [num_tokens, projected_size]."""
         self.projections.forward(x, out=out)
 
-    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
+    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:  # noqa: B027
         """Nothing: the tokens have read their states on the way."""
 
     def take_up(self, tokens: torch.Tensor, rows: StepRows, kv: torch.Tensor, segments: Segments) -> None:
@@ -99,9 +100,9 @@ class RecurrentBlock:
         yield WeightGroup(tuple(stacks), self.load)
         yield self.output.group(f"{prefix}{self.output_as}")
 
+    @abstractmethod
     def slots(self, prefix: str) -> Iterator[tuple[WeightSlot, ...]]:
         """The tensors beside the projections, each in parts that `load` gets together, one behind the other."""
-        raise NotImplementedError
 
 
 def specs_of(parts: Parts, layer: int, kind: type[S]) -> tuple[S, S]:

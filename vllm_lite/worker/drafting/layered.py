@@ -1,6 +1,7 @@
 """LayeredDrafter: a drafter with layers of its own, whose KV lies in the sequence's blocks behind the model's."""
 
 import dataclasses
+from abc import ABC, abstractmethod
 
 import torch
 from msgspec.structs import replace
@@ -22,7 +23,7 @@ FEW_TOKENS = 16
 """Tokens of the step that warms a drafter up."""
 
 
-class LayeredDrafter(Drafter):
+class LayeredDrafter(Drafter, ABC):
     """A subclass says in `make` what its model is."""
 
     spec: ModelSpec
@@ -33,9 +34,9 @@ class LayeredDrafter(Drafter):
     """The KV groups of the batch that hold its layers, one for each of its own groups."""
     _eager: EagerForward  # by `begin`
 
+    @abstractmethod
     def make(self, place: DraftPlace) -> Model:
         """Make and load the model of `spec`, whose KV groups are there."""
-        raise NotImplementedError
 
     def load(self, place: DraftPlace) -> None:
         self._place, config = place, place.config
