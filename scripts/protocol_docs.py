@@ -279,7 +279,16 @@ def schema() -> str:
         "title": f"vllm_lite protocol, version {PROTOCOL_VERSION}",
         "$defs": definitions,
     }
-    return json.dumps(document, indent=1) + "\n"
+    return json.dumps(_without_property_names(document), indent=1) + "\n"
+
+
+def _without_property_names(schema: Any) -> Any:
+    """Return a schema without the words allowed as keys of a map: not every release of msgspec tells them."""
+    if isinstance(schema, list):
+        return [_without_property_names(item) for item in schema]
+    if isinstance(schema, dict):
+        return {key: _without_property_names(value) for key, value in schema.items() if key != "propertyNames"}
+    return schema
 
 
 if __name__ == "__main__":

@@ -44,9 +44,16 @@ def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
             message = f"{message[:SHOWN_CHARS]} [...] {message[-SHOWN_CHARS:]}"
         place = re.search(r"`\$\.?((\w+)[^`]*)`", message)
         raise ApiError(400, message.replace("`$.", "`"), place.group(2) if place else None) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        _check_unicode(data)
+        raise _MalformedError(400, f"the body is not valid JSON: {error}") from error
+
+
+def _check_unicode(data: bytes | msgspec.Raw) -> None:
+    """Raises ApiError for bytes that are not UTF-8, and names the first; the releases of msgspec report it in two ways."""
+    try:
+        str(memoryview(data), "utf-8")
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x} of a text"
         text = f"{byte} is not UTF-8 (PowerShell needs -ContentType {_IN_UTF8!r})"
         raise ApiError(400, f"the body is not valid JSON: {text}") from error
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise _MalformedError(400, f"the body is not valid JSON: {error}") from error
