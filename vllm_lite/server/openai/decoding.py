@@ -50,7 +50,7 @@ def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
 
 
 def _check_unicode(data: bytes | msgspec.Raw) -> None:
-    """Raises ApiError for bytes that are not UTF-8, and names the first; the releases of msgspec report it in two ways."""
+    """Raises ApiError for bytes that are not UTF-8, and names the first; releases of msgspec differ in their words."""
     try:
         str(memoryview(data), "utf-8")
     except UnicodeDecodeError as error:
