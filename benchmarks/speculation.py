@@ -1,17 +1,33 @@
-"""Output tokens per second with each way to draft, and without: the same tokens, timed in turn.
+"""Output tokens per second with each way to draft, and without: the same answers, asked in turn.
 
     python benchmarks/speculation.py MODEL                 # a first answer, and the same one again
     python benchmarks/speculation.py MODEL --streams 8
+    python benchmarks/speculation.py MODEL --quantization int8 --ways none self --first
     python benchmarks/speculation.py MODEL --ways none self draft_model --draft-model OTHER
+    python benchmarks/speculation.py MODEL --chat-template FILE    # where the checkpoint has none; or --plain
+    python benchmarks/speculation.py MODEL --random 3 --first      # prompts of random tokens, for synthetic weights
+    python benchmarks/speculation.py MODEL --peers DIR --llama MODEL.gguf SMALL.gguf --openvino FOLDER SMALL_FOLDER
 
-Every round asks each engine anew; "again" is the same question once more, whose first answer drafts by suffix know.
-Between the two the prefix cache is forgotten, so that no prompt is cheaper. Fails if the tokens differ.
+All engines run side by side, and each question goes to one after the other, so that a cell's speeds are measured
+within seconds; what the table has in brackets is the median of the rounds' ratios. "again" is the same question once
+more, whose first answer drafts by suffix know. Between the two the prefix cache is forgotten, so that no prompt is
+cheaper. The last lines count answers whose tokens are those without drafts. Peers (DIR is what runners/setup.sh made)
+answer one stream, each alone, by its own lookup, and with drafts of the smaller model.
 """
 
 import argparse
+import json
+import random
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from statistics import median
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Protocol
+
+from runners.answering import Answer, Peer
 
 from vllm_lite import LLM, SamplingParams
 
@@ -31,47 +47,233 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "self": {"method": "self", "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
-MEASURED = ("first", "again")
+BASE = "none"
+RANDOM_LENGTH = 64
+LOOKUPS, DRAFTS = (2, 10), (4, 16)
+"""Drafts of a step that peers are tried with: llama-cpp-python's advice for CPUs and its default, and llama.cpp's
+default beside a smaller number."""
+OPENVINO_DRAFTS = 4
+WARM = "Hello."
 
 
-def ask(llm: LLM, question: str, streams: int, num_tokens: int) -> tuple[float, list[list[int]]]:
-    """Tokens per second of `streams` equal chats, and their tokens."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    llm.reset_prefix_cache()
-    began = time.perf_counter()
-    outputs = llm.chat([[{"role": "user", "content": question}]] * streams, params, use_tqdm=False)
-    took_s = time.perf_counter() - began
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return sum(map(len, tokens)) / took_s, tokens
+class Engine(Protocol):
+    def ask(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[Answer]]:
+        """Seconds that the answers to all prompts took, and they."""
+
+
+class Ours:
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def ask(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[Answer]]:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        self.llm.reset_prefix_cache()
+        before = self.llm.stats()
+        began = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        took_s = time.perf_counter() - began
+        after = self.llm.stats()
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        counts = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
+        return took_s, [Answer(tokens[0], *counts), *map(Answer, tokens[1:])]
+
+
+class Theirs:
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+
+    def ask(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[Answer]]:
+        took_s, answer = self.peer.ask(prompts[0], num_tokens)
+        return took_s, [answer]
+
+
+class Figures:
+    """Speeds of every cell by rounds, and the answers that were the expected ones."""
+
+    def __init__(self, ways: list[str]) -> None:
+        self.ways = ways
+        self.speeds: dict[tuple[str, str, str], list[float]] = {}
+        self.drafts: dict[str, list[int]] = {way: [0, 0] for way in ways}
+        self.equal: dict[str, list[int]] = {way: [0, 0] for way in ways}
+        self._expected: dict[str, list[list[int]]] = {}
+
+    def add(self, name: str, which: str, way: str, took_s: float, answers: list[Answer]) -> None:
+        tokens = [answer.tokens for answer in answers]
+        self.speeds.setdefault((name, which, way), []).append(sum(map(len, tokens)) / took_s)
+        expected = self._expected.setdefault(name, tokens)
+        self.equal[way][0] += sum(pair[0] == pair[1] for pair in zip(tokens, expected, strict=True))
+        self.equal[way][1] += len(tokens)
+        self.drafts[way][0] += sum(answer.drafted for answer in answers)
+        self.drafts[way][1] += sum(answer.right for answer in answers)
+
+    def ratio(self, name: str, which: str, way: str, base: str = BASE) -> float:
+        pairs = zip(self.speeds[name, which, way], self.speeds[name, which, base], strict=True)
+        return median(own / other for own, other in pairs)
+
+    def lines(self) -> Iterator[str]:
+        """The table in Markdown, and what stands below it."""
+        cells = list(dict.fromkeys((name, which) for name, which, _ in self.speeds))
+        yield "| question | answer | " + " | ".join(self.ways) + " |"
+        yield "| --- " * (2 + len(self.ways)) + "|"
+        for name, which in cells:
+            yield f"| {name} | {which} | " + " | ".join(self._cell(name, which, way) for way in self.ways) + " |"
+        yield ""
+        for way in self.ways:
+            ratios = sorted(self.ratio(*cell, way) for cell in cells)
+            drafted, right = self.drafts[way]
+            proved = f", {right / drafted:.2f} of {drafted} drafts right" if drafted else ""
+            same, total = self.equal[way]
+            bounds = f"{ratios[0]:.2f} to {ratios[-1]:.2f} x, median {median(ratios):.2f}"
+            yield f"{way}: {bounds}{proved}; {same} of {total} answers have the tokens of `{BASE}`'s first round"
+        yield from self._beside_peers(cells)
+
+    def _cell(self, name: str, which: str, way: str) -> str:
+        speed = f"{median(self.speeds[name, which, way]):.0f}"
+        return speed if way == BASE else f"{speed} ({self.ratio(name, which, way):.2f})"
+
+    def _beside_peers(self, cells: list[tuple[str, str]]) -> Iterator[str]:
+        """Our best way with drafts beside the best of the peers, cell by cell."""
+        ours = [way for way in self.ways if way in WAYS or way == "draft_model"]
+        theirs = [way for way in self.ways if way not in ours]
+        for name, which in cells if theirs else ():
+            own, other = self._best(name, which, ours), self._best(name, which, theirs)
+            ratio = self.ratio(name, which, own, other)
+            yield f"{name}, {which}: {own} is {ratio:.2f} x {other}, the best of the peers"
+
+    def _best(self, name: str, which: str, ways: list[str]) -> str:
+        return max(ways, key=lambda way: median(self.speeds[name, which, way]))
+
+
+# ---- the engines
+
+
+def peer_commands(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The runner of each peer and way."""
+    commands: dict[str, list[str]] = {}
+    for kind, venv, lookups, drafts in (
+        ("llama", "llamacpp", LOOKUPS, DRAFTS),
+        ("openvino", "ov", (OPENVINO_DRAFTS,), (OPENVINO_DRAFTS,)),
+    ):
+        files = getattr(args, kind)
+        module = {"llama": "runners.llama_cpp_drafts", "openvino": "runners.openvino_drafts"}[kind]
+        for most in (0, *lookups) if files else ():
+            python = str(args.peers / "venvs" / venv / "bin" / "python")
+            start = [python, "-m", module, f"--model={files[0]}", f"--threads={args.threads}"]
+            commands[f"{kind} lookup {most}" if most else kind] = [*start, f"--most={most}"]
+        for most in drafts if files[1:] else ():
+            commands[f"{kind} drafts {most}"] = [*start, f"--draft-model={files[1]}", f"--most={most}"]
+    return commands
+
+
+@contextmanager
+def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
+    """All of them, by their ways."""
+    by_model = {"draft_model": {"model": args.draft_model, "num_speculative_tokens": 4}}
+    settings = {"max_model_len": 4096, "dtype": args.dtype, "quantization": args.quantization}
+    settings |= {"disable_adaptive_drafts": args.fixed, "deterministic": args.deterministic}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        found: dict[str, Engine] = {}
+        for way in args.ways:
+            config = (WAYS | by_model)[way]
+            if config is not None and args.most:
+                config = config | {"num_speculative_tokens": args.most}
+            llm = LLM(args.model, speculative_config=config, cpu_threads=args.threads, **settings)
+            found[way] = Ours(stack.enter_context(llm))
+        for way, command in peer_commands(args).items():
+            peer = Peer(command, folder / f"{way.replace(' ', '-')}.log")
+            stack.callback(peer.close)
+            found[way] = Theirs(peer)
+        yield found
+
+
+def prompts_of(args: argparse.Namespace, llm: LLM) -> dict[str, list[list[int]]]:
+    """The prompts of each question: one a stream, each with a beginning of its own."""
+    if args.random:
+        draw, vocab_size = random.Random(50), llm.engine.vocab_size
+        prompts = [[draw.randrange(3, vocab_size) for _ in range(RANDOM_LENGTH)] for _ in range(args.random)]
+        streams = range(args.streams)
+        return {f"random {n}": [[3 + stream, *own] for stream in streams] for n, own in enumerate(prompts, start=1)}
+    tokenizer = llm.get_tokenizer()
+    found: dict[str, list[list[int]]] = {}
+    for name in args.questions:
+        texts = [QUESTIONS[name] if args.streams == 1 else f"{n}. {QUESTIONS[name]}" for n in range(args.streams)]
+        if args.plain:
+            found[name] = [tokenizer.encode(text) for text in texts]
+            continue
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        outputs = llm.chat(chats, SamplingParams(max_tokens=1), use_tqdm=False, chat_template=args.chat_template)
+        found[name] = [list(output.prompt_token_ids or []) for output in outputs]
+    return found
+
+
+class Question(NamedTuple):
+    name: str
+    which: str
+    prompts: list[list[int]]
+
+
+def questions(prompts: dict[str, list[list[int]]], *, again: bool) -> Iterator[Question]:
+    for name, own in prompts.items():
+        for which in ("first", "again") if again else ("first",):
+            yield Question(name, which, own)
+
+
+def measure(args: argparse.Namespace) -> Figures:
+    with engines(args) as found:
+        prompts = prompts_of(args, next(each.llm for each in found.values() if isinstance(each, Ours)))
+        figures = Figures(list(found))
+        for engine in found.values():
+            engine.ask([[5, 6, 7, 8 + stream] for stream in range(args.streams)], 40)
+        for index in range(args.rounds):
+            for asked in questions(prompts, again=not args.first):
+                # What is asked after a pause is slower, whoever it is: the first one changes with the rounds.
+                order = list(found)[index % len(found) :] + list(found)[: index % len(found)]
+                for way in order:
+                    took_s, answers = found[way].ask(asked.prompts, args.tokens)
+                    figures.add(asked.name, asked.which, way, took_s, answers)
+            print(f"round {index + 1} of {args.rounds}", file=sys.stderr, flush=True)
+    return figures
 
 
 def main() -> None:
+    args = arguments()
+    figures = measure(args)
+    print("\n".join(figures.lines()))
+    if args.out:
+        keyed = {", ".join(key): [round(speed, 1) for speed in speeds] for key, speeds in figures.speeds.items()}
+        args.out.write_text(json.dumps({"command": sys.argv[1:], "tokens_per_s": keyed}, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=[*WAYS, "draft_model"], default=["none", "ngram", "suffix"])
     parser.add_argument("--draft-model", help="of the way draft_model")
-    arguments = parser.parse_args()
-    by_model = {"draft_model": {"model": arguments.draft_model, "num_speculative_tokens": 4}}
-    ways = {way: (WAYS | by_model)[way] for way in arguments.ways}
-    speeds: dict[tuple[str, str, str], list[float]] = {}
-    expected: dict[str, list[list[int]]] = {}
-    for _ in range(arguments.rounds):
-        for way, config in ways.items():
-            with LLM(arguments.model, max_model_len=4096, speculative_config=config) as llm:
-                ask(llm, "Hello.", arguments.streams, 40)
-                for name, question in QUESTIONS.items():
-                    for which in MEASURED:
-                        speed, tokens = ask(llm, question, arguments.streams, arguments.tokens)
-                        speeds.setdefault((name, which, way), []).append(speed)
-                        if expected.setdefault(name, tokens) != tokens:
-                            raise SystemExit(f"{name}: other tokens with {way}")
-    print(f"{'question':10}{'answer':8}" + "".join(f"{way:>10}" for way in ways))
-    for name in QUESTIONS:
-        for which in MEASURED:
-            print(f"{name:10}{which:8}" + "".join(f"{median(speeds[name, which, way]):10.0f}" for way in ways))
+    parser.add_argument("--most", type=int, help="drafts of a step, in place of each way's own")
+    parser.add_argument("--fixed", action="store_true", help="always as many drafts (--disable-adaptive-drafts)")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization")
+    parser.add_argument("--questions", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS))
+    parser.add_argument("--first", action="store_true", help="ask each question once a round")
+    parser.add_argument("--chat-template", help="of the questions, where the checkpoint has none: Jinja, or a file")
+    parser.add_argument("--plain", action="store_true", help="questions as they are, without a chat template")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="N prompts of random tokens, no questions")
+    parser.add_argument("--peers", type=Path, help="the folder that runners/setup.sh made")
+    parser.add_argument("--llama", nargs="+", default=[], metavar="GGUF", help="the model, and one that drafts for it")
+    parser.add_argument("--openvino", nargs="+", default=[], metavar="FOLDER", help="the same for OpenVINO")
+    parser.add_argument("--out", type=Path, help="write the speeds as JSON, too")
+    args = parser.parse_args()
+    if args.ways[0] != BASE:
+        parser.error(f"--ways must begin with {BASE}, got {args.ways[0]}")
+    if (args.llama or args.openvino) and (args.peers is None or args.streams > 1):
+        parser.error("--llama and --openvino need --peers, and one stream")
+    return args
 
 
 if __name__ == "__main__":

@@ -2,6 +2,12 @@
 
 Linear layers are N(0, 1 / inputs) and embeddings N(0, 1), so that every block moves the residual stream and greedy
 output does not end in a loop at once.
+
+    python -m runners.make_model medium FOLDER SURENESS
+
+gives the model words that it is sure of, as trained ones are: each token has a successor, in whose row of the LM head
+the token's own vector has the weight SURENESS (0 to 1), beside noise. So models of the same weights in fewer bits agree
+with it most of the time, which those of random rows do not, and drafts can be tried.
 """
 
 import itertools
@@ -69,7 +75,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def write_weights(folder: Path, config: dict[str, Any], seed: int = 0) -> None:
+def write_weights(folder: Path, config: dict[str, Any], sureness: float, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden, num_layers, heads, kv_heads, inner, head_dim = (int(config[field]) for field in FIELDS)
     vocab_size = int(config["vocab_size"])
@@ -88,6 +94,12 @@ def write_weights(folder: Path, config: dict[str, Any], seed: int = 0) -> None:
     else:
         linear("model.embed_tokens", vocab_size, hidden, hidden**0.5)
         linear("lm_head", vocab_size, hidden, 2.0)
+        if sureness:
+            vectors, rows = weights["model.embed_tokens.weight"].float(), weights["lm_head.weight"].float()
+            rows[torch.randperm(vocab_size, generator=generator)] = (
+                sureness * vectors * (2.0 / hidden**0.5) + (1 - sureness**2) ** 0.5 * rows
+            )
+            weights["lm_head.weight"] = rows.to(torch.bfloat16)
     norm("model.norm")
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
@@ -107,14 +119,15 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def main(size: str, folder: Path) -> None:
+def main(size: str, folder: Path, sureness: float = 0.0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {**CONFIG, **SIZES[size], **OTHER.get(size, {})}
+    config["tie_word_embeddings"] &= not sureness
     write_tokenizer(folder, config["vocab_size"])
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False})
-    write_weights(folder, config)
+    write_weights(folder, config, sureness)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(float, sys.argv[3:]))
