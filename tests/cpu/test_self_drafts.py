@@ -96,7 +96,7 @@ def test_a_plan_counts_what_the_copy_keeps(
     Driver(path, **SELF, **settings)
     checkpoint = Checkpoint(load_spec(path), read_headers(path))
     norms = sum(4 * prod(shape) for name, shape in checkpoint.shapes.items() if "layers" in name and len(shape) == 1)
-    planned = copy_bytes(checkpoint, 4, settings.get("quantization")) - norms
+    planned = copy_bytes(checkpoint, 4) - norms
     assert found == [pytest.approx(planned, abs=4096)]  # each matrix ends with up to 1024 bytes of room
 
 
@@ -170,18 +170,16 @@ def test_a_fork_and_its_parent_draft_apart(tiny_checkpoint: Path) -> None:
 
 
 def test_parts_that_look_up_are_the_models_own(tmp_path: Path) -> None:
-    for family, tied in (("llama", True), ("llama", False)):
-        path = make_checkpoint(tmp_path / f"{family}{tied}", family, tie_word_embeddings=tied)
-        driver = Driver(path, **SELF)
+    for quantization, tied in ((None, True), (None, False), ("int8", True), ("int8", False)):
+        path = make_checkpoint(tmp_path / f"{quantization}{tied}", tie_word_embeddings=tied)
+        driver = Driver(path, quantization=quantization, **SELF)
         copy: Any = drafter_of(driver)._copy
         model: Any = driver.worker.model
         assert copy.embedding is model.embedding
         assert copy.norm is model.norm
         assert copy.lm_head is not model.lm_head
-        assert copy.lm_head.quantization == "int8"
-    driver = Driver(path, quantization="int8", **SELF)
-    model = driver.worker.model
-    assert drafter_of(driver)._copy.lm_head is model.lm_head
+        assert (model.lm_head.quantization, copy.lm_head.quantization) == (quantization, "int4_g32")
+        assert model.lm_head.tied == tied
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])

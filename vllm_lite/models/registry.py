@@ -177,7 +177,7 @@ class Sizes(NamedTuple):
     exact_activations: bool = False
     """Whether products with quantized weights take their rows as they are. Those of float32 always do."""
     requantizes: bool = False
-    """Whether `quantization` is for matrices that the checkpoint has quantized, too."""
+    """Whether `quantization` is for matrices that the checkpoint has quantized and for the LM head, too."""
 
 
 def build(
@@ -224,7 +224,7 @@ def make_parts(
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     mixed = MixedForm.of(spec, quantization, torch.device(device).type)
     form = form_for(spec.quantization, quantization, mixed, again=sizes.requantizes)
-    head = head_form(quantization)
+    head = quantization if sizes.requantizes else head_form(quantization)
     parts = Parts(spec, torch_dtype, torch.device(device), communicator, form=form, head_quantization=head)
     if form != DENSE and (sizes.exact_activations or torch_dtype == torch.float32):
         parts = replace(parts, form=ExactForm(form), exact_rows=True)

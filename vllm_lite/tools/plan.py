@@ -198,7 +198,7 @@ class _Sizes:
             own_bytes = head_bytes(checkpoint, size)
             self.rank_weights = [num_bytes + own_bytes for num_bytes in self.rank_weights]
         elif speculation is not None and speculation.method == "self":
-            own = [copy_bytes(checkpoint, size, form, shard, device) for shard in first.all_ranks]
+            own = [copy_bytes(checkpoint, size, shard, device) for shard in first.all_ranks]
             self.rank_weights = [sum(pair) for pair in zip(self.rank_weights, own, strict=True)]
         self.weights = sum(self.rank_weights[:num_ranks])
         self.activations = num_ranks * self._buffers(spec, size) + self._logits()

@@ -67,15 +67,10 @@ def head_bytes(checkpoint: Checkpoint, dtype_bytes: int) -> int:
     return sum(named[name].num_elements for name in head_tensors(checkpoint.spec, named)) * dtype_bytes
 
 
-def copy_bytes(
-    checkpoint: Checkpoint,
-    dtype_bytes: int,
-    quantization: Quantization | None = None,
-    shard: Shard = SINGLE,
-    device: str = "cpu",
-) -> int:
-    """Bytes of a rank's copy of the layers in 4 bits, and of a head of floats in 8, which drafts for a model that has
-    `quantization`. All else the two share. Of layers that the checkpoint has quantized this counts the scales, too."""
+def copy_bytes(checkpoint: Checkpoint, dtype_bytes: int, shard: Shard = SINGLE, device: str = "cpu") -> int:
+    """Bytes of a rank's copy in 4 bits of the layers and of a head that the checkpoint has in floats. All else it
+    shares with the model that it drafts for. Of layers that the checkpoint has quantized this counts the scales, too.
+    """
     spec = checkpoint.spec
     head = EMBEDDING if spec.tie_word_embeddings else "lm_head.weight"
     shapes = checkpoint.shapes
@@ -87,8 +82,8 @@ def copy_bytes(
         form = COPY if mixed is None else mixed.form(name)
         is_matrix = _is_quantized(name, shape, spec)
         total += quantized_bytes(shape, form, device) if is_matrix else prod(shape) * dtype_bytes
-    if head in shapes and quantization is None and named[head] in FLOAT_BYTES:
-        total += quantized_bytes(rank_shape(head, shapes[head], spec, shard), head_form(COPY), device)
+    if head in shapes and named[head] in FLOAT_BYTES:
+        total += quantized_bytes(rank_shape(head, shapes[head], spec, shard), COPY, device)
     return total
 
 
