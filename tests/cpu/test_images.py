@@ -1,5 +1,6 @@
 """Images in prompts: all is as transformers makes it, from a file's pixels to the tokens of the answer."""
 
+import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -14,7 +15,7 @@ from PIL import Image
 
 from tests.checkpoints import transformers_model
 from tests.images import IMAGE_TOKEN, TEMPLATE, TILE, Colors, make_smolvlm, picture
-from vllm_lite import LLM, SamplingParams
+from vllm_lite import LLM, AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.media.image_pool import ImagePool
 from vllm_lite.client.media.tiles import TileSettings, tiles_of
@@ -360,5 +361,52 @@ def test_images_that_cannot_be_taken_are_refused(llm: LLM, parts: list[Any], pro
 def test_a_model_of_text_takes_no_images(tiny_checkpoint: Path) -> None:
     with LLM(str(tiny_checkpoint), num_gpu_blocks_override=16, **SMALL) as llm:
         chat = [{"role": "user", "content": [image(WIDE)]}]
-        with pytest.raises(RequestError, match="holds 'image'; only text is supported"):
+        with pytest.raises(RequestError, match="is 'image'; no images are supported here"):
             llm.chat(chat, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+
+
+# ---- prompts that are no chats
+
+
+def test_generate_takes_images_beside_a_text(checkpoint: Path) -> None:
+    """The text has the placeholders; images may be Pillow's, files or bytes."""
+    image = Image.fromarray(picture(60, 40, 3))
+    made = BytesIO()
+    image.save(made, "PNG")
+    text = "User:<image>a page<end_of_utterance>\nAssistant:"
+    with LLM(checkpoint, **SMALL, limit_mm_per_prompt={"image": 1}) as llm:
+        chat = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "a page"}]}]
+        special = llm.get_tokenizer().encode("", add_special_tokens=True)
+        [said] = llm.chat(chat, GREEDY, use_tqdm=False)
+        for given in (image, [image], made.getvalue(), [made.getvalue()]):
+            prompt: PromptLike = {"prompt": text, "multi_modal_data": {"image": given}}
+            [found] = llm.generate(prompt, GREEDY, use_tqdm=False)
+            assert found.prompt_token_ids == [*special, *said.prompt_token_ids]
+            assert found.prompt == text
+        wrong: list[tuple[Any, str]] = [
+            ({"prompt": text, "multi_modal_data": {"video": []}}, r"has \['video'\]; 'image' is all"),
+            (
+                {"prompt": text, "multi_modal_data": {"image": 7}},
+                r"multi_modal_data\['image'\]\[0\] has an image of type",
+            ),
+            ({"prompt": [1], "multi_modal_data": {}}, "a prompt with images must be"),
+            ({"prompt": text, "multi_modal_data": {}}, "1 placeholders '<image>' for 0 images"),
+            ({"prompt": text, "multi_modal_data": {"image": [image] * 2}}, "at most 1 images, got 2"),
+        ]
+        for bad, problem in wrong:
+            with pytest.raises(RequestError, match=problem):
+                llm.generate(bad, GREEDY, use_tqdm=False)
+
+
+def test_an_async_client_sends_images(checkpoint: Path) -> None:
+    image = Image.fromarray(picture(60, 40, 3))
+    text = "User:<image>a page<end_of_utterance>\nAssistant:"
+    prompt: PromptLike = {"prompt": text, "multi_modal_data": {"image": image}}
+
+    async def asked(address: str) -> RequestOutput:
+        async with AsyncClient(address) as client:
+            return [output async for output in client.generate(prompt, GREEDY)][-1]
+
+    with LLM(checkpoint, **SMALL) as llm:
+        [found] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert asyncio.run(asked(llm.address)).outputs[0].token_ids == found.outputs[0].token_ids

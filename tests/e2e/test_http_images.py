@@ -1,7 +1,8 @@
-"""Images over HTTP: OpenAI's chats, as its client sends them."""
+"""Images over HTTP, as the clients of each API send them."""
 
 import base64
 from collections.abc import Iterator
+from contextlib import closing
 from io import BytesIO
 from typing import Any
 
@@ -14,24 +15,44 @@ from tests.deadlines import scaled
 from tests.http_server import Server, serving
 from tests.images import make_smolvlm, picture
 
+LIMITS = [
+    "--limit-mm-per-prompt",
+    '{"image": 6}',
+    "--max-image-pixels",
+    "10000",
+    "--allowed-media-domains",
+    "localhost",
+]
 FLAGS = ["--dtype", "float32", "--cpu-threads", "1", "--max-num-seqs", "8", "--served-model-name", "eyes"]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = make_smolvlm(tmp_path_factory.mktemp("smolvlm") / "m")
-    with serving("--model", str(path), "--max-model-len", "512", "--num-gpu-blocks-override", "64", *FLAGS) as server:
+    with serving(
+        "--model", str(path), "--max-model-len", "512", "--num-gpu-blocks-override", "64", *FLAGS, *LIMITS
+    ) as server:
         yield server
+        client(server).close()
+
+
+_clients: dict[str, OpenAI] = {}
 
 
 def client(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=scaled(60.0), max_retries=0)
+    if server.url not in _clients:
+        _clients[server.url] = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=scaled(60.0), max_retries=0)
+    return _clients[server.url]
 
 
 def url_of(width: int, height: int, seed: int, kind: str = "PNG") -> str:
     made = BytesIO()
     Image.fromarray(picture(width, height, seed)).save(made, kind)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(made.getvalue()).decode()}"
+
+
+def base64_of(width: int, height: int, seed: int) -> str:
+    return url_of(width, height, seed).partition(",")[2]
 
 
 def part(url: Any) -> dict[str, Any]:
@@ -69,7 +90,9 @@ def test_tokenize_counts_images(server: Server) -> None:
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("http://127.0.0.1:1/a.png", "has an image at 'http://127.0.0.1:1/a.png'; it must be data:image/"),
+        ("http://127.0.0.1:1/a.png", "has an image at '127.0.0.1'; images are fetched from localhost alone"),
+        ("http://localhost:1/a.png", "at 'localhost', which is not at a public address"),
+        (url_of(101, 100, 3), "the image has 10100 pixels; at most 10000 are decoded"),
         ("file:///etc/passwd", "it must be data:image/"),
         ("data:image/png;base64,!!!!", "not valid base64"),
         ("data:image/png;base64,AAAA", "must be a PNG, JPEG, GIF, WEBP file"),
@@ -95,3 +118,112 @@ def test_32_images_at_once(server: Server) -> None:
     assert text.result().usage.prompt_tokens < 40
     for seed in range(8, 32):
         assert answers[seed] == answers[seed % 8]
+
+
+def test_the_images_of_a_prompt_are_counted(server: Server) -> None:
+    with pytest.raises(BadRequestError, match="a prompt may have at most 6 images, got 7"):
+        ask(client(server), *[part(url_of(8, 8, seed)) for seed in range(7)])
+
+
+def test_anthropics_client_sends_images(server: Server) -> None:
+    """In a message, and in the result of a tool, which templates show in a message of the user."""
+    from anthropic import Anthropic
+
+    with Anthropic(base_url=server.url, api_key="none", timeout=scaled(60.0), max_retries=0) as api:
+
+        def asked(*messages: Any) -> Any:
+            more = {"ignore_eos": True, "temperature": 0}
+            return api.messages.create(model="eyes", max_tokens=8, messages=[*messages], extra_body=more)
+
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64_of(90, 60, 1)}}
+        text: Any = {"type": "text", "text": "a page"}
+        answer = asked({"role": "user", "content": [image, text]})
+        same = ask(client(server), part(url_of(90, 60, 1)), "a page")
+        assert answer.content[0].text == same.choices[0].message.content
+        read = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+        assert read == same.usage.prompt_tokens
+        call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "t1", "content": [image, {"type": "text", "text": "seen"}]}
+        messages: Any = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result, text]}]
+        counted = api.messages.count_tokens(model="eyes", messages=[{"role": "user", "content": "look"}, *messages])
+        assert counted.input_tokens > 5 * 4, "with those of its five tiles"
+        assert asked({"role": "user", "content": "look"}, *messages).content[0].text
+
+
+def test_ollamas_client_sends_images(server: Server) -> None:
+    import ollama
+
+    with closing(ollama.Client(host=server.url, timeout=scaled(60.0))) as api:
+        options = {"temperature": 0, "num_predict": 8}
+        file = base64_of(90, 60, 1)
+        same = ask(client(server), part(url_of(90, 60, 1)), "a page", extra_body={})
+        message = {"role": "user", "content": "a page", "images": [file]}
+        answer = api.chat(model="eyes", messages=[message], options=options)
+        assert answer.message.content == same.choices[0].message.content
+        assert answer.prompt_eval_count == same.usage.prompt_tokens
+        assert (
+            api.generate(model="eyes", prompt="a page", images=[file], options=options).response
+            == answer.message.content
+        )
+        with pytest.raises(ollama.ResponseError, match="images need the chat template"):
+            api.generate(model="eyes", prompt="a page", images=[file], raw=True)
+
+
+def test_responses_take_images(server: Server) -> None:
+    """In messages and in outputs of calls; the conversation goes on with them."""
+    api = client(server)
+    same = ask(api, part(url_of(90, 60, 1)), "a page", extra_body={})
+    image = {"type": "input_image", "image_url": url_of(90, 60, 1), "detail": "auto"}
+    asked: Any = [{"role": "user", "content": [image, {"type": "input_text", "text": "a page"}]}]
+    answer = api.responses.create(model="eyes", input=asked, max_output_tokens=16, temperature=0)
+    assert answer.output_text.startswith(same.choices[0].message.content)
+    assert answer.usage is not None
+    assert answer.usage.input_tokens == same.usage.prompt_tokens
+    kept = list(api.responses.input_items.list(answer.id))
+    assert kept[0].content[0].image_url == url_of(90, 60, 1)  # type: ignore[union-attr,index]
+    more = api.responses.create(model="eyes", input="go on", previous_response_id=answer.id, max_output_tokens=16)
+    assert more.usage is not None
+    assert more.usage.input_tokens > answer.usage.input_tokens
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    output = {
+        "type": "function_call_output",
+        "call_id": "c1",
+        "output": [image, {"type": "input_text", "text": "seen"}],
+    }
+    items: Any = [{"role": "user", "content": "look"}, call, output]
+    of_tool = api.responses.create(model="eyes", input=items, max_output_tokens=16)
+    assert of_tool.usage is not None
+    assert of_tool.usage.input_tokens > 5 * 4
+    bad: Any = [{"role": "user", "content": [{"type": "input_image", "file_id": "file-1"}]}]
+    with pytest.raises(BadRequestError, match="an input_image needs image_url, a URL; files are not kept"):
+        api.responses.create(model="eyes", input=bad)
+
+
+def test_langchain_sends_images(server: Server) -> None:
+    from langchain_core.messages import HumanMessage
+    from langchain_openai import ChatOpenAI
+
+    key: Any = "none"
+    with httpx.Client(timeout=scaled(60)) as http:  # theirs would stay open
+        url = f"{server.url}/v1"
+        model = ChatOpenAI(model="eyes", base_url=url, api_key=key, temperature=0, max_retries=0, http_client=http)
+        content: Any = [part(url_of(90, 60, 1)), {"type": "text", "text": "a page"}]
+        answer: Any = model.bind(max_tokens=8).invoke([HumanMessage(content=content)])
+        assert answer.content == ask(client(server), *content[:1], "a page", extra_body={}).choices[0].message.content
+        standard: Any = {"type": "image", "base64": base64_of(90, 60, 1), "mime_type": "image/png"}
+        again: Any = model.bind(max_tokens=8).invoke([HumanMessage(content=[standard, content[1]])])
+        assert again.content == answer.content
+
+
+def test_metrics_count_images(server: Server) -> None:
+    ask(client(server), part(url_of(60, 60, 77)), "once")
+    before = counted(server)
+    ask(client(server), part(url_of(60, 60, 77)), part(url_of(60, 60, 78)), "twice")
+    assert [now - then for now, then in zip(counted(server), before, strict=True)] == [2, 1]
+
+
+def counted(server: Server) -> list[float]:
+    """Images of prompts, and those of them that were cut before."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=scaled(30.0)).text.splitlines()
+    names = "vllm:mm_cache_queries_total{", "vllm:mm_cache_hits_total{"
+    return [float(line.split()[-1]) for name in names for line in lines if line.startswith(name)]

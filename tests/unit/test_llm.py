@@ -409,7 +409,10 @@ def test_a_template_may_be_given(llm: LLM, engine: FakeEngine, tmp_path: Path) -
         ([CHAT, []], "conversation 1: a conversation must be a list of at least one message"),
         ([CHAT, [{"role": "user"}]], r"conversation 1: messages\[0\].content must be a text or a list of parts"),
         ([{"content": "one"}], r"^messages\[0\] must be a dict with a role and a content"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], r"holds 'image_url'; only text is supported"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            r"content\[0\] is 'image_url'; no images are supported",
+        ),
     ],
 )
 def test_bad_messages_are_named(llm: LLM, engine: FakeEngine, messages: Any, error: str) -> None:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from tests.fakes import STATS, welcome
 from vllm_lite.client.engines.any_session import AnySession, Member
+from vllm_lite.client.media.image_pool import ImagePool
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.protocol.api import Stats
@@ -69,7 +70,8 @@ def look(stats: Stats | None, *others: Stats | None, **settings: int) -> str:
         calls.scoreboard.count_rejection("max_num_queued_tokens")
         calls.is_draining = True  # one that shuts down can still be watched
         config = EngineConfig.check(settings).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
-        metrics = Metrics(calls, config, "name", server="3")
+        images = cast(ImagePool, SimpleNamespace(num_asked=7, num_found=3))
+        metrics = Metrics(calls, config, "name", server="3", images=images)
         await metrics.counting(not_found)({"path": "/x"}, ignore, ignore)
         answer = await metrics.get(Request({"type": "http", "headers": []}))
         return bytes(answer.body).decode()
@@ -125,6 +127,8 @@ def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     assert by("vllm:spec_decode_num_drafts_total", "method") == {"forced": 0, "mtp": 7}
     assert by("vllm:spec_decode_num_draft_tokens_total", "method") == {"forced": 0, "mtp": 14}
     assert by("vllm:spec_decode_num_accepted_tokens_total", "method") == {"forced": 0, "mtp": 8}
+    assert by("vllm:mm_cache_queries_total", "server") == {"3": 7}
+    assert by("vllm:mm_cache_hits_total", "server") == {"3": 3}
     refused = by("vllm:admission_rejections_total", "reason")
     assert refused == {"max_num_queued_reqs": 0, "max_num_queued_tokens": 1}
     assert (values["vllm_lite:preemptions_total", "recompute"], values["vllm_lite:preemptions_total", "swap"]) == (5, 2)

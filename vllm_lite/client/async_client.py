@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ from vllm_lite.client.engines.session import (
     Session,
 )
 from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
+from vllm_lite.client.media.programs import ProgramImages
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream
-from vllm_lite.client.prompt import PromptLike
+from vllm_lite.client.prompt import PromptLike, encode
 from vllm_lite.client.streams.sampling import check_form
 from vllm_lite.client.streams.stream import Event, RequestStream, StreamFactory, shows
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS
@@ -32,7 +33,7 @@ from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
 from vllm_lite.transport import KeysOption
 
-if TYPE_CHECKING:  # Jinja is imported when it is needed
+if TYPE_CHECKING:  # Jinja and Pillow are imported when they are needed
     from vllm_lite.client.chat import ChatTokenizer
 
 A = TypeVar("A")
@@ -110,6 +111,7 @@ class AsyncClient:
         self._link: _Link | None = None
         self._inboxes: dict[str, _Inbox] = {}
         self._streams: dict[str, RequestStream | PoolingStream] = {}
+        self._images = ProgramImages()
 
     @classmethod
     async def connect(cls, address: str, **options: Unpack[ClientOptions]) -> "AsyncClient":
@@ -130,6 +132,7 @@ class AsyncClient:
         """Abort what is in flight and disconnect; streams that are still read end with EngineError."""
         if self._link is not None:
             await asyncio.to_thread(self._link.session.close)
+        self._images.close()
 
     @property
     def engine(self) -> Welcome:
@@ -145,8 +148,12 @@ class AsyncClient:
         """Get the tokenizer that generate() uses: encode, decode, apply_chat_template. Raises ModelError."""
         from vllm_lite.client.chat import ChatTokenizer
 
-        tokenizer, engine = self._connected().streams.tokenizer, self.engine
-        return ChatTokenizer(tokenizer, self._tokenizer or engine.tokenizer or engine.model, engine.eos_token_ids)
+        return ChatTokenizer(self._connected().streams.tokenizer, self._folder, self.engine.eos_token_ids)
+
+    @property
+    def _folder(self) -> str | Path:
+        """The folder of the tokenizer, which is the model's if no other is named."""
+        return self._tokenizer or self.engine.tokenizer or self.engine.model
 
     async def generate(
         self,
@@ -155,8 +162,9 @@ class AsyncClient:
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue `prompt`. Each output holds all text and tokens so far, or what `output_kind` of the sampling
-        params asks for. The last one has `finished` set. `lora_request` names an adapter, which is loaded if it is not.
+        """Continue `prompt`, which may be any of what LLM.generate() takes. Each output holds all text and tokens so
+        far, or what `output_kind` of the sampling params asks for. The last one has `finished` set. `lora_request`
+        names an adapter, which is loaded if it is not.
 
         With `best_of` or beam search there is one output, at the end. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Raises RequestError if the request is invalid or fails, EngineDeadError if the
@@ -349,6 +357,9 @@ class AsyncClient:
 
     async def _make(self, prompt: PromptLike, params: SamplingParams | None, request_id: str) -> RequestStream:
         make = self._connected().streams.make
+        if isinstance(prompt, Mapping) and "multi_modal_data" in prompt:
+            words = partial(encode, tokenizer=self._connected().streams.tokenizer)
+            prompt = await asyncio.to_thread(self._images.of_data, prompt, self._folder, words)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         is_long = isinstance(text, str) and len(text) > LONG_TEXT_CHARS
         if is_long or getattr(params, "structured_outputs", None) is not None:  # a large schema takes up to a second

@@ -15,6 +15,7 @@ from vllm_lite.client.engines.launch_engines import launch_engines
 from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.generation_config import check_source, generation_defaults, read_overrides
 from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
+from vllm_lite.client.media.programs import ProgramImages
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
 from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream, ScoringOutput, similarity
 from vllm_lite.client.progress import TokenBar
@@ -30,7 +31,6 @@ from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer, Conversation
-    from vllm_lite.client.media.prompt_images import PromptImages
     from vllm_lite.client.text.templates.chat_template import Tool
 
 _LOOK_S = 1.0
@@ -42,7 +42,7 @@ class LLM:
     """Generates text for scripts, with an engine of its own, which ends with `close()`, the `with` block, or the
     interpreter."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all have defaults
         self,
         model: str | Path = DEMO_MODEL,
         tokenizer: str | Path | None = None,
@@ -50,6 +50,8 @@ class LLM:
         generation_config: str = "auto",
         override_generation_config: Mapping[str, Any] | None = None,
         disable_log_stats: bool = True,
+        limit_mm_per_prompt: Mapping[str, int] | None = None,
+        allowed_media_domains: Sequence[str] = (),
         **settings: Any,
     ) -> None:
         """Start an engine and wait until it serves.
@@ -62,7 +64,8 @@ class LLM:
 
         get_default_sampling_params() are what the checkpoint's generation_config.json says, or the one in the folder
         `generation_config`; "vllm" ignores it. `override_generation_config`, such as {"temperature": 0.5}, stands
-        above the file. Raises ConfigError, ModelError or EngineError.
+        above the file. `limit_mm_per_prompt`, such as {"image": 4}, bounds the images of a prompt, and
+        `allowed_media_domains` are those from which they are fetched. Raises ConfigError, ModelError or EngineError.
         """
         overrides = read_overrides(override_generation_config)
         try:
@@ -79,7 +82,7 @@ class LLM:
             loaded = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer)
             defaults = generation_defaults(config.model, generation_config, overrides).params
 
-        self._images: PromptImages | None = None
+        self._images = ProgramImages(limit_mm_per_prompt, allowed_media_domains)
         self._launched = launch_engines(EngineConfig.load(given), meanwhile=load_text_parts, streams=False)
         self._defaults = defaults
         self._finalizer = weakref.finalize(self, self._launched.close)
@@ -103,8 +106,7 @@ class LLM:
     def close(self) -> None:
         """End the engine and its workers. May be called again."""
         self._finalizer()
-        if self._images is not None:
-            self._images.pool.close()
+        self._images.close()
 
     shutdown = close
 
@@ -190,14 +192,19 @@ class LLM:
         """Continue every prompt; the results are in the order of the prompts.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; prompts of token ids may
-        also be given as `prompt_token_ids`. `sampling_params` is one for all or one for each (default:
-        get_default_sampling_params()), and so is `lora_request`, which is loaded if it is not (default: no adapter).
-        Raises RequestError before anything is sent if a prompt is invalid, and after all others have ended if one
-        failed; EngineDeadError if the engine died. Ctrl-C aborts everything in flight.
+        also be given as `prompt_token_ids`. To a model that sees images it may be {"prompt": text, "multi_modal_data":
+        {"image": [image, ...]}}, with the model's placeholder in the text for each. `sampling_params` is one for all or
+        one for each (default: get_default_sampling_params()), and so is `lora_request`, which is loaded if it is not
+        (default: no adapter). Raises RequestError before anything is sent if a prompt is invalid, and after all others
+        have ended if one failed; EngineDeadError if the engine died. Ctrl-C aborts everything in flight.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("generate() takes prompts, or else prompt_token_ids")
         several = _as_list(prompts if prompt_token_ids is None else prompt_token_ids)
+        for place, prompt in enumerate(several):
+            if isinstance(prompt, Mapping) and "multi_modal_data" in prompt:
+                with _named(f"prompt {place}" if len(several) > 1 else ""):
+                    several[place] = self._images.of_data(prompt, self.config.model, self.get_tokenizer().encode)
         return self._run(several, sampling_params, use_tqdm, lora_request)
 
     def chat(  # noqa: PLR0913 - what vLLM's has
@@ -222,9 +229,8 @@ class LLM:
         ModelError if there is no template or no tokenizer.
         """
         from vllm_lite.client.chat import checked_tools, conversations, rendered
-        from vllm_lite.client.media.sources import file_of_any
 
-        tokenizer, several, images = self.get_tokenizer(), conversations(messages), self._get_images()
+        tokenizer, several, sees = self.get_tokenizer(), conversations(messages), bool(self.engine.placeholders)
         template = tokenizer.template(chat_template)
         prompts: list[PromptLike] = []
         for place, conversation in enumerate(several):
@@ -233,16 +239,15 @@ class LLM:
                 text = rendered(
                     template,
                     conversation,
-                    None if images is None else partial(_append, parts),
+                    partial(_append, parts) if sees else None,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     variables=chat_template_kwargs,
                     tools=checked_tools(tools),
                 )
-                if images is not None and parts:
-                    files = [file_of_any(*part) for part in parts]
+                if parts:
                     encode = partial(tokenizer.encode, add_special_tokens=False)
-                    prompts.append({"spans": images.pictured(text, files, encode).spans, "shown_as": text})
+                    prompts.append(self._images.of_chat(text, parts, self.config.model, encode))
                     continue
                 prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text})
         return self._run(prompts, sampling_params, use_tqdm, lora_request)
@@ -338,14 +343,6 @@ class LLM:
     def _operate(self, name: str, **values: object) -> None:
         session = self._launched.session
         check_done(session.wait(session.operate(operation_of(name, **values)), OPERATION_TIMEOUT_S))
-
-    def _get_images(self) -> "PromptImages | None":
-        """Make what puts images into prompts; None if the model takes none."""
-        if self._images is None and self.engine.placeholders:
-            from vllm_lite.client.media.prompt_images import PromptImages
-
-            self._images = PromptImages.load(self.config.model)
-        return self._images
 
     def _run(
         self,

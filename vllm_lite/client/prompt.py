@@ -35,13 +35,21 @@ class SpansPrompt(TypedDict):
     shown_as: NotRequired[str | None]
 
 
+class ImagesPrompt(TypedDict):
+    """A text with a placeholder for each image, and the images under "image": one or a list, each a path, bytes, a
+    data: URL or a Pillow image."""
+
+    prompt: str
+    multi_modal_data: Mapping[str, Any]
+
+
 MIN_TEXT_BYTES = 512 * 1024
 """A text of this size may always be tokenized at once: the library takes about 180 bytes of memory per byte of text."""
 BYTES_PER_TOKEN = 32
 """The most bytes per token, on the average of a prompt. A text with more per token of the context is not tokenized."""
 USUAL_BYTES_PER_TOKEN = 4
 
-PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt | SpansPrompt
+PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt | SpansPrompt | ImagesPrompt
 _FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 

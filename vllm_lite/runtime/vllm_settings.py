@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from vllm_lite.errors import ConfigError
 
-IMAGES = "models are served as text models here"
+IMAGES = "see docs/images.md for images and their limits; nothing else is seen or heard"
 ONE_HOST = "the engines of -dp are on this machine, behind one address; docs/scaling.md has more machines"
 ONE_NODE = "the workers of an engine are on one machine"
 NO_CODE = "no code of a checkpoint is run or needed"
@@ -93,9 +93,9 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--enable-fault-tolerance", HANGS, SWITCHES),
     Flags("--numa-bind", "workers are bound, see --cpu-bind", SWITCHES),
     Flags("--kv-offloading-backend", "KV blocks go to host memory by the engine's own copies", ("native",)),
-    Flags("--limit-mm-per-prompt --mm-processor-kwargs --mm-processor-cache-gb --media-io-kwargs", IMAGES),
+    Flags("--mm-processor-kwargs --mm-processor-cache-gb --media-io-kwargs", IMAGES),
     Flags("--mm-processor-cache-type --mm-encoder-tp-mode --video-pruning-rate", IMAGES),
-    Flags("--allowed-local-media-path --allowed-media-domains", IMAGES),
+    Flags("--allowed-local-media-path", "no file of the server is read for a request"),
     Flags(
         "--skip-mm-profiling --interleave-mm-strings --disable-mm-preprocessor-cache --language-model-only", IMAGES, ()
     ),

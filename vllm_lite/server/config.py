@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.client.generation_config import GenerationOverrides, check_source
+from vllm_lite.client.media.sources import MAX_PIXELS
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.nested_settings import Count
@@ -93,6 +94,17 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="longest body of a request (default: 4M, with images 32M, or 8 bytes for each context token)"),
     ] = None
+    limit_mm_per_prompt: Annotated[
+        dict[Literal["image", "video", "audio"], Annotated[int, Meta(ge=0)]] | None,
+        Meta(description='JSON, e.g. {"image":4}: media of one prompt (default: 64 images; there are no others)'),
+    ] = None
+    max_image_pixels: Annotated[
+        int, Meta(ge=1, description="pixels of an image by its header; a larger one is refused before it is decoded")
+    ] = MAX_PIXELS
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        Meta(description="domains from which images are fetched, if they are at public addresses (default: none)"),
+    ] = ()
     header_timeout_s: Annotated[float, Meta(gt=0, description="time for the headers of a request")] = 10.0
     body_timeout_s: Annotated[float, Meta(gt=0, description="time for the body of a request")] = 60.0
     write_timeout_s: Annotated[float, Meta(gt=0, description="time a client may leave what it is sent unread")] = 60.0

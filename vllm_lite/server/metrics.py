@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_lite.client.media.image_pool import ImagePool
 from vllm_lite.config import GIB, EngineConfig
 from vllm_lite.protocol.api import RestartCause, Stats, Welcome
 from vllm_lite.protocol.histograms import Histogram
@@ -50,6 +51,8 @@ class Scrape:
     """How many there were, by the limit, of all API servers together."""
     number: int = 0
     """The engine's."""
+    images: tuple[int, int] | None = None
+    """Images that this server was asked for, and those that it had cut already; None for a model that sees none."""
 
 
 @dataclass
@@ -326,12 +329,18 @@ def _device_hits(at: Scrape) -> float:
     return at.stats.cached_tokens - at.stats.host_hits
 
 
+def _images(place: int) -> Callable[[Scrape], Values | None]:
+    return lambda at: None if at.images is None else {(at.server,): at.images[place]}
+
+
 _USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
 _SOURCES = "Prompt tokens by where their KV came from: computed, cached on the device, brought back from the host."
 _TIERS = "Cached prompt tokens by the tier in which they were found: on the device, on the host, on disk."
 _WAITING = "Waiting sequences: for room (capacity), or for an adapter, workers or the end of a pause (deferred)."
 _ACCEPTED = "Draft tokens that proved right, by what drafts and by their place among its drafts of a step."
 _REJECTED = "Requests refused because too much was waiting, by the limit; of all API servers together."
+_IMAGES = "Images of prompts, each time."
+_IMAGES_FOUND = "Images of prompts that this server had decoded and cut before, and still had."
 _REASONS = "Requests that have ended; what a client stopped at a stop string counts as stop."
 _PREEMPTED = "Sequences preempted, by what became of their KV."
 _SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in)."
@@ -369,6 +378,8 @@ METRICS: tuple[Definition, ...] = (
     *(Definition(name, "counter", text, _drafts(field), ("method",)) for name, field, text in _DRAFTS),
     Definition("vllm:spec_decode_num_accepted_tokens_per_pos", "counter", _ACCEPTED, _accepted, ("method", "position")),
     Definition("vllm:admission_rejections", "counter", _REJECTED, _rejections, ("reason",), is_servers=True),
+    Definition("vllm:mm_cache_queries", "counter", _IMAGES, _images(0), (SERVER,), is_servers=True),
+    Definition("vllm:mm_cache_hits", "counter", _IMAGES_FOUND, _images(1), (SERVER,), is_servers=True),
     Definition("vllm:request_success", "counter", _REASONS, _ended, ("finished_reason",)),
     Definition("vllm_lite:restarts", "counter", _RESTARTS, _restarts, ("cause",)),
     Definition("vllm_lite:recovering", "gauge", _RECOVERING, lambda at: float(bool(at.stats.recovering))),
@@ -395,8 +406,12 @@ _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histog
 class Metrics:
     """Answers GET /metrics, and counts responses."""
 
-    def __init__(self, calls: Calls, config: EngineConfig, model_name: str, server: str = "0") -> None:
-        """`config` is resolved; `server` distinguishes one of several API servers from the others."""
+    def __init__(
+        self, calls: Calls, config: EngineConfig, model_name: str, server: str = "0", images: ImagePool | None = None
+    ) -> None:
+        """`config` is resolved; `server` distinguishes one of several API servers from the others; `images` cuts those
+        of prompts, if the model sees any."""
+        self._images = images
         self._calls = calls
         self._config = config
         self._model_name = model_name
@@ -409,9 +424,10 @@ class Metrics:
         """Answer with Prometheus' text. Raises ApiError, 503, if the engine is dead."""
         found = await self._calls.stats_of_engines()
         responses, load, rejections = dict(self._responses), len(self._calls), self._calls.scoreboard.rejections()
+        images = None if self._images is None else (self._images.num_asked, self._images.num_found)
         scrape = Exposition(
             [
-                Scrape(stats, self._config, engine, load, responses, self._server, rejections, number)
+                Scrape(stats, self._config, engine, load, responses, self._server, rejections, number, images)
                 for number, stats, engine in found
             ],
             self._model_name,

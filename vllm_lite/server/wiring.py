@@ -14,7 +14,9 @@ from starlette.types import ASGIApp
 from vllm_lite.checkpoint.layer_specs.pooling import task_prompts
 from vllm_lite.client.engines.any_session import AnySession
 from vllm_lite.client.generation_config import generation_defaults
+from vllm_lite.client.media.fetch import Fetcher
 from vllm_lite.client.media.prompt_images import PromptImages
+from vllm_lite.client.media.sources import MAX_IMAGES, ImageLimits
 from vllm_lite.client.pooling import PoolingFactory
 from vllm_lite.client.streams.stream import StreamFactory, load_tokenizer
 from vllm_lite.client.text.templates.template_source import TemplateSource
@@ -77,7 +79,7 @@ class ModelFiles:
         self.template = None if template is None else Path(template.name).name
         self.renderer = None if template is None else Renderer(template)
         self.task_prompts = task_prompts(Path(resolved.model))
-        self.images = self._images(resolved.model)
+        self.images = self._images(config, resolved.model)
         self.defaults = generation_defaults(resolved.model, config.generation_config, config.override_generation_config)
 
     def card(self) -> dict[str, str | None]:
@@ -98,10 +100,10 @@ class ModelFiles:
         logger.info("tool calls: %s, reasoning: %s (%s)", formats.calls, formats.reasoning, formats.choice.why)
         return formats
 
-    def _images(self, model: str) -> PromptImages | None:
+    def _images(self, config: ServeConfig, model: str) -> PromptImages | None:
         """Make what puts images into prompts. A model whose processor is not supported is served without."""
         try:
-            return PromptImages.load(model)
+            return PromptImages.load(model, _image_limits(config))
         except ModelError as error:
             logger.warning("images are not taken: %s", error)
             return None
@@ -156,11 +158,13 @@ class Application:
         )
         told = TemplateVariables(config.default_chat_template_kwargs or {}, config.reasoning_effort_map or {})
         images = files.images if engine.placeholders else None
-        prompts = PromptRenderer(files.tokenizer, files.renderer, engine.max_model_len, told, images)
+        fetch = Fetcher(config.allowed_media_domains) if config.allowed_media_domains else None
+        prompts = PromptRenderer(files.tokenizer, files.renderer, engine.max_model_len, told, images, fetch)
         generation = Generation(config, model, factory, prompts, live, files.formats)
         window = Window(resolved.max_num_seqs, resolved.max_num_batched_tokens)
         pooling = PoolingRuns(generation, PoolingFactory(engine, files.tokenizer), window, files.task_prompts)
-        metrics = Metrics(self.calls, resolved, names[0], str(self.calls.scoreboard.number))
+        pool = None if images is None else images.pool
+        metrics = Metrics(self.calls, resolved, names[0], str(self.calls.scoreboard.number), pool)
         information = Information(config, files.tokenizer, files.template_text)
         vectors = PoolingRoutes(pooling)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information, vectors.invoked).routes()]
@@ -173,6 +177,10 @@ class Application:
         more += ResponsesRoutes(generation, self._runs, self._store).routes()
         more += vectors.routes()
         return build(ApiRoutes(generation, config.root), live, more, config, keys, metrics)
+
+
+def _image_limits(config: ServeConfig) -> ImageLimits:
+    return ImageLimits((config.limit_mm_per_prompt or {}).get("image", MAX_IMAGES), config.max_image_pixels)
 
 
 def _limits(config: ServeConfig, resolved: ResolvedConfig, num_servers: int) -> QueueLimits:

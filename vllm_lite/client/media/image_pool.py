@@ -55,6 +55,9 @@ class ImagePool:
     def __init__(self, settings: TileSettings) -> None:
         """Processes are started when they are needed."""
         self.settings = settings
+        self.num_asked = 0
+        self.num_found = 0
+        """Images that were asked for, and those of them that were kept from before."""
         self.num_cut = 0
         self._turns = threading.BoundedSemaphore(NUM_PROCESSES)
         self._lock = threading.Lock()
@@ -66,7 +69,9 @@ class ImagePool:
         """The tiles of the image in this file. Raises RequestError in one sentence."""
         digest = blake2b(data, digest_size=32).digest()
         with self._lock:
+            self.num_asked += 1
             if (known := self._kept.get(digest)) is not None:
+                self.num_found += 1
                 self._kept.move_to_end(digest)
                 return known
         with self._turns:

@@ -10,6 +10,7 @@ import msgspec
 from vllm_lite.checkpoint.layer_specs.vision import PREPROCESSOR_FILE, VisionSpec, read_vision
 from vllm_lite.checkpoint.typed_json import convert, read_json
 from vllm_lite.client.media.image_pool import ImagePool
+from vllm_lite.client.media.sources import MAX_IMAGES, ImageLimits
 from vllm_lite.client.media.tiles import ImageTiles, TileSettings
 from vllm_lite.client.spans import ShownMedia, Span, Text
 from vllm_lite.errors import ModelError, RequestError
@@ -17,8 +18,6 @@ from vllm_lite.protocol.spans import Media
 
 PROCESSOR_FILE = "processor_config.json"
 IMAGE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
-MAX_IMAGES = 64
-"""Images of one prompt."""
 Encode = Callable[[str], list[int]]
 """The token ids of a prompt's text."""
 
@@ -45,12 +44,13 @@ class Pictured(NamedTuple):
 class PromptImages:
     """Puts images into the prompts of one model."""
 
-    def __init__(self, vision: VisionSpec, settings: TileSettings) -> None:
+    def __init__(self, vision: VisionSpec, settings: TileSettings, max_images: int = MAX_IMAGES) -> None:
         self.vision = vision
+        self._max_images = max_images
         self.pool = ImagePool(settings)
 
     @classmethod
-    def load(cls, folder: str | Path) -> "PromptImages | None":
+    def load(cls, folder: str | Path, limits: ImageLimits | None = None) -> "PromptImages | None":
         """For the model in `folder`; None if it sees no images here. Raises ModelError for a processor that does what
         is not done here."""
         path = Path(folder)
@@ -59,13 +59,14 @@ class PromptImages:
         raw = read_json(path / "config.json", lambda found: found if isinstance(found, dict) else {})
         names = raw.get("architectures")
         vision = read_vision(str(names[0]), raw, path) if isinstance(names, list) and names else None
-        return None if vision is None else cls(vision, _settings(path, vision))
+        limits = limits or ImageLimits()
+        return None if vision is None else cls(vision, _settings(path, vision, limits.pixels), limits.images)
 
     def pictured(self, text: str, files: Sequence[bytes], encode: Encode) -> Pictured:
         """Make the prompt of `text`, which has a placeholder for each of the images in `files`. Raises RequestError."""
         pieces = text.split(IMAGE)
-        if len(files) > MAX_IMAGES:
-            raise RequestError(f"a prompt may have at most {MAX_IMAGES} images, got {len(files)}")
+        if len(files) > self._max_images:
+            raise RequestError(f"a prompt may have at most {self._max_images} images, got {len(files)}")
         if len(pieces) - 1 != len(files):
             raise RequestError(
                 f"the prompt has {len(pieces) - 1} placeholders {IMAGE!r} for {len(files)} images; the chat template "
@@ -107,7 +108,7 @@ def medium(tile: bytes, num_tokens: int) -> Media:
     return Media("image", blake2b(tile, digest_size=32).digest(), num_tokens)
 
 
-def _settings(folder: Path, vision: VisionSpec) -> TileSettings:
+def _settings(folder: Path, vision: VisionSpec, max_pixels: int) -> TileSettings:
     """The settings of the processor, by one of the files in which they may stand."""
     own = _Processor()
     if (file := folder / PREPROCESSOR_FILE).is_file():
@@ -119,7 +120,7 @@ def _settings(folder: Path, vision: VisionSpec) -> TileSettings:
             f"{folder}: images are resized to tiles of image_size {vision.image_size}; max_image_size "
             f"{own.max_image_size.longest_edge} with do_resize {own.do_resize} is not supported"
         )
-    return TileSettings(vision.image_size, own.size.longest_edge, own.resample, own.do_image_splitting)
+    return TileSettings(vision.image_size, own.size.longest_edge, own.resample, own.do_image_splitting, max_pixels)
 
 
 def _read(raw: Any) -> _Processor:

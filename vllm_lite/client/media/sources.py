@@ -1,27 +1,56 @@
-"""Sources of images: a data: URL, or, for a program in Python, a file, bytes or a Pillow image."""
+"""Sources of images: a data: URL, one of the web where allowed, or in Python a file, bytes or a Pillow image."""
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_lite.errors import RequestError
 
 MAX_FILE_BYTES = 32 * 1024 * 1024
+MAX_IMAGES = 64
+"""Images of one prompt."""
+MAX_PIXELS = 64 * 1024 * 1024
+"""Pixels of an image that is decoded at all, by its header."""
 
 
-def file_of_url(url: Any, where: str) -> bytes:
-    """The file in a data: URL. Raises RequestError for any other URL: nothing is fetched."""
+class ImageLimits(NamedTuple):
+    """Limits that an operator may set: images of one prompt, and pixels of one image before it is resized."""
+
+    images: int = MAX_IMAGES
+    pixels: int = MAX_PIXELS
+
+
+Fetch = Callable[[str, str], bytes]
+"""Fetches the file at a URL of the web; the second text names the content in errors."""
+
+
+def file_of_url(url: Any, where: str, fetch: Fetch | None = None) -> bytes:
+    """The file in a data: URL, or at one of the web if there is what fetches. Raises RequestError."""
     if not isinstance(url, str):
         raise RequestError(f"{where} has an image without a URL; it must be a data: URL")
+    if fetch is not None and is_of_web(url):
+        return fetch(url, where)
     head, comma, body = url[:128].partition(",")
     if not head.lower().startswith("data:image/") or not comma or not head.lower().endswith(";base64"):
         shown = url[:32].split(",")[0]
         raise RequestError(f"{where} has an image at {shown!r}; it must be data:image/...;base64, followed by the file")
     del body
     return _decoded(url[len(head) + 1 :], where)
+
+
+def is_of_web(url: Any) -> bool:
+    return isinstance(url, str) and url[:8].lower().startswith(("http://", "https://"))
+
+
+def url_of_part(part: Mapping[str, Any]) -> Any:
+    """The URL that a part over the wire has for its image; None if the image itself is in the part, or nothing is."""
+    source, given = part.get("source"), part.get("image_url")
+    if isinstance(source, Mapping):
+        return None if source.get("type") == "base64" else source.get("url")
+    return given.get("url") if isinstance(given, Mapping) else given
 
 
 def _decoded(text: str, where: str) -> bytes:
@@ -33,23 +62,20 @@ def _decoded(text: str, where: str) -> bytes:
         raise RequestError(f"{where} has an image that is not valid base64") from None
 
 
-def file_of_part(part: Mapping[str, Any], where: str) -> bytes:
+def file_of_part(part: Mapping[str, Any], where: str, fetch: Fetch | None = None) -> bytes:
     """The file of a part that came over the wire: `image_url`, also as an object with a `url`, or a `source` with
     base64 `data`. Raises RequestError."""
     source = part.get("source")
-    if isinstance(source, Mapping):
-        if source.get("type") == "base64" and isinstance(source.get("data"), str):
-            return _decoded(source["data"], where)
-        return file_of_url(source.get("url"), where)
-    given = part.get("image_url")
-    return file_of_url(given.get("url") if isinstance(given, Mapping) else given, where)
+    if isinstance(source, Mapping) and source.get("type") == "base64" and isinstance(source.get("data"), str):
+        return _decoded(source["data"], where)
+    return file_of_url(url_of_part(part), where, fetch)
 
 
-def file_of_any(part: Mapping[str, Any], where: str) -> bytes:
+def file_of_any(part: Mapping[str, Any], where: str, fetch: Fetch | None = None) -> bytes:
     """The file of a part of a chat in Python: as it would come over the wire, or with the image itself in the field
     `image` or `image_pil`. Raises RequestError."""
     given = next((part[name] for name in ("image", "image_pil") if part.get(name) is not None), None)
-    return file_of_part(part, where) if given is None else file_of(given, where)
+    return file_of_part(part, where, fetch) if given is None else file_of(given, where)
 
 
 def file_of(image: Any, where: str) -> bytes:

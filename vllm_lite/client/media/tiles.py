@@ -10,6 +10,7 @@ from io import BytesIO
 import msgspec
 from PIL import Image, ImageOps
 
+from vllm_lite.client.media.sources import MAX_PIXELS
 from vllm_lite.errors import RequestError
 
 MAX_EDGE = 4096
@@ -30,7 +31,7 @@ class TileSettings(msgspec.Struct, frozen=True):
     longest_edge: int
     resample: int = 1
     splits: bool = True
-    max_pixels: int = 64 * 1024 * 1024
+    max_pixels: int = MAX_PIXELS
 
 
 class ImageTiles(msgspec.Struct, frozen=True, tag=True):

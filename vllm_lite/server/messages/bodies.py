@@ -23,6 +23,7 @@ class ContentBlock(msgspec.Struct, frozen=True):
     tool_use_id: str | None = None
     content: "str | list[ContentBlock] | None" = None
     is_error: bool | None = None
+    source: dict[str, Any] | None = None
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True):

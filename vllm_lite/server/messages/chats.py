@@ -28,6 +28,8 @@ from vllm_lite.server.openai.forms import check_depth
 
 _SAME = "stream temperature top_k top_p seed min_p ignore_eos priority cache_salt deadline_ms"
 """Fields that a chat has under the same names."""
+RESULT_IMAGE = "[image, shown below]"
+"""Stands in a tool's result for an image of it."""
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """Efforts that chat templates have no word for."""
 
@@ -103,28 +105,30 @@ def _messages(place: int, message: AnthropicMessage) -> Iterator[ChatMessage]:
         yield ChatMessage(message.role, message.content)
         return
     texts, thoughts, calls = list[str | Part](), list[str](), list[ToolCall]()
+    seen = list[str | Part]()  # images of results; a user shows them behind the last of these
     is_empty = True
     for number, block in enumerate(message.content):
         where = f"messages[{place}].content[{number}]"
         if block.type == "tool_result" and message.role == "user":
             if texts:
-                yield ChatMessage("user", texts)
-            yield ChatMessage(
-                "tool", _result(block, where), tool_call_id=_given(block.tool_use_id, where, "tool_use_id")
-            )
+                yield ChatMessage("user", [*seen, *texts])
+                seen = []
+            text, images = _result(block, where)
+            yield ChatMessage("tool", text, tool_call_id=_given(block.tool_use_id, where, "tool_use_id"))
+            seen += images
             texts, is_empty = [], False
         elif block.type == "tool_use" and message.role == "assistant":
             calls.append(_call(block, where))
         elif block.type == "thinking" and message.role == "assistant":
             thoughts.append(_given(block.thinking, where, "thinking"))
         elif block.type != "redacted_thinking" or message.role != "assistant":
-            texts.append(_text(block, where))
+            texts.append(_image(block) if block.type == "image" and message.role == "user" else _text(block, where))
     if len(calls) > MAX_TOOLS:
         raise ApiError(400, f"messages[{place}] has {len(calls)} tool_use blocks; at most {MAX_TOOLS}")
     if message.role == "assistant":
         yield ChatMessage("assistant", texts, tool_calls=calls or None, reasoning="\n".join(thoughts) or None)
-    elif texts or is_empty:
-        yield ChatMessage(message.role, texts)
+    elif seen or texts or is_empty:
+        yield ChatMessage(message.role, [*seen, *texts])
 
 
 def _text(block: ContentBlock, where: str) -> Part:
@@ -133,19 +137,28 @@ def _text(block: ContentBlock, where: str) -> Part:
     return Part("text", _given(block.text, where, "text"))
 
 
+def _image(block: ContentBlock) -> Part:
+    return Part("image", source=block.source)
+
+
 def _call(block: ContentBlock, where: str) -> ToolCall:
     check_depth(block.input, f"{where}.input", "messages")
     function = CalledFunction(_given(block.name, where, "name"), block.input or {})
     return ToolCall(function, _given(block.id, where, "id"))
 
 
-def _result(block: ContentBlock, where: str) -> str:
-    """The text of a tool's result. Chat templates know no failed ones, so the text says it."""
-    content = block.content or ""
+def _result(block: ContentBlock, where: str) -> tuple[str, list[Part]]:
+    """The text of a tool's result, and its images, which templates show in messages of users alone. They know no failed
+    results, so the text says it."""
+    content, images = block.content or "", list[Part]()
     if not isinstance(content, str):
-        texts = [_text(inner, f"{where}.content[{number}]").text or "" for number, inner in enumerate(content)]
+        images = [_image(inner) for inner in content if inner.type == "image"]
+        texts = [
+            RESULT_IMAGE if inner.type == "image" else _text(inner, f"{where}.content[{number}]").text or ""
+            for number, inner in enumerate(content)
+        ]
         content = "\n".join(texts)
-    return f"Error: {content}" if block.is_error else content
+    return f"Error: {content}" if block.is_error else content, images
 
 
 def _given(value: str | None, where: str, field: str) -> str:

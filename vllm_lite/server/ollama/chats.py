@@ -11,7 +11,7 @@ from vllm_lite.server.ollama.bodies import (
     OllamaMessage,
     OllamaOptions,
 )
-from vllm_lite.server.openai.bodies import CalledFunction, ChatBody, ChatMessage, CompletionBody, ToolCall
+from vllm_lite.server.openai.bodies import CalledFunction, ChatBody, ChatMessage, CompletionBody, Part, ToolCall
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.forms import check_depth
 
@@ -28,7 +28,7 @@ def chat_of(body: OllamaChatBody, max_model_len: int) -> ChatBody:
 def prompted(body: OllamaGenerateBody, max_model_len: int) -> ChatBody:
     """A prompt as a chat of one message, and perhaps one of the system before it. Raises ApiError."""
     system = [ChatMessage("system", body.system)] if body.system else []
-    messages = [*system, ChatMessage("user", body.prompt)]
+    messages = [*system, ChatMessage("user", _content(body.prompt or "", body.images, "images"))]
     return ChatBody(messages=messages, **_common(body, max_model_len), **_of_chat(body))
 
 
@@ -46,21 +46,27 @@ def ignored(body: OllamaBody) -> list[str]:
     return [f"options.{name}" for name in sorted((body.options or {}).keys() - set(OllamaOptions.__struct_fields__))]
 
 
-def check_images(images: list[Any] | None, where: str) -> None:
-    """Raises ApiError if there are any."""
-    if images:
-        raise ApiError(400, f"{where} is not supported: this model reads text only")
+def _content(text: str, images: list[Any] | None, where: str) -> str | list[str | Part]:
+    """A message's images, which are files in base64, and then its text. Raises ApiError."""
+    if not images:
+        return text
+    parts = list[str | Part]()
+    for place, image in enumerate(images):
+        if not isinstance(image, str):
+            raise ApiError(400, f"{where}[{place}] must be a file in base64, got {type(image).__name__}")
+        source = {"type": "url", "url": image} if image[:5] == "data:" else {"type": "base64", "data": image}
+        parts.append(Part("image", source=source))
+    return [*parts, Part("text", text)]
 
 
 def _message(message: OllamaMessage, where: str) -> ChatMessage:
-    check_images(message.images, f"{where}.images")
     calls = []
     for call in message.tool_calls or ():
         check_depth(call.function.arguments, f"{where}.tool_calls", "messages")
         calls.append(ToolCall(CalledFunction(call.function.name, call.function.arguments or {}), call.id))
     return ChatMessage(
         role=message.role,
-        content=message.content or "",
+        content=_content(message.content or "", message.images, f"{where}.images"),
         name=message.tool_name,
         tool_calls=calls or None,
         tool_call_id=message.tool_call_id,

@@ -25,6 +25,7 @@ from vllm_lite.server.ollama.bodies import (
 )
 from vllm_lite.server.ollama.information import OllamaModel
 from vllm_lite.server.openai.bodies import warning
+from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.pooling import answers
 from vllm_lite.server.pooling.bodies import PoolingFields
 from vllm_lite.server.pooling.runs import PoolingRuns
@@ -68,10 +69,11 @@ class OllamaRoutes:
     async def generate(self, request: Request) -> Response:
         asked = await self._asked(request, OllamaGenerateBody)
         body = asked.body
-        chats.check_images(body.images, "images")
-        if not body.prompt and not body.suffix:
+        if not (body.prompt or body.suffix or body.images):
             return self._loaded(asked, "generate")
         if body.raw or body.suffix or not self._generation.prompts.has_template:
+            if body.images:
+                raise ApiError(400, "images need the chat template: no raw, no suffix, and a model that has one")
             completion = chats.completion_of(body, self._max_model_len)
             made = await self._generation.completion(asked._replace(body=completion))  # type: ignore[arg-type]
         else:

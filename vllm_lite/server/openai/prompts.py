@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from vllm_lite.client.media.image_pool import NUM_PROCESSES
 from vllm_lite.client.media.prompt_images import Pictured, PromptImages
-from vllm_lite.client.media.sources import file_of_part
+from vllm_lite.client.media.sources import Fetch, file_of_part, is_of_web, url_of_part
 from vllm_lite.client.prompt import (
     PromptLike,
     SpansPrompt,
@@ -52,6 +52,8 @@ NUM_TOKENIZERS = 2
 """Long texts that are tokenized at a time, each of them in about 100 MB."""
 MESSAGE_NAME: Callable[[int], str] = "messages[{}]".format
 """The name of a chat's message by its place."""
+NUM_FETCHERS = 8
+"""Requests at a time whose images are fetched: a slow server of theirs does not hold up others' images."""
 SLICE_TOKENS = 16_384
 """Decoded in one go, in 10 ms."""
 
@@ -112,17 +114,25 @@ class PromptRenderer:
         max_model_len: int,
         told: TemplateVariables = _NOTHING_TOLD,
         images: PromptImages | None = None,
+        fetch: Fetch | None = None,
     ) -> None:
-        """`images`: what puts them into prompts, if the model sees any."""
+        """`images` puts them into prompts, if the model sees any; `fetch` gets those of the web, where allowed."""
         self.tokenizer = tokenizer
         self._images = images
         self._cutters = Threads(NUM_PROCESSES, "images")
+        self._fetch = fetch
+        self._fetchers = Threads(NUM_FETCHERS, "fetch")
         self._told = told
         self._renderer = renderer
         self._max_model_len = max_model_len
         self._vocabulary: TokenTexts | None = None
         self._infill: Infill | None = None
         self._threads = Threads(NUM_TOKENIZERS, "tokenizer")
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model sees images of a chat."""
+        return self._images is not None
 
     @property
     def shows_tools(self) -> bool:
@@ -195,16 +205,21 @@ class PromptRenderer:
     ) -> Pictured:
         """The prompt of a chat with images, which child processes cut while other requests go on."""
 
-        def work(check: Check) -> Pictured:
-            if self._images is None:
-                raise RequestError("this model takes no images")
+        def read(check: Check) -> list[bytes]:
             files = []
             for part, where in parts:
                 check()
-                files.append(file_of_part(part, where))
-            return self._images.pictured(text, files, lambda text: encode(text, check))
+                files.append(file_of_part(part, where, self._fetch))
+            return files
+
+        def work(check: Check) -> Pictured:
+            if self._images is None:
+                raise RequestError("this model takes no images")
+            return self._images.pictured(text, files or read(check), lambda text: encode(text, check))
 
         try:
+            is_fetched = self._fetch is not None and any(is_of_web(url_of_part(part)) for part, _ in parts)
+            files = await self._fetchers.run(read, request.receive) if is_fetched else []
             return await self._cutters.run(work, request.receive)
         except RequestError as error:
             raise refused(error, "messages") from error

@@ -5,12 +5,33 @@ from typing import Any
 
 from vllm_lite.server.responses.client_tools import BadItemError, Item, flat_name
 
+IMAGE = "input_image"
+_IMAGE_TEXT = "[image, shown below]"
+"""Stands in an output for an image of it, which templates show in messages of users alone."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-def read_output(item: Item) -> tuple[Item, list[str]]:
-    """Return what is kept of an output beside its type and id, and the types of its parts that are no text: the model
-    gets their types in the place of each. Raises BadItemError."""
+def image_of(part: Any) -> Item | None:
+    """A part with an image as it is kept; None for any other part. Raises BadItemError."""
+    if not isinstance(part, dict) or part.get("type") != IMAGE:
+        return None
+    url = part.get("image_url")
+    if not isinstance(url, str):
+        raise BadItemError(part, "image_url", "a URL; files are not kept here, so a file_id names none")
+    return {"type": IMAGE, "image_url": url, "detail": "auto"}
+
+
+def images_in(item: Item) -> list[Item]:
+    """The images of a message or an output, as image_of() has made them."""
+    for name in ("content", "output"):
+        if isinstance(parts := item.get(name), list):
+            return [part for part in parts if part.get("type") == IMAGE]
+    return []
+
+
+def read_output(item: Item, sees: bool = False) -> tuple[Item, list[str]]:
+    """Return what is kept of an output beside its type and id, and the types of its parts that are neither text nor,
+    if the model `sees` any, images: the model gets their types in the place of each. Raises BadItemError."""
     kind = item["type"]
     if kind == "local_shell_call_output":  # its id is that of the call
         link = _text(item, "id" if item.get("call_id") is None else "call_id")
@@ -23,7 +44,7 @@ def read_output(item: Item) -> tuple[Item, list[str]]:
         return {**found, "status": "completed", **reader(item)}, []
     output, others = "" if item.get("output") is None else item["output"], list[str]()
     if not isinstance(output, str):
-        output, others = _parts(item)
+        output, others = _parts(item, sees)
     return {**found, "output": output, "status": "completed"}, others
 
 
@@ -41,7 +62,7 @@ def output_text(item: Item) -> str:
         return f"{item['status']}: {output}" if output else str(item["status"])
     if kind == "shell_call_output":
         return "\n".join(_ran(each) for each in output or ())
-    return output if isinstance(output, str) else "\n".join(part["text"] for part in output or ())
+    return output if isinstance(output, str) else "\n".join(part.get("text", _IMAGE_TEXT) for part in output or ())
 
 
 # ---- those with fields of their own
@@ -88,13 +109,16 @@ _READERS: dict[str, Callable[[Item], Item]] = {
 # ---- small things
 
 
-def _parts(item: Item) -> tuple[list[Item], list[str]]:
+def _parts(item: Item, sees: bool) -> tuple[list[Item], list[str]]:
     output = item.get("output")
     if not isinstance(output, list):
         raise BadItemError(item, "output", "a text or a list of parts")
     found, others = list[Item](), list[str]()
     for part in output:
         kind = part.get("type") if isinstance(part, dict) else None
+        if sees and (image := image_of(part)) is not None:
+            found.append(image)
+            continue
         if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
             text = part["text"]
         elif isinstance(kind, str):

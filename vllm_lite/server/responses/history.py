@@ -7,7 +7,7 @@ import msgspec
 from vllm_lite.server.openai.bodies import CalledFunction, ChatMessage, Part, ToolCall
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.steady import steady
-from vllm_lite.server.responses.call_outputs import call_of, output_text
+from vllm_lite.server.responses.call_outputs import IMAGE, call_of, images_in, output_text
 from vllm_lite.server.responses.client_tools import CALLS, OUTPUTS, Item
 from vllm_lite.server.responses.items import PROVIDED
 from vllm_lite.server.responses.toolbox import Toolbox
@@ -23,7 +23,13 @@ def text_in(item: Item, field: str = "content") -> str:
 def _content(item: Item) -> str | list[str | Part]:
     """Return the text of a message; several are parts, which some templates write in another way than one text."""
     content = item["content"]
-    return text_in(item) if len(content) < 2 else [Part("text", part["text"]) for part in content]
+    if len(content) < 2 and not images_in(item):
+        return text_in(item)
+    return [_image(part) if part["type"] == IMAGE else Part("text", part["text"]) for part in content]
+
+
+def _image(part: Item) -> Part:
+    return Part(IMAGE, image_url=part["image_url"])
 
 
 def later_tools(items: Iterable[Item]) -> Iterator[tuple[str, Item]]:
@@ -66,6 +72,24 @@ class _Answer:
         )
 
 
+def _images_shown(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield the items, and behind outputs with images a message of the user that has these: templates show images there
+    alone. A message that the user wrote next has them first."""
+    seen = list[Item]()
+    for item in items:
+        if seen and item["type"] not in OUTPUTS:
+            is_users = item["type"] == "message" and item["role"] == "user"
+            yield {"type": "message", "role": "user", "content": [*seen, *(item["content"] if is_users else ())]}
+            seen = []
+            if is_users:
+                continue
+        yield item
+        if item["type"] in OUTPUTS:
+            seen += images_in(item)
+    if seen:
+        yield {"type": "message", "role": "user", "content": seen}
+
+
 def messages(instructions: str | None, items: Iterable[Item], tools: Toolbox) -> list[ChatMessage]:
     """Make the messages of a chat. Instructions and what the system says first are one message, as many templates take
     only one. Raises ApiError for the output of a call that was not made."""
@@ -78,7 +102,7 @@ def messages(instructions: str | None, items: Iterable[Item], tools: Toolbox) ->
             found.append(message)
         answer = _Answer()
 
-    for item in items:
+    for item in _images_shown(items):
         kind, role = item["type"], item.get("role")
         if kind == "reasoning":
             if answer.texts or answer.calls:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.forms import check_depth
-from vllm_lite.server.responses.call_outputs import read_output
+from vllm_lite.server.responses.call_outputs import image_of, read_output
 from vllm_lite.server.responses.client_tools import CALLS, OUTPUTS, BadItemError, Item, read_call
 
 PREFIXES = {
@@ -108,8 +108,11 @@ class Read(NamedTuple):
     left_out: list[str]
 
 
-def read(given: str | Sequence[Item] | None, response_id: str, found: Mapping[int, Item]) -> Read:
-    """Check the input, and complete each item. `found` are those that it refers to, by place. Raises ApiError."""
+def read(
+    given: str | Sequence[Item] | None, response_id: str, found: Mapping[int, Item], *, sees: bool = False
+) -> Read:
+    """Check the input, and complete each item. `found` are those that it refers to, by place; `sees`: the model takes
+    images. Raises ApiError."""
     if given is None:
         raise ApiError(400, "input is missing: give a text or a list of items", "input")
     if isinstance(given, str):
@@ -123,7 +126,7 @@ def read(given: str | Sequence[Item] | None, response_id: str, found: Mapping[in
         if not isinstance(kind, str):
             raise _wrong(place, f"type must be a text such as 'message', got {str(kind)[:60]!r}")
         if kind in PREFIXES:
-            read_item, others = _completed(kind, item, place, response_id)
+            read_item, others = _completed(kind, item, place, response_id, sees)
             shown.append(read_item)
             left_out += [f"input[{place}] {other}" for other in others]
         else:
@@ -131,7 +134,7 @@ def read(given: str | Sequence[Item] | None, response_id: str, found: Mapping[in
     return Read(shown, left_out)
 
 
-def _completed(kind: str, item: Item, place: int, response_id: str) -> tuple[Item, list[str]]:
+def _completed(kind: str, item: Item, place: int, response_id: str, sees: bool) -> tuple[Item, list[str]]:
     """The item with all its fields, and the types of its parts that the model is not shown."""
     own = item.get("id")
     is_good = isinstance(own, str) and 0 < len(own) <= _MAX_ID_CHARS
@@ -141,9 +144,11 @@ def _completed(kind: str, item: Item, place: int, response_id: str) -> tuple[Ite
         if kind in CALLS:
             fields = read_call({**item, "type": kind})
         elif kind in OUTPUTS:
-            fields, others = read_output({**item, "type": kind})
+            fields, others = read_output({**item, "type": kind}, sees)
         elif kind in PROVIDED:
             fields = {key: value for key, value in item.items() if key not in ("type", "id")}
+        elif kind == "message":
+            fields = _message(item, place, sees)
         else:
             fields = _READERS[kind](item, place)
     except BadItemError as error:
@@ -152,15 +157,21 @@ def _completed(kind: str, item: Item, place: int, response_id: str) -> tuple[Ite
     return {"type": kind, "id": name, **fields}, others
 
 
-def _message(item: Item, place: int) -> Item:
+def _message(item: Item, place: int, sees: bool) -> Item:
     role = item.get("role")
     if role not in _ROLES:
         raise _wrong(place, f"role must be one of {', '.join(_ROLES)}, got {str(role)[:60]!r}", ".role")
     is_answer = role == "assistant"
     more: Item = {"annotations": []} if is_answer else {}
-    texts = _texts(item.get("content"), f"input[{place}].content")
-    kind = "output_text" if is_answer else "input_text"
-    return {"role": role, "status": "completed", "content": [{"type": kind, "text": text, **more} for text in texts]}
+    kind, name, content = "output_text" if is_answer else "input_text", f"input[{place}].content", item.get("content")
+    if not isinstance(content, list):
+        content = [{"type": kind, "text": text} for text in _texts(content, name)]
+    parts = [
+        (image_of(part) if sees and role == "user" else None)
+        or {"type": kind, "text": _text(part, f"{name}[{number}]"), **more}
+        for number, part in enumerate(content)
+    ]
+    return {"role": role, "status": "completed", "content": parts}
 
 
 def _reasoning(item: Item, place: int) -> Item:
@@ -185,7 +196,7 @@ def _tools(item: Item, place: int) -> Item:
     return {"role": "developer", "tools": tools}
 
 
-_READERS = {"message": _message, "reasoning": _reasoning, "additional_tools": _tools}
+_READERS = {"reasoning": _reasoning, "additional_tools": _tools}
 
 
 def _texts(content: Any, name: str) -> list[str]:
@@ -194,15 +205,15 @@ def _texts(content: Any, name: str) -> list[str]:
         return [content]
     if not isinstance(content, list):
         raise ApiError(400, f"{name} must be a text or a list of parts", name)
-    texts = []
-    for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in _TEXTS or not isinstance(text, str):
-            where = f"{name}[{place}]"
-            raise ApiError(400, f"{where} holds {str(kind)[:60]!r}; only text is supported", where)
-        texts.append(text)
-    return texts
+    return [_text(part, f"{name}[{place}]") for place, part in enumerate(content)]
+
+
+def _text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if kind not in _TEXTS or not isinstance(text, str):
+        raise ApiError(400, f"{where} holds {str(kind)[:60]!r}; only text is supported", where)
+    return text
 
 
 def _wrong(place: int, text: str, field: str = "") -> ApiError:

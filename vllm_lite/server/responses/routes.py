@@ -273,7 +273,7 @@ class ResponsesRoutes:
         earlier, referred = self._earlier(request), {}
         for place, reference in items.references(body.input if isinstance(body.input, list) else None):
             referred[place] = await earlier.referred(place, reference)
-        own, left_out = items.read(body.input, response_id, referred)
+        own, left_out = items.read(body.input, response_id, referred, sees=self._generation.prompts.takes_images)
         before = await earlier.before(body.previous_response_id)
         if len(before) + len(own) > MAX_MESSAGES:
             raise ApiError(400, f"a conversation has at most {MAX_MESSAGES} items, and this one has more", "input")

@@ -56,7 +56,9 @@ def _with_known_role(message: Message, trials: TemplateTrials, *, is_later: bool
 
 def _with_known_content(message: Message, trials: TemplateTrials) -> Message:
     content, role = message.get("content"), message.get("role")
-    if not content or not isinstance(role, str) or not _has_text(message):
+    if not isinstance(role, str) or not (content or content == "") or not _has_text(message):
+        return message
+    if content == "" and (not trials.looks_inside or trials.takes("empty", role)):
         return message
     if not trials.looks_inside:
         return {**message, "content": _text_of(content)} if _is_list(message) else message

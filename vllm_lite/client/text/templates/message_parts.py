@@ -60,7 +60,7 @@ def read_parts(parts: Iterable[Any], where: str, take_image: TakeImage | None = 
     `take_image`; without it they are refused. `where` names the content in errors. Raises RequestError for a part that
     is none of these."""
     texts, thoughts, all_parts, has_images = list[str](), list[str](), list[TextPart](), False
-    for part in parts:
+    for place, part in enumerate(parts):
         kind = str(part.get("type")) if isinstance(part, Mapping) else ""
         if isinstance(part, str):
             texts.append(part)
@@ -69,8 +69,10 @@ def read_parts(parts: Iterable[Any], where: str, take_image: TakeImage | None = 
         elif kind in THOUGHTS:
             thoughts.append(_thought(part, THOUGHTS[kind], where))
             continue
-        elif kind in IMAGES and take_image is not None:
-            take_image(part, where)
+        elif kind in IMAGES:
+            if take_image is None:
+                raise RequestError(f"{where}[{place}] is {kind!r}; no images are supported here, only text is")
+            take_image(part, f"{where}[{place}]")
             has_images = True
             all_parts.append({"type": "image"})
             continue

@@ -19,8 +19,8 @@ TextPart = dict[str, str]
 """{"type": "text", "text": ...}"""
 Try = Callable[[Sequence[Message]], str]
 """Renders a conversation. Raises for one that the template refuses."""
-Form = Literal["text", "part", "parts"]
-"""A content that is a text, a list of one part, a list of several."""
+Form = Literal["text", "part", "parts", "empty"]
+"""A content that is a text, a list of one part, a list of several, a text without a letter."""
 
 DEVELOPER, SYSTEM, USER, ASSISTANT = "developer", "system", "user", "assistant"
 SAMPLE_TOOL = {
@@ -68,14 +68,16 @@ class TemplateTrials:
         """Whether a content in this form gets through, in a message of `role`."""
         key = (form, role)
         if key not in self._found:
-            marks = [_ONE, _OTHER] if form == "parts" else [_ONE]
+            marks = {"empty": [], "parts": [_ONE, _OTHER]}.get(form, [_ONE])
             message = {"role": role, "content": _content(form, marks)}
-            chat: list[Message] = [message, _HELLO]
+            before, after = list[Message](), [_HELLO]
             if role in (USER, ASSISTANT):
-                chat = [_HELLO, message] if role == ASSISTANT else [message]
+                before, after = [_HELLO] if role == ASSISTANT else [], []
             elif role in ("tool", "function"):
-                chat = [_HELLO, _CALLING, {**message, "tool_call_id": _CALL_ID, "name": "f"}]
-            self._found[key] = self._comes_out(chat, marks)
+                before, after = [_HELLO, _CALLING], []
+                message |= {"tool_call_id": _CALL_ID, "name": "f"}
+            chats = [[*before, message, *after], [*map(_in_parts, before), message, *map(_in_parts, after)]]
+            self._found[key] = any(self._comes_out(chat, marks) for chat in chats[: 1 + bool(before or after)])
         return self._found[key]
 
     def takes_apart(self, role: str, other: str) -> bool:
@@ -120,5 +122,12 @@ class TemplateTrials:
         return all(mark in text for mark in marks) and _LEAK not in text
 
 
+def _in_parts(message: Message) -> Message:
+    """The same for a template that knows nothing but lists."""
+    return {**message, "content": [text_part(message["content"])]}
+
+
 def _content(form: Form, marks: Sequence[str]) -> str | list[TextPart]:
-    return marks[0] if form == "text" else [{**text_part(mark), "leak": _LEAK} for mark in marks]
+    if form in ("empty", "text"):
+        return "".join(marks)
+    return [{**text_part(mark), "leak": _LEAK} for mark in marks]

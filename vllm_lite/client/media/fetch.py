@@ -1,0 +1,152 @@
+"""Fetches images from the web: from domains that the operator names alone, at public addresses, with limits of its own.
+
+A domain is looked up once, and the connection goes to the address that was checked: a name that changes between the two
+leads nowhere else. Nothing is followed: a redirect is an error.
+"""
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Self
+from urllib.parse import SplitResult, urlsplit
+
+from vllm_lite.client.media.sources import MAX_FILE_BYTES
+from vllm_lite.errors import RequestError
+
+FETCH_S = 20.0
+"""Time for one image, from the look-up of its domain to its last byte."""
+CHUNK_BYTES = 256 * 1024
+MAX_URL_CHARS = 8192
+
+IsPublic = Callable[[str], bool]
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the open internet: not private, not this machine, not a group."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    address_of = mapped or found
+    return address_of.is_global and not address_of.is_multicast
+
+
+class Fetcher:
+    """Fetches files of some domains. Safe in any thread."""
+
+    def __init__(self, domains: Sequence[str], is_public: IsPublic = is_public) -> None:
+        self._domains = frozenset(domain.lower().rstrip(".") for domain in domains)
+        self._is_public = is_public
+
+    def __call__(self, url: str, where: str) -> bytes:
+        """The file at an http or https URL. Raises RequestError in one sentence, which says nothing of what the server
+        has answered but its status."""
+        deadline_s = time.monotonic() + FETCH_S
+        parts = self._checked(url, where)
+        try:
+            return self._body(parts, where, deadline_s)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            kind = type(error).__name__
+            raise RequestError(f"{where} has an image at {_shown(parts)}, which cannot be fetched: {kind}") from error
+
+    def _checked(self, url: str, where: str) -> SplitResult:
+        if len(url) > MAX_URL_CHARS:
+            raise RequestError(f"{where} has an image at a URL of {len(url)} characters; at most {MAX_URL_CHARS}")
+        if not url.isascii() or not url.isprintable() or " " in url:
+            raise RequestError(f"{where} has an image at {url[:64]!r}; a URL has visible characters of ASCII alone")
+        try:
+            parts = urlsplit(url)
+            port = parts.port  # a number, or nothing, or an error
+        except ValueError:
+            raise RequestError(f"{where} has an image at {url[:64]!r}, which is no URL") from None
+        host = (parts.hostname or "").rstrip(".")
+        if parts.scheme not in ("http", "https") or not host or "@" in parts.netloc or port == 0:
+            raise RequestError(f"{where} has an image at {url[:64]!r}; give a data:, http or https URL without a user")
+        if host not in self._domains:
+            known = ", ".join(sorted(self._domains))
+            raise RequestError(f"{where} has an image at {host[:64]!r}; images are fetched from {known} alone")
+        return parts
+
+    def _body(self, parts: SplitResult, where: str, deadline_s: float) -> bytes:
+        with self._connected(parts, where, deadline_s) as connection:
+            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            connection.request("GET", path, headers={"Accept": "image/*", "User-Agent": "vllm_lite"})
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise RequestError(f"{where} has an image at {_shown(parts)}, which answers {answer.status}, not 200")
+            received = self._read(answer, where)
+            _left(deadline_s)  # else what was received may end where the time did
+            return received
+
+    def _read(self, answer: http.client.HTTPResponse, where: str) -> bytes:
+        received = bytearray()
+        while chunk := answer.read1(CHUNK_BYTES):
+            received += chunk
+            if len(received) > MAX_FILE_BYTES:
+                raise RequestError(f"{where} has an image of more than {MAX_FILE_BYTES} bytes")
+        if answer.length:  # the connection has ended before
+            raise http.client.IncompleteRead(b"", answer.length)
+        return bytes(received)
+
+    def _connected(self, parts: SplitResult, where: str, deadline_s: float) -> "_Pinned":
+        host = (parts.hostname or "").rstrip(".")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        if not found or not all(self._is_public(str(each[4][0])) for each in found):
+            raise RequestError(f"{where} has an image at {host!r}, which is not at a public address")
+        return _Pinned(host, port, str(found[0][4][0]), deadline_s, is_encrypted=parts.scheme == "https")
+
+
+class _Pinned(http.client.HTTPConnection):
+    """A connection to an address that has been checked, which answers for `host`. At the deadline it breaks, however
+    slowly bytes still come."""
+
+    def __init__(self, host: str, port: int, address: str, deadline_s: float, *, is_encrypted: bool) -> None:
+        if is_encrypted:
+            self.default_port = 443
+        super().__init__(host, port)
+        self._address = address
+        self._is_encrypted = is_encrypted
+        self._deadline_s = deadline_s
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.close()
+
+    def connect(self) -> None:
+        wire = socket.create_connection((self._address, self.port), _left(self._deadline_s))
+        encrypted = None
+        if self._is_encrypted:
+            context = ssl.create_default_context()
+            wire = encrypted = context.wrap_socket(wire, server_hostname=self.host, do_handshake_on_connect=False)
+        self.sock = wire
+        self._timer = threading.Timer(_left(self._deadline_s), _break, (wire,))
+        self._timer.daemon = True
+        self._timer.start()
+        if encrypted is not None:
+            encrypted.do_handshake()
+
+
+def _break(wire: socket.socket) -> None:
+    """End all waits for a connection, which may have been closed."""
+    with suppress(OSError):
+        socket.socket.shutdown(wire, socket.SHUT_RDWR)  # TLS's own would take its state from a reader
+
+
+def _left(deadline_s: float) -> float:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _shown(parts: SplitResult) -> str:
+    return repr(f"{parts.scheme}://{parts.netloc}"[:64])
