@@ -100,14 +100,20 @@ struct Steps {
   float* states;  // [num_slots][heads, SIZE, COLUMNS]
   int64 slot_stride;
   const int *firsts, *rows, *sources, *targets;
+  int chunked_rows;  // sequences with as many rows or more are those of recurrent_chunks.cuh
 };
+__device__ __forceinline__ int rows_of_sequence(const Steps& steps) {
+  return steps.rows[steps.firsts[blockIdx.x + 1]] - steps.rows[steps.firsts[blockIdx.x]];
+}
 
-// Takes the matrix of head blockIdx.y through the segments of sequence blockIdx.x, TILE tokens at a time: a warp
-// prepares each token, prepare(row, t), then all threads pass one after another, pass(state, row, t), and with FINISHES
-// a warp does what is left of each, finish(row, t). t counts in the tile, whose shared memory is the caller's.
+// Takes the matrix of head blockIdx.y through the segments of sequence blockIdx.x, unless it goes in chunks, TILE
+// tokens at a time: a warp prepares each token, prepare(row, t), then all threads pass one after another, pass(state,
+// row, t), and with FINISHES a warp does what is left of each, finish(row, t). t counts in the tile, whose shared
+// memory is the caller's.
 template <int SIZE, int COLUMNS, bool FINISHES, class Prepare, class Pass, class Finish>
 __device__ __forceinline__ void scan(const Steps& steps, const Prepare& prepare, const Pass& pass,
                                      const Finish& finish) {
+  if (rows_of_sequence(steps) >= steps.chunked_rows) return;
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
   float* const states = steps.states + int64(blockIdx.y) * SIZE * COLUMNS;
   Column<SIZE, COLUMNS> state;
@@ -127,6 +133,24 @@ __device__ __forceinline__ void scan(const Steps& steps, const Prepare& prepare,
     }
     if (target != 0) state.store(states + target * steps.slot_stride);
   }
+}
+
+// A token's log decay and beta of the gated delta rule.
+__device__ __forceinline__ float2 delta_rates(float decay, float step, float b) {
+  return make_float2(-decay * softplus(step), 1.f / (1.f + expf(-b)));
+}
+__device__ __forceinline__ float mamba_step(float step, float least, float most) {
+  return fminf(fmaxf(softplus(step), least), most);
+}
+
+// A warp norms a token's head of the gated delta rule, and multiplies it by SiLU(z).
+template <class T, int VALUE>
+__device__ __forceinline__ void gated_norm(const float* read, const T* z, const float* norm, float eps, T* out) {
+  const int lane = threadIdx.x % 32;
+  float squares = 0.f;
+  for (int i = lane; i < VALUE; i += 32) squares = fmaf(read[i], read[i], squares);
+  const float scale = rsqrtf(warp_sum(squares) / VALUE + eps);
+  for (int i = lane; i < VALUE; i += 32) out[i] = from_float<T>(read[i] * scale * norm[i] * silu(to_float(z[i])));
 }
 
 }  // namespace recurrent
@@ -187,7 +211,7 @@ __global__ void __launch_bounds__(recurrent::threads(VALUE), recurrent::blocks(V
                float* states,                                                       // [num_slots][heads, KEY, VALUE]
                const int* firsts, const int* rows, const int* sources, const int* targets,
                T* __restrict__ out,  // [num_rows, heads * VALUE], rows strided
-               int64 stride, int64 slot_stride, int64 out_stride, int key_heads, float eps) {
+               int64 stride, int64 slot_stride, int64 out_stride, int chunked_rows, int key_heads, float eps) {
   using namespace recurrent;
   DYNAMIC_SHARED(float, shared);
   constexpr int KEYS = padded(KEY);
@@ -202,8 +226,9 @@ __global__ void __launch_bounds__(recurrent::threads(VALUE), recurrent::blocks(V
     bring<KEY, true>(token + width, k + t * KEYS, 1.f);
     const int64 at = row * stride + head;
     if (lane == 0) {
-      decays[t] = expf(-decay[head] * softplus(to_float(a[at]) + dt_bias[head]));
-      betas[t] = 1.f / (1.f + expf(-to_float(b[at])));
+      const float2 both = delta_rates(decay[head], to_float(a[at]) + dt_bias[head], to_float(b[at]));
+      decays[t] = expf(both.x);
+      betas[t] = both.y;
     }
   };
   const auto pass = [&](Column<KEY, VALUE>& state, int64 row, int t) {
@@ -214,16 +239,10 @@ __global__ void __launch_bounds__(recurrent::threads(VALUE), recurrent::blocks(V
     if (state.lane == 0 && state.is_there()) read[t * VALUE + state.column] = found;
   };
   const auto finish = [&](int64 row, int t) {
-    float squares = 0.f;
-    for (int i = lane; i < VALUE; i += 32) squares = fmaf(read[t * VALUE + i], read[t * VALUE + i], squares);
-    const float scale = rsqrtf(warp_sum(squares) / VALUE + eps);
-    for (int i = lane; i < VALUE; i += 32) {
-      const float gate = silu(to_float(z[row * stride + head * VALUE + i]));
-      const float normed = read[t * VALUE + i] * scale * norm[i];
-      out[row * out_stride + head * VALUE + i] = from_float<T>(normed * gate);
-    }
+    gated_norm<T, VALUE>(read + t * VALUE, z + row * stride + head * VALUE, norm, eps,
+                         out + row * out_stride + head * VALUE);
   };
-  scan<KEY, VALUE, true>({states, slot_stride, firsts, rows, sources, targets}, prepare, pass, finish);
+  scan<KEY, VALUE, true>({states, slot_stride, firsts, rows, sources, targets, chunked_rows}, prepare, pass, finish);
 }
 
 // The scan of Mamba-2 and SiLU(z). Grid: sequences, heads, of which those of a group lie side by side; LANES threads a
@@ -238,7 +257,7 @@ __global__ void __launch_bounds__(recurrent::threads(HEAD), recurrent::blocks(HE
           float* states,                   // [num_slots][heads, STATE, HEAD]
           const int* firsts, const int* rows, const int* sources, const int* targets,
           T* __restrict__ out,  // [num_rows, heads * HEAD], rows strided
-          int64 stride, int64 slot_stride, int64 out_stride, int groups, float dt_min, float dt_max) {
+          int64 stride, int64 slot_stride, int64 out_stride, int chunked_rows, int groups, float dt_min, float dt_max) {
   using namespace recurrent;
   DYNAMIC_SHARED(float, shared);
   constexpr int STATES = padded(STATE);
@@ -251,8 +270,7 @@ __global__ void __launch_bounds__(recurrent::threads(HEAD), recurrent::blocks(HE
     bring<STATE, false>(token, b + t * STATES, 1.f);
     bring<STATE, false>(token + groups * STATE, c + t * STATES, 1.f);
     if (threadIdx.x % 32 == 0) {
-      const float raw = softplus(to_float(dt[row * stride + head]) + dt_bias[head]);
-      dts[t] = fminf(fmaxf(raw, dt_min), dt_max);
+      dts[t] = mamba_step(to_float(dt[row * stride + head]) + dt_bias[head], dt_min, dt_max);
       decays[t] = expf(-decay[head] * dts[t]);
     }
   };
@@ -263,5 +281,6 @@ __global__ void __launch_bounds__(recurrent::threads(HEAD), recurrent::blocks(HE
     if (state.lane == 0 && state.is_there())
       out[row * out_stride + at] = from_float<T>(fmaf(x, skip[head], found) * silu(to_float(z[row * stride + at])));
   };
-  scan<STATE, HEAD, false>({states, slot_stride, firsts, rows, sources, targets}, prepare, pass, [](int64, int) {});
+  scan<STATE, HEAD, false>({states, slot_stride, firsts, rows, sources, targets, chunked_rows}, prepare, pass,
+                           [](int64, int) {});
 }

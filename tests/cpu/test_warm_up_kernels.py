@@ -74,4 +74,4 @@ def test_masks_and_what_sequences_have_in_common(tmp_path: Path, recorder: Recor
 def test_recurrent_layers(family: str, kernel: str, tmp_path: Path, recorder: Recorder) -> None:
     variant = next(one for one in VARIANTS if family == one.model)
     folder = variant.make(tmp_path / "model")
-    assert {kernel, "short_conv"} <= loaded(folder, recorder)
+    assert {kernel, f"{kernel}_chunks", "short_conv"} <= loaded(folder, recorder)

@@ -131,13 +131,21 @@ def _packed_experts() -> list[Instantiation]:
     return [Instantiation("packed_experts.cuh", name, registers) for name, registers in found]
 
 
+_IN_CHUNKS = (
+    *(f"delta_rule_chunks<{kind}>" for kind in ("__nv_bfloat16, 128, 128", "float, 128, 128", "__half, 24, 20")),
+    *(f"mamba_chunks<{kind}>" for kind in ("__nv_bfloat16, 128, 64", "__nv_bfloat16, 256, 64", "__half, 128, 64")),
+)
+
+
 def _recurrent() -> list[Instantiation]:
-    """Ceilings: what lets a block of 512 threads, or as many blocks as have so many, be on a multiprocessor."""
+    """Ceilings: what lets a block of 512 threads, or as many blocks as have so many, be on a multiprocessor; in chunks
+    256 threads."""
     half, bf16 = "__half", "__nv_bfloat16"
     found = [(f"short_conv<{kind}>", 64) for kind in (f"{bf16}, 4, false", "float, 4, false", f"{half}, 3, true")]
     found += [(f"delta_rule<{kind}>", 128) for kind in (f"{bf16}, 128, 128", "float, 128, 128", f"{half}, 24, 20")]
     found += [(f"mamba<{kind}>", 128) for kind in (f"{bf16}, 128, 64", "float, 128, 64", f"{half}, 256, 64")]
-    return [Instantiation("recurrent.cuh", name, registers) for name, registers in found]
+    by_token = [Instantiation("recurrent.cuh", name, registers) for name, registers in found]
+    return by_token + [Instantiation("recurrent_chunks.cuh", name, 255) for name in _IN_CHUNKS]
 
 
 def _prefill() -> list[Instantiation]:

@@ -43,10 +43,11 @@ class Layer(NamedTuple):
         """Return the output of the rows, and the states after it; rows and slots lie in wider ones."""
         states = torch.full((NUM_SLOTS, 2 * self.states.shape[1]), torch.nan, device=device)[:, self.states.shape[1] :]
         states.copy_(self.states)
-        rows = torch.full((NUM_ROWS, self.projected.shape[1] + 5), torch.nan, dtype=self.projected.dtype, device=device)
+        num_rows, size = self.projected.shape
+        rows = torch.full((num_rows, size + 5), torch.nan, dtype=self.projected.dtype, device=device)
         rows[:, 5:] = self.projected
-        out = torch.zeros(NUM_ROWS, self.width + 3, dtype=self.projected.dtype, device=device)[:, : self.width]
-        mixed = torch.full((NUM_ROWS, self.scratch), torch.nan, device=device)
+        out = torch.zeros(num_rows, self.width + 3, dtype=self.projected.dtype, device=device)[:, : self.width]
+        mixed = torch.full((num_rows, self.scratch), torch.nan, device=device)
         weights = _to(self.weights, device)
         op.forward(rows[:, 5:], weights, states, Segments(*(part.to(device) for part in of)), mixed, out)
         return out.float().cpu(), states.cpu()
@@ -58,22 +59,22 @@ def _to(weights: Any, device: torch.device) -> Any:
     return weights._make(part.to(device) if isinstance(part, torch.Tensor) else part for part in weights)
 
 
-def delta_layer(spec: DeltaNetSpec, dtype: torch.dtype) -> Layer:
+def delta_layer(spec: DeltaNetSpec, dtype: torch.dtype, num_rows: int = NUM_ROWS) -> Layer:
     values, heads = _values(), spec.num_value_heads
     weights = DeltaNetWeights(
         values(spec.conv_size, spec.conv_channels), values(heads).exp(), values(heads), values(spec.value_size), 1e-6
     )
     states = values(NUM_SLOTS, spec.state_elements)
-    projected = values(NUM_ROWS, spec.projected_size).to(dtype)
+    projected = values(num_rows, spec.projected_size).to(dtype)
     return Layer(projected, weights, states, spec.conv_channels, spec.value_width)
 
 
-def mamba_layer(spec: MambaSpec, dtype: torch.dtype) -> Layer:
+def mamba_layer(spec: MambaSpec, dtype: torch.dtype, num_rows: int = NUM_ROWS) -> Layer:
     values, heads = _values(), spec.num_heads
     conv, bias = values(spec.conv_size, spec.conv_channels), values(spec.conv_channels)
     weights = MambaWeights(conv, bias, values(heads).exp(), values(heads), values(heads))
     states = values(NUM_SLOTS, spec.state_elements)
-    projected = values(NUM_ROWS, spec.projected_size).to(dtype)
+    projected = values(num_rows, spec.projected_size).to(dtype)
     return Layer(projected, weights, states, spec.conv_channels, spec.value_width)
 
 

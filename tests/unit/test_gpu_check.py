@@ -162,7 +162,7 @@ def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None
     env = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    with_messages = {"sampler_cases", "routing_cases", "recurrent_cases"}
+    with_messages = {"sampler_cases", "routing_cases", "recurrent_cases", "recurrent_chunks_cases"}
     assert {line.split()[0] for line in done.stdout.splitlines()} <= with_messages, (
         "the sampler's twin is the worker's; rules of a router and sizes of a recurrent layer are a message's structs"
     )

@@ -35,6 +35,7 @@ CASES = {
     "paged_attention.cuh": ("paged_attention_cases", ""),
     "prefill_attention.cuh": ("prefill_attention_cases", ""),
     "recurrent.cuh": ("recurrent_cases", ""),
+    "recurrent_chunks.cuh": ("recurrent_chunks_cases", ""),
     "routing.cuh": ("routing_cases", ""),
     "sampler.cuh": ("sampler_cases", ""),
 }

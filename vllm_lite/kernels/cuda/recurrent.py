@@ -1,4 +1,8 @@
-"""Recurrent layers on a GPU: short convolutions, the gated delta rule and Mamba-2. Kernels: csrc/cuda/recurrent.cuh."""
+"""Recurrent layers on a GPU: short convolutions, the gated delta rule and Mamba-2.
+
+Kernels: csrc/cuda/recurrent.cuh, token by token, and recurrent_chunks.cuh, which takes the sequences of a step that
+have many rows in chunks.
+"""
 
 from abc import abstractmethod
 from typing import NamedTuple
@@ -13,13 +17,21 @@ from vllm_lite.kernels.delta_rule import DeltaNetOp, DeltaNetWeights, Projected
 from vllm_lite.kernels.mamba import MambaInputs, MambaOp, MambaWeights
 from vllm_lite.kernels.recurrent import Parts, Segments, Spec, Taps, TwoCalls, Weights
 
-SOURCE = "recurrent.cuh"
+SOURCE, CHUNKS_SOURCE = "recurrent.cuh", "recurrent_chunks.cuh"
 CONV_THREADS, LANES, TILE = 128, 4, 16
 """Channels of a block, threads of a column, and tokens that are prepared together; as in the source."""
 MAX_CONV_SIZE = 8
 MAX_COLUMNS = 128
 MAX_DELTA_ROWS, MAX_MAMBA_ROWS = 128, 256
 """A thread keeps a row in LANES of a matrix in registers, with up to 128 of them."""
+BLOCK = 16
+"""Tokens of a chunk whose equations are solved together, as in the source."""
+CHUNKED_ROWS = 64
+"""Sequences with so many rows in a step, or more, go in chunks. Not measured: by arithmetic a chunk of any length takes
+as long as about 16 tokens, one by one; but the rows of drafts have to get the bits of decodes."""
+MAX_EXACT_ROWS = 128
+"""Rows of a matrix that may go in chunks where operands are two bfloat16: more would be spilled."""
+_NEVER = (1 << 31) - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -73,6 +85,8 @@ class Scan(NamedTuple):
     sizes: tuple[int, int]
     """Rows and columns of a matrix."""
     num_heads: int
+    solves: bool
+    """Whether the tokens of a chunk are a system of equations."""
     floats: int
     """Elements of shared memory for a token."""
     tensors: tuple[torch.Tensor, ...]
@@ -80,7 +94,8 @@ class Scan(NamedTuple):
 
 
 class LaunchedScan(TwoCalls[Spec, Parts, Weights]):
-    """Two launches: of the convolution, and of a scan by a block for each sequence and head."""
+    """Two launches: of the convolution, and of a scan by a block for each sequence and head. Where a step may have a
+    sequence of CHUNKED_ROWS rows, a third, for such sequences."""
 
     def __init__(self, spec: Spec, launcher: Launcher) -> None:
         super().__init__(spec)
@@ -102,19 +117,23 @@ class LaunchedScan(TwoCalls[Spec, Parts, Weights]):
     ) -> None:
         """As TwoCalls'. Raises ValueError for other shapes."""
         z: torch.Tensor = parts._asdict()["z"]
-        scan, kind = self.kernel(parts, weights), cuda_type(z.dtype, "projected")
+        scan, num_seqs = self.kernel(parts, weights), len(segments.firsts) - 1
         _require_rows("mixed", mixed, torch.float32, len(z), self.spec.conv_shape[1], is_dense=True)
         _require_rows("out", out, z.dtype, len(z), scan.num_heads * scan.sizes[1])
-        self._launcher.kernel(SOURCE, f"{scan.name}<{kind}, {scan.sizes[0]}, {scan.sizes[1]}>")(
-            (len(segments.firsts) - 1, scan.num_heads, 1),
-            (_threads(scan.sizes[1]), 1, 1),
-            (
-                *(mixed, z, *scan.tensors, matrices, *segments, out),
-                *map(np.int64, (z.stride(0), matrices.stride(0), out.stride(0))),
-                *scan.scalars,
-            ),
-            4 * TILE * scan.floats,
+        has_chunks = len(z) - num_seqs + 1 >= CHUNKED_ROWS and goes_in_chunks(scan.sizes[0], z.dtype)
+        args = (
+            *(mixed, z, *scan.tensors, matrices, *segments, out),
+            *map(np.int64, (z.stride(0), matrices.stride(0), out.stride(0))),
+            np.int32(CHUNKED_ROWS if has_chunks else _NEVER),
+            *scan.scalars,
         )
+        types = f"<{cuda_type(z.dtype, 'projected')}, {scan.sizes[0]}, {scan.sizes[1]}>"
+        grid, columns = (num_seqs, scan.num_heads, 1), scan.sizes[1]
+        by_token = self._launcher.kernel(SOURCE, scan.name + types)
+        by_token(grid, (_threads(columns), 1, 1), args, 4 * TILE * scan.floats)
+        if has_chunks:
+            by_chunk = self._launcher.kernel(CHUNKS_SOURCE, f"{scan.name}_chunks{types}")
+            by_chunk(grid, (2 * _wide(columns), 1, 1), args, chunk_shared_bytes(scan, z.dtype))
 
 
 class LaunchedDeltaNet(LaunchedScan[DeltaNetSpec, Projected, DeltaNetWeights], DeltaNetOp):
@@ -132,6 +151,7 @@ class LaunchedDeltaNet(LaunchedScan[DeltaNetSpec, Projected, DeltaNetWeights], D
             "delta_rule",
             (spec.key_size, spec.value_size),
             spec.num_value_heads,
+            True,
             2 * _padded(spec.key_size) + spec.value_size + 2,
             (parts.b, parts.a, weights.decay, weights.dt_bias, weights.norm),
             (np.int32(spec.num_key_heads), np.float32(weights.eps)),
@@ -154,10 +174,34 @@ class LaunchedMamba(LaunchedScan[MambaSpec, MambaInputs, MambaWeights], MambaOp)
             "mamba",
             (spec.state_size, spec.head_size),
             spec.num_heads,
+            False,
             2 * _padded(spec.state_size) + 2,
             (parts.dt, weights.decay, weights.dt_bias, weights.skip),
             (np.int32(spec.num_groups), *map(np.float32, spec.step_limits)),
         )
+
+
+def goes_in_chunks(num_matrix_rows: int, dtype: torch.dtype) -> bool:
+    """Whether sequences with many rows in a step do; else they go token by token, as all others."""
+    return dtype is torch.bfloat16 or num_matrix_rows <= MAX_EXACT_ROWS
+
+
+def chunk_shared_bytes(scan: Scan, dtype: torch.dtype) -> int:
+    """Dynamic shared memory of a block that goes in chunks: `recurrent::Chunk` of the source."""
+    parts, tokens = (1, 64) if dtype is torch.bfloat16 else (2, 32)
+    size, columns = map(_wide, scan.sizes)
+
+    def matrix(width: int) -> int:
+        return 2 * parts * tokens * (width + 8)
+
+    rows = max(2 * matrix(size), 4 * tokens * (columns + 4))
+    system = matrix(tokens) + matrix(BLOCK) + 4 * tokens * BLOCK if scan.solves else 0
+    return rows + matrix(tokens) + system + 4 * 4 * tokens
+
+
+def _wide(size: int) -> int:
+    """Whole operands of a matrix instruction."""
+    return -(-size // BLOCK) * BLOCK
 
 
 def _padded(size: int) -> int:
