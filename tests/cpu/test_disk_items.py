@@ -13,6 +13,7 @@ from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.protocol.transfers import STATE, ForgetStored, LoadBlocks, StoreBlocks, StoredKeys, Transferred
 from vllm_lite.worker.disk.items import DeviceItems, HostItems
 from vllm_lite.worker.disk.transfers import DiskTransfers
+from vllm_lite.worker.memory.touch_ahead import take_pages
 
 NUM_ITEMS = 120
 KEYS = [bytes([number]) * 32 + b"\0" for number in range(1, 9)]
@@ -85,14 +86,19 @@ def test_a_later_worker_loads_blocks_and_states_that_it_is_told_of(tmp_path: Pat
     second.disk.close(scaled(5.0))
 
 
-def test_a_worker_says_how_much_may_be_loaded_at_once(tmp_path: Path) -> None:
-    first, expected = Worker(tmp_path, 1), queue.SimpleQueue[int]()
+def test_room_for_blocks_that_are_found_is_made_before_there_is_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, made = Worker(tmp_path, 1), queue.SimpleQueue[int]()
     first.run(StoreBlocks(1, KEYS, list(range(8))))
+    first.run(StoreBlocks(2, [b"x" * 32 + STATE], [5]))
     first.disk.close(scaled(5.0))
-    again = DiskTransfers(lambda: DiskStore(tmp_path, b"m", (0, 2), 10**9), 0, 1)
+    pages = take_pages(100, 5000)
+    assert pages is not None
+    monkeypatch.setattr(pages, "make", made.put)
+    again = DiskTransfers(lambda: DiskStore(tmp_path, b"m", (0, 2), 10**9), 0, 1, pages)
     again.start()
-    again.use(lambda: (HostItems(first.blocks), None), expected.put)
-    assert expected.get(timeout=scaled(5.0)) == 8 * first.blocks[0].nbytes
+    assert made.get(timeout=scaled(5.0)) == 8 * 5000
     again.close(scaled(5.0))
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tests.deadlines import scaled
-from tests.driver import make_prompt, new_request
+from tests.driver import NUM_BLOCKS as NUM_DRIVEN
+from tests.driver import Driver, make_prompt, new_request
 from vllm_lite.kernels.cpu import memory
 from vllm_lite.protocol.step import Continue
 from vllm_lite.worker.memory import touch_ahead
-from vllm_lite.worker.memory.touch_ahead import TouchAhead
+from vllm_lite.worker.memory.touch_ahead import TouchAhead, take_pages
 
 BLOCK_BYTES, NUM_BLOCKS, AHEAD_BYTES = 1 << 20, 64, 16 << 20
 
@@ -115,3 +116,36 @@ def test_the_worker_says_which_blocks_its_steps_use(driver, monkeypatch):
     assert used == [9, 9]
     driver.run(Continue(1, 1, []), Continue(2, 1, [[11]]))
     assert used == [9, 9, 11]
+
+
+def test_a_worker_with_a_disk_has_its_blocks_where_room_was_made_while_it_loaded(tiny_checkpoint, tmp_path):
+    driver = Driver(tiny_checkpoint, kv_cache_dir=str(tmp_path / "kv"))
+    cache, disk = driver.worker.runner.cache_engine, driver.worker.disk
+    assert disk is not None
+    assert disk.pages is not None
+    assert cache.pool.data_ptr() == disk.pages.pool.data_ptr()
+    assert cache.pool.shape[0] == NUM_DRIVEN
+    assert cache.layer_views()[0].data_ptr() == disk.pages.pool.data_ptr()
+    prompt = make_prompt(driver.worker.config.block_size + 1)
+    driver.run(new_request(1, prompt, [3, 9]))
+    assert cache.pool[3].any()
+    assert disk.pages.pool[3].any()
+    disk.close(scaled(5))
+
+
+@pytest.mark.parametrize(("num_rows", "row_bytes"), [(NUM_DRIVEN - 1, 0), (NUM_DRIVEN, 2), (NUM_DRIVEN, -2)])
+def test_room_of_another_size_is_left_alone(driver, num_rows, row_bytes):
+    cache = driver.worker.runner.cache_engine
+    before = cache.pool.data_ptr()
+    cache.take(TouchAhead(torch.zeros(num_rows, cache.pool[0].nbytes + row_bytes, dtype=torch.uint8)))
+    assert cache.pool.data_ptr() == before
+
+
+def test_room_is_taken_if_it_is_known_how_much():
+    assert take_pages(None, 10) is None
+    assert take_pages(3, 0) is None
+    assert take_pages(1 << 40, 1 << 20) is None, "there is no such memory"
+    pages = take_pages(3, 10)
+    assert pages is not None
+    assert pages.pool.shape == (3, 10)
+    assert pages.block_bytes == 10

@@ -13,7 +13,8 @@ from vllm_lite.protocol.transfers import LoadBlocks, StoredKeys, TierUsage, Tran
 
 LEAST_PATIENCE_S = 1.0
 PATIENCE = 3.0
-"""A load is late when it takes this many times as long as the last ones did, or as computing would."""
+"""A load is late when it has taken this many times as long as the last ones did, and as long as computing would: who
+gives up sooner on a busy machine, where all is slow, waits longer for it."""
 WEIGHT = 0.3
 """The share of the latest load in the mean rate."""
 LEAST_MEASURED = 8
@@ -63,15 +64,16 @@ class Transfers:
         for message in self._tier.take_messages():
             if isinstance(message, LoadBlocks):
                 now_s, count = self._clock(), len(message.keys)
-                self._loading[message.ticket] = count, now_s, now_s + self._patience_s(count)
+                self._loading[message.ticket] = count, now_s, now_s + self._patience_s(message.ticket, count)
             executor.transfer(message)
 
-    def _patience_s(self, count: int) -> float:
+    def _patience_s(self, ticket: int, count: int) -> float:
         """Seconds that a load of `count` items may take."""
-        rates = self._scheduler.rates
-        if not rates.load_blocks_per_s:
-            return 10 * LEAST_PATIENCE_S
-        return max(LEAST_PATIENCE_S, PATIENCE * count / rates.load_blocks_per_s)
+        rates, compute_s = self._scheduler.rates, 0.0
+        if rates.prefill_tokens_per_s:
+            compute_s = self._tier.num_tokens(ticket) / rates.prefill_tokens_per_s
+        load_s = PATIENCE * count / rates.load_blocks_per_s if rates.load_blocks_per_s else 10 * LEAST_PATIENCE_S
+        return max(LEAST_PATIENCE_S, load_s, compute_s)
 
     def _ended(self, answer: Transferred) -> None:
         sent = self._loading.pop(answer.ticket, None)

@@ -61,6 +61,7 @@ from vllm_lite.worker.drafting.timing import timings_of
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK, CacheEngine
 from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
+from vllm_lite.worker.memory.touch_ahead import TouchAhead, take_pages
 from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.overlap import Overlap, run_ahead
 from vllm_lite.worker.pieces import PieceCapture
@@ -110,8 +111,8 @@ class Worker:
         self.own_spec = self.spec.per_rank(shard)
         """The model with the heads and layers that this rank holds, for attention and the KV cache."""
         by_stage = [self.spec.per_rank(each) for each in shard.all_stages]  # all count with the largest one
-        sizes = config.block_size, self.kv_dtype.itemsize, 1, scale_bytes(self.kv_dtype)
-        self.block_bytes = max(own.kv_block_bytes(*sizes) for own in by_stage)
+        self._block_sizes = config.block_size, self.kv_dtype.itemsize, 1, scale_bytes(self.kv_dtype)
+        self.block_bytes = max(own.kv_block_bytes(*self._block_sizes) for own in by_stage)
         self.state_bytes = max(own.state_elements for own in by_stage) * STATE_BYTES
         self.num_state_slots = num_state_slots(config, self.state_bytes)
         self.graph_sizes: tuple[int, ...] = ()
@@ -142,7 +143,7 @@ class Worker:
         self.graph_sizes = self._graph_sizes()
         if self.block_bytes:
             layout = [type(self.backend).__name__, self.block_bytes, self.state_bytes, self.spec.kv_groups]
-            self.disk = open_disk(self.config, layout, self.rank, self.generation)
+            self.disk = open_disk(self.config, layout, self.rank, self.generation, self._take_room(num_blocks))
         started = time.monotonic()
         weights_bytes = self._load_model(ahead)
         logger.info(
@@ -182,6 +183,12 @@ class Worker:
             num_host_states=num_host_states(self.config.swap_space, self.state_bytes),
             **media_facts(self.spec),
         )
+
+    def _take_room(self, num_blocks: int | None) -> TouchAhead | None:
+        """Memory for blocks that a disk may bring, on a CPU: it can be made ready while the weights are loaded."""
+        if self.config.kv_cache_dir is None or self.device.torch.type != "cpu":
+            return None
+        return take_pages(num_blocks, self.own_spec.kv_block_bytes(*self._block_sizes))
 
     def _load_model(self, ahead: FilePacker | None) -> int:
         """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
@@ -310,7 +317,7 @@ class Worker:
         self.overlap = Overlap.of(self.runner)
         place = self.config.first_rank + self.rank, self.device.torch
         if self.disk is not None:
-            self.disk.use(lambda: pools_of(cache_engine), cache_engine.expect)
+            self.disk.use(lambda: pools_of(cache_engine))
         self.profiler = Profiler(self.config.profiler_config, *place, self.runner.ranges, self.progress)
         timings = timings_of(self.runner, self.drafter.rehearse, self.config)
         return Started(self.rank, start.generation, swap_blocks_per_s, timings)
@@ -344,6 +351,8 @@ class Worker:
         sizes, device = (start.num_blocks, start.num_host_blocks), self.device.torch
         try:
             engine = CacheEngine(self.own_spec, self.config.block_size, *sizes, self.kv_dtype, device)
+            if self.disk is not None and self.disk.pages is not None:
+                engine.take(self.disk.pages)
             if self.num_state_slots:
                 engine.make_states(self.num_state_slots, num_host_states(self.config.swap_space, self.state_bytes))
             return engine

@@ -51,12 +51,14 @@ class DiskHit(NamedTuple):
 
 
 class _Load:
-    """Items on their way into `ids`. They are published for `sequence`, unless the cache was reset meanwhile."""
+    """Items on their way into `ids`, in place of `num_tokens` that would be computed. They are published for
+    `sequence`, unless the cache was reset meanwhile."""
 
-    def __init__(self, sequence: Sequence, items: list[Item], ids: list[int]) -> None:
+    def __init__(self, sequence: Sequence, items: list[Item], ids: list[int], num_tokens: int) -> None:
         self.sequence = sequence
         self.items = items
         self.ids = ids
+        self.num_tokens = num_tokens
         self.is_stale = False
 
 
@@ -126,6 +128,11 @@ class DiskTier(CachePart[DiskHit]):
         for sequence in [sequence for sequence, tickets in self._waits.items() if ticket in tickets]:
             del self._waits[sequence]
             self._tried[sequence] = 0
+
+    def num_tokens(self, ticket: Ticket) -> int:
+        """Number of tokens that would be computed without this load; 0 if it is not under way."""
+        load = self._loads.get(ticket)
+        return 0 if load is None else load.num_tokens
 
     def forget_stored(self) -> None:
         for load in self._loads.values():
@@ -220,7 +227,7 @@ class DiskTier(CachePart[DiskHit]):
             ids += [slot for slot in slots if slot is not None]
             new.sort(key=lambda item: item.group is None)  # the states behind the blocks, as their ids are
             ticket = self.writes.next_ticket()
-            self._loads[ticket] = _Load(sequence, new, ids)
+            self._loads[ticket] = _Load(sequence, new, ids, found.num_tokens)
             keys = [item.key for item in new]
             self._arriving.update(dict.fromkeys(keys, ticket))
             self.writes.messages.append(LoadBlocks(ticket, keys, ids))

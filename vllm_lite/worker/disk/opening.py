@@ -12,11 +12,14 @@ from vllm_lite.runtime.machine import parse_bytes
 from vllm_lite.worker.disk.items import items_of
 from vllm_lite.worker.disk.transfers import DiskTransfers, Pools
 from vllm_lite.worker.memory.cache_engine import CacheEngine
+from vllm_lite.worker.memory.touch_ahead import TouchAhead
 
 
-def open_disk(config: ResolvedConfig, layout: Sequence[object], rank: int, generation: int) -> DiskTransfers | None:
+def open_disk(
+    config: ResolvedConfig, layout: Sequence[object], rank: int, generation: int, pages: TouchAhead | None
+) -> DiskTransfers | None:
     """Begin to look at the directory of the KV cache, if there is one. `layout`: facts about blocks that `config` does
-    not say. Raises ConfigError."""
+    not say. `pages`: room for blocks, of which as much is made ready as is found. Raises ConfigError."""
     if config.kv_cache_dir is None:
         return None
     root, quota = open_directory(config.kv_cache_dir), parse_bytes("kv_cache_dir_size", config.kv_cache_dir_size)
@@ -29,7 +32,7 @@ def open_disk(config: ResolvedConfig, layout: Sequence[object], rank: int, gener
         (store.folder.parent / ABOUT).write_text(about)
         return store
 
-    disk = DiskTransfers(make_store, rank, generation)
+    disk = DiskTransfers(make_store, rank, generation, pages)
     disk.start()
     return disk
 

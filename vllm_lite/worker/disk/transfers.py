@@ -30,6 +30,7 @@ from vllm_lite.protocol.transfers import (
 from vllm_lite.runtime import log
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.worker.disk.items import DeviceItems, HostItems
+from vllm_lite.worker.memory.touch_ahead import TouchAhead
 
 NUM_READERS = 2
 LEAST_PART = 32
@@ -37,6 +38,8 @@ LEAST_PART = 32
 LOOK_S = 1.0
 """How often the directory is looked at."""
 KEYS_PER_MESSAGE = 4096
+LOOKING_PRIORITY = 10
+"""Niceness of the first look, and of making room for what it finds: somebody waits for the start's end."""
 LOWEST_PRIORITY = 19
 
 logger = log.get(__name__)
@@ -60,12 +63,20 @@ class _Job:
 class DiskTransfers:
     """Belongs to one worker. `announced` is set when there are answers to take."""
 
-    def __init__(self, make_store: Callable[[], DiskStore], rank: int, generation: int) -> None:
-        """`make_store` is called by a thread, as it reads pages of the checkpoint."""
+    def __init__(
+        self,
+        make_store: Callable[[], DiskStore],
+        rank: int,
+        generation: int,
+        pages: TouchAhead | None = None,
+    ) -> None:
+        """`make_store` is called by a thread, as it reads pages of the checkpoint. `pages` is the room for blocks: a
+        thread makes as much of it ready as is found, while weights are loaded. Memory that nobody has written yet would
+        take ten times as long to fill."""
+        self.pages = pages
         self.announced = Wakeup()
         self._make_store = make_store
         self._make_pools: Callable[[], Pools] | None = None
-        self._expect: Callable[[int], object] = lambda _: None
         self._name = rank, generation
         self._loads: queue.SimpleQueue[tuple[_Job, Sequence[int]] | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[_Job | ForgetStored | None] = queue.SimpleQueue()
@@ -88,13 +99,8 @@ class DiskTransfers:
         for thread in self._threads:
             thread.start()
 
-    def use(self, make_pools: Callable[[], Pools], expect: Callable[[int], object] = lambda _: None) -> None:
-        """The pools are there; each thread makes its own way to them. Called once, before the first transfer.
-
-        A thread of the lowest priority calls `expect` with the bytes of blocks that have been found: memory that nobody
-        has written yet would take ten times as long to fill.
-        """
-        self._expect = expect
+    def use(self, make_pools: Callable[[], Pools]) -> None:
+        """The pools are there; each thread makes its own way to them. Called once, before the first transfer."""
         self._make_pools = make_pools
         self._has_pools.set()
 
@@ -196,17 +202,20 @@ class DiskTransfers:
 
     def _write(self) -> None:
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOOKING_PRIORITY)
         try:
             self._store = self._make_store()
         except Exception as error:
             logger.warning("the KV cache on disk is off: %s", error)
         self._is_open.set()
         looked_s = self._look()
+        if self._store is not None and self.pages is not None:
+            found = self._store.keys()
+            self.pages.make(sum(not key.endswith(STATE) for key in found) * self.pages.block_bytes)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         if (pools := self._await_pools()) is None:
             return
-        if self._store is not None:
-            self._expect(len(self._store.keys()) * pools[0].item_bytes)
         while True:
             try:
                 item = self._stores.get(timeout=LOOK_S)

@@ -81,6 +81,15 @@ class CacheEngine:
         self.mover = make_mover(Pools(self.pool, self.host_pool))
         self._touch_ahead = TouchAhead(self.pool) if device.type == "cpu" and elements else None
 
+    def take(self, pages: TouchAhead) -> None:
+        """Have the blocks of a CPU in zeros whose pages were begun to be made before the number of blocks was settled.
+        To be called before anything is read or written: what is larger or of another size is left alone."""
+        rows = pages.pool
+        if rows.dtype == torch.uint8 and len(rows) >= self.num_blocks and rows[0].nbytes == self.pool[0].nbytes > 0:
+            self.pool = rows[: self.num_blocks].view(self.pool.dtype)
+            self.mover = make_mover(Pools(self.pool, self.host_pool))
+            self._touch_ahead = pages
+
     def layer_views(self) -> list[Any]:
         """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_size]; of
         a recurrent layer that of the states: float32 [num_slots, state_elements]; of one that keeps both KVAndStates,
@@ -160,11 +169,6 @@ class CacheEngine:
         """Say which is the highest block that was ever in use; what comes after it is made ready, on a CPU."""
         if self._touch_ahead is not None:
             self._touch_ahead.use(highest_block)
-
-    def expect(self, num_bytes: int) -> None:
-        """Say how much a tier below may bring at once: room for it is made ready, on a CPU. Any thread may."""
-        if self._touch_ahead is not None:
-            self._touch_ahead.make(num_bytes)
 
     def _wait_for_device(self) -> None:
         if self.pool.device.type == "cuda":

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import torch
 
+from vllm_lite.kernels.cpu import memory
 from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES
 
 AHEAD_BYTES = 1 << 27
@@ -28,9 +29,9 @@ class TouchAhead:
 
     def __init__(self, pool: torch.Tensor, ahead_bytes: int = AHEAD_BYTES) -> None:
         """`pool`: contiguous, in this process's memory; one row is a block."""
-        self._pool = pool
+        self.pool = pool
         self._ahead_bytes = ahead_bytes
-        self._block_bytes = pool[0].nbytes if len(pool) else 0
+        self.block_bytes = pool[0].nbytes if len(pool) else 0
         self._made_bytes = 0 if pool.nbytes >= HUGE_PAGE_BYTES else pool.nbytes
         """From the beginning of the pool on; all of it when there is nothing to do."""
         self._renew_at = 0
@@ -41,33 +42,43 @@ class TouchAhead:
 
     def use(self, block_id: int) -> None:
         """Say that blocks up to `block_id` are in use. It does not wait for anything."""
-        if block_id < self._renew_at or self._made_bytes >= self._pool.nbytes:
+        if block_id < self._renew_at or self._made_bytes >= self.pool.nbytes:
             return
         if self.thread is not None and self.thread.is_alive():
             return
-        used_bytes = (block_id + 1) * self._block_bytes
-        goal_bytes = min(used_bytes + self._ahead_bytes, self._pool.nbytes)
-        self._renew_at = block_id + max(1, self._ahead_bytes // (2 * self._block_bytes))
+        used_bytes = (block_id + 1) * self.block_bytes
+        goal_bytes = min(used_bytes + self._ahead_bytes, self.pool.nbytes)
+        self._renew_at = block_id + max(1, self._ahead_bytes // (2 * self.block_bytes))
         self.thread = threading.Thread(target=self._run, args=(goal_bytes,), name="touch-ahead", daemon=True)
         self.thread.start()
 
     def make(self, num_bytes: int) -> None:
         """Make the first pages of the pool on the caller's thread, half of it at most: something is to fill them at
         once."""
-        self._make(min(num_bytes, self._pool.nbytes // 2))
+        self._make(min(num_bytes, self.pool.nbytes // 2))
 
     def _make(self, goal_bytes: int) -> None:
         while self._made_bytes < goal_bytes:
             with self._lock:
-                end = min(self._made_bytes + PIECE_BYTES, self._pool.nbytes)
-                if not _populate(self._pool.data_ptr() + self._made_bytes, end - self._made_bytes):
-                    end = self._pool.nbytes  # an older system, or no memory: pages come when they are written, as ever
+                end = min(self._made_bytes + PIECE_BYTES, self.pool.nbytes)
+                if not _populate(self.pool.data_ptr() + self._made_bytes, end - self._made_bytes):
+                    end = self.pool.nbytes  # an older system, or no memory: pages come when they are written, as ever
                 self._made_bytes = end
 
     def _run(self, goal_bytes: int) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         self._make(goal_bytes)
+
+
+def take_pages(num_blocks: int | None, block_bytes: int) -> TouchAhead | None:
+    """Take memory for blocks whose pages can be made before all else is known of the cache. None: it is not known how
+    much, or there is not so much; who takes it later says so."""
+    try:
+        pool = memory.zeros((num_blocks or 0) * block_bytes, torch.uint8)
+    except (OSError, MemoryError, RuntimeError):
+        return None
+    return TouchAhead(pool.view(-1, block_bytes)) if len(pool) else None
 
 
 def _populate(address: int, num_bytes: int) -> bool:
