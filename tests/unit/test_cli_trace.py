@@ -143,3 +143,18 @@ def test_every_request_of_a_wild_run_has_a_story(tmp_path: Path, capsys: pytest.
             assert text.startswith("+    0.000 s  ")
             if name in recorded.ended:
                 assert re.search(r"inished|nded with an error", text)
+
+
+def test_why_tells_which_tier_a_hit_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace"
+    recorded = Recorded(path, 12, num_host_blocks=40, max_num_batched_tokens=64)
+    prompts = {"first": list(range(1, 33)), "second": list(range(40, 8, -1))}
+    for name, prompt in (*prompts.items(), ("again", prompts["first"]), ("at once", prompts["first"])):
+        recorded.add(name, prompt, max_tokens=2, ignore_eos=True)
+        recorded.drain()
+    recorded.core.close()
+    text = why("again", path, capsys)
+    assert "ound 24 tokens in host memory, which are moved to the device" in text
+    assert "with 32 tokens found in the cache" in text
+    assert "host memory" not in why("at once", path, capsys)
+    assert "host memory" not in why("first", path, capsys)

@@ -42,6 +42,26 @@ def test_two_prompts_in_turn_on_a_pool_that_holds_one_are_found_whole(budget: in
     assert rig.kv.counters.demoted_blocks < 150, "each is moved out once"
 
 
+@pytest.mark.parametrize("max_swap_blocks", [100, 7], ids=["in one step", "parked meanwhile"])
+def test_a_hit_on_the_host_is_told_once_with_its_tokens(max_swap_blocks: int) -> None:
+    rig = Rig(83, 16, num_host_blocks=170, max_swap_blocks=max_swap_blocks, max_num_batched_tokens=2000)
+    both = prompts(1200, 1200)
+    for number, prompt in enumerate(both):
+        ask(rig, f"first-{number}", prompt)
+    assert not promoted(rig), "nothing was found yet"
+    before = rig.kv.counters.promoted_blocks
+    assert ask(rig, "again", both[0]).num_cached_at_start == 1199
+    (tokens,) = promoted(rig)
+    assert tokens == 16 * (rig.kv.counters.promoted_blocks - before) > 0
+    assert ask(rig, "at once", both[0]).num_cached_at_start == 1199
+    assert promoted(rig) == [tokens], "now it is on the device"
+
+
+def promoted(rig: Rig) -> list[int]:
+    """Tokens of each hit on the host."""
+    return [int(numbers["tokens"]) for code, numbers in rig.decisions if code == "promoted"]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=2, max_size=5),

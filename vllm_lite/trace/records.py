@@ -41,6 +41,7 @@ class Code(IntEnum):
     LOADED = 18
     DRAFTED = 19
     WAITS_FOR_ENCODER = 20
+    PROMOTED = 21
 
 
 FIELDS: dict[Code, tuple[str, ...]] = {
@@ -64,6 +65,7 @@ FIELDS: dict[Code, tuple[str, ...]] = {
     Code.LOADED: ("tokens",),
     Code.DRAFTED: ("method", "drafts", "tokens", "accepted"),
     Code.WAITS_FOR_ENCODER: (),
+    Code.PROMOTED: ("tokens",),
 }
 WAITS = {code for code in Code if code.name.startswith("WAITS_FOR_")}
 WAYS = ("recompute", "swap", "disk")

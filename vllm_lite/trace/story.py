@@ -119,6 +119,7 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.WAITS_FOR_ADAPTER: lambda _n, _: "waited, because its adapter was not in memory, or a step had others enough",
     Code.STATE_LOADED: lambda n, _: f"loaded the recurrent state at {n['state']} from host memory",
     Code.WAITS_FOR_LOAD: lambda _n, _: "waited, while its beginning was loaded from disk",
+    Code.PROMOTED: lambda n, _: f"found {_tokens(n['tokens'])} in host memory, which are moved to the device",
     Code.LOADED: lambda n, _: f"found {_tokens(n['tokens'])} on disk, which were loaded",
     Code.WAITS_FOR_STATE: lambda _n, _: "waited for a recurrent state that another request computes, or for a slot",
     Code.STATE_MISSING: lambda n, _: (

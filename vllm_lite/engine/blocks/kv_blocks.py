@@ -151,6 +151,10 @@ class KVBlocks(CachePart[Tables]):
         self.swapping.park(sequence, host_ids)
         return self.swap_in(sequence, num_tokens)
 
+    def note_admission(self, hit: PrefixHit, found: Tables) -> list[tuple[str, dict[str, int]]]:  # noqa: ARG002
+        num_tokens = self.num_on_host(found)
+        return [("promoted", {"tokens": num_tokens})] if num_tokens else []
+
     # ---- growing
 
     def grow(self, sequence: Sequence, num_tokens: int) -> Growth | None:

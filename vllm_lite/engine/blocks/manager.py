@@ -181,8 +181,8 @@ class KVCacheManager:
         return all(are_in)
 
     def note_admission(self, hit: PrefixHit) -> list[tuple[str, dict[str, int]]]:
-        """Count the admission of a sequence with this hit. Returns the decisions to report, with their
-        numbers."""
+        """Count that a sequence holds this hit now, to be admitted as soon as all of it is on the device. Returns the
+        decisions to report, with their numbers."""
         by_part = zip(self.parts, hit.found, strict=True)
         return [noted for part, found in by_part for noted in part.note_admission(hit, found)]
 

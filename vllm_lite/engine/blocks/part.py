@@ -163,8 +163,8 @@ class CachePart(ABC, Generic[Found]):
         """Hold what was found, and allocate. False: the sequence is parked, since some has still to be loaded."""
 
     def note_admission(self, hit: PrefixHit, found: Found) -> list[tuple[str, dict[str, int]]]:  # noqa: ARG002
-        """Count the admission of a sequence with this hit. Returns the decisions to report, with their
-        numbers."""
+        """Count that a sequence holds this hit now, to be admitted as soon as all of it is on the device. Returns the
+        decisions to report, with their numbers."""
         return []
 
     def arrival_entries(self, sequence: Sequence) -> list[Entry]:  # noqa: ARG002

@@ -111,6 +111,8 @@ class Admitter:
             is_in = kv.admit(sequence, hit, computed + count, in_parts=in_parts)
             if is_in or sequence.host_ids is not None:
                 queues.meter.admitted(sequence, hit)
+                for code, numbers in kv.note_admission(hit):
+                    plan.decide(code, sequence, **numbers)
         if not is_in:
             parked = sequence.host_ids is not None
             plan.is_arriving = parked and kv.swap_in_admission(sequence, chunk).is_arriving
@@ -120,8 +122,6 @@ class Admitter:
         queues.run(sequence)
         plan.entries.append(self._arrival(sequence, count))
         plan.entries += kv.arrival_entries(sequence)
-        for code, numbers in () if hit is None else kv.note_admission(hit):
-            plan.decide(code, sequence, **numbers)
         plan.decide(
             "swapped_in" if is_swapped else "admitted",
             sequence,
