@@ -2,29 +2,29 @@
 
     python benchmarks/kv_disk.py --model FOLDER_OR_GGUF --tokens 7600 --out benchmarks/results/kv-disk-cpu.json
     python benchmarks/kv_disk.py --shape qwen3-0.6b --tokens 4000
-    python benchmarks/kv_disk.py --shape hybrid --tokens 4000
+    python benchmarks/kv_disk.py --shape hybrid --tokens 20000 --cold-once --rounds 2
 
 One engine computes the chat and answers the next turn from memory. It is stopped, or killed with SIGKILL, and another
 engine over the same directory answers that turn; then one without a directory. Turns differ in their last tokens, so
-that each computes as many. `--streams` also measures the time between tokens of that many streams while chats are
-written at full speed, beside the same load without a directory.
+that each computes as many. With `--cold-once` the chat's own prefill counts as cold, which is all of it but for a turn:
+a long one takes minutes. `--streams` also measures the time between tokens of that many streams while chats are
+written at full speed, beside the same load without a directory. kv_disk_llama.py does the same with llama.cpp's slots.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import tempfile
 import time
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 from hybrid_chat import SMALL
+from kv_chat import Chat, median, report
 
 from vllm_lite import LLM, AsyncClient, EngineConfig, SamplingParams
 from vllm_lite.client.engines.launch import launch
@@ -48,22 +48,7 @@ QWEN3 = {
 }
 SHAPES = {"qwen3-0.6b": QWEN3, "hybrid": SMALL}
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
-WRITTEN_S = 60.0
-
-
-class Chat:
-    """A chat of random ids, and turns that go on from it."""
-
-    def __init__(self, num_tokens: int, num_new: int) -> None:
-        self._draw = random.Random(0)
-        self.num_new = num_new
-        self.tokens = self._ids(num_tokens)
-
-    def turn(self) -> list[int]:
-        return [*self.tokens, *self._ids(self.num_new)]
-
-    def _ids(self, count: int) -> list[int]:
-        return [self._draw.randrange(3, 30000) for _ in range(count)]
+WRITTEN_S = 300.0
 
 
 def open_llm(options: argparse.Namespace, folder: str | None) -> LLM:
@@ -89,7 +74,7 @@ def until_written(llm: LLM) -> float:
         if stats.num_stored_keys and not stats.num_writing_blocks:
             return time.perf_counter() - began_s
         time.sleep(0.02)
-    raise RuntimeError("the chat is not written after a minute")
+    raise RuntimeError(f"the chat is not written after {WRITTEN_S:g} s")
 
 
 def kill(llm: LLM) -> None:
@@ -126,15 +111,14 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
             until_written(first)
             time.sleep(2.5)  # the second looks once a second
             found["second of two engines"] = first_token(second, turn)
-    with closing(open_llm(options, None)) as llm:
-        found["cold"] = first_token(llm, chat.turn())
+    if options.cold_once:
+        found["cold"] = found["prefill"]
+    else:
+        with closing(open_llm(options, None)) as llm:
+            found["cold"] = first_token(llm, chat.turn())
     found["disk / warm"] = found["disk"]["first_s"] / found["warm"]["first_s"]
     found["disk / cold"] = found["disk"]["first_s"] / found["cold"]["first_s"]
     return found
-
-
-def median(runs: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 async def gaps(options: argparse.Namespace, folder: str | None) -> list[float]:
@@ -182,6 +166,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000, help="of the chat")
     parser.add_argument("--new", type=int, default=64, help="tokens of the next turn")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold-once", action="store_true", help="do not compute all of the chat a second time")
     parser.add_argument("--streams", type=int, default=0, help="measure the time between tokens of so many")
     parser.add_argument("--stream-tokens", type=int, default=300)
     parser.add_argument("--writes", type=int, default=30, help="prompts of 256 tokens that are written meanwhile")
@@ -193,13 +178,8 @@ def main() -> None:
             Path(made, "config.json").write_text(json.dumps(SHAPES[options.shape]))
             options.model = made
         found = streams(options) if options.streams else restarts(options)
-    about = {"date": datetime.now(UTC).date().isoformat(), "shape": options.shape or Path(options.model).name}
-    result = about | {"tokens": options.tokens, "new": options.new, "cores": os.cpu_count()} | found
-    print(json.dumps(result, indent=1))
-    if options.out:
-        path = Path(options.out)
-        known = json.loads(path.read_text()) if path.exists() else []
-        path.write_text(json.dumps([*known, result], indent=1) + "\n")
+    about = {"tokens": options.tokens, "new": options.new}
+    report(options.shape or Path(options.model).name, found, options.out, **about)
 
 
 if __name__ == "__main__":
