@@ -45,7 +45,7 @@ NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
 KIN = {"speculative_config": {"method": "draft_model", "model": "kin", "num_speculative_tokens": 4}}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
 FIXED = {"disable_adaptive_drafts": True}
-KILLED = {"killed": SELF, "draft model, killed": KIN, "mtp, killed": MTP}
+KILLED = {"killed": SELF, "hybrid, self, killed": SELF, "draft model, killed": KIN, "mtp, killed": MTP}
 WAYS: Mapping[str, dict[str, Any]] = {
     "forced alone": {},
     "ngram": NGRAM | FIXED,
@@ -58,6 +58,12 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "self, swapped": SELF | FIXED | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.05},
     "self, two ranks": SELF | FIXED | {"tensor_parallel_size": 2},
     "self, chunks": SELF | FIXED | {"max_num_batched_tokens": 48},
+    "hybrid, self": SELF | FIXED,
+    "hybrid, self, as many as pay": SELF,
+    "hybrid, self, recomputed": SELF | FIXED | FEW_BLOCKS | {"preemption_mode": "recompute"},
+    "hybrid, self, swapped": SELF | FIXED | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.05},
+    "hybrid, self, two ranks": SELF | FIXED | {"tensor_parallel_size": 2},
+    "hybrid, self, chunks": SELF | FIXED | {"max_num_batched_tokens": 48},
     "draft model": KIN | FIXED,
     "draft model, as many as pay": KIN,
     "draft model, recomputed": KIN | FIXED | FEW_BLOCKS | {"preemption_mode": "recompute"},
@@ -73,7 +79,8 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "mtp, chunks": MTP | FIXED | {"max_num_batched_tokens": 48},
     **{way: settings | FIXED for way, settings in KILLED.items()},
 }
-"""Settings that draft. The draft model "kin" is made with the model; ways of MTP have a hybrid model with a head."""
+"""Settings that draft. The draft model "kin" is made with the model; ways of MTP and of hybrids have a hybrid with a
+head."""
 TOOL: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2, 3]}},
@@ -151,10 +158,10 @@ class Models(NamedTuple):
     modules: tuple[dict[str, str], ...]
     kin: Path | None = None
     hybrid: "Models | None" = None
-    """The model of ways that draft with a head."""
+    """The model of ways that draft with a head, or over recurrent states."""
 
     def of(self, way: str) -> "Models":
-        return self.hybrid if way.startswith("mtp") and self.hybrid is not None else self
+        return self.hybrid if way.startswith(("mtp", "hybrid")) and self.hybrid is not None else self
 
     def with_drafter(self, settings: dict[str, Any]) -> dict[str, Any]:
         """The settings with the folder of the draft model."""

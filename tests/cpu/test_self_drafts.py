@@ -15,13 +15,16 @@ from tests.driver import GREEDY, WARM, Driver, make_prompt, new_request
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from tests.gguf_files import write_gguf
 from tests.parity_mask import ParityMask
+from vllm_lite.checkpoint import sizing
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.tensors.headers import read_headers
 from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, copy_bytes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.protocol.params import LogitRules, Sampling
-from vllm_lite.protocol.step import BlockOp, Continue, Draft, Finish, Fork, ReplaceBlock
+from vllm_lite.protocol.step import BlockOp, Continue, Draft, Finish, Fork, ReplaceBlock, States
+from vllm_lite.tools.plan import PlanConfig, make_plan
+from vllm_lite.tools.plan_checkpoint import load
 from vllm_lite.worker.drafting.self_drafter import SelfDrafter
 
 PROMPT = make_prompt(30, seed=11)
@@ -29,6 +32,13 @@ NARROW = msgspec.structs.replace(WARM, top_k=20, top_p=0.9)
 RULED = msgspec.structs.replace(WARM, rules=LogitRules(bad_words=((7, 9), (11,)), bias=((5, 3.0),)))
 MASKED = msgspec.structs.replace(WARM, rules=LogitRules())
 SAMPLINGS = {"greedy": GREEDY, "seeded": WARM, "narrow": NARROW, "ruled": RULED, "masked": MASKED}
+KINDS = {
+    each.name: each
+    for each in HYBRIDS
+    if each.name in ("qwen3.5", "granite-hybrid-moe", "nemotron-h", "lfm2", "falcon-h1", "mamba2", "qwen3-next")
+}
+PLACES = States(1, 0, 1, []), States(0, 0, 2, [])
+"""Slots of the states of the sequences of `generate`."""
 SELF: dict[str, Any] = {"speculative_config": {"method": "self", "num_speculative_tokens": 3}}
 
 
@@ -37,14 +47,24 @@ def drafter_of(driver: Driver) -> SelfDrafter:
     return drafter._with_model  # type: ignore[no-any-return]
 
 
-def generate(driver: Driver, sampling: Sampling, count: int = 20, num_drafts: int = 3) -> list[int]:
+def generate(
+    driver: Driver,
+    sampling: Sampling,
+    count: int = 20,
+    num_drafts: int = 3,
+    states: tuple[States, ...] = (),
+) -> list[int]:
     """Number of tokens that each step gave a sequence, beside another one that drafts less."""
     driver.got, given = {}, list[int]()
     if sampling is MASKED:
         driver.rules.mask_source_of = lambda _: ParityMask(384)
-    driver.run(
-        new_request(1, PROMPT[:5], [20, 21, 22, 23, 24]), new_request(0, PROMPT, [1, 2, 3, 4], sampling=sampling)
+    requests = (
+        new_request(1, PROMPT[:5], [20, 21, 22, 23, 24]),
+        new_request(0, PROMPT, [1, 2, 3, 4], sampling=sampling),
     )
+    if not driver.ready.groups:  # a model without attention
+        requests = tuple(msgspec.structs.replace(each, block_ids=[]) for each in requests)
+    driver.run(*requests, *states)
     while len(driver.got[0]) < count:
         before = len(driver.got[0])
         if num_drafts:
@@ -108,6 +128,49 @@ def test_drafts_are_drawn_as_tokens_are(tiny_checkpoint: Path, sampling: Samplin
     drafter_of(driver)._chain._forward = driver.worker.runner.eager
     given = generate(driver, sampling)
     assert given == [4] * len(given)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, MASKED], ids=["greedy", "masked"])
+@pytest.mark.parametrize("eager", [False, True], ids=["programs", "eager"])
+@pytest.mark.parametrize("name", KINDS)
+def test_drafts_of_a_hybrid_go_on_from_its_states(name: str, eager: bool, sampling: Sampling, tmp_path: Path) -> None:
+    """A draft model that is a copy has every draft accepted; the copy in 4 bits changes no token, and no state."""
+    path = KINDS[name].make(tmp_path / "model")
+    found: list[tuple[list[int], torch.Tensor]] = []
+    for settings, is_exact in (({}, False), (SELF, True), (SELF, False)):
+        driver = Driver(path, enforce_eager=eager, **settings)
+        if is_exact:
+            drafter_of(driver)._chain._forward = driver.worker.runner.eager
+        given = generate(driver, sampling, num_drafts=3 if settings else 0, states=PLACES)
+        if is_exact:
+            assert given == [4] * len(given)
+        found.append((driver.got[0][:20], driver.worker.runner.cache_engine.states[2].clone()))
+        assert found[-1][0] == found[0][0]
+        if len(driver.got[0]) == len(found[0][0]):
+            torch.testing.assert_close(found[-1][1], found[0][1], atol=1e-4, rtol=1e-4)
+
+
+def test_more_sequences_than_scratch_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "SCRATCH_STATES", 1)
+    driver = Driver(HYBRIDS[0].make(tmp_path / "model"), **SELF)
+    assert driver.worker.scratch == range(driver.worker.num_state_slots, driver.worker.num_state_slots + 1)
+    driver.run(new_request(1, PROMPT[:5], [20, 21]), new_request(0, PROMPT, [1, 2, 3]), *PLACES)
+    drafter_of(driver)._chain._forward = driver.worker.runner.eager
+    assert driver.run(Draft(0, 3, []), Draft(1, 3, [])).drafted == [3, 0]
+    assert driver.run(Draft(1, 3, []), Continue(0, 1, [])).drafted == [3, 0]
+    assert [len(driver.got[handle]) for handle in (0, 1)] == [6, 6]
+
+
+def test_a_plan_counts_the_copy_and_the_scratch_states_of_a_hybrid(tmp_path: Path) -> None:
+    path = HYBRIDS[0].make(tmp_path / "model")
+    settings: dict[str, Any] = {"model": str(path), "device": "cpu", "memory": "4GiB", "max_num_seqs": 8}
+    given, of_model = PlanConfig.load(settings, env={}), load(PlanConfig(model=str(path)))
+    alone = make_plan(given, of_model)
+    plan = make_plan(PlanConfig.load(settings | SELF, env={}), of_model)
+    driver = Driver(path, dtype="bfloat16", **SELF)
+    assert plan.num_state_slots - alone.num_state_slots == len(driver.worker.scratch) == 8
+    assert len(driver.worker.runner.cache_engine.states) == plan.num_state_slots
+    assert plan.weights_bytes - alone.weights_bytes == copy_bytes(of_model, 4)
 
 
 def test_drafts_follow_forced_tokens(tiny_checkpoint: Path) -> None:
@@ -195,12 +258,14 @@ def test_a_gguf_file_drafts_for_itself(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [({"quantization": "int4"}, "its weights have 4 bits already"), ({}, "its recurrent layers keep one state")],
+    [
+        ({"quantization": "int4"}, "its weights have 4 bits already"),
+        ({"model_impl": "transformers"}, "its code is that of transformers"),
+    ],
 )
-def test_models_that_cannot_say_why(settings: dict[str, Any], why: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    path = tiny_checkpoint if settings else HYBRIDS[0].make(tmp_path / "hybrid")
+def test_models_that_cannot_say_why(settings: dict[str, Any], why: str, tiny_checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=why):
-        Driver(path, **settings, **SELF)
+        Driver(tiny_checkpoint, **settings, **SELF)
 
 
 def test_a_draft_that_cannot_be_drawn_ends_the_drafts(tiny_checkpoint: Path) -> None:

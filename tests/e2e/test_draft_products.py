@@ -34,6 +34,8 @@ SLICE = (
     "self",
     "self, recomputed",
     "self, one step in flight",
+    "hybrid, self",
+    "hybrid, self, swapped",
     "draft model",
     "draft model, swapped",
     "mtp, swapped",

@@ -1,4 +1,5 @@
-"""MTP heads through whole engines: tokens, and how much of each prompt is found in the cache, are as without."""
+"""Drafts of hybrid models through whole engines, by MTP heads and by copies in 4 bits: tokens, and how much of each
+prompt is found in the cache, are as without."""
 
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ HEAD: dict[str, Any] = {
     "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
     "disable_adaptive_drafts": True,
 }
+SELF = HEAD | {"speculative_config": {"method": "self", "num_speculative_tokens": 3}}
+METHODS = {"mtp": HEAD, "self": SELF}
 FEW_BLOCKS: dict[str, Any] = {"num_gpu_blocks_override": 20, "max_num_seqs": 20}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -55,11 +58,15 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return add_head(HYBRIDS[0].make(tmp_path_factory.mktemp("hybrid") / "model"))
 
 
+@pytest.fixture(scope="module")
+def expected(hybrid: Path) -> list[list[list[int]]]:
+    return answers(hybrid)[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_hybrid(hybrid: Path, way: str) -> None:
-    settings = WAYS[way]
-    expected, _ = answers(hybrid)
-    found, stats = answers(hybrid, **HEAD, **settings)
+def test_a_hybrid(hybrid: Path, expected: list[list[list[int]]], way: str, method: str) -> None:
+    found, stats = answers(hybrid, **METHODS[method], **WAYS[way])
     assert found == expected
     assert 0 < stats.accepted_tokens < stats.draft_tokens
     assert (stats.preemptions > 0) == (way in ("recomputed", "swapped"))
@@ -73,7 +80,8 @@ def test_other_families(name: str, tmp_path: Path) -> None:
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
-def test_a_chat_of_twenty_turns(hybrid: Path) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_chat_of_twenty_turns(hybrid: Path, method: str) -> None:
     """Each prompt is the one before with its answer and what follows."""
 
     def chat(**settings: Any) -> tuple[list[list[int]], list[int | None]]:
@@ -87,7 +95,7 @@ def test_a_chat_of_twenty_turns(hybrid: Path) -> None:
                 prompt = [*prompt, *given[-1], *range(40 + turn, 50 + turn)]
         return given, cached
 
-    tokens, cached = chat(**HEAD)
+    tokens, cached = chat(**METHODS[method])
     assert (tokens, cached) == chat()
     assert cached[-1]
 

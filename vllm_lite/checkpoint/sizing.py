@@ -17,6 +17,8 @@ DEFAULT_STATE_GIB = 2.0
 STATES_PER_SEQUENCE = 16
 """At most so many state slots for each sequence that may run."""
 
+SCRATCH_STATES = 16
+"""Sequences of a model with recurrent layers that may draft in a step with a copy of the model."""
 STATES_SHARE = 0.5
 """The part of the swap space that is for the states of recurrent layers, where there are such layers."""
 
@@ -74,6 +76,15 @@ def num_state_slots(config: ResolvedConfig, state_bytes: int) -> int:
             f"{state_bytes} bytes, at least {MIN_BLOCKS} are needed; give --state-cache-space {needed:.3f} or more"
         )
     return min(num_slots, 1 + STATES_PER_SEQUENCE * config.max_num_seqs)
+
+
+def scratch_slots(config: ResolvedConfig, num_slots: int) -> range:
+    """Slots behind those `num_slots` for the states of drafts, which a model that drafts for itself advances on the way
+    and drops: one for each sequence that may draft in a step. There are none where no such model drafts."""
+    speculation = config.speculative_config
+    if num_slots == 0 or speculation is None or speculation.method != "self":
+        return range(0)
+    return range(num_slots, num_slots + min(SCRATCH_STATES, config.max_num_seqs))
 
 
 def pool_flag(config: ResolvedConfig) -> str:

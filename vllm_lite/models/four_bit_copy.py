@@ -35,8 +35,6 @@ def check_copy(spec: ModelSpec, quantization: Quantization | None) -> None:
     why = None
     if spec.implementation != "native" or spec.encoder is not None:
         why = "its code is that of transformers" if spec.encoder is None else "it generates nothing"
-    elif spec.state_elements:
-        why = "its recurrent layers keep one state of each sequence, and drafts would need one more"
     elif quantization in INT4_GROUPS or _has_few_bits(spec.quantization):
         what = f"--quantization {quantization}" if quantization else getattr(spec.quantization, "label", "")
         why = f"its weights have 4 bits already ({what})"

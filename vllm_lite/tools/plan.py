@@ -25,6 +25,7 @@ from vllm_lite.checkpoint.sizing import (
     num_state_slots,
     piece_sizes,
     reserved_bytes,
+    scratch_slots,
 )
 from vllm_lite.checkpoint.tensors.weight_bytes import (
     Checkpoint,
@@ -213,6 +214,7 @@ class _Sizes:
         self.num_host_blocks = num_host_blocks(swap_space, self.rank_block_bytes, state_bytes)
         self.num_host_states = num_host_states(swap_space, state_bytes)
         self.num_state_slots = num_state_slots(self.config, state_bytes)
+        self.num_state_slots += len(scratch_slots(self.config, self.num_state_slots))
         self.state_bytes = state_bytes * num_ranks
         self.adapters = num_ranks * adapter_bytes(spec, config, DTYPE_BYTES[dtype], device)
         self.fixed = self.weights + self.adapters + self.activations + self.graphs + self.outside

@@ -23,6 +23,7 @@ from vllm_lite.checkpoint.sizing import (
     piece_sizes,
     pool_flag,
     reserved_bytes,
+    scratch_slots,
 )
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales, has_kv_scales, read_kv_scales
 from vllm_lite.checkpoint.tensors.lora import is_lora
@@ -115,6 +116,7 @@ class Worker:
         self.block_bytes = max(own.kv_block_bytes(*self._block_sizes) for own in by_stage)
         self.state_bytes = max(own.state_elements for own in by_stage) * STATE_BYTES
         self.num_state_slots = num_state_slots(config, self.state_bytes)
+        self.scratch = scratch_slots(config, self.num_state_slots)
         self.graph_sizes: tuple[int, ...] = ()
         self.overlap: Overlap | None = None  # by `start`
         self.disk: DiskTransfers | None = None
@@ -161,7 +163,7 @@ class Worker:
         _log_ropes(spec, self.limits.max_model_len)
         if num_blocks is None:
             possible = self.determine_num_available_blocks(initial_used_bytes, weights_bytes)
-            possible -= -(-self.num_state_slots * self.state_bytes // self.block_bytes)
+            possible -= -(-(self.num_state_slots + len(self.scratch)) * self.state_bytes // self.block_bytes)
             num_blocks = min(possible, self.config.enough_blocks(len(self.spec.kv_groups)))
         if self.block_bytes:
             logger.info("room for %d KV blocks of %.1f KiB", num_blocks, self.block_bytes / 1024)
@@ -229,6 +231,7 @@ class Worker:
             self.limits,
             self.graph_sizes,
             scales,
+            self.scratch,
             self.progress.advance,
             _LoadReport(self.progress),
         )
@@ -329,8 +332,9 @@ class Worker:
         rules = Rules(communicator, self.grammars.source_of, self.progress.advance)
         scores = PromptScorer(model, self.progress.advance)
         pooled = PooledPrompts(model.pooler, communicator.shard.rank)
+        states = RowStates(self.num_state_slots, forward.take_up) if self.num_state_slots else None
         parts: list[StepPart] = [
-            Drafts(self.drafter, rules),
+            Drafts(self.drafter, rules, states),
             rules,
             scores,
             pooled,
@@ -342,8 +346,8 @@ class Worker:
             parts.append(self.expert_load)
         if model.tower is not None:
             parts.append(MediaVectors(model.tower, self.progress.advance))
-        if self.num_state_slots:
-            parts.append(RowStates(self.num_state_slots, forward.take_up))
+        if states is not None:
+            parts.append(states)
         return parts
 
     def _allocate(self, start: Start) -> CacheEngine:
@@ -354,7 +358,8 @@ class Worker:
             if self.disk is not None and self.disk.pages is not None:
                 engine.take(self.disk.pages)
             if self.num_state_slots:
-                engine.make_states(self.num_state_slots, num_host_states(self.config.swap_space, self.state_bytes))
+                on_host = num_host_states(self.config.swap_space, self.state_bytes)
+                engine.make_states(self.num_state_slots, on_host, len(self.scratch))
             return engine
         except (OSError, MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError, on every device
             pool, swap = (self.block_bytes * count / GIB for count in sizes)

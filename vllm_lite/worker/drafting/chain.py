@@ -6,6 +6,9 @@ which is the input of the next. A draft is drawn with the noise of its position 
 filters and rules: as the model that verifies draws there, from other logits. So sampled drafts are right nearly as
 often as greedy ones (the chance is (1 - d) / (1 + d) or more, where d is the total variation distance of the two).
 
+Recurrent layers take up drafts in scratch slots: the first pass goes on from the state of the sequence, which it leaves
+as it is, and each later one from that of the pass before.
+
 K and V of drafts are written where the sequence's next tokens will have theirs. The step that verifies the drafts
 computes the same positions again, so what the chain has written is overwritten before anybody else reads it.
 """
@@ -17,7 +20,7 @@ import numpy as np
 
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.batch.rows import Rows
-from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
+from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs, StepStates
 from vllm_lite.worker.forward import Forward
 from vllm_lite.worker.sampling.drafter import DraftBatch
 from vllm_lite.worker.sampling.sampler import NO_LOGPROBS, SampleInputs, TokenSampler, is_plain
@@ -38,16 +41,24 @@ class Chain:
     """Drafts with a model: `forward` gives the logits of a pass, `sampler` draws from them.
 
     `groups` are the KV groups of the batch's block tables that the model reads and writes, in its own order; None: all.
+    `scratch`: slots for states of its recurrent layers, one for each sequence that may draft; none: it has no such.
     """
 
     def __init__(
-        self, forward: Forward, sampler: TokenSampler, rows: Rows, rules: Rules, groups: Sequence[int] | None = None
+        self,
+        forward: Forward,
+        sampler: TokenSampler,
+        rows: Rows,
+        rules: Rules,
+        groups: Sequence[int] | None = None,
+        scratch: range = range(0),
     ) -> None:
         self._forward = forward
         self._sampler = sampler
         self._rows = rows
         self._rules = rules
         self._groups = groups
+        self._scratch = scratch
 
     def draft(self, batch: DraftBatch, starts: Int64s | None = None) -> list[Int32s]:  # of each: [at most max_drafts]
         """Draft `max_drafts` tokens of each sequence, or fewer where no token can be drawn.
@@ -64,8 +75,12 @@ class Chain:
         drafts = np.zeros((len(rows), int(counts.max())), np.int32)
         tokens = [all_of[start:] for all_of, start in zip(batch.tokens, starts.tolist(), strict=True)]
         active = np.arange(len(rows))
+        states = np.array(batch.states, np.int32) if self._scratch else None
         for index in range(drafts.shape[1]):
             inputs = self.inputs(Pass([batch.handles[i] for i in active], rows[active], starts[active], tokens))
+            if states is not None:
+                inputs.states = self._states(inputs, states[active], active)
+                states = self._scratch.start + np.arange(len(rows), dtype=np.int32)
             samples = SampleInputs(params[active], lengths[active] + index)
             known = [(batch.tokens[i], drafts[i, :index]) for i in active]
             samples.edits = self._rules.edits_of_drafts(samples, rows[active], known)
@@ -93,6 +108,11 @@ class Chain:
                 states=None,
             )
         self._sampler.sample(self._forward.logits(step), SampleInputs(params, step.positions, plain=True))
+
+    def _states(self, inputs: StepInputs, sources: Int32s, active: Int64s) -> StepStates:  # [num_seqs] each
+        """States that go from `sources` to the scratch slots of the sequences, by their places in the batch."""
+        firsts = np.arange(len(active) + 1, dtype=np.int32)
+        return StepStates(firsts, inputs.query_start_loc, sources, (active + self._scratch.start).astype(np.int32))
 
     def _params(self, rows: Int64s) -> np.ndarray[tuple[int], np.dtype[np.void]]:  # ROW_PARAMS [n]
         """The sequences' own, but that nobody reads logprobs of drafts."""

@@ -6,6 +6,7 @@ in pieces that fit a step, later what came since. `Coverage` knows where it is.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -86,7 +87,8 @@ class ModelDrafter(LayeredDrafter):
         if not chosen:
             return drafts
         found = self._chain.draft(
-            _some(batch, chosen, most), np.array([start for start in starts if start is not None], np.int64)
+            replace(batch.some(chosen), max_drafts=[most[index] for index in chosen]),
+            np.array([start for start in starts if start is not None], np.int64),
         )
         for index, drafted in zip(chosen, found, strict=True):
             row, known = rows[index], int(self._rows.num_tokens[rows[index]])
@@ -141,13 +143,3 @@ class ModelDrafter(LayeredDrafter):
             known, end = tentative.get(handle, (0, 0))
             if known < length - 1:
                 self.coverage.raise_to(self._rows.row_of(handle, "a draft"), min(length - 1, end))
-
-
-def _some(batch: DraftBatch, chosen: list[int], most: list[int]) -> DraftBatch:
-    """These sequences of the batch."""
-    return DraftBatch(
-        [batch.handles[index] for index in chosen],
-        [batch.tokens[index] for index in chosen],
-        [most[index] for index in chosen],
-        [batch.masks[index] for index in chosen],
-    )

@@ -134,12 +134,7 @@ class MTPDrafter(LayeredDrafter):
         if not chosen:
             return drafts
         self._hidden = torch.stack(given)
-        some = DraftBatch(
-            [batch.handles[index] for index in chosen],
-            [batch.tokens[index] for index in chosen],
-            [batch.max_drafts[index] for index in chosen],
-            [batch.masks[index] for index in chosen],
-        )
+        some = batch.some(chosen)
         self._given = {handle: row for row, handle in enumerate(some.handles)}
         starts = np.array([len(tokens) - 1 for tokens in some.tokens], np.int64)
         for index, drafted in zip(chosen, self._chain.draft(some, starts), strict=True):

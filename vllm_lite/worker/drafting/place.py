@@ -30,6 +30,8 @@ class DraftPlace:
     """Batch sizes for which decode steps are recorded; none: they run eagerly."""
     kv_scales: tuple[KVScales, ...] = ()
     """Those of the model's layers, where the checkpoint has some and the cache uses them."""
+    scratch: range = range(0)
+    """Slots of recurrent states that drafts may advance, and nobody keeps."""
     progress: Callable[[], None] = lambda: None
     """Called once a layer, as EagerForward does."""
     loaded: Callable[[int, int], None] = lambda done, total: None  # noqa: ARG005

@@ -1,7 +1,8 @@
 """SelfDrafter: the model drafts for itself, with its weights in 4 bits.
 
 The copy reads the K and V of all tokens that the model has computed, and needs no prompt of its own. What it writes
-stands where the model's K and V of the same positions will be: the step that verifies computes them in any case.
+stands where the model's K and V of the same positions will be: the step that verifies computes them in any case. States
+of recurrent layers it takes to scratch slots, so that those of the model hold tokens alone that the model has drawn.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import DecodeGraphs
 from vllm_lite.worker.model_runner import warm_up_step
-from vllm_lite.worker.sampling.drafter import DraftBatch, Drafter, KVViews
+from vllm_lite.worker.sampling.drafter import NO_TOKENS, DraftBatch, Drafter, KVViews
 from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 from vllm_lite.worker.step_parts.rules import Rules
 
@@ -54,13 +55,18 @@ class SelfDrafter(Drafter):
 
     def attach(self, rows: Rows, rules: Rules) -> None:
         place, forward = self._place, self._graphs()
-        self._chain = Chain(forward, sampler_of(self._copy, place.device.torch, place.limits.patience_s), rows, rules)
+        sampler = sampler_of(self._copy, place.device.torch, place.limits.patience_s)
+        self._chain = Chain(forward, sampler, rows, rules, scratch=place.scratch)
 
     def rehearse(self, step: StepInputs) -> None:
         self._chain.rehearse(step)
 
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
-        return self._chain.draft(batch)
+        """As Drafter.before. Of a model with recurrent layers as many sequences draft as there are scratch slots."""
+        most = len(self._place.scratch)
+        if batch.states is None or len(batch.handles) <= most:
+            return self._chain.draft(batch)
+        return [*self._chain.draft(batch.some(range(most))), *[NO_TOKENS] * (len(batch.handles) - most)]
 
     def _forward_over(self, kv_caches: KVViews) -> EagerForward:
         place = self._place

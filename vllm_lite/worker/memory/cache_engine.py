@@ -111,12 +111,12 @@ class CacheEngine:
         own = [views.get(layer if each.kv_layer is None else each.kv_layer, nothing) for layer, each in layers]
         return own + further
 
-    def make_states(self, num_slots: int, num_host_states: int = 0) -> None:
-        """Make the slots of recurrent states, with all layers of one side by side: float32 [num_slots, ...]; and places
-        for states on the host."""
+    def make_states(self, num_slots: int, num_host_states: int = 0, num_scratch: int = 0) -> None:
+        """Make the slots of recurrent states, with all layers of one side by side: float32 [num_slots, ...]; places
+        for states on the host; and behind the slots `num_scratch` further ones, which no block op may name."""
         size, device = self.spec.state_elements, self.pool.device
         is_host = device.type == "cpu" and size > 0
-        shape = (num_slots, size)
+        shape = (num_slots + num_scratch, size)
         self.states = _host_zeros(shape, torch.float32) if is_host else torch.zeros(shape, device=device)
         self.host_states = _host_zeros((num_host_states if size else 0, size), torch.float32)
         if device.type != "cpu":

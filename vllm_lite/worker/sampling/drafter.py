@@ -6,7 +6,7 @@ sequence. What was computed behind a wrong draft is beyond the sequence's comput
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -42,6 +42,18 @@ class DraftBatch:
     max_drafts: list[int]  # of each, at least 1
     masks: list[SequenceMask | None]  # of each, None if it follows no grammar
     groups: list[bytes] | None = None  # of each, the requests that may share answers; None: there are no groups
+    states: list[int] | None = None  # of each, the slot of its state, which lacks its last token; None: there are none
+
+    def some(self, chosen: Sequence[int]) -> "DraftBatch":
+        """The sequences at these places of the batch."""
+        return DraftBatch(
+            [self.handles[index] for index in chosen],
+            [self.tokens[index] for index in chosen],
+            [self.max_drafts[index] for index in chosen],
+            [self.masks[index] for index in chosen],
+            None if self.groups is None else [self.groups[index] for index in chosen],
+            None if self.states is None else [self.states[index] for index in chosen],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +207,10 @@ class GrammarDrafter(Drafter):
 
 def _behind(batch: DraftBatch, forced: Sequence[Int32s], rest: Sequence[int]) -> DraftBatch:
     """The sequences `rest` of the batch, with their forced tokens as if these were theirs."""
-    groups = batch.groups
-    return DraftBatch(
-        [batch.handles[index] for index in rest],
-        [np.concatenate((batch.tokens[i], forced[i])) if len(forced[i]) else batch.tokens[i] for i in rest],
-        [batch.max_drafts[index] - len(forced[index]) for index in rest],
-        [batch.masks[index] for index in rest],
-        None if groups is None else [groups[index] for index in rest],
+    return replace(
+        batch.some(rest),
+        tokens=[np.concatenate((batch.tokens[i], forced[i])) if len(forced[i]) else batch.tokens[i] for i in rest],
+        max_drafts=[batch.max_drafts[index] - len(forced[index]) for index in rest],
     )
 
 

@@ -34,15 +34,17 @@ from vllm_lite.worker.sampling.drafter import (
 )
 from vllm_lite.worker.sampling.suffix import SuffixDrafter
 from vllm_lite.worker.step_parts.rules import Rules
+from vllm_lite.worker.step_parts.states import RowStates
 
 
 class Drafts(StepPart):
     """Has a drafter propose for the sequences that the engine allows drafts. It has no columns: drafts stand behind the
     tokens of a row."""
 
-    def __init__(self, drafter: Drafter | None, rules: Rules) -> None:
+    def __init__(self, drafter: Drafter | None, rules: Rules, states: RowStates | None = None) -> None:
         self.drafter = drafter
         self._rules = rules
+        self._states = states
         self._max_drafts: dict[Handle, int] = {}  # of the sequences that take drafts in this step
         self._on_device: dict[Handle, torch.Tensor] = {}
         """Drafts of this step that the host does not know: int64 [num_drafts]. The rows have token 0 in their place."""
@@ -111,7 +113,10 @@ class Drafts(StepPart):
         tokens = [self.rows.tokens_of(handle) for handle in handles]
         masks = [self._rules.mask_of(handle) for handle in handles]
         groups = [self._groups.get(handle, b"") for handle in handles]
-        drafts = self.drafter.before(DraftBatch(handles, tokens, list(asked.values()), masks, groups))
+        states = None
+        if self._states is not None:
+            states = [int(self._states.sources[self.rows.row_of(handle, "a draft")]) for handle in handles]
+        drafts = self.drafter.before(DraftBatch(handles, tokens, list(asked.values()), masks, groups, states))
         self._forced = self.drafter.forced
         for handle, drafted in zip(handles, drafts, strict=True):
             if isinstance(drafted, torch.Tensor) and len(drafted) and not self._rules.is_ruled(handle):
