@@ -14,8 +14,12 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.mtp_head import head_names
 
 
-def last_with_attention(model: Any) -> int:
-    return max(index for index, layer in enumerate(model.model.layers) if hasattr(layer, "self_attn"))
+def copied_layers(layers: Any, count: int) -> list[int]:
+    """The layers of a model that its head's are like: the last with attention, and the last MLP where that has none."""
+    kinds = [getattr(layer, "block_type", "full_attention" if hasattr(layer, "self_attn") else "") for layer in layers]
+    attending = max(place for place, kind in enumerate(kinds) if kind == "full_attention")
+    plain = [place for place, kind in enumerate(kinds) if kind in ("moe", "mlp")]
+    return [attending, *plain[-1:]][:count]
 
 
 def add_head(path: Path, seed: int = 0) -> Path:
@@ -24,40 +28,47 @@ def add_head(path: Path, seed: int = 0) -> Path:
     spec = load_spec(path)
     names, tensors = head_names(spec), load_file(path / "model.safetensors")
     size, generator = spec.hidden_size, torch.Generator().manual_seed(seed)
-    index = last_with_attention(transformers_model(path, spec.architecture))
-    prefix = f"model.layers.{index}."
-    for name in [name for name in tensors if name.startswith(prefix)]:
-        noise = torch.randn(tensors[name].shape, generator=generator)
-        tensors[names.layer + name.removeprefix(prefix)] = tensors[name] + 0.1 * noise.to(tensors[name].dtype)
+    whole, stem = transformers_model(path, spec.architecture).model.layers, stem_of(tensors)
+    for index, own in zip(copied_layers(whole, len(names.layers)), names.layers, strict=True):
+        prefix = f"{stem}.layers.{index}."
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            noise = torch.randn(tensors[name].shape, generator=generator)
+            tensors[own + name.removeprefix(prefix)] = tensors[name] + 0.1 * noise.to(tensors[name].dtype)
     for name in (names.embedding_norm, names.hidden_norm, names.norm):
         tensors[f"{name}.weight"] = 0.5 + 0.2 * torch.randn(size, generator=generator)
     tensors[f"{names.fc}.weight"] = torch.randn(size, 2 * size, generator=generator) * size**-0.5
-    if names.layer.startswith("model."):
-        tensors[f"{names.layer}embed_tokens.weight"] = torch.zeros(spec.vocab_size, size)
-        tensors[f"{names.layer}shared_head.head.weight"] = torch.zeros(spec.vocab_size, size)
+    if names.layers[0].startswith("model."):
+        tensors[f"{names.layers[0]}embed_tokens.weight"] = torch.zeros(spec.vocab_size, size)
+        tensors[f"{names.layers[0]}shared_head.head.weight"] = torch.zeros(spec.vocab_size, size)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return path
 
 
+def stem_of(tensors: dict[str, torch.Tensor]) -> str:
+    """Return the beginning of the names of a checkpoint's layers."""
+    return "backbone" if any(name.startswith("backbone.") for name in tensors) else "model"
+
+
 class HeadTwin:
-    """The head of the checkpoint in `path` in plain torch, with transformers' layer."""
+    """The head of the checkpoint in `path` in plain torch, with transformers' layers."""
 
     def __init__(self, path: Path) -> None:
         self.spec = load_spec(path)
         self.model = transformers_model(path, self.spec.architecture).eval()
         names, tensors = head_names(self.spec), load_file(path / "model.safetensors")
-        index = last_with_attention(self.model)
+        places, stem = copied_layers(self.model.model.layers, len(names.layers)), stem_of(tensors)
         with TemporaryDirectory() as folder:  # transformers has other names for some of its tensors
             shutil.copytree(path, folder, dirs_exist_ok=True)
-            place = f"model.layers.{index}."
-            moved = {name: value for name, value in tensors.items() if not name.startswith(names.layer)}
-            head = {name.removeprefix(names.layer): name for name in tensors if name.startswith(names.layer)}
-            moved |= {f"{place}{part}": tensors[name] for part, name in head.items() if f"{place}{part}" in moved}
+            moved = {name: value for name, value in tensors.items() if not name.startswith(names.layers)}
+            for index, own in zip(places, names.layers, strict=True):
+                place = f"{stem}.layers.{index}."
+                head = {name.removeprefix(own): name for name in tensors if name.startswith(own)}
+                moved |= {f"{place}{part}": tensors[name] for part, name in head.items() if f"{place}{part}" in moved}
             save_file(moved, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-            self.layer = transformers_model(folder, self.spec.architecture).eval().model.layers[index]
-        self.layer.self_attn.layer_idx = 0
+            layers = transformers_model(folder, self.spec.architecture).eval().model.layers
+            self.layers = [layers[index] for index in places]
         self.norms = [tensors[f"{name}.weight"] for name in (names.embedding_norm, names.hidden_norm, names.norm)]
         self.fc = tensors[f"{names.fc}.weight"]
 
@@ -74,16 +85,19 @@ class HeadTwin:
         before[list(unknown)] = 0
         for _ in range(count):
             ids = torch.tensor([tokens])
-            embedded = self.model.model.embed_tokens(ids)[0]
+            embedded = self.model.model.get_input_embeddings()(ids)[0]
             x = torch.cat((self.norm(embedded, 0), self.norm(before, 1)), 1) @ self.fc.T
             n = len(tokens)
             mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
             positions = torch.arange(n)[None]
-            turns = self.model.model.rotary_emb(x[None], positions)
-            y = self.layer(
-                x[None], position_embeddings=turns, attention_mask=mask, position_ids=positions, use_cache=False
-            )
-            y = self.norm((y[0] if isinstance(y, tuple) else y)[0], 2)
+            given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+            if hasattr(self.model.model, "rotary_emb"):
+                given["position_embeddings"] = self.model.model.rotary_emb(x[None], positions)
+            y = x[None]
+            for layer in self.layers:
+                y = layer(y, **given)
+                y = y[0] if isinstance(y, tuple) else y
+            y = self.norm(y[0], 2)
             tokens = [*tokens, int((self.model.lm_head(y[-1])).argmax())]
             before = torch.cat((before, y[-1:]))
         return tokens[len(tokens) - count :]

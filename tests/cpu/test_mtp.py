@@ -7,9 +7,12 @@ import pytest
 
 from tests.batches import part_of
 from tests.driver import GREEDY, Driver, make_prompt, new_request
+from tests.families.hybrid import VARIANTS as HYBRIDS
+from tests.families.latent import VARIANTS as LATENT
 from tests.families.mixtures import VARIANTS as MIXTURES
 from tests.mtp_heads import HeadTwin, add_head
-from vllm_lite.protocol.step import BlockOp, Continue, Draft, Finish, Fork, Preempt, ReplaceBlock, Resume
+from vllm_lite.checkpoint.mtp_head import FAMILIES
+from vllm_lite.protocol.step import BlockOp, Continue, Draft, Finish, Fork, Preempt, ReplaceBlock, Resume, States
 from vllm_lite.worker.sampling.drafter import DraftBatch, Drafted, on_host
 from vllm_lite.worker.step_parts.drafts import Drafts
 
@@ -17,10 +20,15 @@ DRAFTS = 3
 PROMPT = make_prompt(30, seed=11)
 
 
+VARIANTS = {each.name: each for each in (*MIXTURES, *LATENT, *HYBRIDS)}
+OTHERS = {f"{each.name} ({each.model})": each for each in VARIANTS.values() if each.model in FAMILIES}
+"""Every variant of a checkpoint of which heads are served."""
+GLM = next(name for name, each in VARIANTS.items() if each.model == "Glm4MoeForCausalLM")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    variant = next(each for each in MIXTURES if each.model == "Glm4MoeForCausalLM")
-    return add_head(variant.make(tmp_path_factory.mktemp("model") / "glm"))
+    return add_head(VARIANTS[GLM].make(tmp_path_factory.mktemp("model") / "glm"))
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +78,17 @@ def test_drafts_are_the_heads(watched: Watched) -> None:
     watched.decode(0, count=2)
     watched.draft(1, 0)
     assert watched.num_drafts == DRAFTS * 13
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_drafts_of_each_family(name: str, tmp_path: Path) -> None:
+    variant = OTHERS[name]
+    model = add_head(variant.make(tmp_path / "model"))
+    watched = Watched(model, HeadTwin(model))
+    states = (States(0, 0, 1, []), States(1, 0, 2, [])) if watched.ready.num_state_slots else ()
+    watched.run(new_request(0, PROMPT, blocks(1)), new_request(1, PROMPT[::-1], blocks(8)), *states)
+    watched.draft(0, 1, steps=2)
+    assert watched.num_drafts == DRAFTS * 4
 
 
 def test_a_prefix_hit(watched: Watched) -> None:

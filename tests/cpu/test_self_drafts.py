@@ -58,12 +58,12 @@ def generate(
     driver.got, given = {}, list[int]()
     if sampling is MASKED:
         driver.rules.mask_source_of = lambda _: ParityMask(384)
-    requests = (
+    requests = [
         new_request(1, PROMPT[:5], [20, 21, 22, 23, 24]),
         new_request(0, PROMPT, [1, 2, 3, 4], sampling=sampling),
-    )
+    ]
     if not driver.ready.groups:  # a model without attention
-        requests = tuple(msgspec.structs.replace(each, block_ids=[]) for each in requests)
+        requests = [msgspec.structs.replace(each, block_ids=[]) for each in requests]
     driver.run(*requests, *states)
     while len(driver.got[0]) < count:
         before = len(driver.got[0])

@@ -72,7 +72,9 @@ def test_a_hybrid(hybrid: Path, expected: list[list[list[int]]], way: str, metho
     assert (stats.preemptions > 0) == (way in ("recomputed", "swapped"))
 
 
-@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "NemotronHForCausalLM"]
+)
 def test_other_families(name: str, tmp_path: Path) -> None:
     model = add_head(BY_MODEL[name].make(tmp_path / "model"))
     found, stats = answers(model, **HEAD)

@@ -8,7 +8,7 @@ import msgspec
 
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
-from vllm_lite.checkpoint.mtp_head import head_layer, head_names, head_tensors
+from vllm_lite.checkpoint.mtp_head import head_layers, head_names, head_tensors
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.tensors.headers import read_headers
 from vllm_lite.checkpoint.tensors.tensor_names import canonical
@@ -59,7 +59,7 @@ def with_drafter(config: EngineConfig, spec: ModelSpec, drafter: ModelSpec | Non
     the model, or that so many ranks cannot share."""
     speculation = config.speculative_config
     if speculation is not None and speculation.method == "mtp":
-        return spec.with_drafter((head_layer(spec),), config.tensor_parallel_size)
+        return spec.with_drafter(head_layers(spec), config.tensor_parallel_size)
     if speculation is None or speculation.model is None:
         return spec
     drafter = drafter or read_draft_spec(speculation.model)

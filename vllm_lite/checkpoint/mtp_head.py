@@ -5,7 +5,8 @@ From the hidden state h of a token behind the model's last norm, and the next to
     x = fc(concat(norm(embedding(t)), norm(h)));  y = norm(layer(x));  logits = the model's own head of y
 
 and y stands for h in the prediction of the next one. The layer is one of full attention as the model's own, with K and
-V of its own. DeepSeek V3 (https://arxiv.org/abs/2412.19437, section 2.2) describes it; other families have other names.
+V of its own; where the model's layers are of one block each, it is two of them, attention and an MLP. DeepSeek V3
+(https://arxiv.org/abs/2412.19437, section 2.2) describes it; other families have other names.
 """
 
 from collections.abc import Iterable
@@ -23,17 +24,26 @@ class MTPNames(NamedTuple):
     embedding_norm: str
     hidden_norm: str
     fc: str
-    layer: str
     norm: str
+    layers: tuple[str, ...]
+    """Beginnings of the names of the layers' parts."""
 
 
-OF_QWEN = MTPNames("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.layers.0.", "mtp.norm")
-OF_DEEPSEEK = MTPNames("enorm", "hnorm", "eh_proj", "", "shared_head.norm")
+OF_QWEN = MTPNames("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", ("mtp.layers.0.",))
+OF_NEMOTRON = MTPNames(
+    "mtp.layers.0.enorm",
+    "mtp.layers.0.hnorm",
+    "mtp.layers.0.eh_proj",
+    "mtp.layers.1.final_layernorm",
+    ("mtp.layers.0.", "mtp.layers.1."),
+)
+OF_DEEPSEEK = MTPNames("enorm", "hnorm", "eh_proj", "shared_head.norm", ("",))
 """Under the name of the layer behind the last one. Its `embed_tokens` and `shared_head.head` are the model's own."""
 FAMILIES = {
     "DeepseekV3ForCausalLM": OF_DEEPSEEK,
     "Glm4MoeForCausalLM": OF_DEEPSEEK,
     "Glm4MoeLiteForCausalLM": OF_DEEPSEEK,
+    "NemotronHForCausalLM": OF_NEMOTRON,
     "Qwen3NextForCausalLM": OF_QWEN,
     "Qwen3_5ForCausalLM": OF_QWEN,
     "Qwen3_5ForConditionalGeneration": OF_QWEN,
@@ -51,21 +61,32 @@ def head_names(spec: ModelSpec) -> MTPNames:
             f"{spec.architecture}; known: {', '.join(FAMILIES)}; use method suffix, or a draft model"
         )
     names = FAMILIES[spec.architecture]
-    if names is OF_QWEN:
+    if names is not OF_DEEPSEEK:
         return names
     at = f"model.layers.{spec.num_layers}."
-    return MTPNames(*(f"{at}{name}" for name in names))
+    embedding_norm, hidden_norm, fc, norm = (f"{at}{name}" for name in names[:-1])
+    return MTPNames(embedding_norm, hidden_norm, fc, norm, (at,))
 
 
-def head_layer(spec: ModelSpec) -> LayerSpec:
-    """The layer of the head, which is as the last of the model's own with attention."""
-    head_names(spec)
-    return next(layer for layer in reversed(spec.layers) if layer.recurrent is None and layer.keeps_kv)
+def head_layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    """The layers of the head: one as the last of the model's own with attention, and where that has no MLP, one as the
+    last that is an MLP, of experts if there are some. Raises ConfigError for a model that has none."""
+    names = head_names(spec)
+    attending = next(layer for layer in reversed(spec.layers) if layer.recurrent is None and layer.keeps_kv)
+    if len(names.layers) == 1:
+        return (attending,)
+    plain = [layer for layer in spec.layers if not layer.attends]
+    if not plain:
+        raise ConfigError(
+            f"speculative_config: method mtp drafts with a head of attention and an MLP, and this {spec.architecture} "
+            "has no MLP; use method suffix, or a draft model"
+        )
+    return attending, ([layer for layer in plain if layer.experts is not None] or plain)[-1]
 
 
 def head_spec(spec: ModelSpec) -> ModelSpec:
-    """The head as a model of one layer. Raises ConfigError for an architecture that has none."""
-    return msgspec.structs.replace(spec, layers=(head_layer(spec),), draft_layers=(), kv_groups=())
+    """The head as a model of its layers. Raises ConfigError for an architecture that has none."""
+    return msgspec.structs.replace(spec, layers=head_layers(spec), draft_layers=(), kv_groups=())
 
 
 def head_tensors(spec: ModelSpec, names: Iterable[str]) -> list[str]:
@@ -76,6 +97,6 @@ def head_tensors(spec: ModelSpec, names: Iterable[str]) -> list[str]:
             f"speculative_config: method mtp drafts with a head that the checkpoint has, and this one has none "
             f"({of.fc}.weight is missing); use method suffix, or a draft model"
         )
-    shared = (f"{of.layer}embed_tokens.", f"{of.layer}shared_head.head.")
-    own = (*(f"{name}." for name in (of.embedding_norm, of.hidden_norm, of.fc, of.norm)), of.layer)
+    shared = tuple(f"{layer}{part}" for layer in of.layers for part in ("embed_tokens.", "shared_head.head."))
+    own = (*(f"{name}." for name in (of.embedding_norm, of.hidden_norm, of.fc, of.norm)), *of.layers)
     return [name for name in names if name.startswith(own) and not name.startswith(shared)]

@@ -1,4 +1,4 @@
-"""The MTP head of a loaded model: one layer that predicts the token behind the next from a hidden state."""
+"""The MTP head of a loaded model: one layer, or two, which predict the token behind the next from a hidden state."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from vllm_lite.models.decoder import Decoder, Layer
 
 
 class MTPHead(Decoder):
-    """A decoder of one layer, whose embedding and LM head are those of the model.
+    """A decoder of few layers, whose embedding and LM head are those of the model.
 
     The row of token t computes with the hidden state of the token before it, which `given` has, and what it gives is
     the hidden state for the token that is drawn from it.
@@ -53,7 +53,8 @@ class MTPHead(Decoder):
         yield self.embedding_norm.group(names.embedding_norm)
         yield self.hidden_norm.group(names.hidden_norm)
         yield self.fc.group(names.fc)
-        yield from self.layers[0].weight_groups(names.layer)
+        for layer, prefix in zip(self.layers, names.layers, strict=True):
+            yield from layer.weight_groups(prefix)
         yield self.norm.group(names.norm)
 
     def ignores(self, name: str) -> bool:  # noqa: ARG002 (the loader's)

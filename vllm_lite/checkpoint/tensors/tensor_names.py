@@ -103,7 +103,7 @@ OTHER_PARTS = (
 """Parts of larger models that write no text, each also under "model."."""
 
 
-_ONE_BLOCK = re.compile(r"(?:backbone|model)\.layers\.(\d+)\.(norm|mixer)\.((\w*).*)")
+_ONE_BLOCK = re.compile(r"(backbone|model|mtp)\.layers\.(\d+)\.(norm|mixer)\.((\w*).*)")
 """A layer whose one block is called the same whatever it is, and its norm."""
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MAMBA_PARTS = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
@@ -111,8 +111,9 @@ MAMBA_PARTS = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 
 def canonical(name: str) -> str:
     """The name that models ask for."""
-    if (".mixer." in name or name.startswith("backbone.")) and (found := _ONE_BLOCK.fullmatch(name)):
-        return f"model.layers.{found[1]}.{_block(found[2], found[4])}.{found[3]}"
+    if (".mixer." in name or name.startswith(("backbone.", "mtp."))) and (found := _ONE_BLOCK.fullmatch(name)):
+        of = "mtp" if found[1] == "mtp" else "model"
+        return f"{of}.layers.{found[2]}.{_block(found[3], found[5])}.{found[4]}"
     for stored, here in PREFIXES:
         if name.startswith(stored):
             name = here + name[len(stored) :]

@@ -70,8 +70,8 @@ class LayeredDrafter(Drafter, ABC):
     def _forward_over(self, own: KVViews) -> EagerForward:
         keeping = [index for index, layer in enumerate(self.spec.layers) if layer.keeps_kv]
         views = dict(zip(keeping, own, strict=True))
-        layers = enumerate(self.spec.layers)
-        caches = [views[index if layer.kv_layer is None else layer.kv_layer] for index, layer in layers]
+        layers, nothing = enumerate(self.spec.layers), own[0][:0]
+        caches = [views.get(index if layer.kv_layer is None else layer.kv_layer, nothing) for index, layer in layers]
         return EagerForward(self._model, caches, self._backend, self._place.device.torch, self._place.progress)
 
     def _warm_up(self, forward: Forward, num_tokens: int) -> None:
