@@ -126,6 +126,29 @@ def test_why_tells_of_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["replay", str(path), "--assert"]) == 0
 
 
+@pytest.mark.parametrize("how", ["aborted", "one sample", "late"])
+def test_why_tells_of_drafts_of_what_is_ended_early(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace"
+    recorded = Recorded(path, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    recorded.add("one", [1, 2, 3], max_tokens=400, ignore_eos=True, n=2, deadline_ms=9000 if how == "late" else None)
+    recorded.add("other", [1, 2, 4], max_tokens=4, ignore_eos=True)
+    while recorded.core.stats().accepted_tokens < 5:
+        recorded.loop()
+    if how == "late":
+        recorded.clock.now_s += 10.0
+        recorded.loop()
+    else:
+        recorded.core.abort("one", [1] if how == "one sample" else [])
+    recorded.core.close()
+    text = why("one", path, capsys)
+    found = re.findall(r"Sample (\d) had \d+ tokens? drafted by ngram in \d+ steps?, of which \d+ were right", text)
+    assert found == (["1"] if how == "one sample" else ["0", "1"])
+    assert re.search("ended at its client's wish|Was aborted|deadline had passed", text.splitlines()[-1])
+    assert main(["replay", str(path), "--assert"]) == 0
+
+
 def test_an_unknown_request_is_named(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", "nobody", str(trace)]) == 2
     assert "request 'nobody' is none of the 6 in this trace; the first are 'first', 'second'" in capsys.readouterr().err

@@ -166,7 +166,8 @@ class Forked(_Record, frozen=True, tag=2):
 class Aborted(_Record, frozen=True, tag=3):
     """A request was ended by its client, or those of its `samples`; no samples means all.
 
-    `is_replaced`: its client has sent it again, and it arrives anew in the next record.
+    `is_replaced`: its client has sent it again, and it arrives anew in the next record. `decisions`: its drafts, by
+    sample.
     """
 
     number: int
@@ -174,13 +175,15 @@ class Aborted(_Record, frozen=True, tag=3):
     samples: list[int] = []
     hashes: bytes = b""
     is_replaced: bool = False
+    decisions: list[Decision] = []
 
 
 class Expired(_Record, frozen=True, tag=4):
-    """The deadlines of these requests had passed at `clock_s`."""
+    """The deadlines of these requests had passed at `clock_s`. `decisions`: their drafts, of each sample."""
 
     clock_s: float
     numbers: list[int]
+    decisions: list[Decision] = []
 
 
 class RatesMeasured(_Record, frozen=True, tag=5):

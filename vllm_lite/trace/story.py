@@ -197,6 +197,10 @@ class _Story:
 
     def lines(self, record: records.Record) -> Iterator[str]:
         was_sent_again, self._is_sent_again = self._is_sent_again, False
+        if isinstance(record, records.Aborted | records.Expired):
+            for decision in record.decisions:
+                if decision[1] in self._numbers:
+                    yield from self._decided(record.clock_s, decision)
         match record:
             case records.Arrival() if record.request_id == self.request_id and was_sent_again:
                 yield self._goes_on(record, "it goes on")

@@ -107,9 +107,7 @@ class Reasons:
         for item in produced:
             if item.reason is not None:
                 sample = [item.request.arrival, item.sample]
-                for method, counts in item.request.drafts_by.pop(item.sample, {}).items():
-                    numbers = [records.METHODS.index(method), counts.drafts, counts.tokens, counts.accepted]
-                    decisions.append([Code.DRAFTED, *sample, *numbers, *counts.accepted_at])
+                decisions += drafts_of(item.request, (item.sample,))
                 reason, num_tokens = records.REASONS.index(item.reason), item.start + len(item.token_ids)
                 decisions.append([Code.FINISHED, *sample, reason, num_tokens])
         return decisions
@@ -122,6 +120,17 @@ class Reasons:
         if isinstance(value, int):
             return value
         return records.WAYS.index(value) if name == "by" else self._requests[value].arrival
+
+
+def drafts_of(request: Request, samples: abc.Sequence[int] = ()) -> list[Decision]:
+    """A decision for each method that has drafted for these samples, or for all that have not ended. Each is recorded
+    once."""
+    decisions: list[Decision] = []
+    for sample in samples or sorted(request.drafts_by):
+        for method, counts in request.drafts_by.pop(sample, {}).items():
+            numbers = [records.METHODS.index(method), counts.drafts, counts.tokens, counts.accepted]
+            decisions.append([Code.DRAFTED, request.arrival, sample, *numbers, *counts.accepted_at])
+    return decisions
 
 
 class RecordedScheduler(Scheduler):
@@ -250,7 +259,8 @@ class RecordedScheduler(Scheduler):
         """The engine asks for late requests in every pass of its loop, also while no step can be made."""
         produced = super().expire(now_s)
         if produced:
-            self._write(records.Expired(now_s, [item.request.arrival for item in produced]))
+            drafts = [decision for item in produced for decision in drafts_of(item.request)]
+            self._write(records.Expired(now_s, [item.request.arrival for item in produced], drafts))
         self._flush_in_time(now_s)
         return produced
 
@@ -269,7 +279,8 @@ class RecordedScheduler(Scheduler):
 
     def _aborted(self, request: Request, samples: abc.Sequence[int], *, is_replaced: bool = False) -> None:
         now_s, hashes = self.meter.now_s, self._hasher.take()
-        self._write(records.Aborted(request.arrival, now_s, list(samples), hashes, is_replaced))
+        drafts = drafts_of(request, samples)
+        self._write(records.Aborted(request.arrival, now_s, list(samples), hashes, is_replaced, drafts))
 
     def _arrival(self, request: Request) -> records.Arrival:
         return records.Arrival(
