@@ -1,26 +1,28 @@
-"""Distance of each way of storing and multiplying weights from the exact model, on real models and beside llama.cpp.
+"""Distance of each way of storing and multiplying weights from the exact model, on real models and beside others.
 
     python benchmarks/accuracy.py [--models smollm2 gemma3-270m] [--forms file dense off-grid] [--ways int8 ...]
-        [--llama-python VENV/bin/python] [--work DIR] [--out FILE.json]
+        [--llama-python VENV/bin/python] [--openvino-python VENV/bin/python] [--work DIR] [--out FILE.json [--keep]]
 
 A page of prose, one of code and a chat (benchmarks/texts) are read by transformers in float32, by us in every mode, and
-by llama.cpp if --llama-python names a Python that has llama-cpp-python. All compute the same weights: a file of
+by llama.cpp and OpenVINO if Pythons are named that have them. All compute the same weights: a file of
 scripts/fetch_real.py as it is (`file`), all its blocks as floats (`dense`: what each of us quantizes again), or these
-moved off the grid on which they lie (`off-grid`, see runners/dense_gguf.py). DIR keeps the dense files.
+moved off the grid on which they lie (`off-grid`, see runners/dense_gguf.py). DIR keeps what is made of the files.
 """
 
 import argparse
+import hashlib
+import itertools
 import json
 import platform
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accuracy_peers import Scores, llama, llama_files, openvino, openvino_files, oracle
 from quantization_quality import Reader
 from runners.dense_gguf import write_dense
 
@@ -79,8 +81,13 @@ WAYS = {
     "dense": {name: way for name, way in FLOATS.items() if not way.exact} | ON_LOAD,
     "off-grid": {name: way for name, way in ON_LOAD.items() if not way.exact},
 }
-LLAMA_TYPES = {"file": (), "dense": ("Q8_0", "Q4_K_M", "Q4_1", "Q4_0"), "off-grid": ("Q8_0", "Q4_K_M", "Q4_1", "Q4_0")}
-"""Types that llama.cpp makes of a form; of a file it computes the file."""
+
+MOST_SENSITIVE = "smollm2"
+"""The model with the largest channels, on which all ways are measured."""
+ELSEWHERE = {"dense": ("int8", "int8, float32", "fp8", "int4_g32", "int4_g32, float32", "int4")}
+ELSEWHERE["off-grid"] = ELSEWHERE["dense"]
+"""Ways with quantized weights of the other models."""
+PEERS = ("transformers", "llama.cpp", "OpenVINO")
 
 
 class Figures(NamedTuple):
@@ -95,32 +102,31 @@ class Figures(NamedTuple):
     perplexity: float
 
     @classmethod
-    def of(cls, exact: list[torch.Tensor], others: list[torch.Tensor], texts: list[list[int]]) -> "Figures":
-        """exact, others: float32 log-probabilities [len(text), vocabulary] of each text."""
-        found: list[torch.Tensor] = []
-        for left, right, tokens in zip(exact, others, texts, strict=True):
-            log_p, log_q, following = left[:-1], right[:-1], torch.tensor(tokens[1:])[:, None]
-            own = log_q.gather(1, following)[:, 0]
-            best = log_p.topk(TOP).indices
-            found.append(
-                torch.stack(
-                    (
-                        (own - log_p.gather(1, following)[:, 0]).abs(),
-                        (log_p.gather(1, best) - log_q.gather(1, best)).abs().mean(1),
-                        (log_p.argmax(1) == log_q.argmax(1)).float(),
-                        (log_p.exp() * (log_p - log_q)).sum(1),
-                        -own,
-                    ),
-                    dim=1,
-                )
-            )
+    def of(cls, exact: Scores, others: Scores, texts: list[list[int]]) -> "Figures":
+        """Means over all texts; exact, others: float32 log-probabilities [len(text), vocabulary] of each."""
+        return cls.mean([differences(*each) for each in zip(exact, others, texts, strict=True)])
+
+    @classmethod
+    def mean(cls, found: list[torch.Tensor]) -> "Figures":
         means = torch.cat(found).double().mean(0)
         near, top, same, divergence, loss = (round(float(each), 5) for each in (*means[:4], means[4].exp()))
         return cls(near, top, same, divergence, loss)
 
 
-Scores = list[torch.Tensor]
-"""float32 log-probabilities [len(text), vocabulary] of each text."""
+def differences(log_p: torch.Tensor, log_q: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """log_p, log_q: float32 [len(tokens), vocabulary], exact and another's -> [len(tokens) - 1, 5], as Figures, but for
+    perplexity the negative log-probability."""
+    log_p, log_q, following = log_p[:-1], log_q[:-1], torch.tensor(tokens[1:])[:, None]
+    own = log_q.gather(1, following)[:, 0]
+    best = log_p.topk(TOP).indices
+    parts = (
+        (own - log_p.gather(1, following)[:, 0]).abs(),
+        (log_p.gather(1, best) - log_q.gather(1, best)).abs().mean(1),
+        (best[:, 0] == log_q.argmax(1)).float(),
+        (log_p.exp() * (log_p - log_q)).sum(1),
+        -own,
+    )
+    return torch.stack(parts, dim=1)
 
 
 def read_texts(model: Model, file: Path) -> dict[str, list[int]]:
@@ -132,33 +138,11 @@ def read_texts(model: Model, file: Path) -> dict[str, list[int]]:
     return {name: tokenizer.encode(text) for name, text in texts.items()}
 
 
-def oracle(file: Path, texts: list[list[int]], dtype: torch.dtype) -> Scores:
-    """transformers on the same weights."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype).eval()
-    return [model(torch.tensor([tokens])).logits[0].float().log_softmax(-1) for tokens in texts]
-
-
 def ours(file: Path, texts: list[list[int]], way: Way) -> Scores:
     longest = max(map(len, texts))
     kv_dtype = way.kv_dtype or way.dtype
     reader = Reader(str(file), longest, way.quantization, kv_dtype, dtype=way.dtype, exact=way.exact)
     return [reader.logits(torch.tensor(tokens)).log_softmax(-1) for tokens in texts]
-
-
-def llama(python: Path, file: Path, texts: list[list[int]], num_threads: int) -> Scores:
-    with tempfile.TemporaryDirectory() as folder:
-        tokens, out = Path(folder) / "tokens.json", Path(folder) / "logits.npy"
-        tokens.write_text(json.dumps(texts))
-        _llama(python, "logits", file, tokens, out, "--threads", num_threads)
-        logits = torch.from_numpy(np.load(out))
-    return [part.log_softmax(-1) for part in logits.split([len(tokens) for tokens in texts])]
-
-
-def _llama(python: Path, *arguments: object) -> None:
-    command = [python, "-P", HERE / "runners" / "llama_cpp_logits.py", *arguments]  # -P: llama_cpp.py lies beside it
-    subprocess.run([str(each) for each in command], check=True)
 
 
 def form_of(source: Path, form: str, work: Path) -> Path:
@@ -171,33 +155,38 @@ def form_of(source: Path, form: str, work: Path) -> Path:
     return file
 
 
-def llama_files(python: Path, file: Path, form: str) -> Iterator[tuple[str, Path]]:
-    """The files that llama.cpp computes, with their names in the table."""
-    if form == "file":
-        yield "llama.cpp", file
-    for kind in LLAMA_TYPES[form]:
-        made = file.with_name(f"{file.stem}-{kind}.gguf")
-        if not made.exists():
-            _llama(python, "quantize", file, made, kind)
-        yield f"llama.cpp {kind}", made
+def exact_scores(file: Path, texts: list[list[int]], work: Path) -> Scores:
+    """transformers in float32, kept in `work`; a file has the same weights as its blocks have as floats."""
+    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:8]
+    kept = work / f"{file.stem.removesuffix('-dense')}-exact-{digest}.npy"
+    if not kept.exists():
+        np.save(kept, torch.cat(oracle(file, texts, torch.float32)).numpy())
+    return list(torch.from_numpy(np.load(kept)).split([len(tokens) for tokens in texts]))
 
 
-def measure(name: str, form: str, args: argparse.Namespace) -> dict[str, object]:
-    model = MODELS[name]
+def wanted_ways(name: str, form: str, only: list[str]) -> dict[str, Way]:
+    """Ours to measure: exact products and float32 with weights that are quantized on load with one model alone."""
+    ways = {way: how for way, how in WAYS[form].items() if not only or way.partition(",")[0] in only}
+    if name == MOST_SENSITIVE:
+        return ways
+    return {way: how for way, how in ways.items() if how.quantization is None or way in ELSEWHERE[form]}
+
+
+def measure(name: str, form: str, args: argparse.Namespace, known: dict[str, object]) -> dict[str, object]:
+    """known: figures by way, of which those that are measured now are replaced."""
+    model, found = MODELS[name], dict(known)
     file = form_of(args.real / model.file, form, args.work)
     by_name = read_texts(model, file)
     texts = list(by_name.values())
-    exact = oracle(file, texts, torch.float32)
-    found: dict[str, object] = {}
+    exact = exact_scores(file, texts, args.work)
     print(f"\n{name}, {form}: {sum(map(len, texts)) - len(texts)} positions", flush=True)
     print(f"{'':28}{'next':>9}{f'top {TOP}':>9}{'greedy':>9}{'KL':>10}{'perplexity':>12}", flush=True)
 
     def add(way: str, scores: Scores) -> None:
-        figures = Figures.of(exact, scores, texts)
-        found[way] = figures._asdict() | {
-            text: Figures.of([left], [right], [tokens])._asdict()
-            for (text, tokens), left, right in zip(by_name.items(), exact, scores, strict=True)
-        }
+        parts = [differences(*each) for each in zip(exact, scores, texts, strict=True)]
+        figures = Figures.mean(parts)
+        of_texts = {text: Figures.mean([part])._asdict() for text, part in zip(by_name, parts, strict=True)}
+        found[way] = figures._asdict() | of_texts
         print(
             f"{way:28}{figures.next_token:9.4f}{figures.top:9.4f}{100 * figures.same_greedy:8.2f}%"
             f"{figures.divergence:10.5f}{figures.perplexity:12.3f}",
@@ -205,15 +194,33 @@ def measure(name: str, form: str, args: argparse.Namespace) -> dict[str, object]
         )
 
     add("transformers float32", exact)
-    if form == "dense":
+    if form == "dense" and "transformers bfloat16" not in found:
         add("transformers bfloat16", oracle(file, texts, torch.bfloat16))
-    for way, how in WAYS[form].items():
-        if not args.ways or way.partition(",")[0] in args.ways:
-            add(way, ours(file, texts, how))
+    for way, how in wanted_ways(name, form, args.ways).items():
+        add(way, ours(file, texts, how))
+    threads = num_physical_cores()
     if args.llama_python is not None:
         for way, each in llama_files(args.llama_python, file, form):
-            add(way, llama(args.llama_python, each, texts, num_physical_cores()))
+            add(way, llama(args.llama_python, each, texts, threads))
+    if args.openvino_python is not None and form != "file":
+        for way, each, flags in openvino_files(args.openvino_python, file):
+            add(way, openvino(args.openvino_python, each, texts, threads, flags))
     return found
+
+
+def kept_figures(out: Path | None, revision: str) -> dict[str, Any]:
+    """Figures by model and form of an earlier run: ours only of the same commit, those of peers in any case."""
+    if out is None or not out.exists():
+        return {}
+    before = json.loads(out.read_text())
+    same = before["commit"] == revision
+    return {
+        name: {
+            form: {way: each for way, each in ways.items() if same or way.startswith(PEERS)}
+            for form, ways in forms.items()
+        }
+        for name, forms in before["models"].items()
+    }
 
 
 def commit() -> str:
@@ -229,16 +236,28 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=[], help="of ours, by what stands before the comma; default: all")
     parser.add_argument("--real", type=Path, default=REAL, help="the folder of scripts/fetch_real.py")
     parser.add_argument("--llama-python", type=Path, help="a Python that has llama-cpp-python")
+    parser.add_argument("--openvino-python", type=Path, help="a Python that has openvino, optimum-intel and nncf")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="folder for dense files")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    parser.add_argument(
+        "--keep", action="store_true", help="and keep what is there of other ways: of peers, and ours of this commit"
+    )
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
+    revision = commit()
+    found = kept_figures(args.out if args.keep else None, revision)
     with torch.inference_mode():
-        found = {name: {form: measure(name, form, args) for form in args.forms} for name in args.models}
-    if args.out is not None:
-        machine = {"processor": platform.processor() or platform.machine(), "instruction set": isa()}
-        about = {"date": f"{datetime.now(UTC):%F}", "commit": commit(), "machine": machine}
-        args.out.write_text(json.dumps(about | {"models": found}, indent=1) + "\n")
+        for name, form in itertools.product(args.models, args.forms):
+            forms = found.setdefault(name, {})
+            forms[form] = measure(name, form, args, forms.get(form, {}))
+            if args.out is not None:
+                write(args.out, revision, found)
+
+
+def write(out: Path, revision: str, found: dict[str, Any]) -> None:
+    machine = {"processor": platform.processor() or platform.machine(), "instruction set": isa()}
+    about = {"date": f"{datetime.now(UTC):%F}", "commit": revision, "machine": machine}
+    out.write_text(json.dumps(about | {"models": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

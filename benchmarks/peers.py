@@ -46,6 +46,8 @@ class EngineCommand:
 
     command: list[str]
     env: dict[str, str] = field(default_factory=dict)
+    file: str = ""
+    """An end of a file's name: it runs only models that have such a file, which setup.sh does not make of others."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class Pass:
 def installed_engines(peers: Path) -> dict[str, EngineCommand]:
     """Every engine by name; a name ends with the type that it competes in, one of report.DTYPES."""
 
-    def runner(module: str, dtype: str, python: str, **env: str) -> EngineCommand:
-        return EngineCommand([python, "-m", f"runners.{module}", "--dtype", dtype], env)
+    def runner(module: str, dtype: str, python: str, *, file: str = "", **env: str) -> EngineCommand:
+        return EngineCommand([python, "-m", f"runners.{module}", "--dtype", dtype], env, file)
 
     def python(venv: str) -> str:
         return str(peers / "venvs" / venv / "bin" / "python")
@@ -82,11 +84,13 @@ def installed_engines(peers: Path) -> dict[str, EngineCommand]:
         "ours-int4": runner("ours", "int4", sys.executable),
         "ours_g32-int4": runner("ours", "int4_g32", sys.executable),
         "ours_gguf-int4": runner("ours", "q4_0", sys.executable),
+        "ours_file-int4": runner("ours", "q4_1", sys.executable, file="-q4_1.gguf"),
         "vllm-bf16": runner("vllm", "bf16", python("vllm"), LD_PRELOAD=preload),
         "llama-bf16": runner("llama_cpp", "bf16", python("llamacpp")),
         "llama-int8": runner("llama_cpp", "q8_0", python("llamacpp")),
         "llama-int4": runner("llama_cpp", "q4_0", python("llamacpp")),
         "llama_k-int4": runner("llama_cpp", "q4_k_m", python("llamacpp")),
+        "llama_file-int4": runner("llama_cpp", "q4_1", python("llamacpp"), file="-q4_1.gguf"),
         "ov-bf16": runner("openvino", "bf16", python("ov")),
         "ov-int8": runner("openvino", "int8", python("ov")),
         "ov-int4": runner("openvino", "int4", python("ov")),
@@ -199,6 +203,12 @@ def covers(known: dict[str, Any], settings: dict[str, Any]) -> bool:
 # ---- the passes
 
 
+def engines_of(args: argparse.Namespace, model: str) -> list[str]:
+    """Names of the engines that can run the model."""
+    files = {name: args.commands[name].file for name in args.engines}
+    return [name for name, file in files.items() if not file or (args.peers / "models" / f"{model}{file}").exists()]
+
+
 def quiet_passes(args: argparse.Namespace, model: str, num_reps: int) -> Iterator[Pass]:
     """Round by round, all engines in turn; every repeat has its own token ids.
 
@@ -212,14 +222,14 @@ def quiet_passes(args: argparse.Namespace, model: str, num_reps: int) -> Iterato
             need = args.repeats // args.rounds + (index < args.repeats % args.rounds)
             reps = [(begin + i) % num_reps for i in range(min(need + SPARE_REPEATS, num_reps))]
             begin += need
-            for engine in [name for name in args.engines if index == 0 or name not in args.once]:
+            for engine in [name for name in engines_of(args, model) if index == 0 or name not in args.once]:
                 name, wait_s = f"{model}.{engine}{suffix}.r{index}", args.quiet_wait
                 yield Pass(name, model, engine, only, reps, need, quiet_wait_s=wait_s, memory=True)
 
 
 def startup_passes(args: argparse.Namespace, model: str) -> Iterator[Pass]:
     for index in range(STARTUP_ROUNDS):
-        for engine in args.engines:
+        for engine in engines_of(args, model):
             name = f"{model}.{engine}.startup{index}"
             yield Pass(name, model, engine, ["start"], [0], 1, workload="startup")
 
@@ -227,7 +237,7 @@ def startup_passes(args: argparse.Namespace, model: str) -> Iterator[Pass]:
 def busy_passes(args: argparse.Namespace, model: str, num_reps: int) -> Iterator[Pass]:
     """Repeats are quiet and busy in turn."""
     reps = [turn % num_reps for turn in range(2 * BUSY_REPEATS)]
-    for engine in [name for name in args.engines if name not in args.once]:
+    for engine in [name for name in engines_of(args, model) if name not in args.once]:
         name = f"{model}.{engine}.busy"
         only = [workload for workload in BUSY_TOKENS.get(model, {}) if workload in args.workloads]
         if only:

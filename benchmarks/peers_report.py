@@ -1,5 +1,6 @@
 """Report of peers.py on the results: medians of clean repeats, rows against the best peer, tables."""
 
+import itertools
 import os
 import platform
 import statistics
@@ -30,7 +31,8 @@ def median(runs: list[Run], metric: str) -> tuple[float, int]:
 
 
 def is_ours(engine: str) -> bool:
-    return engine.startswith("ours-")
+    """Also ours with other forms or files of a type, as ours_g32-int4."""
+    return engine.startswith(("ours-", "ours_"))
 
 
 def dtype_of(engine: str) -> str:
@@ -115,26 +117,25 @@ class Figures:
 
 
 def rows(everything: dict[str, Any], *, higher_is_better: bool) -> list[dict[str, Any]]:
-    """Ours against the best peer of the same type, in every cell that both have.
+    """Each of ours against the best peer of the same type, in every cell that both have.
 
     `ratio` says how many times better ours is: above 1 ours is ahead, for speeds and for times to the first token.
     """
     found = []
     for model, workloads in everything.items():
-        for dtype in DTYPES:
-            for workload, engines in workloads.items():
-                metric = speed_metric(workload) if higher_is_better else "ttft_s"
-                values = {name: cell[metric] for name, cell in engines.items() if dtype_of(name) == dtype}
-                ours = values.pop(f"ours-{dtype}", None)
-                values = {name: value for name, value in values.items() if not name.startswith("ours_")}
-                if ours is None or not values:
-                    continue
-                peer = (max if higher_is_better else min)(values, key=lambda name: float(values[name]))
-                best = values[peer]
-                row = {"model": model, "dtype": dtype, "workload": workload, "metric": metric, "ours": ours}
-                row |= {"peer": peer, "best_peer": best}
-                row["ratio"] = round(ours / best if higher_is_better else best / ours, 3)
-                found.append(row)
+        for dtype, (workload, engines) in itertools.product(DTYPES, workloads.items()):
+            metric = speed_metric(workload) if higher_is_better else "ttft_s"
+            values = {name: cell[metric] for name, cell in engines.items() if dtype_of(name) == dtype}
+            peers = {name: value for name, value in values.items() if not is_ours(name)}
+            if not peers:
+                continue
+            peer = (max if higher_is_better else min)(peers, key=lambda name: float(peers[name]))
+            best = peers[peer]
+            for engine, ours in values.items():
+                if is_ours(engine):
+                    ratio = round(ours / best if higher_is_better else best / ours, 3)
+                    row = {"model": model, "dtype": dtype, "workload": workload, "metric": metric, "engine": engine}
+                    found.append(row | {"ours": ours, "peer": peer, "best_peer": best, "ratio": ratio})
     return found
 
 
@@ -143,7 +144,7 @@ def spread(runs: dict[tuple[str, str, str], list[Run]], row: dict[str, Any]) -> 
     model, workload, metric = row["model"], row["workload"], row["metric"]
     theirs, ours = (
         {run["rep"]: run[metric] for run in runs[model, workload, engine] if metric in run}
-        for engine in (row["peer"], f"ours-{row['dtype']}")
+        for engine in (row["peer"], row["engine"])
     )
     ratios = [round(ours[rep] / theirs[rep], 3) for rep in ours.keys() & theirs.keys()]
     return [min(ratios), max(ratios)] if ratios else []
@@ -187,12 +188,12 @@ def markdown(summary: dict[str, Any]) -> str:
     for model in summary["all"]:
         parts += [f"### {model}", _engine_table(model, summary)]
     if summary["rows"]:
-        header = ["model", "type", "workload", "ours tok/s", "of limit", "best peer", "tok/s", "of limit"]
+        header = ["model", "ours", "workload", "tok/s", "of limit", "best peer", "tok/s", "of limit"]
         header += ["ratio", "spread", "ttft ratio"]
-        ttft = {(row["model"], row["dtype"], row["workload"]): row["ratio"] for row in summary["ttft"]}
+        ttft = {(row["model"], row["engine"], row["workload"]): row["ratio"] for row in summary["ttft"]}
         cells = []
         for row in summary["rows"]:
-            place = (row["model"], row["dtype"], row["workload"])
+            place = (row["model"], row["engine"], row["workload"])
             paired = " to ".join(f"{ratio:g}" for ratio in row["spread"])
             limit = summary["limits"].get(row["model"], {}).get(row["dtype"], {}).get(row["workload"])
             ours, theirs = ([speed, _share(speed, limit)] for speed in (row["ours"], row["best_peer"]))

@@ -1,13 +1,14 @@
 #!/bin/bash
 # Installs the engines that benchmarks/peers.py measures, each into an environment of its own, and makes the models and the
 # workloads: setup.sh DIR [models] [hf] [vllm] [llamacpp] [ov] [ct2]; without names, all. SIZES="small medium" by default,
-# qwen, group6 and llama1b are larger. About 40 minutes and 15 GB;
+# qwen, group6 and llama1b are larger, smollm2 is the file that scripts/fetch_real.py fetched. About 40 minutes and 15 GB;
 # llama.cpp is compiled. Called again, it goes on where it stopped. vLLM wants libtcmalloc-minimal4 from the system.
 set -eu
 [ $# -ge 1 ] || { echo "usage: setup.sh DIR [models] [hf] [vllm] [llamacpp] [ov] [ct2]" >&2; exit 2; }
 mkdir -p "$1"/{venvs,models,workloads}
 peers=$(realpath "$1")
 shift
+real=${REAL_CHECKPOINTS:-${XDG_CACHE_HOME:-$HOME/.cache}/vllm-lite/real}
 which=" ${*:-models hf vllm llamacpp ov ct2} "
 cd "$(dirname "$0")/.."
 echo "torch==2.13.0" >"$peers/constraints.txt"
@@ -24,7 +25,12 @@ if wanted hf || wanted models || wanted llamacpp; then
 fi
 if wanted models; then
   for size in ${SIZES:-small medium}; do
-    [ -f "$peers/models/$size/model.safetensors" ] || "$(python hf)" -m runners.make_model $size "$peers/models/$size"
+    model=$peers/models/$size
+    if [ -f "$model/model.safetensors" ]; then continue; fi
+    case $size in
+      smollm2) "$(python hf)" -m runners.real_model "$real/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "$model" ;;
+      *) "$(python hf)" -m runners.make_model "$size" "$model" ;;
+    esac
   done
   [ -f "$peers/workloads/all.json" ] || "$(python hf)" -m runners.make_workload "$peers/workloads/all.json"
 fi
@@ -56,8 +62,10 @@ if wanted ov; then
   for size in ${SIZES:-small medium}; do
     model=$peers/models/$size
     for form in bf16:fp16 int8:int8 int4:int4; do # computed in bfloat16 where the CPU has it
-      [ -d "$model-ov-${form%:*}" ] || "$peers/venvs/ov/bin/optimum-cli" export openvino -m "$model" \
-        --task text-generation-with-past --weight-format "${form#*:}" "$model-ov-${form%:*}"
+      groups=() # of 128 inputs, by default; no row of smollm2's has whole ones, which optimum-cli refuses
+      [ "$size:$form" != smollm2:int4:int4 ] || groups=(--ratio 1.0 --group-size 128 --group-size-fallback adjust)
+      [ -d "$model-ov-${form%:*}" ] || HF_HUB_OFFLINE=1 "$peers/venvs/ov/bin/optimum-cli" export openvino -m "$model" \
+        --task text-generation-with-past --weight-format "${form#*:}" "${groups[@]}" "$model-ov-${form%:*}"
     done
   done
 fi

@@ -110,6 +110,7 @@ def test_rows_compare_with_the_best_peer_of_the_same_type():
             "dtype": "bf16",
             "workload": "W1",
             "metric": "decode_tok_s",
+            "engine": "ours-bf16",
             "ours": 120,
             "peer": "a-bf16",
             "best_peer": 100,
@@ -120,11 +121,18 @@ def test_rows_compare_with_the_best_peer_of_the_same_type():
     assert (ttft["metric"], ttft["peer"], ttft["ratio"]) == ("ttft_s", "a-bf16", 0.5), "slower to the first token"
 
 
+def test_each_of_ours_is_compared_with_peers_alone():
+    engines = {"ours-int4": cell(90, 1), "ours_g32-int4": cell(60, 1), "a-int4": cell(50, 1), "ours-int8": cell(9, 1)}
+    found = report.rows({"small": {"W1": engines}}, higher_is_better=True)
+    expected = [("ours-int4", "a-int4", 1.8), ("ours_g32-int4", "a-int4", 1.2)]
+    assert [(row["engine"], row["peer"], row["ratio"]) for row in found] == expected
+
+
 def test_spread_pairs_repeats_with_the_same_prompts():
     ours = [run_of(12, rep=0), run_of(9, rep=1), run_of(99, rep=2)]
     theirs = [run_of(10, rep=1), run_of(10, rep=0)]
     runs = {("m", "W1", "ours-bf16"): ours, ("m", "W1", "a-bf16"): theirs}
-    row = {"model": "m", "workload": "W1", "dtype": "bf16", "metric": "out_tok_s", "peer": "a-bf16"}
+    row = {"model": "m", "workload": "W1", "engine": "ours-bf16", "metric": "out_tok_s", "peer": "a-bf16"}
     assert report.spread(runs, row) == [0.9, 1.2]
     assert report.spread({**runs, ("m", "W1", "a-bf16"): []}, row) == []
 
@@ -214,6 +222,7 @@ def test_engines_take_turns_and_the_figures_are_written(bench):
         "dtype": "bf16",
         "workload": "W2",
         "metric": "out_tok_s",
+        "engine": "ours-bf16",
         "ours": 0,
         "peer": "other-bf16",
         "best_peer": 50,
@@ -238,12 +247,28 @@ def test_limits_stand_beside_the_figures(bench, tmp_path, monkeypatch, capsys):
     expected = limits.limit(machine, tmp_path / "models" / "tiny", "bf16", requests, alone=True)
     assert expected is not None
     assert summary["limits"]["tiny"]["bf16"]["W1"] == pytest.approx(expected, rel=1e-3)
-    assert f"| tiny | bf16 | W1 | 100 | {100 / expected:.0%} |" in capsys.readouterr().out
+    assert f"| tiny | ours-bf16 | W1 | 100 | {100 / expected:.0%} |" in capsys.readouterr().out
 
 
 def test_a_round_may_hold_several_repeats(bench):
     _, calls = bench("--repeats", "3", "--rounds", "2")
     assert [call.split()[2] for call in calls] == ["0,1,2", "0,1,2", "2,3", "2,3"] * 2
+
+
+def test_an_engine_that_reads_a_file_runs_models_that_have_it(bench, tmp_path, monkeypatch):
+    found = peers.installed_engines
+
+    def with_a_file(folder: Path) -> dict[str, peers.EngineCommand]:
+        given = [sys.executable, str(tmp_path / "fake.py"), "7", str(tmp_path / "calls")]
+        return {**found(folder), "ours_file-int4": peers.EngineCommand(given, file="-q4_1.gguf")}
+
+    monkeypatch.setattr(peers, "installed_engines", with_a_file)
+    flags = ("--repeats", "1", "--startup", "--engines=ours_file-int4,other-bf16")
+    _, calls = bench(*flags)
+    assert {call.split()[0] for call in calls} == {"50.0"}
+    (tmp_path / "models" / "tiny-q4_1.gguf").touch()
+    _, calls = bench(*flags)
+    assert {call.split()[0] for call in calls} == {"50.0", "7.0"}
 
 
 def test_slow_engines_are_measured_once(bench, monkeypatch):
