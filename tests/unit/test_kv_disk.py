@@ -181,6 +181,34 @@ def test_no_file_in_a_files_place_is_waited_for(tmp_path: Path, kind: str) -> No
     assert not any(read(again, keys))
 
 
+@pytest.mark.parametrize("is_known", [True, False], ids=["read before", "met when it is written"])
+def test_a_folder_in_a_files_place_is_counted_once_and_disturbs_nothing(tmp_path: Path, is_known: bool) -> None:
+    store, keys = open_store(tmp_path), chain(3)
+    write(store, keys)
+    file = only_file(tmp_path)
+    file.unlink()
+    (file / "somebody's").mkdir(parents=True)
+    if is_known:
+        assert not any(read(store, keys))
+    else:
+        store = open_store(tmp_path)
+        assert write(store, keys) == 0
+    for _ in range(3):
+        os.utime(file.parent, (1, 1))  # it looks changed
+        store.look()
+        assert write(store, keys) == 0
+        os.utime(file.parent, (2, 2))
+        store.look()
+    assert store.dropped == {"foreign": 1}
+    assert not store.errors
+    assert write(store, chain(3, number=1)), "the disk has refused nothing"
+    assert (file / "somebody's").is_dir()
+    shutil.rmtree(file)
+    store.look()
+    assert write(store, keys)
+    assert all(read(store, keys))
+
+
 def test_headers_are_refused_for_what_they_are() -> None:
     good = RunHeader(b"fp", 10, chain(2), [1, 2])
     assert unpack(pack(good), good.file_bytes, b"fp") == good

@@ -8,6 +8,7 @@ One thread writes and looks at the directory, several may read.
 """
 
 import os
+import stat
 import threading
 import time
 from collections import Counter
@@ -109,6 +110,8 @@ class DiskStore:
         self._files: dict[str, _File] = {}
         self._places: dict[bytes, tuple[_File, int]] = {}
         self._seen: dict[str, int] = {}  # folder -> its time when it was listed
+        self._taken: set[str] = set()
+        """Names in whose places lies what is none of ours and cannot be removed, such as a folder: it is let alone."""
         self._added: list[bytes] = []
         self._removed: list[bytes] = []
         self._swept_s = self._paused_until_s = 0.0
@@ -148,7 +151,8 @@ class DiskStore:
             self._seen[name] = changed_ns if is_settled else 0
             for known in [file for file in self._of_folder(name) if file.name not in names]:
                 self._forget(known)
-            for new in names - self._files.keys():
+            self._taken -= {taken for taken in self._taken if taken[:2] == name and taken not in names}
+            for new in names - self._files.keys() - self._taken:
                 self._take_up(new)
         now_s = self._clock()
         if abs(now_s - self._swept_s) > SWEEP_S:
@@ -172,7 +176,7 @@ class DiskStore:
         except OSError:
             return
         try:
-            status = os.fstat(descriptor)
+            status = _status(descriptor)
             header = self._header(os.pread(descriptor, PAGE, 0), status.st_size, name)
             self._index(_File(name, header.keys, status.st_size, status.st_mtime))
         except (OSError, Foreign, Damaged) as error:
@@ -207,14 +211,16 @@ class DiskStore:
                     self._removed.append(key)
 
     def _drop(self, name: str, error: Exception) -> None:
-        """Remove a file that is not what it should be."""
+        """Remove a file that is not what it should be, and count it."""
         known = self._files.get(name)
         if known is not None:
             self._forget(known)
         kind = type(error).__name__.lower() if isinstance(error, Foreign | Damaged) else "unreadable"
-        if not isinstance(error, FileNotFoundError):
-            self.dropped[kind] += 1
-            remove_file(self._path(name))
+        if isinstance(error, FileNotFoundError) or name in self._taken:
+            return
+        self.dropped[kind] += 1
+        if not remove_file(self._path(name)) and os.path.lexists(self._path(name)):
+            self._taken.add(name)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.folder, name[:2], name)
@@ -247,7 +253,7 @@ class DiskStore:
     ) -> int:
         descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            status = os.fstat(descriptor)
+            status = _status(descriptor)
             header = self._header(os.pread(descriptor, PAGE, 0), status.st_size, name)
             if header.item_bytes != items.item_bytes:
                 raise Foreign(f"its items have {header.item_bytes} bytes, expected {items.item_bytes}")
@@ -283,6 +289,8 @@ class DiskStore:
         name = name_of(keys)
         if name in self._files:
             return size
+        if name in self._taken:
+            return 0
         folder = os.path.join(self.folder, name[:2])
         self._num_drafts += 1
         draft = os.path.join(folder, f"{DRAFT_PREFIX}{os.getpid()}-{threading.get_native_id()}-{self._num_drafts}")
@@ -290,6 +298,10 @@ class DiskStore:
             os.makedirs(folder, mode=0o700, exist_ok=True)
             self._write_file(draft, keys, ids, items)
             os.rename(draft, os.path.join(folder, name))
+        except IsADirectoryError as error:  # the disk has refused nothing: all else can be written
+            remove_file(draft)
+            self._drop(name, Foreign(str(error)))
+            return 0
         except OSError:
             self.errors["write"] += 1
             self._paused_until_s = now_s + PAUSE_S
@@ -353,6 +365,14 @@ class DiskStore:
         for file in self._files.values():
             if not 0 < len(file.keys) <= MAX_ITEMS:
                 raise RuntimeError(f"file {file.name} is said to have {len(file.keys)} items")
+
+
+def _status(descriptor: int) -> os.stat_result:
+    """Raises Foreign for what is no file."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise Foreign("it is no file")
+    return status
 
 
 def _parts(places: list[tuple[int, int]], item_bytes: int) -> Iterator[list[tuple[int, int]]]:
