@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cpu.test_cache_engine import make_engine
 from tests.deadlines import scaled
 from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.protocol.transfers import STATE, ForgetStored, LoadBlocks, StoreBlocks, StoredKeys, Transferred
-from vllm_lite.worker.disk.items import DeviceItems, HostItems
+from vllm_lite.worker.disk.items import DeviceItems, HostItems, TieredItems
+from vllm_lite.worker.disk.opening import pools_of
 from vllm_lite.worker.disk.transfers import DiskTransfers
 from vllm_lite.worker.memory.touch_ahead import take_pages
 
@@ -38,6 +40,30 @@ def test_bytes_go_from_one_pool_to_another(
     assert torch.equal(as_bytes[1][places], as_bytes[0][ids])
     others = [index for index in range(NUM_ITEMS) if index not in places]
     assert torch.equal(as_bytes[1][others], before.view(torch.uint8)[others])
+
+
+@pytest.mark.parametrize("kind", [HostItems, DeviceItems])
+def test_blocks_of_the_host_are_written_beside_those_of_the_device(
+    tmp_path: Path, kind: type[HostItems | DeviceItems]
+) -> None:
+    source, host, target = pool(torch.bfloat16, 1), pool(torch.bfloat16, 2), pool(torch.bfloat16, 3)
+    items = TieredItems(kind(source), HostItems(host), NUM_ITEMS)
+    store, ids = DiskStore(tmp_path, b"m", (0, 1), 10**9), [3, NUM_ITEMS, NUM_ITEMS + 7, 4, NUM_ITEMS + 1]
+    assert store.write(KEYS[:5], ids, items)
+    into = TieredItems(kind(target), HostItems(host), NUM_ITEMS)
+    assert store.read(KEYS[:5], [1, 2, 3, 4, 5], into) == (set(), 5 * source[0].nbytes)
+    expected = torch.stack([source[3], host[0], host[7], source[4], host[1]])
+    assert torch.equal(target[1:6].view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_worker_writes_from_the_pool_that_a_global_id_lies_in(tmp_path: Path) -> None:
+    cache = make_engine()
+    for number, block in enumerate((*cache.pool, *cache.host_pool)):
+        block.fill_(float(number))
+    items, _ = pools_of(cache)
+    ids = [2, cache.num_blocks, 1, cache.num_blocks + 1]
+    found = [torch.frombuffer(view, dtype=cache.pool.dtype)[0].item() for view in items.to_write(ids)]
+    assert found == ids
 
 
 class Worker:

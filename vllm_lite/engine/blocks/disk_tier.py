@@ -85,6 +85,7 @@ class DiskTier(CachePart[DiskHit]):
         self._open: set[Sequence] = set()
         """Sequences whose blocks are to be written."""
         blocks.others_hold = self._pinned_blocks
+        blocks.swapping.on_demote = self.writes.demoted
         if states is not None:
             states.others_hold = self._pinned_slots
 

@@ -289,7 +289,8 @@ class KVBlocks(CachePart[Tables]):
 
     def check_integrity(self, sequences: Many[Sequence]) -> None:
         tables = [table.ids for sequence in sequences for table in sequence.tables]
-        self.pool.check_integrity([*tables, *self.others_hold()])
+        others = [self._by_tier(ids) for ids in self.others_hold()]
+        self.pool.check_integrity([*tables, *[on_device for on_device, _ in others]])
         for sequence in sequences:
             for table in sequence.tables:
                 if len(table.ids) * self.block_size < sequence.num_slots:
@@ -297,7 +298,7 @@ class KVBlocks(CachePart[Tables]):
                 next_slot = max(sequence.num_surely_computed, sequence.num_cached)
                 if next_slot < sequence.num_slots and table.is_shared(next_slot // self.block_size):
                     raise RuntimeError(f"{sequence} would write to a block that others read")
-        self.swapping.check_integrity(sequences)
+        self.swapping.check_integrity(sequences, [on_host for _, on_host in others])
 
     def publish_loaded(self, sequence: Sequence | None, place: Place, key: bytes, block_id: int) -> None:
         """Let a block be found that was filled from another tier: for `sequence`, if it still has these tokens."""
@@ -305,7 +306,35 @@ class KVBlocks(CachePart[Tables]):
         if self.on_store is not None and sequence is not None:
             self.on_store(sequence, place.group, place.number)
 
+    def may_pin(self, ids: Many[int]) -> bool:
+        """Whether these blocks, of both tiers, may be pinned beside what sequences hold: of the free blocks of either
+        tier half at most."""
+        on_device, on_host = self._by_tier(ids)
+        if 2 * sum(map(self.pool.is_free, on_device)) > self.pool.num_free:
+            return False
+        return self.host is None or 2 * self.host.num_unpinned(on_host) <= self.host.num_free
+
+    def pin(self, ids: Many[int]) -> None:
+        """Keep blocks of both tiers as they are."""
+        on_device, on_host = self._by_tier(ids)
+        self.pool.touch(on_device)
+        if self.host is not None:
+            self.host.pin(on_host)
+
+    def unpin(self, ids: Many[int]) -> None:
+        """Let go of blocks of both tiers, last first."""
+        on_device, on_host = self._by_tier(ids)
+        self.pool.free(reversed(on_device))
+        if self.host is not None:
+            self.host.unpin(on_host)
+
     # ---- inside
+
+    def _by_tier(self, ids: Iterable[int]) -> tuple[list[int], list[int]]:
+        on_device, on_host = list[int](), list[int]()
+        for block_id in ids:
+            (on_device if block_id < self.pool.num_blocks else on_host).append(block_id)
+        return on_device, on_host
 
     def find(self, key: bytes) -> int | None:
         """The global id of a block with this content, on either tier."""

@@ -57,6 +57,8 @@ class Swapping:
         self._loading: dict[Sequence, int] = {}  # tickets of what parked sequences wait for
         self.ops: list[tuple[int, int, int]] = []
         """The block program of the step in the making."""
+        self.on_demote: Callable[[abc.Iterable[bytes]], None] | None = None
+        """Called with the keys of cached blocks that the step in the making moves to the host."""
         pool.on_evict = self._demote if host is not None else None
 
     # ---- the block program
@@ -274,14 +276,17 @@ class Swapping:
         self.ops += [(BlockOp.SWAP_OUT, lost[key], host_id) for key, host_id in places]
         self._left -= len(places)
         self.counters.demoted_blocks += len(places)
+        if self.on_demote is not None:
+            self.on_demote(key for key, _ in places)
 
     # ---- inside
 
     def _key(self, sequence: Sequence, group: KVGroup, index: int) -> bytes | None:
         return sequence.block_hashes[index] + group.key if index < sequence.num_hashed_blocks else None
 
-    def check_integrity(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Raise RuntimeError if an invariant of this module is broken. `sequences` are all unfinished ones."""
+    def check_integrity(self, sequences: abc.Sequence[Sequence], others: abc.Sequence[abc.Sequence[int]] = ()) -> None:
+        """Raise RuntimeError if an invariant of this module is broken. `sequences` are all unfinished ones; `others`
+        blocks on the host that are pinned though no sequence has them."""
         parked = [sequence for sequence in sequences if sequence.host_ids is not None]
         if sorted(map(id, parked)) != sorted(map(id, self.parked)):
             raise RuntimeError("the parked sequences are not those with blocks on the host")
@@ -293,7 +298,8 @@ class Swapping:
                 if not all(map(max, zip(table.ids[start:], ids[start:], strict=True))):
                     raise RuntimeError(f"{sequence} has lost a block")
         if self._host is not None:
-            self._host.check_integrity([_present(ids) for sequence in parked for ids in sequence.host_ids or ()])
+            held = [_present(ids) for sequence in parked for ids in sequence.host_ids or ()]
+            self._host.check_integrity([*held, *others])
 
 
 def num_held(sequence: Sequence) -> int:

@@ -1,9 +1,11 @@
 """WriteThrough: hands the contents of chains that have ended to the tier below, in the background.
 
 A chain is the blocks of a sequence whose prompt or answer has ended. Its blocks stay in the pool, where others may find
-them, and are pinned only while a worker writes them: a bounded number at a time, the rest later. What the pool has
-reused before its turn came is not written, nor what continues it; a chain that ends while too many wait is dropped.
-States lie in the store of slots, and are written as soon as they can be found there.
+them, and are pinned only while a worker writes them: a bounded number at a time, the rest later. Those that were moved
+to the host meanwhile are written from there. What neither has any more when its turn comes is not written, nor what
+continues it; a chain that ends while too many wait is dropped. Of what was dropped, or could not be written, that which
+is moved to the host is written then, as it may leave memory next. States lie in the store of slots, and are written as
+soon as they can be found there.
 """
 
 from collections import deque
@@ -51,6 +53,8 @@ class WriteThrough:
         self._with_states: list[list[bytes]] = []
         self._runs: dict[Ticket, WrittenRun] = {}
         self._writing: set[bytes] = set()
+        self._missed: set[bytes] = set()
+        """Contents in memory that were to be written, and were not."""
         self._unwanted: set[bytes] = set()
         """Contents that must not be found again until the tier has said that they are gone."""
         self.next_ticket: Callable[[], Ticket] = iter(range(1, 2**53)).__next__
@@ -84,11 +88,21 @@ class WriteThrough:
         chain = hashes, self._runs_of(hashes)
         if len(self._chains) >= MAX_CHAINS:
             self.num_dropped += 1
+            self._miss(self._keys_of(hashes))
         elif is_urgent:
             self._chains.appendleft(chain)
         else:
             self._chains.append(chain)
         self.go_on()
+
+    def demoted(self, keys: Iterable[bytes]) -> None:
+        """These contents move to the host with the step in the making. What was missed of them is to be written now."""
+        if not self._missed:
+            return
+        hashes = list(dict.fromkeys(key[:-1] for key in keys if key in self._missed))
+        if hashes and len(self._chains) < MAX_CHAINS:
+            self._missed.difference_update(self._keys_of(hashes))
+            self._chains.append((hashes, self._runs_of(hashes)))
 
     def write_states(self) -> None:
         """Begin to write the states of ended chains that can be found by now. To be called when a step begins."""
@@ -111,17 +125,17 @@ class WriteThrough:
     def go_on(self) -> None:
         """Begin to write as much of the ended chains as may be pinned: a share of the pool, and at a time half of the
         blocks that are free, so that who has just made room for others made it for them."""
-        pool = self._blocks.pool
+        blocks = self._blocks
         while self._chains and len(self._writing) + self._max_run <= self.max_blocks:
             hashes, runs = self._chains[0]
             run = next(runs, None)
             if run is None:
                 self._chains.popleft()
-            elif 2 * sum(map(pool.is_free, run.ids)) > pool.num_free:
+            elif not blocks.may_pin(run.ids):
                 self._chains[0] = hashes, self._runs_of(hashes)  # from where it is by then
                 return
             else:
-                pool.touch(run.ids)
+                blocks.pin(run.ids)
                 self._begin(run)
 
     def ended(self, ticket: Ticket, failed: Iterable[int]) -> None:
@@ -132,6 +146,8 @@ class WriteThrough:
         lost = {run.keys[place] for place in failed}
         self._writing.difference_update(run.keys)
         self._unwanted -= lost
+        if not run.are_states:
+            self._miss(lost)
         written = set(run.keys) - lost
         if unwanted := self._unwanted & written:
             self.messages.append(ForgetStored(sorted(unwanted)))
@@ -142,6 +158,7 @@ class WriteThrough:
     def forget(self, keys: Iterable[bytes]) -> None:
         """Let these contents not be found, whether they are written or about to be."""
         keys = set(keys)
+        self._missed -= keys
         self._unwanted |= keys & (self._writing | self.index)
         self._chains = deque(chain for chain in self._chains if keys.isdisjoint(self._keys_of(chain[0])))
         if stored := keys & self.index:
@@ -165,6 +182,7 @@ class WriteThrough:
     def stop(self) -> None:
         """Begin to write nothing more of the chains that have ended."""
         self._chains.clear()
+        self._missed.clear()
         self._with_states = []
 
     def lose(self) -> None:
@@ -184,9 +202,16 @@ class WriteThrough:
         self._writing.update(run.keys)
         self.messages.append(StoreBlocks(ticket, run.keys, run.ids))
 
+    def _miss(self, keys: Iterable[bytes]) -> None:
+        """Remember which of these are in memory. Those that have left it by then are forgotten where there are many."""
+        find = self._blocks.find
+        self._missed.update(key for key in keys if not self.is_kept(key) and find(key) is not None)
+        if len(self._missed) > 2 * self._blocks.pool.num_blocks:
+            self._missed = {key for key in self._missed if find(key) is not None}
+
     def _unpin(self, run: WrittenRun) -> None:
         if not run.are_states:
-            self._blocks.pool.free(reversed(run.ids))
+            self._blocks.unpin(run.ids)
         elif self._states is not None:
             self._states.let_go(run.ids)
 
@@ -194,8 +219,9 @@ class WriteThrough:
         return (block_hash + group.key for block_hash in hashes for group in self._blocks.groups)
 
     def _runs_of(self, hashes: list[bytes]) -> Iterator[WrittenRun]:
-        """The runs of a chain, each made when the one before is being written; its blocks are those of that moment."""
-        pool = self._blocks.pool
+        """The runs of a chain, each made when the one before is being written; its blocks are those of that moment, on
+        the device or on the host."""
+        find = self._blocks.find
         groups = self._blocks.groups
         open_groups = list(groups)
         for start in range(0, len(hashes), self._max_run):
@@ -204,7 +230,7 @@ class WriteThrough:
                 ids: list[int] = []
                 for block_hash in hashes[start : start + self._max_run]:
                     key = block_hash + group.key
-                    block_id = None if self.is_kept(key) else pool.get_cached_block(key)
+                    block_id = None if self.is_kept(key) else find(key)
                     if block_id is not None:
                         keys.append(key)
                         ids.append(block_id)

@@ -63,6 +63,28 @@ class DeviceItems:
             self._stream.synchronize()
 
 
+class TieredItems:
+    """Blocks of two tiers by their global ids: those from `first_host_id` on lie on the host. Only the device's are
+    filled."""
+
+    def __init__(self, own: HostItems | DeviceItems, host: HostItems, first_host_id: int) -> None:
+        self.item_bytes = own.item_bytes
+        self._own = own
+        self._host = host
+        self._first = first_host_id
+        self.after, self.to_fill, self.filled = own.after, own.to_fill, own.filled
+
+    def to_write(self, ids: Sequence[int]) -> list[memoryview]:
+        first = self._first
+        own = iter(self._own.to_write([index for index in ids if index < first]))
+        host = iter(self._host.to_write([index - first for index in ids if index >= first]))
+        return [next(own if index < first else host) for index in ids]
+
+
 def items_of(pool: torch.Tensor) -> HostItems | DeviceItems:
     """Items of a pool, for one thread."""
     return HostItems(pool) if pool.device.type == "cpu" else DeviceItems(pool)
+
+
+AnyItems = HostItems | DeviceItems | TieredItems
+"""The items of a pool, or of two."""

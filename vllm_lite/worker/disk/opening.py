@@ -9,7 +9,7 @@ from vllm_lite.kv_disk.fingerprint import adapter_digest, adapter_stamp, fingerp
 from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.kv_disk.usage import ABOUT
 from vllm_lite.runtime.machine import parse_bytes
-from vllm_lite.worker.disk.items import items_of
+from vllm_lite.worker.disk.items import HostItems, TieredItems, items_of
 from vllm_lite.worker.disk.transfers import DiskTransfers, Pools
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.memory.touch_ahead import TouchAhead
@@ -39,7 +39,9 @@ def open_disk(
 
 def pools_of(cache: CacheEngine) -> Pools:
     """The blocks and the states of a cache, for one thread."""
-    return items_of(cache.pool), items_of(cache.states) if cache.states.shape[1] else None
+    blocks = items_of(cache.pool)
+    tiers = TieredItems(blocks, HostItems(cache.host_pool), cache.num_blocks) if cache.num_host_blocks else blocks
+    return tiers, items_of(cache.states) if cache.states.shape[1] else None
 
 
 class AdapterFiles:

@@ -29,7 +29,7 @@ from vllm_lite.protocol.transfers import (
 )
 from vllm_lite.runtime import log
 from vllm_lite.runtime.wakeup import Wakeup
-from vllm_lite.worker.disk.items import DeviceItems, HostItems
+from vllm_lite.worker.disk.items import AnyItems
 from vllm_lite.worker.memory.touch_ahead import TouchAhead
 
 NUM_READERS = 2
@@ -44,7 +44,7 @@ LOWEST_PRIORITY = 19
 
 logger = log.get(__name__)
 
-Pools = tuple[HostItems | DeviceItems, HostItems | DeviceItems | None]
+Pools = tuple[AnyItems, AnyItems | None]
 """Blocks, and the states of a model that has any."""
 
 
@@ -276,9 +276,7 @@ class DiskTransfers:
         self.announced.set()
 
 
-def _by_pool(
-    pools: Pools, keys: Sequence[bytes], places: Iterable[int]
-) -> list[tuple[HostItems | DeviceItems | None, list[int]]]:
+def _by_pool(pools: Pools, keys: Sequence[bytes], places: Iterable[int]) -> list[tuple[AnyItems | None, list[int]]]:
     """The places of blocks and those of states, each with its pool."""
     blocks, states = list[int](), list[int]()
     for place in places:
