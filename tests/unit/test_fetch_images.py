@@ -114,7 +114,7 @@ def test_the_checked_address_is_the_one_that_is_contacted(monkeypatch: pytest.Mo
             "0.0.0.0",
             "224.0.0.1",
         ),
-        *("::1", "::", "fe80::1%eth0", "fd00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:169.254.169.254"),
+        *("::1", "::", "fe80::1%eth0", "fd00::1", "ff02::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::"),
     ],
 )
 def test_addresses_that_are_not_public(address: str) -> None:

@@ -23,15 +23,26 @@ FETCH_S = 20.0
 CHUNK_BYTES = 256 * 1024
 MAX_URL_CHARS = 8192
 
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
+
 IsPublic = Callable[[str], bool]
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the open internet: not private, not this machine, not a group."""
+    """Whether an IP address is one of the open internet: not private, not this machine, not a group, nor one of IPv6
+    behind which a gateway finds such an address of IPv4."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    address_of = mapped or found
-    return address_of.is_global and not address_of.is_multicast
+    inner = _inner(found) if isinstance(found, ipaddress.IPv6Address) else None
+    reached = inner or found
+    return reached.is_global and not reached.is_multicast
+
+
+def _inner(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The address of IPv4 in one of IPv6: mapped, 6to4, Teredo or NAT64."""
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    teredo = address.teredo
+    return address.ipv4_mapped or address.sixtofour or (teredo[1] if teredo else None)
 
 
 class Fetcher:
