@@ -1,0 +1,190 @@
+"""The encoder cache by itself: what workers hold, what a step may have computed, and who waits for it."""
+
+from typing import Any, cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.encoder_cache import MAX_STEP_BYTES, EncoderCache, EncoderSizes, encoder_sizes
+from vllm_lite.engine.sequence import Sequence as Seq
+from vllm_lite.engine.sequence import Status
+from vllm_lite.protocol.encoder import Encode, FreeEncoded
+from vllm_lite.protocol.spans import Media
+
+SIZES = [2, 3, 5, 9, 4, 1]
+"""Vectors of each of the images that there are."""
+STEP_TOKENS = 12
+
+
+class Reader:
+    """A sequence with a prompt of words and images, as far as the cache looks at it."""
+
+    def __init__(self, images: list[int], gap: int) -> None:
+        self.media, start = list[Media](), gap
+        for image in images:
+            self.media.append(Media("image", bytes([image]) * 32, SIZES[image], start))
+            start += SIZES[image] + gap
+        self.length = start + 1
+        self.contents = {medium.digest: medium.digest * 2 for medium in self.media}
+        self.request = self
+        self.num_computed = 0
+        self.status = Status.RUNNING
+
+
+class Workers:
+    """The vectors of all ranks, which do as they are told: frees and encodes in the order of a step's entries."""
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, int] = {}
+
+    def follow(self, entries: list[Any], sizes: EncoderSizes) -> None:
+        encoded = [entry for entry in entries if isinstance(entry, Encode)]
+        if len(encoded) > 1:
+            assert sum(entry.num_tokens for entry in encoded) <= sizes.budget
+        for entry in entries:
+            if isinstance(entry, FreeEncoded):
+                for digest in entry.digests:
+                    del self.held[digest]
+            else:
+                assert entry.digest not in self.held, "computed although it is held"
+                self.held[entry.digest] = entry.num_tokens
+        assert len(self.held) <= 1 or sum(self.held.values()) <= sizes.room
+
+
+def cache_of(budget: int, room: int) -> EncoderCache:
+    return EncoderCache(cast(BlockPool, None), EncoderSizes(budget, room))
+
+
+def as_seq(reader: Reader) -> Seq:
+    return cast(Seq, reader)
+
+
+def step(cache: EncoderCache, workers: Workers, readers: list[Reader]) -> int:
+    """Compute up to STEP_TOKENS tokens of all of them together; return how many there were."""
+    cache.begin_step()
+    left, spans = STEP_TOKENS, list[tuple[Reader, int, int]]()
+    for reader in readers:
+        if reader.status is not Status.RUNNING:
+            continue
+        wanted = min(left, reader.length - reader.num_computed)
+        count = cache.reachable(as_seq(reader), reader.num_computed, wanted)
+        assert 0 <= count <= wanted
+        spans.append((reader, reader.num_computed, reader.num_computed + count))
+        left -= count
+    workers.follow(cache.take_entries(), cache.sizes)
+    for reader, start, end in spans:
+        for medium in reader.media:
+            if medium.end > start and medium.start < end:
+                assert medium.digest in workers.held, "read without its vectors"
+        reader.num_computed = end
+    cache.check_integrity([as_seq(reader) for reader in readers])
+    return STEP_TOKENS - left
+
+
+prompts = st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=5), st.integers(0, 3)), min_size=1, max_size=5)
+events = st.lists(st.sampled_from(["step", "step", "step", "preempt", "resume", "again", "end", "reset"]), max_size=30)
+
+
+@settings(max_examples=300, deadline=None)
+@given(prompts, events, st.integers(1, 12), st.integers(1, 20), st.randoms(use_true_random=False))
+def test_steps_have_what_they_read_and_all_prompts_end(
+    given_prompts: list[tuple[list[int], int]], given_events: list[str], budget: int, room: int, chance: Any
+) -> None:
+    cache, workers = cache_of(budget, room), Workers()
+    readers = [Reader(images, gap) for images, gap in given_prompts]
+    for event in given_events:
+        reader = chance.choice(readers)
+        if event == "step":
+            step(cache, workers, chance.sample(readers, len(readers)))
+        elif event == "preempt" and reader.status is Status.RUNNING:
+            reader.status = Status.PREEMPTED
+            cache.release(as_seq(reader))
+            reader.num_computed = chance.choice([0, reader.num_computed])  # recomputed, or swapped
+        elif event == "resume":
+            reader.status = Status.RUNNING
+        elif event == "again":
+            cache.release(as_seq(reader))
+            reader.num_computed = 0
+        elif event == "end":
+            cache.release(as_seq(reader))
+            reader.num_computed = reader.length
+        elif event == "reset":
+            cache.reset()
+    for reader in readers:
+        reader.status = Status.RUNNING
+    for _ in range(200):
+        if all(reader.num_computed == reader.length for reader in readers):
+            break
+        assert step(cache, workers, readers) > 0, "nobody gets on"
+    assert all(reader.num_computed == reader.length for reader in readers)
+    cache.begin_step()
+    cache.reset()
+    workers.follow(cache.take_entries(), cache.sizes)
+    assert not workers.held
+
+
+def test_images_of_a_chat_are_computed_once() -> None:
+    """Also where every turn reads the prompt from its beginning."""
+    cache, workers = cache_of(8, 30), Workers()
+    for _ in range(20):
+        reader = Reader([0, 1, 2, 0], 2)
+        while reader.num_computed < reader.length:
+            step(cache, workers, [reader])
+        cache.release(as_seq(reader))
+    assert cache.num_encoded == 3
+
+
+def test_the_least_recently_used_go_first() -> None:
+    cache, workers = cache_of(100, 10), Workers()
+    for images in ([0], [1], [2], [0], [4]):  # 2, 3 and 5 vectors fill it; the first is read again, and 4 more come
+        reader = Reader(images, 1)
+        while reader.num_computed < reader.length:
+            step(cache, workers, [reader])
+        cache.release(as_seq(reader))
+    assert [digest[0] for digest in workers.held] == [0, 4]
+
+
+def test_a_medium_larger_than_the_budget_is_computed_alone() -> None:
+    cache, workers = cache_of(4, 4), Workers()
+    large, small = Reader([3], 0), Reader([5], 0)
+    cache.begin_step()
+    assert cache.reachable(as_seq(small), 0, 2) == 2
+    assert cache.reachable(as_seq(large), 0, 5) == 0, "the step computes another"
+    workers.follow(cache.take_entries(), cache.sizes)
+    small.num_computed = small.length
+    cache.begin_step()
+    assert cache.reachable(as_seq(large), 0, 5) == 5
+    assert cache.reachable(as_seq(Reader([0], 0)), 0, 2) == 0
+
+
+def test_a_step_carries_few_bytes() -> None:
+    cache = cache_of(100, 100)
+    one, other = Reader([0], 0), Reader([1], 0)
+    for reader in (one, other):
+        reader.contents = dict.fromkeys(reader.contents, bytes(MAX_STEP_BYTES * 2 // 3))
+    cache.begin_step()
+    assert cache.reachable(as_seq(one), 0, 3) == 3
+    assert cache.reachable(as_seq(other), 0, 4) == 0
+    cache.begin_step()
+    assert cache.reachable(as_seq(other), 0, 4) == 4
+
+
+def test_the_sizes_of_an_engine() -> None:
+    assert encoder_sizes(2048) == (2048, 8192)
+    assert encoder_sizes(16384) == (16384, 16384)
+
+
+def test_a_reset_frees_at_once_or_once_it_has_been_read() -> None:
+    cache, workers, reader = cache_of(100, 100), Workers(), Reader([0, 1], 1)
+    cache.begin_step()
+    assert cache.reachable(as_seq(reader), 0, 4) == 4, "the first image, and a word behind it"
+    workers.follow(cache.take_entries(), cache.sizes)
+    reader.num_computed = 2
+    cache.reset()
+    workers.follow(cache.take_entries(), cache.sizes)
+    assert [digest[0] for digest in workers.held] == [0], "a vector of it has not been read"
+    reader.num_computed = 4
+    cache.begin_step()
+    workers.follow(cache.take_entries(), cache.sizes)
+    assert not workers.held
