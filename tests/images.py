@@ -52,6 +52,7 @@ def make_smolvlm(path: Path, family: str = "SmolVLM", **settings: Any) -> Path:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
+        "max_position_embeddings": 4096,
         "pad_token_id": 0,
     }
     own = {"text_config": text, "vision_config": vision, "scale_factor": MERGE, "image_token_id": IMAGE_TOKEN}

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from io import BytesIO
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from vllm_lite.client.spans import ShownMedia, Text
 from vllm_lite.engine import core
 from vllm_lite.engine.encoder_cache import EncoderSizes
 from vllm_lite.errors import RequestError
+from vllm_lite.layers.vision_tower import VisionTower
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.spans import Media
@@ -323,6 +325,37 @@ def test_chats_are_those_of_transformers(checkpoint: Path, model: Any, llm: LLM,
     output = llm.chat(chat, GREEDY, use_tqdm=False)[0]
     assert output.prompt_token_ids == ids
     assert output.outputs[0].token_ids == expected
+
+
+def test_a_long_chat_computes_each_image_once_and_finds_the_rest(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 turns with five images, of two users at once who show the same: what was said before is found, to the last
+    whole block, and towers run for the different tiles alone."""
+    seen = list[bytes]()
+    encode = VisionTower.encode
+
+    def encoding(self: VisionTower, tiles: torch.Tensor, progress: Any) -> torch.Tensor:
+        seen.extend(tile.numpy().tobytes() for tile in tiles)
+        return encode(self, tiles, progress)
+
+    monkeypatch.setattr(VisionTower, "encode", encoding)
+    shown = {turn: Image.fromarray(picture(90, 60, turn)) for turn in (0, 1, 5, 9, 14)}
+    chats: list[list[dict[str, Any]]] = [[], []]
+    before, known, found = [list[int](), list[int]()], 0, 0
+    with LLM(str(checkpoint), **{**SMALL, "max_model_len": 2048, "num_gpu_blocks_override": 300}) as llm:
+        for turn in range(20):
+            for user, chat in enumerate(chats):
+                parts = [image(shown[turn])] if turn in shown else []
+                chat.append({"role": "user", "content": [*parts, text(f"{user} asks for the turn {turn}, once more")]})
+            for user, output in enumerate(llm.chat(chats, GREEDY, use_tqdm=False)):
+                pairs = zip(before[user], output.prompt_token_ids, strict=False)
+                known += len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+                found += output.num_cached_tokens or 0
+                before[user] = output.prompt_token_ids
+                chats[user].append({"role": "assistant", "content": [text("So it is, and so it was before.")]})
+    assert found / known >= 0.98
+    assert len(seen) == len(set(seen)) == 5 * len(shown)
 
 
 def test_an_image_may_be_a_file_its_bytes_or_a_url(tmp_path: Path, llm: LLM) -> None:
