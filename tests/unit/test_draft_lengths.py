@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.scheduler_rig import Rig
 from vllm_lite.engine.scheduling.drafts import PROBE_SHARE, PROBE_STEPS, DraftLengths
 from vllm_lite.engine.scheduling.queues import Options
-from vllm_lite.engine.scheduling.rates import Rates
-from vllm_lite.engine.scheduling.step_cost import StepCost
+from vllm_lite.engine.scheduling.rates import Rates, factor_place
+from vllm_lite.engine.scheduling.step_cost import RowFactors, StepCost
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.control import StepTiming
 from vllm_lite.protocol.step import Draft, SchedulerOutput
@@ -84,6 +84,17 @@ def test_steps_of_the_same_rows_show_nothing_where_none_was_tried() -> None:
     cost = StepCost()
     assert not any(cost.measure(4, 0, 0.01) for _ in range(100))
     assert cost.numbers == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_what_steps_took_stays_known_when_the_numbers_change() -> None:
+    factors, features = RowFactors(), (1.0, 5.0, 1.0, 4.0)
+    for _ in range(80):
+        factors.learn(features, 0.06, (0.010, 0.002, 0.0, 0.0))
+    place = factor_place(5, 4)
+    assert factors.means()[place] * 0.020 == pytest.approx(0.06, rel=0.1)
+    factors.rebase((0.010, 0.002, 0.0, 0.0), (0.030, 0.004, 0.0, 0.0))
+    assert factors.means()[place] * 0.050 == pytest.approx(0.06, rel=0.1)
+    assert factors.means()[factor_place(5, 0)] == 1.0, "of steps without drafts nothing is known"
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8), st.floats(1e-5, 1.0)), max_size=60), st.booleans())

@@ -196,6 +196,7 @@ class RatesMeasured(_Record, frozen=True, tag=5):
     load_blocks_per_s: float = 0.0
     verify_s: float = 0.0
     draft_s: float = 0.0
+    row_factors: tuple[float, ...] = ()
 
 
 class Step(_Record, frozen=True, tag=6):

@@ -8,7 +8,7 @@ Odds are low until they are known: what a first answer loses by drafts that are 
 """
 
 from collections import abc
-from math import log
+from math import ceil, log
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.scheduling.queues import Options
@@ -21,12 +21,18 @@ MEMORY = 0.9
 """Weight of a sequence's earlier drafts beside those of its latest step: about the last ten steps count."""
 PRIOR = 2.0
 """Number of drafts that the mean of all sequences counts for in the odds of one."""
+ASKED = 4.0
+"""Drafts, all of them made, that are taken to have been allowed before the first."""
 FIRST = 1.5, 1.5
 """Drafts, right and wrong ones, that all sequences together are taken to have had before the first."""
 PROBE_STEPS = 16
 """A sequence whose drafts do not pay has one in so many tokens, or fewer, to see whether they do again."""
 PROBE_SHARE = 0.005
 """The most of the time that such drafts take."""
+LOOK_STEPS = 32
+"""Where drafts bring little, one step in so many has none, to see whether it is as slow without as it was."""
+SURE = 1.5
+"""What drafts bring where nobody looks."""
 GAIN = 1.02
 """What drafts must be expected to bring, as times and odds are estimates."""
 CAPS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64
@@ -41,6 +47,7 @@ class DraftLengths:
         self._is_fixed = not (options.num_drafts and options.adaptive_drafts)
         self._caps = [cap for cap in CAPS if cap < self._most] + [self._most]
         self._right, self._wrong = FIRST  # of all sequences, with a weight that falls with every step
+        self._allowed = self._made = ASKED
 
     def odds(self, sequence: Sequence) -> float:
         """Estimate the chance that a draft is right where those before it were."""
@@ -59,6 +66,13 @@ class DraftLengths:
         self._right = 0.99 * self._right + right
         self._wrong = 0.99 * self._wrong + wrong
 
+    def learn_share(self, allowed: int, made: int) -> None:
+        """A step has allowed so many drafts, and its drafter has made so many: one without a model finds none where
+        nothing like the last tokens has been."""
+        if allowed:
+            self._allowed = 0.98 * self._allowed + allowed
+            self._made = 0.98 * self._made + min(made, allowed)
+
     def choose(self, sequences: abc.Sequence[Sequence], num_rows: int, rates: Rates, step: int) -> list[int]:
         """The most drafts of each of these sequences in a step that has `num_rows` rows without them."""
         if self._is_fixed:
@@ -66,7 +80,9 @@ class DraftLengths:
         if not rates.row_s:  # the time by rows shows only in steps of different ones
             return [step % (self._most + 1)] * len(sequences)
         odds = [self.odds(sequence) for sequence in sequences]
-        lengths = self._paying(odds, num_rows, rates)
+        lengths, gain = self._paying(odds, num_rows, rates)
+        if gain < SURE and step % LOOK_STEPS == 0:
+            return [0] * len(sequences)
         if not all(lengths):
             every = self._probe_every(len(sequences), num_rows, rates)
             lengths = [
@@ -75,22 +91,25 @@ class DraftLengths:
             ]
         return lengths
 
-    def _paying(self, odds: list[float], num_rows: int, rates: Rates) -> list[int]:
-        """The lengths that bring most for their time; zeros where none does."""
-        found, best = [0] * len(odds), GAIN * num_rows / rates.decode_s(num_rows)
+    def _paying(self, odds: list[float], num_rows: int, rates: Rates) -> tuple[list[int], float]:
+        """The lengths that bring most for their time, zeros where none does, and how many times as much they bring."""
+        plain = num_rows / rates.decode_s(num_rows)
+        found, best = [0] * len(odds), GAIN * plain
+        share = self._made / self._allowed
         if not self._may_pay(max(odds), len(odds), num_rows, rates):
-            return found
+            return found, 1.0
         for cap in self._caps:
             # What a row brings must make up for its time at the rate that there is without it.
             lengths = [min(cap, self._length(each, rates.row_s * best)) for each in odds]
             longest = max(lengths)
-            gained = sum(_expected(*each) for each in zip(odds, lengths, strict=True))
-            rate = (num_rows + gained) / rates.decode_s(num_rows + sum(lengths), longest)
+            gained = share * sum(_expected(*each) for each in zip(odds, lengths, strict=True))
+            more = ceil(share * sum(lengths))
+            rate = (num_rows + gained) / rates.decode_s(num_rows + more, longest)
             if rate > best:
                 found, best = lengths, rate
             if longest < cap:
                 break
-        return found
+        return found, best / plain
 
     def _may_pay(self, odds: float, count: int, num_rows: int, rates: Rates) -> bool:
         """Whether drafts would pay if all sequences had the best odds, which is quickly found out."""

@@ -5,6 +5,7 @@ The first rate is learned from the results of the steps. Steps run one after the
 another was under way has taken the time since that one's result; those of one message are answered, and timed, as one.
 """
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 from vllm_lite.engine.scheduling.in_flight import StepMessage
@@ -13,6 +14,8 @@ MIN_PREFILL_TOKENS = 32
 """Messages with fewer prompt tokens do not show the rate at which prompts are computed."""
 WEIGHT = 0.2
 """The share of the latest message in the mean."""
+ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128
+"""The most rows of the steps that share a factor; those with more share the last one."""
 
 
 class Rates(NamedTuple):
@@ -30,11 +33,14 @@ class Rates(NamedTuple):
     """The time that drafts add to it, however many there are."""
     draft_s: float = 0.0
     """The time that it takes to draft a token of all sequences."""
+    row_factors: tuple[float, ...] = ()
+    """What steps have taken, as a multiple of what the other numbers say: by `factor_place`; empty: not known."""
 
     def decode_s(self, num_rows: int, most_drafts: int = 0) -> float:
         """The time of a decode step of so many rows, drafts included, of which no sequence has more than so many."""
         drafting_s = self.verify_s + self.draft_s * most_drafts if most_drafts else 0.0
-        return self.step_s + self.row_s * num_rows + drafting_s
+        factor = self.row_factors[factor_place(num_rows, most_drafts)] if self.row_factors else 1.0
+        return (self.step_s + self.row_s * num_rows + drafting_s) * factor
 
     def tokens_within(self, seconds: float, least: int, most: int) -> int:
         """Number of tokens that a step computes in `seconds`, to which a chunk of a prompt is cut: `least` to `most`.
@@ -56,6 +62,11 @@ class Rates(NamedTuple):
             load_s = num_blocks * num_stored / num_tokens / self.load_blocks_per_s
             again_s -= max(0.0, num_stored / self.prefill_tokens_per_s - load_s)
         return 2 * num_blocks / self.swap_blocks_per_s < again_s
+
+
+def factor_place(num_rows: int, most_drafts: int) -> int:
+    """Index of a step's factor: those of steps with drafts stand behind those of the others."""
+    return min(bisect_left(ROWS, num_rows), len(ROWS) - 1) + (len(ROWS) if most_drafts else 0)
 
 
 class PrefillRate:

@@ -1,15 +1,18 @@
 """The time that a decode step takes, by its rows and its drafts: what decides how much is drafted.
 
-    time = step + row * rows + verify (if there are drafts) + draft * (the most drafts of a sequence)
+    time = (step + row * rows + verify (if there are drafts) + draft * (the most drafts of a sequence)) * factor
 
 `rows` are the tokens that the step computes, drafts included. `verify` is what it costs that there are drafts at all,
 `draft` what a drafter with a model takes for one token of all sequences. Workers time some steps when they start, which
 gives the first four numbers; steps that are served correct them, each where it differs from the others.
+
+Rows do not cost the same each: kernels compute several at a time, and a few are free beside the weights that are read.
+So steps of about as many rows have a factor, which follows what they took.
 """
 
 from collections.abc import Sequence
 
-from vllm_lite.engine.scheduling.rates import Rates
+from vllm_lite.engine.scheduling.rates import ROWS, Rates, factor_place
 from vllm_lite.protocol.control import StepTiming
 
 DECAY = 0.98
@@ -27,6 +30,12 @@ EVERY = 4
 """The numbers are worked out once in so many steps."""
 CHANGE = 0.1
 """A smaller relative change of what was learned is not worth a decision of its own."""
+FACTOR_DECAY = 0.9
+"""The weight of a step's predecessor in its factor: about the last ten steps of about as many rows count."""
+FACTOR_HELD = 1.0
+"""As so many steps that took what the numbers say."""
+FACTOR_CHANGE = 0.03
+"""As CHANGE, of factors."""
 SIZE = 4
 
 Numbers = tuple[float, float, float, float]
@@ -34,8 +43,34 @@ COMPARED: tuple[Numbers, ...] = ((1, 1, 0, 0), (1, 8, 0, 0), (1, 2, 1, 1), (1, 5
 """Steps by whose time one says whether anything has changed: their 1, rows, whether there are drafts, and the most."""
 
 
+class RowFactors:
+    """Means of what steps took as a multiple of what was expected, by `factor_place`."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * (2 * len(ROWS))
+        self._counts = [0.0] * (2 * len(ROWS))
+        self._latest: dict[int, Numbers] = {}  # the features of the last step of each place
+
+    def learn(self, features: Numbers, took_s: float, numbers: Numbers) -> None:
+        """A step took so long; `numbers` say what was expected."""
+        place = factor_place(int(features[1]), int(features[3]))
+        self._sums[place] = FACTOR_DECAY * self._sums[place] + took_s / _predict(numbers, features)
+        self._counts[place] = FACTOR_DECAY * self._counts[place] + 1.0
+        self._latest[place] = features
+
+    def rebase(self, old: Numbers, new: Numbers) -> None:
+        """Have the means be multiples of what `new` say, and no longer `old`."""
+        for place, features in self._latest.items():
+            self._sums[place] *= _predict(old, features) / _predict(new, features)
+
+    def means(self) -> tuple[float, ...]:
+        return tuple(
+            (total + FACTOR_HELD) / (count + FACTOR_HELD) for total, count in zip(self._sums, self._counts, strict=True)
+        )
+
+
 class StepCost:
-    """Learns the four numbers by least squares over recent steps, held to those of the start."""
+    """Learns the four numbers by least squares over recent steps, held to those of the start, and the factors."""
 
     def __init__(self, timings: Sequence[StepTiming] = ()) -> None:
         """`timings`: of the steps that a worker has tried; none: it did not."""
@@ -47,10 +82,16 @@ class StepCost:
         self._right = [0.0] * SIZE
         self._count = self._rows = self._squares = 0.0
         self._num_steps = 0
+        self._by_rows = RowFactors()
+        self.factors = self._by_rows.means()
+        """By `factor_place`."""
         if timings:
             for each in timings:
                 self._add(_features(each.num_rows, each.most_drafts), each.took_s)
             self._start = self.numbers = self._solve()
+            for each in timings:
+                self._by_rows.learn(_features(each.num_rows, each.most_drafts), each.took_s, self.numbers)
+            self.factors = self._by_rows.means()
             self._held = HELD
             self._products = [[0.0] * SIZE for _ in range(SIZE)]
             self._right = [0.0] * SIZE
@@ -58,7 +99,8 @@ class StepCost:
     def rates(self, rates: Rates) -> Rates:
         """`rates` with these numbers."""
         step_s, row_s, verify_s, draft_s = self.numbers
-        return rates._replace(step_s=step_s, row_s=row_s, verify_s=verify_s, draft_s=draft_s)
+        factors = self.factors if row_s else ()
+        return rates._replace(step_s=step_s, row_s=row_s, verify_s=verify_s, draft_s=draft_s, row_factors=factors)
 
     def measure(self, num_rows: int, most_drafts: int, took_s: float) -> bool:
         """Learn from a step that computed so many rows and nothing else. True if the numbers changed."""
@@ -67,6 +109,7 @@ class StepCost:
         features = _features(num_rows, most_drafts)
         if self.numbers[1]:  # a step that something else delayed counts for no more than thrice its time
             took_s = min(took_s, 3 * _predict(self.numbers, features))
+            self._by_rows.learn(features, took_s, self.numbers)
         self._forget()
         self._add(features, took_s)
         self._count, self._rows = self._count + 1, self._rows + num_rows
@@ -74,10 +117,20 @@ class StepCost:
         self._num_steps += 1
         if self._num_steps % EVERY or not self._is_shown():
             return False
-        new = self._solve()
-        if self.numbers[1] and all(_are_close(_predict(new, each), _predict(self.numbers, each)) for each in COMPARED):
+        return self._is_changed()
+
+    def _is_changed(self) -> bool:
+        """Take over what is known now, if it differs from what was."""
+        new, old = self._solve(), self.numbers
+        are_same = old[1] and all(_are_close(_predict(new, each), _predict(old, each)) for each in COMPARED)
+        if not are_same:
+            if old[1]:
+                self._by_rows.rebase(old, new)
+            self.numbers = new
+        factors = self._by_rows.means()
+        if are_same and all(map(_are_near, factors, self.factors)):
             return False
-        self.numbers = new
+        self.factors = factors
         return True
 
     def _is_shown(self) -> bool:
@@ -130,6 +183,10 @@ def _predict(numbers: Numbers, features: Numbers) -> float:
 
 def _are_close(new: float, old: float) -> bool:
     return abs(new - old) < CHANGE * old
+
+
+def _are_near(new: float, old: float) -> bool:
+    return abs(new - old) < FACTOR_CHANGE * old
 
 
 def _eliminate(matrix: list[list[float]]) -> list[float]:

@@ -1,0 +1,140 @@
+"""Drafts on a simulated clock: whatever rows cost and however good drafts are, steps bring no fewer tokens.
+
+The machine's time by rows is no straight line, as the numbers of step_cost.py have it: rows are free up to a point,
+cost a stair at a time, or a jump where another kernel begins. Each step is held against the same step without drafts.
+"""
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from vllm_lite.engine.scheduling.drafts import DraftLengths
+from vllm_lite.engine.scheduling.queues import Options
+from vllm_lite.engine.scheduling.rates import Rates
+from vllm_lite.engine.scheduling.step_cost import StepCost
+from vllm_lite.protocol.control import StepTiming
+
+NUM_TOKENS, NUM_ANSWERS, CROWD, NOISE = 160, 3, 8, 0.05
+
+CURVES: dict[str, Callable[[int], float]] = {
+    "line": lambda rows: 0.6 + 0.4 * rows,
+    "some are free": lambda rows: 1.0 + 0.01 * rows + 0.05 * max(0, rows - 6),
+    "stairs": lambda rows: 1.0 + 0.35 * ((rows - 1) // 4),
+    "jump at 9": lambda rows: 1.0 + 0.02 * rows + 0.8 * (rows > 8),
+    "jump at 33": lambda rows: 1.0 + 0.02 * rows + 1.0 * (rows > 32),
+    "experts": lambda rows: 16.0 * (1.0 - 0.94**rows),
+}
+
+
+class Case(NamedTuple):
+    curve: str
+    num_seqs: int
+    odds: tuple[float, ...]
+    """Chances of a draft, which change every so often."""
+    most: int = 8
+    found: float = 1.0
+    """The share of the steps in which the drafter has drafts at all."""
+    draft: float = 0.0
+    """The time of a draft, as a share of that of a step."""
+    least: float = 0.98
+
+
+class Machine:
+    """Steps of a case, and the time they take."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.random = case, random.Random(1)
+        self.took = self.plain = 0.0
+
+    def time(self, num_rows: int, most_drafts: int) -> float:
+        curve = CURVES[self.case.curve]
+        share = 0.05 + self.case.draft * most_drafts if most_drafts else 0.0
+        return 0.01 * (curve(num_rows) + share * curve(self.case.num_seqs))
+
+    def timings(self) -> list[StepTiming]:
+        shapes = dict.fromkeys([(1, 0), (1, 1), (1, self.case.most), (CROWD, 0), (CROWD, 1)])
+        rows = [(num_seqs * (1 + drafts), drafts) for num_seqs, drafts in shapes]
+        return [StepTiming(*each, self.time(*each)) for each in rows]
+
+    def answer(self, lengths: DraftLengths, cost: StepCost) -> None:
+        """Generate an answer of each sequence."""
+        case = self.case
+        sequences: list[Any] = [
+            SimpleNamespace(drafts_right=0.0, drafts_wrong=0.0, num_output=1) for _ in range(case.num_seqs)
+        ]
+        step = 0
+        while live := [each for each in sequences if each.num_output < NUM_TOKENS]:
+            step += 1
+            allowed = lengths.choose(live, len(live), cost.rates(Rates()), step)
+            drafted = [self._make(*each) for each in zip(live, allowed, strict=True)]
+            lengths.learn_share(sum(allowed), sum(drafted))
+            given = sum(self._verify(lengths, *each) for each in zip(live, drafted, strict=True))
+            shape = len(live) + sum(drafted), max(drafted)
+            self.took += self.time(*shape)
+            self.plain += given * self.time(len(live), 0) / len(live)
+            cost.measure(*shape, self.time(*shape) * (1 + abs(self.random.gauss(0, NOISE))))
+
+    def _make(self, sequence: Any, allowed: int) -> int:
+        return min(allowed, NUM_TOKENS - sequence.num_output - 1) if self.random.random() < self.case.found else 0
+
+    def _verify(self, lengths: DraftLengths, sequence: Any, drafted: int) -> int:
+        odds, num_right = self.case.odds[sequence.num_output // 40 % len(self.case.odds)], 0
+        while num_right < drafted and self.random.random() < odds:
+            num_right += 1
+        lengths.learn(sequence, drafted, 1 + num_right)
+        sequence.num_output += 1 + num_right
+        return 1 + num_right
+
+
+def gain(case: Case) -> float:
+    """Tokens a second, as a multiple of those without drafts."""
+    machine = Machine(case)
+    lengths, cost = DraftLengths(Options(64, 512, num_drafts=case.most)), StepCost(machine.timings())
+    for _ in range(NUM_ANSWERS):
+        machine.answer(lengths, cost)
+    return machine.plain / machine.took
+
+
+CASES = (
+    Case("line", 8, (0.5,)),
+    Case("some are free", 8, (0.9, 0.05)),
+    Case("some are free", 1, (0.05,), least=0.99),
+    Case("stairs", 8, (0.7,), found=0.3),
+    Case("stairs", 1, (0.85,), most=3, draft=0.33, least=1.3),
+    Case("jump at 9", 8, (0.7,), found=0.3),
+    Case("jump at 33", 32, (0.7,), found=0.3),
+    Case("jump at 33", 32, (0.7,), most=4, found=0.6, least=0.97),
+    Case("experts", 1, (0.9, 0.05)),
+    Case("experts", 8, (0.6,), most=3, draft=0.3),
+    Case("some are free", 1, (0.95,), least=3.0),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.curve}, {case.num_seqs}, {case.odds}")
+def test_steps_bring_no_fewer_tokens_than_without_drafts(case: Case) -> None:
+    assert gain(case) >= case.least
+
+
+def test_a_drafter_that_finds_little_is_expected_to() -> None:
+    """Drafts that it may make are not yet rows of a step."""
+    lengths = DraftLengths(Options(64, 512, num_drafts=8))
+    sequences: list[Any] = [SimpleNamespace(drafts_right=6.0, drafts_wrong=4.0, num_output=5) for _ in range(8)]
+    dear = Rates(step_s=0.01, row_s=1e-5, row_factors=tuple([1.0] * 14 + [1.0] * 6 + [3.0] * 8))  # from 9 rows on
+    assert not any(lengths.choose(sequences, 8, dear, 3))
+    cheap = dear._replace(row_factors=tuple([1.0] * 14 + [1.0] * 7 + [3.0] * 7))  # from 13 rows on
+    for _ in range(100):
+        lengths.learn_share(64, 2)
+    assert all(lengths.choose(sequences, 8, cheap, 3))
+
+
+def test_once_in_a_while_nothing_is_drafted_unless_drafts_bring_much() -> None:
+    lengths = DraftLengths(Options(64, 512, num_drafts=4))
+    some: list[Any] = [SimpleNamespace(drafts_right=3.0, drafts_wrong=4.0, num_output=5)]
+    rates = Rates(step_s=0.01, row_s=0.001)
+    taken = [lengths.choose(some, 1, rates, step)[0] for step in range(1, 65)]
+    assert taken.count(0) == 2
+    sure: list[Any] = [SimpleNamespace(drafts_right=30.0, drafts_wrong=0.1, num_output=5)]
+    assert all(lengths.choose(sure, 1, rates, step)[0] for step in range(1, 65))
