@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, make_kin
 from tests.deadlines import scaled
 from tests.e2e.test_processes import family
+from tests.eagle_heads import make_eagle
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from tests.lora_adapters import ALL_LINEAR, make_adapter
 from tests.mtp_heads import add_head
@@ -43,6 +44,7 @@ SELF = {"speculative_config": {"method": "self", "num_speculative_tokens": 3}}
 SUFFIX = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 6}}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
 KIN = {"speculative_config": {"method": "draft_model", "model": "kin", "num_speculative_tokens": 4}}
+EAGLE = {"speculative_config": {"method": "eagle3", "model": "eagle", "num_speculative_tokens": 3}}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
 FIXED = {"disable_adaptive_drafts": True}
 KILLED = {"killed": SELF, "hybrid, self, killed": SELF, "draft model, killed": KIN, "mtp, killed": MTP}
@@ -70,6 +72,11 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "draft model, swapped": KIN | FIXED | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.05},
     "draft model, two ranks": KIN | FIXED | {"tensor_parallel_size": 2},
     "draft model, chunks": KIN | FIXED | {"max_num_batched_tokens": 48},
+    "eagle3": EAGLE | FIXED,
+    "eagle3, as many as pay": EAGLE,
+    "eagle3, swapped": EAGLE | FIXED | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.05},
+    "eagle3, two ranks": EAGLE | FIXED | {"tensor_parallel_size": 2},
+    "eagle3, chunks": EAGLE | FIXED | {"max_num_batched_tokens": 48},
     "mtp": MTP | FIXED,
     "mtp, as many as pay": MTP,
     "mtp, one step in flight": MTP | FIXED | {"async_scheduling": False},
@@ -79,8 +86,8 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "mtp, chunks": MTP | FIXED | {"max_num_batched_tokens": 48},
     **{way: settings | FIXED for way, settings in KILLED.items()},
 }
-"""Settings that draft. The draft model "kin" is made with the model; ways of MTP and of hybrids have a hybrid with a
-head."""
+"""Settings that draft. The draft model "kin" and the head "eagle" are made with the model; ways of MTP and of hybrids
+have a hybrid with a head."""
 TOOL: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2, 3]}},
@@ -157,6 +164,7 @@ class Models(NamedTuple):
     base: Path
     modules: tuple[dict[str, str], ...]
     kin: Path | None = None
+    eagle: Path | None = None
     hybrid: "Models | None" = None
     """The model of ways that draft with a head, or over recurrent states."""
 
@@ -164,11 +172,11 @@ class Models(NamedTuple):
         return self.hybrid if way.startswith(("mtp", "hybrid")) and self.hybrid is not None else self
 
     def with_drafter(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The settings with the folder of the draft model."""
+        """The settings with the folder of the draft model or head."""
         speculation = settings.get("speculative_config")
         if not speculation or "model" not in speculation:
             return settings
-        return settings | {"speculative_config": speculation | {"model": str(self.kin)}}
+        return settings | {"speculative_config": speculation | {"model": str(getattr(self, speculation["model"]))}}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -187,7 +195,8 @@ def make_models(folder: Path) -> Models:
     base = make_checkpoint(folder / "model", "llama", dtype="bfloat16")
     headed = add_head(HYBRIDS[0].make(folder / "hybrid"))
     hybrid = Models(headed, _modules(headed, folder / "of-hybrid", r".*self_attn\.[qkvo]_proj"))
-    return Models(base, _modules(base, folder), make_kin(base, folder / "kin"), hybrid)
+    head = make_eagle(base, folder / "eagle", eagle_aux_hidden_state_layer_ids=[1, 2, 2])
+    return Models(base, _modules(base, folder), make_kin(base, folder / "kin"), head, hybrid)
 
 
 def _modules(base: Path, folder: Path, targets: str = ALL_LINEAR) -> tuple[dict[str, str], ...]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.batches import part_of
 from tests.driver import GREEDY, Driver, make_prompt, new_request
+from tests.eagle_heads import EagleTwin
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from tests.families.latent import VARIANTS as LATENT
 from tests.families.mixtures import VARIANTS as MIXTURES
@@ -39,9 +41,9 @@ def twin(model: Path) -> HeadTwin:
 class Watched(Driver):
     """Holds all drafts to the twin's."""
 
-    def __init__(self, model: Path, twin: HeadTwin, host: int = 0) -> None:
-        speculation = {"method": "glm4_moe_mtp", "num_speculative_tokens": DRAFTS}
-        super().__init__(model, host, speculative_config=speculation, max_model_len=256)
+    def __init__(self, model: Path, twin: HeadTwin | EagleTwin, host: int = 0, **settings: Any) -> None:
+        own: dict[str, Any] = {"speculative_config": {"method": "glm4_moe_mtp", "num_speculative_tokens": DRAFTS}}
+        super().__init__(model, host, max_model_len=256, **(own | settings))
         drafter = part_of(self.worker.runner, Drafts).drafter
         assert drafter is not None
         self.before, drafter.before = drafter.before, self.watch  # type: ignore[method-assign]

@@ -38,6 +38,7 @@ SLICE = (
     "hybrid, self, swapped",
     "draft model",
     "draft model, swapped",
+    "eagle3, swapped",
     "mtp, swapped",
 )
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.e2e.reference import make_prompts, start
+from tests.eagle_heads import make_eagle
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from tests.families.latent import VARIANTS as LATENT
 from tests.families.mixtures import VARIANTS as MIXTURES
@@ -100,6 +101,16 @@ def test_a_chat_of_twenty_turns(hybrid: Path, method: str) -> None:
     tokens, cached = chat(**METHODS[method])
     assert (tokens, cached) == chat()
     assert cached[-1]
+
+
+@pytest.mark.parametrize("way", ["plain", "two ranks"])
+def test_a_head_of_eagle(way: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "llama", num_hidden_layers=4)
+    head = make_eagle(model, tmp_path / "head", num_tokens=384)
+    speculation = HEAD["speculative_config"] | {"method": "eagle3", "model": str(head)}
+    found, stats = answers(model, **(HEAD | {"speculative_config": speculation} | WAYS[way]))
+    assert found == answers(model)[0]
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
 def test_what_has_no_head_is_refused(tmp_path: Path) -> None:

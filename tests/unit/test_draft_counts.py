@@ -8,7 +8,7 @@ from tests.unit.test_meter import Bench
 from vllm_lite.engine.observe.counters import FORCED
 from vllm_lite.protocol.histograms import DraftCounts
 from vllm_lite.protocol.step import ModelOutput
-from vllm_lite.runtime.nested_settings import Speculation
+from vllm_lite.runtime.nested_settings import WITH_MODEL, Speculation
 from vllm_lite.trace.records import METHODS
 
 
@@ -51,9 +51,8 @@ def test_drafts_are_counted_by_what_made_them() -> None:
 def test_every_method_has_its_number_in_a_trace() -> None:
     method = typing.get_type_hints(Speculation)["method"]
     names = {name for each in typing.get_args(method) for name in (typing.get_args(each) or (each,))}
-    assert set(METHODS) == {FORCED} | {Speculation(method=name).method for name in names - {"draft_model"}} | {
-        "draft_model"
-    }
+    alone = {Speculation(method=name).method for name in names - set(WITH_MODEL)}
+    assert set(METHODS) == {FORCED} | alone | set(WITH_MODEL)
 
 
 class _Drafting:

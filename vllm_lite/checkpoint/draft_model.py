@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.eagle_head import check_eagle, read_eagle
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.mtp_head import head_layers, head_names, head_tensors
 from vllm_lite.checkpoint.shard import Shard
@@ -62,6 +63,10 @@ def with_drafter(config: EngineConfig, spec: ModelSpec, drafter: ModelSpec | Non
         return spec.with_drafter(head_layers(spec), config.tensor_parallel_size)
     if speculation is None or speculation.model is None:
         return spec
+    if speculation.method == "eagle3":
+        eagle = read_eagle(speculation.model)
+        check_eagle(eagle, spec)
+        drafter = eagle.spec
     drafter = drafter or read_draft_spec(speculation.model)
     if drafter.vocab_size != spec.vocab_size:
         raise ConfigError(

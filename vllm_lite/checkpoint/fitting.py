@@ -59,7 +59,7 @@ def check_staged_settings(config: ResolvedConfig) -> None:
     asked = {
         "enable_lora": config.enable_lora,
         "expert_load_metrics": config.expert_load_metrics,
-        f"speculative_config's method {method}": method in ("draft_model", "mtp", "self"),
+        f"speculative_config's method {method}": method in ("draft_model", "eagle3", "mtp", "self"),
     }
     for name, is_on in asked.items():
         if is_on and config.num_stages > 1:

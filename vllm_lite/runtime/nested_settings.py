@@ -11,7 +11,7 @@ from vllm_lite.runtime.addresses import check_address, offset
 Count = Annotated[int, Meta(ge=1)]
 OlderMTP = Literal["deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp"]
 """Names of vLLM for the method mtp of one family."""
-WITH_MODEL = ("draft_model",)
+WITH_MODEL = ("draft_model", "eagle3")
 """Methods of speculation that draft with a checkpoint of their own."""
 
 
@@ -24,11 +24,11 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `suffix_decoding_max_spec_factor` tokens for each that matches, as long as a share of at least
     `suffix_decoding_min_token_prob` of its occurrences agrees. "self" drafts with a copy of the model in 4 bits.
     "draft_model" has the smaller model `model` draft, a folder or a hub id; `quantization` is that of its weights.
-    "mtp" drafts with the head that the checkpoint has for it. Names are vLLM's; a `model` without a method is a draft
-    model.
+    "mtp" drafts with the head that the checkpoint has for it, "eagle3" with one of EAGLE-3, which is `model`. Names are
+    vLLM's; a `model` without a method is a draft model.
     """
 
-    method: Literal["ngram", "suffix", "self", "draft_model", "mtp", OlderMTP] = "ngram"
+    method: Literal["ngram", "suffix", "self", "draft_model", "mtp", "eagle3", OlderMTP] = "ngram"
     model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     quantization: Literal["int8", "fp8", "int4", "int4_g32"] | None = None
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4

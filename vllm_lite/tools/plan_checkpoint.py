@@ -8,6 +8,7 @@ import msgspec
 
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.eagle_head import read_eagle
 from vllm_lite.checkpoint.fitting import check_settings
 from vllm_lite.checkpoint.tensors.headers import read_headers
 from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint
@@ -28,6 +29,10 @@ def load(config: EngineConfig) -> Checkpoint:
     checkpoint, speculation = _load(config), config.speculative_config
     if speculation is None or speculation.model is None:
         return checkpoint
+    if speculation.method == "eagle3":
+        folder = hub.local_folder(hub.HubSource(speculation.model, None, config.download_dir), what="model")
+        head = Checkpoint(read_eagle(folder).spec, read_headers(Path(folder)))
+        return msgspec.structs.replace(checkpoint, drafter=head)
     drafter = _load(msgspec.structs.replace(EngineConfig(), model=speculation.model, model_impl="native"))
     return msgspec.structs.replace(checkpoint, drafter=drafter)
 

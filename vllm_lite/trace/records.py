@@ -72,7 +72,7 @@ WAYS = ("recompute", "swap", "disk")
 """How a sequence is preempted: values of "by"."""
 REASONS = ("stop", "length", "abort", "error")
 """How a sequence ends: values of "reason"."""
-METHODS = ("forced", "ngram", "suffix", "self", "draft_model", "mtp")
+METHODS = ("forced", "ngram", "suffix", "self", "draft_model", "mtp", "eagle3")
 """What drafts: values of "method"."""
 
 Decision = list[int]

@@ -19,6 +19,7 @@ from vllm_lite.worker.batch.part import Handler, StepPart, StepResult
 from vllm_lite.worker.batch.rows import Rows, SequenceState
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
 from vllm_lite.worker.drafting.draft_model import ModelDrafter
+from vllm_lite.worker.drafting.eagle import EagleDrafter
 from vllm_lite.worker.drafting.mtp import MTPDrafter
 from vllm_lite.worker.drafting.self_drafter import SelfDrafter
 from vllm_lite.worker.sampling.drafter import (
@@ -210,6 +211,7 @@ OF_METHOD: Mapping[str, Callable[[Speculation], Drafter]] = {
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
     "draft_model": ModelDrafter,
+    "eagle3": EagleDrafter,
     "self": lambda speculation: SelfDrafter(),  # noqa: ARG005
 }
 """The drafter of each method, but for mtp, whose drafter is in the model's own checkpoint."""
