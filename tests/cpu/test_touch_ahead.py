@@ -76,17 +76,17 @@ def test_what_was_written_stays_and_the_end_of_the_pool_is_the_end():
     assert torch.equal(pool, expected[:, None].expand_as(pool))
 
 
-def test_what_is_to_be_filled_at_once_exists_up_to_half_of_the_pool(monkeypatch):
+def test_what_is_to_be_filled_at_once_exists_up_to_three_quarters(monkeypatch):
     monkeypatch.setattr(touch_ahead, "PIECE_BYTES", 2 << 20)
     pool = new_pool()
     touch = TouchAhead(pool, AHEAD_BYTES)
     touch.make(5 * BLOCK_BYTES)
     assert existing(pool) == [block < 6 for block in range(NUM_BLOCKS)]
     touch.make(pool.nbytes)
-    assert existing(pool) == [block < NUM_BLOCKS // 2 for block in range(NUM_BLOCKS)]
+    assert existing(pool) == [block < NUM_BLOCKS * 3 // 4 for block in range(NUM_BLOCKS)]
     touch.use(0)
     finish(touch)
-    assert sum(existing(pool)) == NUM_BLOCKS // 2
+    assert sum(existing(pool)) == NUM_BLOCKS * 3 // 4
 
 
 def test_where_the_system_cannot_it_is_asked_once(monkeypatch):

@@ -24,6 +24,7 @@ from vllm_lite.config import GIB
 from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.errors import EngineDeadError, ModelError
+from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.kv_disk.usage import held_files
 from vllm_lite.tools.cli import main
 
@@ -195,6 +196,51 @@ def test_states_of_hybrids_survive(variant: Any, tmp_path: Path) -> None:
         assert cached == 160
     with closing(LLM(str(path), single_process=True, **(settings | {"kv_cache_dir": None}))) as llm:
         assert ask(llm, turn, GREEDY) == (found, 0)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is slower than a chat ends; and whoever stops an engine has time for it."""
+    write = DiskStore.write
+
+    def slowly(self: DiskStore, *run: Any) -> int:
+        time.sleep(0.03)
+        return write(self, *run)
+
+    monkeypatch.setattr(DiskStore, "write", slowly)
+    for module in ("engine.process.LAST_WRITES_S", "engine.operations.LAST_WRITES_S", "worker.process.DISK_GRACE_S"):
+        monkeypatch.setattr(f"vllm_lite.{module}", scaled(20.0))
+
+
+@pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize("end", ["stop", "sleep"])
+def test_the_end_of_an_answer_is_written_before_the_workers_end(tmp_path: Path, end: str) -> None:
+    with closing(open_llm(tmp_path / "kv", num_gpu_blocks_override=50)) as llm:
+        tokens, _ = ask(llm, PROMPT)
+        if end == "sleep":
+            llm.sleep()
+    with closing(open_llm(tmp_path / "kv")) as llm:
+        until_written(llm, 19)
+        assert ask(llm, [*PROMPT, *tokens, 9])[1] == 304
+
+
+@pytest.mark.parametrize("variant", SERVED[:1], ids=lambda variant: variant.name)
+def test_the_second_engine_finds_of_a_hybrid_all_that_the_first_has(variant: Any, tmp_path: Path) -> None:
+    path = variant.make(tmp_path / variant.name)
+    space = SLOTS * load_spec(path).state_bytes() / GIB
+    settings: dict[str, Any] = {"max_model_len": 512, "state_cache_space": space, "kv_cache_dir": str(tmp_path / "kv")}
+    prompt = words(3, 150)
+    with (
+        closing(LLM(str(path), single_process=True, **settings)) as first,
+        closing(LLM(str(path), single_process=True, **settings)) as second,
+    ):
+        tokens, _ = ask(first, prompt, GREEDY)
+        until_written(first, 10 + 2)
+        until_written(second, 10 + 2)
+        turn = [*prompt, *tokens, *words(4, 20)]
+        found, cached = ask(second, turn, GREEDY)
+        assert cached == 160
+        assert ask(first, turn, GREEDY) == (found, cached), "the first finds as much in its memory"
 
 
 # ---- adapters

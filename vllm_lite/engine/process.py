@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import abc
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import msgspec
@@ -19,6 +19,7 @@ from vllm_lite.engine.kept_state import keep, kept
 from vllm_lite.engine.observe.stats_log import StatsLog
 from vllm_lite.engine.operations import Operations
 from vllm_lite.engine.request import Produced, Request
+from vllm_lite.engine.transfers import LAST_WRITES_S
 from vllm_lite.engine.workers.groups import WorkerGroups
 from vllm_lite.engine.workers.recovery import Recovery
 from vllm_lite.errors import ConfigError, EngineError, ModelError, ProtocolError, RequestError, VllmLiteError
@@ -36,6 +37,7 @@ from vllm_lite.transport.interface import poller
 
 REFUSAL_PATIENCE_S = 2.0
 """How long an engine that cannot start waits for a client to which it can send the reason."""
+STOP_LOOK_S = 0.05
 HEARTBEAT_MS = int(1000 * HEARTBEAT_S)
 GATHER_MS = int(1000 * GATHER_S)
 RECOVERY_LOOK_MS = 50
@@ -188,7 +190,18 @@ class EngineProcess:
         logger.info("stopping")
         self._abort_all(core)
         self._port.say_dying("the engine was stopped", is_final=True)
+        self._finish_writes(core, groups.executor)
         return 0
+
+    def _finish_writes(self, core: EngineCore, executor: Executor) -> None:
+        """Have chats written that have ended by now, as far as there is time."""
+        transfers, deadline_s = core.transfers, time.monotonic() + LAST_WRITES_S
+        if transfers is None or core.scheduler.is_paused or not core.scheduler.has_workers:
+            return
+        with suppress(WorkersLostError):
+            while transfers.is_writing and (left_s := deadline_s - time.monotonic()) > 0:
+                self._compute(core, executor, [])
+                transport.wait(min(left_s, STOP_LOOK_S), executor)
 
     def _serve_group(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery, operations: Operations) -> None:
         """Serve until `stop` is set, or until another group of workers is there, whose sockets are to be watched."""

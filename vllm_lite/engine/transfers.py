@@ -17,6 +17,9 @@ PATIENCE = 3.0
 gives up sooner on a busy machine, where all is slow, waits longer for it."""
 WEIGHT = 0.3
 """The share of the latest load in the mean rate."""
+LAST_WRITES_S = 1.5
+"""How long workers that are to end still get chats that have ended to write. Who stops an engine waits for 4 s, of
+which its workers may take 2."""
 LEAST_MEASURED = 8
 """Loads of fewer blocks do not show the rate."""
 
@@ -39,6 +42,16 @@ class Transfers:
         """Return the transfers of the scheduler's disk tier, if it has one."""
         tier = scheduler.kv.optional_part(DiskTier)
         return None if tier is None else cls(scheduler, tier, clock)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether anything that has ended is not on disk yet."""
+        return self.is_writing_blocks or self._tier.writes.has_states
+
+    @property
+    def is_writing_blocks(self) -> bool:
+        """As `is_writing`, but for states that a step has to find first."""
+        return bool(self._tier.writes.num_writing or self._tier.writes.num_waiting)
 
     def receive(self, executor: Executor) -> None:
         """Take what workers say. To be called in every pass of the engine's loop, before steps are made."""

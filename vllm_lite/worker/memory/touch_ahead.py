@@ -53,9 +53,9 @@ class TouchAhead:
         self.thread.start()
 
     def make(self, num_bytes: int) -> None:
-        """Make the first pages of the pool on the caller's thread, half of it at most: something is to fill them at
-        once."""
-        self._make(min(num_bytes, self.pool.nbytes // 2))
+        """Make the first pages of the pool on the caller's thread, three quarters of it at most: something is to fill
+        them at once."""
+        self._make(min(num_bytes, self.pool.nbytes * 3 // 4))
 
     def _make(self, goal_bytes: int) -> None:
         while self._made_bytes < goal_bytes:
