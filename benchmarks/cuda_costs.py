@@ -190,6 +190,9 @@ def kernels() -> list[tuple[str, str]]:
         ("packed_linear.cuh", f"packed_linear<{bf16}, {bf16}, __half, packed::INT4, packed::NOTHING, 2, 1, 2>"),
         ("packed_linear.cuh", f"packed_linear<{bf16}, {bf16}, __half, packed::INT4, packed::NOTHING, 2, 4, 4>"),
         ("packed_linear.cuh", f"packed_linear<{bf16}, float, float, packed::INT8, packed::NOTHING, 1, 1, 2>"),
+        ("packed_tiles.cuh", f"packed_tiles<{bf16}, {bf16}, __half, packed::INT4, packed::NOTHING, 2, 4>"),
+        ("packed_tiles.cuh", f"packed_tiles<{bf16}, {bf16}, __half, packed::INT4, packed::NOTHING, 2, 8>"),
+        ("packed_tiles.cuh", f"packed_tiles<{bf16}, float, float, packed::INT8, packed::NOTHING, 1, 8>"),
         *(("recurrent.cuh", f"{name}<{bf16}, {sizes}>") for name, sizes in RECURRENT),
         *(("recurrent_chunks.cuh", f"{name}_chunks<{bf16}, {sizes}>") for name, sizes in RECURRENT[1:]),
     ]

@@ -10,7 +10,8 @@
 // Contents: types; float conversions (to_float, from_float<T>, pack2<T>, unpack2<T>, widen2<T>, unpack); memory
 // (load_as<V>, store_as, load_stream, prefetch_l2, Vec<T, N>); mma_m16n8k16<T>; fma2<T>; transpose_8x8; exp2_fast,
 // log2_fast; group_sum<N>, group_max<N>, warp_sum, warp_max, block_sum, block_max; ceil_div, round_up; copy_async_16,
-// copy_async_wait, load_matrices, load_matrices_transposed; subtract_exact, divide_exact.
+// copy_async_wait, copy_async_commit, copy_async_wait_but<N>, load_matrices, load_matrices_transposed; subtract_exact,
+// divide_exact.
 #pragma once
 #ifndef __CUDACC__
 #include "cuda_on_cpu.h"
@@ -414,6 +415,15 @@ __device__ __forceinline__ void copy_async_16(void* to, const void* from, bool v
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" : : : "memory");
 }
+// Makes a group of what this thread has begun to copy since it last did; it may be nothing.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" : : : "memory");
+}
+// Waits for this thread's groups but the last N.
+template <int N>
+__device__ __forceinline__ void copy_async_wait_but() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
+}
 // Four 8x8 matrices of 16-bit elements from shared memory. Lane 8 * m + r gives the address of row r of matrix m, 16
 // bytes; lane l gets of each matrix the elements 2 * (l % 4) and the next of row l / 4 or, transposed, of column l / 4.
 __device__ __forceinline__ void load_matrices(unsigned (&m)[4], const void* row) {
@@ -436,6 +446,13 @@ inline void copy_async_16(void* to, const void* from, bool valid, int line = __b
 }
 inline void copy_async_wait() {
   cpu::copy_async_wait();
+}
+inline void copy_async_commit() {
+  cpu::copy_async_commit();
+}
+template <int N>
+void copy_async_wait_but() {
+  cpu::copy_async_wait_but(N);
 }
 inline void load_matrices(unsigned (&m)[4], const void* row, int line = __builtin_LINE()) {
   cpu::load_matrices(m, row, false, line);

@@ -23,6 +23,12 @@ constexpr int ROW_BYTES = 128;      // of a row of a tile in shared memory, whic
 constexpr int PITCH_BYTES = 144;    // from one row to the next: an odd number of 16 bytes, no conflicts
 constexpr int CHUNKS = ROW_BYTES / 16;
 
+// Pairs of tiles, of rows and of columns, in shared memory: all but one are on their way while that is multiplied. Few
+// rows are few blocks, whose bytes on their way have to fill memory; many rows are many, and compute.
+constexpr int stages(int row_tiles) {
+  return row_tiles == 1 ? 4 : 2;
+}
+
 enum Activation { NONE, SILU, GELU_TANH, GELU, RELU, RELU2, SWIGLU_OAI };
 
 // Whether a kind takes a gate; experts without one have RELU2.
@@ -56,7 +62,8 @@ __device__ __forceinline__ O gated(float gate, float up) {
 }
 
 // 16 bytes from global to shared memory, of which only the first `left` elements exist; the others become zeros.
-// VECTOR: `left` is 0 or all, and `from` a multiple of 16 bytes. They are there after copy_async_wait and a barrier.
+// VECTOR: `left` is 0 or all, and `from` a multiple of 16 bytes. They are there after a wait for the copies and a
+// barrier.
 template <class T, bool VECTOR>
 __device__ __forceinline__ void fetch(T* to, const T* from, int left) {
   if constexpr (VECTOR) {
@@ -163,9 +170,9 @@ __global__ void __launch_bounds__(experts::SORT_THREADS)
 // T: float, __half or __nv_bfloat16; O: float without an activation, else T. VECTOR: depth and strides are multiples of
 // 16 bytes, and so are the addresses.
 // Grid: (ceil(size / columns), experts, row tiles at once), block: experts::THREADS; columns: COLUMNS, with a gate
-// half of them. Shared memory: 2 * PITCH_BYTES * (16 * MT + COLUMNS).
+// half of them. Shared memory: stages(MT) * PITCH_BYTES * (16 * MT + COLUMNS).
 template <class T, class O, experts::Activation KIND, int MT, bool VECTOR>
-__global__ void __launch_bounds__(experts::THREADS)
+__global__ void __launch_bounds__(experts::THREADS, MT == 4 && VECTOR ? 5 : 4)
     expert_tiles(O* __restrict__ out,             // [num_pairs, size]
                  const T* __restrict__ rows,      // [.., depth]
                  const T* __restrict__ weights,   // [experts, outputs, depth]
@@ -179,7 +186,8 @@ __global__ void __launch_bounds__(experts::THREADS)
   constexpr int PITCH = PITCH_BYTES / sizeof(T), DEPTH = ROW_BYTES / sizeof(T), UNIT = 16 / sizeof(T);
   constexpr int TILE = (ROWS + COLUMNS) * PITCH;  // elements of a pair of tiles: rows, then columns
   constexpr int STEP = THREADS / CHUNKS;          // rows that the block fetches at once
-  DYNAMIC_SHARED(T, tiles);                       // two pairs: one is fetched while the other is multiplied
+  constexpr int STAGES = stages(MT);
+  DYNAMIC_SHARED(T, tiles);  // a ring of STAGES pairs
   const int expert = blockIdx.y, start = starts[expert], count = starts[expert + 1] - start;
   const int column = blockIdx.x * WIDTH, steps = ceil_div(depth, DEPTH);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -197,7 +205,7 @@ __global__ void __launch_bounds__(experts::THREADS)
       if (at < count) sources[m] = rows + int64(pairs ? pairs[start + at] / top : start + at) * row_stride;
     }
     const auto begin = [&](int step) {
-      T* const to = tiles + step % 2 * TILE + row * PITCH + within;
+      T* const to = tiles + step % STAGES * TILE + row * PITCH + within;
       const int k = step * DEPTH + within, left = max(depth - k, 0);
 #pragma unroll
       for (int m = 0; m < MT; ++m)
@@ -213,11 +221,18 @@ __global__ void __launch_bounds__(experts::THREADS)
 
     float sums[MT][2][4] = {};
     begin(0);
+    copy_async_commit();
+#pragma unroll 1
+    for (int step = 1; step < STAGES - 1; ++step) {
+      if (step < steps) begin(step);
+      copy_async_commit();
+    }
     for (int step = 0; step < steps; ++step) {
-      copy_async_wait();
-      __syncthreads();  // all of this step is there, and nobody reads the other pair of tiles any more
-      if (step + 1 < steps) begin(step + 1);
-      const T* const pair = tiles + step % 2 * TILE;
+      copy_async_wait_but<STAGES - 2>();
+      __syncthreads();  // all of this step is there, and nobody reads the pair before any more
+      if (step + STAGES - 1 < steps) begin(step + STAGES - 1);
+      copy_async_commit();
+      const T* const pair = tiles + step % STAGES * TILE;
       multiply<T, MT>(sums, pair, pair + ROWS * PITCH);
     }
     __syncthreads();

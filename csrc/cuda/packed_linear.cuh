@@ -91,6 +91,14 @@ __device__ __forceinline__ Scale<S, LESS> load_scale(const S* scales, int64 grou
   return load_as<V>(scales + (group * num_outputs + output) * int64(sizeof(V) / sizeof(S)));
 }
 
+// total += the product of a row and a group's codes as numbers; row_sum: that of the row's inputs.
+template <class S, Less LESS>
+__device__ __forceinline__ void add_scaled(float& total, float product, const Scale<S, LESS>& both, float row_sum) {
+  if constexpr (LESS == ZEROS) product = fmaf(-to_float(both.at[1]), row_sum, product);
+  total = fmaf(to_float(both.at[0]), product, total);
+  if constexpr (LESS == MINIMA) total = fmaf(-to_float(both.at[1]), row_sum, total);
+}
+
 // What a lane loads of one chunk before it multiplies an earlier one.
 template <class S, Less LESS, int NT, int FLUSHES>
 struct Stage {
@@ -181,10 +189,7 @@ __device__ __forceinline__ void multiply_chunks(float* sums, const T* const (&ro
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const Scale<S, LESS>& both = own[i / 2];
-            float& total = totals[n][m][i];
-            if constexpr (LESS == ZEROS) products[i] = fmaf(-to_float(both.at[1]), row_sums[m][i % 2], products[i]);
-            total = fmaf(to_float(both.at[0]), products[i], total);
-            if constexpr (LESS == MINIMA) total = fmaf(-to_float(both.at[1]), row_sums[m][i % 2], total);
+            add_scaled<S, LESS>(totals[n][m][i], products[i], both, row_sums[m][i % 2]);
           }
         }
       }

@@ -28,6 +28,7 @@ struct Fiber {
   int line = 0;
   unsigned parity = 0;  // which of the warp's two exchange areas its next warp operation uses
   int num_copies = 0;   // asynchronous copies it has not waited for (shared_memory.h)
+  int num_groups = 0;   // that it has made of such copies
   bool begun = false;
 };
 
@@ -150,7 +151,7 @@ inline void run_block(unsigned seed) {
     fiber.kind = kRunning;
     fiber.begun = false;
     fiber.parity = 0;
-    fiber.num_copies = 0;
+    fiber.num_copies = 0, fiber.num_groups = 0;
     fiber.thread = dim3(t % block_dim.x, t / block_dim.x % block_dim.y, t / (block_dim.x * block_dim.y));
   }
   unsigned random = seed * 2654435761u;

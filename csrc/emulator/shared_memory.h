@@ -9,6 +9,7 @@ struct PendingCopy {
   const void* from;
   size_t bytes;
   bool valid;
+  int group;  // number of groups that its thread had made before
 };
 constexpr int kMaxPending = 128;
 inline PendingCopy pending_copies[kMaxThreads][kMaxPending];
@@ -17,18 +18,32 @@ inline void copy_async(void* to, const void* from, bool valid, size_t bytes, int
   check_aligned(to, bytes, line);
   check_aligned(from, bytes, line);
   if (self->num_copies == kMaxPending) fail("too many asynchronous copies at once", "copy_async", line);
-  pending_copies[linear_thread()][self->num_copies++] = {to, from, bytes, valid};
+  pending_copies[linear_thread()][self->num_copies++] = {to, from, bytes, valid, self->num_groups};
   std::memset(to, kPoison, bytes);
 }
-inline void copy_async_wait() {
+// Does the copies of the groups before number `end`; later ones stay as they are.
+inline void finish_groups(int end) {
+  PendingCopy* const copies = pending_copies[linear_thread()];
+  int left = 0;
   for (int i = 0; i < self->num_copies; ++i) {
-    const PendingCopy& copy = pending_copies[linear_thread()][i];
-    if (copy.valid)
+    const PendingCopy copy = copies[i];
+    if (copy.group >= end)
+      copies[left++] = copy;
+    else if (copy.valid)
       std::memcpy(copy.to, copy.from, copy.bytes);
     else
       std::memset(copy.to, 0, copy.bytes);
   }
-  self->num_copies = 0;
+  self->num_copies = left;
+}
+inline void copy_async_wait() {
+  finish_groups(self->num_groups + 1);
+}
+inline void copy_async_commit() {
+  ++self->num_groups;
+}
+inline void copy_async_wait_but(int count) {
+  finish_groups(self->num_groups - count);
 }
 
 // ldmatrix: lane 8 * m + r brings the address of row r of the 8x8 matrix m.

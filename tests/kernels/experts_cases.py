@@ -272,6 +272,7 @@ CASES: list[tuple[str, Case]] = [
     ("odd_sizes", computes(Sizes(hidden=75, inner=21), BF16, 3, 60)),
     ("odd_sizes_float", computes(Sizes(hidden=37, inner=9), F32, 3)),
     ("many_experts", computes(Sizes(40, 8, 64, 16, held=40), BF16, 12)),
+    ("deeper_than_a_ring", computes(Sizes(2, 1, 712, 16, held=2), BF16, 3)),
     ("one_expert", computes(Sizes(1, 1, held=1), BF16, 3)),
     ("one_expert_for_all", one_expert_for_all(BF16, 40)),
     ("one_expert_for_all_in_large_tiles", one_expert_for_all(F16, 300)),

@@ -60,15 +60,15 @@ def _small_operations() -> list[Instantiation]:
 
 def _experts() -> list[Instantiation]:
     """Ceilings: what lets as many blocks of 128 threads share the 65 536 registers of a multiprocessor as share its
-    memory, 8 with tiles of 16 rows and 5 with tiles of 64. With float32, and by single elements, there are fewer."""
+    memory, 4 with tiles of 16 rows and 5 with tiles of 64. With float32, and by single elements, there are fewer."""
     half, bf16 = "__half", "__nv_bfloat16"
     kernels = [("sort_pairs", 64)]
     kernels += [(f"sum_experts<{types}>", 40) for types in ("float, float", f"{half}, float", f"{bf16}, {bf16}")]
     for types in (f"{bf16}, {bf16}, experts::SILU", f"{half}, float, experts::NONE"):
-        shapes = (("1, true", 64), ("4, true", 96), ("4, false", 128))
+        shapes = (("1, true", 128), ("4, true", 96), ("4, false", 128))
         kernels += [(f"expert_tiles<{types}, {shape}>", registers) for shape, registers in shapes]
     kernels += [
-        (f"expert_tiles<{bf16}, {bf16}, experts::{kind}, 1, true>", 64)
+        (f"expert_tiles<{bf16}, {bf16}, experts::{kind}, 1, true>", 128)
         for kind in ("GELU", "GELU_TANH", "RELU", "RELU2", "SWIGLU_OAI")
     ]
     kernels += [(f"expert_tiles<float, float, experts::{kind}, 4, true>", 128) for kind in ("GELU", "NONE")]
@@ -101,6 +101,25 @@ def _packed_linear() -> list[Instantiation]:
         for shape, most in (("1, 1", 80), ("2, 4", 255))
     ]
     return [Instantiation("packed_linear.cuh", name, registers) for name, registers in found]
+
+
+def _packed_tiles() -> list[Instantiation]:
+    """Ceilings: one block of 256 threads on a multiprocessor, of which three steps on their way are 36 KB or more."""
+    half, bf16 = "__half", "__nv_bfloat16"
+    kinds = (
+        (f"{bf16}, {bf16}, {half}", "INT4, packed::NOTHING, 2"),
+        (f"{half}, float, {bf16}", "INT4, packed::ZEROS, 2"),
+        (f"{bf16}, float, float", "INT4, packed::MINIMA, 1"),
+        (f"{bf16}, float, float", "INT8, packed::NOTHING, 1"),
+        (f"{half}, {half}, {half}", "INT8, packed::ZEROS, 1"),
+        (f"{bf16}, {bf16}, {bf16}", "E4M3, packed::NOTHING, 1"),
+        (f"{bf16}, {bf16}, {bf16}", "E2M1, packed::NOTHING, 1"),
+    )
+    return [
+        Instantiation("packed_tiles.cuh", f"packed_tiles<{types}, packed::{kind}, {rows}>", 255)
+        for types, kind in kinds
+        for rows in (4, 8)
+    ]
 
 
 def _packed_experts() -> list[Instantiation]:
@@ -205,6 +224,7 @@ INSTANTIATIONS: list[Instantiation] = [
     *_paged_attention(),
     *_experts(),
     *_packed_linear(),
+    *_packed_tiles(),
     *_packed_experts(),
     *_recurrent(),
     *_prefill(),

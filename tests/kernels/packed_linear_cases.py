@@ -11,7 +11,7 @@ from tests.kernels.fused_cases import Case, draw, with_gaps
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.weights import many_rows, packed_linear
 from vllm_lite.kernels.cuda.weights.many_rows import Float8Products, WidenedProducts, quantized_rows
-from vllm_lite.kernels.cuda.weights.packed_linear import FEW_ROWS, PackedLinear, num_parts
+from vllm_lite.kernels.cuda.weights.packed_linear import TILED_ROWS, PackedLinear, num_parts
 from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
 from vllm_lite.kernels.grouped import E2M1, E4M3, INT4, INT8, UINT4, UINT8, GroupedWeight, dequantize
 
@@ -129,7 +129,7 @@ def more_rows(dtype: torch.dtype) -> Case:
 def in_slabs(launcher: Launcher, device: torch.device) -> None:
     """Outputs that do not fit into the memory at once."""
     stored, before = weight(INT4, 32, sizes=Sizes(200, 64)), many_rows.SLAB_BYTES
-    x, bias = draw((FEW_ROWS + 5, 64), F16, device), draw((200,), F16, device)
+    x, bias = draw((TILED_ROWS + 5, 64), F16, device), draw((200,), F16, device)
     outs = [torch.empty(len(x), 200, dtype=F16, device=device) for _ in range(2)]
     linear = PackedLinear(launcher, PackedWeight.of(stored, device), bias)
     try:
@@ -151,7 +151,7 @@ def float8_rows(launcher: Launcher, device: torch.device) -> None:
     products = Float8Products(launcher, packed)
     codes = products.codes(48, 152).view(torch.uint8)
     assert torch.equal(codes[:152, :90].cpu(), stored.codes[48:])
-    x = draw((FEW_ROWS + 5, 90), BF16, device)
+    x = draw((TILED_ROWS + 5, 90), BF16, device)
     x[3], x[4] = 0, x[4] * 1e30
     rows, scales = quantized_rows(x, 96)
     assert not rows[:, 90:].float().any()

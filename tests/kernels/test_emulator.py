@@ -53,6 +53,19 @@ __global__ void reductions(float* out, const float* in, int* count) {
   atomicAdd(count, 1);
   atomicMax(count + 1, int(threadIdx.x));
 }
+__global__ void groups(float* out, const float* in) {  // three, and a copy that is in none
+  DYNAMIC_SHARED(float, copied);
+  for (int i = 0; i < 4; ++i) {
+    copy_async_16(copied + 4 * i, in + 4 * i, true);
+    if (i < 3) copy_async_commit();
+  }
+  copy_async_wait_but<1>();
+  for (int i = 0; i < 4; ++i) out[i] = copied[4 * i];
+  copy_async_wait_but<0>();
+  for (int i = 0; i < 4; ++i) out[4 + i] = copied[4 * i];
+  copy_async_wait();
+  for (int i = 0; i < 4; ++i) out[8 + i] = copied[4 * i];
+}
 __global__ void indices(int* out) {
   const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
   const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
@@ -232,6 +245,12 @@ def test_shared_memory_read_before_it_is_written(kernel) -> None:
     assert torch.equal(out, (torch.arange(128.0) + 32) % 128)
     kernel("neighbour")(ONE, (128, 1, 1), [again, np.int32(0)], 512)
     assert again[:96].isnan().all()
+
+
+def test_a_group_of_copies_is_there_when_it_was_waited_for(kernel) -> None:
+    out = torch.empty(12)
+    kernel("groups")(ONE, ONE, [out, torch.arange(16.0)], 64)
+    assert out.nan_to_num(-1).view(3, 4).tolist() == [[0, 4, -1, -1], [0, 4, 8, -1], [0, 4, 8, 12]]
 
 
 def test_order_seed_shows_a_missing_barrier(kernel) -> None:

@@ -355,7 +355,8 @@ def test_rules_look_at_rows_that_the_stages_make() -> None:
     numbered |= {f"engine: {name}": "engine: {" for name in ("ours", "vllm")}
     numbered |= {"decode, list room for 131072": "room for 131072", "decode, list exact": '"exact"'}
     numbered |= {"step, graphs": '"graphs"'}
-    numbered |= {"linear, int4 g128": "linear, {", "linear, int4 g128, codes": "linear, {kind.name}, codes"}
+    ways = ("", ", codes", ", widened")
+    numbered |= {f"linear, int4 g128{way}": f"linear, {{kind.name}}{way}" for way in ways}
     ways = ("read once", "each by itself", "nothing shared")
     numbered |= {f"decode, {n} in common: {way}": f'"{way}"' for n in (1024, 4096) for way in ways}
     for kernel in asked:

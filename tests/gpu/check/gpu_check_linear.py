@@ -22,8 +22,9 @@ from vllm_lite.kernels.cuda.weights.packed_weight import (
 
 DENSE = "torch mm, bfloat16"
 ROWS = (1, 8, 32, 64, 128, 512)
-BY_CODES = (64, 128)
-"""More rows than multiply codes; these are measured both ways: what both take says where to change FEW_ROWS."""
+OTHER_WAYS = (32, 64, 128)
+"""Rows that tiles of 256 outputs multiply; these are measured in all ways: by codes, as few rows are, and with what
+torch multiplies, as many are. That says where to change FEW_ROWS and TILED_ROWS."""
 
 
 Ways = Sequence[Callable[[], None]]
@@ -95,20 +96,26 @@ def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
             layers = [PackedLinear(launcher, each, None, for_weight(launcher, each, float8_rows=True)) for each in cold]
             ways = [partial(layer.forward, x, out) for layer in layers]
             _measure_one(bench, (problem, f"linear, {kind.name}"), ways, packed.num_bytes, against)
-            if problem.rows in BY_CODES:
-                with _codes_for(problem.rows):
+            if problem.rows in OTHER_WAYS:
+                with _bounds(problem.rows, problem.rows):
                     name = f"linear, {kind.name}, codes"
+                    _measure_one(bench, (problem, name), ways, packed.num_bytes, against)
+                with _bounds(0, 0):
+                    name = f"linear, {kind.name}, widened"
                     _measure_one(bench, (problem, name), ways, packed.num_bytes, against)
 
 
 @contextmanager
-def _codes_for(rows: int) -> Iterator[None]:
-    kept = packed_linear.FEW_ROWS
-    packed_linear.FEW_ROWS = rows
+def _bounds(few: int, tiled: int) -> Iterator[None]:
+    names = ("FEW_ROWS", "TILED_ROWS", "TILED_ROWS_BEFORE_FLOAT8")
+    kept = [getattr(packed_linear, name) for name in names]
     try:
+        for name, value in zip(names, (few, tiled, tiled), strict=True):
+            setattr(packed_linear, name, value)
         yield
     finally:
-        packed_linear.FEW_ROWS = kept
+        for name, value in zip(names, kept, strict=True):
+            setattr(packed_linear, name, value)
 
 
 def _dense(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:

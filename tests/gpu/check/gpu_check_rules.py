@@ -172,11 +172,16 @@ RULES = (
         "Our kernel stays for chunks with a prefix, as the table says by itself. Not above: they are gathered.",
     ),
     Rule(
-        "64 rows of 28672 x 8192 by int4 codes over widened weights",
-        lambda rows: rows.ratio("linear, int4 g128, codes", "linear, int4 g128", "^64 rows, 28672"),
-        0.95,
-        "FEW_ROWS of packed_linear.py becomes 64, or 128 if that holds for 128 rows, too.",
-        below=True,
+        "128 rows of 28672 x 8192 by int4 tiles over widened weights",
+        lambda rows: rows.ratio("linear, int4 g128", "linear, int4 g128, widened", "^128 rows, 28672"),
+        1.0,
+        "TILED_ROWS of packed_linear.py becomes 64, or 32 if that is so for 64 rows, too.",
+    ),
+    Rule(
+        "32 rows of 28672 x 8192 by int4 tiles over codes alone",
+        lambda rows: rows.ratio("linear, int4 g128", "linear, int4 g128, codes", "^32 rows, 28672"),
+        1.0,
+        "FEW_ROWS of packed_linear.py becomes 32.",
     ),
     Rule(
         "the sampler with top-k and top-p, 1 row, us",

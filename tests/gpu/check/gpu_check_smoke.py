@@ -32,6 +32,7 @@ CASES = {
     "masks.cuh": ("masks_cases", ""),
     "packed_experts.cuh": ("packed_experts_cases", ""),
     "packed_linear.cuh": ("packed_linear_cases", ""),
+    "packed_tiles.cuh": ("packed_tiles_cases", ""),
     "paged_attention.cuh": ("paged_attention_cases", ""),
     "prefill_attention.cuh": ("prefill_attention_cases", ""),
     "recurrent.cuh": ("recurrent_cases", ""),

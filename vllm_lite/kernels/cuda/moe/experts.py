@@ -16,6 +16,8 @@ from vllm_lite.kernels.cuda.moe.sorted_experts import SOURCE, Sorted, SortedExpe
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WARPS, COLUMNS, PITCH_BYTES = 4, 64, 144  # as in SOURCE
 THREADS = 32 * WARPS
+STAGES = {1: 4, 4: 2}
+"""Tiles of 16 rows of a block -> pairs of tiles in its shared memory; as `experts::stages` in SOURCE."""
 MANY_ROWS = 32
 """With so many pairs for each expert tiles have 64 rows instead of 16: fewer reads of the weights, more of the rows."""
 FOR_MANY = 64
@@ -101,7 +103,7 @@ class TileProducts:
             *map(np.int32, (depth, size, top)),
         )
         grid = (-(-size // columns), num_experts, at_once)
-        shared_bytes = 2 * PITCH_BYTES * (16 * tiles + COLUMNS)
+        shared_bytes = STAGES[tiles] * PITCH_BYTES * (16 * tiles + COLUMNS)
         self._launcher.kernel(SOURCE, name)(grid, (THREADS, 1, 1), args, shared_bytes)
 
 

@@ -28,6 +28,9 @@ SMALLEST = 1e-30
 
 
 class ManyRows(Protocol):
+    keeps_codes: bool
+    """Whether torch multiplies codes, not numbers made of them."""
+
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """out = x W^T + bias. x: [num_rows, num_inputs], float16 or bfloat16, columns in the order of the codes; bias:
         float32 [num_outputs]; out: [num_rows, num_outputs], of x's type or float32."""
@@ -49,6 +52,8 @@ def multiplies_float8(device: torch.device) -> bool:
 
 class WidenedProducts:
     """Weights become numbers of x's type, each rounded once."""
+
+    keeps_codes = False
 
     def __init__(self, launcher: Launcher, weight: PackedWeight) -> None:
         self.weight = weight
@@ -82,6 +87,8 @@ class WidenedProducts:
 class Float8Products:
     """Rows become float8 as well, each with its largest element at 448; torch scales the sums by both and rounds them
     to bfloat16. Weights are float8 (E4M3) with one scale for each output."""
+
+    keeps_codes = True
 
     def __init__(self, launcher: Launcher, weight: PackedWeight) -> None:
         self.weight = weight

@@ -1,6 +1,7 @@
-"""Linear layers on quantized weights that stay packed. Kernels: csrc/cuda/packed_linear.cuh.
+"""Linear layers on quantized weights that stay packed. Kernels: csrc/cuda/packed_linear.cuh and packed_tiles.cuh.
 
-Up to FEW_ROWS rows are multiplied with the codes; more by torch, with what many_rows.py makes of them.
+Up to FEW_ROWS rows each block reads all that it needs by itself; up to TILED_ROWS blocks have 256 outputs and pass
+inputs through shared memory; more are multiplied by torch, with what many_rows.py makes of the codes.
 """
 
 from typing import NamedTuple
@@ -11,16 +12,23 @@ import torch
 from vllm_lite.kernels.cuda.fused import threads_for, vector_width
 from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
 from vllm_lite.kernels.cuda.weights.many_rows import SOURCE, THREADS, WARPS, ManyRows, WidenedProducts
-from vllm_lite.kernels.cuda.weights.packed_weight import HALF_BYTES, OUTPUTS, TILE, PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_weight import HALF_BYTES, OUTPUTS, SPAN, TILE, PackedWeight
 
 DTYPES = (torch.float16, torch.bfloat16)
 """What rows may be stored as."""
-FEW_ROWS = 32
-"""Not measured: no GPU has run either way. So many rows read codes once; more would read x from L2 once for every 64
-outputs, which by arithmetic takes longer than dense bfloat16 from about 64 rows on. gpu_check measures both ways."""
+FEW_ROWS = 16
+"""More would read x from L2 once for every 64 outputs, twice as many bytes as 4-bit codes have at 32 rows. Not
+measured: no GPU has run any way. gpu_check measures all."""
+TILED_ROWS, TILED_ROWS_BEFORE_FLOAT8 = 128, 32
+"""More are multiplied by torch; the second where it multiplies the codes themselves. Not measured."""
 ENOUGH_BLOCKS = 128
 """Inputs are cut into parts until blocks of OUTPUTS outputs are so many: the multiprocessors of large GPUs."""
 MAX_PARTS = 8
+TILES_SOURCE = "packed_tiles.cuh"
+BLOCK_OUTPUTS, STEP, STAGES = 256, 64, 4
+"""Outputs of a block, inputs that pass together, and steps in shared memory; as in TILES_SOURCE."""
+BYTES_LEFT = 1024
+"""Shared memory of a multiprocessor that a block cannot have."""
 
 
 class Tiles(NamedTuple):
@@ -45,13 +53,33 @@ def num_parts(weight: PackedWeight) -> int:
     return max(1, min(wanted, MAX_PARTS, weight.num_chunks // (2 * WARPS)))
 
 
+def num_tiled_parts(weight: PackedWeight) -> int:
+    """The same with BLOCK_OUTPUTS outputs a block: each part fills the ring twice or more."""
+    wanted = ENOUGH_BLOCKS // max(1, -(-weight.padded[0] // BLOCK_OUTPUTS))
+    return max(1, min(wanted, MAX_PARTS, weight.padded[1] // (2 * STAGES * STEP)))
+
+
+def tile_bytes(weight: PackedWeight, rows: int, flush: int) -> int:
+    """Shared memory of a block with 8 * rows rows: STAGES times `packed::Step::BYTES` of TILES_SOURCE."""
+    codes = BLOCK_OUTPUTS * STEP // (2 if weight.kind in HALF_BYTES else 1)
+    a_scale = weight.scales.itemsize * (1 if weight.less == "NOTHING" else 2)
+    return STAGES * (codes + STEP // (SPAN * flush) * BLOCK_OUTPUTS * a_scale + 8 * rows * STEP * 2)
+
+
+def rows_of_a_tile(weight: PackedWeight, num_rows: int, flush: int, multiprocessor_bytes: int) -> int:
+    """Eights of rows that a block has: 4 or, if there are more and its shared memory holds them, 8. Neither choice
+    changes a bit."""
+    return 8 if num_rows > 32 and tile_bytes(weight, 8, flush) <= multiprocessor_bytes - BYTES_LEFT else 4
+
+
 def spans_between_scales(kind: str, group_shift: int, scales: torch.Tensor) -> int:
     """After how many spans a scale is applied. Scales of 4 bytes leave no registers for two."""
     return 2 if kind in HALF_BYTES and group_shift > 0 and scales.itemsize == 2 else 1
 
 
 class PackedLinear:
-    """out = x W^T + bias. Up to FEW_ROWS rows a row's bits depend on nothing but the row and the weight."""
+    """out = x W^T + bias. Up to FEW_ROWS rows a row's bits depend on nothing but the row and the weight; so do those of
+    more rows, up to TILED_ROWS, which may be others."""
 
     def __init__(
         self, launcher: Launcher, weight: PackedWeight, bias: torch.Tensor | None, many_rows: ManyRows | None = None
@@ -65,7 +93,7 @@ class PackedLinear:
         self.weight = weight
         self.launcher = launcher
         self.bias = None if bias is None else bias.to(weight.codes.device, torch.float32)
-        self._num_parts = num_parts(weight)
+        self._num_parts, self._num_tiled_parts = num_parts(weight), num_tiled_parts(weight)
         self.many_rows = many_rows or WidenedProducts(launcher, weight)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -85,29 +113,37 @@ class PackedLinear:
             return
         if self.weight.order is not None:
             x = x.index_select(1, self.weight.order)
-        if len(x) <= FEW_ROWS:
-            self._few(aligned(x, self.weight.padded[1]), out)
+        is_few = len(x) <= FEW_ROWS
+        if is_few or len(x) <= (TILED_ROWS_BEFORE_FLOAT8 if self.many_rows.keeps_codes else TILED_ROWS):
+            self._by_codes(aligned(x, self.weight.padded[1]), out, tiled=not is_few)
         else:
             self.many_rows.forward(x, self.bias, out)
 
-    def _few(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        weight, (num_rows, size), parts_count = self.weight, out.shape, self._num_parts
-        tiles = tiles_for(num_rows)
+    def _by_codes(self, x: torch.Tensor, out: torch.Tensor, *, tiled: bool) -> None:
+        weight, (num_rows, size) = self.weight, out.shape
+        parts_count = self._num_tiled_parts if tiled else self._num_parts
         parts, bias, written = None, self.bias, out.dtype
         if parts_count > 1:
             parts = torch.empty(parts_count, num_rows, size, dtype=torch.float32, device=x.device)
             bias, written = None, x.dtype
-        flush = spans_between_scales(weight.kind, weight.group_shift, weight.scales)
         types = ", ".join(cuda_type(dtype, "x") for dtype in (x.dtype, written, weight.scales.dtype))
-        kinds = f"packed::{weight.kind}, packed::{weight.less}, {flush}, {tiles.rows}, {tiles.outputs}"
+        flush = spans_between_scales(weight.kind, weight.group_shift, weight.scales)
+        kinds = f"packed::{weight.kind}, packed::{weight.less}, {flush}"
         args: tuple[Arg, ...] = (
             *(None if parts is not None else out, parts, x, weight.codes, weight.scales, bias),
             *(np.int64(out.stride(0)), np.int64(x.stride(0))),
             *map(np.int32, (num_rows, weight.padded[0], size, weight.num_chunks, weight.group_shift)),
         )
-        grid = (weight.padded[0] // (TILE * tiles.outputs), -(-num_rows // (8 * tiles.rows)), parts_count)
-        shared_bytes = 4 * tiles.rows * tiles.outputs * 4 * THREADS
-        kernel = self.launcher.kernel(SOURCE, f"packed_linear<{types}, {kinds}>")
+        if tiled:
+            rows = rows_of_a_tile(weight, num_rows, flush, self.launcher.multiprocessor_bytes)
+            grid = (-(-weight.padded[0] // BLOCK_OUTPUTS), -(-num_rows // (8 * rows)), parts_count)
+            shared_bytes = tile_bytes(weight, rows, flush)
+            kernel = self.launcher.kernel(TILES_SOURCE, f"packed_tiles<{types}, {kinds}, {rows}>")
+        else:
+            tiles = tiles_for(num_rows)
+            grid = (weight.padded[0] // (TILE * tiles.outputs), -(-num_rows // (8 * tiles.rows)), parts_count)
+            shared_bytes = 4 * tiles.rows * tiles.outputs * 4 * THREADS
+            kernel = self.launcher.kernel(SOURCE, f"packed_linear<{types}, {kinds}, {tiles.rows}, {tiles.outputs}>")
         kernel(grid, (THREADS, 1, 1), args, shared_bytes)
         if parts is None:
             return

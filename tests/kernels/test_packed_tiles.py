@@ -1,0 +1,78 @@
+"""Products of 17 to 128 rows with packed quantized weights on CUDA, through the emulator."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.kernels import packed_tiles_cases as cases
+from tests.kernels.emulator import EmulatorLauncher
+from tests.kernels.fused_cases import Case, draw
+from tests.kernels.packed_linear_cases import BF16, Sizes, weight
+from vllm_lite.kernels.cuda.weights import packed_linear
+from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear, tile_bytes
+from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
+from vllm_lite.kernels.grouped import INT4, INT8, UINT4
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
+def test_case(case: Case, emulated: EmulatorLauncher) -> None:
+    case(emulated, CPU)
+
+
+@pytest.mark.parametrize("order_seed", [1, 2])
+def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorLauncher) -> None:
+    stored = weight(UINT4, 64, "zeros", Sizes(64, 1100))
+    x = draw((19, 1100), BF16, CPU)
+    assert torch.equal(cases.product(emulated, stored, x), cases.product(EmulatorLauncher(order_seed), stored, x))
+
+
+class Recorder:
+    """Takes down how kernels are launched; launches nothing."""
+
+    def __init__(self, multiprocessor_bytes: int) -> None:
+        self.multiprocessor_bytes = multiprocessor_bytes
+        self.launches: list[tuple[str, tuple[int, int, int], int]] = []
+
+    def kernel(self, _source: str, name: str) -> Callable[..., None]:
+        def launch(grid: tuple[int, int, int], _block: object, _args: object, shared_bytes: int = 0) -> None:
+            self.launches.append((name.rstrip(">").split(", ")[-1], grid, shared_bytes))
+
+        return launch
+
+
+def test_how_many_rows_a_block_has() -> None:
+    """As few blocks as a multiprocessor's memory has room for; no choice depends on more than the number of rows."""
+    for multiprocessor_bytes, values, num_rows, tile, blocks in (
+        (228 * 1024, INT4, 17, 4, 1),
+        (228 * 1024, INT4, 33, 8, 1),
+        (228 * 1024, INT8, 128, 8, 2),
+        (100 * 1024, INT4, 64, 8, 1),
+        (100 * 1024, INT8, 64, 4, 2),
+        (0, INT8, 128, 4, 4),
+    ):
+        packed = PackedWeight.of(weight(values, 128, sizes=Sizes(300, 512)), CPU)
+        recorder = Recorder(multiprocessor_bytes)
+        linear = PackedLinear(recorder, packed, None)
+        linear.forward(torch.zeros(num_rows, 512).half(), torch.zeros(num_rows, 300).half())
+        rows, grid, shared_bytes = recorder.launches[0]
+        assert (rows, grid) == (str(tile), (2, blocks, 1))
+        assert shared_bytes == tile_bytes(packed, tile, 2 if values is INT4 else 1)
+        assert max(multiprocessor_bytes, 100 * 1024) - 1024 >= shared_bytes
+
+
+def test_which_kernel_takes_how_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = PackedWeight.of(weight(INT4, 128, sizes=Sizes(64, 128)), CPU)
+    linear = PackedLinear(Recorder(0), packed, None)
+    said: list[tuple[int, bool | None]] = []
+    monkeypatch.setattr(linear, "_by_codes", lambda x, _out, tiled: said.append((len(x), tiled)))
+    monkeypatch.setattr(linear.many_rows, "forward", lambda x, _bias, _out: said.append((len(x), None)))
+    for keeps_codes, bounds in ((False, (16, 17, 128, 129)), (True, (16, 17, 32, 33))):
+        monkeypatch.setattr(linear.many_rows, "keeps_codes", keeps_codes)
+        for num_rows in bounds:
+            linear.forward(torch.zeros(num_rows, 128).half(), torch.zeros(num_rows, 64).half())
+        assert said == list(zip(bounds, (False, True, True, None), strict=True))
+        said.clear()
+    assert packed_linear.FEW_ROWS == 16
