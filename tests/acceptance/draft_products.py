@@ -31,6 +31,7 @@ from vllm_lite.client.engines.launch import launch
 from vllm_lite.client.lora import LoRARequest
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.observe.replay import Replay
+from vllm_lite.errors import RequestError
 from vllm_lite.protocol.params import RequestOutputKind
 from vllm_lite.protocol.structured import StructuredOutputsParams
 from vllm_lite.trace import records
@@ -224,9 +225,16 @@ async def _killed(address: str, pid: int, asked: list[Asked], num_kills: int) ->
 
     async def one(client: AsyncClient, each: Asked) -> Answer:
         adapter = LoRARequest(each.adapter) if each.adapter else None
-        found: Answer = []
-        async for output in client.generate(each.prompt, each.params, lora_request=adapter):
-            found = answer_of(output)
+        for _ in range(num_kills + 1):
+            found: Answer = []
+            try:
+                async for output in client.generate(each.prompt, each.params, lora_request=adapter):
+                    found = answer_of(output)
+            except RequestError as error:  # its adapter was being read when the workers died: it is to be asked again
+                if "ask again" not in str(error):
+                    raise
+                continue
+            break
         done.release()
         return found
 
