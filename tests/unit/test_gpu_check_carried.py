@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
+import torch
 
 from tests.deadlines import scaled
 from tests.kernels.fused_cases import needed_by
@@ -18,6 +21,7 @@ sys.path.insert(0, str(CHECK))
 
 import gpu_check_carry as carry  # noqa: E402
 import gpu_check_kernels as kernels  # noqa: E402
+import gpu_check_linear as linear  # noqa: E402
 import gpu_check_main as main  # noqa: E402
 import gpu_check_prepare as prepare  # noqa: E402
 import gpu_check_smoke as smoke  # noqa: E402
@@ -126,6 +130,27 @@ def test_measurements_and_layers_ask_for_kernels_that_the_sources_have() -> None
     names = [*kernels.of_measurements()]
     assert {source for source, _ in names} <= sources
     assert ("decode_attention.cuh", "decode_attention<__nv_bfloat16, __nv_bfloat16, 128, 1, false, 4>") in names
+
+
+def test_what_linear_layers_are_measured_with_is_compiled_ahead() -> None:
+    """All ways that a number of rows may go, also those that a bound of today leaves out."""
+    recorder = kernels.Recorder()
+
+    class Timer:
+        @staticmethod
+        def seconds(way: Callable[[int], None], count: int) -> float:
+            for which in range(count):
+                way(which)
+            return 1.0
+
+    bench = SimpleNamespace(small=True, cold_bytes=0, timer=Timer(), row=ignored, bytes_row=ignored)
+    linear.measure(bench, recorder, torch.device("cpu"))
+    assert {name.partition("<")[0] for _, name in recorder.names} >= {"packed_linear", "packed_tiles", "widen_weights"}
+    assert set(recorder.names) <= set(kernels.of_linear_layers())
+
+
+def ignored(*_: object, **__: object) -> None:
+    pass
 
 
 def test_a_list_of_kernels_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_check_linear import KINDS, ROWS, random_weight
+from gpu_check_linear import KINDS, OTHER_WAYS, ROWS, bounds, random_weight
 from gpu_check_prefill import TABLE_SHAPES
 
 from tests.kernels.fused_cases import needed_by
@@ -96,6 +96,10 @@ def of_linear_layers() -> Iterable[Name]:
             for rows in ROWS:
                 x = torch.zeros(rows, size[1], dtype=BF16)
                 layer.forward(x, torch.empty(rows, size[0], dtype=BF16))
+            for rows in OTHER_WAYS:
+                x = torch.zeros(rows, size[1], dtype=BF16)
+                with bounds(rows, rows):
+                    layer.forward(x, torch.empty(rows, size[0], dtype=BF16))
     recorder.kernel("packed_linear.cuh", "plain_codes")
     return recorder.names
 

@@ -97,16 +97,17 @@ def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
             ways = [partial(layer.forward, x, out) for layer in layers]
             _measure_one(bench, (problem, f"linear, {kind.name}"), ways, packed.num_bytes, against)
             if problem.rows in OTHER_WAYS:
-                with _bounds(problem.rows, problem.rows):
+                with bounds(problem.rows, problem.rows):
                     name = f"linear, {kind.name}, codes"
                     _measure_one(bench, (problem, name), ways, packed.num_bytes, against)
-                with _bounds(0, 0):
+                with bounds(0, 0):
                     name = f"linear, {kind.name}, widened"
                     _measure_one(bench, (problem, name), ways, packed.num_bytes, against)
 
 
 @contextmanager
-def _bounds(few: int, tiled: int) -> Iterator[None]:
+def bounds(few: int, tiled: int) -> Iterator[None]:
+    """Up to so many rows are multiplied as few are, and up to so many in tiles."""
     names = ("FEW_ROWS", "TILED_ROWS", "TILED_ROWS_BEFORE_FLOAT8")
     kept = [getattr(packed_linear, name) for name in names]
     try:
