@@ -98,6 +98,8 @@ def test_emulated_measurements_have_the_form_that_others_read(
         "experts",
         "experts, loop",
         "MXFP4 experts",
+        "recurrent, by token: delta rule",
+        "recurrent, in chunks: mamba",
         linear.DENSE,
         *(f"linear, {kind.name}" for kind in linear.KINDS),
     } < kernels

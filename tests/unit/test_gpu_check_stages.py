@@ -355,6 +355,7 @@ def test_rules_look_at_rows_that_the_stages_make() -> None:
     numbered |= {f"engine: {name}": "engine: {" for name in ("ours", "vllm")}
     numbered |= {"decode, list room for 131072": "room for 131072", "decode, list exact": '"exact"'}
     numbered |= {"step, graphs": '"graphs"'}
+    numbered |= {f"recurrent, {way}: delta rule": f'"recurrent, {way}: ' for way in ("by token", "in chunks")}
     ways = ("", ", codes", ", widened")
     numbered |= {f"linear, int4 g128{way}": f"linear, {{kind.name}}{way}" for way in ways}
     ways = ("read once", "each by itself", "nothing shared")

@@ -18,6 +18,7 @@ from gpu_check_experts import measure as measure_experts
 from gpu_check_graphs import Work, lists_for
 from gpu_check_linear import measure as measure_linear
 from gpu_check_parts import emit, run_checks
+from gpu_check_recurrent import measure as measure_recurrent
 from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
 
 from vllm_lite.kernels.cuda import cache_ops, fused, masks, sampler
@@ -58,7 +59,7 @@ class Bench:
         first: list[Callable[[], None]] = [self.launch, self.decode, self.linear, self.experts]
         second: list[Callable[[], None]] = [
             *(self.layers, self.few_rows, self.long_graphs, self.decode_fetch, self.shared_prefix),
-            *(self.decode_variants, self.fused, self.sampler, self.masks),
+            *(self.decode_variants, self.fused, self.sampler, self.masks, self.recurrent),
         ]
         parts = {"first": first, "second": second, "all": first + second}[chosen]
         return {part.__name__: partial(self._run, part) for part in parts}
@@ -306,6 +307,9 @@ class Bench:
 
     def experts(self) -> None:
         measure_experts(self, self.launcher, self.device)
+
+    def recurrent(self) -> None:
+        measure_recurrent(self, self.launcher, self.device)
 
     def linear(self) -> None:
         measure_linear(self, self.launcher, self.device)

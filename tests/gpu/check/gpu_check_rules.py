@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+BY_TOKEN, IN_CHUNKS = "recurrent, by token: ", "recurrent, in chunks: "
+"""As in gpu_check_recurrent.py."""
+
 
 class Rows:
     """The rows of one run, found by their kernel and by a part of their shape."""
@@ -176,6 +179,12 @@ RULES = (
         lambda rows: rows.ratio("linear, int4 g128", "linear, int4 g128, widened", "^128 rows, 28672"),
         1.0,
         "TILED_ROWS of packed_linear.py becomes 64, or 32 if that is so for 64 rows, too.",
+    ),
+    Rule(
+        "the delta rule over 64 tokens in chunks, over token by token",
+        lambda rows: rows.ratio(f"{IN_CHUNKS}delta rule", f"{BY_TOKEN}delta rule", r"^1 x 64 tokens"),
+        1.0,
+        "CHUNKED_ROWS of vllm_lite/kernels/cuda/recurrent.py becomes 256, or 1 << 30 if that is so there, too.",
     ),
     Rule(
         "32 rows of 28672 x 8192 by int4 tiles over codes alone",
