@@ -4,6 +4,7 @@ of a failure, the end. With the fake workers of test_multiproc.py."""
 import threading
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from tests.deadlines import scaled
@@ -24,8 +25,9 @@ from tests.unit.test_multiproc import (
 from vllm_lite.engine.process import IDLE_LOOK_MS
 from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.executor.base import WorkersLostError
-from vllm_lite.executor.multiproc import GONE_S, LATE_MESSAGE_S, MOST_APART_S
+from vllm_lite.executor.multiproc import GONE_S, LATE_MESSAGE_S, LEAVING_S, MOST_APART_S
 from vllm_lite.protocol.control import Load, Shutdown, Start, Started
+from vllm_lite.runtime.group_memory import end_group
 
 __all__ = ["host"]
 
@@ -128,6 +130,105 @@ def test_a_cause_that_does_not_come_is_not_waited_for_long(host: Host, death: st
     assert failure is not None
     assert isinstance(failure.error, EngineDeadError)
     assert str(failure.error) == f"worker 0 (pid 4711) died: {death}"
+
+
+@two_workers
+@pytest.mark.parametrize("late_s", [LATE_MESSAGE_S, LEAVING_S - 0.1])
+@pytest.mark.parametrize("named", [1, None])
+def test_a_rank_that_is_slow_to_leave_is_named_by_its_end(host: Host, late_s: float, named: int | None) -> None:
+    """On a busy machine the one that waited for it is heard of seconds before; gloo does not say whom it lost."""
+    start_up(host)
+    host.workers[0].say(waited(named))
+    lose(host.executor.poll)
+    host.now_s += late_s
+    assert host.executor.failure() is None
+    host.workers[1].death = "exit status 0"
+    assert host.executor.failure() is None, "its last message may be on its way"
+    host.now_s += LATE_MESSAGE_S
+    failure = host.executor.failure()
+    assert failure is not None
+    assert str(failure.error) == "worker 1 (pid 4711) died: exit status 0"
+
+
+@two_workers
+def test_the_rank_that_ended_the_group_first_is_waited_for(host: Host) -> None:
+    """What another one raises may be due to that."""
+    start_up(host)
+    end_group(host.memory, 1)
+    host.workers[0].say(BUG)
+    lose(host.executor.poll)
+    host.now_s += LEAVING_S - 0.1
+    assert host.executor.failure() is None
+    host.workers[1].say(msgspec.structs.replace(BUG, rank=1, message="the first"))
+    failure = host.executor.failure()
+    assert failure is not None
+    assert str(failure.error) == "worker 1 failed: ValueError: the first"
+
+
+@two_workers
+def test_a_rank_that_cannot_be_reached_is_named_by_its_end(host: Host) -> None:
+    """Its socket closes before its process ends."""
+    start_up(host)
+    host.workers[1].connection.close()
+    lose(lambda: host.executor.submit(step(1)))
+    host.now_s += LEAVING_S - 0.1
+    assert host.executor.failure() is None
+    host.workers[1].death = "exit status 0"
+    assert host.executor.failure() is None, "its last message may be on its way"
+    host.now_s += LATE_MESSAGE_S
+    failure = host.executor.failure()
+    assert failure is not None
+    assert str(failure.error) == "worker 1 (pid 4711) died: exit status 0"
+
+
+@two_workers
+def test_the_last_message_of_a_rank_that_is_slow_to_leave_is_waited_for(host: Host) -> None:
+    start_up(host)
+    host.workers[0].say(waited(1))
+    lose(host.executor.poll)
+    host.now_s += LEAVING_S - 0.1
+    host.workers[1].death = "exit status 1"
+    assert host.executor.failure() is None
+    host.now_s += LATE_MESSAGE_S - 0.1
+    host.workers[1].say(BUG)
+    failure = host.executor.failure()
+    assert failure is not None
+    assert str(failure.error) == "worker 1 failed: ValueError: a bug"
+
+
+@two_workers
+def test_a_rank_that_neither_speaks_nor_ends_is_not_waited_for_long(host: Host) -> None:
+    start_up(host)
+    host.workers[0].say(waited(1))
+    lose(host.executor.poll)
+    host.now_s += LEAVING_S - 0.1
+    assert host.executor.failure() is None
+    host.now_s += 0.1
+    failure = host.executor.failure()
+    assert failure is not None
+    assert str(failure.error).startswith("worker 1 was lost, and did not say why; worker 0 waited for it")
+
+
+@two_workers
+def test_all_ranks_that_speak_of_each_other_alone_are_heard_at_once(host: Host) -> None:
+    """Nobody is left who could say more."""
+    start_up(host)
+    host.workers[0].say(waited(None))
+    host.workers[1].say(msgspec.structs.replace(waited(None), rank=1))
+    lose(host.executor.poll)
+    host.now_s += LATE_MESSAGE_S
+    assert host.executor.failure() is not None
+
+
+@two_workers
+def test_the_end_of_a_rank_does_not_wait_for_one_that_is_idle(host: Host) -> None:
+    start_up(host)
+    host.workers[1].death = "killed by SIGSEGV"
+    lose(host.executor.poll)
+    host.now_s += LATE_MESSAGE_S
+    failure = host.executor.failure()
+    assert failure is not None
+    assert str(failure.error) == "worker 1 (pid 4711) died: killed by SIGSEGV"
 
 
 def test_a_group_that_is_well_has_not_failed(host: Host) -> None:

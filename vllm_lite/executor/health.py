@@ -39,6 +39,8 @@ class RankHealth:
         self.is_reachable = True
         self.noticed_s = float("inf")
         """When the first of these three was noticed."""
+        self.known_s = float("inf")
+        """When its end or its reason was noticed, whichever was later."""
         self.last_heard_s = self.last_progress_s = time.monotonic()
         self.stopped_s: float | None = None
         """Since when its process has been seen to be stopped; looked at until it `has_torch`."""
@@ -56,11 +58,11 @@ class RankHealth:
 
     def on_failed(self, failed: Failed, now_s: float) -> None:
         self.failed = self.failed or failed
-        self.noticed_s = min(self.noticed_s, now_s)
+        self.noticed_s, self.known_s = min(self.noticed_s, now_s), now_s
 
     def on_ended(self, reason: str, now_s: float) -> None:
         self.ended = reason
-        self.noticed_s = min(self.noticed_s, now_s)
+        self.noticed_s, self.known_s = min(self.noticed_s, now_s), now_s
 
     def on_unreachable(self, now_s: float) -> None:
         """A message could not be handed to its process."""
@@ -119,6 +121,12 @@ def first_failure(
 def slowest(ranks: Sequence[RankHealth]) -> RankHealth:
     """The rank for which the others wait, as far as heartbeats show."""
     return min(ranks, key=lambda rank: (rank.is_waiting, rank.progress))
+
+
+def awaits_cause(ranks: Sequence[RankHealth]) -> bool:
+    """Whether a rank has neither spoken nor ended, and none has ended without a word: that one is about to."""
+    known = [rank for rank in ranks if rank.failed is not None or rank.ended is not None]
+    return len(known) < len(ranks) and all(rank.failed is not None for rank in known)
 
 
 def _first_reported(ranks: Sequence[RankHealth], first_to_abort: int | None) -> Failure | None:

@@ -13,7 +13,7 @@ from vllm_lite.checkpoint.tensors.read_ahead import start_reading_ahead
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import EngineError, ProtocolError
 from vllm_lite.executor.base import Failure, WorkersLostError
-from vllm_lite.executor.health import RankHealth, first_failure, slowest
+from vllm_lite.executor.health import RankHealth, awaits_cause, first_failure, slowest
 from vllm_lite.executor.meeting_place import MeetingPlace
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
@@ -47,8 +47,10 @@ STOP_GRACE_S = 2.0
 GONE_S = 8.0
 """How long workers may take to be gone: those that end neither at SIGTERM nor at SIGKILL hang in the kernel."""
 LATE_MESSAGE_S = 0.5
-"""How long the cause may take to arrive once its effect was noticed: the last message of a worker that has ended, or
-that of a rank for which another one waited."""
+"""How long the cause may take to arrive once its effect was noticed: the last message of a worker that has ended."""
+LEAVING_S = 5.0
+"""How long a rank may take to say why, or to end, once others have lost one or it cannot be reached. Leaving a process
+that has torch takes seconds where all cores are busy."""
 MOST_APART_S = 7.0
 """Two looks at the workers that are further apart mean that the engine did not run: it looks every 5 s when idle."""
 MUST_AGREE = ("groups", "max_model_len", "vocab_size", "eos_token_ids")
@@ -382,8 +384,17 @@ class MultiprocExecutor:
         self._exits.clear()
         self._receive()
         self._failure = self._judge() or self._failure
-        is_late = time.monotonic() - self._failed_s >= LATE_MESSAGE_S
-        return self._failure if self._failure.is_certain or is_late else None
+        is_known = self._failure.is_certain or self._is_late(self._workers[self._failure.rank].health)
+        return self._failure if is_known else None
+
+    def _is_late(self, rank: RankHealth) -> bool:
+        """Whether no more will be known of the cause than that it is `rank`: its last message would have arrived, and
+        nobody is about to end if all that have spoken lost another rank."""
+        now_s = time.monotonic()
+        if awaits_cause(self._ranks):
+            return now_s - self._failed_s >= LEAVING_S
+        since_s = self._failed_s if rank.known_s == float("inf") else max(self._failed_s, rank.known_s)
+        return now_s - since_s >= LATE_MESSAGE_S
 
     def _judge(self) -> Failure | None:
         now_s = time.monotonic()
