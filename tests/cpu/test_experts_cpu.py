@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
@@ -247,7 +248,7 @@ def rules(draw: st.DrawFn) -> RoutingSpec:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(rules(), st.integers(0, 2**31), st.integers(1, 9), st.sampled_from([0.0, 0.5, 4.0]))
 def test_routing_is_that_of_plain_torch(spec: RoutingSpec, seed: int, num_tokens: int, scale: float) -> None:
     """With scale 0 all scores are equal: the first of them are chosen."""

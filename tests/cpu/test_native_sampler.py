@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.examples import examples
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import library
 from vllm_lite.kernels.cpu import sampler as native
@@ -228,7 +229,7 @@ def adversarial_row(kind: str, vocab_size: int, rng: np.random.Generator) -> NDA
     return row.astype(np.float32)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     kind=st.sampled_from(["normal", "ties", "equal", "one", "huge", "tiny", "sorted"]),
     vocab_size=st.sampled_from([1, 2, 16, 17, 255, 256, 257, 1000, 5000]),

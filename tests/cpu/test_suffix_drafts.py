@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.step_inputs import Int32s
 from vllm_lite.worker.sampling.drafter import DraftBatch
@@ -135,7 +136,7 @@ def test_answers_are_bounded() -> None:
     assert none.of(GROUP) is None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=30),
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=3),

@@ -73,13 +73,16 @@ class PlainReader(gguf.GGUFReader):
 
 
 _reader = cache(PlainReader)
+_name_map = cache(gguf.get_tensor_name_map)
 
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """transformers reads a GGUF file for its config, its tensors and its tokenizer; here all have one reader."""
+    """transformers reads a GGUF file for its config, its tensors and its tokenizer, and maps all names for each of
+    its 400 modules; here all have one of each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", _reader)
+        patch.setattr(gguf, "get_tensor_name_map", _name_map)
         yield
 
 

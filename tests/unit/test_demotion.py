@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cached_contents import CachedContents
+from tests.examples import examples
 from tests.scheduler_rig import VOCAB, Rig, expected
 from vllm_lite.engine.blocks.host_tier import HostTier
 from vllm_lite.engine.observe.describe import describe
@@ -62,7 +63,7 @@ def promoted(rig: Rig) -> list[int]:
     return [int(numbers["tokens"]) for code, numbers in rig.decisions if code == "promoted"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=2, max_size=5),
     limit=st.integers(2, 40),

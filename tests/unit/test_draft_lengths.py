@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.scheduler_rig import Rig
 from vllm_lite.engine.scheduling.drafts import PROBE_SHARE, PROBE_STEPS, DraftLengths
 from vllm_lite.engine.scheduling.queues import Options
@@ -158,7 +159,7 @@ def test_beside_many_rows_fewer_drafts_pay() -> None:
     assert len(set(crowd)) == 1
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(st.tuples(st.floats(0, 30), st.floats(0, 30)), min_size=1, max_size=12),
     st.floats(0, 0.02),

@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.cached_contents import CachedContents
+from tests.examples import examples
 from tests.recorded import Recorded, agrees
 from tests.simulated_worker import next_token, seed_of
 from tests.unit.test_replay import configurations
@@ -160,7 +161,7 @@ class Watched(Recorded):
         return [alone.streams["alone", index] for index in range(request.params.n)]
 
 
-@settings(max_examples=80, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(80), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     seed=st.integers(0, 2**32),
     configuration=configurations,

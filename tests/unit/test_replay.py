@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.recorded import VOCAB, Recorded, agrees, replaced, rewritten
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.errors import ProtocolError
@@ -35,7 +36,7 @@ configurations = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(120), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(seed=st.integers(0, 2**32), configuration=configurations)
 def test_replay_decides_what_was_decided(seed: int, configuration: dict[str, Any]) -> None:
     rng = random.Random(seed)

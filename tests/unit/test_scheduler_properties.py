@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cached_contents import CachedContents
+from tests.examples import examples
 from tests.scheduler_rig import VOCAB, Rig, expected, expected_beams
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduling.policy import Deadline, Fair, Priority
@@ -129,7 +130,7 @@ class Random:
         self.cached.check(self.rig.worker, self.rig.scheduler.queues.unfinished())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(seed=st.integers(0, 2**32), configuration=configurations)
 def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, object]) -> None:
     """Random arrivals, aborts, samples, beams, forks, shared prefixes, resets and deaths on tiny pools: every slot read
