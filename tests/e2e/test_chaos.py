@@ -15,7 +15,7 @@ from tests.acceptance.chaos_report import Options
 from tests.acceptance.chaos_specs import References, make_references
 from tests.deadlines import scaled
 
-SECONDS, SEED = 6.0, 14
+SECONDS, SEED = 4.0, 14
 PER_KIND, LONGEST, NUM_STREAMS = 3, 160, 6
 
 
