@@ -454,6 +454,8 @@ def test_the_memory_names_the_rank_that_could_not_speak(host: Host, culprit: int
     host.begin()
     end_group(host.memory, culprit)
     host.workers[1 - culprit].say(waited(None))
+    for after_s in range(5, int(LIMIT_S) + 1, 5):  # it lives on, and is not heard to say why
+        host.at(after_s, lambda: host.workers[culprit].say(beat(1)))
     host.dies(host.executor.poll, EngineDeadError, f"^worker {culprit} was lost, .* worker {1 - culprit} waited for it")
 
 

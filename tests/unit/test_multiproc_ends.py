@@ -25,13 +25,15 @@ from tests.unit.test_multiproc import (
 from vllm_lite.engine.process import IDLE_LOOK_MS
 from vllm_lite.errors import EngineDeadError, EngineError
 from vllm_lite.executor.base import WorkersLostError
-from vllm_lite.executor.multiproc import GONE_S, LATE_MESSAGE_S, LEAVING_S, MOST_APART_S
+from vllm_lite.executor.multiproc import GONE_S, LATE_MESSAGE_S, MOST_APART_S
 from vllm_lite.protocol.control import Load, Shutdown, Start, Started
 from vllm_lite.runtime.group_memory import end_group
 
 __all__ = ["host"]
 
 DEADLINE_S = scaled(20.0)
+NEARLY_S = LIMIT_S / 3
+"""Within the limit for silence, and two looks at the workers are no further apart than those of an engine that runs."""
 
 
 def start_up(host: Host) -> None:
@@ -133,7 +135,7 @@ def test_a_cause_that_does_not_come_is_not_waited_for_long(host: Host, death: st
 
 
 @two_workers
-@pytest.mark.parametrize("late_s", [LATE_MESSAGE_S, LEAVING_S - 0.1])
+@pytest.mark.parametrize("late_s", [LATE_MESSAGE_S, NEARLY_S])
 @pytest.mark.parametrize("named", [1, None])
 def test_a_rank_that_is_slow_to_leave_is_named_by_its_end(host: Host, late_s: float, named: int | None) -> None:
     """On a busy machine the one that waited for it is heard of seconds before; gloo does not say whom it lost."""
@@ -157,7 +159,7 @@ def test_the_rank_that_ended_the_group_first_is_waited_for(host: Host) -> None:
     end_group(host.memory, 1)
     host.workers[0].say(BUG)
     lose(host.executor.poll)
-    host.now_s += LEAVING_S - 0.1
+    host.now_s += NEARLY_S
     assert host.executor.failure() is None
     host.workers[1].say(msgspec.structs.replace(BUG, rank=1, message="the first"))
     failure = host.executor.failure()
@@ -171,7 +173,7 @@ def test_a_rank_that_cannot_be_reached_is_named_by_its_end(host: Host) -> None:
     start_up(host)
     host.workers[1].connection.close()
     lose(lambda: host.executor.submit(step(1)))
-    host.now_s += LEAVING_S - 0.1
+    host.now_s += NEARLY_S
     assert host.executor.failure() is None
     host.workers[1].death = "exit status 0"
     assert host.executor.failure() is None, "its last message may be on its way"
@@ -186,7 +188,7 @@ def test_the_last_message_of_a_rank_that_is_slow_to_leave_is_waited_for(host: Ho
     start_up(host)
     host.workers[0].say(waited(1))
     lose(host.executor.poll)
-    host.now_s += LEAVING_S - 0.1
+    host.now_s += NEARLY_S
     host.workers[1].death = "exit status 1"
     assert host.executor.failure() is None
     host.now_s += LATE_MESSAGE_S - 0.1
@@ -197,16 +199,24 @@ def test_the_last_message_of_a_rank_that_is_slow_to_leave_is_waited_for(host: Ho
 
 
 @two_workers
-def test_a_rank_that_neither_speaks_nor_ends_is_not_waited_for_long(host: Host) -> None:
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_rank_that_neither_speaks_nor_ends_is_waited_for_as_one_that_hangs(host: Host, is_heard: bool) -> None:
     start_up(host)
+    host.all_say(beat(1))
+    assert host.executor.poll() is None
     host.workers[0].say(waited(1))
     lose(host.executor.poll)
-    host.now_s += LEAVING_S - 0.1
-    assert host.executor.failure() is None
-    host.now_s += 0.1
+    for _ in range(4):
+        host.now_s += LIMIT_S / 4 - 0.1
+        assert host.executor.failure() is None
+        host.workers[1].say(*[beat(1)] * is_heard)
+    host.now_s += 0.5
     failure = host.executor.failure()
     assert failure is not None
-    assert str(failure.error).startswith("worker 1 was lost, and did not say why; worker 0 waited for it")
+    words = (
+        "was lost, and did not say why; worker 0 waited for it" if is_heard else "(pid 4711) has been silent for 20 s"
+    )
+    assert str(failure.error).startswith(f"worker 1 {words}")
 
 
 @two_workers

@@ -51,7 +51,7 @@ def read_adapter(
 
 
 def find_out(executor: Executor) -> Failure:
-    """Find the cause of a WorkersLostError. It takes half a second, and seconds where a rank is slow to end."""
+    """Find the cause of a WorkersLostError. It takes half a second, and longer where a rank is slow to end."""
     while (failure := executor.failure()) is None:
         transport.wait(CAUSE_LOOK_S, executor)
     return failure

@@ -39,8 +39,8 @@ class RankHealth:
         self.is_reachable = True
         self.noticed_s = float("inf")
         """When the first of these three was noticed."""
-        self.known_s = float("inf")
-        """When its end or its reason was noticed, whichever was later."""
+        self.known_s = 0.0
+        """When its end or its reason was noticed, whichever was later; 0 before."""
         self.last_heard_s = self.last_progress_s = time.monotonic()
         self.stopped_s: float | None = None
         """Since when its process has been seen to be stopped; looked at until it `has_torch`."""
@@ -83,6 +83,11 @@ class RankHealth:
             self.stopped_s = min(now_s, self.stopped_s + seconds)
 
     @property
+    def is_explained(self) -> bool:
+        """Whether it has said why it fails, or its process has ended: silence is no news of it any more."""
+        return self.failed is not None or self.ended is not None
+
+    @property
     def has_torch(self) -> bool:
         """Whether it has begun to load: the progress grows with the weights that are read."""
         return self.is_loaded or self.progress > 0
@@ -110,7 +115,7 @@ def first_failure(
     by_reports = _first_reported(ranks, first_to_abort)
     if by_reports is not None:
         return by_reports
-    silent = [rank for rank in ranks if rank.is_silent(now_s, limit_s)]
+    silent = [rank for rank in ranks if not rank.is_explained and rank.is_silent(now_s, limit_s)]
     if silent:
         return _silent(min(silent, key=lambda rank: rank.progress), now_s)
     if has_work and all(now_s - rank.last_progress_s > limit_s for rank in ranks):
@@ -125,7 +130,7 @@ def slowest(ranks: Sequence[RankHealth]) -> RankHealth:
 
 def awaits_cause(ranks: Sequence[RankHealth]) -> bool:
     """Whether a rank has neither spoken nor ended, and none has ended without a word: that one is about to."""
-    known = [rank for rank in ranks if rank.failed is not None or rank.ended is not None]
+    known = [rank for rank in ranks if rank.is_explained]
     return len(known) < len(ranks) and all(rank.failed is not None for rank in known)
 
 

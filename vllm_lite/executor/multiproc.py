@@ -48,9 +48,6 @@ GONE_S = 8.0
 """How long workers may take to be gone: those that end neither at SIGTERM nor at SIGKILL hang in the kernel."""
 LATE_MESSAGE_S = 0.5
 """How long the cause may take to arrive once its effect was noticed: the last message of a worker that has ended."""
-LEAVING_S = 5.0
-"""How long a rank may take to say why, or to end, once others have lost one or it cannot be reached. Leaving a process
-that has torch takes seconds where all cores are busy."""
 MOST_APART_S = 7.0
 """Two looks at the workers that are further apart mean that the engine did not run: it looks every 5 s when idle."""
 MUST_AGREE = ("groups", "max_model_len", "vocab_size", "eos_token_ids")
@@ -389,12 +386,12 @@ class MultiprocExecutor:
 
     def _is_late(self, rank: RankHealth) -> bool:
         """Whether no more will be known of the cause than that it is `rank`: its last message would have arrived, and
-        nobody is about to end if all that have spoken lost another rank."""
+        nobody is about to end if all that have spoken lost another rank. Leaving a process that has torch takes seconds
+        where all cores are busy."""
         now_s = time.monotonic()
         if awaits_cause(self._ranks):
-            return now_s - self._failed_s >= LEAVING_S
-        since_s = self._failed_s if rank.known_s == float("inf") else max(self._failed_s, rank.known_s)
-        return now_s - since_s >= LATE_MESSAGE_S
+            return now_s - self._failed_s >= self._config.heartbeat_timeout_s
+        return now_s - max(self._failed_s, rank.known_s) >= LATE_MESSAGE_S
 
     def _judge(self) -> Failure | None:
         now_s = time.monotonic()
