@@ -26,8 +26,8 @@ from vllm_lite.trace.segments import segment_paths
 
 PROMPT = [11, 12, 13, 14, 15]
 NUM_TOKENS = 400
-NUM_PROFILED = 60
-"""A profile of all tokens of a stream has a million events, and takes as long as ten streams."""
+FEW = 60
+"""Tokens where nothing happens beside a stream. A profile of 400 would have a million events."""
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
 LONG |= {"return_token_ids": True, "stream": True}
 DEADLINE_S = scaled(100.0)
@@ -155,10 +155,10 @@ def test_a_stream_goes_on_behind_pause_sleep_and_killed_processes(
     until(lambda: http.get("/is_sleeping").status_code == 200, "another engine")
     assert done(http.get("/is_sleeping")) == {"is_sleeping": True}
     assert not family(server, "worker.process"), "it takes no memory either"
-    late = Stream(server)
+    late = Stream(server, FEW)
     assert done(http.post("/wake_up"))["status"] == "awake"
     assert stream.all() == expected
-    assert late.all() == expected
+    assert late.all() == expected[:FEW]
     assert http.get("/health").status_code == 200
 
 
@@ -201,10 +201,11 @@ def test_other_weights_are_served_without_a_restart_also_by_the_next_engine(
     update = {"model": str(folders["second"])}
     done(http.post("/update_weights", json=update))
     assert stream.all() == expected, "it ended by the weights with which it began"
-    other = Stream(server).all()
+    other = Stream(server, FEW).all()
+    assert other != expected[:FEW]
     assert same_as(folders["second"], other)
     kill_engine(server)
-    assert Stream(server).all() == other
+    assert Stream(server, FEW).all() == other
     kept = Stream(server)
     kept.reach(30)
     loaded = family(server, "worker.process")
@@ -217,7 +218,7 @@ def test_other_weights_are_served_without_a_restart_also_by_the_next_engine(
     tokens = kept.all()
     assert tokens[:30] == other[:30], "what was delivered stays"
     assert len(tokens) == NUM_TOKENS
-    assert Stream(server).all() == expected
+    assert Stream(server, FEW).all() == expected[:FEW]
 
 
 def test_profiles_of_both_ranks_are_written(
@@ -226,16 +227,16 @@ def test_profiles_of_both_ranks_are_written(
     assert http.post("/stop_profile").status_code == 400
     assert done(http.post("/start_profile")) == {"status": "profiling"}
     assert "on already" in http.post("/start_profile").json()["error"]["message"]
-    assert Stream(server, NUM_PROFILED).all() == expected[:NUM_PROFILED]
+    assert Stream(server, FEW).all() == expected[:FEW]
     assert done(http.post("/stop_profile")) == {"status": "written"}
     folder = trace.parent / "profiles"
     for rank in range(2):
         (path,) = folder.glob(f"rank{rank}.*.pt.trace.json.gz")
         with gzip.open(path) as file:
             names = [event.get("name") for event in json.load(file)["traceEvents"]]
-        assert names.count("model") > NUM_PROFILED // 2
+        assert names.count("model") > FEW // 2
         assert (folder / f"profiler_out_{rank}.txt").exists()
-    assert Stream(server).all() == expected
+    assert Stream(server, FEW).all() == expected[:FEW]
 
 
 def test_users_may_not(server: Server) -> None:

@@ -17,6 +17,7 @@ from schemathesis import GenerationMode
 from schemathesis.core.result import Ok
 
 from tests.deadlines import scaled
+from tests.examples import examples
 from tests.http_server import Server, client, engine_of, serving, short_socket, until
 from vllm_lite.client.engines.session import Session
 from vllm_lite.server.openai import openapi
@@ -187,7 +188,7 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/m
 def test_whatever_is_asked_is_answered(server: Server, label: str, mode: GenerationMode) -> None:
     """By what the document allows, and by what it does not: no fault, no hang; statuses and bodies as it says."""
 
-    num_examples = 12 if label.endswith(GENERATING) else 4
+    num_examples = examples(20 if label.endswith(GENERATING) else 7)
 
     @given(case=OPERATIONS[label].as_strategy(generation_mode=mode))
     @settings(

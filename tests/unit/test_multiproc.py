@@ -32,7 +32,7 @@ from vllm_lite.protocol.control import (
 )
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
 from vllm_lite.runtime import supervise
-from vllm_lite.runtime.group_memory import end_group, ended_by
+from vllm_lite.runtime.group_memory import ended_by
 from vllm_lite.runtime.wakeup import Wakeup
 
 GENERATION = 7
@@ -446,17 +446,6 @@ def test_the_others_leave_their_waits_while_the_cause_is_looked_for(host: Host, 
     host.at(0.1, lambda: ended.append(ended_by(host.memory)))
     host.dies(host.executor.poll, EngineDeadError, f"worker {culprit} .* died: exit status 0")
     assert ended == [(True, None)]
-
-
-@two_workers
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_the_memory_names_the_rank_that_could_not_speak(host: Host, culprit: int) -> None:
-    host.begin()
-    end_group(host.memory, culprit)
-    host.workers[1 - culprit].say(waited(None))
-    for after_s in range(5, int(LIMIT_S) + 1, 5):  # it lives on, and is not heard to say why
-        host.at(after_s, lambda: host.workers[culprit].say(beat(1)))
-    host.dies(host.executor.poll, EngineDeadError, f"^worker {culprit} was lost, .* worker {1 - culprit} waited for it")
 
 
 @two_workers

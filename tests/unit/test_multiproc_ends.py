@@ -154,7 +154,7 @@ def test_a_rank_that_is_slow_to_leave_is_named_by_its_end(host: Host, late_s: fl
 
 @two_workers
 def test_the_rank_that_ended_the_group_first_is_waited_for(host: Host) -> None:
-    """What another one raises may be due to that."""
+    """An error of another one may be due to that."""
     start_up(host)
     end_group(host.memory, 1)
     host.workers[0].say(BUG)
@@ -217,6 +217,17 @@ def test_a_rank_that_neither_speaks_nor_ends_is_waited_for_as_one_that_hangs(hos
         "was lost, and did not say why; worker 0 waited for it" if is_heard else "(pid 4711) has been silent for 20 s"
     )
     assert str(failure.error).startswith(f"worker 1 {words}")
+
+
+@two_workers
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_the_memory_names_the_rank_that_could_not_speak(host: Host, culprit: int) -> None:
+    host.begin()
+    end_group(host.memory, culprit)
+    host.workers[1 - culprit].say(waited(None))
+    for after_s in range(5, int(LIMIT_S) + 1, 5):  # it lives on, and is not heard to say why
+        host.at(after_s, lambda: host.workers[culprit].say(beat(1)))
+    host.dies(host.executor.poll, EngineDeadError, f"^worker {culprit} was lost, .* worker {1 - culprit} waited for it")
 
 
 @two_workers

@@ -84,7 +84,7 @@ class RankHealth:
 
     @property
     def is_explained(self) -> bool:
-        """Whether it has said why it fails, or its process has ended: silence is no news of it any more."""
+        """Whether it has said why it fails, or its process has ended: its silence says nothing more."""
         return self.failed is not None or self.ended is not None
 
     @property
