@@ -1,7 +1,7 @@
 """Output tokens per second with each way to draft, and without: the same answers, asked in turn.
 
     python benchmarks/speculation.py MODEL                 # a first answer, and the same one again
-    python benchmarks/speculation.py MODEL --streams 8
+    python benchmarks/speculation.py MODEL --streams 8     # all questions at once, 24 of them, 8 at a time
     python benchmarks/speculation.py MODEL --quantization int8 --ways none self --first
     python benchmarks/speculation.py MODEL --ways none self draft_model --draft-model OTHER
     python benchmarks/speculation.py MODEL --chat-template FILE    # where the checkpoint has none; or --plain
@@ -49,6 +49,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
 }
 BASE = "none"
 RANDOM_LENGTH = 64
+WAVES = 3
+"""Requests for each of several streams: those that are done early make room, or the end would be all that is seen."""
 LOOKUPS, DRAFTS = (2, 10), (4, 16)
 """Drafts of a step that peers are tried with: llama-cpp-python's advice for CPUs and its default, and llama.cpp's
 default beside a smaller number."""
@@ -178,7 +180,8 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
             config = (WAYS | by_model)[way]
             if config is not None and args.most:
                 config = config | {"num_speculative_tokens": args.most}
-            llm = LLM(args.model, speculative_config=config, cpu_threads=args.threads, **settings)
+            limits = {"cpu_threads": args.threads, "max_num_seqs": max(8, args.streams)}
+            llm = LLM(args.model, speculative_config=config, **limits, **settings)
             found[way] = Ours(stack.enter_context(llm))
         for way, command in peer_commands(args).items():
             peer = Peer(command, folder / f"{way.replace(' ', '-')}.log")
@@ -188,23 +191,27 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
 
 
 def prompts_of(args: argparse.Namespace, llm: LLM) -> dict[str, list[list[int]]]:
-    """The prompts of each question: one a stream, each with a beginning of its own."""
+    """The prompts of each cell: one, or all that several streams take turns at."""
     if args.random:
         draw, vocab_size = random.Random(50), llm.engine.vocab_size
         prompts = [[draw.randrange(3, vocab_size) for _ in range(RANDOM_LENGTH)] for _ in range(args.random)]
-        streams = range(args.streams)
-        return {f"random {n}": [[3 + stream, *own] for stream in streams] for n, own in enumerate(prompts, start=1)}
-    tokenizer = llm.get_tokenizer()
-    found: dict[str, list[list[int]]] = {}
-    for name in args.questions:
-        texts = [QUESTIONS[name] if args.streams == 1 else f"{n}. {QUESTIONS[name]}" for n in range(args.streams)]
-        if args.plain:
-            found[name] = [tokenizer.encode(text) for text in texts]
-            continue
-        chats = [[{"role": "user", "content": text}] for text in texts]
-        outputs = llm.chat(chats, SamplingParams(max_tokens=1), use_tqdm=False, chat_template=args.chat_template)
-        found[name] = [list(output.prompt_token_ids or []) for output in outputs]
-    return found
+        cells = {f"random {number}": [own] for number, own in enumerate(prompts, start=1)}
+    else:
+        cells = {name: [encode(args, llm, QUESTIONS[name])] for name in args.questions}
+    if args.streams == 1:
+        return cells
+    if args.random:
+        return {name: [[3 + n, *own] for n in range(WAVES * args.streams)] for name, (own,) in cells.items()}
+    asked = [args.questions[n % len(args.questions)] for n in range(WAVES * args.streams)]
+    return {"mixed": [encode(args, llm, f"{n}. {QUESTIONS[name]}") for n, name in enumerate(asked)]}
+
+
+def encode(args: argparse.Namespace, llm: LLM, text: str) -> list[int]:
+    if args.plain:
+        return list(llm.get_tokenizer().encode(text))
+    params, chat = SamplingParams(max_tokens=1), [{"role": "user", "content": text}]
+    (output,) = llm.chat(chat, params, use_tqdm=False, chat_template=args.chat_template)
+    return list(output.prompt_token_ids or [])
 
 
 class Question(NamedTuple):

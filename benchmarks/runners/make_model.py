@@ -1,4 +1,4 @@
-"""Writes a Llama checkpoint with random weights: python -m runners.make_model small|medium|qwen|group6|llama1b FOLDER
+"""Writes a Llama checkpoint with random weights: python -m runners.make_model SIZE FOLDER, with a size of SIZES below.
 
 Linear layers are N(0, 1 / inputs) and embeddings N(0, 1), so that every block moves the residual stream and greedy
 output does not end in a loop at once.
@@ -51,8 +51,19 @@ SIZES = {
     "qwen": dict(zip(FIELDS, [1024, 28, 16, 8, 3072, 128], strict=True)),  # 506 million: layers as of Qwen3-0.6B
     "group6": dict(zip(FIELDS, [1536, 28, 12, 2, 8960, 128], strict=True)),  # 1.4 billion: those of Qwen2.5-1.5B
     "llama1b": dict(zip(FIELDS, [2048, 16, 32, 8, 8192, 64], strict=True)),  # 1.2 billion: all of Llama-3.2-1B
+    "moe": dict(zip(FIELDS, [768, 12, 12, 4, 384, 64], strict=True)),  # 410 million, 85 of them for each token
 }
-OTHER = {"llama1b": {"vocab_size": 128_256, "tie_word_embeddings": True}}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 384,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+OTHER: dict[str, dict[str, Any]] = {"llama1b": {"vocab_size": 128_256, "tie_word_embeddings": True}, "moe": EXPERTS}
 """A size's settings beside FIELDS that are not those of CONFIG."""
 
 
@@ -109,9 +120,15 @@ def write_weights(folder: Path, config: dict[str, Any], sureness: float, seed: i
         linear(f"{prefix}.self_attn.k_proj", kv_heads, hidden, 1.5)
         linear(f"{prefix}.self_attn.v_proj", kv_heads, hidden)
         linear(f"{prefix}.self_attn.o_proj", hidden, heads)
-        linear(f"{prefix}.mlp.gate_proj", inner, hidden)
-        linear(f"{prefix}.mlp.up_proj", inner, hidden)
-        linear(f"{prefix}.mlp.down_proj", hidden, inner)
+        blocks = [f"{prefix}.mlp.experts.{expert}" for expert in range(config.get("num_experts", 0))]
+        if blocks:
+            linear(f"{prefix}.mlp.gate", len(blocks), hidden)
+            for name in ("q_norm", "k_norm"):
+                weights[f"{prefix}.self_attn.{name}.weight"] = torch.ones(head_dim, dtype=torch.bfloat16)
+        for block in blocks or [f"{prefix}.mlp"]:
+            linear(f"{block}.gate_proj", inner, hidden)
+            linear(f"{block}.up_proj", inner, hidden)
+            linear(f"{block}.down_proj", hidden, inner)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
