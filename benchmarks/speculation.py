@@ -6,30 +6,36 @@
     python benchmarks/speculation.py MODEL --ways none self draft_model --draft-model OTHER
     python benchmarks/speculation.py MODEL --chat-template FILE    # where the checkpoint has none; or --plain
     python benchmarks/speculation.py MODEL --random 3 --first      # prompts of random tokens, for synthetic weights
+    python benchmarks/speculation.py MODEL --ways none draft_model --draft-model SMALL --odds 0.8 0.75 0.75 --most 3
     python benchmarks/speculation.py MODEL --peers DIR --llama MODEL.gguf SMALL.gguf --openvino FOLDER SMALL_FOLDER
 
 All engines run side by side, and each question goes to one after the other, so that a cell's speeds are measured
 within seconds; what the table has in brackets is the median of the rounds' ratios. "again" is the same question once
 more, whose first answer drafts by suffix know. Between the two the prefix cache is forgotten, so that no prompt is
 cheaper. The last lines count answers whose tokens are those without drafts. Peers (DIR is what runners/setup.sh made)
-answer one stream, each alone, by its own lookup, and with drafts of the smaller model.
+answer one stream, each alone, by its own lookup, and with drafts of the smaller model. With --odds drafts are made, and
+then replaced by others that are right with these odds (runners/told_worker.py): for shapes without real heads.
 """
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 from runners.answering import Answer, Peer
+from runners.told_worker import ODDS, TOKENS
 
 from vllm_lite import LLM, SamplingParams
+from vllm_lite.client.engines import launch
 
 QUESTIONS = {
     "prose": "Write a long story about a lighthouse keeper who finds a bottle with a letter.",
@@ -167,15 +173,33 @@ def peer_commands(args: argparse.Namespace) -> dict[str, list[str]]:
     return commands
 
 
+def tell(odds: list[float], folder: Path) -> None:
+    """Have engines that are started from here on start told workers."""
+    os.environ |= {ODDS: json.dumps(odds), TOKENS: str(folder / "told"), "PYTHONPATH": str(Path(__file__).parent)}
+    launch.EngineSettings = partial(launch.EngineSettings, worker_module="runners.told_worker")  # type: ignore[attr-defined, assignment]
+
+
+def write_told(args: argparse.Namespace, engine: Engine, prompts: dict[str, list[list[int]]]) -> None:
+    """Write down the answers that there will be."""
+    with Path(os.environ[TOKENS]).open("w") as file:
+        for own in prompts.values():
+            _, answers = engine.ask(own, args.tokens)
+            told = [prompt + answer.tokens for prompt, answer in zip(own, answers, strict=True)]
+            file.writelines(json.dumps(each) + "\n" for each in told)
+
+
 @contextmanager
 def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
     """All of them, by their ways."""
-    by_model = {"draft_model": {"model": args.draft_model, "num_speculative_tokens": 4}}
+    drafting = {"model": args.draft_model, "num_speculative_tokens": 4, "quantization": args.draft_quantization}
+    by_model = {"draft_model": {name: value for name, value in drafting.items() if value is not None}}
     settings = {"max_model_len": 4096, "dtype": args.dtype, "quantization": args.quantization}
     settings |= {"disable_adaptive_drafts": args.fixed, "deterministic": args.deterministic}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         found: dict[str, Engine] = {}
+        if args.odds:
+            tell(args.odds, folder)
         for way in args.ways:
             config = (WAYS | by_model)[way]
             if config is not None and args.most:
@@ -229,6 +253,8 @@ def questions(prompts: dict[str, list[list[int]]], *, again: bool) -> Iterator[Q
 def measure(args: argparse.Namespace) -> Figures:
     with engines(args) as found:
         prompts = prompts_of(args, next(each.llm for each in found.values() if isinstance(each, Ours)))
+        if args.odds:
+            write_told(args, found[BASE], prompts)
         figures = Figures(list(found))
         for engine in found.values():
             engine.ask([[5, 6, 7, 8 + stream] for stream in range(args.streams)], 40)
@@ -261,6 +287,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=[*WAYS, "draft_model"], default=["none", "ngram", "suffix"])
     parser.add_argument("--draft-model", help="of the way draft_model")
+    parser.add_argument("--draft-quantization", help="of the way draft_model")
+    parser.add_argument("--odds", nargs="+", type=float, help="of drafts by their place, each behind right ones")
     parser.add_argument("--most", type=int, help="drafts of a step, in place of each way's own")
     parser.add_argument("--fixed", action="store_true", help="always as many drafts (--disable-adaptive-drafts)")
     parser.add_argument("--deterministic", action="store_true")

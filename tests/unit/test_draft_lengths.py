@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.scheduler_rig import Rig
-from vllm_lite.engine.scheduling.drafts import PROBE_SHARE, PROBE_STEPS, DraftLengths
+from vllm_lite.engine.scheduling.drafts import EARLY_PROBES, PROBE_SHARE, PROBE_STEPS, DraftLengths
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import Rates, factor_place
 from vllm_lite.engine.scheduling.step_cost import RowFactors, StepCost
@@ -187,7 +187,8 @@ def test_drafts_that_do_not_pay_are_tried_again() -> None:
     lengths, rates = lengths_of(), Rates(step_s=0.001, row_s=0.01)
     every = int(0.01 / 0.011 / PROBE_SHARE)
     taken = [chosen(lengths, [sequence(0.1, 20, place)], rates)[0] for place in range(2 * every)]
-    assert sum(taken) == 2, "so rarely that it does not show"
+    assert sum(taken) == EARLY_PROBES + 2, "so rarely that it does not show"
+    assert sum(taken[: EARLY_PROBES * PROBE_STEPS]) == EARLY_PROBES, "times that the start has wrong come out soon"
     cheap = Rates(step_s=1.0, row_s=0.001, verify_s=0.05)
     taken = [chosen(lengths, [sequence(0.1, 200, place)], cheap)[0] for place in range(2 * PROBE_STEPS)]
     assert sum(taken) in (2, 4)

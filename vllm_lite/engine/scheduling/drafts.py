@@ -29,6 +29,8 @@ PROBE_STEPS = 16
 """A sequence whose drafts do not pay has one in so many tokens, or fewer, to see whether they do again."""
 PROBE_SHARE = 0.005
 """The most of the time that such drafts take."""
+EARLY_PROBES = 3
+"""The first steps with such drafts come so often whatever they take, as the times of the start may be wrong."""
 LOOK_STEPS = 32
 """Where drafts bring little, one step in so many has none, to see whether it is as slow without as it was."""
 SURE = 1.5
@@ -48,6 +50,7 @@ class DraftLengths:
         self._caps = [cap for cap in CAPS if cap < self._most] + [self._most]
         self._right, self._wrong = FIRST  # of all sequences, with a weight that falls with every step
         self._allowed = self._made = ASKED
+        self._early_probes = EARLY_PROBES
 
     def odds(self, sequence: Sequence) -> float:
         """Estimate the chance that a draft is right where those before it were."""
@@ -84,11 +87,13 @@ class DraftLengths:
         if gain < SURE and step % LOOK_STEPS == 0:
             return [0] * len(sequences)
         if not all(lengths):
-            every = self._probe_every(len(sequences), num_rows, rates)
-            lengths = [
-                length or int(sequence.num_output % every == every - 1)
-                for sequence, length in zip(sequences, lengths, strict=True)
+            every = self._probe_every(len(sequences), num_rows, rates) if self._early_probes <= 0 else PROBE_STEPS
+            probed = [
+                int(not length and each.num_output % every == every - 1)
+                for each, length in zip(sequences, lengths, strict=True)
             ]
+            self._early_probes -= any(probed)
+            lengths = [length or probe for length, probe in zip(lengths, probed, strict=True)]
         return lengths
 
     def _paying(self, odds: list[float], num_rows: int, rates: Rates) -> tuple[list[int], float]:
