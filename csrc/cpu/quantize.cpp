@@ -40,14 +40,18 @@ float float16_above(float x) {
   return nearest < x ? as_type(x + std::fabs(x) * 0x1p-10f + 0x1p-24f, kFloat16) : nearest;
 }
 
-// The numbers [count] as integers times one float, which is returned; the integers are left in them.
+// The numbers [count] as integers times one float, which is returned; the integers are left in them. NaN is no integer:
+// the float is NaN then.
 float as_integers(float* numbers, int64_t count) {
   float most = 0;
-  for (int64_t i = 0; i < count; ++i) most = std::max(most, std::fabs(numbers[i]));
+  for (int64_t i = 0; i < count; ++i) {
+    const float size = std::fabs(numbers[i]);
+    if (size > most || size != size) most = size;
+  }
   const float super = most / kMostInteger, inverse = super > 0 ? 1 / super : 0;
   for (int64_t i = 0; i < count; ++i) {
     const float whole = std::nearbyint(numbers[i] * inverse);
-    numbers[i] = whole == whole ? whole : 0;  // NaN is no byte; it stays in `super`
+    numbers[i] = whole == whole ? whole : 0;
   }
   return super;
 }
@@ -61,6 +65,7 @@ void encode(const Row& row, int64_t group, float scale, float minimum, float mos
 // Scales and minima become what is stored of them before codes are chosen, so that codes make up for some of that.
 void quantize4(const Row& row, float* supers) {
   const auto search = VLLM_LITE_DISPATCH(search_group4);
+  const auto refine = VLLM_LITE_DISPATCH(refine_group4);
   const int64_t at_once = supers == nullptr ? 1 : kSuperInputs / row.group_size;
   for (int64_t first = 0; first < row.groups(); first += at_once, supers += supers == nullptr ? 0 : 2 * kBlock) {
     const int64_t count = std::min(at_once, row.groups() - first);
@@ -75,7 +80,11 @@ void quantize4(const Row& row, float* supers) {
       scales[0] = as_type(scales[0], kBFloat16);
       minima[0] = as_type(minima[0], kBFloat16);
     }
-    for (int64_t i = 0; i < count; ++i) encode(row, first + i, scales[i] * units[0], minima[i] * units[1], 15);
+    for (int64_t i = 0; i < count; ++i) {
+      const float* x = row.x + (first + i) * row.group_size;
+      if (supers != nullptr && units[1] > 0) refine(x, row.count(first + i), units, scales + i, minima + i);
+      encode(row, first + i, scales[i] * units[0], minima[i] * units[1], 15);
+    }
   }
 }
 

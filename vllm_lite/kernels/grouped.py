@@ -177,7 +177,11 @@ class _Groups(NamedTuple):
 
 def _quantize4_rows(weight: torch.Tensor, size: int, *, integers: bool) -> GroupedWeight:
     groups = _Groups.of(weight, size)
-    scales, minima = (_as_stored(each, size, integers=integers) for each in _search4(groups))
+    found = _search4(groups)
+    if integers:
+        scales, minima = _near_integers(groups, *(_as_integers(each, size) for each in found))
+    else:
+        scales, minima = (each.to(torch.bfloat16).float() for each in found)
     return _encoded(groups, UINT4.to(weight.device), scales, minima)
 
 
@@ -225,20 +229,54 @@ def _search4(groups: _Groups) -> tuple[torch.Tensor, torch.Tensor]:
         best, scales, starts = (
             torch.where(better, new, old) for new, old in ((gain, best), (scale, scales), (start, starts))
         )
-    return scales, -(least + starts)
+    return scales, _where_finite(width, -(least + starts))
 
 
-def _as_stored(numbers: torch.Tensor, size: int, *, integers: bool) -> torch.Tensor:
-    """[num_outputs, groups, 1] of scales or minima, as they are kept: `integers`, as multiples of a number that
-    SUPER_INPUTS inputs share, the largest 127 times; else as bfloat16 numbers."""
-    if not integers:
-        return numbers.to(torch.bfloat16).float()
+def _where_finite(sizes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Scales or minima of groups, NaN where a group has numbers that are not finite: codes alone would hide them."""
+    return torch.where(sizes.isfinite(), numbers, torch.nan)
+
+
+class _Integers(NamedTuple):
+    """Scales or minima of groups as they are kept in small ones: integers times a number that SUPER_INPUTS inputs
+    share, the largest 127 times."""
+
+    whole: torch.Tensor
+    """[num_outputs, groups, 1]."""
+    units: torch.Tensor
+    """The same."""
+
+
+def _as_integers(numbers: torch.Tensor, size: int) -> _Integers:
     num_groups, at_once = numbers.shape[1], SUPER_INPUTS // size
     shared = torch.nn.functional.pad(numbers, (0, 0, 0, -num_groups % at_once)).unflatten(1, (-1, at_once))
     supers = shared.abs().amax(2, keepdim=True) / 127
-    whole: torch.Tensor = (shared * torch.where(supers > 0, 1 / supers, 0)).round()
-    stored: torch.Tensor = whole * supers
-    return stored.flatten(1, 2)[:, :num_groups]
+    whole = (shared * torch.where(supers > 0, 1 / supers, 0)).round()
+    parts = (each.flatten(1, 2)[:, :num_groups] for each in (whole, supers.expand_as(whole)))
+    return _Integers(*parts)
+
+
+NEAR = ((0, 0), *((scale, minimum) for scale in range(-2, 3) for minimum in (-1, 0, 1)))
+"""Integers about those of a scale and a minimum that are tried in their place, the latter beside what leaves the middle
+of the group where it is; kNear."""
+
+
+def _near_integers(groups: _Groups, scales: _Integers, minima: _Integers) -> tuple[torch.Tensor, torch.Tensor]:
+    """[num_outputs, groups, 1] each: the scales and minima that leave the least squared error, of those near."""
+    step = 7.5 * scales.units / minima.units
+    best = torch.full_like(step, torch.inf)
+    chosen, start = scales.whole * scales.units, minima.whole * minima.units
+    for scale, minimum in NEAR:
+        sizes = (scales.whole + scale).clamp(0, 127) * scales.units
+        starts = (minima.whole + (scale * step).round() + minimum).clamp(-127, 127) * minima.units
+        inverse = torch.where(sizes > 0, 1 / sizes, 0)
+        made = ((groups.x + starts) * inverse).round().clamp(0, 15) * sizes - starts
+        error = torch.where(groups.is_there, made - groups.x, 0).square().sum(2, keepdim=True)
+        better = error < best
+        best, chosen, start = (
+            torch.where(better, new, old) for new, old in ((error, best), (sizes, chosen), (starts, start))
+        )
+    return chosen, start
 
 
 def _quantize8_symmetric(weight: torch.Tensor, size: int) -> GroupedWeight:
@@ -252,7 +290,7 @@ def _quantize8_symmetric(weight: torch.Tensor, size: int) -> GroupedWeight:
         better = products * products > best * squares
         best = torch.where(better, products * products / squares, best)
         scales = torch.where(better, products / squares, scales)
-    scales = scales.to(torch.bfloat16).float()
+    scales = _where_finite(largest, scales.to(torch.bfloat16).float())
     codes = (groups * torch.where(scales > 0, 1 / scales, 0)).round().clamp(-128, 127) + 128
     flat = codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]]
     return GroupedWeight(flat, INT8.to(weight.device), scales[..., 0], size)
@@ -277,7 +315,7 @@ def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
         better = product * product > best * square
         best = torch.where(better, product * product / square, best)
         scales = torch.where(better, product / square, scales)
-    scales = scales.to(torch.bfloat16).float()
+    scales = _where_finite(largest, scales.to(torch.bfloat16).float())
     inverse = torch.where(scales != 0, 1 / scales, 0)
     codes = ((groups * inverse).round().clamp(-8, 7) + 8).to(torch.uint8)
     return GroupedWeight(codes.flatten(1)[:, :num_inputs], INT4, scales[..., 0], group_size)

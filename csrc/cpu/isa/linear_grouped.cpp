@@ -181,21 +181,39 @@ struct Outputs {
   int64_t column;
 };
 
-// part times the scales of weights and `unit`, less minima times what rows add up to, times the scales of rows.
+// part times the scales of weights and `unit`, less minima times what rows add up to, times the scales of rows. Row by
+// row, as there are registers for two numbers of a row beside all sums, and none for those of all rows.
+template <bool kMinima, int R, int V>
+VLLM_LITE_INLINE void add_rows(const Rows& rows, int64_t group, const Vec (&scale)[V], const Vec (&minima)[V],
+                               const Vec (&part)[R][V], Vec (&sum)[R][V]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const int64_t place = group * R + r;
+    const Vec own = splat(rows.scales[place]);
+    [[maybe_unused]] const Vec total = splat(rows.sums[place]);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      Vec scaled = part[r][v] * scale[v];
+      if constexpr (kMinima) scaled = subtract_product(minima[v], total, scaled);
+      sum[r][v] = multiply_add(scaled, own, sum[r][v]);
+    }
+  }
+}
+
 template <int kPlanes, int R, int V>
 VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const Outputs& outputs, const Vec (&part)[R][V],
                                 float unit, Vec (&sum)[R][V]) {
+  Vec scale[V], minima[V];
+  bool has_minima = false;
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
     const Scales scales(outputs.cell, outputs.layout, outputs.supers, outputs.column + v * kWidth);
-    const Vec scale = kPlanes == 2 ? scales.scale * splat(unit) : scales.scale;
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const int64_t place = group * R + r;
-      const Vec less = scales.less_minima(part[r][v] * scale, rows.sums[place]);
-      sum[r][v] = multiply_add(less, splat(rows.scales[place]), sum[r][v]);
-    }
+    scale[v] = kPlanes == 2 ? scales.scale * splat(unit) : scales.scale;
+    minima[v] = scales.minima;
+    has_minima = scales.has_minima;
   }
+  if (has_minima) return add_rows<true>(rows, group, scale, minima, part, sum);
+  add_rows<false>(rows, group, scale, minima, part, sum);
 }
 
 // The sums of R rows and V vectors of a block's outputs, from `column` on, go on with some of its cells. Rows that are

@@ -16,6 +16,24 @@ constexpr float kSteps4[] = {13,    13.25f, 13.5f, 13.75f, 14,    14.25f, 14.5f,
 // negative ones than positive ones, a scale may be negative, too. The same as ENDS there.
 constexpr float kEnds4[] = {-9,    -8.75f, -8.5f, -8.25f, -8,   -7.75f, -7.5f, -7.25f,
                             -7.0f, -6.75f, 6.5f,  6.75f,  7.0f, 7.25f,  7.5f,  8};
+// Integers about those of a scale and a minimum that are tried instead, the latter beside what leaves the middle of the
+// group where it is. The same as NEAR there.
+constexpr int kMostLess = 2, kMostBeside = 1, kNumNear = kNumTried;
+constexpr float kMostInteger = 127;
+struct Near {
+  float scales[kNumNear] = {}, minima[kNumNear] = {};
+
+  constexpr Near() {
+    int number = 1;  // as they are comes first, as what is as good must not replace it
+    for (int scale = -kMostLess; scale <= kMostLess; ++scale) {
+      for (int minimum = -kMostBeside; minimum <= kMostBeside; ++minimum, ++number) {
+        scales[number] = static_cast<float>(scale);
+        minima[number] = static_cast<float>(minimum);
+      }
+    }
+  }
+};
+constexpr Near kNear;
 constexpr float kMagic = 0x1.8p23f;  // adding it rounds to a whole number, which then is in the lowest bits
 
 // A whole number plus kMagic, kept between two others: as bits they are in order.
@@ -25,23 +43,38 @@ VLLM_LITE_INLINE Vec within(Vec shifted, float least, float most) {
   return reinterpret_cast<Vec>(above > high ? high : above);
 }
 
+VLLM_LITE_INLINE Vec within_floats(Vec x, Vec least, Vec most) {
+  const Vec above = x < least ? least : x;
+  return above > most ? most : above;
+}
+
+VLLM_LITE_INLINE Vec round_all(Vec x) {  // up to 2^22
+  return x + kMagic - kMagic;
+}
+
 VLLM_LITE_INLINE float to_bfloat16(float x) {
   BFloat16 narrow;
   from_float(x, &narrow);
   return to_float(narrow);
 }
 
+// NaN is the range of numbers that are not all finite: it must not be lost, as a group of codes would hide a model that
+// is broken.
 struct Range {
   float least = 0, most = 0;
 
   static Range of(const float* x, int64_t count) {
+    constexpr int32_t kInfinity = 0x7f800000;
     Range range;
     range.least = range.most = x[0];
-    for (int64_t i = 1; i < count; ++i) {
+    int32_t size = 0;  // as integers the sizes of floats are in order
+    for (int64_t i = 0; i < count; ++i) {
       range.least = x[i] < range.least ? x[i] : range.least;
       range.most = x[i] > range.most ? x[i] : range.most;
+      const int32_t own = static_cast<int32_t>(bits_of(x[i]) & INT32_MAX);
+      size = own > size ? own : size;
     }
-    return range;
+    return size < kInfinity ? range : Range{NAN, NAN};
   }
 };
 
@@ -54,10 +87,11 @@ float largest_of(const float* x, int64_t count) {
 }
 
 // The scale for integers from `least` to `most` times it, if the largest number becomes one of `ends` [kNumTried]. NaN
-// is no number that one could choose.
+// where not all numbers are finite.
 float search(const float* x, int64_t count, const float* ends, float least, float most) {
   const float largest = largest_of(x, count);
-  if (!(largest != 0)) return 0;
+  if (largest != largest) return NAN;
+  if (largest == 0) return 0;
   float best = 0, chosen = 0;
   for (int first = 0; first < kNumTried; first += kWidth) {
     const Vec inverse = load(ends + first) / largest;
@@ -142,8 +176,8 @@ void search_group4(const float* x, int64_t count, float* scale, float* minimum) 
   const Range range = Range::of(x, count);
   const float least = range.least, width = range.most - range.least;
   *scale = 0;
-  *minimum = -least;
-  if (!(width > 0) || width > 3e38f) return;  // all are alike, or they are no numbers
+  *minimum = width < 3e38f ? -least : NAN;
+  if (!(width > 0) || *minimum != *minimum) return;  // all are alike, or they are no numbers
   float total = 0, best = 0, chosen = 0, start = 0;
   for (int64_t i = 0; i < count; ++i) total += x[i] - least;
   for (int first = 0; first < kNumTried; first += kWidth) {
@@ -161,6 +195,30 @@ void search_group4(const float* x, int64_t count, float* scale, float* minimum) 
   }
   *scale = chosen;
   *minimum = -(least + start);
+}
+
+void refine_group4(const float* x, int64_t count, const float (&units)[2], float* scale, float* minimum) {
+  const Vec most = splat(kMostInteger);
+  const float step = 7.5f * units[0] / units[1], own_scale = *scale, own_minimum = *minimum;
+  float best = INFINITY;
+  for (int first = 0; first < kNumNear; first += kWidth) {
+    const Vec less = load(kNear.scales + first), scales = within_floats(less + own_scale, splat(0), most);
+    const Vec beside = round_all(less * step) + load(kNear.minima + first);
+    const Vec minima = within_floats(beside + own_minimum, splat(-kMostInteger), most);
+    const Vec size = scales * units[0], start = minima * units[1], inverse = size > 0 ? splat(1) / size : splat(0);
+    Vec squares = {};
+    for (int64_t i = 0; i < count; ++i) {
+      const Vec value = splat(x[i]) + start, code = within(value * inverse + kMagic, 0, 15) - kMagic;
+      const Vec error = subtract_product(code, size, value);
+      squares = multiply_add(error, error, squares);
+    }
+    for (int i = 0; i < kWidth; ++i) {
+      if (!(squares[i] < best)) continue;
+      best = squares[i];
+      *scale = scales[i];
+      *minimum = minima[i];
+    }
+  }
 }
 
 void find_range(const float* x, int64_t count, float* least, float* most) {
