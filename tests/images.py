@@ -57,7 +57,7 @@ def make_smolvlm(path: Path, family: str = "SmolVLM", **settings: Any) -> Path:
     }
     own = {"text_config": text, "vision_config": vision, "scale_factor": MERGE, "image_token_id": IMAGE_TOKEN}
     write_checkpoint(path, config, model, own | {"tie_word_embeddings": False} | settings)
-    _add_tokens(path)
+    _add_tokens(path, SPECIAL)
     processor = {
         "image_processor_type": f"{family}ImageProcessor",
         "processor_class": f"{family}Processor",
@@ -82,12 +82,62 @@ def make_smolvlm(path: Path, family: str = "SmolVLM", **settings: Any) -> Path:
     return path
 
 
-def _add_tokens(path: Path) -> None:
+QWEN_SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+QWEN_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""As Qwen3.5's, shorter."""
+
+
+def make_qwen3_5(path: Path, family: str = "Qwen3_5", **text: Any) -> Path:
+    """Write a random hybrid Qwen3.5 with its tower: patches of 8 x 8 pixels, of which 2 x 2 are a token."""
+    import transformers
+
+    from tests.families.hybrid import RECURRENT
+
+    config, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForConditionalGeneration")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    own: dict[str, Any] = {"vocab_size": 384 + len(QWEN_SPECIAL), "rope_parameters": rope, "pad_token_id": 0}
+    vision = {
+        "depth": 2,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_heads": 4,
+        "patch_size": PATCH,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 25,
+        "initializer_range": 0.3,
+    }
+    first = 384
+    ids = {"vision_start_token_id": first, "vision_end_token_id": first + 1}
+    ids |= {"image_token_id": first + 2, "video_token_id": first + 3}
+    own |= {"max_position_embeddings": 4096}
+    write_checkpoint(path, config, model, {"text_config": RECURRENT | own | text, "vision_config": vision, **ids})
+    _add_tokens(path, QWEN_SPECIAL)
+    processor: dict[str, Any] = {
+        "patch_size": PATCH,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "resample": 3,
+        "do_resize": True,
+    }
+    processor |= {"size": {"shortest_edge": 256, "longest_edge": 64 * 64}, "resample": 3}
+    processor |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (path / "chat_template.jinja").write_text(QWEN_TEMPLATE)
+    return path
+
+
+def _add_tokens(path: Path, special: list[str]) -> None:
     from tokenizers import AddedToken, Tokenizer
 
     file = path / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     tokenizer.save(str(file))
 
 

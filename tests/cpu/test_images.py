@@ -25,7 +25,7 @@ from vllm_lite.client.spans import ShownMedia, Text
 from vllm_lite.engine import core
 from vllm_lite.engine.encoder_cache import EncoderSizes
 from vllm_lite.errors import RequestError
-from vllm_lite.layers.vision_tower import VisionTower
+from vllm_lite.layers.vision.siglip import SiglipTower
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.spans import Media
@@ -105,7 +105,7 @@ def black_png(width: int, height: int) -> bytes:
     return made.getvalue()
 
 
-PNG = as_file("PNG", "RGB", 60, 50, 1)
+PNG, SMALL_PNG = as_file("PNG", "RGB", 60, 50, 1), as_file("PNG", "RGB", 10, 10, 3)
 
 
 @pytest.mark.parametrize(
@@ -129,18 +129,19 @@ def test_what_is_no_image_is_refused_in_one_sentence(data: bytes, problem: str) 
 
 
 def test_a_process_that_dies_costs_its_own_image_alone() -> None:
-    pool = ImagePool(TileSettings(32, 64))
+    settings = TileSettings(32, 64)
+    pool = ImagePool(settings)
     try:
-        assert pool.tiles(PNG) == tiles_of(PNG, pool.settings)
+        assert pool.made(PNG) == tiles_of(PNG, settings)
         (process,) = pool._idle
         process.child.stop(0.0)
         with pytest.raises(RequestError, match="takes too long or breaks its decoder"):
-            pool.tiles(as_file("PNG", "RGB", 10, 10, 3))
-        assert pool.tiles(as_file("PNG", "RGB", 10, 10, 3)).rows == 2
+            pool.made(SMALL_PNG)
+        assert pool.made(SMALL_PNG) == tiles_of(SMALL_PNG, settings)
         with pytest.raises(RequestError, match="must be a PNG"):
-            pool.tiles(b"text")
+            pool.made(b"text")
         num_cut = pool.num_cut
-        assert pool.tiles(PNG).rows == 2
+        assert pool.made(PNG) == tiles_of(PNG, settings)
         assert pool.num_cut == num_cut, "it was kept"
     finally:
         pool.close()
@@ -164,7 +165,7 @@ def test_the_tower_gives_the_vectors_of_transformers(
     colors = ((tiles.float() / 255 - 0.5) / 0.5).permute(0, 3, 1, 2)[None]
     with torch.inference_mode():
         theirs = transformers_model(path, f"{family}ForConditionalGeneration").eval().get_image_features(colors)
-        vectors = mine.tower.encode(tiles)
+        vectors = torch.stack(mine.tower.encode(list(tiles)))
     expected = torch.stack(theirs.pooler_output[0].split(vectors.shape[1]))
     assert torch.allclose(vectors, expected, atol=1e-4), (vectors - expected).abs().max()
 
@@ -339,13 +340,13 @@ def test_a_long_chat_computes_each_image_once_and_finds_the_rest(
     """20 turns with five images, of two users at once who show the same: what was said before is found, to the last
     whole block, and towers run for the different tiles alone."""
     seen = list[bytes]()
-    encode = VisionTower.encode
+    encode = SiglipTower.encode
 
-    def encoding(self: VisionTower, tiles: torch.Tensor, progress: Any) -> torch.Tensor:
+    def encoding(self: SiglipTower, tiles: Sequence[torch.Tensor], progress: Any) -> list[torch.Tensor]:
         seen.extend(tile.numpy().tobytes() for tile in tiles)
         return encode(self, tiles, progress)
 
-    monkeypatch.setattr(VisionTower, "encode", encoding)
+    monkeypatch.setattr(SiglipTower, "encode", encoding)
     shown = {turn: Image.fromarray(picture(90, 60, turn)) for turn in (0, 1, 5, 9, 14)}
     chats: list[list[dict[str, Any]]] = [[], []]
     before, known, found = [list[int](), list[int]()], 0, 0

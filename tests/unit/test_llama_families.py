@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.unit.test_model_spec import config
@@ -174,7 +175,10 @@ def test_qwen_vl_turns_text_as_qwen_does(tmp_path: Path, kind: str | None) -> No
     """Flat, as its checkpoints are, and by the oldest name of its rope."""
     changes = {"rope_theta": 1e6, "rope_scaling": {"type": kind, "mrope_section": [16, 24, 24]}}
     spec = load(tmp_path, "Qwen2_5_VLForConditionalGeneration", changes, ("rope_parameters",))
-    assert {layer.rope for layer in spec.layers} == {Rope(1e6)}
+    (rope,) = {layer.rope for layer in spec.layers}
+    assert rope is not None
+    assert msgspec.structs.replace(rope, axes=None) == Rope(1e6)
+    assert (rope.axes == (0,) * 16 + (1,) * 24 + (2,) * 24) == (kind == "mrope"), "else in turn, as Qwen3.5's"
     assert spec.qkv_bias
 
 

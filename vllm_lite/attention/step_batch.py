@@ -14,6 +14,17 @@ PAD_SLOT = -1
 """Slot of a token whose K and V are not written: padding, and a recomputed token whose KV is already in the cache."""
 
 
+AXIS_BITS = 21
+AXIS_MASK = (1 << AXIS_BITS) - 1
+
+
+def on_axes(time: NDArray[np.int64], down: NDArray[np.int64], across: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Positions along three axes as one number for each token: `down` and `across` count from `time`. Where all three
+    are equal it is that position itself."""
+    packed: NDArray[np.int64] = time | down << AXIS_BITS | across << 2 * AXIS_BITS
+    return packed
+
+
 class TokenVectors(NamedTuple):
     """Vectors that stand in the place of those of placeholder tokens."""
 
@@ -35,7 +46,7 @@ class StepBatch:
     max_query_len: int
     max_seq_len: int
     token_ids: torch.Tensor  # int [num_tokens]
-    positions: torch.Tensor  # int64 [num_tokens], as the model counts
+    positions: torch.Tensor  # int64 [num_tokens], as the model counts; with `vectors` perhaps along several axes
     query_start_loc: torch.Tensor  # int32 [num_seqs + 1]
     seq_lens: torch.Tensor  # int32 [num_seqs], tokens in the cache after this step's writes
     block_tables: tuple[torch.Tensor, ...]  # int32 [num_seqs, max_blocks], entries past the length unused

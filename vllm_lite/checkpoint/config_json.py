@@ -222,11 +222,10 @@ def _parse_folder(folder: Path, model_impl: str, options: PoolingOptions, raw_js
 
 def _seeing(spec: ModelSpec, raw: Any, folder: Path) -> ModelSpec:
     """The model with its tower for images, if it has one that is computed here."""
-    vision = read_vision(spec.architecture, raw, folder) if spec.implementation == "native" else None
+    vision = read_vision(spec.architecture, raw, folder, spec.hidden_size) if spec.implementation == "native" else None
     if vision is None:
         return spec
-    own = vision.num_parameters + vision.hidden_size * vision.merge**2 * spec.hidden_size
-    return msgspec.structs.replace(spec, vision=vision, extra_parameters=spec.extra_parameters + own)
+    return msgspec.structs.replace(spec, vision=vision, extra_parameters=spec.extra_parameters + vision.num_parameters)
 
 
 def _converted(spec: ModelSpec, raw: dict[str, Any], modules: Any, options: PoolingOptions) -> ModelSpec:

@@ -109,7 +109,7 @@ class EncoderCache(CachePart[None]):
         self._budget -= medium.num_tokens
         self._bytes -= len(content)
         self._held[medium.digest] = medium.num_tokens
-        self._entries.append(Encode(medium.digest, medium.num_tokens, content))
+        self._entries.append(Encode(medium.digest, medium.num_tokens, content, medium.grid))
         self.num_encoded += 1
         return True
 

@@ -121,10 +121,12 @@ class Buffers:
             self._last = (n, self._slice(n))
         return self._last[1]
 
-    def select_rotations(self, rows: StepRows, positions: torch.Tensor) -> None:
-        """Fetch each token's rotations, once for all layers. positions: int64 [num_tokens]."""
+    def select_rotations(self, rows: StepRows, positions: torch.Tensor, *, on_axes: bool = False) -> None:
+        """Fetch each token's rotations, once for all layers. positions: int64 [num_tokens]. `on_axes`: some tokens may
+        have another position along each axis."""
         for table, rotation in zip(self._tables, rows.rotations, strict=True):
-            table.select(positions, rotation)
+            select = table.select_axes if on_axes else table.select
+            select(positions, rotation)
 
     def gather(self, rows: StepRows, wanted: torch.Tensor, kind: int, layer: int, *, heads: bool = False) -> StepRows:
         """Some rows of the residual stream, of attention's result, and of what layers from `layer` on have for

@@ -25,7 +25,7 @@ from vllm_lite.layers.buffers import Buffers, StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
-from vllm_lite.layers.vision_tower import VisionTower
+from vllm_lite.layers.vision.tower import VisionTower
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class Decoder:
         self.norm = parts.norm()
         self.lm_head = parts.lm_head(self.embedding, tied=spec.tie_word_embeddings)
         self.pooler = None if spec.pooling is None else Pooler(parts)
-        self.tower: VisionTower | None = None
+        self.tower: VisionTower[Any] | None = None
         self.buffers = Buffers(parts, max_model_len, max_num_tokens)
 
     def make_layer(self, parts: Parts, index: int) -> Layer:
@@ -124,7 +124,7 @@ class Decoder:
             if not len(rows.hidden):
                 return rows.hidden
         if self.attends:
-            self.buffers.select_rotations(rows, batch.positions)
+            self.buffers.select_rotations(rows, batch.positions, on_axes=batch.vectors is not None)
         for index, layer, kv in zip(self.held, self.layers, self.held_of(kv_caches), strict=True):
             layer.write(rows, kv, batch, backend)
             if index == self.last_writer and wanted is not None and len(wanted) == 0:

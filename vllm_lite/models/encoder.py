@@ -5,7 +5,7 @@ that names its layers and its tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ from vllm_lite.layers.buffers import Buffers, StepRows
 from vllm_lite.layers.encoder_layer import EncoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
-from vllm_lite.layers.vision_tower import VisionTower
+from vllm_lite.layers.vision.tower import VisionTower
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.decoder import Layer
 
@@ -97,7 +97,7 @@ class Encoder:
         self.layers = [self.layer(parts, index) for index in range(spec.num_layers)]
         self.norm = parts.norm() if self.names.norm else None
         self.pooler = Pooler(parts)
-        self.tower: VisionTower | None = None
+        self.tower: VisionTower[Any] | None = None
         self.buffers = Buffers(parts, max_model_len, max_num_tokens)
         self._no_cache = torch.empty(0)
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.vision_tower import VisionTower
+from vllm_lite.layers.vision.siglip import SiglipTower
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 from vllm_lite.models.llama import Llama
 
@@ -13,7 +14,8 @@ class Idefics3(Llama):
 
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
         super().__init__(parts, max_model_len, max_num_tokens)
-        self.tower = None if parts.spec.vision is None else VisionTower(parts, parts.spec.vision)
+        vision = parts.spec.vision
+        self.tower = SiglipTower(parts, vision) if isinstance(vision, SiglipSpec) else None
 
     def weight_groups(self) -> Iterator[WeightGroup]:
         yield from super().weight_groups()

@@ -22,7 +22,7 @@ from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.quantized.exact import ExactForm
 from vllm_lite.layers.quantized.select import form_for
-from vllm_lite.layers.vision_tower import VisionTower
+from vllm_lite.layers.vision.tower import VisionTower
 from vllm_lite.layers.weights.lora import Adapters, stored_rows
 from vllm_lite.layers.weights.weight_form import DENSE
 from vllm_lite.layers.weights.weight_slot import WeightGroup
@@ -133,7 +133,7 @@ class Model(Protocol):
     communicator: Communicator
     pooler: Pooler | None
     """What makes vectors or scores of hidden states; None: nothing."""
-    tower: VisionTower | None
+    tower: VisionTower[Any] | None
     """What sees images; None: nothing."""
     own_columns: slice
     """The tokens of the vocabulary whose logits this rank computes."""

@@ -28,6 +28,7 @@ class Encode(Message, tag=13):
     digest: Digest
     num_tokens: int
     content: bytes
+    grid: tuple[int, ...] = ()
 
 
 class FreeEncoded(Message, tag=14):

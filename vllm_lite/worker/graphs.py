@@ -262,13 +262,14 @@ def _as_decodes(inputs: StepInputs) -> StepInputs:
         return inputs
     sequence_of = np.arange(len(inputs.rows)).repeat(inputs.num_scheduled)
     ones = np.ones(inputs.num_tokens, np.int64)
+    places = np.arange(inputs.num_tokens) + (inputs.starts - inputs.query_start_loc[:-1])[sequence_of]
     return replace(
         inputs,
         rows=inputs.rows[sequence_of],
         num_scheduled=ones,
         block_tables=tuple(table[sequence_of] for table in inputs.block_tables),
         query_start_loc=np.arange(inputs.num_tokens + 1, dtype=np.int32),
-        seq_lens=(inputs.positions + 1).astype(np.int32),
+        seq_lens=(places + 1).astype(np.int32),
         sampling=np.arange(inputs.num_tokens),
         num_samples=ones,
     )

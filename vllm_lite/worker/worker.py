@@ -72,7 +72,7 @@ from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 from vllm_lite.worker.step_parts.adapter_cache import AdapterCache
 from vllm_lite.worker.step_parts.drafts import Drafts, drafter_of
 from vllm_lite.worker.step_parts.expert_load import ExpertLoad
-from vllm_lite.worker.step_parts.media import MediaVectors, media_facts
+from vllm_lite.worker.step_parts.media import media_facts, media_parts
 from vllm_lite.worker.step_parts.pooling import PooledPrompts, pooler_info
 from vllm_lite.worker.step_parts.prompt_scores import PromptScorer
 from vllm_lite.worker.step_parts.rules import Rules
@@ -345,7 +345,7 @@ class Worker:
             self.expert_load.follow(forward)
             parts.append(self.expert_load)
         if model.tower is not None:
-            parts.append(MediaVectors(model.tower, self.progress.advance))
+            parts += media_parts(model.tower, self.progress.advance)
         if states is not None:
             parts.append(states)
         return parts

@@ -3,7 +3,6 @@
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.llama import FAMILIES as LLAMA
 from vllm_lite.checkpoint.families.llama import LlamaConfig
-from vllm_lite.checkpoint.layer_specs.vision import ARCHITECTURES
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ModelError
 
@@ -17,4 +16,5 @@ def _unknown(_architecture: str, raw: Idefics3Config) -> ModelSpec:
 
 
 _IDEFICS3 = Family(Idefics3Config, _unknown, by_type={"llama": LLAMA["LlamaForCausalLM"]})
+ARCHITECTURES = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 FAMILIES = dict.fromkeys(ARCHITECTURES, _IDEFICS3)

@@ -90,6 +90,9 @@ class Rope(msgspec.Struct, frozen=True):
     """Whether element 2 i turns with element 2 i + 1 in the checkpoint; else i with i + rotary_size / 2."""
     attention_factor: float = 1.0
     """What turns is multiplied by it."""
+    axes: tuple[int, ...] | None = None
+    """For each rotated pair the axis whose positions rotate it, where images have positions along time, height and
+    width (0, 1, 2); None: there is one axis. Text has the same position along all of them."""
 
     def order(self, head_size: int) -> tuple[int, ...] | None:
         """Position in the checkpoint's head of each element of a head as kernels see it; None: in the same order.
@@ -152,6 +155,8 @@ class RawRope(msgspec.Struct):
     truncate: bool = True
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
+    mrope_section: tuple[int, int, int] | None = None
+    mrope_interleaved: bool | None = None
 
 
 class RopeContext(msgspec.Struct, frozen=True):
@@ -191,7 +196,19 @@ def read_rope(values: Mapping[str, Any], key: str, context: RopeContext) -> Rope
         rotary_size=None if rotary_size == context.head_size else rotary_size,
         interleaved=context.interleaved,
         attention_factor=attention_factor,
+        axes=_axes(raw, kind, rotary_size // 2),
     )
+
+
+def _axes(raw: RawRope, kind: str, num_pairs: int) -> tuple[int, ...] | None:
+    """The axis of each pair: sections one behind another, or height and width at every third pair as long as they last.
+    None for sections that are not of these pairs."""
+    sections = raw.mrope_section
+    if sections is None or sum(sections) != num_pairs:
+        return None
+    if kind == "mrope" if raw.mrope_interleaved is None else not raw.mrope_interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(num_pairs))
 
 
 def _needed(raw: RawRope, key: str, *names: str) -> list[Any]:

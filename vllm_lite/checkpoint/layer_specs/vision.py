@@ -1,5 +1,8 @@
-"""A tower that sees images before a model reads them, in numbers: SigLIP, on tiles of one size. No torch."""
+"""A tower that sees images before a model reads them, in numbers. No torch."""
 
+import math
+from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,28 +13,50 @@ from vllm_lite.errors import ModelError
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 GREY = (0.5, 0.5, 0.5)
-ARCHITECTURES = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
-"""Those that see images here. The others of their kind are served as models of text."""
+Colors = tuple[float, float, float]
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A tower that makes of each tile of `image_size` x `image_size` pixels `num_tokens` vectors of the text model."""
+    """A tower that makes vectors of the text model of patches of an image. Subclasses say which."""
 
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
-    image_size: int
     patch_size: int
     norm_eps: float
     activation: Literal["gelu_pytorch_tanh", "gelu"]
     merge: int
     """So many patches along each side become one vector."""
+    out_size: int
+    """Elements of a vector of the text model."""
     token_id: int
     """The placeholder."""
-    mean: tuple[float, float, float] = GREY
-    std: tuple[float, float, float] = GREY
+    mean: Colors = GREY
+    std: Colors = GREY
     """A color c of 0 to 255 becomes (c / 255 - mean) / std."""
+
+    @property
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Weights of the tower, and of what makes vectors of the text model of its own."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of an image for each of its vectors: three colors of so many pixels."""
+        return 3 * (self.patch_size * self.merge) ** 2
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of the layers."""
+        size, inner = self.hidden_size, self.intermediate_size
+        return self.num_layers * (4 * size * (size + 1) + 2 * size * inner + inner + size + 4 * size)
+
+
+class SiglipSpec(VisionSpec, frozen=True, kw_only=True):
+    """Idefics 3's, on tiles of `image_size` x `image_size` pixels."""
+
+    image_size: int
 
     @property
     def side(self) -> int:
@@ -44,16 +69,28 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (self.side // self.merge) ** 2
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of a tile for each of its vectors: three colors of so many pixels."""
-        return 3 * (self.patch_size * self.merge) ** 2
+    def num_parameters(self) -> int:
+        """Weights of the tower, with the projection behind it."""
+        size = self.hidden_size
+        own = size * (3 * self.patch_size**2 + 1 + self.side**2) + 2 * size
+        return self.layer_parameters + own + size * self.merge**2 * self.out_size
+
+
+class QwenVisionSpec(VisionSpec, frozen=True, kw_only=True):
+    """Qwen3.5's, on images of any size: a rotation in two dimensions, and a square table of learned positions that is
+    stretched over the image."""
+
+    frames: int
+    """An image is so many equal frames of a video."""
+    side: int
+    """Rows and columns of the table."""
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the tower, without the projection behind it."""
-        size, inner = self.hidden_size, self.intermediate_size
-        layer = 4 * size * (size + 1) + 2 * size * inner + inner + size + 4 * size
-        return self.num_layers * layer + size * (3 * self.patch_size**2 + 1 + self.side**2) + 2 * size
+        """Weights of the tower, with the merger behind it."""
+        size, merged = self.hidden_size, self.hidden_size * self.merge**2
+        own = size * (3 * self.frames * self.patch_size**2 + 1 + self.side**2) + 2 * size
+        return self.layer_parameters + own + merged * (merged + 1) + self.out_size * (merged + 1)
 
 
 class _Vision(msgspec.Struct):
@@ -74,34 +111,50 @@ class _Outer(msgspec.Struct):
     image_token_id: int = 128257
 
 
+class _QwenVision(msgspec.Struct):
+    depth: Size = 27
+    hidden_size: Size = 1152
+    hidden_act: str = "gelu_pytorch_tanh"
+    intermediate_size: Size = 4304
+    num_heads: Size = 16
+    in_channels: Size = 3
+    patch_size: Size = 16
+    spatial_merge_size: Size = 2
+    temporal_patch_size: Size = 2
+    out_hidden_size: Size = 3584
+    num_position_embeddings: Size = 2304
+
+
+class _QwenOuter(msgspec.Struct):
+    vision_config: _QwenVision = msgspec.field(default_factory=_QwenVision)
+    image_token_id: int = 248056
+
+
 class _Colors(msgspec.Struct):
-    image_mean: tuple[float, float, float] = GREY
-    image_std: tuple[float, float, float] = GREY
-    rescale_factor: float = 1 / 255
+    image_mean: Colors = GREY
+    image_std: Colors = GREY
 
 
-def read_vision(architecture: str, raw: Any, folder: Path) -> VisionSpec | None:
-    """The tower by config.json and the file for the processor; None for a model that sees no images here. Raises
-    ModelError, by name, for what is not supported."""
-    if architecture not in ARCHITECTURES:
+def read_vision(architecture: str, raw: Any, folder: Path, out_size: int = 0) -> VisionSpec | None:
+    """The tower by config.json and the file for the processor; None for a model that sees no images here. `out_size`:
+    elements of the text model's vectors. Raises ModelError, by name, for what is not supported."""
+    reader = _READERS.get(architecture)
+    if reader is None or not raw.get("vision_config"):
         return None
+    file = folder / PREPROCESSOR_FILE
+    return reader(raw, read_json(file, _read_colors) if file.is_file() else _Colors(), out_size)
+
+
+def _siglip(raw: Any, colors: _Colors, out_size: int) -> SiglipSpec:
     outer = convert(raw, _Outer)
     own = outer.vision_config
-    if own.num_channels != 3 or own.hidden_act not in ("gelu_pytorch_tanh", "gelu"):
-        raise ModelError(
-            f"vision_config: num_channels {own.num_channels} with hidden_act {own.hidden_act!r} is not supported; "
-            "supported: 3 with gelu_pytorch_tanh or gelu"
-        )
-    divides = own.image_size % own.patch_size == 0 and (own.image_size // own.patch_size) % outer.scale_factor == 0
-    if not divides or own.hidden_size % own.num_attention_heads:
+    _check(own.num_channels, own.hidden_act, own.hidden_size, own.num_attention_heads)
+    if own.image_size % own.patch_size or (own.image_size // own.patch_size) % outer.scale_factor:
         raise ModelError(
             f"vision_config: image_size {own.image_size} must be a multiple of patch_size {own.patch_size} times "
-            f"scale_factor {outer.scale_factor}, and hidden_size {own.hidden_size} of its heads"
+            f"scale_factor {outer.scale_factor}"
         )
-    colors = (
-        read_json(folder / PREPROCESSOR_FILE, _read_colors) if (folder / PREPROCESSOR_FILE).is_file() else _Colors()
-    )
-    return VisionSpec(
+    return SiglipSpec(
         hidden_size=own.hidden_size,
         intermediate_size=own.intermediate_size,
         num_layers=own.num_hidden_layers,
@@ -111,10 +164,62 @@ def read_vision(architecture: str, raw: Any, folder: Path) -> VisionSpec | None:
         norm_eps=own.layer_norm_eps,
         activation="gelu" if own.hidden_act == "gelu" else "gelu_pytorch_tanh",
         merge=outer.scale_factor,
+        out_size=out_size,
         token_id=outer.image_token_id,
         mean=colors.image_mean,
         std=colors.image_std,
     )
+
+
+def _qwen(raw: Any, colors: _Colors, out_size: int) -> QwenVisionSpec:
+    outer = convert(raw, _QwenOuter)
+    own = outer.vision_config
+    _check(own.in_channels, own.hidden_act, own.hidden_size, own.num_heads)
+    side = math.isqrt(own.num_position_embeddings)
+    if side**2 != own.num_position_embeddings or own.hidden_size // own.num_heads % 4:
+        raise ModelError(
+            f"vision_config: num_position_embeddings {own.num_position_embeddings} must be a square, and heads of "
+            f"{own.hidden_size // own.num_heads} elements a multiple of 4"
+        )
+    if out_size and own.out_hidden_size != out_size:
+        raise ModelError(
+            f"vision_config: out_hidden_size {own.out_hidden_size} must be the text model's hidden_size {out_size}"
+        )
+    return QwenVisionSpec(
+        hidden_size=own.hidden_size,
+        intermediate_size=own.intermediate_size,
+        num_layers=own.depth,
+        num_heads=own.num_heads,
+        patch_size=own.patch_size,
+        norm_eps=1e-6,
+        activation="gelu" if own.hidden_act == "gelu" else "gelu_pytorch_tanh",
+        merge=own.spatial_merge_size,
+        out_size=own.out_hidden_size,
+        token_id=outer.image_token_id,
+        mean=colors.image_mean,
+        std=colors.image_std,
+        frames=own.temporal_patch_size,
+        side=side,
+    )
+
+
+def _check(num_channels: int, activation: str, size: int, num_heads: int) -> None:
+    if num_channels != 3 or activation not in ("gelu_pytorch_tanh", "gelu"):
+        raise ModelError(
+            f"vision_config: {num_channels} channels with hidden_act {activation!r} are not supported; supported: 3 "
+            "with gelu_pytorch_tanh or gelu"
+        )
+    if size % num_heads:
+        raise ModelError(f"vision_config: hidden_size {size} must be a multiple of its {num_heads} heads")
+
+
+_READERS: dict[str, Callable[[Any, _Colors, int], VisionSpec]] = {
+    "Idefics3ForConditionalGeneration": _siglip,
+    "SmolVLMForConditionalGeneration": _siglip,
+    "Qwen3_5ForConditionalGeneration": _qwen,
+    "Qwen3_5MoeForConditionalGeneration": _qwen,
+}
+"""Those that see images here. The others of their kind are served as models of text."""
 
 
 def _read_colors(raw: Any) -> _Colors:

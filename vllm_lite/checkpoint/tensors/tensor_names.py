@@ -139,7 +139,7 @@ def _block(kind: str, part: str) -> str:
 def is_of_tower(name: str) -> bool:
     """Whether the canonical `name` is that of a tower for images, which is whole on every rank and never quantized on
     load; a model that has none takes no such tensor."""
-    return name.startswith(("model.vision_model.", "model.connector."))
+    return name.startswith(("model.vision_model.", "model.connector.", "model.visual."))
 
 
 def is_ignored(

@@ -9,8 +9,15 @@ from hashlib import blake2b
 import msgspec
 
 from vllm_lite.client.media import image_process
-from vllm_lite.client.media.image_process import Answer, ImageJob, ImageRefused, ImageSettings
-from vllm_lite.client.media.tiles import ImageTiles, TileSettings
+from vllm_lite.client.media.image_process import (
+    Answer,
+    ImageJob,
+    ImageRefused,
+    ImageSettings,
+    Made,
+    ProcessorSettings,
+    num_bytes,
+)
 from vllm_lite.errors import RequestError
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.frames import frame, read_frame
@@ -19,7 +26,7 @@ NUM_PROCESSES = 2
 ANSWER_S = 60.0
 """For what no processor time counts: a process that was stopped, a machine that stands still."""
 MAX_KEPT_BYTES = 256 * 1024 * 1024
-"""ImageTiles that are kept: every message of a chat brings the images of those before it again."""
+"""Images that are kept: every message of a chat brings the images of those before it again."""
 
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
@@ -27,7 +34,7 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 class _Process:
     """One child and the socket to it."""
 
-    def __init__(self, settings: TileSettings) -> None:
+    def __init__(self, settings: ProcessorSettings) -> None:
         self.wire, theirs = socket.socketpair()
         with theirs:
             own = ImageSettings(theirs.fileno(), settings)
@@ -52,7 +59,7 @@ class _Process:
 class ImagePool:
     """Cuts images for one model, at most NUM_PROCESSES at a time; others wait. Safe in any thread."""
 
-    def __init__(self, settings: TileSettings) -> None:
+    def __init__(self, settings: ProcessorSettings) -> None:
         """Processes are started when they are needed."""
         self.settings = settings
         self.num_asked = 0
@@ -62,11 +69,11 @@ class ImagePool:
         self._turns = threading.BoundedSemaphore(NUM_PROCESSES)
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
-        self._kept: OrderedDict[bytes, ImageTiles] = OrderedDict()
+        self._kept: OrderedDict[bytes, Made] = OrderedDict()
         self._kept_bytes = 0
 
-    def tiles(self, data: bytes) -> ImageTiles:
-        """The tiles of the image in this file. Raises RequestError in one sentence."""
+    def made(self, data: bytes) -> Made:
+        """The image in this file, as the model's processor makes it. Raises RequestError in one sentence."""
         digest = blake2b(data, digest_size=32).digest()
         with self._lock:
             self.num_asked += 1
@@ -99,15 +106,15 @@ class ImagePool:
             self._idle.append(process)
         return answer
 
-    def _keep(self, digest: bytes, tiles: ImageTiles) -> None:
+    def _keep(self, digest: bytes, made: Made) -> None:
         with self._lock:
             if digest in self._kept:
                 return
-            self._kept[digest] = tiles
-            self._kept_bytes += sum(map(len, tiles.tiles))
+            self._kept[digest] = made
+            self._kept_bytes += num_bytes(made)
             while self._kept_bytes > MAX_KEPT_BYTES:
                 _, gone = self._kept.popitem(last=False)
-                self._kept_bytes -= sum(map(len, gone.tiles))
+                self._kept_bytes -= num_bytes(gone)
 
     def close(self) -> None:
         """End the processes that do nothing; one that works ends with this process."""

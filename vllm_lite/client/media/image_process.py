@@ -10,6 +10,7 @@ import socket
 
 import msgspec
 
+from vllm_lite.client.media.patches import ImagePatches, PatchSettings, patches_of
 from vllm_lite.client.media.tiles import ImageTiles, TileSettings, tiles_of
 from vllm_lite.errors import RequestError
 from vllm_lite.runtime.frames import frame, read_frame
@@ -22,11 +23,16 @@ MAX_MEMORY_BYTES = 2 * 1024**3
 """Address space of the process."""
 
 
+ProcessorSettings = TileSettings | PatchSettings
+Made = ImageTiles | ImagePatches
+"""An image as a processor makes it."""
+
+
 class ImageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`fd` is the open end of the socket."""
 
     fd: int
-    tiles: TileSettings
+    processor: ProcessorSettings
 
 
 class ImageJob(msgspec.Struct, frozen=True):
@@ -39,7 +45,7 @@ class ImageRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = ImageTiles | ImageRefused
+Answer = ImageTiles | ImagePatches | ImageRefused
 
 
 def main(settings: ImageSettings, stop: Wakeup) -> int:
@@ -50,15 +56,19 @@ def main(settings: ImageSettings, stop: Wakeup) -> int:
     with socket.socket(fileno=settings.fd) as wire:
         while data := read_frame(wire):
             signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-            wire.sendall(frame(answer(bytes(msgspec.msgpack.decode(data, type=ImageJob).data), settings.tiles)))
+            wire.sendall(frame(answer(bytes(msgspec.msgpack.decode(data, type=ImageJob).data), settings.processor)))
             signal.setitimer(signal.ITIMER_PROF, 0)
     return 0
 
 
-def answer(data: bytes, settings: TileSettings) -> Answer:
-    """The tiles, or the sentence that says why there are none."""
+def num_bytes(made: Made) -> int:
+    return sum(map(len, made.tiles)) if isinstance(made, ImageTiles) else len(made.colors)
+
+
+def answer(data: bytes, settings: ProcessorSettings) -> Answer:
+    """The image, or the sentence that says why there is none."""
     try:
-        return tiles_of(data, settings)
+        return tiles_of(data, settings) if isinstance(settings, TileSettings) else patches_of(data, settings)
     except RequestError as error:
         return ImageRefused(str(error))
     except MemoryError:

@@ -24,7 +24,7 @@ SIGNATURES = {
 """Formats that are decoded, and how their files begin. Decoders of others, of which some had holes, are never asked."""
 
 
-class TileSettings(msgspec.Struct, frozen=True):
+class TileSettings(msgspec.Struct, frozen=True, tag=True):
     """Sizes by which a model's processor cuts images: resized to `longest_edge`, and then into tiles if it `splits`."""
 
     tile: int

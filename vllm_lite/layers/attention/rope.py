@@ -7,7 +7,9 @@ they are loaded (`Rope.order`). What does not turn has cos 1 and sin 0.
 import math
 
 import torch
+from torch.nn import functional
 
+from vllm_lite.attention.step_batch import AXIS_BITS, AXIS_MASK
 from vllm_lite.checkpoint.layer_specs.rope import Dynamic, LinearScaling, Llama3, LongRope, Proportional, Rope, Yarn
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import fused
@@ -22,6 +24,10 @@ class RotaryEmbedding:
 
     def __init__(self, rope: Rope, head_size: int, max_position: int, *, device: torch.device) -> None:
         self.half = head_size // 2
+        self.axes: torch.Tensor | None = None
+        if rope.axes is not None:
+            axes = torch.tensor(rope.axes, dtype=torch.int64, device=device)
+            self.axes = functional.pad(axes, (0, self.half - len(axes)))  # of pairs that do not turn: any
         self.native = device.type == "cpu" and cpu.available()
         frequencies = inverse_frequencies(rope, head_size, max_position)
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
@@ -39,8 +45,21 @@ class RotaryEmbedding:
         """positions: int64 [num_tokens]. A position outside of the table is an IndexError on a CPU."""
         if self.native and fused.select_rotation(self.table, positions, out):
             return
+        self._put(torch.index_select(self.table, 0, positions), out)
+
+    def select_axes(self, positions: torch.Tensor, out: Rotation) -> None:
+        """The same where tokens may have another position along each axis, as `on_axes` packs them."""
+        if self.axes is None:
+            return self.select(positions, out)
+        time = positions & AXIS_MASK
+        along = torch.stack([time, time + (positions >> AXIS_BITS & AXIS_MASK), time + (positions >> 2 * AXIS_BITS)])
+        rows = self.table[along]  # [3, num_tokens, 2, head_size / 2]
+        pairs = torch.arange(self.half, device=rows.device)
+        self._put(rows[self.axes, :, :, pairs].permute(1, 2, 0), out)
+        return None
+
+    def _put(self, rows: torch.Tensor, out: Rotation) -> None:  # [num_tokens, 2, head_size / 2]
         half = self.half
-        rows = torch.index_select(self.table, 0, positions)  # [num_tokens, 2, head_size / 2]
         out.cos.view(-1, 2, half).copy_(rows[:, :1])
         out.sin.view(-1, 2, half).copy_(rows[:, 1:])
         out.sin[..., :half].neg_()

@@ -19,7 +19,7 @@ from vllm_lite.errors import ModelError
 from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
-from vllm_lite.layers.vision_tower import VisionTower
+from vllm_lite.layers.vision.tower import VisionTower
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.transformers.attention import LayerStep, PagedAttention, Seen, install, register
 from vllm_lite.models.transformers.dry_run import observe, observe_head
@@ -49,7 +49,7 @@ class TransformersModel:
         self.lm_head = parts.lm_head(self.embedding, tied=tied)
         stored = read_headers(Path(spec.folder)) if _has_weights(spec.folder) else {}
         self.pooler = None if spec.pooling is None else Pooler(parts)
-        self.tower: VisionTower | None = None
+        self.tower: VisionTower[Any] | None = None
         self._names = Names(self.causal, self.causal.state_dict().keys(), stored)
         self._groups: list[WeightGroup] = []
         self._ops = ops_for(parts.device)

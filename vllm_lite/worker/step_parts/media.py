@@ -9,21 +9,23 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.attention.step_batch import TokenVectors, to_device
+from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ProtocolError
-from vllm_lite.layers.vision_tower import VisionTower
+from vllm_lite.layers.vision.tower import VisionTower
 from vllm_lite.protocol.encoder import Encode, FreeEncoded
 from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import Fork, Handle, NewRequest
 from vllm_lite.worker.batch.part import Handler, StepPart
 from vllm_lite.worker.batch.rows import SequenceState
 from vllm_lite.worker.batch.step_inputs import StepInputs
+from vllm_lite.worker.step_parts.image_positions import ImagePositions
 
 
 class MediaVectors(StepPart):
     """Runs one tower. `progress` is called behind each of its layers."""
 
-    def __init__(self, tower: VisionTower, progress: Callable[[], None]) -> None:
+    def __init__(self, tower: VisionTower[Any], progress: Callable[[], None]) -> None:
         self.tower = tower
         self.progress = progress
         self.num_encoded = 0
@@ -67,18 +69,18 @@ class MediaVectors(StepPart):
             inputs.vectors = TokenVectors(to_device(np.concatenate(rows), self.tower.device), torch.cat(vectors))
 
     def _encode(self) -> None:
-        spec, wanted = self.tower.spec, list(self._wanted)
+        wanted, images = list(self._wanted), list[torch.Tensor]()
         self._wanted.clear()
-        size = spec.image_size * spec.image_size * 3
         for entry in wanted:
-            if entry.num_tokens != spec.num_tokens or len(entry.content) != size:
-                raise ProtocolError(
-                    f"a medium of {entry.num_tokens} tokens and {len(entry.content)} bytes; a tile has "
-                    f"{spec.num_tokens} and {size}"
-                )
-        colors: NDArray[Any] = np.frombuffer(b"".join(entry.content for entry in wanted), np.uint8)
-        tiles = torch.from_numpy(colors.reshape(-1, spec.image_size, spec.image_size, 3).copy())
-        for entry, vectors in zip(wanted, self.tower.encode(tiles, self.progress), strict=True):
+            try:
+                height, width = self.tower.shape(entry.num_tokens, entry.grid)
+            except ValueError as error:
+                raise ProtocolError(str(error)) from error
+            if len(entry.content) != height * width * 3:
+                raise ProtocolError(f"a medium of {len(entry.content)} bytes for {height} x {width} pixels")
+            colors = np.frombuffer(entry.content, np.uint8).reshape(height, width, 3)
+            images.append(torch.from_numpy(colors.copy()))
+        for entry, vectors in zip(wanted, self.tower.encode(images, self.progress), strict=True):
             self._vectors[entry.digest] = vectors.clone()
         self.num_encoded += len(wanted)
 
@@ -86,6 +88,14 @@ class MediaVectors(StepPart):
         unknown = self._media.keys() - self.rows.sequences.keys()
         if unknown:
             raise RuntimeError(f"media of handles {sorted(unknown)}, which no sequence has")
+
+
+def media_parts(tower: VisionTower[Any], progress: Callable[[], None]) -> list[StepPart]:
+    """The parts of a model that sees images."""
+    parts: list[StepPart] = [MediaVectors(tower, progress)]
+    if isinstance(tower.spec, QwenVisionSpec):
+        parts.append(ImagePositions(tower.spec.merge))
+    return parts
 
 
 def media_facts(spec: ModelSpec) -> dict[str, Any]:

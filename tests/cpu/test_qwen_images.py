@@ -1,0 +1,248 @@
+"""Qwen3.5's images: pixels, vectors, positions and tokens are those of transformers, on a hybrid model."""
+
+import random
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.checkpoints import transformers_model
+from tests.images import make_qwen3_5, picture
+from vllm_lite import LLM, SamplingParams
+from vllm_lite.attention.step_batch import AXIS_BITS, AXIS_MASK, on_axes
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.client.media.patches import PatchSettings, patches_of
+from vllm_lite.client.media.prompt_images import PromptImages
+from vllm_lite.client.spans import ShownMedia
+from vllm_lite.errors import RequestError
+from vllm_lite.kernels.ops import Rotation
+from vllm_lite.layers.attention.rope import RotaryEmbedding
+from vllm_lite.models.registry import Sizes, build
+from vllm_lite.models.weights import load_weights
+from vllm_lite.protocol.spans import Media
+from vllm_lite.worker.step_parts import image_positions
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "single_process": True, "seed": 0}
+UNIT = 16
+COLORS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3_5(tmp_path_factory.mktemp("qwen") / "m")
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    return transformers_model(checkpoint, "Qwen3_5ForConditionalGeneration").eval()
+
+
+def processor(**settings: Any) -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(
+        patch_size=8, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 256, "longest_edge": 4096}, **settings
+    )
+
+
+def as_file(kind: str, mode: str, width: int, height: int, seed: int) -> bytes:
+    colors = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    image, made = Image.fromarray(colors, "RGBA"), BytesIO()
+    (image.convert("RGB").convert(mode) if mode in ("CMYK", "L", "P") else image.convert(mode)).save(made, kind)
+    return made.getvalue()
+
+
+# ---- pixels
+
+
+@pytest.mark.parametrize("kind", [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("JPEG", "CMYK"), ("WEBP", "RGB")])
+def test_patches_are_those_of_the_processor(kind: tuple[str, str]) -> None:
+    """Bit for bit, whatever the size: too small, too large, narrow."""
+    rng, plain = random.Random(repr(kind)), processor(do_rescale=False, do_normalize=False)
+    sizes = [(1, 1), (1, 200), (190, 1), (16, 16), *((rng.randint(1, 200), rng.randint(1, 200)) for _ in range(12))]
+    for seed, (width, height) in enumerate(sizes):
+        data = as_file(*kind, width, height, seed)
+        made = patches_of(data, PatchSettings(UNIT, 256, 4096))
+        theirs = plain([Image.open(BytesIO(data))], return_tensors="np")
+        (grid,) = theirs["image_grid_thw"]
+        assert grid.tolist() == [1, made.height // 8, made.width // 8]
+        own = np.frombuffer(made.colors, np.uint8).reshape(made.height // UNIT, 2, 8, made.width // UNIT, 2, 8, 3)
+        blocks = own.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, 1, 8, 8)
+        assert np.array_equal(
+            np.broadcast_to(blocks, (len(blocks), 3, 2, 8, 8)).reshape(len(blocks), -1), theirs["pixel_values"]
+        )
+
+
+def test_narrow_images_are_refused() -> None:
+    with pytest.raises(RequestError, match="the image has 1 x 201 pixels; one edge may be 200 times the other"):
+        patches_of(as_file("PNG", "RGB", 1, 201, 0), PatchSettings(UNIT, 256, 4096))
+
+
+# ---- vectors and positions
+
+
+def test_the_tower_gives_the_vectors_of_transformers(checkpoint: Path, model: Any) -> None:
+    mine = build(load_spec(checkpoint), "float32", "cpu", Sizes(256, 64))
+    load_weights(mine, checkpoint)
+    assert mine.tower is not None
+    images = [picture(width, height, 3) for width, height in ((48, 48), (16, 96), (64, 32), (16, 16))]
+    inputs = processor(**COLORS)([Image.fromarray(image) for image in images], return_tensors="pt")
+    with torch.inference_mode():
+        theirs = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
+        vectors = mine.tower.encode([torch.from_numpy(image.copy()) for image in images])
+    for own, expected, (_, rows, cols) in zip(vectors, theirs, inputs["image_grid_thw"].tolist(), strict=True):
+        assert own.shape == (rows * cols // 4, 64)
+        assert torch.allclose(own, expected, atol=1e-4), (own - expected).abs().max()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_positions_are_those_of_transformers(model: Any, seed: int) -> None:
+    rng, images, kinds, start = random.Random(seed), list[Media](), list[int](), 0
+    for _ in range(rng.randint(1, 4)):
+        start += (gap := rng.randint(0, 5) if not images else rng.randint(1, 5))
+        grid = 1, 2 * rng.randint(1, 5), 2 * rng.randint(1, 5)
+        images.append(Media("image", bytes(32), grid[1] * grid[2] // 4, start, grid=grid))
+        kinds += [0] * gap + [1] * images[-1].num_tokens
+        start = images[-1].end
+    kinds += [0] * rng.randint(1, 5)
+    ids = torch.zeros(1, len(kinds), dtype=torch.long)
+    expected, delta = model.model.get_rope_index(
+        ids, torch.tensor([kinds], dtype=torch.int32), image_grid_thw=torch.tensor([medium.grid for medium in images])
+    )
+    part = image_positions.ImagePositions(2)
+    found = image_positions._counted(np.arange(len(kinds) + 3), [part._image(medium) for medium in images])
+    time, down, across = (found >> AXIS_BITS * axis & AXIS_MASK for axis in range(3))
+    axes = np.stack([time, time + down, time + across])
+    assert np.array_equal(axes[:, : len(kinds)], expected[:, 0].numpy())
+    assert axes[:, len(kinds) :].tolist() == [[len(kinds) + int(delta) + step for step in range(3)]] * 3
+    first = rng.randrange(len(kinds))
+    some = image_positions._counted(np.arange(first, len(kinds)), [part._image(medium) for medium in images])
+    assert np.array_equal(some, found[first : len(kinds)])
+
+
+def test_each_pair_is_rotated_along_its_axis(checkpoint: Path, model: Any) -> None:
+    axes = torch.randint(0, 200, (3, 40), generator=torch.Generator().manual_seed(1))
+    axes[1:] += axes[0]
+    cos, sin = model.model.language_model.rotary_emb(torch.zeros(1), axes[:, None])
+    rope = next(layer.rope for layer in load_spec(checkpoint).layers if layer.rope is not None)
+    out = Rotation(torch.zeros(40, 32), torch.zeros(40, 32))
+    packed = on_axes(axes[0].numpy(), *(axes[1:] - axes[0]).numpy())
+    RotaryEmbedding(rope, 32, 512, device=torch.device("cpu")).select_axes(torch.from_numpy(packed), out)
+    assert torch.allclose(out.cos[:, :8], cos[0, :, :8], atol=1e-6)
+    assert torch.allclose(out.sin[:, 16:24], sin[0, :, :8], atol=1e-6)
+    assert torch.all(out.cos[:, 8:16] == 1)
+
+
+# ---- tokens
+
+
+CHATS: list[list[Any]] = [
+    [Image.fromarray(picture(90, 60, 1)), "a page"],
+    ["one", Image.fromarray(picture(20, 30, 2)), "two", Image.fromarray(picture(120, 17, 3)), "three"],
+    ["no image at all, only words"],
+    [Image.fromarray(picture(64, 64, 4)), "and once more", Image.fromarray(picture(64, 64, 4))],
+]
+
+
+def chat_of(parts: list[Any]) -> list[dict[str, Any]]:
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def answer(model: Any, checkpoint: Path, parts: list[Any]) -> tuple[list[int], list[int]]:
+    """The prompt's tokens and the answer, by transformers."""
+    from transformers import AutoTokenizer
+
+    tokenizer, cutter = AutoTokenizer.from_pretrained(checkpoint), processor(**COLORS)
+    images = [part for part in parts if not isinstance(part, str)]
+    inputs = cutter(images, return_tensors="pt") if images else {}
+    grids = iter(inputs["image_grid_thw"].tolist() if images else ())
+    text = "<user>"
+    for part in parts:
+        pads = part if isinstance(part, str) else "<|image_pad|>" * (int(np.prod(next(grids))) // 4)
+        text += pads if isinstance(part, str) else f"<|vision_start|>{pads}<|vision_end|>"
+    ids = tokenizer(text + "\n<assistant>", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    seen = {}
+    if images:
+        kinds = (ids == model.config.image_token_id).int()
+        seen = {
+            "pixel_values": inputs["pixel_values"],
+            "image_grid_thw": inputs["image_grid_thw"],
+            "mm_token_type_ids": kinds,
+        }
+    model.model.rope_deltas = None
+    with torch.inference_mode():
+        made = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=10,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **seen,
+        )
+    return ids[0].tolist(), made[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def answers(model: Any, checkpoint: Path) -> list[tuple[list[int], list[int]]]:
+    found = [answer(model, checkpoint, parts) for parts in CHATS]
+    assert len({tuple(tokens) for _, tokens in found}) == len(CHATS)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+        {"enable_prefix_caching": False, "async_scheduling": False},
+        {"num_gpu_blocks_override": 8, "preemption_mode": "recompute"},
+        {"tensor_parallel_size": 2, "single_process": False},
+    ],
+    ids=["whole", "chunks of 9", "no cache", "recompute", "two ranks"],
+)
+def test_answers_are_those_of_transformers(
+    checkpoint: Path, answers: list[tuple[list[int], list[int]]], settings: dict[str, Any]
+) -> None:
+    with LLM(str(checkpoint), **{"num_gpu_blocks_override": 64, **SMALL, **settings}) as llm:
+        for turn in range(2):
+            outputs = llm.chat([chat_of(parts) for parts in CHATS], GREEDY, use_tqdm=False)
+            for output, (prompt_ids, tokens) in zip(outputs, answers, strict=True):
+                assert output.prompt_token_ids == prompt_ids
+                assert output.outputs[0].token_ids == tokens, f"turn {turn}"
+
+
+def test_samples_of_a_prompt_count_as_it_does(checkpoint: Path, answers: list[tuple[list[int], list[int]]]) -> None:
+    """They are forks of the first."""
+    several = msgspec.structs.replace(GREEDY, n=3)
+    with LLM(str(checkpoint), num_gpu_blocks_override=64, **SMALL) as llm:
+        (output,) = llm.chat(chat_of(CHATS[3]), several, use_tqdm=False)
+    assert [sample.token_ids for sample in output.outputs] == [answers[3][1]] * 3
+
+
+@pytest.fixture(scope="module")
+def images(checkpoint: Path) -> Iterator[PromptImages]:
+    images = PromptImages.load(checkpoint)
+    assert images is not None
+    yield images
+    images.pool.close()
+
+
+def test_the_same_colors_in_another_shape_are_another_image(images: PromptImages) -> None:
+    colors, digests = bytes(range(256)) * 12, set()
+    for size in ((32, 32), (16, 64), (64, 16)):
+        made = BytesIO()
+        Image.frombytes("RGB", size, colors).save(made, "PNG")
+        spans = images.pictured("<|image_pad|>", [made.getvalue()], lambda text: [386] * text.count("<")).spans
+        digests |= {span.media.digest for span in spans if isinstance(span, ShownMedia)}
+    assert len(digests) == 3

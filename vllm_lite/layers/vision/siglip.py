@@ -1,0 +1,85 @@
+"""A SigLIP tower and the projection behind it, on tiles of an image."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.nn import functional
+
+from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec
+from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.vision.tower import VisionTower
+from vllm_lite.layers.weights.weight_slot import WeightGroup
+
+TILES_AT_ONCE = 4
+"""More of them would need more memory, and gain nothing."""
+
+
+class SiglipTower(VisionTower[SiglipSpec]):
+    """SigLIP, and a projection of `merge` x `merge` patches each."""
+
+    def __init__(self, parts: Parts, spec: SiglipSpec) -> None:
+        super().__init__(parts, spec)
+        self._positions = position_ids(spec.side).to(parts.device)
+
+    def shape(self, num_tokens: int, grid: Sequence[int]) -> tuple[int, int]:  # noqa: ARG002
+        if num_tokens != self.spec.num_tokens:
+            raise ValueError(f"a medium of {num_tokens} tokens; a tile has {self.spec.num_tokens}")
+        return self.spec.image_size, self.spec.image_size
+
+    def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
+        few = (images[first : first + TILES_AT_ONCE] for first in range(0, len(images), TILES_AT_ONCE))
+        return [vectors for tiles in few for vectors in self._encode(torch.stack(list(tiles)), progress)]
+
+    def _encode(self, tiles: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
+        spec, patch, side = self.spec, self.spec.patch_size, self.spec.side
+        colors = self.colors(tiles).view(-1, side, patch, side, patch, 3)
+        patches = colors.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(1, 2)
+        hidden = self.linear("patches", patches.to(self.dtype))
+        hidden = hidden + self.table("positions")[self._positions]
+        for layer in range(spec.num_layers):
+            hidden = hidden + self._attend(layer, self.norm(f"{layer}.norm1", hidden))
+            hidden = hidden + self.mlp(layer, self.norm(f"{layer}.norm2", hidden))
+            progress()
+        return self.linear("projection", self._merge(self.norm("norm", hidden)))
+
+    def _attend(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:  # [num_tiles, num_patches, hidden_size]
+        num_tiles, num_patches, size = hidden.shape
+        qkv = self.linear(f"{layer}.qkv", hidden).view(num_tiles, num_patches, 3, self.spec.num_heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value)
+        return self.linear(f"{layer}.out", attended.transpose(1, 2).reshape(num_tiles, num_patches, size))
+
+    def _merge(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Put `merge` x `merge` patches side by side, row by row: [num_tiles, num_tokens, merge^2 * hidden_size]."""
+        merge, few = self.spec.merge, self.spec.side // self.spec.merge
+        grid = hidden.view(-1, few, merge, few, merge, self.spec.hidden_size)
+        return grid.permute(0, 1, 3, 2, 4, 5).reshape(-1, self.spec.num_tokens, merge * merge * self.spec.hidden_size)
+
+    # ---- weights
+
+    def weight_groups(self) -> Iterator[WeightGroup]:
+        spec, size, inner, root = self.spec, self.spec.hidden_size, self.spec.intermediate_size, "model.vision_model."
+        patch = f"{root}embeddings.patch_embedding", (size, 3, spec.patch_size, spec.patch_size)
+        yield self.group("patches", [patch[0]], patch[1])
+        yield self.group("positions", [f"{root}embeddings.position_embedding"], (spec.side**2, size), bias=False)
+        for layer in range(spec.num_layers):
+            own = f"{root}encoder.layers.{layer}."
+            yield self.group(f"{layer}.qkv", [f"{own}self_attn.{part}_proj" for part in "qkv"], (size, size))
+            yield self.group(f"{layer}.out", [f"{own}self_attn.out_proj"], (size, size))
+            yield self.group(f"{layer}.fc1", [f"{own}mlp.fc1"], (inner, size))
+            yield self.group(f"{layer}.fc2", [f"{own}mlp.fc2"], (size, inner))
+            for number in "12":
+                yield self.group(f"{layer}.norm{number}", [f"{own}layer_norm{number}"], (size,))
+        yield self.group("norm", [f"{root}post_layernorm"], (size,))
+        projection = "model.connector.modality_projection.proj"
+        yield self.group("projection", [projection], (spec.out_size, spec.merge**2 * size), bias=False)
+
+
+def position_ids(side: int) -> torch.Tensor:
+    """int64 [side * side], the row of the position table for each patch. A patch's place, as a fraction of the side in
+    float32, is looked up among the fractions at which the rows begin: rounding puts some a row too low, and the model
+    has learned with that."""
+    begins = torch.arange(1 / side, 1.0, 1 / side)
+    places = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))
+    rows = torch.bucketize(places.clamp(max=1.0 - 1e-6), begins, right=True)
+    return (rows[:, None] * side + rows).flatten()
