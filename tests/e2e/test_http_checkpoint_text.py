@@ -89,4 +89,7 @@ def test_images_and_sounds_are_refused(http: httpx.Client, part: dict[str, objec
     chat = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
     answer = http.post("/v1/chat/completions", json={"messages": chat})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == f"messages[0].content holds {part['type']!r}; only text is supported"
+    kind = part["type"]
+    sound = f"messages[0].content holds {kind!r}; only text is supported"
+    image = f"messages[0].content[1] is {kind!r}; no images are supported here, only text is"
+    assert answer.json()["error"]["message"] == (sound if kind == "input_audio" else image)

@@ -74,7 +74,7 @@ def step(cache: EncoderCache, workers: Workers, readers: list[Reader]) -> int:
         left -= count
     workers.follow(cache.take_entries(), cache.sizes)
     for reader, start, end in spans:
-        for medium in reader.media:
+        for medium in reader.media if start < end else ():
             if medium.end > start and medium.start < end:
                 assert medium.digest in workers.held, "read without its vectors"
         reader.num_computed = end

@@ -24,7 +24,7 @@ from vllm_lite.checkpoint.layer_specs.pooling import (
     read_modules,
     tokens_head,
 )
-from vllm_lite.checkpoint.layer_specs.vision import read_vision
+from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec, read_vision
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
 from vllm_lite.checkpoint.quantization.read import older_quantization
 from vllm_lite.checkpoint.tensors.fused_experts import as_stored
@@ -225,6 +225,9 @@ def _seeing(spec: ModelSpec, raw: Any, folder: Path) -> ModelSpec:
     vision = read_vision(spec.architecture, raw, folder, spec.hidden_size) if spec.implementation == "native" else None
     if vision is None:
         return spec
+    axes = {layer.rope.axes for layer in spec.layers if layer.rope is not None}
+    if isinstance(vision, QwenVisionSpec) and any(own is None or own == tuple(sorted(own)) for own in axes):
+        raise ModelError("rope_parameters: images need mrope_section, one for each axis, with mrope_interleaved true")
     return msgspec.structs.replace(spec, vision=vision, extra_parameters=spec.extra_parameters + vision.num_parameters)
 
 

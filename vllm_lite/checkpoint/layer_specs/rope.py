@@ -156,7 +156,7 @@ class RawRope(msgspec.Struct):
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
     mrope_section: tuple[int, int, int] | None = None
-    mrope_interleaved: bool | None = None
+    mrope_interleaved: bool = False
 
 
 class RopeContext(msgspec.Struct, frozen=True):
@@ -196,17 +196,17 @@ def read_rope(values: Mapping[str, Any], key: str, context: RopeContext) -> Rope
         rotary_size=None if rotary_size == context.head_size else rotary_size,
         interleaved=context.interleaved,
         attention_factor=attention_factor,
-        axes=_axes(raw, kind, rotary_size // 2),
+        axes=_axes(raw, rotary_size // 2),
     )
 
 
-def _axes(raw: RawRope, kind: str, num_pairs: int) -> tuple[int, ...] | None:
+def _axes(raw: RawRope, num_pairs: int) -> tuple[int, ...] | None:
     """The axis of each pair: sections one behind another, or height and width at every third pair as long as they last.
     None for sections that are not of these pairs."""
     sections = raw.mrope_section
     if sections is None or sum(sections) != num_pairs:
         return None
-    if kind == "mrope" if raw.mrope_interleaved is None else not raw.mrope_interleaved:
+    if not raw.mrope_interleaved:
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
     return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(num_pairs))
 
