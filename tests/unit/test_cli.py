@@ -42,7 +42,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
         (
             'serve --print-config --speculative-config {"method":"draft"}',
             (
-                "speculative_config.method: must be one of ngram, suffix, self, draft_model, mtp, eagle3, deepseek_mtp, "
+                "speculative_config.method: must be one of ngram, suffix, self, draft_model, mtp, eagle3, "
+                "deepseek_mtp, "
                 """glm4_moe_mtp, glm4_moe_lite_mtp, qwen3_next_mtp, qwen3_5_mtp, got '{"method":"draft"}'"""
             ),
         ),
