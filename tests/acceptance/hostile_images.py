@@ -35,9 +35,21 @@ from tests.http_server import serving
 from tests.images import make_smolvlm, picture
 
 MAX_MB = 200.0
-"""Memory that the server and its children may take beyond what they had."""
+"""Memory that the server and its children may take beyond what they had: two decode at a time, with up to five bytes a
+pixel."""
 AT_ONCE = 8
-FLAGS = ["--dtype", "float32", "--cpu-threads", "1", "--max-model-len", "512", "--served-model-name", "eyes"]
+FLAGS = [
+    "--max-image-pixels",
+    "16000000",
+    "--dtype",
+    "float32",
+    "--cpu-threads",
+    "1",
+    "--max-model-len",
+    "512",
+    "--served-model-name",
+    "eyes",
+]
 BODY: dict[str, Any] = {"model": "eyes", "max_completion_tokens": 1, "temperature": 0}
 KINDS = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "GIF": "gif"}
 OTHERS = {

@@ -58,7 +58,8 @@ def opened(data: bytes, max_pixels: int) -> Image.Image:
         image = Image.open(BytesIO(data), formats=(kind,))
         if (num_pixels := math.prod(image.size)) <= max_pixels:
             image.load()
-            return _in_rgb(ImageOps.exif_transpose(image))
+            ImageOps.exif_transpose(image, in_place=True)  # a copy would take as much memory again
+            return _in_rgb(image)
     except MemoryError:
         raise RequestError(f"decoding the {kind} image takes too much memory") from None
     except Exception:  # whatever a decoder makes of a stranger's bytes; what it says of them is not shown
@@ -69,7 +70,7 @@ def opened(data: bytes, max_pixels: int) -> Image.Image:
 def _in_rgb(image: Image.Image) -> Image.Image:
     """The image in RGB; where it is transparent it becomes white."""
     if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     image = image.convert("RGBA")
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, image).convert("RGB")
