@@ -1,8 +1,10 @@
 """Files that gpu_check takes along to a machine without a network, and its first steps there: no GPU needed."""
 
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -24,6 +26,7 @@ import gpu_check_kernels as kernels  # noqa: E402
 import gpu_check_linear as linear  # noqa: E402
 import gpu_check_main as main  # noqa: E402
 import gpu_check_prepare as prepare  # noqa: E402
+import gpu_check_rehearse as rehearse  # noqa: E402
 import gpu_check_smoke as smoke  # noqa: E402
 import gpu_check_stages as stages  # noqa: E402
 import gpu_check_worker as worker_tests  # noqa: E402
@@ -56,6 +59,18 @@ def test_wheels_that_are_carried_are_those_that_are_looked_for() -> None:
         name = wheel.partition(">")[0]
         assert modules.get(name, name) in stages.NEEDED
     assert "manylinux_2_31" in carry.PLATFORMS, "or pip takes a llguidance that is too old"
+
+
+def test_what_the_package_needs_is_there_or_carried() -> None:
+    """Else a new dependency ends every stage that imports a worker, on a machine without a network."""
+
+    def names(wanted: Iterable[str]) -> set[str]:
+        return {re.split("[<>=]", each)[0] for each in wanted}
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    of_servers_and_clients = {"pillow", "starlette", "httptools"}
+    there = names(rehearse.IMAGE) | {"torch", "huggingface-hub"}
+    assert names(project["dependencies"]) <= there | names(carry.WHEELS) | of_servers_and_clients
 
 
 # ---- compiled kernels

@@ -21,7 +21,7 @@ from gpu_check_prepare import CARRIED, KERNELS, LIBRARY, ROOT
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cuda.compiler import cache_folder
 
-WHEELS = ("msgspec", "pyzmq", "llguidance>=1.9")
+WHEELS = ("msgspec", "pyzmq", "llguidance>=1.9", "xxhash")
 PLATFORMS = ("manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 """All that a wheel may name: pip takes an older release rather than one for another of these."""
 MOST_BYTES = 60_000_000

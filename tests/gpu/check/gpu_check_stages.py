@@ -23,7 +23,7 @@ from gpu_check_worker import WORKER_TESTS, run_tests
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(__file__).resolve().parent
 END_TO_END_MODEL = "random-500m"
-NEEDED = ("msgspec", "zmq", "llguidance", "regex", "tokenizers", "safetensors", "tqdm", "jinja2", "yaml")
+NEEDED = ("msgspec", "zmq", "llguidance", "xxhash", "regex", "tokenizers", "safetensors", "tqdm", "jinja2", "yaml")
 """Modules that serving needs beside torch and numpy."""
 IMPORTS = "import vllm_lite.worker.worker, vllm_lite.client.llm, vllm_lite.engine.process"
 """What must work where nothing is lacking: `wheels` tries it."""
