@@ -3,6 +3,7 @@
 No pytest in here.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,9 @@ def check(out: torch.Tensor, x: torch.Tensor, stored: GroupedWeight, bias: torch
     assert bool((error <= limit).all()), f"off by up to {(error / limit).max():.2f} of what is allowed"
 
 
+Product = Callable[[Launcher, GroupedWeight, torch.Tensor], torch.Tensor]
+
+
 def product(launcher: Launcher, stored: GroupedWeight, x: torch.Tensor, dtype: torch.dtype = F32) -> torch.Tensor:
     out = torch.full((len(x), stored.shape[0]), torch.nan, dtype=dtype, device=x.device)
     kept, packed_linear.FEW_ROWS = packed_linear.FEW_ROWS, BY_CODES
@@ -74,25 +78,24 @@ def product(launcher: Launcher, stored: GroupedWeight, x: torch.Tensor, dtype: t
     return out
 
 
-def computes(stored: GroupedWeight, dtype: torch.dtype, *counts: int) -> Case:
+def computes(stored: GroupedWeight, dtype: torch.dtype, *counts: int, by: Product = product) -> Case:
     def run(launcher: Launcher, device: torch.device) -> None:
         for num_rows in counts:
             x = draw((num_rows, stored.shape[1]), dtype, device)
-            check(product(launcher, stored, x), x, stored)
+            check(by(launcher, stored, x), x, stored)
 
     return run
 
 
-def every_code(values: torch.Tensor, dtype: torch.dtype) -> Case:
+def every_code(values: torch.Tensor, dtype: torch.dtype, num_outputs: int = 64, by: Product = product) -> Case:
     """Each code at each input alone: the scaled value to the last bit, wherever it lies in a chunk and a tile."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
-        codes = torch.arange(64 * 128).view(64, 128) * 37 % len(values)
-        stored = GroupedWeight(codes.to(torch.uint8), values, torch.full((64, 1), 0.25), 128)
+        codes = torch.arange(num_outputs * 128).view(num_outputs, 128) * 37 % len(values)
+        stored = GroupedWeight(codes.to(torch.uint8), values, torch.full((num_outputs, 1), 0.25), 128)
         if values is E4M3:
             stored.codes[(stored.codes & 0x7F) == 0x7F] = 0
-        x = torch.eye(128, dtype=dtype, device=device)
-        out = product(launcher, stored, x)
+        out = by(launcher, stored, torch.eye(128, dtype=dtype, device=device))
         assert torch.equal(out.cpu(), dequantize(stored).t())
 
     return run

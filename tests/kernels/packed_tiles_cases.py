@@ -3,16 +3,18 @@ pytest in here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
+from tests.kernels import packed_linear_cases
 from tests.kernels.fused_cases import Case, draw, with_gaps
 from tests.kernels.packed_linear_cases import BF16, CHANNEL, F16, F32, Sizes, check, weight
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.weights import packed_linear
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear, num_tiled_parts
 from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
-from vllm_lite.kernels.grouped import E2M1, E4M3, INT4, INT8, UINT4, UINT8, GroupedWeight, dequantize
+from vllm_lite.kernels.grouped import E2M1, E4M3, INT4, INT8, UINT4, UINT8, GroupedWeight
 
 
 @contextmanager
@@ -39,27 +41,8 @@ def product(
     return out
 
 
-def computes(stored: GroupedWeight, dtype: torch.dtype, *counts: int) -> Case:
-    def run(launcher: Launcher, device: torch.device) -> None:
-        for num_rows in counts:
-            x = draw((num_rows, stored.shape[1]), dtype, device)
-            check(product(launcher, stored, x), x, stored)
-
-    return run
-
-
-def every_code(values: torch.Tensor, dtype: torch.dtype) -> Case:
-    """Each code at each input alone: the scaled value to the last bit, wherever it lies in a step and a tile."""
-
-    def run(launcher: Launcher, device: torch.device) -> None:
-        codes = torch.arange(320 * 128).view(320, 128) * 37 % len(values)
-        stored = GroupedWeight(codes.to(torch.uint8), values, torch.full((320, 1), 0.25), 128)
-        if values is E4M3:
-            stored.codes[(stored.codes & 0x7F) == 0x7F] = 0
-        out = product(launcher, stored, torch.eye(128, dtype=dtype, device=device))
-        assert torch.equal(out.cpu(), dequantize(stored).t())
-
-    return run
+computes = partial(packed_linear_cases.computes, by=product)
+every_code = partial(packed_linear_cases.every_code, num_outputs=320, by=product)
 
 
 def a_row_by_itself(launcher: Launcher, device: torch.device) -> None:

@@ -221,6 +221,8 @@ class Decoder:
             yield from layer.weight_groups(self.names.layer.format(index))
         if self.has_head:
             yield from self.head_groups()
+        if self.tower is not None:
+            yield from self.tower.weight_groups()
 
     def embedding_groups(self) -> Iterator[WeightGroup]:
         """The tensors of `embed`, in the first stage. A tied head loads those that it shares, where it is there."""

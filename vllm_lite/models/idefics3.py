@@ -1,11 +1,8 @@
 """Idefics 3 and SmolVLM: Llama's layers, which read the vectors of a SigLIP tower among those of tokens."""
 
-from collections.abc import Iterator
-
 from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.vision.siglip import SiglipTower
-from vllm_lite.layers.weights.weight_slot import WeightGroup
 from vllm_lite.models.llama import Llama
 
 
@@ -16,8 +13,3 @@ class Idefics3(Llama):
         super().__init__(parts, max_model_len, max_num_tokens)
         vision = parts.spec.vision
         self.tower = SiglipTower(parts, vision) if isinstance(vision, SiglipSpec) else None
-
-    def weight_groups(self) -> Iterator[WeightGroup]:
-        yield from super().weight_groups()
-        if self.tower is not None:
-            yield from self.tower.weight_groups()

@@ -1,6 +1,5 @@
 """Qwen3-Next, Qwen3.5 and 3.6: Gated DeltaNet layers, and full attention every so many layers."""
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec
@@ -8,7 +7,6 @@ from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.recurrence.delta_net import DeltaNetBlock
 from vllm_lite.layers.vision.qwen import QwenTower
-from vllm_lite.layers.weights.weight_slot import WeightGroup
 from vllm_lite.models.decoder import Layer
 from vllm_lite.models.hybrid import Hybrid
 
@@ -27,8 +25,3 @@ class Qwen3_5(Hybrid):  # noqa: N801 (the family's name)
         super().__init__(parts, max_model_len, max_num_tokens)
         vision = parts.spec.vision
         self.tower = QwenTower(parts, vision) if isinstance(vision, QwenVisionSpec) else None
-
-    def weight_groups(self) -> Iterator[WeightGroup]:
-        yield from super().weight_groups()
-        if self.tower is not None:
-            yield from self.tower.weight_groups()
