@@ -12,9 +12,10 @@
 All engines run side by side, and each question goes to one after the other, so that a cell's speeds are measured
 within seconds; what the table has in brackets is the median of the rounds' ratios. "again" is the same question once
 more, whose first answer drafts by suffix know. Between the two the prefix cache is forgotten, so that no prompt is
-cheaper. The last lines count answers whose tokens are those without drafts. Peers (DIR is what runners/setup.sh made)
-answer one stream, each alone, by its own lookup, and with drafts of the smaller model. With --odds drafts are made, and
-then replaced by others that are right with these odds (runners/told_worker.py): for shapes without real heads.
+cheaper, and no round's drafts know the answers of another round. The last lines count answers whose tokens are those
+without drafts. Peers (DIR is what runners/setup.sh made) answer one stream, each alone, by its own lookup, and with
+drafts of the smaller model. With --odds drafts are made, and then replaced by others that are right with these odds
+(runners/told_worker.py): for shapes without real heads.
 """
 
 import argparse
@@ -65,16 +66,18 @@ WARM = "Hello."
 
 
 class Engine(Protocol):
-    def ask(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[Answer]]:
-        """Seconds that the answers to all prompts took, and they."""
+    def ask(self, prompts: list[list[int]], num_tokens: int, salt: str) -> tuple[float, list[Answer]]:
+        """Seconds that the answers to all prompts took, and they. Answers under one salt know nothing of another's."""
 
 
 class Ours:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 
-    def ask(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[Answer]]:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    def ask(self, prompts: list[list[int]], num_tokens: int, salt: str) -> tuple[float, list[Answer]]:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, cache_salt=salt
+        )
         self.llm.reset_prefix_cache()
         before = self.llm.stats()
         began = time.perf_counter()
@@ -90,7 +93,7 @@ class Theirs:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
 
-    def ask(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[Answer]]:
+    def ask(self, prompts: list[list[int]], num_tokens: int, salt: str) -> tuple[float, list[Answer]]:  # noqa: ARG002 (peers keep no answers)
         took_s, answer = self.peer.ask(prompts[0], num_tokens)
         return took_s, [answer]
 
@@ -183,7 +186,7 @@ def write_told(args: argparse.Namespace, engine: Engine, prompts: dict[str, list
     """Write down the answers that there will be."""
     with Path(os.environ[TOKENS]).open("w") as file:
         for own in prompts.values():
-            _, answers = engine.ask(own, args.tokens)
+            _, answers = engine.ask(own, args.tokens, "told")
             told = [prompt + answer.tokens for prompt, answer in zip(own, answers, strict=True)]
             file.writelines(json.dumps(each) + "\n" for each in told)
 
@@ -257,13 +260,13 @@ def measure(args: argparse.Namespace) -> Figures:
             write_told(args, found[BASE], prompts)
         figures = Figures(list(found))
         for engine in found.values():
-            engine.ask([[5, 6, 7, 8 + stream] for stream in range(args.streams)], 40)
+            engine.ask([[5, 6, 7, 8 + stream] for stream in range(args.streams)], 40, "warm")
         for index in range(args.rounds):
             for asked in questions(prompts, again=not args.first):
                 # What is asked after a pause is slower, whoever it is: the first one changes with the rounds.
                 order = list(found)[index % len(found) :] + list(found)[: index % len(found)]
                 for way in order:
-                    took_s, answers = found[way].ask(asked.prompts, args.tokens)
+                    took_s, answers = found[way].ask(asked.prompts, args.tokens, f"round {index}")
                     figures.add(asked.name, asked.which, way, took_s, answers)
             print(f"round {index + 1} of {args.rounds}", file=sys.stderr, flush=True)
     return figures
