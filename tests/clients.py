@@ -1,7 +1,7 @@
 """AsyncClient connected to a fake engine with the byte_level tokenizer, for tests of what it makes of messages."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,12 @@ SIZE = TOKENIZER.vocab_size
 
 @asynccontextmanager
 async def connected(folder: Path | None, **options: Any) -> AsyncIterator[tuple[AsyncClient, FakeEngine]]:
-    """`folder` has the tokenizer, see the fixture of that name; None: the engine names none."""
+    """For at most DEADLINE_S. `folder` has the tokenizer, see the fixture of that name; None: the engine names none.
+    `options` are AsyncClient's."""
     tokenizer = None if folder is None else str(folder)
     with FakeEngine(answer=welcome(vocab_size=SIZE, tokenizer=tokenizer)) as engine:
-        async with AsyncClient(engine.address, timeout_s=DEADLINE_S, **options) as client:
+        async with asyncio.timeout(DEADLINE_S), AsyncClient(engine.address, timeout_s=DEADLINE_S, **options) as client:
             yield client, engine
-
-
-def run(
-    folder: Path | None, body: Callable[[AsyncClient, FakeEngine], Coroutine[Any, Any, None]], **options: Any
-) -> None:
-    """`options` are AsyncClient's."""
-
-    async def main() -> None:
-        async with connected(folder, **options) as (client, engine):
-            await asyncio.wait_for(body(client, engine), DEADLINE_S)
-
-    asyncio.run(main())
 
 
 async def expect(engine: FakeEngine, kind: type[Any]) -> Any:

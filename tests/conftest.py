@@ -93,6 +93,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """A test that is a coroutine has an asyncio loop of its own. An exception that nobody awaits fails it."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a two-layer random Llama in float32 and its tokenizer; do not write to it."""
     return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny-llama")

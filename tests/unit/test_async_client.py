@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients import SIZE, expect, ids, run
+from tests.clients import SIZE, connected, expect, ids
 from tests.fakes import DEADLINE_S, FakeEngine
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import RequestOutput
@@ -28,8 +28,8 @@ def begin(client: AsyncClient, *args: Any, **options: Any) -> "asyncio.Task[list
 # ---- a stream
 
 
-def test_text_and_tokens_grow_until_the_end(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_text_and_tokens_grow_until_the_end(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         stream = client.generate("the cat", SamplingParams(max_tokens=9), "r1")
         first = asyncio.ensure_future(anext(stream))
         asked = await expect(engine, Generate)
@@ -52,11 +52,9 @@ def test_text_and_tokens_grow_until_the_end(folder: Path) -> None:
             await anext(stream)
         engine.expect_nothing_more()
 
-    run(folder, body)
 
-
-def test_many_streams_at_once(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_many_streams_at_once(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         tasks = [begin(client, [number], request_id=str(number)) for number in range(20)]
         for _ in tasks:
             await expect(engine, Generate)
@@ -66,11 +64,9 @@ def test_many_streams_at_once(folder: Path) -> None:
         results = await asyncio.gather(*tasks)
         assert [outputs[-1].outputs[0].text for outputs in results] == ["abc" + chr(65 + n) for n in range(20)]
 
-    run(folder, body)
 
-
-def test_logprobs(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_logprobs(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         task = begin(client, [1], SamplingParams(logprobs=2), "r")
         assert (await expect(engine, Generate)).params.logprobs == 2
         a, b, c = ids("abc")
@@ -85,12 +81,10 @@ def test_logprobs(folder: Path) -> None:
             [(c, -3.0, 7, "c"), (a, -0.5, 1, "a"), (b, -1.5, 2, "b")],
         ]
 
-    run(folder, body)
-
 
 @pytest.mark.parametrize(("include", "text"), [(False, "one"), (True, "one!")])
-def test_the_stop_tokens_text_is_left_out(folder: Path, include: bool, text: str) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_the_stop_tokens_text_is_left_out(folder: Path, include: bool, text: str) -> None:
+    async with connected(folder) as (client, engine):
         params = SamplingParams(stop_token_ids=tuple(ids("!")), include_stop_str_in_output=include)
         task = begin(client, [1], params, "r")
         await expect(engine, Generate)
@@ -99,11 +93,9 @@ def test_the_stop_tokens_text_is_left_out(folder: Path, include: bool, text: str
         assert (completion.text, completion.token_ids) == (text, ids("one!"))
         assert (completion.finish_reason, completion.stop_reason) == ("stop", ids("!")[0])
 
-    run(folder, body)
 
-
-def test_half_a_character_is_shown_at_the_end_only(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_half_a_character_is_shown_at_the_end_only(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         task = begin(client, [1], request_id="r")
         await expect(engine, Generate)
         first, second = ids("è")
@@ -114,24 +106,20 @@ def test_half_a_character_is_shown_at_the_end_only(folder: Path) -> None:
         assert texts[-1] == "è\ufffd"
         assert set(texts[:-1]) <= {"", "è"}
 
-    run(folder, body)
 
-
-def test_without_detokenizing_there_is_no_text(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_without_detokenizing_there_is_no_text(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         task = begin(client, [1], SamplingParams(detokenize=False), "r")
         await expect(engine, Generate)
         engine.finish("r", 0, 5, 6)
         assert [(o.outputs[0].text, o.outputs[0].token_ids) for o in await task] == [("", [5, 6])]
 
-    run(folder, body)
-
 
 # ---- stop strings
 
 
-def test_a_stop_string_ends_the_stream_and_aborts_the_request(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_stop_string_ends_the_stream_and_aborts_the_request(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         stream = client.generate([1], SamplingParams(stop=("END",)), "r")
         first = asyncio.ensure_future(anext(stream))
         await expect(engine, Generate)
@@ -150,11 +138,9 @@ def test_a_stop_string_ends_the_stream_and_aborts_the_request(folder: Path) -> N
             await anext(stream)
         engine.expect_nothing_more()
 
-    run(folder, body)
 
-
-def test_a_stop_string_in_the_last_message_aborts_nothing(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_stop_string_in_the_last_message_aborts_nothing(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         task = begin(client, [1], SamplingParams(stop=("END",), include_stop_str_in_output=True), "r")
         await expect(engine, Generate)
         engine.finish("r", 0, *ids("one END two"))
@@ -166,11 +152,9 @@ def test_a_stop_string_in_the_last_message_aborts_nothing(folder: Path) -> None:
         engine.send(Stats(*range(11)))
         assert await stats == Stats(*range(11))
 
-    run(folder, body)
 
-
-def test_text_held_back_for_a_stop_string_comes_at_the_end(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_text_held_back_for_a_stop_string_comes_at_the_end(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         stream = client.generate([1], SamplingParams(stop=("END",)), "r")
         first = asyncio.ensure_future(anext(stream))
         await expect(engine, Generate)
@@ -179,15 +163,13 @@ def test_text_held_back_for_a_stop_string_comes_at_the_end(folder: Path) -> None
         engine.finish("r", 6)
         assert (await anext(stream)).outputs[0].text == "one EN"
 
-    run(folder, body)
-
 
 # ---- ends
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancel", "break"])
-def test_leaving_a_stream_aborts_its_request(folder: Path, how: str) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_leaving_a_stream_aborts_its_request(folder: Path, how: str) -> None:
+    async with connected(folder) as (client, engine):
         stream = client.generate([1], request_id="r")
         first = asyncio.ensure_future(anext(stream))
         await expect(engine, Generate)
@@ -205,11 +187,9 @@ def test_leaving_a_stream_aborts_its_request(folder: Path, how: str) -> None:
             del stream, first  # as a `break` out of `async for` does; the event loop closes it
         assert await expect(engine, Abort) == Abort("r")
 
-    run(folder, body)
 
-
-def test_abort_by_id_ends_the_iterator(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_abort_by_id_ends_the_iterator(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         task = begin(client, [1], request_id="r")
         await expect(engine, Generate)
         await client.abort("r")
@@ -217,11 +197,9 @@ def test_abort_by_id_ends_the_iterator(folder: Path) -> None:
         engine.finish("r", 0, reason="abort")
         assert [output.outputs[0].finish_reason for output in await task] == ["abort"]
 
-    run(folder, body)
 
-
-def test_an_error_of_the_engine_is_raised_to_its_reader_alone(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_error_of_the_engine_is_raised_to_its_reader_alone(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         bad, good = begin(client, [1], request_id="bad"), begin(client, [1], request_id="good")
         for _ in range(2):
             await expect(engine, Generate)
@@ -231,11 +209,9 @@ def test_an_error_of_the_engine_is_raised_to_its_reader_alone(folder: Path) -> N
         engine.finish("good", 0, 1)
         assert (await good)[-1].finished
 
-    run(folder, body)
 
-
-def test_the_engines_death_ends_every_iterator(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_the_engines_death_ends_every_iterator(folder: Path) -> None:
+    async with connected(folder, recovery_timeout_s=0) as (client, engine):
         tasks = [begin(client, [1], request_id=str(number)) for number in range(10)]
         for _ in tasks:
             await expect(engine, Generate)
@@ -247,19 +223,15 @@ def test_the_engines_death_ends_every_iterator(folder: Path) -> None:
         with pytest.raises(EngineDeadError):
             await anext(client.generate([1]))
 
-    run(folder, body, recovery_timeout_s=0)
 
-
-def test_close_ends_streams_that_are_read(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_close_ends_streams_that_are_read(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         task = begin(client, [1], request_id="r")
         await expect(engine, Generate)
         await client.close()
         with pytest.raises(EngineError, match="closed"):
             await task
         assert await expect(engine, Abort) == Abort("r")
-
-    run(folder, body)
 
 
 # ---- what is asked
@@ -283,38 +255,32 @@ def test_close_ends_streams_that_are_read(folder: Path) -> None:
         ("\ud800", "not valid Unicode at character 0"),
     ],
 )
-def test_bad_prompts_are_refused_here(folder: Path, prompt: Any, error: str) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_bad_prompts_are_refused_here(folder: Path, prompt: Any, error: str) -> None:
+    async with connected(folder) as (client, engine):
         with pytest.raises(RequestError, match=error):
             await anext(client.generate(prompt))
         engine.expect_nothing_more()
-
-    run(folder, body)
 
 
 @pytest.mark.parametrize(
     "prompt", ["ab", ids("ab"), tuple(ids("ab")), {"prompt": "ab"}, {"prompt_token_ids": ids("ab")}]
 )
-def test_forms_of_a_prompt(folder: Path, prompt: Any) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_forms_of_a_prompt(folder: Path, prompt: Any) -> None:
+    async with connected(folder) as (client, engine):
         task = begin(client, prompt, request_id="r")
         assert unpack_tokens((await expect(engine, Generate)).prompt) == ids("ab")
         engine.finish("r", 0, 1)
         assert (await task)[0].prompt_token_ids == ids("ab")
 
-    run(folder, body)
 
-
-def test_a_long_prompt_is_tokenized_aside(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_long_prompt_is_tokenized_aside(folder: Path) -> None:
+    async with connected(folder) as (client, _):
         with pytest.raises(RequestError, match="at least 20000 input tokens"):
             await anext(client.generate("x" * 20_000))
 
-    run(folder, body)
 
-
-def test_a_seed_is_drawn_where_none_is_given(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_seed_is_drawn_where_none_is_given(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         seeds = []
         for params in (SamplingParams(), SamplingParams(), SamplingParams(seed=7), None):
             task = begin(client, [1], params)
@@ -326,11 +292,9 @@ def test_a_seed_is_drawn_where_none_is_given(folder: Path) -> None:
         assert seeds[2] == 7
         assert all(seed is not None and 0 <= seed < 2**64 for seed in seeds)
 
-    run(folder, body)
 
-
-def test_an_id_in_use_is_refused(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_id_in_use_is_refused(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         task = begin(client, [1], request_id="r")
         await expect(engine, Generate)
         with pytest.raises(RequestError, match="'r' is in use"):
@@ -338,11 +302,9 @@ def test_an_id_in_use_is_refused(folder: Path) -> None:
         engine.finish("r", 0, 1)
         assert len(await task) == 1
 
-    run(folder, body)
 
-
-def test_without_a_tokenizer_there_are_token_ids() -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_without_a_tokenizer_there_are_token_ids() -> None:
+    async with connected(None) as (client, engine):
         with pytest.raises(RequestError, match="a text prompt needs a tokenizer"):
             await anext(client.generate("text"))
         with pytest.raises(RequestError, match="stop strings need a tokenizer"):
@@ -352,28 +314,17 @@ def test_without_a_tokenizer_there_are_token_ids() -> None:
         engine.finish("r", 0, 5)
         assert [(o.outputs[0].text, o.outputs[0].token_ids) for o in await task] == [("", [5])]
 
-    run(None, body)
+
+async def test_a_tokenizer_that_was_asked_for_must_be_there(tmp_path: Path) -> None:
+    with FakeEngine() as engine, pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
+        await AsyncClient.connect(engine.address, tokenizer=tmp_path, timeout_s=DEADLINE_S)
 
 
-def test_a_tokenizer_that_was_asked_for_must_be_there(tmp_path: Path) -> None:
-    async def main() -> None:
-        with FakeEngine() as engine, pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
-            await AsyncClient.connect(engine.address, tokenizer=tmp_path, timeout_s=DEADLINE_S)
-
-    asyncio.run(main())
+async def test_connect_reports_a_refusal() -> None:
+    with FakeEngine(answer=Refused("another model")) as engine, pytest.raises(EngineError, match="another model"):
+        await AsyncClient.connect(engine.address, model="mine", timeout_s=DEADLINE_S)
 
 
-def test_connect_reports_a_refusal() -> None:
-    async def main() -> None:
-        with FakeEngine(answer=Refused("another model")) as engine, pytest.raises(EngineError, match="another model"):
-            await AsyncClient.connect(engine.address, model="mine", timeout_s=DEADLINE_S)
-
-    asyncio.run(main())
-
-
-def test_a_client_that_is_not_connected_says_so() -> None:
-    async def main() -> None:
-        with pytest.raises(EngineError, match="not connected"):
-            await anext(AsyncClient("inproc://nobody").generate([1]))
-
-    asyncio.run(main())
+async def test_a_client_that_is_not_connected_says_so() -> None:
+    with pytest.raises(EngineError, match="not connected"):
+        await anext(AsyncClient("inproc://nobody").generate([1]))

@@ -94,7 +94,9 @@ def answering(*pieces: bytes, end: bytes = b"", close: bool = False) -> Script:
     return script
 
 
-def ask(script: Script, *, path: str = "/v1/completions", timeout_s: float = DEADLINE_S, **client: Any) -> Outcome:
+async def ask(
+    script: Script, *, path: str = "/v1/completions", timeout_s: float = DEADLINE_S, **client: Any
+) -> Outcome:
     async def talk() -> Outcome:
         async with Stub(script) as stub:
             http = HttpClient(stub.url, **{"headers": {}, **client})
@@ -102,7 +104,7 @@ def ask(script: Script, *, path: str = "/v1/completions", timeout_s: float = DEA
             http.close()
             return outcome
 
-    return asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
+    return await asyncio.wait_for(talk(), DEADLINE_S)
 
 
 # ---- events
@@ -153,32 +155,32 @@ def test_events_are_bounded(piece: bytes) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
-def test_a_stream_in_pieces_of_any_size(size: int, newline: bytes) -> None:
+async def test_a_stream_in_pieces_of_any_size(size: int, newline: bytes) -> None:
     """Cut within HTTP's chunks, within lines and within characters, with comments in between."""
     data = (b": ping\n\n" + STREAM).replace(b"\n", newline)
     body = b"".join(chunked(data[place : place + 11]) for place in range(0, len(data), 11)) + chunked(b"")
     whole = HEAD + body
-    outcome = ask(answering(*(whole[place : place + size] for place in range(0, len(whole), size))))
+    outcome = await ask(answering(*(whole[place : place + size] for place in range(0, len(whole), size))))
     assert outcome.error == ""
     assert outcome.text == "Once upon a"
     assert (outcome.input_len, outcome.output_len, len(outcome.chunks_s)) == (3, 4, 2)
     assert 0 < outcome.ttft_s <= outcome.latency_s
 
 
-def test_events_of_one_read_have_one_time() -> None:
-    outcome = ask(answering(HEAD + chunked(STREAM) + chunked(b"")))
+async def test_events_of_one_read_have_one_time() -> None:
+    outcome = await ask(answering(HEAD + chunked(STREAM) + chunked(b"")))
     assert outcome.itls_s == [0.0]
     assert outcome.ttft_s == outcome.latency_s
 
 
-def test_an_answer_that_the_closed_connection_ends() -> None:
+async def test_an_answer_that_the_closed_connection_ends() -> None:
     head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
-    assert ask(answering(head, STREAM, close=True)).error == ""
-    assert "connection ended" in ask(answering(head, chunk("a"), close=True)).error
+    assert (await ask(answering(head, STREAM, close=True))).error == ""
+    assert "connection ended" in (await ask(answering(head, chunk("a"), close=True))).error
 
 
-def test_without_usage_chunks_are_counted_by_the_run() -> None:
-    outcome = ask(answering(HEAD, chunked(chunk("a") + chunk("b") + DONE), chunked(b"")))
+async def test_without_usage_chunks_are_counted_by_the_run() -> None:
+    outcome = await ask(answering(HEAD, chunked(chunk("a") + chunk("b") + DONE), chunked(b"")))
     assert (outcome.error, outcome.output_len, outcome.input_len) == ("", 0, 3)
     serve._count_missing_usage([outcome], None)
     assert outcome.output_len == 2
@@ -189,7 +191,7 @@ def delta(**fields: Any) -> bytes:
     return b"data: " + json.dumps({"choices": [{"delta": fields, "finish_reason": finish}]}).encode() + b"\n\n"
 
 
-def test_a_chat() -> None:
+async def test_a_chat() -> None:
     """The role alone is no token; reasoning is."""
     events = delta(role="assistant", content=""), delta(reasoning="Hm."), delta(content=" Yes"), delta(content=None)
     stream = b"".join(events) + delta(finish_reason="stop") + DONE
@@ -199,7 +201,7 @@ def test_a_chat() -> None:
         asked.append(body)
         writer.write(HEAD + chunked(stream) + chunked(b""))
 
-    outcome = ask(script, path="/v1/chat/completions")
+    outcome = await ask(script, path="/v1/chat/completions")
     assert (outcome.error, outcome.text, len(outcome.chunks_s)) == ("", "Hm. Yes", 4)
     assert asked[0]["messages"] == [{"role": "user", "content": [5, 6, 7]}]
     assert asked[0]["max_completion_tokens"] == 4
@@ -228,18 +230,18 @@ def test_a_chat() -> None:
         (answering(HEAD, chunked(b"data: " + b"x" * MAX_EVENT_BYTES)), "longer than"),
     ],
 )
-def test_what_fails_is_said(script: Script, text: str) -> None:
-    outcome = ask(script)
+async def test_what_fails_is_said(script: Script, text: str) -> None:
+    outcome = await ask(script)
     assert text.replace("\\", "") in outcome.error
     assert len(outcome.error) <= 500
 
 
-def test_a_server_that_never_answers() -> None:
-    assert ask(answering(), timeout_s=0.05).error == "no end after 0.05 s"
-    assert ask(answering(HEAD, chunked(chunk("a"))), timeout_s=0.05).error == "no end after 0.05 s"
+async def test_a_server_that_never_answers() -> None:
+    assert (await ask(answering(), timeout_s=0.05)).error == "no end after 0.05 s"
+    assert (await ask(answering(HEAD, chunked(chunk("a"))), timeout_s=0.05)).error == "no end after 0.05 s"
 
 
-def test_what_failed_is_hung_up() -> None:
+async def test_what_failed_is_hung_up() -> None:
     async def talk() -> str:
         async with Stub(answering(HEAD, chunked(chunk("a") + b"data: no\n\n"))) as stub:
             http = HttpClient(stub.url, {})
@@ -247,10 +249,10 @@ def test_what_failed_is_hung_up() -> None:
             await stub.ended.get()
             return outcome.error
 
-    assert "no chunk" in asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
+    assert "no chunk" in await asyncio.wait_for(talk(), DEADLINE_S)
 
 
-def test_a_connection_that_ends_as_the_next_request_comes() -> None:
+async def test_a_connection_that_ends_as_the_next_request_comes() -> None:
     """An idle connection's end and a request may pass each other: the request is sent again, on a new connection."""
 
     async def script(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -269,26 +271,26 @@ def test_a_connection_that_ends_as_the_next_request_comes() -> None:
             return errors, stub.num_connections
 
     seen: list[asyncio.StreamWriter] = []
-    assert asyncio.run(asyncio.wait_for(talk(), DEADLINE_S)) == (["", ""], 2)
+    assert await asyncio.wait_for(talk(), DEADLINE_S) == (["", ""], 2)
     assert len(seen) == 3
 
 
-def test_a_new_connection_that_ends_is_an_error() -> None:
-    assert "ended before" in ask(answering(close=True)).error
+async def test_a_new_connection_that_ends_is_an_error() -> None:
+    assert "ended before" in (await ask(answering(close=True))).error
 
 
-def test_nobody_listens() -> None:
+async def test_nobody_listens() -> None:
     async def talk() -> str:
         async with Stub(answering()) as stub:
             url = stub.url
         http = HttpClient(url, {})
         return (await Endpoint(http, "/v1/completions", {}, timeout_s=DEADLINE_S).send(ASKED)).error
 
-    assert "cannot be reached" in asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
+    assert "cannot be reached" in await asyncio.wait_for(talk(), DEADLINE_S)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="its certificate is made with openssl")
-def test_https(tmp_path: Path) -> None:
+async def test_https(tmp_path: Path) -> None:
     key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
     made = [
         "openssl",
@@ -316,7 +318,7 @@ def test_https(tmp_path: Path) -> None:
                 http.close()
             return errors
 
-    unchecked, checked = asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
+    unchecked, checked = await asyncio.wait_for(talk(), DEADLINE_S)
     assert unchecked == ""
     assert "cannot be reached" in checked
     assert "certificate" in checked
@@ -325,17 +327,17 @@ def test_https(tmp_path: Path) -> None:
 # ---- runs
 
 
-def run(script: Script, **options: Any) -> tuple[serve.ServeRun, Stub]:
+async def run(script: Script, **options: Any) -> tuple[serve.ServeRun, Stub]:
     async def talk() -> tuple[serve.ServeRun, Stub]:
         async with Stub(script) as stub:
             data = DatasetOptions(num_prompts=options.pop("num_prompts", 12), random_input_len=8, random_output_len=4)
             given = serve.ServeOptions(**{"dataset": data, "base_url": stub.url, "model": "m", **options})
             return await serve._run(given), stub
 
-    return asyncio.run(asyncio.wait_for(talk(), DEADLINE_S))
+    return await asyncio.wait_for(talk(), DEADLINE_S)
 
 
-def test_connections_are_kept_and_bounded() -> None:
+async def test_connections_are_kept_and_bounded() -> None:
     running = most = 0
 
     async def script(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -347,20 +349,20 @@ def test_connections_are_kept_and_bounded() -> None:
         running -= 1
         writer.write(HEAD + chunked(STREAM) + chunked(b""))
 
-    done, stub = run(script, max_concurrency=3, num_warmups=5, headers={"Authorization": "Bearer k"})
+    done, stub = await run(script, max_concurrency=3, num_warmups=5, headers={"Authorization": "Bearer k"})
     assert (done.result["completed"], done.result["failed"], len(stub.requests)) == (12, 0, 17)
     assert stub.num_connections == most == done.result["max_concurrent_requests"] == 3
     assert all("\r\nAuthorization: Bearer k\r\n" in head for head, _ in stub.requests)
     assert (done.result["total_input_tokens"], done.result["total_output_tokens"]) == (36, 48)
 
 
-def test_a_closed_connection_is_not_used_again() -> None:
+async def test_a_closed_connection_is_not_used_again() -> None:
     script = answering(HEAD.replace(b"OK\r\n", b"OK\r\nConnection: close\r\n"), chunked(STREAM), chunked(b""))
-    done, stub = run(script, max_concurrency=1)
+    done, stub = await run(script, max_concurrency=1)
     assert (done.result["completed"], stub.num_connections) == (12, 12)
 
 
-def test_a_connection_that_was_closed_while_idle_is_not_used_again() -> None:
+async def test_a_connection_that_was_closed_while_idle_is_not_used_again() -> None:
     async def talk() -> tuple[list[str], int]:
         async with Stub(answering(HEAD, chunked(STREAM) + chunked(b""), close=True)) as stub:
             http = HttpClient(stub.url, {})
@@ -373,15 +375,15 @@ def test_a_connection_that_was_closed_while_idle_is_not_used_again() -> None:
                     await asyncio.sleep(0)
             return errors, stub.num_connections
 
-    assert asyncio.run(asyncio.wait_for(talk(), DEADLINE_S)) == (["", ""], 2)
+    assert await asyncio.wait_for(talk(), DEADLINE_S) == (["", ""], 2)
 
 
-def test_an_error_does_not_cost_the_connection() -> None:
-    done, stub = run(answering(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy"), max_concurrency=2)
+async def test_an_error_does_not_cost_the_connection() -> None:
+    done, stub = await run(answering(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy"), max_concurrency=2)
     assert (done.result["failed"], stub.num_connections) == (12, 2)
 
 
-def test_some_fail_and_the_others_count() -> None:
+async def test_some_fail_and_the_others_count() -> None:
     calls = 0
 
     async def script(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -395,7 +397,9 @@ def test_some_fail_and_the_others_count() -> None:
         else:
             writer.write(HEAD + chunked(STREAM) + chunked(b""))
 
-    done, stub = run(script, max_concurrency=2, request_rate=2000.0, sampling={"ignore_eos": True}, percentiles=(50.0,))
+    done, stub = await run(
+        script, max_concurrency=2, request_rate=2000.0, sampling={"ignore_eos": True}, percentiles=(50.0,)
+    )
     result = done.result
     assert (result["completed"], result["failed"], len(done.served)) == (4, 8, 4)
     assert {error[:8] for error in result["errors"]} == {"", "HTTP 429", "the conn"}
@@ -406,18 +410,18 @@ def test_some_fail_and_the_others_count() -> None:
     assert len(stub.requests[0][1]["prompt"]) == 8
 
 
-def test_the_model_is_the_servers_first() -> None:
+async def test_the_model_is_the_servers_first() -> None:
     async def script(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if body:
             writer.write(HEAD + chunked(STREAM) + chunked(b""))
         else:
             writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 28\r\n\r\n{"data": [{"id": "theirs"}]}')
 
-    done, stub = run(script, model=None)
+    done, stub = await run(script, model=None)
     assert stub.requests[0][0].startswith("GET /v1/models HTTP/1.1\r\n")
     assert {body["model"] for _, body in stub.requests[1:]} == {done.result["model_id"]} == {"theirs"}
     with pytest.raises(HttpError, match="give --model"):
-        run(answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"), model=None)
+        await run(answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"), model=None)
 
 
 def test_addresses() -> None:
@@ -440,7 +444,7 @@ def test_addresses() -> None:
         ((0.001, 0.0), 9.0, 9),  # requests that come slowly take as long as they come
     ],
 )
-def test_a_slow_server_gets_fewer(
+async def test_a_slow_server_gets_fewer(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     seconds: tuple[float, float],
@@ -455,11 +459,11 @@ def test_a_slow_server_gets_fewer(
 
     monkeypatch.setattr(serve, "drive", drive)
     requests: Any = list(range(12))
-    assert asyncio.run(serve._fitting(None, requests, rate, 1.0)) == expected  # type: ignore[arg-type]
+    assert await serve._fitting(None, requests, rate, 1.0) == expected  # type: ignore[arg-type]
     assert sent[0] == [11]
     assert (f"{expected} are sent" in capsys.readouterr().err) == (expected < 12)
 
 
-def test_a_server_that_fails_is_not_measured_first() -> None:
-    done, stub = run(answering(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy"), fit_s=1e-9)
+async def test_a_server_that_fails_is_not_measured_first() -> None:
+    done, stub = await run(answering(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy"), fit_s=1e-9)
     assert (done.result["failed"], len(stub.requests)) == (12, 13)

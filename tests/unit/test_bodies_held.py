@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tests.unit.test_server_body import DEADLINE_S, Sender, prompt_of, reader, run
+from tests.unit.test_server_body import DEADLINE_S, Sender, prompt_of, reader
 from vllm_lite.client.text.templates.message_parts import reasoning_fields
 from vllm_lite.client.text.templates.template_process import Render
 from vllm_lite.runtime.frames import frame
@@ -21,76 +21,67 @@ from vllm_lite.server.openai.bodies import CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 
 
-def test_texts_may_hold_what_looks_like_structure() -> None:
-    async def main() -> None:
-        data = json.dumps({"prompt": '[{,:"\\' * (MAX_NESTED // 2)}).encode()
-        body, _ = await BodyReader(ServeConfig()).read(Sender(data, waits=False).request, CompletionBody)
-        assert len(body.prompt) == 6 * (MAX_NESTED // 2)
-
-    run(main)
+async def test_texts_may_hold_what_looks_like_structure() -> None:
+    data = json.dumps({"prompt": '[{,:"\\' * (MAX_NESTED // 2)}).encode()
+    body, _ = await BodyReader(ServeConfig()).read(Sender(data, waits=False).request, CompletionBody)
+    assert len(body.prompt) == 6 * (MAX_NESTED // 2)
 
 
-def test_one_that_is_heavier_than_all_room_is_taken_alone() -> None:
+async def test_one_that_is_heavier_than_all_room_is_taken_alone() -> None:
     """One wide character, at the end, makes it four times as large: a long one is then too much, a small one not."""
 
-    async def main() -> None:
-        read = BodyReader(ServeConfig(max_request_bytes=1 << 18))
-        held = asyncio.Event()
+    read = BodyReader(ServeConfig(max_request_bytes=1 << 18))
+    held = asyncio.Event()
 
-        async def route(request: Request) -> Response:
-            await read.receive(request)
-            await held.wait()
-            return Response(str(memory_of(request)))
+    async def route(request: Request) -> Response:
+        await read.receive(request)
+        await held.wait()
+        return Response(str(memory_of(request)))
 
-        wide = '{"prompt":[' + '"a",' * 25_000 + '"\N{GRINNING FACE}"]}'
-        first = asyncio.ensure_future(read.holding(route)(Sender(wide.encode(), waits=False).request))
-        async with asyncio.timeout(DEADLINE_S):
-            while read.held_bytes < MAX_HELD << 18:  # noqa: ASYNC110 - it reads
-                await asyncio.sleep(0)
-        with pytest.raises(ApiError) as caught:
-            await read.holding(route)(Sender(prompt_of(200_000), waits=False).request)
-        assert caught.value.status == 429
-        tasks = [
-            first,
-            asyncio.ensure_future(read.holding(route)(Sender(prompt_of(SMALL_BYTES // 2), waits=False).request)),
-        ]
-        held.set()
-        async with asyncio.timeout(DEADLINE_S):
-            answers = await asyncio.gather(*tasks)
-        assert int(answers[0].body) > MAX_HELD << 18
-        assert read.held_bytes == 0
-
-    run(main)
+    wide = '{"prompt":[' + '"a",' * 25_000 + '"\N{GRINNING FACE}"]}'
+    first = asyncio.ensure_future(read.holding(route)(Sender(wide.encode(), waits=False).request))
+    async with asyncio.timeout(DEADLINE_S):
+        while read.held_bytes < MAX_HELD << 18:  # noqa: ASYNC110 - it reads
+            await asyncio.sleep(0)
+    with pytest.raises(ApiError) as caught:
+        await read.holding(route)(Sender(prompt_of(200_000), waits=False).request)
+    assert caught.value.status == 429
+    tasks = [
+        first,
+        asyncio.ensure_future(read.holding(route)(Sender(prompt_of(SMALL_BYTES // 2), waits=False).request)),
+    ]
+    held.set()
+    async with asyncio.timeout(DEADLINE_S):
+        answers = await asyncio.gather(*tasks)
+    assert int(answers[0].body) > MAX_HELD << 18
+    assert read.held_bytes == 0
 
 
-def test_long_bodies_let_the_loop_turn_between_slices() -> None:
+async def test_long_bodies_let_the_loop_turn_between_slices() -> None:
     """Sixteen at once: between two turns of the loop no more than one slice of all of them is weighed."""
 
-    async def main() -> None:
-        read, turns, weighed = reader(), 0, []
-        feed = Scale.feed
+    read, turns, weighed = reader(), 0, []
+    feed = Scale.feed
 
-        def seen(self: Scale, piece: bytes) -> None:
-            weighed.append(turns)
-            feed(self, piece)
+    def seen(self: Scale, piece: bytes) -> None:
+        weighed.append(turns)
+        feed(self, piece)
 
-        async def turn() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Scale, "feed", seen)
-            patch.setattr(reading, "SMALL_BYTES", 1)
-            turning = asyncio.ensure_future(turn())
-            senders = [Sender(prompt_of(300_000), waits=False) for _ in range(16)]
-            await asyncio.gather(*(read.receive(each.request) for each in senders), return_exceptions=True)
-            turning.cancel()
-        assert len(weighed) >= 16
-        assert max(Counter(weighed).values()) == 1
-
-    run(main)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scale, "feed", seen)
+        patch.setattr(reading, "SMALL_BYTES", 1)
+        turning = asyncio.ensure_future(turn())
+        senders = [Sender(prompt_of(300_000), waits=False) for _ in range(16)]
+        await asyncio.gather(*(read.receive(each.request) for each in senders), return_exceptions=True)
+        turning.cancel()
+    assert len(weighed) >= 16
+    assert max(Counter(weighed).values()) == 1
 
 
 def test_a_thought_is_sent_to_the_template_once() -> None:

@@ -1,6 +1,5 @@
 """Earlier responses of a small request: found and taken apart once, and counted as its own body."""
 
-import asyncio
 import time
 import tracemalloc
 from typing import Any
@@ -47,17 +46,14 @@ class Kept:
         self.num_bytes += len(data)
 
 
-def test_references_are_found_and_taken_apart_once() -> None:
+async def test_references_are_found_and_taken_apart_once() -> None:
     """400 references to a response of 28 MB take less than twice its size, and the loop is not held up by them."""
     large = record("a", [message("msg_a_i0", "x" * 28 * MB), message("msg_a_i1")], [message("msg_a_2", "out")])
     kept = Kept(large)
 
-    async def main() -> list[Any]:
-        return [await kept.earlier.referred(place, f"msg_a_{('i1', '2')[place % 2]}") for place in range(400)]
-
     tracemalloc.start()
     begin_s = time.process_time()
-    found = asyncio.run(main())
+    found = [await kept.earlier.referred(place, f"msg_a_{('i1', '2')[place % 2]}") for place in range(400)]
     took_s, most = time.process_time() - begin_s, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found == [message("msg_a_i1"), message("msg_a_2", "out")] * 200
@@ -67,10 +63,10 @@ def test_references_are_found_and_taken_apart_once() -> None:
     assert kept.num_bytes == 200 * sum(len(msgspec.json.encode(each)) for each in found[:2])
 
 
-def test_each_reference_counts() -> None:
+async def test_each_reference_counts() -> None:
     """40 references to an item of 3 MB are a prompt of 120 MB: the limit refuses it, and they share one item."""
     kept = Kept(record("a", [message("msg_a_i0", "x" * 3 * MB)], []))
-    found = asyncio.run(_all(kept, ["msg_a_i0"] * 40))
+    found = await _all(kept, ["msg_a_i0"] * 40)
     assert kept.num_bytes > 120 * MB
     assert all(each is found[0] for each in found)
 
@@ -79,18 +75,18 @@ async def _all(kept: Kept, references: list[str]) -> list[Any]:
     return [await kept.earlier.referred(place, each) for place, each in enumerate(references)]
 
 
-def test_what_is_not_kept_is_named() -> None:
+async def test_what_is_not_kept_is_named() -> None:
     kept = Kept(record("a", [message("msg_a_i0")], []))
     for reference in ("msg_a_i1", "msg_b_i0", "anything"):
         with pytest.raises(ApiError, match=rf"input\[0\] refers to '{reference}'") as error:
-            asyncio.run(_all(kept, [reference]))
+            await _all(kept, [reference])
         assert error.value.status == 404
     assert kept.num_bytes == 0
 
 
-def test_of_two_items_with_one_id_the_first_counts() -> None:
+async def test_of_two_items_with_one_id_the_first_counts() -> None:
     kept = Kept(record("a", [message("msg_a_i0", "first"), message("msg_a_i0", "second")], []))
-    assert asyncio.run(_all(kept, ["msg_a_i0"])) == [message("msg_a_i0", "first")]
+    assert await _all(kept, ["msg_a_i0"]) == [message("msg_a_i0", "first")]
 
 
 def chain(length: int) -> list[StoredResponse]:
@@ -100,31 +96,31 @@ def chain(length: int) -> list[StoredResponse]:
     ]
 
 
-def test_a_conversation_is_read_oldest_first_and_counts() -> None:
+async def test_a_conversation_is_read_oldest_first_and_counts() -> None:
     records = chain(5)
     kept = Kept(*records)
-    found = asyncio.run(kept.earlier.before("resp_4"))
+    found = await kept.earlier.before("resp_4")
     assert [item["id"] for item in found] == [f"{part}{place}" for place in range(5) for part in "io"]
     assert kept.num_bytes == sum(len(each.items) + len(each.response) for each in records)
-    assert asyncio.run(Kept().earlier.before(None)) == []
+    assert await Kept().earlier.before(None) == []
 
 
-def test_a_conversation_has_an_end() -> None:
+async def test_a_conversation_has_an_end() -> None:
     circle = [record("a", [], [], "resp_b"), record("b", [], [], "resp_a")]
     with pytest.raises(ApiError, match="is not kept here"):
-        asyncio.run(Kept(*circle).earlier.before("resp_a"))
+        await Kept(*circle).earlier.before("resp_a")
     many = [message(str(place)) for place in range(MAX_MESSAGES + 1)]
     with pytest.raises(ApiError, match="a conversation has at most"):
-        asyncio.run(Kept(record("a", many, [])).earlier.before("resp_a"))
+        await Kept(record("a", many, [])).earlier.before("resp_a")
 
 
 @pytest.mark.parametrize("status", ["queued", "in_progress", "completed", ""])
-def test_only_what_has_ended_is_gone_on_with(status: str) -> None:
+async def test_only_what_has_ended_is_gone_on_with(status: str) -> None:
     before = record("a", [], [], status=status)
     assert is_running(before) == (status in ("queued", "in_progress"))
     if is_running(before):
         with pytest.raises(ApiError, match="has not ended"):
-            asyncio.run(Kept(before).earlier.before("resp_a"))
+            await Kept(before).earlier.before("resp_a")
 
 
 def test_items_are_listed_as_they_are_stored() -> None:
@@ -147,63 +143,54 @@ def request() -> Request:
     return Request({"type": "http", "method": "POST", "headers": []})
 
 
-def test_what_a_request_takes_counts_as_its_body() -> None:
-    async def main() -> None:
-        limits, one = reader(), request()
-        for _ in range(7):
-            await limits.hold(one, bytes(1 << 17))
-        assert limits.held_bytes == memory_of(one) - SMALL_BYTES == 7 * (1 << 17) - SMALL_BYTES
-        with pytest.raises(ApiError, match=r"with its body, 1179648 bytes.*; at most 1048576") as error:
-            await limits.hold(one, bytes(1 << 18))
-        assert error.value.status == 400
-        with pytest.raises(ApiError, match=r"commas and .* lists, objects and named fields") as error:
-            await reader(1 << 24).hold(request(), b"[{,," * (1 << 19))
-        assert error.value.status == 400
-
-    asyncio.run(main())
+async def test_what_a_request_takes_counts_as_its_body() -> None:
+    limits, one = reader(), request()
+    for _ in range(7):
+        await limits.hold(one, bytes(1 << 17))
+    assert limits.held_bytes == memory_of(one) - SMALL_BYTES == 7 * (1 << 17) - SMALL_BYTES
+    with pytest.raises(ApiError, match=r"with its body, 1179648 bytes.*; at most 1048576") as error:
+        await limits.hold(one, bytes(1 << 18))
+    assert error.value.status == 400
+    with pytest.raises(ApiError, match=r"commas and .* lists, objects and named fields") as error:
+        await reader(1 << 24).hold(request(), b"[{,," * (1 << 19))
+    assert error.value.status == 400
 
 
-def test_all_requests_together_take_so_much() -> None:
-    async def main() -> None:
-        limits = reader()
-        requests = [request() for _ in range(MAX_HELD + 1)]
-        for each in requests[:MAX_HELD]:
-            await limits.hold(each, bytes(1 << 20))
-        with pytest.raises(ApiError) as error:
-            await limits.hold(requests[-1], bytes(1 << 20))
-        assert error.value.status == 429
-
-    asyncio.run(main())
+async def test_all_requests_together_take_so_much() -> None:
+    limits = reader()
+    requests = [request() for _ in range(MAX_HELD + 1)]
+    for each in requests[:MAX_HELD]:
+        await limits.hold(each, bytes(1 << 20))
+    with pytest.raises(ApiError) as error:
+        await limits.hold(requests[-1], bytes(1 << 20))
+    assert error.value.status == 429
 
 
-def test_what_is_kept_has_room_of_its_own() -> None:
+async def test_what_is_kept_has_room_of_its_own() -> None:
     """Requests that wait for long keep no other body from being read."""
 
-    async def main() -> None:
-        limits = reader()
-        kept = []
-        for _ in range(MAX_KEPT):
-            one = request()
+    limits = reader()
+    kept = []
+    for _ in range(MAX_KEPT):
+        one = request()
 
-            async def endpoint(one: Request) -> Response:
-                await limits.hold(one, bytes(1 << 20))
-                kept.append(limits.keep(one))
-                return Response()
+        async def endpoint(one: Request) -> Response:
+            await limits.hold(one, bytes(1 << 20))
+            kept.append(limits.keep(one))
+            return Response()
 
-            await limits.holding(endpoint)(one)
-        assert kept == [(1 << 20) - SMALL_BYTES] * MAX_KEPT
-        assert limits.held_bytes == 0
-        another = request()
-        await limits.hold(another, bytes(1 << 20))
-        limits.keep(request())  # a small one
-        assert limits.kept_bytes == MAX_KEPT * kept[0]
-        limits.kept_bytes += MAX_KEPT * SMALL_BYTES  # now it is full
-        with pytest.raises(ApiError, match="requests that wait or run keep 4194304 bytes") as error:
-            limits.keep(another)
-        assert error.value.status == 429
-        with pytest.raises(ApiError):
-            limits.keep(request(), SMALL_BYTES + 1)  # what is made of a small one counts as well
-        limits.release(kept.pop())
+        await limits.holding(endpoint)(one)
+    assert kept == [(1 << 20) - SMALL_BYTES] * MAX_KEPT
+    assert limits.held_bytes == 0
+    another = request()
+    await limits.hold(another, bytes(1 << 20))
+    limits.keep(request())  # a small one
+    assert limits.kept_bytes == MAX_KEPT * kept[0]
+    limits.kept_bytes += MAX_KEPT * SMALL_BYTES  # now it is full
+    with pytest.raises(ApiError, match="requests that wait or run keep 4194304 bytes") as error:
         limits.keep(another)
-
-    asyncio.run(main())
+    assert error.value.status == 429
+    with pytest.raises(ApiError):
+        limits.keep(request(), SMALL_BYTES + 1)  # what is made of a small one counts as well
+    limits.release(kept.pop())
+    limits.keep(another)

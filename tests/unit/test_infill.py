@@ -1,6 +1,5 @@
 """Prompts with a gap, in the words of each family of code models."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -55,18 +54,18 @@ def test_a_vocabulary_without_the_tokens(tokens: list[str]) -> None:
     assert Infill.of(with_tokens(made.byte_level(), *tokens)) is None
 
 
-def prompts_of(tokenizer: Tokenizer, **fields: Any) -> list[Any]:
+async def prompts_of(tokenizer: Tokenizer, **fields: Any) -> list[Any]:
     prompts = PromptRenderer(tokenizer, None, 64)
-    return asyncio.run(prompts.of_completion(CompletionBody(**fields), SamplingParams(), REQUEST))
+    return await prompts.of_completion(CompletionBody(**fields), SamplingParams(), REQUEST)
 
 
-def test_texts_and_token_ids_get_a_suffix() -> None:
+async def test_texts_and_token_ids_get_a_suffix() -> None:
     tokenizer = with_tokens(made.byte_level(), *QWEN)
-    (one,) = prompts_of(tokenizer, prompt="a", suffix="the")
+    (one,) = await prompts_of(tokenizer, prompt="a", suffix="the")
     assert names(tokenizer, one) == [QWEN[0], "a", QWEN[1], "the", QWEN[2]]
-    assert prompts_of(tokenizer, prompt=["a", "a"], suffix="the") == [one, one]
-    assert prompts_of(tokenizer, prompt=tokenizer.encode("a"), suffix="the") == [one]
-    assert prompts_of(tokenizer, prompt="a", suffix="") == ["a"]
+    assert await prompts_of(tokenizer, prompt=["a", "a"], suffix="the") == [one, one]
+    assert await prompts_of(tokenizer, prompt=tokenizer.encode("a"), suffix="the") == [one]
+    assert await prompts_of(tokenizer, prompt="a", suffix="") == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +76,6 @@ def test_texts_and_token_ids_get_a_suffix() -> None:
         ({"suffix": "x" * 600_000}, QWEN, "context length is 64 tokens"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], tokens: list[str], message: str) -> None:
+async def test_what_is_refused(fields: dict[str, Any], tokens: list[str], message: str) -> None:
     with pytest.raises(ApiError, match=message):
-        prompts_of(with_tokens(made.byte_level(), *tokens), prompt="a", **fields)
+        await prompts_of(with_tokens(made.byte_level(), *tokens), prompt="a", **fields)

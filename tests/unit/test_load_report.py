@@ -1,6 +1,5 @@
 """The load in headers of answers: in both forms that vLLM has, and never instead of an answer."""
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -24,10 +23,10 @@ class Calls:
         return msgspec.structs.replace(STATS, num_blocks=8, num_used_blocks=2, num_waiting=3)
 
 
-def report(asked: str | None, error: ApiError | None = None) -> dict[str, str]:
+async def report(asked: str | None, error: ApiError | None = None) -> dict[str, str]:
     headers = [] if asked is None else [(b"endpoint-load-metrics-format", asked.encode())]
     request = Request({"type": "http", "headers": headers})
-    return asyncio.run(load_report(request, Calls(error)))  # type: ignore[arg-type]
+    return await load_report(request, Calls(error))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -37,14 +36,14 @@ def report(asked: str | None, error: ApiError | None = None) -> dict[str, str]:
         ("json", 'JSON {"named_metrics":{"kv_cache_usage_perc":0.25,"num_requests_waiting":3.0}}'),
     ],
 )
-def test_both_forms(asked: str, told: str) -> None:
-    assert report(asked) == {"endpoint-load-metrics": told}
+async def test_both_forms(asked: str, told: str) -> None:
+    assert await report(asked) == {"endpoint-load-metrics": told}
 
 
 @pytest.mark.parametrize("asked", [None, "", "BIN", "TEXT, JSON"])
-def test_there_is_none_in_another_form_or_unasked(asked: str | None) -> None:
-    assert report(asked) == {}
+async def test_there_is_none_in_another_form_or_unasked(asked: str | None) -> None:
+    assert await report(asked) == {}
 
 
-def test_an_engine_that_does_not_answer_has_none() -> None:
-    assert report("TEXT", ApiError(503, "it is being replaced")) == {}
+async def test_an_engine_that_does_not_answer_has_none() -> None:
+    assert await report("TEXT", ApiError(503, "it is being replaced")) == {}

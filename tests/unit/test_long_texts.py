@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -160,71 +160,61 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(main())
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 - what a thread does
             await asyncio.sleep(0.001)
 
 
-def test_so_many_work_at_a_time() -> None:
-    async def main() -> None:
-        workers, may_go, lock = Threads(2, "test"), threading.Event(), threading.Lock()
-        running = most = 0
+async def test_so_many_work_at_a_time() -> None:
+    workers, may_go, lock = Threads(2, "test"), threading.Event(), threading.Lock()
+    running = most = 0
 
-        def work(check: Callable[[], None]) -> int:
-            nonlocal running, most
-            with lock:
-                running += 1
-                most = max(most, running)
+    def work(check: Callable[[], None]) -> int:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        assert may_go.wait(DEADLINE_S)
+        check()
+        with lock:
+            running -= 1
+        return 7
+
+    tasks = [asyncio.create_task(workers.run(work, Client().receive)) for _ in range(6)]
+    await until(lambda: running == 2)
+    may_go.set()
+    async with asyncio.timeout(DEADLINE_S):
+        assert await asyncio.gather(*tasks) == [7] * 6
+    assert most == 2
+
+
+async def test_nothing_is_begun_for_who_has_gone_and_what_is_begun_stops() -> None:
+    workers, may_go = Threads(1, "test"), threading.Event()
+    begun, ended = [], []
+
+    def work(name: str) -> Callable[[Callable[[], None]], str]:
+        def steps(check: Callable[[], None]) -> str:
+            begun.append(name)
             assert may_go.wait(DEADLINE_S)
             check()
-            with lock:
-                running -= 1
-            return 7
+            ended.append(name)
+            return name
 
-        tasks = [asyncio.create_task(workers.run(work, Client().receive)) for _ in range(6)]
-        await until(lambda: running == 2)
-        may_go.set()
-        async with asyncio.timeout(DEADLINE_S):
-            assert await asyncio.gather(*tasks) == [7] * 6
-        assert most == 2
+        return steps
 
-    run(main)
-
-
-def test_nothing_is_begun_for_who_has_gone_and_what_is_begun_stops() -> None:
-    async def main() -> None:
-        workers, may_go = Threads(1, "test"), threading.Event()
-        begun, ended = [], []
-
-        def work(name: str) -> Callable[[Callable[[], None]], str]:
-            def steps(check: Callable[[], None]) -> str:
-                begun.append(name)
-                assert may_go.wait(DEADLINE_S)
-                check()
-                ended.append(name)
-                return name
-
-            return steps
-
-        clients = {name: Client() for name in ("first", "second", "third")}
-        tasks = {name: asyncio.create_task(workers.run(work(name), it.receive)) for name, it in clients.items()}
-        await until(lambda: begun == ["first"])
-        for name in ("first", "second"):
-            clients[name].left.set()
-            with pytest.raises(ApiError, match="gone"):
-                async with asyncio.timeout(DEADLINE_S):
-                    await tasks[name]
-        may_go.set()
-        async with asyncio.timeout(DEADLINE_S):
-            assert await tasks["third"] == "third"
-        assert (begun, ended) == (["first", "third"], ["third"])
-
-    run(main)
+    clients = {name: Client() for name in ("first", "second", "third")}
+    tasks = {name: asyncio.create_task(workers.run(work(name), it.receive)) for name, it in clients.items()}
+    await until(lambda: begun == ["first"])
+    for name in ("first", "second"):
+        clients[name].left.set()
+        with pytest.raises(ApiError, match="gone"):
+            async with asyncio.timeout(DEADLINE_S):
+                await tasks[name]
+    may_go.set()
+    async with asyncio.timeout(DEADLINE_S):
+        assert await tasks["third"] == "third"
+    assert (begun, ended) == (["first", "third"], ["third"])
 
 
 @pytest.mark.parametrize("num_chars", [tokenizers.SHORT_TEXT_CHARS + 1, 4000])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients import expect, ids, run
+from tests.clients import connected, expect, ids
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import Logprob, RequestOutput
@@ -47,8 +47,8 @@ def delta(**fields: Any) -> SamplingParams:
     return SamplingParams(output_kind=RequestOutputKind.DELTA, **fields)
 
 
-def test_deltas_hold_what_is_new(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_deltas_hold_what_is_new(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         stream = client.generate("x", delta(), "r")
         first = asyncio.ensure_future(anext(stream))
         await expect(engine, Generate)
@@ -61,11 +61,9 @@ def test_deltas_hold_what_is_new(folder: Path) -> None:
         assert shape(last) == [(0, "", [], "length")]
         assert (last.finished, last.num_cached_tokens, last.outputs[0].finished()) == (True, 1, True)
 
-    run(folder, body)
 
-
-def test_a_delta_has_the_samples_with_something_new(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_delta_has_the_samples_with_something_new(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         stream = client.generate("x", delta(n=3), "r")
         first = asyncio.ensure_future(anext(stream))
         await expect(engine, Generate)
@@ -79,14 +77,12 @@ def test_a_delta_has_the_samples_with_something_new(folder: Path) -> None:
         last = await anext(stream)
         assert (shape(last), last.finished) == ([(2, "", [], "length")], True)
 
-    run(folder, body)
 
-
-def test_deltas_of_logprobs(folder: Path) -> None:
+async def test_deltas_of_logprobs(folder: Path) -> None:
     def scored(*values: float) -> list[TokenLogprobs]:
         return [TokenLogprobs(value, 1, ()) for value in values]
 
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+    async with connected(folder) as (client, engine):
         stream = client.generate([5, 6], delta(logprobs=0, prompt_logprobs=0), "r")
         first = asyncio.ensure_future(anext(stream))
         await expect(engine, Generate)
@@ -101,11 +97,9 @@ def test_deltas_of_logprobs(folder: Path) -> None:
         assert output.outputs[0].cumulative_logprob == -3.5, "that of all tokens"
         assert output.prompt_logprobs is None, "these came before"
 
-    run(folder, body)
 
-
-def test_the_first_delta_of_a_fork_has_all_that_it_inherits(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_the_first_delta_of_a_fork_has_all_that_it_inherits(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         parent = client.generate("x", delta(), "r")
         first = asyncio.ensure_future(anext(parent))
         await expect(engine, Generate)
@@ -118,15 +112,13 @@ def test_the_first_delta_of_a_fork_has_all_that_it_inherits(folder: Path) -> Non
         engine.finish("r", 3, *ids("!"))
         assert [shape(output) for output in await collect(parent)] == [[(0, "!", ids("!"), "length")]]
 
-    run(folder, body)
-
 
 @pytest.mark.parametrize(
     "fields",
     [{"output_kind": RequestOutputKind.FINAL_ONLY}, {"output_kind": RequestOutputKind.DELTA, "best_of": 2}],
 )
-def test_there_is_one_output_at_the_end(folder: Path, fields: dict[str, Any]) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_there_is_one_output_at_the_end(folder: Path, fields: dict[str, Any]) -> None:
+    async with connected(folder) as (client, engine):
         task = asyncio.ensure_future(collect(client.generate("x", SamplingParams(**fields), "r")))
         await expect(engine, Generate)
         engine.tokens("r", 0, *ids("one"))
@@ -137,22 +129,18 @@ def test_there_is_one_output_at_the_end(folder: Path, fields: dict[str, Any]) ->
         assert shape(output) == [(0, "one!", ids("one!"), "length")]
         assert output.finished
 
-    run(folder, body)
 
-
-def test_what_concerns_the_client_is_not_sent(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_what_concerns_the_client_is_not_sent(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         params = delta(extra_args={"mine": 1}, seed=5)
         task = asyncio.ensure_future(collect(client.generate("x", params, "r")))
         assert (await expect(engine, Generate)).params == SamplingParams(seed=5)
         engine.finish("r", 0, 5)
         await task
 
-    run(folder, body)
 
-
-def test_times_are_in_order(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_times_are_in_order(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         stream = client.generate("x", None, "r")
         first = asyncio.ensure_future(anext(stream))
         await expect(engine, Generate)
@@ -164,27 +152,20 @@ def test_times_are_in_order(folder: Path) -> None:
         assert done.first_token_time == metrics.first_token_time == done.last_token_time
         assert done.arrival_time <= (done.first_token_time or 0) <= (done.finished_time or 0)
 
-    run(folder, body)
 
-
-def test_the_tokenizer_is_the_engines(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_the_tokenizer_is_the_engines(folder: Path) -> None:
+    async with connected(folder) as (client, _):
         tokenizer = await client.get_tokenizer()
         assert (tokenizer.encode("one"), tokenizer.eos_token_id) == (ids("one"), 2)
         with pytest.raises(ModelError, match="has no chat template"):
             tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
-    run(folder, body)
 
-
-def test_without_a_tokenizer_there_is_none() -> None:
-    async def main() -> None:
-        with FakeEngine(answer=welcome(tokenizer="/nowhere")) as engine:
-            async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
-                with pytest.raises(ModelError, match="/nowhere has no tokenizer; give token ids"):
-                    await client.get_tokenizer()
-
-    asyncio.run(main())
+async def test_without_a_tokenizer_there_is_none() -> None:
+    with FakeEngine(answer=welcome(tokenizer="/nowhere")) as engine:
+        async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
+            with pytest.raises(ModelError, match="/nowhere has no tokenizer; give token ids"):
+                await client.get_tokenizer()
 
 
 def test_a_cursor_delivers_each_part_once() -> None:

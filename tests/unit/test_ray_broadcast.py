@@ -45,31 +45,28 @@ async def hangs() -> bytes:
     return b""
 
 
-def ask(
+async def ask(
     *replicas: Callable[[], Awaitable[bytes]], timeout_s: float, num_late: int = 0
 ) -> tuple[list[bytes], list[str]]:
-    async def main() -> tuple[list[bytes], list[str]]:
-        async with asyncio.timeout(scaled(10)):
-            return await broadcast(Handle(*replicas), "ask", timeout_s, b"?", num_late=num_late)
-
-    return asyncio.run(main())
+    async with asyncio.timeout(scaled(10)):
+        return await broadcast(Handle(*replicas), "ask", timeout_s, b"?", num_late=num_late)
 
 
-def test_one_that_hangs_does_not_cost_the_answers_of_others() -> None:
-    found, errors = ask(answers, hangs, fails, answers, timeout_s=0.01)
+async def test_one_that_hangs_does_not_cost_the_answers_of_others() -> None:
+    found, errors = await ask(answers, hangs, fails, answers, timeout_s=0.01)
     assert found == [b"yes", b"yes"]
     assert errors == ["TimeoutError: a replica did not answer within 0.01 s", "ValueError: it died"]
 
 
-def test_one_that_was_silent_before_is_not_waited_for() -> None:
-    found, errors = ask(answers, hangs, timeout_s=scaled(1e6), num_late=1)
+async def test_one_that_was_silent_before_is_not_waited_for() -> None:
+    found, errors = await ask(answers, hangs, timeout_s=scaled(1e6), num_late=1)
     assert (found, len(errors)) == ([b"yes"], 1)
 
 
-def test_no_answer_at_all() -> None:
+async def test_no_answer_at_all() -> None:
     with pytest.raises(ReplicaLostError, match="did not answer"):
-        ask(hangs, hangs, timeout_s=0.01, num_late=2)
+        await ask(hangs, hangs, timeout_s=0.01, num_late=2)
     with pytest.raises(ReplicaLostError, match=r"ValueError: it died$"):
-        ask(fails, timeout_s=0.01)
+        await ask(fails, timeout_s=0.01)
     with pytest.raises(ReplicaLostError, match="there is no replica"):
-        ask(timeout_s=0.01)
+        await ask(timeout_s=0.01)

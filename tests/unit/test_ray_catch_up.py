@@ -1,6 +1,5 @@
 """State that a replica that starts later takes over from the others."""
 
-import asyncio
 from concurrent.futures import Future
 from typing import Any
 
@@ -70,8 +69,8 @@ class Engine(Asking):
         return future
 
 
-def test_what_fails_does_not_end_the_rest() -> None:
+async def test_what_fails_does_not_end_the_rest() -> None:
     engine = Engine()
     made: list[Step] = [UpdateWeights("/w"), LoadAdapter(0, "a", "/a"), Sleep(1)]
-    asyncio.run(take(list(made), engine))
+    await take(list(made), engine)
     assert engine.asked == made

@@ -122,13 +122,10 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def play(scene: Callable[[Rig], Awaitable[None]], *scripts: int | None) -> Rig:
-    async def main() -> Rig:
-        rig = Rig(FakeReplicas(*scripts))
-        await scene(rig)
-        return rig
-
-    return asyncio.run(main())
+async def play(scene: Callable[[Rig], Awaitable[None]], *scripts: int | None) -> Rig:
+    rig = Rig(FakeReplicas(*scripts))
+    await scene(rig)
+    return rig
 
 
 async def one(rig: Rig) -> None:
@@ -136,8 +133,8 @@ async def one(rig: Rig) -> None:
     await rig.until_ended()
 
 
-def test_a_stream_of_one_replica() -> None:
-    rig = play(one)
+async def test_a_stream_of_one_replica() -> None:
+    rig = await play(one)
     assert rig.tokens == [token(position) for position in range(NUM_TOKENS)]
     assert {event.request_id for event in rig.events} == {"r"}
     assert rig.replicas.requests[0].request_id != "r"
@@ -145,11 +142,11 @@ def test_a_stream_of_one_replica() -> None:
 
 
 @pytest.mark.parametrize("dies_after", range(NUM_TOKENS))
-def test_a_stream_goes_on_behind_its_tokens_when_its_replica_dies(
+async def test_a_stream_goes_on_behind_its_tokens_when_its_replica_dies(
     dies_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 3600.0)  # it goes on at once
-    rig = play(one, dies_after)
+    rig = await play(one, dies_after)
     assert rig.tokens == [token(position) for position in range(NUM_TOKENS)]
     first, second = rig.replicas.requests
     assert second.have == dies_after
@@ -158,21 +155,21 @@ def test_a_stream_goes_on_behind_its_tokens_when_its_replica_dies(
     assert rig.replicas.routes[0] == rig.replicas.routes[1]
 
 
-def test_a_request_that_ends_its_replicas_does_not_end_them_all() -> None:
-    rig = play(one, *[0] * 10)
+async def test_a_request_that_ends_its_replicas_does_not_end_them_all() -> None:
+    rig = await play(one, *[0] * 10)
     assert len(rig.replicas.requests) == MAX_MOVES + 1
     assert isinstance(rig.events[-1], StreamFailure)
     assert "it was killed" in str(rig.events[-1].error)
 
 
-def test_waiting_for_a_replica_counts_as_no_move(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_a_replica_counts_as_no_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.0001)
-    rig = play(one, *[-1] * 9)
+    rig = await play(one, *[-1] * 9)
     assert rig.tokens == [token(position) for position in range(NUM_TOKENS)]
     assert len(rig.replicas.requests) == 10
 
 
-def test_a_silent_replica_is_given_up() -> None:
+async def test_a_silent_replica_is_given_up() -> None:
     async def scene(rig: Rig) -> None:
         async def silent(payload: bytes, route: Route) -> AsyncGenerator[bytes, None]:
             rig.replicas.generate = speaking  # type: ignore[method-assign]
@@ -183,10 +180,10 @@ def test_a_silent_replica_is_given_up() -> None:
         rig.session._silence_s = 0.01
         await one(rig)
 
-    assert play(scene).tokens == [token(position) for position in range(NUM_TOKENS)]
+    assert (await play(scene)).tokens == [token(position) for position in range(NUM_TOKENS)]
 
 
-def test_the_end_of_an_engine_moves_its_streams() -> None:
+async def test_the_end_of_an_engine_moves_its_streams() -> None:
     async def scene(rig: Rig) -> None:
         async def dying(payload: bytes, route: Route) -> AsyncGenerator[bytes, None]:
             rig.replicas.generate = speaking  # type: ignore[method-assign]
@@ -196,10 +193,10 @@ def test_the_end_of_an_engine_moves_its_streams() -> None:
         speaking, rig.replicas.generate = rig.replicas.generate, dying  # type: ignore[method-assign]
         await one(rig)
 
-    assert play(scene).tokens == [token(position) for position in range(NUM_TOKENS)]
+    assert (await play(scene)).tokens == [token(position) for position in range(NUM_TOKENS)]
 
 
-def test_an_abort_ends_the_stream_here_and_tells_the_replica() -> None:
+async def test_an_abort_ends_the_stream_here_and_tells_the_replica() -> None:
     async def scene(rig: Rig) -> None:
         rig.replicas.pauses_after = 2
         rig.submit()
@@ -207,13 +204,13 @@ def test_an_abort_ends_the_stream_here_and_tells_the_replica() -> None:
         rig.session.abort("r")
         await until(lambda: rig.replicas.num_cancelled == 1)
 
-    rig = play(scene)
+    rig = await play(scene)
     assert isinstance(rig.events[-1], Finished)
     assert rig.events[-1].reason == "abort"
     assert not rig.session.is_live("r")
 
 
-def test_what_is_dropped_gets_no_more_events() -> None:
+async def test_what_is_dropped_gets_no_more_events() -> None:
     async def scene(rig: Rig) -> None:
         rig.replicas.pauses_after = 2
         rig.submit()
@@ -225,19 +222,19 @@ def test_what_is_dropped_gets_no_more_events() -> None:
         await until(lambda: rig.replicas.num_cancelled == 1)
         assert len(rig.events) == seen
 
-    play(scene)
+    await play(scene)
 
 
-def test_an_id_in_use_is_refused() -> None:
+async def test_an_id_in_use_is_refused() -> None:
     async def scene(rig: Rig) -> None:
         rig.submit()
         with pytest.raises(RequestError, match="in use"):
             rig.submit()
 
-    play(scene)
+    await play(scene)
 
 
-def test_requests_are_routed_by_their_blocks_and_their_salt() -> None:
+async def test_requests_are_routed_by_their_blocks_and_their_salt() -> None:
     async def scene(rig: Rig) -> None:
         rig.submit("plain")
         rig.session.submit(
@@ -246,14 +243,14 @@ def test_requests_are_routed_by_their_blocks_and_their_salt() -> None:
         )
         await until(lambda: len(rig.replicas.routes) == 2)
 
-    plain, salted = play(scene).replicas.routes
+    plain, salted = (await play(scene)).replicas.routes
     assert (len(plain.blocks), plain.affinity) == (40 // welcome().block_size, None)
     assert salted.affinity == "mine"
     assert {len(block) for block in plain.blocks} == {HASH_BYTES}
     assert set(plain.blocks).isdisjoint(salted.blocks)
 
 
-def test_answers_of_several_replicas_are_joined() -> None:
+async def test_answers_of_several_replicas_are_joined() -> None:
     async def scene(rig: Rig) -> None:
         payload = engine_to_client.encode(STATS)
         rig.replicas.answers = [Answer(0, payload), Answer(2, error="it starts"), Answer(1, payload)]
@@ -266,10 +263,10 @@ def test_answers_of_several_replicas_are_joined() -> None:
         with pytest.raises(EngineError):
             await asyncio.wrap_future(members[2].stats)
 
-    play(scene)
+    await play(scene)
 
 
-def test_an_operation_is_done_by_all_or_is_an_error() -> None:
+async def test_an_operation_is_done_by_all_or_is_an_error() -> None:
     async def scene(rig: Rig) -> None:
         rig.session._known = [msgspec.structs.replace(INTRODUCED, number=number) for number in (0, 1)]
         rig.replicas.answers = [Answer(0, engine_to_client.encode(OperationDone()))]
@@ -282,10 +279,10 @@ def test_an_operation_is_done_by_all_or_is_an_error() -> None:
         del rig.replicas.answers[-1]
         assert await asyncio.wrap_future(rig.session.operate(Sleep(1))) == OperationDone()
 
-    play(scene)
+    await play(scene)
 
 
-def test_an_adapter_may_be_named_as_soon_as_it_is_loaded() -> None:
+async def test_an_adapter_may_be_named_as_soon_as_it_is_loaded() -> None:
     async def scene(rig: Rig) -> None:
         rig.replicas.known = [msgspec.structs.replace(INTRODUCED, adapters=[AdapterInfo("a", "/a")])]
         rig.replicas.answers = [Answer(0, engine_to_client.encode(AdapterAnswer(1, "a")))]
@@ -293,10 +290,10 @@ def test_an_adapter_may_be_named_as_soon_as_it_is_loaded() -> None:
         await asyncio.wrap_future(rig.session.load_adapter("a", "/a"))
         assert list(rig.session.adapters) == ["a"]
 
-    play(scene)
+    await play(scene)
 
 
-def test_what_a_silent_replica_may_have_is_routed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_silent_replica_may_have_is_routed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.001)
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
 
@@ -314,18 +311,18 @@ def test_what_a_silent_replica_may_have_is_routed_again(monkeypatch: pytest.Monk
         assert rig.tokens == [token(position) for position in range(NUM_TOKENS)]
         watch.cancel()
 
-    play(scene)
+    await play(scene)
 
 
-def test_nobody_answers() -> None:
+async def test_nobody_answers() -> None:
     async def scene(rig: Rig) -> None:
         with pytest.raises(EngineError, match="no replica"):
             await asyncio.wrap_future(rig.session.request_stats())
 
-    play(scene)
+    await play(scene)
 
 
-def test_streams_wait_for_replicas_and_end_when_none_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_wait_for_replicas_and_end_when_none_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.001)
 
     async def scene(rig: Rig) -> None:
@@ -341,4 +338,4 @@ def test_streams_wait_for_replicas_and_end_when_none_comes(monkeypatch: pytest.M
         with suppress(asyncio.CancelledError):
             await watch
 
-    play(scene, *[-1] * 10_000)
+    await play(scene, *[-1] * 10_000)

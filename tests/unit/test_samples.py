@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.clients import expect, ids, run
+from tests.clients import connected, expect, ids
 from tests.fakes import FakeEngine
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import CompletionOutput, RequestOutput
@@ -50,8 +50,8 @@ async def settle(client: AsyncClient, engine: FakeEngine) -> None:
 # ---- n
 
 
-def test_samples_come_side_by_side_and_end_one_by_one(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_samples_come_side_by_side_and_end_one_by_one(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         stream = client.generate([1], SamplingParams(n=3, logprobs=0), "r")
         first = asyncio.ensure_future(anext(stream))
         assert (await expect(engine, Generate)).params.n == 3
@@ -80,11 +80,9 @@ def test_samples_come_side_by_side_and_end_one_by_one(folder: Path) -> None:
             await anext(stream)
         engine.expect_nothing_more()
 
-    run(folder, body)
 
-
-def test_a_stop_string_ends_its_sample_alone(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_stop_string_ends_its_sample_alone(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         task, _ = await begin(client, engine, SamplingParams(n=2, stop=("END",)))
         engine.send_outputs(Tokens("r", 0, ids("one END two")), Tokens("r", 0, ids("uno "), index=1))
         assert await expect(engine, Abort) == Abort("r", stopped=True, samples=(0,))
@@ -99,11 +97,9 @@ def test_a_stop_string_ends_its_sample_alone(folder: Path) -> None:
         assert [completion.token_ids for completion in outputs[-1].outputs] == [ids("one END"), ids("uno END")]
         assert [output.finished for output in outputs[:-1]] == [False] * (len(outputs) - 1)
 
-    run(folder, body)
 
-
-def test_no_abort_where_the_engine_has_ended_every_sample(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_no_abort_where_the_engine_has_ended_every_sample(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         task, _ = await begin(client, engine, SamplingParams(n=2, stop=("END",)))
         engine.send_outputs(
             Tokens("r", 0, ids("one END two")), Finished("r", 11, [], "length"), Tokens("r", 0, ids("x"), index=1)
@@ -113,11 +109,9 @@ def test_no_abort_where_the_engine_has_ended_every_sample(folder: Path) -> None:
         assert texts((await task)[-1]) == ["one ", "xy"]
         engine.expect_nothing_more()
 
-    run(folder, body)
 
-
-def test_an_error_ends_the_request_with_all_its_samples(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_error_ends_the_request_with_all_its_samples(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         task, _ = await begin(client, engine, SamplingParams(n=3))
         engine.finish("r", 0, *ids("x"), index=2)
         engine.finish("r", 0, reason="error", error="the deadline of 5 ms passed")
@@ -125,11 +119,9 @@ def test_an_error_ends_the_request_with_all_its_samples(folder: Path) -> None:
             await task
         engine.expect_nothing_more()
 
-    run(folder, body)
 
-
-def test_an_aborted_request_ends_with_what_each_sample_has(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_aborted_request_ends_with_what_each_sample_has(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         task, _ = await begin(client, engine, SamplingParams(n=2))
         engine.finish("r", 0, *ids("one"), num_cached_tokens=3)
         await client.abort("r")
@@ -139,15 +131,13 @@ def test_an_aborted_request_ends_with_what_each_sample_has(folder: Path) -> None
         assert [completion.finish_reason for completion in last.outputs] == ["length", "abort"]
         assert (last.finished, last.num_cached_tokens) == (True, 3)
 
-    run(folder, body)
-
 
 # ---- best_of
 
 
 @pytest.mark.parametrize("asked", [None, 0])
-def test_best_of_keeps_the_likeliest(folder: Path, asked: int | None) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_best_of_keeps_the_likeliest(folder: Path, asked: int | None) -> None:
+    async with connected(folder) as (client, engine):
         task, message = await begin(client, engine, SamplingParams(n=2, best_of=3, stop=("END",), logprobs=asked))
         assert (message.params.n, message.params.best_of, message.params.logprobs) == (3, None, 0)
         engine.send_outputs(Tokens("r", 0, ids("ab"), logprobs(-2.0, -2.0)))
@@ -165,24 +155,20 @@ def test_best_of_keeps_the_likeliest(folder: Path, asked: int | None) -> None:
         shown = [one.logprobs is not None for one in output.outputs]
         assert shown == [asked is not None] * 2
 
-    run(folder, body)
 
-
-def test_best_of_n_is_no_choice(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_best_of_n_is_no_choice(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         stream = await reading(client, engine, SamplingParams(n=2, best_of=2), "a")
         engine.finish("r", 1)
         engine.finish("r", 0, index=1)
         assert texts((await collect(stream))[-1]) == ["a", ""]
 
-    run(folder, body)
-
 
 # ---- beams
 
 
-def test_beams_come_at_the_end_with_their_scores(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_beams_come_at_the_end_with_their_scores(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         params = SamplingParams(n=2, use_beam_search=True, length_penalty=0.5, early_stopping=True)
         task, message = await begin(client, engine, params)
         assert message.params == msgspec.structs.replace(params, seed=message.params.seed)
@@ -197,17 +183,13 @@ def test_beams_come_at_the_end_with_their_scores(folder: Path) -> None:
         assert output.outputs[1].token_ids == ids("c!")
         assert output.outputs[0].logprobs is None
 
-    run(folder, body)
-
 
 @pytest.mark.parametrize("options", [{"stop": ("x",)}, {"logprobs": 0}])
-def test_beams_have_no_stop_strings_and_no_logprobs(folder: Path, options: dict[str, Any]) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_beams_have_no_stop_strings_and_no_logprobs(folder: Path, options: dict[str, Any]) -> None:
+    async with connected(folder) as (client, engine):
         with pytest.raises(RequestError, match="beam search takes no stop strings and gives no logprobs"):
             await anext(client.generate([1], SamplingParams(use_beam_search=True, n=2, **options)))
         engine.expect_nothing_more()
-
-    run(folder, body)
 
 
 # ---- forks
@@ -230,8 +212,8 @@ def last(output: RequestOutput) -> CompletionOutput:
     return output.outputs[0]
 
 
-def test_a_fork_begins_with_what_its_parent_has(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_fork_begins_with_what_its_parent_has(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         params = SamplingParams(seed=5, max_tokens=20, logprobs=0, stop=("END",))
         parent = await reading(client, engine, params, "one E")
         forks = await client.fork("r", 2)
@@ -251,11 +233,9 @@ def test_a_fork_begins_with_what_its_parent_has(folder: Path) -> None:
         assert last(await anext(forks[1])).text == "one E!"
         assert last((await collect(parent))[-1]).text == "one E."
 
-    run(folder, body)
 
-
-def test_forks_have_parameters_of_their_own(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_forks_have_parameters_of_their_own(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         await reading(client, engine, SamplingParams(seed=5), "one END")
         # A stop string in what a fork begins with has not ended it, but one that ends in its own first token does.
         forks = await client.fork("r", 2, SamplingParams(seed=2**64 - 1, temperature=0.5, stop=("END", "D.")))
@@ -265,12 +245,10 @@ def test_forks_have_parameters_of_their_own(folder: Path) -> None:
         engine.finish(asked[1].child_id, 7, *ids("!"))
         assert [last((await collect(fork))[-1]).text for fork in forks] == ["one EN", "one END!"]
 
-    run(folder, body)
-
 
 @pytest.mark.parametrize("how", ["aclose", "break", "never read"])
-def test_leaving_a_fork_aborts_it_alone(folder: Path, how: str) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_leaving_a_fork_aborts_it_alone(folder: Path, how: str) -> None:
+    async with connected(folder) as (client, engine):
         parent = await reading(client, engine, SamplingParams(), "one")
         (fork,) = await client.fork("r")
         child = (await expect(engine, ForkRequest)).child_id
@@ -284,13 +262,11 @@ def test_leaving_a_fork_aborts_it_alone(folder: Path, how: str) -> None:
         engine.finish("r", 3)
         assert (await collect(parent))[-1].finished
 
-    run(folder, body)
 
-
-def test_an_ended_parent_is_replaced_by_its_tokens(folder: Path) -> None:
+async def test_an_ended_parent_is_replaced_by_its_tokens(folder: Path) -> None:
     """The engine had ended it when the fork arrived; its end was on its way to its reader."""
 
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+    async with connected(folder) as (client, engine):
         parent = await reading(client, engine, SamplingParams(), "one")
         (fork,) = await client.fork("r", 1, SamplingParams(max_tokens=9, seed=3))
         outputs = asyncio.ensure_future(collect(fork))
@@ -304,11 +280,9 @@ def test_an_ended_parent_is_replaced_by_its_tokens(folder: Path) -> None:
         assert last((await outputs)[-1]).text == "one!"
         assert last((await collect(parent))[-1]).text == "onex"
 
-    run(folder, body)
 
-
-def test_a_fork_that_the_engine_refuses_raises(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_fork_that_the_engine_refuses_raises(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         stream = await reading(client, engine, SamplingParams(), "one")
         (fork,) = await client.fork("r")
         engine.finish((await expect(engine, ForkRequest)).child_id, 3, reason="error", error="no room")
@@ -316,8 +290,6 @@ def test_a_fork_that_the_engine_refuses_raises(folder: Path) -> None:
             await anext(fork)
         engine.finish("r", 3)
         await collect(stream)
-
-    run(folder, body)
 
 
 @pytest.mark.parametrize(
@@ -332,19 +304,17 @@ def test_a_fork_that_the_engine_refuses_raises(folder: Path) -> None:
         (1, SamplingParams(stop_token_ids=(10**6,)), "stop_token_ids must be between"),
     ],
 )
-def test_bad_forks_are_refused_here(folder: Path, n: int, params: SamplingParams | None, error: str) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_bad_forks_are_refused_here(folder: Path, n: int, params: SamplingParams | None, error: str) -> None:
+    async with connected(folder) as (client, engine):
         stream = await reading(client, engine, SamplingParams(), "one")
         with pytest.raises(RequestError, match=error):
             await client.fork("r", n, params)
         engine.expect_nothing_more()
         await stream.aclose()
 
-    run(folder, body)
 
-
-def test_only_one_sample_that_is_being_read_can_be_forked(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_only_one_sample_that_is_being_read_can_be_forked(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         with pytest.raises(RequestError, match="request 'r' is not running"):
             await client.fork("r")
         stream = await reading(client, engine, SamplingParams(n=2), "one")
@@ -355,5 +325,3 @@ def test_only_one_sample_that_is_being_read_can_be_forked(folder: Path) -> None:
         await collect(stream)
         with pytest.raises(RequestError, match="request 'r' is not running"):
             await client.fork("r")
-
-    run(folder, body)

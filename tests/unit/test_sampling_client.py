@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import tokenizers_for_tests as made
-from tests.clients import TOKENIZER, expect, run
+from tests.clients import TOKENIZER, connected, expect
 from tests.fakes import FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import RequestOutput
@@ -232,8 +232,8 @@ async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in stream]
 
 
-def test_they_come_in_pieces_and_are_shown_with_the_first_token(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_they_come_in_pieces_and_are_shown_with_the_first_token(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         first = asyncio.ensure_future(anext(client.generate([5, 6, 7, 8], SamplingParams(prompt_logprobs=1), "r")))
         assert (await expect(engine, Generate)).params.prompt_logprobs == 1
         engine.send_outputs(piece(1, entry(-1.0, 2, top=9)))
@@ -248,22 +248,18 @@ def test_they_come_in_pieces_and_are_shown_with_the_first_token(folder: Path) ->
         assert output.prompt_logprobs[1] is not None
         assert output.prompt_logprobs[1][6].decoded_token == TOKENIZER.decode([6])
 
-    run(folder, body)
 
-
-def test_who_does_not_ask_gets_none_and_one_token_has_none(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_who_does_not_ask_gets_none_and_one_token_has_none(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         for asked, expected in ((None, None), (0, [None])):
             task = asyncio.ensure_future(collect(client.generate([5], SamplingParams(prompt_logprobs=asked), "r")))
             await expect(engine, Generate)
             engine.finish("r", 0, 3)
             assert (await task)[-1].prompt_logprobs == expected
 
-    run(folder, body)
 
-
-def test_a_fork_has_those_of_its_parent(folder: Path) -> None:
-    async def body(client: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_fork_has_those_of_its_parent(folder: Path) -> None:
+    async with connected(folder) as (client, engine):
         parent = client.generate([5, 6], SamplingParams(prompt_logprobs=0), "r")
         first = asyncio.ensure_future(anext(parent))
         await expect(engine, Generate)
@@ -285,8 +281,6 @@ def test_a_fork_has_those_of_its_parent(folder: Path) -> None:
             await client.fork("r", 1, SamplingParams(prompt_logprobs=1))
         engine.finish("r", 1)
         await collect(plain)
-
-    run(folder, body)
 
 
 def test_pieces_for_a_slow_reader_go_together() -> None:

@@ -77,8 +77,8 @@ class Rig:
         listener: Any = SimpleNamespace(close=lambda: self.closed.append(1))
         self.servers = ApiServers(settings, self.board, [listener])
 
-    def start(self) -> None:
-        asyncio.run(self.servers.start())
+    async def start(self) -> None:
+        await self.servers.start()
         self.servers._looked_s = self.now_s
 
     def look(self, passed_s: float, alive: tuple[int, ...] = ()) -> None:
@@ -90,9 +90,9 @@ class Rig:
             self.servers._kill_hung(self.now_s)
 
 
-def test_one_that_dies_is_started_again_with_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_dies_is_started_again_with_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
-    rig.start()
+    await rig.start()
     rig.others[1].report_load(7)
     rig.spawned[1].die()
     assert rig.servers.restart_ended() is None
@@ -103,9 +103,9 @@ def test_one_that_dies_is_started_again_with_its_socket(monkeypatch: pytest.Monk
     assert len(rig.spawned) == 3
 
 
-def test_one_that_dies_over_and_over_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_dies_over_and_over_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, 1)
-    rig.start()
+    await rig.start()
     for _ in range(MAX_RESTARTS):
         rig.spawned[-1].die()
         assert rig.servers.restart_ended() is None
@@ -118,18 +118,18 @@ def test_one_that_dies_over_and_over_ends_all(monkeypatch: pytest.MonkeyPatch) -
     assert len(rig.spawned) == MAX_RESTARTS + 1
 
 
-def test_deaths_far_apart_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deaths_far_apart_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, 1)
-    rig.start()
+    await rig.start()
     for _ in range(3 * MAX_RESTARTS):
         rig.now_s += 20.0
         rig.spawned[-1].die()
         assert rig.servers.restart_ended() is None
 
 
-def test_one_that_gives_no_sign_of_life_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_gives_no_sign_of_life_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
-    rig.start()
+    await rig.start()
     rig.look(PATIENCE_S, alive=(1,))
     assert rig.killed == []
     rig.look(WATCH_S, alive=(1,))
@@ -139,9 +139,9 @@ def test_one_that_gives_no_sign_of_life_is_killed(monkeypatch: pytest.MonkeyPatc
     assert len(rig.killed) == 1
 
 
-def test_one_that_is_started_again_has_time_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_is_started_again_has_time_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
-    rig.start()
+    await rig.start()
     rig.spawned[1].die()
     rig.servers.restart_ended()
     rig.board.clear(2)
@@ -151,10 +151,10 @@ def test_one_that_is_started_again_has_time_for_that(monkeypatch: pytest.MonkeyP
     assert rig.killed == [(12, signal.SIGKILL)]
 
 
-def test_those_that_were_stopped_together_with_the_first_are_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_those_that_were_stopped_together_with_the_first_are_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is stopped and continued: all are silent for as long as the first one cannot look."""
     rig = Rig(monkeypatch)
-    rig.start()
+    await rig.start()
     rig.now_s += 10 * PATIENCE_S
     rig.look(AGAIN_S)
     assert rig.killed == []
@@ -163,49 +163,39 @@ def test_those_that_were_stopped_together_with_the_first_are_not_killed(monkeypa
     assert {pid for pid, _ in rig.killed} == {12}
 
 
-def test_the_end_is_not_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_is_not_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
 
-    async def main() -> None:
-        await rig.servers.start()
-        rig.servers.stop()
-        await rig.servers.ended()
-
-    asyncio.run(main())
+    await rig.servers.start()
+    rig.servers.stop()
+    await rig.servers.ended()
     assert rig.servers.restart_ended() is None
     assert [child.graces for child in rig.spawned] == [[8.0], [8.0]]
     assert rig.closed == [1]
 
 
-def test_only_a_second_signal_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_a_second_signal_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cuts off the requests that they still serve."""
     rig = Rig(monkeypatch)
     monkeypatch.setattr(FakeChild, "stop", lambda _self, _grace_s: None)
 
-    async def main() -> None:
-        await rig.servers.start()
-        rig.servers.stop()
-        rig.servers.stop()
-        assert rig.killed == []
-        rig.spawned[0].reason = "exit status 0"
-        rig.servers.stop_now()
-        await rig.servers.ended()
-
-    asyncio.run(main())
+    await rig.servers.start()
+    rig.servers.stop()
+    rig.servers.stop()
+    assert rig.killed == []
+    rig.spawned[0].reason = "exit status 0"
+    rig.servers.stop_now()
+    await rig.servers.ended()
     assert rig.killed == [(12, signal.SIGTERM)]
 
 
-def test_one_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, are_slow=True)
-
-    async def main() -> None:
-        starting = asyncio.ensure_future(rig.servers.start())
-        await asyncio.sleep(0)
-        rig.spawned[0].die()
-        await starting
-
+    starting = asyncio.ensure_future(rig.servers.start())
+    await asyncio.sleep(0)
+    rig.spawned[0].die()
     with pytest.raises(EngineError, match="API server 1 did not start: killed by SIGKILL"):
-        asyncio.run(main())
+        await starting
 
 
 def test_servers_see_each_others_loads() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import codecs
 import json
 import re
-from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import msgspec
@@ -74,71 +73,58 @@ def prompt_of(num_bytes: int) -> bytes:
     return b'{"prompt":"' + b"x" * (num_bytes - 13) + b'"}'
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(main())
-
-
-def test_what_is_not_yet_whole_is_bounded_in_sum() -> None:
+async def test_what_is_not_yet_whole_is_bounded_in_sum() -> None:
     """Six of 40 clients that send nearly whole bodies can; what is held never exceeds the sum."""
 
-    async def main() -> None:
-        read = reader()
-        senders = [Sender(prompt_of(MAX_BYTES)) for _ in range(40)]
-        endpoint = read.holding(cast(Any, read.receive))
-        tasks = [asyncio.ensure_future(endpoint(sender.request)) for sender in senders]
-        most = 0
-        for _ in range(16):
-            for sender, task in zip(senders, tasks, strict=True):
-                if not task.done():
-                    await sender.sends(1)
-                most = max(most, read.held_bytes)
-        assert MAX_HELD * MAX_BYTES * 0.9 < most <= MAX_HELD * MAX_BYTES
+    read = reader()
+    senders = [Sender(prompt_of(MAX_BYTES)) for _ in range(40)]
+    endpoint = read.holding(cast(Any, read.receive))
+    tasks = [asyncio.ensure_future(endpoint(sender.request)) for sender in senders]
+    most = 0
+    for _ in range(16):
         for sender, task in zip(senders, tasks, strict=True):
-            await sender.sends(len(sender.pieces) - sender.num_sent) if not task.done() else None
-        async with asyncio.timeout(DEADLINE_S):
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-        refused = [result for result in results if isinstance(result, ApiError)]
-        assert {error.status for error in refused} == {429}
-        assert {error.headers["Retry-After"] for error in refused} == {"1"}
-        assert 40 - 2 * MAX_HELD <= len(refused) <= 40 - MAX_HELD + 2
-        assert read.held_bytes == 0
-
-    run(main)
-
-
-def test_what_is_small_is_always_taken() -> None:
-    async def main() -> None:
-        read = reader()
-        read.held_bytes = MAX_HELD * MAX_BYTES
-        small = prompt_of(SMALL_BYTES - 2 * NESTED_BYTES)
-        body, _ = await read.read(Sender(small, waits=False).request, CompletionBody)
-        assert isinstance(body.prompt, str)
-        with pytest.raises(ApiError) as caught:
-            await read.read(Sender(prompt_of(SMALL_BYTES + 1), waits=False).request, CompletionBody)
-        assert caught.value.status == 429
-
-    run(main)
+            if not task.done():
+                await sender.sends(1)
+            most = max(most, read.held_bytes)
+    assert MAX_HELD * MAX_BYTES * 0.9 < most <= MAX_HELD * MAX_BYTES
+    for sender, task in zip(senders, tasks, strict=True):
+        await sender.sends(len(sender.pieces) - sender.num_sent) if not task.done() else None
+    async with asyncio.timeout(DEADLINE_S):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, ApiError)]
+    assert {error.status for error in refused} == {429}
+    assert {error.headers["Retry-After"] for error in refused} == {"1"}
+    assert 40 - 2 * MAX_HELD <= len(refused) <= 40 - MAX_HELD + 2
+    assert read.held_bytes == 0
 
 
-def test_a_body_is_held_until_its_route_has_made_something_of_it() -> None:
-    async def main() -> None:
-        read, may_end = reader(), asyncio.Event()
+async def test_what_is_small_is_always_taken() -> None:
+    read = reader()
+    read.held_bytes = MAX_HELD * MAX_BYTES
+    small = prompt_of(SMALL_BYTES - 2 * NESTED_BYTES)
+    body, _ = await read.read(Sender(small, waits=False).request, CompletionBody)
+    assert isinstance(body.prompt, str)
+    with pytest.raises(ApiError) as caught:
+        await read.read(Sender(prompt_of(SMALL_BYTES + 1), waits=False).request, CompletionBody)
+    assert caught.value.status == 429
 
-        async def route(request: Request) -> Response:
-            await read.receive(request)
-            await may_end.wait()
-            raise ValueError
 
-        task = asyncio.ensure_future(read.holding(route)(Sender(prompt_of(500_000), waits=False).request))
-        async with asyncio.timeout(DEADLINE_S):
-            while read.held_bytes < 500_000 - SMALL_BYTES:  # noqa: ASYNC110 - it reads
-                await asyncio.sleep(0)
-        may_end.set()
-        with pytest.raises(ValueError):
-            await task
-        assert read.held_bytes == 0
+async def test_a_body_is_held_until_its_route_has_made_something_of_it() -> None:
+    read, may_end = reader(), asyncio.Event()
 
-    run(main)
+    async def route(request: Request) -> Response:
+        await read.receive(request)
+        await may_end.wait()
+        raise ValueError
+
+    task = asyncio.ensure_future(read.holding(route)(Sender(prompt_of(500_000), waits=False).request))
+    async with asyncio.timeout(DEADLINE_S):
+        while read.held_bytes < 500_000 - SMALL_BYTES:  # noqa: ASYNC110 - it reads
+            await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(ValueError):
+        await task
+    assert read.held_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -153,57 +139,50 @@ def test_a_body_is_held_until_its_route_has_made_something_of_it() -> None:
     ],
     ids=["lists", "dicts", "texts", "ints", "parts", "deep"],
 )
-def test_values_are_counted_before_they_are_made(value: bytes, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_values_are_counted_before_they_are_made(
+    value: bytes, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A body with too many values is not decoded, and no more of it is kept."""
 
-    async def main() -> None:
-        read = BodyReader(ServeConfig(max_request_bytes=32 << 20))
-        kept: list[int] = []
-        monkeypatch.setattr(reading, "decode", lambda *_: kept.append(1))
-        sender = Sender(b'{"prompt":[' + b",".join([value] * (most + 2)) + b"]}", waits=False)
-        text = f"at most {MAX_COMMAS} commas and {MAX_NESTED} lists, objects and named fields outside of its texts"
-        with pytest.raises(ApiError, match=text) as caught:
-            await read.read(sender.request, CompletionBody)
-        assert caught.value.status == 413
-        assert kept == []
-        assert read.held_bytes == 0
-
-    run(main)
+    read = BodyReader(ServeConfig(max_request_bytes=32 << 20))
+    kept: list[int] = []
+    monkeypatch.setattr(reading, "decode", lambda *_: kept.append(1))
+    sender = Sender(b'{"prompt":[' + b",".join([value] * (most + 2)) + b"]}", waits=False)
+    text = f"at most {MAX_COMMAS} commas and {MAX_NESTED} lists, objects and named fields outside of its texts"
+    with pytest.raises(ApiError, match=text) as caught:
+        await read.read(sender.request, CompletionBody)
+    assert caught.value.status == 413
+    assert kept == []
+    assert read.held_bytes == 0
 
 
-def test_a_context_of_more_tokens_may_be_asked_for_whole() -> None:
-    async def main() -> None:
-        num_tokens = 2 * MAX_COMMAS
-        data = b'{"prompt":[' + b",".join([b"123456"] * num_tokens) + b"]}"
-        assert len(data) > DEFAULT_BYTES
-        read = BodyReader(ServeConfig(), max_model_len=num_tokens)
-        body, _ = await read.read(Sender(data, waits=False).request, CompletionBody)
-        assert len(body.prompt) == num_tokens
-        longer = b'{"prompt":"' + b"x" * BYTES_PER_TOKEN * num_tokens + b'"}'
-        for most in (num_tokens, 1):
-            with pytest.raises(ApiError, match=r"at most \d+ bytes \(--max-request-bytes\)"):
-                await BodyReader(ServeConfig(), most).read(Sender(longer, waits=False).request, CompletionBody)
-
-    run(main)
+async def test_a_context_of_more_tokens_may_be_asked_for_whole() -> None:
+    num_tokens = 2 * MAX_COMMAS
+    data = b'{"prompt":[' + b",".join([b"123456"] * num_tokens) + b"]}"
+    assert len(data) > DEFAULT_BYTES
+    read = BodyReader(ServeConfig(), max_model_len=num_tokens)
+    body, _ = await read.read(Sender(data, waits=False).request, CompletionBody)
+    assert len(body.prompt) == num_tokens
+    longer = b'{"prompt":"' + b"x" * BYTES_PER_TOKEN * num_tokens + b'"}'
+    for most in (num_tokens, 1):
+        with pytest.raises(ApiError, match=r"at most \d+ bytes \(--max-request-bytes\)"):
+            await BodyReader(ServeConfig(), most).read(Sender(longer, waits=False).request, CompletionBody)
 
 
-def test_a_big_body_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        import threading
+async def test_a_big_body_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
 
-        threads: list[bool] = []
-        decode = reading.decode
+    threads: list[bool] = []
+    decode = reading.decode
 
-        def seen(data: bytes, kind: Any) -> Any:
-            threads.append(threading.current_thread() is threading.main_thread())
-            return decode(data, kind)
+    def seen(data: bytes, kind: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return decode(data, kind)
 
-        monkeypatch.setattr(reading, "decode", seen)
-        for size in (1000, MAX_BYTES):
-            await reader().read(Sender(prompt_of(size), waits=False).request, CompletionBody)
-        assert threads == [True, False]
-
-    run(main)
+    monkeypatch.setattr(reading, "decode", seen)
+    for size in (1000, MAX_BYTES):
+        await reader().read(Sender(prompt_of(size), waits=False).request, CompletionBody)
+    assert threads == [True, False]
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
@@ -231,21 +210,20 @@ async def prompt_in(data: bytes) -> Any:
 
 
 @given(TEXTS, st.sampled_from(ENCODINGS), st.booleans(), st.integers(1, 40))
-def test_a_body_is_read_in_whatever_encoding_it_begins(text: str, encoding: str, escapes: bool, size: int) -> None:
+async def test_a_body_is_read_in_whatever_encoding_it_begins(
+    text: str, encoding: str, escapes: bool, size: int
+) -> None:
     """As PowerShell 5 writes files, and `[Text.Encoding]::Unicode.GetBytes` a body; in pieces of any size."""
 
-    async def main() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(charsets, "PIECE_BYTES", size)
-            data = json.dumps({"prompt": text}, ensure_ascii=escapes).encode(encoding)
-            assert await prompt_in(data) == text
-            big = codecs.BOM_UTF16_BE + data if encoding == "utf-16-be" else data
-            assert await prompt_in(big) == text
-
-    run(main)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charsets, "PIECE_BYTES", size)
+        data = json.dumps({"prompt": text}, ensure_ascii=escapes).encode(encoding)
+        assert await prompt_in(data) == text
+        big = codecs.BOM_UTF16_BE + data if encoding == "utf-16-be" else data
+        assert await prompt_in(big) == text
 
 
-def test_a_big_body_in_utf_16_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_big_body_in_utf_16_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     threads: list[bool] = []
@@ -257,26 +235,26 @@ def test_a_big_body_in_utf_16_is_read_beside_the_loop(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(charsets, "_decoded", seen)
     for size in (1000, MAX_BYTES // 2 - 1):
-        prompt = asyncio.run(prompt_in(prompt_of(size).decode().encode("utf-16")))
+        prompt = await prompt_in(prompt_of(size).decode().encode("utf-16"))
         assert len(prompt) == size - 13
     assert threads == [True, False]
 
 
-def test_what_is_no_text_in_utf_16_is_replaced_but_not_without_end() -> None:
+async def test_what_is_no_text_in_utf_16_is_replaced_but_not_without_end() -> None:
     half = '{"prompt":"a\ud83db"}'.encode("utf-16", "surrogatepass")
-    assert asyncio.run(prompt_in(half)) == "a\ufffdb"
-    assert asyncio.run(prompt_in('{"prompt":"\U0001f600"}'.encode("utf-16"))) == "\U0001f600"
+    assert await prompt_in(half) == "a\ufffdb"
+    assert await prompt_in('{"prompt":"\U0001f600"}'.encode("utf-16")) == "\U0001f600"
     many = ('{"prompt":"' + "\ud83d" * (charsets.MAX_REPLACED + 1) + '"}').encode("utf-16", "surrogatepass")
     with pytest.raises(ApiError, match="the body is no text in utf-16: over 65536 characters") as caught:
-        asyncio.run(prompt_in(many))
+        await prompt_in(many)
     assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("data", ['{"prompt":"\xe9"}'.encode("latin-1"), b'{"prompt":"\xed\xa0\x80"}'])
-def test_what_is_in_no_unicode_is_told_in_one_sentence(data: bytes) -> None:
+async def test_what_is_in_no_unicode_is_told_in_one_sentence(data: bytes) -> None:
     """PowerShell 5 sends ISO 8859-1 without saying so, unless it is told a charset."""
     with pytest.raises(ApiError, match=r"byte 0xe[9d] of a text is not UTF-8 .*charset=utf-8'") as caught:
-        asyncio.run(prompt_in(data))
+        await prompt_in(data)
     assert caught.value.status == 400
 
 

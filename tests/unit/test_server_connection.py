@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
 import pytest
@@ -118,101 +118,87 @@ class Bench:
                 await asyncio.sleep(0.001)
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    """The server's own loop."""
+    return "asyncio", {"loop_factory": uvloop.new_event_loop}
 
 
 @pytest.mark.parametrize("body", [b"", b"x" * 100, b"x" * 10_000])
-def test_what_waits_behind_a_request_is_bounded_and_answered_in_order(body: bytes) -> None:
+async def test_what_waits_behind_a_request_is_bounded_and_answered_in_order(body: bytes) -> None:
     """Far more than the bound is sent before anything is answered, and nothing of it is lost."""
 
-    async def main() -> None:
-        app = App()
-        app.may_answer.clear()
-        head = b"POST /%d HTTP/1.1\r\nContent-Length: " + b"%d\r\n\r\n" % len(body)
-        count = 400_000 // (len(head) + len(body))
-        async with Bench(app) as bench:
-            sending = asyncio.ensure_future(bench.send(b"".join(head % place + body for place in range(count))))
-            await bench.until(lambda: bool(bench.server.server_state.connections))
-            await bench.until(lambda: len(bench.connection._unparsed) >= MAX_UNPARSED_BYTES)
-            assert bench.connection.flow.read_paused
-            assert len(bench.connection._unparsed) <= MAX_UNPARSED_BYTES + READ_BYTES
-            assert len(bench.connection.pipeline) <= PIECE_BYTES // len(head)
-            assert sum(len(cycle.body) for cycle, _ in bench.connection.pipeline) <= PIECE_BYTES
-            assert app.paths == ["/0"]
-            app.may_answer.set()
-            await sending
-            num_answers = 0
-            async for data in bench.pieces():
-                num_answers += data.count(b"*")
-                if num_answers == count:
-                    break
-            assert app.paths == [f"/{place}" for place in range(count)]
-
-    run(main)
+    app = App()
+    app.may_answer.clear()
+    head = b"POST /%d HTTP/1.1\r\nContent-Length: " + b"%d\r\n\r\n" % len(body)
+    count = 400_000 // (len(head) + len(body))
+    async with Bench(app) as bench:
+        sending = asyncio.ensure_future(bench.send(b"".join(head % place + body for place in range(count))))
+        await bench.until(lambda: bool(bench.server.server_state.connections))
+        await bench.until(lambda: len(bench.connection._unparsed) >= MAX_UNPARSED_BYTES)
+        assert bench.connection.flow.read_paused
+        assert len(bench.connection._unparsed) <= MAX_UNPARSED_BYTES + READ_BYTES
+        assert len(bench.connection.pipeline) <= PIECE_BYTES // len(head)
+        assert sum(len(cycle.body) for cycle, _ in bench.connection.pipeline) <= PIECE_BYTES
+        assert app.paths == ["/0"]
+        app.may_answer.set()
+        await sending
+        num_answers = 0
+        async for data in bench.pieces():
+            num_answers += data.count(b"*")
+            if num_answers == count:
+                break
+        assert app.paths == [f"/{place}" for place in range(count)]
 
 
-def test_headers_and_bodies_come_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        app = App()
-        async with Bench(app) as bench:
-            request = b"POST /%d HTTP/1.1\r\nX: y\r\nContent-Length: 5\r\n\r\nabcde"
-            await bench.send(b"".join(request % place for place in range(9)))
-            await bench.until(lambda: len(app.paths) == 9)
-            assert app.paths == [f"/{place}" for place in range(9)]
-
-    for size in (1, 7, 50):
-        monkeypatch.setattr(connection_module, "PIECE_BYTES", size)
-        run(main)
+@pytest.mark.parametrize("size", [1, 7, 50])
+async def test_headers_and_bodies_come_in_pieces_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "PIECE_BYTES", size)
+    app = App()
+    async with Bench(app) as bench:
+        request = b"POST /%d HTTP/1.1\r\nX: y\r\nContent-Length: 5\r\n\r\nabcde"
+        await bench.send(b"".join(request % place for place in range(9)))
+        await bench.until(lambda: len(app.paths) == 9)
+        assert app.paths == [f"/{place}" for place in range(9)]
 
 
-def test_a_client_that_goes_is_missed_behind_requests_that_wait() -> None:
-    async def main() -> None:
-        app = App()
-        app.may_answer.clear()
-        async with Bench(app) as bench:
-            await bench.send(b"".join(GET % place for place in range(1000)))
-            await bench.until(lambda: bool(app.paths))
-            bench.client.close()
-            await bench.until(lambda: bool(app.gone))
-            assert app.paths == ["/0"]
-
-    run(main)
+async def test_a_client_that_goes_is_missed_behind_requests_that_wait() -> None:
+    app = App()
+    app.may_answer.clear()
+    async with Bench(app) as bench:
+        await bench.send(b"".join(GET % place for place in range(1000)))
+        await bench.until(lambda: bool(app.paths))
+        bench.client.close()
+        await bench.until(lambda: bool(app.gone))
+        assert app.paths == ["/0"]
 
 
-def test_a_client_that_does_not_read_a_whole_answer_is_cut_off() -> None:
-    async def main() -> None:
-        app = App(b"x" * BIG)
-        async with Bench(app, write_timeout_s=0.3) as bench:
-            await bench.send(GET % 1)
-            await bench.until(lambda: bool(app.paths))
-            await bench.until(lambda: not bench.server.server_state.connections)
-            assert sum([len(piece) async for piece in bench.pieces()]) < BIG
-
-    run(main)
+async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off() -> None:
+    app = App(b"x" * BIG)
+    async with Bench(app, write_timeout_s=0.3) as bench:
+        await bench.send(GET % 1)
+        await bench.until(lambda: bool(app.paths))
+        await bench.until(lambda: not bench.server.server_state.connections)
+        assert sum([len(piece) async for piece in bench.pieces()]) < BIG
 
 
-def test_a_client_that_reads_slowly_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_slowly_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes more than half of the time for each part of an answer that has many."""
     monkeypatch.setattr(service_module, "TICKS_TO_LOOK", 10**9)
 
-    async def main() -> None:
-        async with Bench(App(b"x" * BIG)) as bench:
-            await bench.send(GET % 1)
-            got, now_s = 0, 0.0
-            async for piece in bench.pieces():
-                got += len(piece)
-                if got // PART_BYTES > now_s / (0.6 * WRITE_TIMEOUT_S):
-                    now_s += 0.6 * WRITE_TIMEOUT_S
-                    if bench.server.server_state.connections:  # it may be over: the rest is on its way
-                        bench.connection.look(now_s)
-                if got > BIG:
-                    break
-            assert got > BIG
-            assert now_s > 2 * WRITE_TIMEOUT_S
-
-    run(main)
+    async with Bench(App(b"x" * BIG)) as bench:
+        await bench.send(GET % 1)
+        got, now_s = 0, 0.0
+        async for piece in bench.pieces():
+            got += len(piece)
+            if got // PART_BYTES > now_s / (0.6 * WRITE_TIMEOUT_S):
+                now_s += 0.6 * WRITE_TIMEOUT_S
+                if bench.server.server_state.connections:  # it may be over: the rest is on its way
+                    bench.connection.look(now_s)
+            if got > BIG:
+                break
+        assert got > BIG
+        assert now_s > 2 * WRITE_TIMEOUT_S
 
 
 OFFERS = (
@@ -226,73 +212,61 @@ BODIES = (b"Content-Length: 7\r\n\r\nGET / H", b"Transfer-Encoding: chunked\r\n\
 @pytest.mark.parametrize("body", BODIES, ids=["length", "chunks"])
 @pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket", "several"])
 @pytest.mark.parametrize("size", [1, 33, 100_000])
-def test_an_offer_of_another_protocol_changes_nothing(offer: bytes, body: bytes, size: int) -> None:
+async def test_an_offer_of_another_protocol_changes_nothing(offer: bytes, body: bytes, size: int) -> None:
     """Several requests on one connection, and their bodies, in packets of any size, with and without waiting."""
 
-    async def main() -> None:
-        app = App()
-        async with Bench(app) as bench:
-            requests = [b"POST /%d HTTP/1.1\r\nX: y\r\n%b%b" % (place, offer, body) for place in range(6)]
-            requests[3] = GET % 3
-            for data in (*requests[:2], b"".join(requests[2:])):
-                for place in range(0, len(data), size):
-                    await bench.send(data[place : place + size])
-                    await asyncio.sleep(0)
-            await bench.until(lambda: len(app.asked) == 6)
-        assert app.paths == [f"/{place}" for place in range(6)]
-        assert [body for _, body in app.asked] == [b"GET / H"] * 3 + [b""] + [b"GET / H"] * 2
-        assert all(headers.get(b"x") == b"y" and b"upgrade" not in headers for headers, _ in app.asked[:3])
-
-    run(main)
+    app = App()
+    async with Bench(app) as bench:
+        requests = [b"POST /%d HTTP/1.1\r\nX: y\r\n%b%b" % (place, offer, body) for place in range(6)]
+        requests[3] = GET % 3
+        for data in (*requests[:2], b"".join(requests[2:])):
+            for place in range(0, len(data), size):
+                await bench.send(data[place : place + size])
+                await asyncio.sleep(0)
+        await bench.until(lambda: len(app.asked) == 6)
+    assert app.paths == [f"/{place}" for place in range(6)]
+    assert [body for _, body in app.asked] == [b"GET / H"] * 3 + [b""] + [b"GET / H"] * 2
+    assert all(headers.get(b"x") == b"y" and b"upgrade" not in headers for headers, _ in app.asked[:3])
 
 
-def test_a_proxy_s_tunnel_is_refused_by_one_sentence() -> None:
-    async def main() -> None:
-        app = App()
-        async with Bench(app) as bench:
-            await bench.send(b"CONNECT example.org:443 HTTP/1.1\r\n\r\n")
-            answer = b"".join([piece async for piece in bench.pieces()])
-        assert answer.startswith(b"HTTP/1.1 405 ")
-        assert b"CONNECT is for proxies" in answer
-        assert app.paths == []
-
-    run(main)
+async def test_a_proxy_s_tunnel_is_refused_by_one_sentence() -> None:
+    app = App()
+    async with Bench(app) as bench:
+        await bench.send(b"CONNECT example.org:443 HTTP/1.1\r\n\r\n")
+        answer = b"".join([piece async for piece in bench.pieces()])
+    assert answer.startswith(b"HTTP/1.1 405 ")
+    assert b"CONNECT is for proxies" in answer
+    assert app.paths == []
 
 
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
 @pytest.mark.parametrize("kind", [App, Streaming])
 @pytest.mark.parametrize("version", [b"1.0", b"0.9", b"2.0"])
-def test_a_client_that_knows_no_chunks_gets_none(kind: type[App], method: bytes, version: bytes) -> None:
+async def test_a_client_that_knows_no_chunks_gets_none(kind: type[App], method: bytes, version: bytes) -> None:
     """The end of the connection is the end of the answer, also if the client would keep it."""
 
-    async def main() -> None:
-        app = kind(b"a story")
-        async with Bench(app) as bench:
-            expects = b"Connection: keep-alive\r\nExpect: 100-continue\r\nContent-Length: 1\r\n\r\nx"
-            await bench.send(b"%b /1 HTTP/%b\r\n%b" % (method, version, expects))
-            answer = b"".join([piece async for piece in bench.pieces()])
-        head, _, body = answer.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200 ")
-        assert body == (b"a story" if method == b"GET" else b"")
-        assert b"chunked" not in head
-        assert (b"content-length" in head) == (kind is App)
-        assert b"connection: close" in head
-
-    run(main)
+    app = kind(b"a story")
+    async with Bench(app) as bench:
+        expects = b"Connection: keep-alive\r\nExpect: 100-continue\r\nContent-Length: 1\r\n\r\nx"
+        await bench.send(b"%b /1 HTTP/%b\r\n%b" % (method, version, expects))
+        answer = b"".join([piece async for piece in bench.pieces()])
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert body == (b"a story" if method == b"GET" else b"")
+    assert b"chunked" not in head
+    assert (b"content-length" in head) == (kind is App)
+    assert b"connection: close" in head
 
 
-def test_a_stream_to_other_clients_is_chunked_and_their_connection_kept() -> None:
-    async def main() -> None:
-        async with Bench(Streaming(b"ab")) as bench:
-            await bench.send(GET % 1 + GET % 2)
-            got = b""
-            async for piece in bench.pieces():
-                got += piece
-                if got.count(b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n") == 2:
-                    break
-            assert b"connection: close" not in got
-
-    run(main)
+async def test_a_stream_to_other_clients_is_chunked_and_their_connection_kept() -> None:
+    async with Bench(Streaming(b"ab")) as bench:
+        await bench.send(GET % 1 + GET % 2)
+        got = b""
+        async for piece in bench.pieces():
+            got += piece
+            if got.count(b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n") == 2:
+                break
+        assert b"connection: close" not in got
 
 
 @pytest.mark.parametrize(
@@ -304,16 +278,13 @@ def test_a_stream_to_other_clients_is_chunked_and_their_connection_kept() -> Non
         (b"//a/b", "//a/b", b"of-the-header"),
     ],
 )
-def test_a_whole_url_names_the_host(target: bytes, path: str, host: bytes) -> None:
-    async def main() -> None:
-        app = App()
-        async with Bench(app) as bench:
-            await bench.send(b"GET %b HTTP/1.1\r\nHost: of-the-header\r\n\r\n" % target)
-            await bench.until(lambda: bool(app.asked))
-        assert app.paths == [path]
-        assert app.asked[0][0][b"host"] == host
-
-    run(main)
+async def test_a_whole_url_names_the_host(target: bytes, path: str, host: bytes) -> None:
+    app = App()
+    async with Bench(app) as bench:
+        await bench.send(b"GET %b HTTP/1.1\r\nHost: of-the-header\r\n\r\n" % target)
+        await bench.until(lambda: bool(app.asked))
+    assert app.paths == [path]
+    assert app.asked[0][0][b"host"] == host
 
 
 GARBAGE = (
@@ -325,54 +296,45 @@ GARBAGE = (
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=["bytes", "version", "tunnel", "headers"])
-def test_what_is_wrong_behind_a_request_does_not_answer_it(garbage: bytes) -> None:
+async def test_what_is_wrong_behind_a_request_does_not_answer_it(garbage: bytes) -> None:
     """Its own answer comes whole, the one behind it as well, and then the end; what follows is not kept."""
 
-    async def main() -> None:
-        app = Streaming(b"x")
-        app.may_answer.clear()
-        async with Bench(app) as bench:
-            await bench.send(GET % 1 + GET % 2 + garbage)
-            sending = asyncio.ensure_future(bench.send(b"y" * 1_000_000))
-            await bench.until(lambda: bool(app.paths))
-            await sending
-            assert len(bench.connection._unparsed) <= MAX_UNPARSED_BYTES + READ_BYTES
-            app.may_answer.set()
-            answer = b"".join([piece async for piece in bench.pieces()])
-        assert app.paths == ["/1", "/2"]
-        assert answer.count(b"HTTP/1.1 200 ") == answer.count(b"0\r\n\r\n") == 2
-        assert answer.count(b"HTTP/1.1 ") == 2
-
-    run(main)
+    app = Streaming(b"x")
+    app.may_answer.clear()
+    async with Bench(app) as bench:
+        await bench.send(GET % 1 + GET % 2 + garbage)
+        sending = asyncio.ensure_future(bench.send(b"y" * 1_000_000))
+        await bench.until(lambda: bool(app.paths))
+        await sending
+        assert len(bench.connection._unparsed) <= MAX_UNPARSED_BYTES + READ_BYTES
+        app.may_answer.set()
+        answer = b"".join([piece async for piece in bench.pieces()])
+    assert app.paths == ["/1", "/2"]
+    assert answer.count(b"HTTP/1.1 200 ") == answer.count(b"0\r\n\r\n") == 2
+    assert answer.count(b"HTTP/1.1 ") == 2
 
 
-def test_headers_without_end_behind_a_request_are_not_kept() -> None:
-    async def main() -> None:
-        app = App()
-        app.may_answer.clear()
-        async with Bench(app) as bench:
-            await bench.send(GET % 1 + b"GET / HTTP/1.1\r\nX: ")
-            await bench.until(lambda: bool(app.paths))
-            await bench.send(b"y" * 2_000_000)
-            await bench.until(lambda: bench.connection._is_over)
-            assert bench.connection._header_bytes <= MAX_HEADER_BYTES + PIECE_BYTES
-            await bench.send(b"y" * 2_000_000)
-            assert bench.connection._header_bytes <= MAX_HEADER_BYTES + PIECE_BYTES
-            app.may_answer.set()
-            answer = b"".join([piece async for piece in bench.pieces()])
-        assert answer.endswith(b"*")
-        assert answer.count(b"HTTP/1.1 ") == 1
-
-    run(main)
+async def test_headers_without_end_behind_a_request_are_not_kept() -> None:
+    app = App()
+    app.may_answer.clear()
+    async with Bench(app) as bench:
+        await bench.send(GET % 1 + b"GET / HTTP/1.1\r\nX: ")
+        await bench.until(lambda: bool(app.paths))
+        await bench.send(b"y" * 2_000_000)
+        await bench.until(lambda: bench.connection._is_over)
+        assert bench.connection._header_bytes <= MAX_HEADER_BYTES + PIECE_BYTES
+        await bench.send(b"y" * 2_000_000)
+        assert bench.connection._header_bytes <= MAX_HEADER_BYTES + PIECE_BYTES
+        app.may_answer.set()
+        answer = b"".join([piece async for piece in bench.pieces()])
+    assert answer.endswith(b"*")
+    assert answer.count(b"HTTP/1.1 ") == 1
 
 
-def test_what_is_wrong_in_a_body_answers_its_request() -> None:
-    async def main() -> None:
-        async with Bench(App()) as bench:
-            await bench.send(b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab")
-            await bench.send(b"\r\nno chunk\r\n")
-            answer = b"".join([piece async for piece in bench.pieces()])
-        assert answer.count(b"HTTP/1.1 400 ") == 1
-        assert answer.count(b"HTTP/1.1 ") == 1
-
-    run(main)
+async def test_what_is_wrong_in_a_body_answers_its_request() -> None:
+    async with Bench(App()) as bench:
+        await bench.send(b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab")
+        await bench.send(b"\r\nno chunk\r\n")
+        answer = b"".join([piece async for piece in bench.pieces()])
+    assert answer.count(b"HTTP/1.1 400 ") == 1
+    assert answer.count(b"HTTP/1.1 ") == 1

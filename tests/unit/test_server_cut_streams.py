@@ -1,7 +1,5 @@
 """Streams that are cut anywhere go on without a token repeated or missing."""
 
-import asyncio
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -27,10 +25,6 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {  # body, prompts, params
 }
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(main())
-
-
 def play(case: str) -> tuple[Stage, Client, list[list[Event]], str]:
     """A stage, the client of the case, all that the engine will say, and the call's id."""
     body, num_prompts, params = CASES[case]
@@ -53,55 +47,49 @@ async def uncut(case: str) -> tuple[Stage, Client, str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_cut_at_every_byte_and_resumed_when_all_is_there(case: str) -> None:
-    async def main() -> None:
-        stage, client, call_id = await uncut(case)
-        whole = [data for _, data in events_in(client.data)]
-        expected = content(whole)
-        assert expected["done"] == 1
-        assert len({last for last, _ in events_in(client.data)}) == len(whole)  # each event has an id of its own
-        resumed: dict[str, list[str]] = {}
-        for cut in range(len(client.data) + 1):
-            seen = events_in(client.data[:cut])
-            last = seen[-1][0] if seen else ""
-            if last not in resumed:
-                again = await stage.resume(call_id, last)
-                await again.ended()
-                assert again.status == (204 if len(seen) == len(whole) else 200)
-                resumed[last] = [data for _, data in events_in(again.data)]
-            assert content([data for _, data in seen] + resumed[last]) == expected
-        assert len(resumed) == len(whole) + 1
-        assert stage.kept.unread_s(call_id) == 0.0
-        assert stage.calls.dispatcher.num_sequences == len(stage.calls) == 0
-
-    run(main)
+async def test_cut_at_every_byte_and_resumed_when_all_is_there(case: str) -> None:
+    stage, client, call_id = await uncut(case)
+    whole = [data for _, data in events_in(client.data)]
+    expected = content(whole)
+    assert expected["done"] == 1
+    assert len({last for last, _ in events_in(client.data)}) == len(whole)  # each event has an id of its own
+    resumed: dict[str, list[str]] = {}
+    for cut in range(len(client.data) + 1):
+        seen = events_in(client.data[:cut])
+        last = seen[-1][0] if seen else ""
+        if last not in resumed:
+            again = await stage.resume(call_id, last)
+            await again.ended()
+            assert again.status == (204 if len(seen) == len(whole) else 200)
+            resumed[last] = [data for _, data in events_in(again.data)]
+        assert content([data for _, data in seen] + resumed[last]) == expected
+    assert len(resumed) == len(whole) + 1
+    assert stage.kept.unread_s(call_id) == 0.0
+    assert stage.calls.dispatcher.num_sequences == len(stage.calls) == 0
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_cut_after_every_token_and_resumed_while_it_runs(case: str) -> None:
+async def test_cut_after_every_token_and_resumed_while_it_runs(case: str) -> None:
     """Tokens that arrive while nobody reads are one chunk later, and so are all after them: the events are others."""
 
-    async def main() -> None:
-        _, client, _ = await uncut(case)
-        expected = content([data for _, data in events_in(client.data)])
-        num_steps = len(play(case)[2])
-        for cut in range(num_steps):
-            stage, client, said, call_id = play(case)
-            await settle()
-            for events in said[:cut]:
-                await stage.say(*events)
-            client.go()
-            await client.ended()
-            assert len(stage.kept) == 1
-            middle = (cut + num_steps) // 2
-            await stage.say(*(event for events in said[cut:middle] for event in events))
-            seen = events_in(client.data)
-            seen = seen[: len(seen) - cut % 2]  # the last event may not have come
-            again = await stage.resume(call_id, seen[-1][0] if seen else "")
-            await settle()
-            rest = [event for events in said[middle:] for event in events if event.request_id in stage.session.sinks]
-            await stage.say(*rest)
-            await again.ended()
-            assert content([data for _, data in seen + events_in(again.data)]) == expected
-
-    run(main)
+    _, client, _ = await uncut(case)
+    expected = content([data for _, data in events_in(client.data)])
+    num_steps = len(play(case)[2])
+    for cut in range(num_steps):
+        stage, client, said, call_id = play(case)
+        await settle()
+        for events in said[:cut]:
+            await stage.say(*events)
+        client.go()
+        await client.ended()
+        assert len(stage.kept) == 1
+        middle = (cut + num_steps) // 2
+        await stage.say(*(event for events in said[cut:middle] for event in events))
+        seen = events_in(client.data)
+        seen = seen[: len(seen) - cut % 2]  # the last event may not have come
+        again = await stage.resume(call_id, seen[-1][0] if seen else "")
+        await settle()
+        rest = [event for events in said[middle:] for event in events if event.request_id in stage.session.sinks]
+        await stage.say(*rest)
+        await again.ended()
+        assert content([data for _, data in seen + events_in(again.data)]) == expected

@@ -36,28 +36,25 @@ def wanted(**fields: Any) -> StructuredOutputsParams | None:
     return None if form is None else form.params
 
 
-def error_of(**fields: Any) -> ApiError:
+async def error_of(**fields: Any) -> ApiError:
     """Return the error that refuses a chat with these fields."""
     with pytest.raises(ApiError) as caught:
-        held(**fields)
+        await held(**fields)
     return caught.value
 
 
-def held(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **fields: Any) -> str | None:
+async def held(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **fields: Any) -> str | None:
     """The grammar that holds the answer of such a chat."""
-    return held_with_notes(formats, level, **fields).params.grammar
+    return (await held_with_notes(formats, level, **fields)).params.grammar
 
 
-def held_with_notes(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **fields: Any) -> HeldParams:
+async def held_with_notes(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **fields: Any) -> HeldParams:
     """The same, with what of the schemas is not held."""
 
-    async def main() -> HeldParams:
-        body = chat(**fields)
-        request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
-        form, tools = forms.form_of(body), forms.tools_of(body)
-        return await GrammarBuilder(formats, level).held(SamplingParams(), form, tools, request)
-
-    return asyncio.run(main())
+    body = chat(**fields)
+    request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
+    form, tools = forms.form_of(body), forms.tools_of(body)
+    return await GrammarBuilder(formats, level).held(SamplingParams(), form, tools, request)
 
 
 # ---- one form under many names
@@ -83,14 +80,14 @@ def held_with_notes(formats: Formats | None = FORMATS, level: StrictLevel = "aut
         ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
     ],
 )
-def test_every_name_asks_for_the_same(fields: dict[str, Any], params: dict[str, Any]) -> None:
+async def test_every_name_asks_for_the_same(fields: dict[str, Any], params: dict[str, Any]) -> None:
     found = wanted(**fields)
     assert found is not None
     for name, value in params.items():
         assert getattr(found, name) == value
     assert found.whitespace_pattern == fields.get("guided_whitespace_pattern")
     assert found.disable_any_whitespace is ("structured_outputs" in fields and "json" in fields["structured_outputs"])
-    assert held(**fields) == compile_grammar(found)
+    assert await held(**fields) == compile_grammar(found)
 
 
 @pytest.mark.parametrize(
@@ -103,21 +100,23 @@ def test_every_name_asks_for_the_same(fields: dict[str, Any], params: dict[str, 
         ({"guided_json": SCHEMA | {"additionalProperties": True}}, False),
     ],
 )
-def test_objects_have_what_a_schema_names_unless_it_says_otherwise(fields: dict[str, Any], are_closed: bool) -> None:
+async def test_objects_have_what_a_schema_names_unless_it_says_otherwise(
+    fields: dict[str, Any], are_closed: bool
+) -> None:
     """Schemas that frameworks make of a class do not mention other properties. `structured_outputs` has a switch of its
     own."""
-    grammar = held(**fields)
+    grammar = await held(**fields)
     assert grammar is not None
     assert WALKER.takes(grammar, '{"a": 1}')
     assert WALKER.takes(grammar, '{"a": 1, "b": 2}') is not are_closed
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"guided_json": None}])
-def test_an_answer_needs_no_form(fields: dict[str, Any]) -> None:
-    assert held(**fields) is None
+async def test_an_answer_needs_no_form(fields: dict[str, Any]) -> None:
+    assert await held(**fields) is None
 
 
-def test_a_structural_tag_is_passed_on_whole() -> None:
+async def test_a_structural_tag_is_passed_on_whole() -> None:
     tag = {
         "type": "structural_tag",
         "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}],
@@ -126,7 +125,7 @@ def test_a_structural_tag_is_passed_on_whole() -> None:
     found = wanted(response_format=tag)
     assert found is not None
     assert found.structural_tag == tag
-    assert held(response_format=tag) == compile_grammar(found)
+    assert await held(response_format=tag) == compile_grammar(found)
 
 
 @pytest.mark.parametrize(
@@ -157,26 +156,26 @@ def test_a_structural_tag_is_passed_on_whole() -> None:
         ),
     ],
 )
-def test_a_bad_form_names_its_field(fields: dict[str, Any], param: str, text: str) -> None:
-    error = error_of(**fields)
+async def test_a_bad_form_names_its_field(fields: dict[str, Any], param: str, text: str) -> None:
+    error = await error_of(**fields)
     assert (error.status, error.param) == (400, param)
     assert text in error.message
 
 
-def test_a_bad_schema_names_the_place() -> None:
+async def test_a_bad_schema_names_the_place() -> None:
     schema = {"type": "object", "properties": {"a": {"properties": {"b": {"type": "objekt"}}}}}
-    error = error_of(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})
+    error = await error_of(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})
     assert (error.status, error.param) == (400, "response_format")
     assert "/properties/a/properties/b" in error.message
 
 
-def test_a_model_without_a_tokenizer_holds_nothing() -> None:
+async def test_a_model_without_a_tokenizer_holds_nothing() -> None:
     with pytest.raises(ApiError, match="needs a tokenizer") as caught:
-        held(None, guided_regex="a")
+        await held(None, guided_regex="a")
     assert caught.value.param == "guided_regex"
     with pytest.raises(ApiError, match="needs a tokenizer") as caught:
-        held(None, tools=[TOOL], tool_choice="required")
-    assert held(None, tools=[TOOL]) is None
+        await held(None, tools=[TOOL], tool_choice="required")
+    assert await held(None, tools=[TOOL]) is None
 
 
 @pytest.mark.parametrize("name", ["thinking_token_budget", "max_thinking_tokens"])
@@ -256,17 +255,17 @@ def test_no_tool_may_be_called(fields: dict[str, Any]) -> None:
         ({"tools": [{"function": {"name": "a b", "strict": True}}]}, "tools", "'a b'"),
     ],
 )
-def test_bad_tools_name_what_is_wrong(fields: dict[str, Any], param: str, text: str) -> None:
-    error = error_of(**fields)
+async def test_bad_tools_name_what_is_wrong(fields: dict[str, Any], param: str, text: str) -> None:
+    error = await error_of(**fields)
     assert (error.status, error.param) == (400, param)
     assert text in error.message
 
 
-def test_tools_that_are_nested_too_deeply_are_refused() -> None:
+async def test_tools_that_are_nested_too_deeply_are_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(70):
         deep = {"properties": deep}
-    error = error_of(tools=[{"function": {"name": "f", "parameters": deep}}])
+    error = await error_of(tools=[{"function": {"name": "f", "parameters": deep}}])
     assert error.message == "tools[0] is nested more than 64 deep"
 
 
@@ -275,21 +274,21 @@ def odd_tool(**more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "odd", "parameters": parameters, **more}}
 
 
-def test_an_odd_tool_beside_good_ones_is_named_in_a_note() -> None:
-    params, notes = held_with_notes(tools=[TOOL, odd_tool()], tool_choice="required")
+async def test_an_odd_tool_beside_good_ones_is_named_in_a_note() -> None:
+    params, notes = await held_with_notes(tools=[TOOL, odd_tool()], tool_choice="required")
     assert notes == ("tools odd #/properties/p: 'type'", "tools odd #/properties/p: 'pattern'")
     assert params.grammar is not None
-    assert held_with_notes(tools=[TOOL, odd_tool()]).notes == ()
+    assert (await held_with_notes(tools=[TOOL, odd_tool()])).notes == ()
     assert (
         "tool 'odd': the JSON schema at #/properties/p: type is 'any'"
-        in error_of(tools=[odd_tool(strict=True)]).message
+        in (await error_of(tools=[odd_tool(strict=True)])).message
     )
 
 
-def test_what_a_form_does_not_hold_is_named_in_a_note() -> None:
+async def test_what_a_form_does_not_hold_is_named_in_a_note() -> None:
     schema = {"type": "string", "format": "uuid", "pattern": r"(.)(?!\1)"}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    params, notes = held_with_notes(response_format=form)
+    params, notes = await held_with_notes(response_format=form)
     assert notes == ("response_format #: 'pattern'",)
     assert params.grammar is not None
     headers = bodies.warned({"Warning": '299 vllm-lite "ignored: x"'}, "not held", [*notes, 'a"\r\n' + "y" * 200])
@@ -298,23 +297,23 @@ def test_what_a_form_does_not_hold_is_named_in_a_note() -> None:
     )
 
 
-def test_only_what_is_demanded_or_strict_is_held() -> None:
-    assert held(tools=[TOOL]) is None
-    assert held(tools=[TOOL, STRICT]) is not None
-    function, parameter = held(level="function", tools=[TOOL]), held(level="parameter", tools=[TOOL])
+async def test_only_what_is_demanded_or_strict_is_held() -> None:
+    assert await held(tools=[TOOL]) is None
+    assert await held(tools=[TOOL, STRICT]) is not None
+    function, parameter = await held(level="function", tools=[TOOL]), await held(level="parameter", tools=[TOOL])
     assert function is not None
-    assert parameter == held(tools=[{"type": "function", "function": {**TOOL["function"], "strict": True}}])
+    assert parameter == await held(tools=[{"type": "function", "function": {**TOOL["function"], "strict": True}}])
     assert function != parameter
-    required = held(tools=[TOOL], tool_choice="required")
+    required = await held(tools=[TOOL], tool_choice="required")
     assert required is not None
-    named = held(tools=[TOOL, STRICT], tool_choice={"function": {"name": "f"}})
+    named = await held(tools=[TOOL, STRICT], tool_choice={"function": {"name": "f"}})
     assert named is not None
     assert '"g' not in named
 
 
-def test_calls_that_are_demanded_leave_no_room_for_a_form() -> None:
+async def test_calls_that_are_demanded_leave_no_room_for_a_form() -> None:
     form: dict[str, Any] = {"response_format": {"type": "json_object"}}
-    assert held(tools=[TOOL], tool_choice="required", **form) == held(tools=[TOOL], tool_choice="required")
+    assert await held(tools=[TOOL], tool_choice="required", **form) == await held(tools=[TOOL], tool_choice="required")
 
 
 def accepts(grammar: str, text: str) -> bool:
@@ -326,11 +325,11 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("tool", [TOOL, STRICT])
-def test_an_answer_has_its_form_or_is_calls(tool: dict[str, Any]) -> None:
+async def test_an_answer_has_its_form_or_is_calls(tool: dict[str, Any]) -> None:
     """As OpenAI's: `response_format` holds the content, and tools may be called instead."""
     schema = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    grammar = held(tools=[tool], response_format=form)
+    grammar = await held(tools=[tool], response_format=form)
     assert grammar is not None
     name = tool["function"]["name"]
     assert accepts(grammar, '{"b": true}')

@@ -63,20 +63,17 @@ async def not_found(_: Any, __: Any, send: Any) -> None:
 async def ignore(*_: Any) -> Any: ...
 
 
-def look(stats: Stats | None, *others: Stats | None, **settings: int) -> str:
-    async def main() -> str:
-        dispatcher = Dispatcher(cast(AnySession, Engine(stats, *others)), asyncio.get_running_loop())
-        calls = Calls(dispatcher, QueueLimits(1, 1, 1))
-        calls.scoreboard.count_rejection("max_num_queued_tokens")
-        calls.is_draining = True  # one that shuts down can still be watched
-        config = EngineConfig.check(settings).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
-        images = cast(ImagePool, SimpleNamespace(num_asked=7, num_found=3))
-        metrics = Metrics(calls, config, "name", server="3", images=images)
-        await metrics.counting(not_found)({"path": "/x"}, ignore, ignore)
-        answer = await metrics.get(Request({"type": "http", "headers": []}))
-        return bytes(answer.body).decode()
-
-    return asyncio.run(main())
+async def look(stats: Stats | None, *others: Stats | None, **settings: int) -> str:
+    dispatcher = Dispatcher(cast(AnySession, Engine(stats, *others)), asyncio.get_running_loop())
+    calls = Calls(dispatcher, QueueLimits(1, 1, 1))
+    calls.scoreboard.count_rejection("max_num_queued_tokens")
+    calls.is_draining = True  # one that shuts down can still be watched
+    config = EngineConfig.check(settings).resolve(max_position_embeddings=100, dtype="float32", model_path="m")
+    images = cast(ImagePool, SimpleNamespace(num_asked=7, num_found=3))
+    metrics = Metrics(calls, config, "name", server="3", images=images)
+    await metrics.counting(not_found)({"path": "/x"}, ignore, ignore)
+    answer = await metrics.get(Request({"type": "http", "headers": []}))
+    return bytes(answer.body).decode()
 
 
 def full(**values: Any) -> Stats:
@@ -84,7 +81,7 @@ def full(**values: Any) -> Stats:
     return Stats(**{**fields, **values, "ended_by": ENDED_BY, "requests": MEASURED})
 
 
-def test_every_definition_is_told_once_and_has_its_own_value() -> None:
+async def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     counts: dict[str, Any] = {"cached_tokens": 9, "host_hits": 4, "preemptions": 7, "swaps": 2, "prompt_tokens": 30}
     counts |= {
         "num_deferred": STATS.num_waiting - 1,
@@ -92,7 +89,7 @@ def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     }
     disk = TierUsage(10, 20, 30, 0.5, 1.5, 3, {"damaged": 2})
     counts |= {"loaded_tokens": 3, "disk": disk}
-    text = look(full(**counts, blocks=BLOCKS, expert_tokens=[[], [31, 37]]))
+    text = await look(full(**counts, blocks=BLOCKS, expert_tokens=[[], [31, 37]]))
     families = list(text_string_to_metric_families(text))
     assert 'vllm_lite:expert_tokens_total{engine="0",expert="1",layer="1",model_name="name"} 37.0' in text
     assert max(Counter(family.name for family in families).values()) == 1
@@ -138,8 +135,8 @@ def test_every_definition_is_told_once_and_has_its_own_value() -> None:
     assert values["vllm:time_to_first_token_seconds_sum", None] == 7.5
 
 
-def test_blocks_are_in_it_only_where_the_engine_follows_them() -> None:
-    with_blocks, without = look(full(blocks=BLOCKS)), look(full())
+async def test_blocks_are_in_it_only_where_the_engine_follows_them() -> None:
+    with_blocks, without = await look(full(blocks=BLOCKS)), await look(full())
     names = (
         "vllm:kv_block_lifetime_seconds",
         "vllm:kv_block_idle_before_evict_seconds",
@@ -151,9 +148,9 @@ def test_blocks_are_in_it_only_where_the_engine_follows_them() -> None:
     assert without == "".join(line for line in with_blocks.splitlines(keepends=True) if "vllm:kv_block_" not in line)
 
 
-def test_the_ranks_of_the_engine() -> None:
-    assert 'vllm_lite:workers{engine="0",model_name="name"} 1.0' in look(full())
-    assert 'vllm_lite:workers{engine="0",model_name="name"} 4.0' in look(full(), tensor_parallel_size=4)
+async def test_the_ranks_of_the_engine() -> None:
+    assert 'vllm_lite:workers{engine="0",model_name="name"} 1.0' in await look(full())
+    assert 'vllm_lite:workers{engine="0",model_name="name"} 4.0' in await look(full(), tensor_parallel_size=4)
 
 
 def test_a_set_of_adapters_is_bounded() -> None:
@@ -165,23 +162,23 @@ def test_a_set_of_adapters_is_bounded() -> None:
     assert adapters.read(at) == {("2", "a001,a002", "a000,a001"): 1}
 
 
-def test_what_was_replaced() -> None:
-    text = look(full(life=3, generation=5, restarts={"died": 2, "stuck": 1}, recovering="", lost_s=2.5))
+async def test_what_was_replaced() -> None:
+    text = await look(full(life=3, generation=5, restarts={"died": 2, "stuck": 1}, recovering="", lost_s=2.5))
     causes = {"died": 2, "failed": 0, "unreachable": 0, "silent": 0, "stuck": 1, "engine": 2}
     for cause, count in causes.items():
         assert f'vllm_lite:restarts_total{{cause="{cause}",engine="0",model_name="name"}} {count}.0' in text
     assert 'vllm_lite:recovery_seconds_total{engine="0",model_name="name"} 2.5' in text
     assert 'vllm_lite:recovering{engine="0",model_name="name"} 0.0' in text
-    assert 'vllm_lite:recovering{engine="0",model_name="name"} 1.0' in look(full(recovering="worker 0 died"))
+    assert 'vllm_lite:recovering{engine="0",model_name="name"} 1.0' in await look(full(recovering="worker 0 died"))
 
 
-def test_no_pool_is_no_fault() -> None:
-    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="name"} 0.0' in look(full(num_blocks=0))
+async def test_no_pool_is_no_fault() -> None:
+    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="name"} 0.0' in await look(full(num_blocks=0))
 
 
-def test_a_dead_engine_has_no_metrics() -> None:
+async def test_a_dead_engine_has_no_metrics() -> None:
     with pytest.raises(ApiError) as caught:
-        look(None)
+        await look(None)
     assert caught.value.status == 503
     assert "killed by SIGKILL" in caught.value.message
     assert "secret" not in caught.value.message
@@ -218,8 +215,8 @@ def test_the_dashboard_asks_for_what_there_is() -> None:
     assert len(set(taken)) == len(taken), "two panels overlap"
 
 
-def test_each_of_several_engines_has_its_own_values() -> None:
-    text = look(full(num_running=3), None, full(num_running=5))  # the second one is being replaced
+async def test_each_of_several_engines_has_its_own_values() -> None:
+    text = await look(full(num_running=3), None, full(num_running=5))  # the second one is being replaced
     labels = 'vllm:num_requests_running{engine="%s",model_name="name"} %s'
     assert labels % (0, "3.0") in text
     assert labels % (2, "5.0") in text

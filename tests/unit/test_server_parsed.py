@@ -1,6 +1,5 @@
 """Chats that are taken apart: what a client gets of content, reasoning and calls, streamed, whole and gone on with."""
 
-import asyncio
 import json
 import random
 import re
@@ -72,18 +71,15 @@ class ParsedStage(Stage):
         return self._reads(self.live.respond(call, stream=fields.get("stream", True), headers={}))
 
 
-def on_stage(play: Callable[[ParsedStage], Any], **how: Any) -> Any:
-    async def main() -> Any:
-        patch = pytest.MonkeyPatch()
-        patch.setattr(resumable_stage, "FACTORY", FACTORY)
-        try:
-            stage = ParsedStage(**how)
-            stage.live.writers = Writers(Spelling(TOKENIZER), FORMATS)
-            return await play(stage)
-        finally:
-            patch.undo()
-
-    return asyncio.run(main())
+async def on_stage(play: Callable[[ParsedStage], Any], **how: Any) -> Any:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(resumable_stage, "FACTORY", FACTORY)
+    try:
+        stage = ParsedStage(**how)
+        stage.live.writers = Writers(Spelling(TOKENIZER), FORMATS)
+        return await play(stage)
+    finally:
+        patch.undo()
 
 
 async def say(stage: ParsedStage, ids: Sequence[int], cuts: Sequence[int], reason: Any = "stop", **more: Any) -> None:
@@ -128,7 +124,7 @@ def message_of(chunks: Sequence[str], index: int = 0) -> dict[str, Any]:
     return found
 
 
-def streamed(
+async def streamed(
     transcript: str = TRANSCRIPT,
     parsing: Parsing | None = None,
     *,
@@ -145,14 +141,14 @@ def streamed(
         await client.ended()
         return [data for _, data in events_in(client.data)]
 
-    return message_of(on_stage(play))
+    return message_of(await on_stage(play))
 
 
 # ---- what a client gets
 
 
-def test_an_answer_is_taken_apart() -> None:
-    found = streamed()
+async def test_an_answer_is_taken_apart() -> None:
+    found = await streamed()
     assert found["reasoning"] == "I want to look. Twice."
     assert found["content"].strip() == "I will look."
     assert [name for _, name, _ in found["calls"]] == ["look", "look"]
@@ -163,7 +159,7 @@ def test_an_answer_is_taken_apart() -> None:
     assert all(each.startswith("call_") and len(each) == 29 for each in ids)
 
 
-def test_arguments_come_piecewise() -> None:
+async def test_arguments_come_piecewise() -> None:
     """The name as soon as it is known, and arguments as they are generated."""
     ids = tokens(CALL)
 
@@ -174,22 +170,22 @@ def test_arguments_come_piecewise() -> None:
         await client.ended()
         return [data for _, data in events_in(client.data)]
 
-    deltas = [json.loads(each)["choices"][0]["delta"] for each in on_stage(play)[:-1]]
+    deltas = [json.loads(each)["choices"][0]["delta"] for each in (await on_stage(play))[:-1]]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert len(calls) > 5
     assert ["id" in call for call in calls] == [True] + [False] * (len(calls) - 1)
 
 
-def test_it_does_not_matter_how_tokens_come() -> None:
-    expected, ids, rng = streamed(), tokens(TRANSCRIPT), random.Random(1)
+async def test_it_does_not_matter_how_tokens_come() -> None:
+    expected, ids, rng = await streamed(), tokens(TRANSCRIPT), random.Random(1)
     for _ in range(5):
         cuts = sorted(rng.sample(range(1, len(ids)), rng.randrange(len(ids) - 1)))
-        assert streamed(cuts=cuts) == expected
+        assert await streamed(cuts=cuts) == expected
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_whole_answer_is_the_same(n: int) -> None:
-    streams = streamed()
+async def test_a_whole_answer_is_the_same(n: int) -> None:
+    streams = await streamed()
     ids = tokens(TRANSCRIPT)
 
     async def play(stage: ParsedStage) -> Any:
@@ -200,7 +196,7 @@ def test_a_whole_answer_is_the_same(n: int) -> None:
         await client.ended()
         return json.loads(client.data)
 
-    answer = on_stage(play)
+    answer = await on_stage(play)
     for index in range(n):
         message = answer["choices"][index]["message"]
         assert answer["choices"][index]["finish_reason"] == "tool_calls"
@@ -217,7 +213,7 @@ def test_a_whole_answer_is_the_same(n: int) -> None:
     }
 
 
-def test_content_is_null_beside_nothing_but_calls() -> None:
+async def test_content_is_null_beside_nothing_but_calls() -> None:
     async def play(stage: ParsedStage) -> Any:
         client = stage.begin(Parsing(TOOLS), stream=False, resumable=False)
         await settle()
@@ -225,13 +221,13 @@ def test_content_is_null_beside_nothing_but_calls() -> None:
         await client.ended()
         return json.loads(client.data)
 
-    message = on_stage(play)["choices"][0]["message"]
+    message = (await on_stage(play))["choices"][0]["message"]
     assert message["content"] is None
     assert message["reasoning"] is None
     assert len(message["tool_calls"]) == 1
 
 
-def test_text_that_spells_a_token_is_text() -> None:
+async def test_text_that_spells_a_token_is_text() -> None:
     """The tokens of the demo model's own alphabet spell the literal; only the added token is one."""
     spelled = [token for letter in "<tool_call>" for token in tokens(letter)]
     assert TOKENIZER.added_tokens["<tool_call>"] not in spelled
@@ -243,7 +239,7 @@ def test_text_that_spells_a_token_is_text() -> None:
         await client.ended()
         return [data for _, data in events_in(client.data)]
 
-    found = message_of(on_stage(play))
+    found = message_of(await on_stage(play))
     assert found["content"] == '<tool_call>{"name": "look", "arguments": {}}'
     assert (found["calls"], found["finish"]) == ([], ["stop"])
 
@@ -255,54 +251,54 @@ def test_text_that_spells_a_token_is_text() -> None:
         (Parsing(TOOLS, is_named=True), {"finish": ["stop"]}),
     ],
 )
-def test_what_a_request_says_of_its_answer(parsing: Parsing, changes: dict[str, Any]) -> None:
-    assert streamed(parsing=parsing) == {**streamed(), **changes}
+async def test_what_a_request_says_of_its_answer(parsing: Parsing, changes: dict[str, Any]) -> None:
+    assert await streamed(parsing=parsing) == {**await streamed(), **changes}
 
 
-def test_only_one_call_comes_where_only_one_may() -> None:
-    found, all_of_it = streamed(parsing=Parsing(TOOLS, parallel=False)), streamed()
+async def test_only_one_call_comes_where_only_one_may() -> None:
+    found, all_of_it = await streamed(parsing=Parsing(TOOLS, parallel=False)), await streamed()
     assert found == {**all_of_it, "calls": all_of_it["calls"][:1]}
 
 
-def test_without_tools_calls_are_content() -> None:
-    found = streamed(parsing=Parsing())
+async def test_without_tools_calls_are_content() -> None:
+    found = await streamed(parsing=Parsing())
     assert found["content"].strip() == TRANSCRIPT.split("</think>")[1].strip()
     assert (found["calls"], found["finish"]) == ([], ["stop"])
 
 
-def test_a_prompt_may_have_begun_the_thinking() -> None:
-    found = streamed("I want</think>Yes.", prompt="<think>\n", stream_options=None)
+async def test_a_prompt_may_have_begun_the_thinking() -> None:
+    found = await streamed("I want</think>Yes.", prompt="<think>\n", stream_options=None)
     assert (found["reasoning"].strip(), found["content"].strip()) == ("I want", "Yes.")
 
 
-def test_the_message_that_is_gone_on_with_is_echoed() -> None:
-    found = streamed(" there.", echo="Hi", prompt="<|im_start|>assistant\nHi")
+async def test_the_message_that_is_gone_on_with_is_echoed() -> None:
+    found = await streamed(" there.", echo="Hi", prompt="<|im_start|>assistant\nHi")
     assert found["content"] == "Hi there."
 
 
-def test_an_answer_that_is_cut_keeps_what_came() -> None:
+async def test_an_answer_that_is_cut_keeps_what_came() -> None:
     ids = tokens(TRANSCRIPT)
     cut = TOKENIZER.decode(ids[: -len(tokens("</tool_call>")) - 6], skip_special_tokens=False)
-    found = streamed(cut, reason="length")
+    found = await streamed(cut, reason="length")
     assert found["finish"] == ["length"]
     assert len(found["calls"]) == 2
     assert json.loads(found["calls"][0][2])
     assert found["calls"][0][2].startswith(found["calls"][1][2].rstrip("\N{REPLACEMENT CHARACTER}"))
 
 
-def test_a_call_that_was_cut_before_its_name_is_content() -> None:
-    found = streamed('<tool_call>\n{"na', reason="length")
+async def test_a_call_that_was_cut_before_its_name_is_content() -> None:
+    found = await streamed('<tool_call>\n{"na', reason="length")
     assert (found["content"], found["calls"], found["finish"]) == ('<tool_call>\n{"na', [], ["length"])
 
 
-def test_logprobs_are_those_of_all_tokens() -> None:
-    found = streamed(logprobs=1)
+async def test_logprobs_are_those_of_all_tokens() -> None:
+    found = await streamed(logprobs=1)
     assert found["scores"] == len([*tokens(TRANSCRIPT), END])
-    assert {**found, "scores": 0} == streamed()
+    assert {**found, "scores": 0} == await streamed()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_do_not_tell_the_reasoning_that_is_not_shown(stream: bool) -> None:
+async def test_tokens_do_not_tell_the_reasoning_that_is_not_shown(stream: bool) -> None:
     ids = tokens(TRANSCRIPT)
 
     async def play(stage: ParsedStage) -> str:
@@ -313,32 +309,32 @@ def test_tokens_do_not_tell_the_reasoning_that_is_not_shown(stream: bool) -> Non
         await client.ended()
         return str(client.data, "utf-8")
 
-    told = on_stage(play)
+    told = await on_stage(play)
     assert ("will look" in told) is not stream
     assert '"name":"look"' in told
     assert not re.search(r'"(logprob|bytes)":|"token_ids":\[\d|Twice', told)
 
 
-def test_a_stop_string_is_looked_for_in_what_is_generated_but_special_tokens() -> None:
-    assert streamed(stop=["look. Twice"])["reasoning"].strip() == "I want to"
-    assert streamed(stop=["Twice.\n\nI will"])["content"].strip() == ""
-    found = streamed(stop=["</think>", "will look"])
+async def test_a_stop_string_is_looked_for_in_what_is_generated_but_special_tokens() -> None:
+    assert (await streamed(stop=["look. Twice"]))["reasoning"].strip() == "I want to"
+    assert (await streamed(stop=["Twice.\n\nI will"]))["content"].strip() == ""
+    found = await streamed(stop=["</think>", "will look"])
     assert found["content"].strip() == "I"
     assert found["finish"] == ["stop"]
 
 
-def test_a_tag_that_could_begin_a_stop_string_is_still_one() -> None:
+async def test_a_tag_that_could_begin_a_stop_string_is_still_one() -> None:
     """It is held back whole: half of it would be text."""
-    expected = streamed()
-    assert streamed(stop=["<tool_call>never"]) == expected
-    assert streamed(stop=["ll>\nnever", "call>never"]) == expected
+    expected = await streamed()
+    assert await streamed(stop=["<tool_call>never"]) == expected
+    assert await streamed(stop=["ll>\nnever", "call>never"]) == expected
 
 
 # ---- streams that are gone on with
 
 
 @pytest.mark.parametrize(("logprobs", "count"), [(None, None), (1, None), (None, 2), (1, 3)])
-def test_a_stream_goes_on_behind_any_of_its_events(logprobs: int | None, count: int | None) -> None:
+async def test_a_stream_goes_on_behind_any_of_its_events(logprobs: int | None, count: int | None) -> None:
     """Also where one of `count` deltas has reasoning, text and calls: each event has a place of its own."""
     ids = tokens(TRANSCRIPT)
     cuts = range(1, len(ids)) if count is None else range(len(ids) // count, len(ids), len(ids) // count)
@@ -357,7 +353,7 @@ def test_a_stream_goes_on_behind_any_of_its_events(logprobs: int | None, count: 
             rests.append([data for _, data in events_in(again.data)])
         return events, rests
 
-    events, rests = on_stage(play)
+    events, rests = await on_stage(play)
     expected = message_of([data for _, data in events])
     for place, rest in enumerate(rests):
         before = [data for _, data in events[: place + 1]]

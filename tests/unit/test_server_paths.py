@@ -1,6 +1,5 @@
 """Paths as clients write them come to the route that is meant, and no door opens by how one is written."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ def test_slashes(written: str, meant: str) -> None:
     assert plain(written) == meant
 
 
-def seen(path: str, keys: Keys = Keys(), root: str = "") -> list[Any]:  # noqa: B008
+async def seen(path: str, keys: Keys = Keys(), root: str = "") -> list[Any]:  # noqa: B008
     """The paths that come to the routes behind the keys; nothing if the door is closed."""
     paths: list[Any] = []
 
@@ -35,7 +34,7 @@ def seen(path: str, keys: Keys = Keys(), root: str = "") -> list[Any]:  # noqa: 
 
     scope = {"type": "http", "path": path, "method": "GET", "headers": [], "http_version": "1.1"}
     auth = AuthMiddleware(app, keys, callers=Callers("127.0.0.1", is_local=True))
-    asyncio.run(PathMiddleware(auth, SHORT, root)(scope, None, send))  # type: ignore[arg-type]
+    await PathMiddleware(auth, SHORT, root)(scope, None, send)  # type: ignore[arg-type]
     assert scope["path"] == path, "another's scope was changed"
     return paths
 
@@ -52,39 +51,39 @@ def seen(path: str, keys: Keys = Keys(), root: str = "") -> list[Any]:  # noqa: 
         ("/completions/x", "/completions/x"),
     ],
 )
-def test_what_is_meant(written: str, meant: str) -> None:
-    assert seen(written) == [meant]
+async def test_what_is_meant(written: str, meant: str) -> None:
+    assert await seen(written) == [meant]
 
 
 @pytest.mark.parametrize("path", ["/models", "//v1/models", "/v1/models/", "/health/../v1/models", "/health//x"])
-def test_no_path_goes_round_the_keys(path: str) -> None:
-    assert seen(path, Keys(("key",))) == []
+async def test_no_path_goes_round_the_keys(path: str) -> None:
+    assert await seen(path, Keys(("key",))) == []
 
 
-def test_open_paths_stay_open() -> None:
-    assert seen("//health/", Keys(("key",))) == ["/health"]
+async def test_open_paths_stay_open() -> None:
+    assert await seen("//health/", Keys(("key",))) == ["/health"]
 
 
 @pytest.mark.parametrize("start", ["", "/llm", "/llm/", "//llm//"])
 @pytest.mark.parametrize("path", ["/v1/models", "/models", "/health"])
-def test_a_root_path_is_taken_and_left_out(start: str, path: str) -> None:
+async def test_a_root_path_is_taken_and_left_out(start: str, path: str) -> None:
     meant = "/v1/models" if path == "/models" else path
-    assert seen(start + path, root="/llm") == [meant]
+    assert await seen(start + path, root="/llm") == [meant]
 
 
 @pytest.mark.parametrize("path", ["/llmv1/models", "/LLM/v1/models", "/v1/llm/models", "/llm/llm/health"])
-def test_only_a_whole_root_path_is_taken(path: str) -> None:
-    assert seen(path, root="/llm") == [path.removeprefix("/llm") if path.startswith("/llm/") else path]
+async def test_only_a_whole_root_path_is_taken(path: str) -> None:
+    assert await seen(path, root="/llm") == [path.removeprefix("/llm") if path.startswith("/llm/") else path]
 
 
-def test_the_root_itself_gets_a_slash() -> None:
-    assert seen("/a/llm", root="/a/llm") == [], "links of the page would be those of /a"
-    assert seen("/a/llm/", root="/a/llm") == ["/"]
+async def test_the_root_itself_gets_a_slash() -> None:
+    assert await seen("/a/llm", root="/a/llm") == [], "links of the page would be those of /a"
+    assert await seen("/a/llm/", root="/a/llm") == ["/"]
 
 
 @pytest.mark.parametrize("path", ["/llm/v1/models", "/llm//models", "/llm/health/x"])
-def test_no_root_path_goes_round_the_keys(path: str) -> None:
-    assert seen(path, Keys(("key",)), root="/llm") == []
+async def test_no_root_path_goes_round_the_keys(path: str) -> None:
+    assert await seen(path, Keys(("key",)), root="/llm") == []
 
 
 @pytest.mark.parametrize("path", ["llm", "/llm?x", "//llm", "/a b", "http://host/llm"])

@@ -1,6 +1,5 @@
 """Answers with vectors and scores: what they say, in which pieces they are made, and how much one request may get."""
 
-import asyncio
 import base64
 import json
 import struct
@@ -39,38 +38,38 @@ def call_of(task: PoolingTask, num_texts: int, num_tokens: int, size: int) -> Po
     return call
 
 
-def sent(response: Response) -> list[bytes]:
+async def sent(response: Response) -> list[bytes]:
     if not isinstance(response, StreamingResponse):
         return [bytes(response.body)]
 
     async def read() -> list[bytes]:
         return [bytes(piece) async for piece in response.body_iterator]  # type: ignore[arg-type]
 
-    return asyncio.run(read())
+    return await read()
 
 
-def answered(call: PoolingCall, item: Item, name: str = "data") -> tuple[Any, list[bytes]]:
-    pieces = sent(answers.answer(call, {}, answers.fields(call, "m[]"), item, name))
+async def answered(call: PoolingCall, item: Item, name: str = "data") -> tuple[Any, list[bytes]]:
+    pieces = await sent(answers.answer(call, {}, answers.fields(call, "m[]"), item, name))
     return json.loads(b"".join(pieces)), pieces
 
 
 @pytest.mark.parametrize("num_texts", [1, 3, 40])
 @pytest.mark.parametrize("as_base64", [False, True])
-def test_vectors(num_texts: int, as_base64: bool) -> None:
+async def test_vectors(num_texts: int, as_base64: bool) -> None:
     call = call_of("embed", num_texts, 2, 5)
-    found, _ = answered(call, partial(answers.embedding, encoding=Encoding() if as_base64 else None))
+    found, _ = await answered(call, partial(answers.embedding, encoding=Encoding() if as_base64 else None))
     assert (found["model"], found["usage"]["prompt_tokens"], list(found)[-1]) == ("m[]", 2 * num_texts, "data")
     for index, (each, stream) in enumerate(zip(found["data"], call.streams, strict=True)):
         vector = base64.b64encode(stream.data).decode() if as_base64 else stream.numbers()
         assert each == {"object": "embedding", "index": index, "embedding": vector}
-    plain, _ = answered(call, answers.vector, "embeddings")
+    plain, _ = await answered(call, answers.vector, "embeddings")
     assert plain["embeddings"] == [stream.numbers() for stream in call.streams]
 
 
-def test_vectors_as_bytes_say_where_each_begins() -> None:
+async def test_vectors_as_bytes_say_where_each_begins() -> None:
     call = call_of("embed", 2, 2, 3)
     response = answers.binary_answer(call, {"Warning": "w"}, Encoding("float16", "big"), model="m")
-    data = b"".join(sent(response))
+    data = b"".join(await sent(response))
     metadata = json.loads(response.headers["metadata"])
     assert (response.headers["warning"], response.media_type) == ("w", "application/octet-stream")
     assert (metadata["model"], metadata["usage"]["prompt_tokens"]) == ("m", 4)
@@ -101,16 +100,16 @@ def test_vectors_of_bits_are_as_numpy_packs_them() -> None:
     assert [base64.b64decode(each) for each in found["base64"]] == [stream.data for stream in call.streams]
 
 
-def test_labels() -> None:
-    found, _ = answered(call_of("classify", 2, 2, 3), partial(answers.classification, labels=("a", "b", "c")))
+async def test_labels() -> None:
+    found, _ = await answered(call_of("classify", 2, 2, 3), partial(answers.classification, labels=("a", "b", "c")))
     assert found["data"][1] == {"index": 1, "label": "c", "probs": [1.0, 1.25, 1.5], "num_classes": 3}
 
 
 @pytest.mark.parametrize("as_base64", [False, True])
-def test_a_vector_for_each_of_many_tokens_is_made_in_small_pieces(as_base64: bool) -> None:
+async def test_a_vector_for_each_of_many_tokens_is_made_in_small_pieces(as_base64: bool) -> None:
     """4 MiB of numbers at once would be 32 of Python's, and 0.2 s of the loop."""
     call = call_of("token_embed", 1, 4096, 256)
-    found, pieces = answered(call, partial(answers.pooled, encoding=Encoding() if as_base64 else None))
+    found, pieces = await answered(call, partial(answers.pooled, encoding=Encoding() if as_base64 else None))
     data = found["data"][0]["data"]
     if as_base64:
         assert base64.b64decode(data) == call.streams[0].data

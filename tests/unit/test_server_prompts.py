@@ -65,69 +65,72 @@ class Here:
 PROMPTS = PromptRenderer(None, cast(Renderer, Here()), LIMITS.max_model_len)
 
 
-def rendered(
+async def rendered(
     *roles: str, kind: type[ChatBody] | type[TokenizeBody] = ChatBody, prompts: PromptRenderer = PROMPTS, **fields: Any
 ) -> str:
     messages = [{"role": role, "content": "x"} for role in roles]
     body = bodies.read(msgspec.json.encode({"messages": messages, **fields}), kind)[0]
-    return asyncio.run(prompts.render(body, None, REQUEST)).text
+    return (await prompts.render(body, None, REQUEST)).text
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_known_role_comes_to_the_template(role: str) -> None:
+async def test_a_known_role_comes_to_the_template(role: str) -> None:
     """A developer's as the system's, by a template that does not name it."""
-    assert rendered("user", role) == f"user:x;{'system' if role == 'developer' else role}:x;"
+    assert await rendered("user", role) == f"user:x;{'system' if role == 'developer' else role}:x;"
 
 
 @pytest.mark.parametrize("role", ["narrator", "User", "user ", "system\n"])
 @pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])
-def test_an_unknown_role_is_refused(role: str, kind: Any) -> None:
+async def test_an_unknown_role_is_refused(role: str, kind: Any) -> None:
     with pytest.raises(ApiError) as caught:
-        rendered("user", role, kind=kind)
+        await rendered("user", role, kind=kind)
     assert (caught.value.status, caught.value.param) == (400, "messages")
     assert caught.value.message == f"messages[1].role must be one of {', '.join(ROLES)}, got {role!r}"
 
 
-def test_the_template_is_told_how_much_to_reason() -> None:
-    assert rendered("user", reasoning_effort="low") == "user:x;low"
-    assert rendered("user", reasoning_effort=None) == "user:x;"
-    assert rendered("user", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "user:x;high"
+async def test_the_template_is_told_how_much_to_reason() -> None:
+    assert await rendered("user", reasoning_effort="low") == "user:x;low"
+    assert await rendered("user", reasoning_effort=None) == "user:x;"
+    assert (
+        await rendered("user", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+        == "user:x;high"
+    )
 
 
-def test_another_effort_stands_for_one_that_the_template_does_not_know() -> None:
+async def test_another_effort_stands_for_one_that_the_template_does_not_know() -> None:
     prompts = PromptRenderer(
         None, cast(Renderer, Here()), LIMITS.max_model_len, TemplateVariables({}, {"xhigh": "max"})
     )
-    assert rendered("user", prompts=prompts, reasoning_effort="xhigh") == "user:x;max"
-    assert rendered("user", prompts=prompts, reasoning_effort="low") == "user:x;low"
+    assert await rendered("user", prompts=prompts, reasoning_effort="xhigh") == "user:x;max"
+    assert await rendered("user", prompts=prompts, reasoning_effort="low") == "user:x;low"
 
 
-def test_variables_of_the_server_give_way() -> None:
+async def test_variables_of_the_server_give_way() -> None:
     """The chat's own variables win, by either of its fields."""
     prompts = PromptRenderer(
         None, cast(Renderer, Here()), LIMITS.max_model_len, TemplateVariables({"reasoning_effort": "server"})
     )
-    assert rendered("user", prompts=prompts) == "user:x;server"
-    assert rendered("user", prompts=prompts, reasoning_effort="low") == "user:x;low"
-    assert rendered("user", prompts=prompts, chat_template_kwargs={"reasoning_effort": "high"}) == "user:x;high"
-    assert rendered("user", prompts=prompts, kind=TokenizeBody) == "user:x;server"
+    assert await rendered("user", prompts=prompts) == "user:x;server"
+    assert await rendered("user", prompts=prompts, reasoning_effort="low") == "user:x;low"
+    assert await rendered("user", prompts=prompts, chat_template_kwargs={"reasoning_effort": "high"}) == "user:x;high"
+    assert await rendered("user", prompts=prompts, kind=TokenizeBody) == "user:x;server"
 
 
 TOOLS = [{"type": "function", "function": {"name": "f"}, "extra": "!"}]
 
 
 @pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])
-def test_the_template_is_told_of_tools_as_they_came(kind: Any) -> None:
-    assert rendered("user", kind=kind, tools=TOOLS) == "user:x;(f!)"
-    assert rendered("user", kind=kind, tools=[]) == "user:x;"
+async def test_the_template_is_told_of_tools_as_they_came(kind: Any) -> None:
+    assert await rendered("user", kind=kind, tools=TOOLS) == "user:x;(f!)"
+    assert await rendered("user", kind=kind, tools=[]) == "user:x;"
 
 
-def test_tools_that_may_not_be_called_are_not_shown() -> None:
-    assert rendered("user", tools=TOOLS, tool_choice="none") == "user:x;"
+async def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    assert await rendered("user", tools=TOOLS, tool_choice="none") == "user:x;"
 
 
 @pytest.mark.parametrize(("arguments", "seen"), [('{"x": 5}', "5"), ({"x": 5}, "5"), ("[1]", ""), ('{"x"', "")])
-def test_earlier_calls_come_to_the_template(arguments: Any, seen: str) -> None:
+async def test_earlier_calls_come_to_the_template(arguments: Any, seen: str) -> None:
     """Templates want arguments as an object; what is none stays the text that it was."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [
@@ -135,7 +138,7 @@ def test_earlier_calls_come_to_the_template(arguments: Any, seen: str) -> None:
         {"role": "tool", "content": "7", "tool_call_id": "c1"},
     ]
     body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
-    assert asyncio.run(PROMPTS.render(body, None, REQUEST)).text == f"assistant:[c1 f {seen}]hm;tool:7c1;"
+    assert (await PROMPTS.render(body, None, REQUEST)).text == f"assistant:[c1 f {seen}]hm;tool:7c1;"
 
 
 HISTORY = [  # an assistant's message as a client sends it back, the text and the thought that templates get of it
@@ -155,11 +158,11 @@ HISTORY = [  # an assistant's message as a client sends it back, the text and th
 
 
 @pytest.mark.parametrize(("message", "text", "thought"), HISTORY)
-def test_what_an_answer_had_may_come_back(message: dict[str, Any], text: str, thought: str) -> None:
+async def test_what_an_answer_had_may_come_back(message: dict[str, Any], text: str, thought: str) -> None:
     """Over HTTP and in Python alike."""
     messages = [{"role": "assistant", **message}]
     body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
-    assert asyncio.run(PROMPTS.render(body, None, REQUEST)).text == f"assistant:{text}{thought};"
+    assert (await PROMPTS.render(body, None, REQUEST)).text == f"assistant:{text}{thought};"
     (plain,) = plain_messages(messages)
     texts = plain["content"] if isinstance(plain["content"], str) else [part["text"] for part in plain["content"]]
     assert texts == text or "\n".join(texts) == text
@@ -175,17 +178,17 @@ def test_what_an_answer_had_may_come_back(message: dict[str, Any], text: str, th
         ({"type": "x" * 1000}, f"holds {'x' * 60!r}; only text is supported"),
     ],
 )
-def test_a_part_without_its_text_is_refused(part: dict[str, Any], error: str) -> None:
+async def test_a_part_without_its_text_is_refused(part: dict[str, Any], error: str) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [part]}]
     body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
     with pytest.raises(ApiError) as caught:
-        asyncio.run(PROMPTS.render(body, None, REQUEST))
+        await PROMPTS.render(body, None, REQUEST)
     assert (caught.value.status, caught.value.param) == (400, "messages")
     assert caught.value.message.startswith("messages[1].content")
     assert caught.value.message.endswith(error)
 
 
-def test_arguments_of_earlier_calls_may_be_nested_but_not_deeply() -> None:
+async def test_arguments_of_earlier_calls_may_be_nested_but_not_deeply() -> None:
     deep: Any = 1
     for _ in range(70):
         deep = {"in": deep}
@@ -193,28 +196,28 @@ def test_arguments_of_earlier_calls_may_be_nested_but_not_deeply() -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
     with pytest.raises(ApiError, match=r"^messages\[1\]\.tool_calls is nested more than 64 deep"):
-        asyncio.run(PROMPTS.render(body, None, REQUEST))
+        await PROMPTS.render(body, None, REQUEST)
 
 
-def test_variables_of_a_template_may_be_nested_but_not_deeply() -> None:
-    assert rendered("user", chat_template_kwargs={"deep": {"in": [5]}}) == "user:x;5"
+async def test_variables_of_a_template_may_be_nested_but_not_deeply() -> None:
+    assert await rendered("user", chat_template_kwargs={"deep": {"in": [5]}}) == "user:x;5"
     deep: Any = 1
     for _ in range(70):
         deep = [deep]
     with pytest.raises(ApiError, match=r"^chat_template_kwargs is nested more than 64 deep"):
-        rendered("user", chat_template_kwargs={"deep": deep})
+        await rendered("user", chat_template_kwargs={"deep": deep})
 
 
 @pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])
 @pytest.mark.parametrize("cut", [None, -1, 5])
-def test_a_chat_that_exceeds_the_context_is_an_overflow(kind: Any, cut: int | None) -> None:
+async def test_a_chat_that_exceeds_the_context_is_an_overflow(kind: Any, cut: int | None) -> None:
     """Unless it need not fit: it is cut, or only tokenized. Then there is no more than it may have."""
     num_bytes = max_text_bytes(LIMITS.max_model_len) + 32
     message = {"role": "user", "content": "x" * (num_bytes - len("user:;"))}
     body = bodies.read(msgspec.json.encode({"messages": [message]}), kind)[0]
     params = SamplingParams(max_tokens=3, truncate_prompt_tokens=cut) if kind is ChatBody else None
     with pytest.raises(ApiError) as caught:
-        asyncio.run(PROMPTS.of_chat(body, params, REQUEST))
+        await PROMPTS.of_chat(body, params, REQUEST)
     error = caught.value
     assert (error.status, error.param) == (400, "messages")
     if params is None or cut is not None:
@@ -225,17 +228,14 @@ def test_a_chat_that_exceeds_the_context_is_an_overflow(kind: Any, cut: int | No
 
 
 @pytest.mark.parametrize("texts", [["x" * 600_000], ["x", " the" * 20_000]])
-def test_texts_that_exceed_the_context_are_an_overflow(texts: list[str]) -> None:
-    async def main() -> None:
-        prompts = PromptRenderer(Tokenizer(KINDS["byte level"]()), None, 512)
-        body = bodies.read(msgspec.json.encode({"prompt": texts, "add_special_tokens": False}), CompletionBody)[0]
-        request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
-        with pytest.raises(ApiError) as caught:
-            await prompts.of_completion(body, SamplingParams(), request)
-        assert (caught.value.status, caught.value.param) == (400, "prompt")
-        assert caught.value.code == "context_length_exceeded"
-
-    asyncio.run(main())
+async def test_texts_that_exceed_the_context_are_an_overflow(texts: list[str]) -> None:
+    prompts = PromptRenderer(Tokenizer(KINDS["byte level"]()), None, 512)
+    body = bodies.read(msgspec.json.encode({"prompt": texts, "add_special_tokens": False}), CompletionBody)[0]
+    request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
+    with pytest.raises(ApiError) as caught:
+        await prompts.of_completion(body, SamplingParams(), request)
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+    assert caught.value.code == "context_length_exceeded"
 
 
 # ---- what one answer takes
@@ -243,7 +243,7 @@ def test_texts_that_exceed_the_context_are_an_overflow(texts: list[str]) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
-def test_many_ids_are_decoded_in_slices(kind: str, skip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_ids_are_decoded_in_slices(kind: str, skip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the same text; no slice is larger than one may be, and the loop has its turn behind each."""
     monkeypatch.setattr(server_prompts, "SLICE_TOKENS", 7)
     tokenizer = Tokenizer(KINDS[kind]())
@@ -256,13 +256,10 @@ def test_many_ids_are_decoded_in_slices(kind: str, skip: bool, monkeypatch: pyte
             turns += 1
             await asyncio.sleep(0)
 
-    async def main() -> str:
-        ticking = asyncio.create_task(tick())
-        text = await PromptRenderer(tokenizer, None, 8192).decode(ids, skip_special_tokens=skip)
-        ticking.cancel()
-        return text
-
-    assert asyncio.run(main()) == tokenizer.decode(ids, skip_special_tokens=skip)
+    ticking = asyncio.create_task(tick())
+    text = await PromptRenderer(tokenizer, None, 8192).decode(ids, skip_special_tokens=skip)
+    ticking.cancel()
+    assert text == tokenizer.decode(ids, skip_special_tokens=skip)
     assert turns >= len(ids) // 7
 
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -50,51 +50,38 @@ async def text_of(renderer: Renderer, asked: Render) -> str:
         return (await renderer.render(asked, wanted)).text
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(main())
-
-
-def test_chats_with_tools_get_their_template() -> None:
-    async def main() -> None:
-        renderer = Renderer(TemplateSource("plain", for_tools="{{ tools[0].name }}"))
-        try:
-            assert renderer.takes_tools
-            assert await text_of(renderer, chat([USER])) == "plain"
-            assert await text_of(renderer, chat([USER], tools=[{"name": "add"}])) == "add"
-        finally:
-            renderer.close()
-
-    run(main)
+async def test_chats_with_tools_get_their_template() -> None:
+    renderer = Renderer(TemplateSource("plain", for_tools="{{ tools[0].name }}"))
+    try:
+        assert renderer.takes_tools
+        assert await text_of(renderer, chat([USER])) == "plain"
+        assert await text_of(renderer, chat([USER], tools=[{"name": "add"}])) == "add"
+    finally:
+        renderer.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_text_is_the_same(family: str) -> None:
-    async def main() -> None:
-        template = ChatTemplate(TemplateSource(FAMILIES[family], TOKENS))
-        with rendering(FAMILIES[family]) as renderer:
-            for messages in CHATS:
-                assert await text_of(renderer, chat(messages)) == template.render(messages)
-            continued = chat([USER, {"role": "assistant", "content": "It is  "}], continue_final_message=True)
-            continued = Render(continued.messages, False, True, {}, 10_000)
-            settings = {"add_generation_prompt": False, "continue_final_message": True}
-            assert await text_of(renderer, continued) == template.render(continued.messages, **settings)
-            assert renderer.num_starts == 1
-
-    run(main)
+async def test_the_text_is_the_same(family: str) -> None:
+    template = ChatTemplate(TemplateSource(FAMILIES[family], TOKENS))
+    with rendering(FAMILIES[family]) as renderer:
+        for messages in CHATS:
+            assert await text_of(renderer, chat(messages)) == template.render(messages)
+        continued = chat([USER, {"role": "assistant", "content": "It is  "}], continue_final_message=True)
+        continued = Render(continued.messages, False, True, {}, 10_000)
+        settings = {"add_generation_prompt": False, "continue_final_message": True}
+        assert await text_of(renderer, continued) == template.render(continued.messages, **settings)
+        assert renderer.num_starts == 1
 
 
-def test_variables_and_what_the_template_says_is_wrong() -> None:
-    async def main() -> None:
-        with rendering(QWEN + "{% if no is defined %}{{ raise_exception('no: ' ~ no) }}{% endif %}") as renderer:
-            assert "<think>" in await text_of(renderer, chat([USER], variables={"enable_thinking": False}))
-            for name, message in (("no", "no: 5"), ("messages", "cannot set 'messages'")):
-                with pytest.raises(RequestError, match=message):
-                    await text_of(renderer, chat([USER], variables={name: 5}))
-            with pytest.raises(RequestError, match="64 bits"):
-                await text_of(renderer, chat([USER], variables={"big": 2**70}))
-            assert renderer.num_starts == 1
-
-    run(main)
+async def test_variables_and_what_the_template_says_is_wrong() -> None:
+    with rendering(QWEN + "{% if no is defined %}{{ raise_exception('no: ' ~ no) }}{% endif %}") as renderer:
+        assert "<think>" in await text_of(renderer, chat([USER], variables={"enable_thinking": False}))
+        for name, message in (("no", "no: 5"), ("messages", "cannot set 'messages'")):
+            with pytest.raises(RequestError, match=message):
+                await text_of(renderer, chat([USER], variables={name: 5}))
+        with pytest.raises(RequestError, match="64 bits"):
+            await text_of(renderer, chat([USER], variables={"big": 2**70}))
+        assert renderer.num_starts == 1
 
 
 @pytest.mark.parametrize(
@@ -107,23 +94,20 @@ def test_variables_and_what_the_template_says_is_wrong() -> None:
     ],
     ids=["loops", "macros", "filters", "power"],
 )
-def test_a_template_has_only_so_much_time(source: str) -> None:
+async def test_a_template_has_only_so_much_time(source: str) -> None:
     """While it takes that the loop goes on; then the next chat is rendered by a new process."""
 
-    async def main() -> None:
-        with rendering("{% if messages[0].role == 'bad' %}" + source + "{% endif %}ok") as renderer:
-            bad = asyncio.create_task(text_of(renderer, chat([{"role": "bad", "content": "x"}])))
-            turns = 0
-            while not bad.done():
-                await asyncio.sleep(0.001)
-                turns += 1
-            with pytest.raises(RequestError, match=r"takes too much: a rendering may take 1 s of processor time"):
-                await bad
-            assert turns > 10
-            assert await text_of(renderer, chat([USER])) == "ok"
-            assert renderer.num_starts == 2
-
-    run(main)
+    with rendering("{% if messages[0].role == 'bad' %}" + source + "{% endif %}ok") as renderer:
+        bad = asyncio.create_task(text_of(renderer, chat([{"role": "bad", "content": "x"}])))
+        turns = 0
+        while not bad.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        with pytest.raises(RequestError, match=r"takes too much: a rendering may take 1 s of processor time"):
+            await bad
+        assert turns > 10
+        assert await text_of(renderer, chat([USER])) == "ok"
+        assert renderer.num_starts == 2
 
 
 @pytest.mark.parametrize(
@@ -136,16 +120,13 @@ def test_a_template_has_only_so_much_time(source: str) -> None:
     ],
     ids=["times", "format", "center", "lists"],
 )
-def test_a_template_has_only_so_much_memory(source: str) -> None:
-    async def main() -> None:
-        with rendering("{% if messages[0].role == 'bad' %}" + source + "{% endif %}ok") as renderer:
-            with pytest.raises(RequestError, match=r"takes too much: .* 512 MiB of memory"):
-                await text_of(renderer, chat([{"role": "bad", "content": "x"}]))
-            with suppress(psutil.NoSuchProcess):  # on a slow machine it takes too much time before
-                assert psutil.Process(renderer.pid).memory_info().rss < template_process.MAX_MEMORY_BYTES
-            assert await text_of(renderer, chat([USER])) == "ok"
-
-    run(main)
+async def test_a_template_has_only_so_much_memory(source: str) -> None:
+    with rendering("{% if messages[0].role == 'bad' %}" + source + "{% endif %}ok") as renderer:
+        with pytest.raises(RequestError, match=r"takes too much: .* 512 MiB of memory"):
+            await text_of(renderer, chat([{"role": "bad", "content": "x"}]))
+        with suppress(psutil.NoSuchProcess):  # on a slow machine it takes too much time before
+            assert psutil.Process(renderer.pid).memory_info().rss < template_process.MAX_MEMORY_BYTES
+        assert await text_of(renderer, chat([USER])) == "ok"
 
 
 def test_a_chat_that_memory_has_no_room_for_is_the_only_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,13 +152,10 @@ def test_a_chat_that_memory_has_no_room_for_is_the_only_one_refused(monkeypatch:
         serving.result(DEADLINE_S)
 
 
-def test_a_text_has_only_so_many_characters() -> None:
-    async def main() -> None:
-        says = "a prompt of 10035 characters; at most 10000"
-        with rendering(CHATML) as renderer, pytest.raises(RequestError, match=says):
-            await text_of(renderer, chat([{"role": "user", "content": "x" * 10_000}]))
-
-    run(main)
+async def test_a_text_has_only_so_many_characters() -> None:
+    says = "a prompt of 10035 characters; at most 10000"
+    with rendering(CHATML) as renderer, pytest.raises(RequestError, match=says):
+        await text_of(renderer, chat([{"role": "user", "content": "x" * 10_000}]))
 
 
 @pytest.mark.parametrize(
@@ -198,58 +176,47 @@ def test_compiling_has_a_limit_as_well() -> None:
         Renderer(TemplateSource("{{ 9 ** (9 ** 9) }}"))
 
 
-def test_nothing_is_rendered_for_who_has_gone() -> None:
-    async def main() -> None:
-        async def gone() -> bool:
-            return False
+async def test_nothing_is_rendered_for_who_has_gone() -> None:
+    async def gone() -> bool:
+        return False
 
-        with rendering("{% if messages[0].role == 'bad' %}" + LOOPS + "{% endif %}ok") as renderer:
-            first = asyncio.create_task(text_of(renderer, chat([USER])))
-            left = [
-                asyncio.create_task(renderer.render(chat([{"role": "bad", "content": ""}]), gone)) for _ in range(50)
-            ]
-            last = asyncio.create_task(text_of(renderer, chat([USER])))
-            assert [await first, await last] == ["ok", "ok"]
-            for task in left:
-                with pytest.raises(RequestError, match="gone"):
-                    await task
-            assert renderer.num_starts == 1
-
-    run(main)
+    with rendering("{% if messages[0].role == 'bad' %}" + LOOPS + "{% endif %}ok") as renderer:
+        first = asyncio.create_task(text_of(renderer, chat([USER])))
+        left = [asyncio.create_task(renderer.render(chat([{"role": "bad", "content": ""}]), gone)) for _ in range(50)]
+        last = asyncio.create_task(text_of(renderer, chat([USER])))
+        assert [await first, await last] == ["ok", "ok"]
+        for task in left:
+            with pytest.raises(RequestError, match="gone"):
+                await task
+        assert renderer.num_starts == 1
 
 
-def test_a_process_that_was_killed_is_started_again() -> None:
-    async def main() -> None:
-        with rendering("{% if messages[0].role == 'bad' %}" + LOOPS + "{% endif %}ok") as renderer:
-            os.kill(renderer.pid, signal.SIGSTOP)
-            asked = asyncio.create_task(text_of(renderer, chat([USER])))
+async def test_a_process_that_was_killed_is_started_again() -> None:
+    with rendering("{% if messages[0].role == 'bad' %}" + LOOPS + "{% endif %}ok") as renderer:
+        os.kill(renderer.pid, signal.SIGSTOP)
+        asked = asyncio.create_task(text_of(renderer, chat([USER])))
+        await asyncio.sleep(0)
+        os.kill(renderer.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="killed by SIGKILL"):  # in the middle of it
+            await asked
+        assert await text_of(renderer, chat([USER])) == "ok"
+        first = psutil.Process(renderer.pid)
+        first.kill()
+        first.wait(DEADLINE_S)  # between two
+        assert await text_of(renderer, chat([USER])) == "ok"
+        assert renderer.num_starts == 3
+
+
+async def test_a_cancelled_rendering_is_not_the_next_ones_answer() -> None:
+    with rendering("{{ messages[0].content }}") as renderer:
+        os.kill(renderer.pid, signal.SIGSTOP)
+        asked = asyncio.create_task(text_of(renderer, chat([{"role": "user", "content": "secret"}])))
+        for _ in range(5):
             await asyncio.sleep(0)
-            os.kill(renderer.pid, signal.SIGKILL)
-            with pytest.raises(EngineError, match="killed by SIGKILL"):  # in the middle of it
-                await asked
-            assert await text_of(renderer, chat([USER])) == "ok"
-            first = psutil.Process(renderer.pid)
-            first.kill()
-            first.wait(DEADLINE_S)  # between two
-            assert await text_of(renderer, chat([USER])) == "ok"
-            assert renderer.num_starts == 3
-
-    run(main)
-
-
-def test_a_cancelled_rendering_is_not_the_next_ones_answer() -> None:
-    async def main() -> None:
-        with rendering("{{ messages[0].content }}") as renderer:
-            os.kill(renderer.pid, signal.SIGSTOP)
-            asked = asyncio.create_task(text_of(renderer, chat([{"role": "user", "content": "secret"}])))
-            for _ in range(5):
-                await asyncio.sleep(0)
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-            assert await text_of(renderer, chat([{"role": "user", "content": "mine"}])) == "mine"
-
-    run(main)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert await text_of(renderer, chat([{"role": "user", "content": "mine"}])) == "mine"
 
 
 def test_it_ends_when_it_is_closed() -> None:
@@ -258,16 +225,13 @@ def test_it_ends_when_it_is_closed() -> None:
     process.wait(DEADLINE_S)
 
 
-def test_who_waits_when_it_is_closed_is_told_so() -> None:
-    async def main() -> None:
-        with rendering(LOOPS) as renderer:
-            waiting = [asyncio.create_task(text_of(renderer, chat([USER]))) for _ in range(3)]
-            for _ in range(5):
-                await asyncio.sleep(0)
-            renderer.close()
-            for task in waiting:
-                with pytest.raises(EngineError, match="shutting down"):
-                    await task
-            assert renderer.num_starts == 1
-
-    run(main)
+async def test_who_waits_when_it_is_closed_is_told_so() -> None:
+    with rendering(LOOPS) as renderer:
+        waiting = [asyncio.create_task(text_of(renderer, chat([USER]))) for _ in range(3)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        renderer.close()
+        for task in waiting:
+            with pytest.raises(EngineError, match="shutting down"):
+                await task
+        assert renderer.num_starts == 1

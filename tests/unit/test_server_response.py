@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from importlib.resources import files
 from typing import Any, cast
@@ -145,29 +145,22 @@ def told(data: bytes) -> list[Any]:
     return [event if event == "[DONE]" else json.loads(event) for event in events]
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(main())
-
-
-def test_one_write_for_all_that_one_message_brings() -> None:
-    async def main() -> None:
-        talk = Talk(n=2, usage=True)
-        await talk.started()
-        talk.session.say(tokens(0, 2), tokens(0, 1, index=1))
-        first = told(await talk.writes(1))
-        assert [chunk["choices"][0]["delta"].get("role") for chunk in first] == ["assistant", "assistant", None, None]
-        assert [chunk["choices"][0]["delta"]["content"] for chunk in first[2:]] == ["Once upon", "Once"]
-        talk.session.say(end(2), tokens(1, 1, index=1))
-        assert [chunk["choices"][0]["finish_reason"] for chunk in told(await talk.writes(2))] == ["length", None]
-        talk.session.say(end(2, index=1, num_cached_tokens=2))
-        *_, last, done = told(await talk.writes(3))
-        assert done == "[DONE]"
-        assert last["usage"]["completion_tokens"] == 6
-        assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
-        assert talk.sent[-1]["more_body"] is False
-        await talk.ended()
-
-    run(main)
+async def test_one_write_for_all_that_one_message_brings() -> None:
+    talk = Talk(n=2, usage=True)
+    await talk.started()
+    talk.session.say(tokens(0, 2), tokens(0, 1, index=1))
+    first = told(await talk.writes(1))
+    assert [chunk["choices"][0]["delta"].get("role") for chunk in first] == ["assistant", "assistant", None, None]
+    assert [chunk["choices"][0]["delta"]["content"] for chunk in first[2:]] == ["Once upon", "Once"]
+    talk.session.say(end(2), tokens(1, 1, index=1))
+    assert [chunk["choices"][0]["finish_reason"] for chunk in told(await talk.writes(2))] == ["length", None]
+    talk.session.say(end(2, index=1, num_cached_tokens=2))
+    *_, last, done = told(await talk.writes(3))
+    assert done == "[DONE]"
+    assert last["usage"]["completion_tokens"] == 6
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert talk.sent[-1]["more_body"] is False
+    await talk.ended()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -178,35 +171,29 @@ def test_one_write_for_all_that_one_message_brings() -> None:
         (StreamFailure("chatcmpl-1", EngineDeadError("the engine at ipc:///tmp/x/engine died")), 503),
     ],
 )
-def test_an_error_before_anything_was_told_is_a_status(stream: bool, event: Event, status: int) -> None:
-    async def main() -> None:
-        talk = Talk(stream=stream)
-        await talk.started()
-        talk.session.say(event)
-        with pytest.raises(ApiError) as caught:
-            await talk.ended()
-        assert caught.value.status == status
-        assert "ipc://" not in caught.value.message
-        assert caught.value.param == ("max_tokens" if status == 400 else None)
-        assert talk.sent == []
-        assert len(talk.calls) == 0
-
-    run(main)
-
-
-def test_an_error_in_the_middle_is_told_in_the_stream() -> None:
-    async def main() -> None:
-        talk = Talk()
-        await talk.started()
-        talk.session.say(tokens(0, 1))
-        await talk.writes(1)
-        talk.session.say(StreamFailure("chatcmpl-1", EngineDeadError("it died")))
-        (error,) = told(await talk.writes(2))
-        assert error == {"error": {"message": "it died", "type": "ServiceUnavailableError", "param": None, "code": 503}}
-        assert talk.sent[-1]["more_body"] is False
+async def test_an_error_before_anything_was_told_is_a_status(stream: bool, event: Event, status: int) -> None:
+    talk = Talk(stream=stream)
+    await talk.started()
+    talk.session.say(event)
+    with pytest.raises(ApiError) as caught:
         await talk.ended()
+    assert caught.value.status == status
+    assert "ipc://" not in caught.value.message
+    assert caught.value.param == ("max_tokens" if status == 400 else None)
+    assert talk.sent == []
+    assert len(talk.calls) == 0
 
-    run(main)
+
+async def test_an_error_in_the_middle_is_told_in_the_stream() -> None:
+    talk = Talk()
+    await talk.started()
+    talk.session.say(tokens(0, 1))
+    await talk.writes(1)
+    talk.session.say(StreamFailure("chatcmpl-1", EngineDeadError("it died")))
+    (error,) = told(await talk.writes(2))
+    assert error == {"error": {"message": "it died", "type": "ServiceUnavailableError", "param": None, "code": 503}}
+    assert talk.sent[-1]["more_body"] is False
+    await talk.ended()
 
 
 async def started_talk(*, stream: bool, begun: bool) -> Talk:
@@ -222,131 +209,101 @@ async def started_talk(*, stream: bool, begun: bool) -> Talk:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_client_that_goes_leaves_nothing(stream: bool, begun: bool) -> None:
-    async def main() -> None:
-        talk = await started_talk(stream=stream, begun=begun)
-        before = len(talk.sent)
-        talk.gone.set()
-        await talk.ended()
-        assert len(talk.sent) == before
-
-    run(main)
+async def test_a_client_that_goes_leaves_nothing(stream: bool, begun: bool) -> None:
+    talk = await started_talk(stream=stream, begun=begun)
+    before = len(talk.sent)
+    talk.gone.set()
+    await talk.ended()
+    assert len(talk.sent) == before
 
 
-def test_what_comes_while_a_client_does_not_read_is_one_write() -> None:
-    async def main() -> None:
-        talk = Talk()
-        await talk.started()
-        talk.session.say(tokens(0, 1))
-        await talk.writes(1)
-        talk.may_write.clear()
-        for place in range(1, 5):
-            talk.session.say(tokens(place, 1))
-            await asyncio.sleep(0)
-        talk.may_write.set()
-        await talk.until(lambda: len(talk.sent) > 3)
-        texts = [chunk["choices"][0]["delta"]["content"] for sent in talk.sent[2:] for chunk in told(sent["body"])]
-        assert "".join(texts) == TOKENIZER.decode(WORDS[:5]).removeprefix("Once")
-        assert len(texts) == 2
-        talk.gone.set()
-        await talk.ended()
-
-    run(main)
+async def test_what_comes_while_a_client_does_not_read_is_one_write() -> None:
+    talk = Talk()
+    await talk.started()
+    talk.session.say(tokens(0, 1))
+    await talk.writes(1)
+    talk.may_write.clear()
+    for place in range(1, 5):
+        talk.session.say(tokens(place, 1))
+        await asyncio.sleep(0)
+    talk.may_write.set()
+    await talk.until(lambda: len(talk.sent) > 3)
+    texts = [chunk["choices"][0]["delta"]["content"] for sent in talk.sent[2:] for chunk in told(sent["body"])]
+    assert "".join(texts) == TOKENIZER.decode(WORDS[:5]).removeprefix("Once")
+    assert len(texts) == 2
+    talk.gone.set()
+    await talk.ended()
 
 
-def test_a_silent_stream_gets_a_comment(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        talk = Talk()
-        watch = asyncio.create_task(talk.calls.watch())
-        await talk.until(lambda: len(talk.sent) > 3)
-        assert told(talk.sent[1]["body"])[0]["choices"][0]["delta"]["role"] == "assistant"
-        assert {sent["body"] for sent in talk.sent[2:]} == {b": ping\n\n"}
-        talk.gone.set()
-        await talk.ended()
-        watch.cancel()
-
+async def test_a_silent_stream_gets_a_comment(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (answer_module, calls_module):
         monkeypatch.setattr(module, "PING_S", 0.0)
     monkeypatch.setattr(calls_module, "LOOK_S", 0.0)
-    run(main)
+    talk = Talk()
+    watch = asyncio.create_task(talk.calls.watch())
+    await talk.until(lambda: len(talk.sent) > 3)
+    assert told(talk.sent[1]["body"])[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert {sent["body"] for sent in talk.sent[2:]} == {b": ping\n\n"}
+    talk.gone.set()
+    await talk.ended()
+    watch.cancel()
 
 
-def test_the_queue_has_an_end() -> None:
-    async def main() -> None:
-        talk = Talk(max_queued=1)
-        await talk.started()
-        other = asyncio.create_task(talk.answer("chatcmpl-2"))
-        await talk.until(lambda: len(talk.session.sinks) == 2)
-        with pytest.raises(ApiError) as caught:
-            await talk.answer("chatcmpl-3")
-        assert caught.value.status == 429
-        assert int(caught.value.headers["Retry-After"]) >= 1
-        with pytest.raises(ApiError) as caught:
-            talk.calls.check()
-        talk.gone.set()
-        await talk.ended()
-        await other
+async def test_the_queue_has_an_end() -> None:
+    talk = Talk(max_queued=1)
+    await talk.started()
+    other = asyncio.create_task(talk.answer("chatcmpl-2"))
+    await talk.until(lambda: len(talk.session.sinks) == 2)
+    with pytest.raises(ApiError) as caught:
+        await talk.answer("chatcmpl-3")
+    assert caught.value.status == 429
+    assert int(caught.value.headers["Retry-After"]) >= 1
+    with pytest.raises(ApiError) as caught:
         talk.calls.check()
-
-    run(main)
+    talk.gone.set()
+    await talk.ended()
+    await other
+    talk.calls.check()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [True, False])
-def test_what_has_not_begun_when_the_server_ends_is_refused(stream: bool, begun: bool) -> None:
+async def test_what_has_not_begun_when_the_server_ends_is_refused(stream: bool, begun: bool) -> None:
     """Before the engine says anything; what has begun gets what there is."""
 
-    async def main() -> None:
-        talk = await started_talk(stream=stream, begun=begun)
-        if begun:
-            await talk.until(lambda: bool(talk.calls._running["chatcmpl-1"].streams[0].num_tokens))
-        talk.calls.abort_all()
-        assert talk.session.aborted == ["chatcmpl-1"]
-        if not begun:
-            with pytest.raises(ApiError, match="had not begun") as caught:
-                await talk.ended()
-            assert caught.value.status == 503
-            assert talk.sent == []
-            return
-        talk.session.say(Finished("chatcmpl-1", 1, [], "abort"))
-        await talk.ended()
-        assert talk.sent[0]["status"] == 200
-        assert b'"finish_reason":"abort"' in talk.sent[-1]["body"]
-
-    run(main)
+    talk = await started_talk(stream=stream, begun=begun)
+    if begun:
+        await talk.until(lambda: bool(talk.calls._running["chatcmpl-1"].streams[0].num_tokens))
+    talk.calls.abort_all()
+    assert talk.session.aborted == ["chatcmpl-1"]
+    if not begun:
+        with pytest.raises(ApiError, match="had not begun") as caught:
+            await talk.ended()
+        assert caught.value.status == 503
+        assert talk.sent == []
+        return
+    talk.session.say(Finished("chatcmpl-1", 1, [], "abort"))
+    await talk.ended()
+    assert talk.sent[0]["status"] == 200
+    assert b'"finish_reason":"abort"' in talk.sent[-1]["body"]
 
 
-def test_a_stream_that_has_been_told_to_wait_ends_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_has_been_told_to_wait_ends_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its status has been sent with a comment, before there was a token."""
 
-    async def main() -> None:
-        talk = Talk()
-        await talk.started()
-        talk.calls._running["chatcmpl-1"].wake()
-        await talk.until(lambda: len(talk.sent) > 1)
-        talk.calls.abort_all()
-        talk.session.say(Finished("chatcmpl-1", 0, [], "abort"))
-        await talk.ended()
-        assert b"[DONE]" in talk.sent[-1]["body"]
-
     monkeypatch.setattr(answer_module, "PING_S", 0.0)
-    run(main)
+    talk = Talk()
+    await talk.started()
+    talk.calls._running["chatcmpl-1"].wake()
+    await talk.until(lambda: len(talk.sent) > 1)
+    talk.calls.abort_all()
+    talk.session.say(Finished("chatcmpl-1", 0, [], "abort"))
+    await talk.ended()
+    assert b"[DONE]" in talk.sent[-1]["body"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_many_logprobs_are_encoded_beside_the_loop(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        talk = Talk(stream=stream, logprobs=2)
-        await talk.started()
-        (sample,) = talk.calls._running["chatcmpl-1"].streams[0].samples
-        entries = [TokenLogprobs(-1.0, 1, ((5, -1.0), (6, -2.0)))] * 1000
-        talk.session.say(Finished("chatcmpl-1", 0, [5] * 1000, "length", logprobs=entries))
-        await talk.ended()
-        assert len(sample.token_ids) == 1000
-        assert threads == {False}
-        body = b"".join(sent["body"] for sent in talk.sent[1:])
-        assert body.count(b'"top_logprobs":[{') == 1000
-
+async def test_many_logprobs_are_encoded_beside_the_loop(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[bool] = set()
     of_chat = logprobs_module.of_chat
 
@@ -355,116 +312,107 @@ def test_many_logprobs_are_encoded_beside_the_loop(stream: bool, monkeypatch: py
         return of_chat(*args)
 
     monkeypatch.setattr(logprobs_module, "of_chat", seen)
-    run(main)
+    talk = Talk(stream=stream, logprobs=2)
+    await talk.started()
+    (sample,) = talk.calls._running["chatcmpl-1"].streams[0].samples
+    entries = [TokenLogprobs(-1.0, 1, ((5, -1.0), (6, -2.0)))] * 1000
+    talk.session.say(Finished("chatcmpl-1", 0, [5] * 1000, "length", logprobs=entries))
+    await talk.ended()
+    assert len(sample.token_ids) == 1000
+    assert threads == {False}
+    body = b"".join(sent["body"] for sent in talk.sent[1:])
+    assert body.count(b'"top_logprobs":[{') == 1000
 
 
-def test_an_id_is_used_once() -> None:
-    async def main() -> None:
-        talk = Talk()
-        await talk.started()
-        with pytest.raises(ApiError) as caught:
-            await talk.answer("chatcmpl-1")
-        assert caught.value.status == 409
-        assert talk.session.dropped == []
-        talk.gone.set()
-        await talk.ended()
-
-    run(main)
+async def test_an_id_is_used_once() -> None:
+    talk = Talk()
+    await talk.started()
+    with pytest.raises(ApiError) as caught:
+        await talk.answer("chatcmpl-1")
+    assert caught.value.status == 409
+    assert talk.session.dropped == []
+    talk.gone.set()
+    await talk.ended()
 
 
 @pytest.mark.parametrize("draining", [True, False])
-def test_nothing_starts_when_nothing_is_served(draining: bool) -> None:
-    async def main() -> None:
-        talk = Talk()
-        await talk.started()
-        if draining:
-            talk.calls.is_draining = True
-        else:
-            talk.session.dead = EngineDeadError("it died")
-        with pytest.raises(ApiError) as caught:
-            await talk.answer("chatcmpl-2")
-        assert caught.value.status == 503
-        with pytest.raises(ApiError):
-            await talk.calls.probe()
-        talk.gone.set()
-        await talk.ended()
-
-    run(main)
+async def test_nothing_starts_when_nothing_is_served(draining: bool) -> None:
+    talk = Talk()
+    await talk.started()
+    if draining:
+        talk.calls.is_draining = True
+    else:
+        talk.session.dead = EngineDeadError("it died")
+    with pytest.raises(ApiError) as caught:
+        await talk.answer("chatcmpl-2")
+    assert caught.value.status == 503
+    with pytest.raises(ApiError):
+        await talk.calls.probe()
+    talk.gone.set()
+    await talk.ended()
 
 
 @pytest.mark.parametrize("who", ["engine", "workers"])
-def test_what_is_being_replaced_is_not_healthy_and_takes_requests(who: str) -> None:
-    async def main() -> None:
-        talk = Talk()
-        await talk.started()
-        assert await talk.calls.probe() is talk.session.stats
-        if who == "engine":
-            talk.session.recovering = "the engine at ipc:///tmp/secret/e died"
-        else:
-            talk.session.stats = Stats(recovering="worker 0 at ipc:///tmp/secret/e died")
-        with pytest.raises(ApiError) as caught:
-            await talk.calls.probe()
-        assert caught.value.status == 503
-        assert caught.value.message.startswith("streams pause: ")
-        assert "died" in caught.value.message
-        assert "secret" not in caught.value.message
-        assert await talk.calls.stats() is talk.session.stats, "it can still be watched"
-        talk.calls.check()
-        talk.gone.set()
-        await talk.ended()
-
-    run(main)
+async def test_what_is_being_replaced_is_not_healthy_and_takes_requests(who: str) -> None:
+    talk = Talk()
+    await talk.started()
+    assert await talk.calls.probe() is talk.session.stats
+    if who == "engine":
+        talk.session.recovering = "the engine at ipc:///tmp/secret/e died"
+    else:
+        talk.session.stats = Stats(recovering="worker 0 at ipc:///tmp/secret/e died")
+    with pytest.raises(ApiError) as caught:
+        await talk.calls.probe()
+    assert caught.value.status == 503
+    assert caught.value.message.startswith("streams pause: ")
+    assert "died" in caught.value.message
+    assert "secret" not in caught.value.message
+    assert await talk.calls.stats() is talk.session.stats, "it can still be watched"
+    talk.calls.check()
+    talk.gone.set()
+    await talk.ended()
 
 
-def test_a_stream_that_cannot_be_applied_harms_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        talk = Talk(stream=False)
-        other = asyncio.create_task(talk.answer("chatcmpl-2", stream=False))
-        await talk.until(lambda: len(talk.session.sinks) == 2)
-        stream = talk.dispatcher._streams["chatcmpl-2"][0]
-        monkeypatch.setattr(stream.samples[0], "apply", lambda _: 1 / 0)
-        talk.session.say(Finished("chatcmpl-2", 0, WORDS[:1], "length"), end(0))
-        with pytest.raises(ApiError) as caught:
-            await other
-        assert caught.value.status == 500
-        await talk.ended()
-        assert json.loads(talk.sent[-1]["body"])["choices"][0]["message"]["content"] == "Once"
-
-    run(main)
+async def test_a_stream_that_cannot_be_applied_harms_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk(stream=False)
+    other = asyncio.create_task(talk.answer("chatcmpl-2", stream=False))
+    await talk.until(lambda: len(talk.session.sinks) == 2)
+    stream = talk.dispatcher._streams["chatcmpl-2"][0]
+    monkeypatch.setattr(stream.samples[0], "apply", lambda _: 1 / 0)
+    talk.session.say(Finished("chatcmpl-2", 0, WORDS[:1], "length"), end(0))
+    with pytest.raises(ApiError) as caught:
+        await other
+    assert caught.value.status == 500
+    await talk.ended()
+    assert json.loads(talk.sent[-1]["body"])["choices"][0]["message"]["content"] == "Once"
 
 
-def test_the_engine_is_asked_how_many_wait() -> None:
+async def test_the_engine_is_asked_how_many_wait() -> None:
     """Its batch may have room for what its KV cache has not."""
 
-    async def main() -> None:
-        talk = Talk(max_queued=0)
-        await talk.started()
-        talk.session.stats = Stats(num_running=1, num_waiting=3, recovering="a worker died")
-        assert await talk.calls._count_waiting() == 3
-        await talk.calls._look_at_queue()
-        assert talk.calls._num_waiting == 0  # they may have come just now, and wait for the next step only
-        await talk.calls._look_at_queue()
-        assert talk.calls._num_waiting == 3
-        talk.gone.set()
-        await talk.ended()
-        assert await talk.calls._count_waiting() == 0
-
-    run(main)
+    talk = Talk(max_queued=0)
+    await talk.started()
+    talk.session.stats = Stats(num_running=1, num_waiting=3, recovering="a worker died")
+    assert await talk.calls._count_waiting() == 3
+    await talk.calls._look_at_queue()
+    assert talk.calls._num_waiting == 0  # they may have come just now, and wait for the next step only
+    await talk.calls._look_at_queue()
+    assert talk.calls._num_waiting == 3
+    talk.gone.set()
+    await talk.ended()
+    assert await talk.calls._count_waiting() == 0
 
 
-def test_what_the_session_refuses_is_the_requests_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        talk = Talk()
-        await talk.started()
-        call = Call("chatcmpl-9", [FACTORY.make([5], SamplingParams(), "chatcmpl-9")], STYLE)
-        monkeypatch.setattr(talk.session, "submit", refuse)
-        with pytest.raises(ApiError) as caught, talk.calls.run(call):
-            pass
-        assert caught.value.status == 400
-        talk.gone.set()
-        await talk.ended()
-
+async def test_what_the_session_refuses_is_the_requests_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(message: Any, sink: Any, own: Any, affinity: Any) -> None:
         raise RequestError("request id is in use")
 
-    run(main)
+    talk = Talk()
+    await talk.started()
+    call = Call("chatcmpl-9", [FACTORY.make([5], SamplingParams(), "chatcmpl-9")], STYLE)
+    monkeypatch.setattr(talk.session, "submit", refuse)
+    with pytest.raises(ApiError) as caught, talk.calls.run(call):
+        pass
+    assert caught.value.status == 400
+    talk.gone.set()
+    await talk.ended()

@@ -1,6 +1,5 @@
 """Parts of /v1/responses alone: the log, the stores, input as messages, output as items and events."""
 
-import asyncio
 import json
 import random
 import sqlite3
@@ -85,77 +84,65 @@ def record(name: str, size: int = 10, holder: str = "") -> StoredResponse:
     return StoredResponse(name, "", None, False, b'{"status":"completed"}', b"[]", b"x" * size, holder=holder)
 
 
-def test_the_oldest_go(make: Make) -> None:
-    async def main() -> None:
-        store = make(100_000, 3)
-        for name in "abcd":
-            await store.put(record(name))
-        await store.put(record("b", 20))  # again: now it is the newest
-        assert [await store.get(name) is not None for name in "abcd"] == [False, True, True, True]
-        await store.put(record("e"))
-        assert await store.get("c") is None
-        found = await store.get("b")
-        assert found is not None
-        assert len(found.events) == 20
-        assert await store.delete("b") is True
-        assert await store.delete("b") is False
-        store.close()
-
-    asyncio.run(main())
+async def test_the_oldest_go(make: Make) -> None:
+    store = make(100_000, 3)
+    for name in "abcd":
+        await store.put(record(name))
+    await store.put(record("b", 20))  # again: now it is the newest
+    assert [await store.get(name) is not None for name in "abcd"] == [False, True, True, True]
+    await store.put(record("e"))
+    assert await store.get("c") is None
+    found = await store.get("b")
+    assert found is not None
+    assert len(found.events) == 20
+    assert await store.delete("b") is True
+    assert await store.delete("b") is False
+    store.close()
 
 
-def test_bytes_are_bounded(make: Make) -> None:
-    async def main() -> None:
-        store = make(5000, 100)
-        for name in "abcdefgh":
-            await store.put(record(name, 1000))
-        assert [name for name in "abcdefgh" if await store.get(name)] == ["f", "g", "h"]
-        await store.put(record("z", 6000))  # more than there is room for
-        assert [name for name in "fghz" if await store.get(name)] == ["f", "g", "h"]
-        store.close()
-
-    asyncio.run(main())
+async def test_bytes_are_bounded(make: Make) -> None:
+    store = make(5000, 100)
+    for name in "abcdefgh":
+        await store.put(record(name, 1000))
+    assert [name for name in "abcdefgh" if await store.get(name)] == ["f", "g", "h"]
+    await store.put(record("z", 6000))  # more than there is room for
+    assert [name for name in "fghz" if await store.get(name)] == ["f", "g", "h"]
+    store.close()
 
 
-def test_the_holder_of_the_most_loses_its_own(make: Make) -> None:
+async def test_the_holder_of_the_most_loses_its_own(make: Make) -> None:
     """However much one key puts there, what others keep stays, in bytes and in number."""
 
-    async def main() -> None:
-        store = make(22_000, 13)
-        kept = [f"{name}{number}" for name in "abcd" for number in range(2)]
-        for name in kept:
-            await store.put(record(name, 1000, f"holder of {name[0]}"))
-        for number in range(8):
-            await store.put(record(f"large{number}", 6000, "greedy"))
-        assert [name for name in kept if await store.get(name)] == kept
-        assert [number for number in range(8) if await store.get(f"large{number}")] == [7]
-        for number in range(40):
-            await store.put(record(f"small{number}", 10, "busy"))
-        assert [name for name in kept if await store.get(name)] == kept
-        assert [number for number in range(8) if await store.get(f"large{number}")] == [7]
-        assert [number for number in range(40) if await store.get(f"small{number}")] == list(range(36, 40))
-        store.close()
-
-    asyncio.run(main())
+    store = make(22_000, 13)
+    kept = [f"{name}{number}" for name in "abcd" for number in range(2)]
+    for name in kept:
+        await store.put(record(name, 1000, f"holder of {name[0]}"))
+    for number in range(8):
+        await store.put(record(f"large{number}", 6000, "greedy"))
+    assert [name for name in kept if await store.get(name)] == kept
+    assert [number for number in range(8) if await store.get(f"large{number}")] == [7]
+    for number in range(40):
+        await store.put(record(f"small{number}", 10, "busy"))
+    assert [name for name in kept if await store.get(name)] == kept
+    assert [number for number in range(8) if await store.get(f"large{number}")] == [7]
+    assert [number for number in range(40) if await store.get(f"small{number}")] == list(range(36, 40))
+    store.close()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_counts_of_a_store_in_memory_agree(seed: int) -> None:
-    async def main() -> None:
-        dice, store = random.Random(seed), MemoryStore(30_000, 20)
-        for _ in range(300):
-            name, holder = str(dice.randrange(40)), dice.choice("xyz")
-            await (store.delete(name) if dice.random() < 0.2 else store.put(record(name, dice.randrange(9000), holder)))
-            store.check_integrity()
-            assert len(store) <= 20
-            assert store.num_bytes <= 30_000
-        store.close()
+async def test_the_counts_of_a_store_in_memory_agree(seed: int) -> None:
+    dice, store = random.Random(seed), MemoryStore(30_000, 20)
+    for _ in range(300):
+        name, holder = str(dice.randrange(40)), dice.choice("xyz")
+        await (store.delete(name) if dice.random() < 0.2 else store.put(record(name, dice.randrange(9000), holder)))
         store.check_integrity()
+        assert len(store) <= 20
+        assert store.num_bytes <= 30_000
+    store.close()
+    store.check_integrity()
 
-    asyncio.run(main())
 
-
-def test_a_file_of_the_first_format_goes_on(tmp_path: Path) -> None:
+async def test_a_file_of_the_first_format_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     with sqlite3.connect(path) as file:
         file.execute(
@@ -171,16 +158,13 @@ def test_a_file_of_the_first_format_goes_on(tmp_path: Path) -> None:
         file.execute("PRAGMA user_version=1")
     file.close()
 
-    async def main() -> None:
-        stores = [SqliteStore(str(path), 5000, 100) for _ in range(2)]
-        assert await stores[0].get("old") == record("old")
-        for number in range(9):
-            await stores[number % 2].put(record(str(number), 1000, "new"))
-        assert await stores[0].get("old") == record("old")
-        for store in stores:
-            store.close()
-
-    asyncio.run(main())
+    stores = [SqliteStore(str(path), 5000, 100) for _ in range(2)]
+    assert await stores[0].get("old") == record("old")
+    for number in range(9):
+        await stores[number % 2].put(record(str(number), 1000, "new"))
+    assert await stores[0].get("old") == record("old")
+    for store in stores:
+        store.close()
 
 
 def test_a_full_file_is_not_read_through(tmp_path: Path) -> None:

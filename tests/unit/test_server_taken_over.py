@@ -2,7 +2,7 @@
 knows."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -27,10 +27,6 @@ from vllm_lite.server.openai.errors import ApiError
 
 SCORES = [TokenLogprobs(-0.5 - place, 1, ((5, -2.0),)) for place in range(len(WORDS))]
 TAKEN = "another client took over request 'chatcmpl-1' by sending it again"
-
-
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(main())
 
 
 def described(
@@ -71,127 +67,106 @@ def last_id(client: Client) -> str:
 
 
 @pytest.mark.parametrize("with_logprobs", [False, True])
-def test_it_goes_on_with_what_the_engine_knows(with_logprobs: bool) -> None:
-    async def main() -> None:
-        pair = Pair()
-        more: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if with_logprobs else {}
-        client = await pair.begin(ChatBody(**CHAT, **more), key=b"k", logprobs=1 if with_logprobs else None)
-        scores = SCORES if with_logprobs else None
-        pair.know(3, SCORES[:3] if with_logprobs else ())
-        again = await pair.second.resume(last=last_id(client), key=b"k")
-        await settle()
-        (original,), (message,) = pair.first.session.messages, pair.second.session.messages
-        assert (message.request_id, message.prompt, message.params) == (
-            original.request_id,
-            original.prompt,
-            original.params,
-        )
-        assert (message.have, unpack_tokens(message.output)) == (3, WORDS[:3])
-        assert (message.external_id, message.context) == (original.external_id, original.context)
-        assert message.external_id.startswith("chatcmpl-1~")
-        name = message.request_id
-        await pair.second.say(Finished(name, 3, WORDS[3:], "length", logprobs=scores and scores[3:]))
-        await again.ended()
-        found = content([data for _, data in events_in(client.data) + events_in(again.data)])
-        assert (found[0]["text"], found[0]["roles"], found["done"]) == ("Once \N{BEAR FACE} upon a bear", 1, 1)
-        assert len(found[0]["scores"]) == (len(WORDS) if with_logprobs else 0)
-        assert pair.second.kept.unread_s(name) == 0.0
-
-    run(main)
+async def test_it_goes_on_with_what_the_engine_knows(with_logprobs: bool) -> None:
+    pair = Pair()
+    more: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if with_logprobs else {}
+    client = await pair.begin(ChatBody(**CHAT, **more), key=b"k", logprobs=1 if with_logprobs else None)
+    scores = SCORES if with_logprobs else None
+    pair.know(3, SCORES[:3] if with_logprobs else ())
+    again = await pair.second.resume(last=last_id(client), key=b"k")
+    await settle()
+    (original,), (message,) = pair.first.session.messages, pair.second.session.messages
+    assert (message.request_id, message.prompt, message.params) == (
+        original.request_id,
+        original.prompt,
+        original.params,
+    )
+    assert (message.have, unpack_tokens(message.output)) == (3, WORDS[:3])
+    assert (message.external_id, message.context) == (original.external_id, original.context)
+    assert message.external_id.startswith("chatcmpl-1~")
+    name = message.request_id
+    await pair.second.say(Finished(name, 3, WORDS[3:], "length", logprobs=scores and scores[3:]))
+    await again.ended()
+    found = content([data for _, data in events_in(client.data) + events_in(again.data)])
+    assert (found[0]["text"], found[0]["roles"], found["done"]) == ("Once \N{BEAR FACE} upon a bear", 1, 1)
+    assert len(found[0]["scores"]) == (len(WORDS) if with_logprobs else 0)
+    assert pair.second.kept.unread_s(name) == 0.0
 
 
-def test_the_first_server_takes_it_back() -> None:
+async def test_the_first_server_takes_it_back() -> None:
     """The engine has ended its stream. What that had to say of it is nobody's business."""
 
-    async def main() -> None:
-        pair = Pair()
-        client = await pair.begin()
-        other = await pair.second.resume(last=last_id(client))
-        await pair.first.say(Finished("chatcmpl-1", 2, [], "error", error=TAKEN))
-        await pair.second.say(Tokens("chatcmpl-1", 3, WORDS[3:6]))
-        other.go()
-        await other.ended()
-        pair.know(6)
-        again = await pair.first.resume(last=last_id(other))
-        await settle()
-        assert pair.first.session.messages[1].have == 6
-        await pair.first.say(Finished("chatcmpl-1", 6, WORDS[6:], "length"))
-        await again.ended()
-        found = content([data for each in (client, other, again) for _, data in events_in(each.data)])
-        assert (found[0]["text"], found["errors"], found["done"]) == ("Once \N{BEAR FACE} upon a bear", [], 1)
-        assert len(pair.first.kept) == 1
-
-    run(main)
+    pair = Pair()
+    client = await pair.begin()
+    other = await pair.second.resume(last=last_id(client))
+    await pair.first.say(Finished("chatcmpl-1", 2, [], "error", error=TAKEN))
+    await pair.second.say(Tokens("chatcmpl-1", 3, WORDS[3:6]))
+    other.go()
+    await other.ended()
+    pair.know(6)
+    again = await pair.first.resume(last=last_id(other))
+    await settle()
+    assert pair.first.session.messages[1].have == 6
+    await pair.first.say(Finished("chatcmpl-1", 6, WORDS[6:], "length"))
+    await again.ended()
+    found = content([data for each in (client, other, again) for _, data in events_in(each.data)])
+    assert (found[0]["text"], found["errors"], found["done"]) == ("Once \N{BEAR FACE} upon a bear", [], 1)
+    assert len(pair.first.kept) == 1
 
 
-def test_an_error_of_its_own_is_shown_if_it_runs_nowhere() -> None:
-    async def main() -> None:
-        pair = Pair()
-        client = await pair.begin()
-        await pair.first.say(Finished("chatcmpl-1", 2, [], "error", error="it took too much"))
-        pair.first.session.known = []
-        again = await pair.first.resume(last=last_id(client))
-        await again.ended()
-        assert "it took too much" in content([data for _, data in events_in(again.data)])["errors"]
-
-    run(main)
+async def test_an_error_of_its_own_is_shown_if_it_runs_nowhere() -> None:
+    pair = Pair()
+    client = await pair.begin()
+    await pair.first.say(Finished("chatcmpl-1", 2, [], "error", error="it took too much"))
+    pair.first.session.known = []
+    again = await pair.first.resume(last=last_id(client))
+    await again.ended()
+    assert "it took too much" in content([data for _, data in events_in(again.data)])["errors"]
 
 
-def test_a_stop_string_in_what_is_known_ends_it() -> None:
-    async def main() -> None:
-        pair = Pair()
-        client = await pair.begin(stop=(" a",))
-        pair.know(len(WORDS))
-        again = await pair.second.resume(last=last_id(client))
-        await again.ended()
-        assert pair.second.session.messages == []
-        found = content([data for _, data in events_in(client.data) + events_in(again.data)])
-        assert (found[0]["text"], found[0]["ends"], found["done"]) == ("Once \N{BEAR FACE} upon", ["stop"], 1)
-        assert len(pair.second.calls) == 0
-
-    run(main)
+async def test_a_stop_string_in_what_is_known_ends_it() -> None:
+    pair = Pair()
+    client = await pair.begin(stop=(" a",))
+    pair.know(len(WORDS))
+    again = await pair.second.resume(last=last_id(client))
+    await again.ended()
+    assert pair.second.session.messages == []
+    found = content([data for _, data in events_in(client.data) + events_in(again.data)])
+    assert (found[0]["text"], found[0]["ends"], found["done"]) == ("Once \N{BEAR FACE} upon", ["stop"], 1)
+    assert len(pair.second.calls) == 0
 
 
-def test_a_deadline_stays_where_it_is() -> None:
+async def test_a_deadline_stays_where_it_is() -> None:
     """It counts from the arrival, which is now at the second server."""
 
-    async def main() -> None:
-        pair = Pair()
-        client = await pair.begin(deadline_ms=60_000)
-        (state,) = pair.second.session.known
-        pair.second.session.known = [msgspec.structs.replace(state, deadline_in_s=12.5)]
-        (await pair.second.resume(last=last_id(client))).go()
-        await settle()
-        assert pair.second.session.messages[0].params.deadline_ms == 12_500
-
-    run(main)
+    pair = Pair()
+    client = await pair.begin(deadline_ms=60_000)
+    (state,) = pair.second.session.known
+    pair.second.session.known = [msgspec.structs.replace(state, deadline_in_s=12.5)]
+    (await pair.second.resume(last=last_id(client))).go()
+    await settle()
+    assert pair.second.session.messages[0].params.deadline_ms == 12_500
 
 
-def test_one_that_was_taken_over_has_begun_when_the_server_ends() -> None:
-    async def main() -> None:
-        pair = Pair()
-        client = await pair.begin()
-        again = await pair.second.resume(last=last_id(client))
-        pair.second.calls.abort_all()
-        await pair.second.say(Finished("chatcmpl-1", 3, [], "abort"))
-        await again.ended()
-        assert content([data for _, data in events_in(again.data)])[0]["ends"] == ["abort"]
-
-    run(main)
+async def test_one_that_was_taken_over_has_begun_when_the_server_ends() -> None:
+    pair = Pair()
+    client = await pair.begin()
+    again = await pair.second.resume(last=last_id(client))
+    pair.second.calls.abort_all()
+    await pair.second.say(Finished("chatcmpl-1", 3, [], "abort"))
+    await again.ended()
+    assert content([data for _, data in events_in(again.data)])[0]["ends"] == ["abort"]
 
 
-def test_two_connections_take_it_over_once() -> None:
-    async def main() -> None:
-        pair = Pair()
-        client = await pair.begin()
-        one, two = await asyncio.gather(*(pair.second.resume(last=last_id(client)) for _ in range(2)))
-        await settle()
-        assert len(pair.second.session.messages) == 1
-        await pair.second.say(Finished("chatcmpl-1", 3, WORDS[3:], "length"))
-        await asyncio.gather(one.ended(), two.ended())
-        assert [b"DONE" in each.data for each in (one, two)] == [False, True]
-
-    run(main)
+async def test_two_connections_take_it_over_once() -> None:
+    pair = Pair()
+    client = await pair.begin()
+    one, two = await asyncio.gather(*(pair.second.resume(last=last_id(client)) for _ in range(2)))
+    await settle()
+    assert len(pair.second.session.messages) == 1
+    await pair.second.say(Finished("chatcmpl-1", 3, WORDS[3:], "length"))
+    await asyncio.gather(one.ended(), two.ended())
+    assert [b"DONE" in each.data for each in (one, two)] == [False, True]
 
 
 LONG_ECHO = CompletionBody(prompt="x", stream=True, resumable=True, echo=True)
@@ -209,84 +184,72 @@ LONG_ECHO = CompletionBody(prompt="x", stream=True, resumable=True, echo=True)
         ({"key": b"other", "n": 2}, 404, "no request 'chatcmpl-1' can be resumed"),
     ],
 )
-def test_what_cannot_be_taken_over(settings: dict[str, Any], status: int, says: str) -> None:
-    async def main() -> None:
-        pair = Pair()
-        pair.first.start(**settings)
-        await settle()
-        messages = pair.first.session.messages
-        pair.second.session.known = [described(each, 2) for each in messages]
-        with pytest.raises(ApiError, match=says) as caught:
-            await pair.second.resume()
-        assert caught.value.status == status
-        assert len(pair.second.kept) == len(pair.second.calls) == 0
-        pair.second.session.known = []
-        with pytest.raises(ApiError, match="can be resumed") as caught:
-            await pair.second.resume()
-        assert caught.value.status == 404
-
-    run(main)
+async def test_what_cannot_be_taken_over(settings: dict[str, Any], status: int, says: str) -> None:
+    pair = Pair()
+    pair.first.start(**settings)
+    await settle()
+    messages = pair.first.session.messages
+    pair.second.session.known = [described(each, 2) for each in messages]
+    with pytest.raises(ApiError, match=says) as caught:
+        await pair.second.resume()
+    assert caught.value.status == status
+    assert len(pair.second.kept) == len(pair.second.calls) == 0
+    pair.second.session.known = []
+    with pytest.raises(ApiError, match="can be resumed") as caught:
+        await pair.second.resume()
+    assert caught.value.status == 404
 
 
 @pytest.mark.parametrize(("stop", "status"), [((), None), (("x",), 409)])
-def test_the_stop_strings_of_a_fork_count_from_its_own_tokens(stop: tuple[str, ...], status: int | None) -> None:
-    async def main() -> None:
-        pair = Pair()
-        await pair.begin(stop=stop)
-        call = pair.first.kept.get("chatcmpl-1")
-        assert call is not None
-        forked = msgspec.msgpack.encode(msgspec.structs.replace(call.context(0), are_forks=True))
-        (state,) = pair.second.session.known
-        pair.second.session.known = [msgspec.structs.replace(state, context=forked)]
-        if status is None:
-            (await pair.second.resume()).go()
-            return
-        with pytest.raises(ApiError, match="connect again") as caught:
-            await pair.second.resume()
-        assert caught.value.status == status
-
-    run(main)
+async def test_the_stop_strings_of_a_fork_count_from_its_own_tokens(stop: tuple[str, ...], status: int | None) -> None:
+    pair = Pair()
+    await pair.begin(stop=stop)
+    call = pair.first.kept.get("chatcmpl-1")
+    assert call is not None
+    forked = msgspec.msgpack.encode(msgspec.structs.replace(call.context(0), are_forks=True))
+    (state,) = pair.second.session.known
+    pair.second.session.known = [msgspec.structs.replace(state, context=forked)]
+    if status is None:
+        (await pair.second.resume()).go()
+        return
+    with pytest.raises(ApiError, match="connect again") as caught:
+        await pair.second.resume()
+    assert caught.value.status == status
 
 
-def test_a_stream_whose_echo_is_not_known_elsewhere_is_resumed_at_its_own_server_only() -> None:
-    async def main() -> None:
-        pair = Pair()
-        client = pair.first.start(LONG_ECHO)
-        await settle()
-        call = pair.first.kept.get("cmpl-1")
-        assert call is not None
-        assert call.context(0).style.resumable
-        call.style = msgspec.structs.replace(call.style, echo=("x" * 100_000,))
-        assert not call.context(0).style.resumable
-        client.go()
-
-    run(main)
+async def test_a_stream_whose_echo_is_not_known_elsewhere_is_resumed_at_its_own_server_only() -> None:
+    pair = Pair()
+    client = pair.first.start(LONG_ECHO)
+    await settle()
+    call = pair.first.kept.get("cmpl-1")
+    assert call is not None
+    assert call.context(0).style.resumable
+    call.style = msgspec.structs.replace(call.style, echo=("x" * 100_000,))
+    assert not call.context(0).style.resumable
+    client.go()
 
 
-def test_a_chosen_id_waits_while_the_engine_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_chosen_id_waits_while_the_engine_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether another server has it is to be asked first; a request without one waits in the session."""
 
-    async def main() -> None:
-        stage = Stage(num_servers=2)
-        monkeypatch.setattr(registry, "LOOK_S", 0.0)
-        answer, asked = stage.session.describe, asyncio.Event()
+    stage = Stage(num_servers=2)
+    monkeypatch.setattr(registry, "LOOK_S", 0.0)
+    answer, asked = stage.session.describe, asyncio.Event()
 
-        def describe(**which: Any) -> Any:
-            asked.set()
-            if stage.session.recovering is not None:
-                raise EngineDeadError("the engine is being replaced")
-            return answer(**which)
+    def describe(**which: Any) -> Any:
+        asked.set()
+        if stage.session.recovering is not None:
+            raise EngineDeadError("the engine is being replaced")
+        return answer(**which)
 
-        monkeypatch.setattr(stage.session, "describe", describe)
-        stage.session.recovering = "the engine died"
-        waiting = asyncio.create_task(stage.live.new_id("cmpl", "mine", asking("")))
-        await asked.wait()
-        await settle()
-        assert not waiting.done()
-        stage.session.recovering = None
-        assert await waiting == "cmpl-mine"
-        stage.session.recovering, stage.session.dead = "the engine died", EngineDeadError("for good")
-        with pytest.raises(ApiError, match="is being replaced"):
-            await stage.live.new_id("cmpl", "mine", asking(""))
-
-    run(main)
+    monkeypatch.setattr(stage.session, "describe", describe)
+    stage.session.recovering = "the engine died"
+    waiting = asyncio.create_task(stage.live.new_id("cmpl", "mine", asking("")))
+    await asked.wait()
+    await settle()
+    assert not waiting.done()
+    stage.session.recovering = None
+    assert await waiting == "cmpl-mine"
+    stage.session.recovering, stage.session.dead = "the engine died", EngineDeadError("for good")
+    with pytest.raises(ApiError, match="is being replaced"):
+        await stage.live.new_id("cmpl", "mine", asking(""))
