@@ -16,7 +16,7 @@ def oracle(real: Callable[[str], Path]) -> GgufOracle:
 
 @pytest.fixture(scope="module")
 def exact(oracle: GgufOracle) -> Answers:
-    return answers(oracle.file, isa="baseline")
+    return answers(oracle.file)
 
 
 @pytest.mark.timeout(900)
@@ -28,15 +28,6 @@ def test_a_page_is_as_likely_as_in_transformers(oracle: GgufOracle, exact: Answe
 def test_greedy_tokens_are_those_of_transformers(oracle: GgufOracle, exact: Answers) -> None:
     for output in exact.continuations:
         assert oracle.behind_the_best(output).max() < TIE, output.outputs[0].text
-
-
-@pytest.mark.timeout(900)
-def test_int8_products_of_this_machine_stay_near(oracle: GgufOracle) -> None:
-    """Inputs of blocks are rounded where the instruction set multiplies bytes. The bound is a tenth above what it was
-    measured to be."""
-    usual = answers(oracle.file, isa=None)
-    assert oracle.page_differences(usual.page).mean() < 0.02
-    assert max(oracle.behind_the_best(output).max() for output in usual.continuations) < 0.3
 
 
 @pytest.mark.timeout(900)
