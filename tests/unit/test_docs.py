@@ -203,6 +203,23 @@ def test_every_page_is_in_the_index() -> None:
             assert f"{page.name})" in index, f"docs/README.md does not name {page.name}"
 
 
+def test_what_was_measured_is_cited() -> None:
+    """A result that no page links to is read by nobody, and goes stale unseen."""
+    text = "\n".join(page.read_text() for page in PAGES)
+    results = sorted(path.name for path in (ROOT / "benchmarks/results").iterdir())
+    assert len(results) > 10
+    assert [name for name in results if name not in text] == []
+
+
+def test_programs_are_named_where_they_are_found() -> None:
+    places = [*PAGES, ROOT / "Makefile", *(ROOT / ".ci").iterdir()]
+    text = "\n".join(place.read_text() for place in places)
+    programs = [path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.py")]
+    started = [path for path in programs if '__name__ == "__main__"' in path.read_text() or path.name == "__main__.py"]
+    assert len(started) > 10
+    assert [path.name for path in started if path.name not in text and path.name != "__main__.py"] == []
+
+
 def test_the_changelogs_newest_release_is_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     sections = text.split("\n## ")[1:]
