@@ -28,7 +28,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], None]
 
 FORMS: dict[str, Callable[[torch.Tensor], PackedWeight]] = {
     "dense": PackedWeight,
-    "int8": lambda weight: PackedWeight(weight, int8=True),
+    "int8": lambda weight: PackedWeight(weight, form="int8"),
     "int4_g32": lambda weight: PackedWeight(_grouped(weight, INT4, 32)),
     "int4_g128": lambda weight: PackedWeight(_grouped(weight, INT4, 128)),
     "int8_g32": lambda weight: PackedWeight(_grouped(weight, INT8, 32)),

@@ -23,7 +23,7 @@ char* moved(const void* from, int64_t elements, int32_t dtype) {
 
 // out[:, head] = x[:, head] W[head]^T + bias[head]; x: [num_rows, num_heads, inputs], out: [num_rows, num_heads,
 // outputs], of DType `dtype` up to kFloat16. Strides count elements; a head's are dense. All weights have one shape and
-// type. Rows stay as they are where weights are int8.
+// type. Rows stay as they are with grouped weights, too.
 VLLM_LITE_API void vllm_lite_head_linear(const PackedWeight* const* weights, int64_t num_heads, int32_t dtype,
                                          const void* x, int64_t x_stride, int64_t x_head_stride, void* out,
                                          int64_t out_stride, int64_t out_head_stride, int64_t num_rows) {

@@ -24,7 +24,7 @@ int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// One group of inputs of one output is one word: 4 int8, 2 bfloat16, 1 float32 or 1 float16.
+// One pair of inputs of one output, or one input, is one word: 2 bfloat16, 1 float32 or 1 float16.
 bool short_words(int32_t type) {
   return type == kFloat16;
 }
@@ -77,27 +77,24 @@ void copy_output(const PackedWeight& weight, int64_t output, char* row) {
 
 }  // namespace
 
-// Elements that a packed weight has.
-VLLM_LITE_API int64_t vllm_lite_packed_size(int64_t num_outputs, int64_t num_inputs, int32_t type) {
-  return ceil_div(num_outputs, kBlock) * kBlock * padded_inputs(num_inputs, type);
+// Elements that a packed weight has which is not grouped.
+VLLM_LITE_API int64_t vllm_lite_packed_size(int64_t num_outputs, int64_t num_inputs) {
+  return ceil_div(num_outputs, kBlock) * kBlock * padded_inputs(num_inputs);
 }
 
-// rows [num_outputs][num_inputs] of DType `row_type` into `packed`, which must be zero. `type` is the same, or
-// kInt8Weight: then the rows are quantized, and `scales` [num_outputs] is filled.
-VLLM_LITE_API void vllm_lite_pack(const void* rows, int64_t stride, int32_t row_type, int64_t num_outputs,
-                                  int64_t num_inputs, int32_t type, void* packed, float* scales) {
+// rows [num_outputs][num_inputs] of DType `type` into `packed`, which must be zero.
+VLLM_LITE_API void vllm_lite_pack(const void* rows, int64_t stride, int32_t type, int64_t num_outputs,
+                                  int64_t num_inputs, void* packed) {
   const int64_t block_bytes = packed_block_bytes(num_inputs, type);
   vllm_lite::parallel_for(ceil_div(num_outputs, kBlock), [=](int64_t number) {
     const int64_t first = number * kBlock, left = num_outputs - first, count = left < kBlock ? left : kBlock;
-    const char* from = static_cast<const char*>(rows) + first * stride * element_size(row_type);
-    const RowsToPack part = {from, stride, count, num_inputs, row_type};
-    pack_rows(part, type, static_cast<char*>(packed) + number * block_bytes,
-              scales == nullptr ? scales : scales + first);
+    const char* from = static_cast<const char*>(rows) + first * stride * element_size(type);
+    pack_rows({from, stride, count, num_inputs, type}, static_cast<char*>(packed) + number * block_bytes);
   });
 }
 
-// The rows of the ids [count] into `rows`, of DType `type`: an embedding from a packed LM head. Not for int8; a weight
-// that is not grouped is of that type. The weight has the rows of the num_outputs ids from first_id on, of num_ids that
+// The rows of the ids [count] into `rows`, of DType `type`: an embedding from a packed LM head. A weight that is
+// not grouped is of that type. The weight has the rows of the num_outputs ids from first_id on, of num_ids that
 // there are; those of all others become zero. Returns -1; or the index of the first id that there is not, and nothing
 // is written.
 VLLM_LITE_API int64_t vllm_lite_unpack(const PackedWeight* weight, int64_t first_id, int64_t num_ids,

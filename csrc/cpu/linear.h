@@ -1,26 +1,26 @@
 // Linear layers: out = x W^T + bias, with W packed once.
 //
-// Packed weight: blocks of kBlock outputs (the last one filled up), each [inputs / group][kBlock][group] with groups of
-// 4 inputs for int8, 2 for bfloat16, 1 for float32 and float16; inputs are filled up to whole groups. A block is read
-// from its first byte to its last, so memory delivers at full speed, and a vector holds one group's weights for several
-// outputs: no sum over a vector's elements at the end.
-//
-// int8 weights are stored plus 128, as bytes. Where the machine multiplies bytes, rows are quantized, too, each group
-// of inputs by itself: x ~ integer * scale. A byte times an integer is exact, and what the 128 add up to is known from
-// the row alone. Integers have 15 bits in two planes of signed bytes, 128 * upper + lower, so that rows with channels
-// far larger than others lose no more than 2^-15 of the largest. Elsewhere rows stay as they are.
+// Packed weight: blocks of kBlock outputs (the last one filled up), each [inputs / pair][kBlock][pair] with pairs of
+// inputs for bfloat16, single ones for float32 and float16; inputs are filled up to whole pairs. A block is read from
+// its first byte to its last, so memory delivers at full speed, and a vector holds the weights of one input, or of a
+// pair, for several outputs: no sum over a vector's elements at the end.
 //
 // Grouped weights are codes of 4 or 8 bits: a weight is values[code] * scale - minimum, with a scale and perhaps a
 // minimum for each group of inputs of an output. A block is [groups] cells, a cell is what its 32 outputs have of one
-// group: scales, minima, then codes. Codes of 8 bits lie as int8 does. Those of 4 bits lie [inputs / 8][kBlock][4]: the
-// lower half of a byte is for the first four inputs, the upper half for the other four, so that one vector of bytes
-// becomes two of weights by a mask and a shift. Minima that come from zero points are a byte each, kShifts: a weight is
-// (values[code] + byte) * scale. Scales and minima may be signed bytes, kIntegers, times numbers that kSuperInputs
-// inputs share. Where values are whole numbers, rows are quantized as for int8, with the groups of the weight. For
-// codes of 4 bits, which are coarser themselves, they have one plane, with a scale for kOnePlane inputs or fewer; but
-// for tiles, which take larger groups, two. With codes of 8 bits a group of kOnePlane inputs or fewer has two planes
-// where its largest is kUneven times the mean; else 8 bits are enough for it, and its lower plane is 0. Elsewhere
-// weights become float32, a tile at a time.
+// group: scales, minima, then codes. Codes of 8 bits lie [inputs / 4][kBlock][4]. Those of 4 bits lie [inputs / 8]
+// [kBlock][4]: the lower half of a byte is for the first four inputs, the upper half for the other four, so that one
+// vector of bytes becomes two of weights by a mask and a shift. Minima that come from zero points are a byte each,
+// kShifts: a weight is (values[code] + byte) * scale. Scales and minima may be signed bytes, kIntegers, times numbers
+// that kSuperInputs inputs share.
+//
+// Where values are whole numbers, which bytes stand for less an offset, and the machine multiplies bytes, rows are
+// quantized, too, each group of inputs by itself: x ~ integer * scale. A byte times an integer is exact, and what the
+// offset adds up to is known from the row alone. Integers have 15 bits in two planes of signed bytes, 128 * upper +
+// lower, so that rows with channels far larger than others lose no more than 2^-15 of the largest. For codes of 4 bits,
+// which are coarser themselves, they have one plane, with a scale for kOnePlane inputs or fewer; but for tiles, which
+// take larger groups, two. With codes of 8 bits a group of kOnePlane inputs or fewer has two planes where its largest
+// is kUneven times the mean; else 8 bits are enough for it, and its lower plane is 0. Where values are no whole
+// numbers, and elsewhere, rows stay as they are, and weights become floats, a tile at a time.
 //
 // Every output is one chain of additions over its inputs in their order, however many rows there are: a row's results
 // do not depend on the rows beside it nor on the number of threads, bit for bit. They do depend on the instruction set.
@@ -39,25 +39,22 @@ constexpr int64_t kManyRows = 13;      // which meet two blocks at a time
 constexpr int64_t kQuantGroup = 128;   // the most inputs that share a scale
 constexpr int64_t kOnePlane = 32;      // the most that share one where rows have 8 bits
 constexpr float kUneven = 5;           // of a group's sizes, the largest by the mean: too much for 8 bits
-constexpr int32_t kInt8Weight = 100;   // beside the DTypes; a weight is its integer times its output's scale
-constexpr int32_t kGrouped4 = 101;     // codes of 4 bits, and
+constexpr int32_t kGrouped4 = 101;     // beside the DTypes: codes of 4 bits, and
 constexpr int32_t kGrouped8 = 102;     // of 8 bits, with scales for groups of inputs
 constexpr int32_t kNoMinima = -1;
 constexpr int32_t kShifts = 103;       // minima as bytes; only of codes of 4 bits that are bytes themselves
 constexpr int32_t kIntegers = 104;     // scales or minima as signed bytes, to be multiplied by those of `supers`
 constexpr int64_t kSuperInputs = 256;  // that share one of those
 
-// Inputs of a packed weight that is not grouped: whole groups.
-inline int64_t padded_inputs(int64_t num_inputs, int32_t type) {
-  const int64_t group = type == kInt8Weight ? 4 : 2;
-  return (num_inputs + group - 1) / group * group;
+// Inputs of a packed weight that is not grouped: whole pairs.
+inline int64_t padded_inputs(int64_t num_inputs) {
+  return (num_inputs + 1) / 2 * 2;
 }
 
 // The same record as PackedWeight in vllm_lite/kernels/cpu/weights/linear.py.
 struct PackedWeight {
-  const void* data;     // aligned to 64 bytes
-  const float* scales;  // [num_outputs], nullptr for all types but int8
-  const float* bias;    // [num_outputs] or nullptr
+  const void* data;   // aligned to 64 bytes
+  const float* bias;  // [num_outputs] or nullptr
   int64_t num_inputs;
   int64_t num_outputs;
   int32_t type;
@@ -108,16 +105,15 @@ struct CellLayout {
   int64_t groups(int64_t num_inputs) const { return (num_inputs + group_size - 1) / group_size; }
 };
 
-// How the rows of a product with `weight` are quantized: each group of inputs has a scale, and is known by the sum of
-// its integers. Groups are those of a grouped weight or parts of them, filled up with zeros.
+// How the rows of a product with a grouped weight are quantized: each group of inputs has a scale, and is known by the
+// sum of its integers. Groups are those of the weight or parts of them, filled up with zeros.
 struct RowLayout {
   int64_t group_size;  // inputs
   int64_t num_groups;
   int64_t num_planes;
 
   static RowLayout of(const PackedWeight& weight) {
-    const int64_t size = is_grouped(weight.type) ? weight.group_size : kQuantGroup;
-    const int64_t count = (weight.num_inputs + size - 1) / size;
+    const int64_t size = weight.group_size, count = (weight.num_inputs + size - 1) / size;
     if (weight.type != kGrouped4 || (size > kOnePlane && isa() >= Isa::kAmx)) return {size, count, 2};
     const int64_t own = size < kOnePlane ? size : kOnePlane;
     return {own, count * (size / own), 1};
@@ -135,7 +131,7 @@ struct RowLayout {
 struct QuantizedRows {
   int8_t* values;
   float* scales;    // of a panel's group of rows [num_groups][rows], for tiles [rows][num_groups]; as those below
-  int32_t* biases;  // what bytes of weights lack (-128 for int8, or the offset) times the sum
+  int32_t* biases;  // what bytes of weights lack, their offset, times the sum
   float* sums;      // of a group's integers
   uint8_t* lower;   // [num_groups] at the first row of a group of rows: whether any has a lower plane there
   RowLayout layout;
@@ -188,8 +184,7 @@ struct QuantizeTask {
 };
 
 VLLM_LITE_DECLARE_TILES(void linear(const LinearCall& call, const LinearTask& task))
-// The same on call.quantized, for weights that are bytes; only where multiplies_bytes().
-VLLM_LITE_DECLARE(void linear_int8(const LinearCall& call, const LinearTask& task))
+// The same on call.quantized, for grouped weights; only where multiplies_bytes().
 VLLM_LITE_DECLARE(void linear_grouped(const LinearCall& call, const LinearTask& task))
 // The same for many rows of bfloat16 and weights of bfloat16. False, and nothing is done, where it has no way.
 VLLM_LITE_DECLARE(bool linear_dense(const LinearCall& call, const LinearTask& task))
@@ -197,8 +192,6 @@ VLLM_LITE_DECLARE(bool linear_dense(const LinearCall& call, const LinearTask& ta
 VLLM_LITE_DECLARE(bool linear_table(const LinearCall& call, const LinearTask& task))
 VLLM_LITE_DECLARE(bool multiplies_bytes())
 VLLM_LITE_DECLARE_TILES(void quantize_rows(const LinearCall& call, const QuantizeTask& task))
-// x [count] of DType `type` as integers in [-127, 127] times *scale.
-VLLM_LITE_DECLARE(void quantize(const void* x, int32_t type, int64_t count, int8_t* to, float* scale))
 // One output of a grouped weight, all its inputs, as elements of DType `type`.
 VLLM_LITE_DECLARE(void unpack_output(const PackedWeight& weight, int64_t output, int32_t type, void* to))
 VLLM_LITE_DECLARE(int64_t read_all(const char* data, int64_t num_bytes))
@@ -206,14 +199,12 @@ VLLM_LITE_DECLARE_TILES(int64_t multiply_registers(int32_t type, int64_t rounds,
 
 // Whether products with `weight` quantize their rows.
 inline bool quantizes_rows(const PackedWeight& weight) {
-  if (weight.exact_rows != 0) return false;
-  const bool bytes = weight.type == kInt8Weight || (is_grouped(weight.type) && weight.are_whole != 0);
-  return bytes && VLLM_LITE_DISPATCH(multiplies_bytes)();
+  const bool are_bytes = is_grouped(weight.type) && weight.are_whole != 0;
+  return are_bytes && weight.exact_rows == 0 && VLLM_LITE_DISPATCH(multiplies_bytes)();
 }
 
 // Whether products of rows of DType `x_type` with `weight` go through tiles, where there are some.
 inline bool fits_tiles(const PackedWeight& weight, int32_t x_type) {
-  if (weight.exact_rows != 0 && weight.type != kBFloat16) return false;
-  if (is_grouped(weight.type)) return weight.are_whole != 0 && weight.group_size == kQuantGroup;
-  return weight.type == kInt8Weight || (weight.type == kBFloat16 && x_type == kBFloat16);
+  if (!is_grouped(weight.type)) return weight.type == kBFloat16 && x_type == kBFloat16;
+  return weight.are_whole != 0 && weight.exact_rows == 0 && weight.group_size == kQuantGroup;
 }

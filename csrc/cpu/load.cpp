@@ -41,9 +41,9 @@ struct WeightJob {
   int64_t num_outputs;
   int64_t num_inputs;
   char* packed;        // zeros
-  float* scales;       // of kInt8Weight: [num_outputs]; of weights with supers: those; else nullptr
+  float* supers;       // of weights that have some; else nullptr
   int32_t row_type;    // DType that rows have before they are packed
-  int32_t type;        // DType, kInt8Weight or one of quantize.h
+  int32_t type;        // the same, or one of quantize.h
   int64_t group_size;  // of the last: inputs; else 0
 };
 
@@ -151,10 +151,9 @@ class Loading {
     if (job.group_size != 0) {
       const PackedWeight weight = quantized_weight(job.type, job.num_outputs, job.num_inputs, job.group_size);
       pack_quantized(part, job.type, job.group_size, job.packed + block * quantized_block_bytes(weight),
-                     job.scales + block * num_supers(weight));
+                     job.supers + block * num_supers(weight));
     } else {
-      pack_rows(part, job.type, job.packed + block * packed_block_bytes(job.num_inputs, job.type),
-                job.scales == nullptr ? nullptr : job.scales + first);
+      pack_rows(part, job.packed + block * packed_block_bytes(job.num_inputs, job.type));
     }
     return kDone;
   }

@@ -31,15 +31,14 @@ struct RowsToPack {
   int32_t row_type;
 };
 
-// The bytes of an element of a packed weight of `type`, which is a DType or kInt8Weight.
+// The bytes of an element of DType `type`, up to kFloat16.
 int64_t element_size(int32_t type);
 
-// The bytes of one block of a packed weight.
+// The bytes of one block of a packed weight that is not grouped.
 int64_t packed_block_bytes(int64_t num_inputs, int32_t type);
 
-// The rows into `block`, which must be zero. `type` is their own, or kInt8Weight: then they are quantized, and `scales`
-// [num_rows] is filled.
-void pack_rows(const RowsToPack& rows, int32_t type, char* block, float* scales);
+// The rows into `block`, which must be zero.
+void pack_rows(const RowsToPack& rows, char* block);
 
 // Copies rows [num_rows][row_bytes] into the columns of a block, word by word of 2 or 4 bytes; a row's last word may be
 // cut off. `stride` counts bytes.

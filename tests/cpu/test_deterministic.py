@@ -13,6 +13,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, make_prompt, new_request
 from tests.plays import Recorder
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
 from vllm_lite.protocol.step import Continue, Entry, Finish
@@ -106,7 +107,8 @@ def test_logits_are_the_same_alone_and_in_any_schedule(name: str, tmp_path: Path
 def test_a_product_is_the_same_for_any_number_of_rows(each_isa: str, kind: str) -> None:
     """Sizes that no tile divides; 97 rows take two tasks."""
     dtype = torch.bfloat16 if kind == "int8" else getattr(torch, kind)
-    weight = PackedWeight(torch.randn(77, 2307).to(dtype), torch.randn(77).to(dtype), int8=kind == "int8")
+    form: Quantization | None = "int8" if kind == "int8" else None
+    weight = PackedWeight(torch.randn(77, 2307).to(dtype), torch.randn(77).to(dtype), form=form)
     x = torch.randn(200, 2307).to(dtype)
     whole = torch.empty(200, 77)
     linear(x, weight, whole)

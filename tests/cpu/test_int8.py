@@ -15,7 +15,7 @@ from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.weights.linear import PackedWeight, quantize
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.layers.weights.matmul import Int8Matmul, NativeMatmul, make_matmul
 from vllm_lite.layers.weights.weight_form import DenseForm, LinearShape
 from vllm_lite.models.registry import Sizes, build
@@ -26,18 +26,6 @@ CPU = torch.device("cpu")
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_quantize(dtype: torch.dtype) -> None:
-    weight = random(20, 300).mul(torch.logspace(-6, 2, 20)[:, None]).to(dtype)
-    weight[3] = 0
-    integers, scales = quantize(weight)
-    assert integers.dtype == torch.int8
-    assert scales.dtype == torch.float32
-    assert integers.abs().amax(dim=1).tolist() == [127 if row != 3 else 0 for row in range(20)]
-    error = integers.double() * scales.double()[:, None] - weight.double()
-    assert (error.abs() <= scales.double()[:, None] * 0.5001).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -28,9 +28,10 @@ from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
+from vllm_lite.kernels.cpu.weights.file_packer import group_size
 from vllm_lite.kernels.cpu.weights.head_linear import HeadLinear
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight
-from vllm_lite.kernels.grouped import dequantize, quantize4
+from vllm_lite.kernels.grouped import dequantize, quantize, quantize4
 from vllm_lite.kernels.ops import Rotation, TorchOps
 from vllm_lite.layers.attention.head_matmul import BatchedHeads, LoopedHeads, form_of_heads, make_head_matmul
 from vllm_lite.layers.weights import matmul as matmul_module
@@ -270,12 +271,10 @@ def test_heads_at_once_are_heads_one_by_one(each_isa, sizes, num_rows):
 @needs_library
 def test_heads_of_int8(each_isa):
     weights, x, room = by_head(dtype=torch.bfloat16)
-    packed = [PackedWeight(weight, int8=True) for weight in weights]
-    HeadLinear(packed).forward(x, room[..., :24])
-    rounded = [weight.float() for weight in weights]
-    rounded = [(w / (scale := w.abs().amax(1, keepdim=True) / 127)).round() * scale for w in rounded]
+    HeadLinear([PackedWeight(weight, form="int8") for weight in weights]).forward(x, room[..., :24])
+    rounded = [dequantize(quantize(weight, "int8", group_size=group_size("int8"))) for weight in weights]
     expected = torch.stack([x[:, head].float() @ weight.t() for head, weight in enumerate(rounded)], 1)
-    assert float((room[..., :24] - expected).abs().max()) < 0.1
+    assert float((room[..., :24] - expected).abs().max()) < 4e-3 * float(expected.abs().max())
 
 
 @needs_library

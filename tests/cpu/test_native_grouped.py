@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.cpu.conftest import has_amx, using_isa
-from tests.cpu.rounded_rows import rounded_rows
+from tests.cpu.rounded_rows import LARGEST_OF_TWO, rounded_rows
 from tests.cpu.test_native_linear import random
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
@@ -230,6 +230,38 @@ def test_channels_far_larger_than_others_leave_them_as_they_are(values: torch.Te
     x[:, [5, 200]] = 300
     linear(x, PackedWeight(weight), out)
     assert (out - expected).norm() < (0.02 if values is INT4 else 0.006) * expected.norm()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 7, 14])
+@pytest.mark.usefixtures("each_product_isa")
+def test_both_planes_of_the_largest_rows_count(num_rows: int) -> None:
+    """The upper plane at its ends beside the lower one at each of its own: sums stay below 2^31."""
+    signs = torch.tensor([1.0, -1.0])
+    codes = (torch.arange(64)[:, None] % 2 * 254 + 1).to(torch.uint8).expand(64, 256).contiguous()
+    weight = GroupedWeight(codes, INT8, torch.ones(64, 1), 256)
+    for less in (0, 1, 127, 128):
+        x = torch.full((num_rows, 256), float(LARGEST_OF_TWO - less)) * signs[torch.arange(num_rows) % 2, None]
+        x[:, ::128] = LARGEST_OF_TWO
+        out = torch.empty(num_rows, 64)
+        linear(x, PackedWeight(weight), out)
+        torch.testing.assert_close(out.double(), x.double() @ dequantize(weight).double().t(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("group_size", [32, 128])
+@pytest.mark.usefixtures("each_product_isa")
+def test_rows_of_any_size_keep_their_relative_error(group_size: int) -> None:
+    """Huge, tiny and zero rows do; what is not a number stays none, in its own row only."""
+    weight, x = grouped(64, 300, group_size, INT8), random(6, 300)
+    x[1], x[2], x[3] = 0, x[0] * 1e-30, x[0] * 1e30
+    x[4, 200], x[5, 7] = math.nan, math.inf
+    out = torch.empty(6, 64)
+    linear(x, PackedWeight(weight), out)
+    assert (out[1] == 0).all()
+    size = float(out[0].abs().max())
+    torch.testing.assert_close(out[2] * 1e30, out[0], rtol=1e-4, atol=1e-5 * size)
+    torch.testing.assert_close(out[3] / 1e30, out[0], rtol=1e-4, atol=1e-5 * size)
+    assert out[:4].isfinite().all()
+    assert not out[4:].isfinite().any()
 
 
 def with_zero_points(weight: GroupedWeight, zeros: torch.Tensor) -> GroupedWeight:

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from tests.cpu.conftest import has_amx, using_isa
-from tests.cpu.rounded_rows import LARGEST_OF_TWO, rounded_rows
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.memory import zeros
 from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES
-from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear, look_up, multiplies_bytes, quantize
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear, look_up
 from vllm_lite.kernels.grouped import INT4, GroupedWeight
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -22,48 +21,40 @@ SHAPES = [
     *((1, 1, 1), (32, 2, 3), (40, 48, 12), (33, 257, 13), (300, 512, 4), (70, 1025, 97), (600, 130, 200)),
     *((100, 2050, 31), (40, 70, 600)),
 ]
-WEIGHTS = [*FLOATS, torch.int8]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, int8: bool) -> torch.Tensor:
-    """The product in float64; of the quantized weights, and of quantized rows where the machine multiplies bytes."""
-    wide = weight.double()
-    if int8:
-        integers, scales = quantize(weight)
-        wide = integers.double() * scales.double()[:, None]
-        x = rounded_rows(x) if multiplies_bytes() else x
-    product = x.double() @ wide.t()
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product in float64."""
+    product = x.double() @ weight.double().t()
     return product if bias is None else product + bias.double()
 
 
-@pytest.mark.parametrize("weight_dtype", WEIGHTS)
+@pytest.mark.parametrize("weight_dtype", FLOATS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.usefixtures("two_threads")
 def test_equals_float64(each_product_isa: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
-    int8 = weight_dtype == torch.int8
     for num_outputs, num_inputs, num_rows in SHAPES:
-        weight = random(num_outputs, num_inputs, dtype=dtype if int8 else weight_dtype)
+        weight = random(num_outputs, num_inputs, dtype=weight_dtype)
         x, bias = random(num_rows, num_inputs, dtype=dtype), random(num_outputs, dtype=dtype)
         for given in (bias, None):
-            packed = PackedWeight(weight, given, int8=int8)
+            packed = PackedWeight(weight, given)
             out = torch.full((num_rows, num_outputs), math.nan)
             linear(x, packed, out)
-            expected = exact(x, weight, given, int8=int8)
+            expected = exact(x, weight, given)
             # Errors of a sum grow with the sizes of its parts: float32 has 24 bits.
-            size = exact(x.abs(), weight.abs(), None, int8=int8).max()
+            size = exact(x.abs(), weight.abs(), None).max()
             assert (out - expected).abs().max() < 2e-6 * size, (each_product_isa, num_outputs, num_inputs, num_rows)
 
 
-@pytest.mark.parametrize("weight_dtype", WEIGHTS)
+@pytest.mark.parametrize("weight_dtype", FLOATS)
 def test_results_do_not_depend_on_other_rows_or_threads(each_product_isa: str, weight_dtype: torch.dtype) -> None:
     """Bit for bit: each output is one chain of additions, whatever is computed beside it. Behind 1024 inputs it goes on
     from memory."""
-    int8 = weight_dtype == torch.int8
-    packed = PackedWeight(random(100, 1300, dtype=torch.bfloat16 if int8 else weight_dtype), int8=int8)
+    packed = PackedWeight(random(100, 1300, dtype=weight_dtype))
     for dtype in FLOATS:
         x = random(200, 1300, dtype=dtype)
         whole, before = torch.empty(200, 100), cpu.num_threads()
@@ -74,45 +65,6 @@ def test_results_do_not_depend_on_other_rows_or_threads(each_product_isa: str, w
             linear(x[-num_rows:], packed, part)
             assert torch.equal(part, whole[-num_rows:]), (each_product_isa, dtype, num_rows)
         cpu.set_num_threads(before)
-
-
-@pytest.mark.parametrize("num_rows", [1, 3, 7])
-@pytest.mark.usefixtures("each_product_isa")
-def test_the_largest_integers_are_exact(num_rows: int) -> None:
-    """No sum of products on the way leaves its bits."""
-    signs = torch.tensor([1.0, -1.0])
-    weight = 127 * signs[torch.arange(64)[:, None] % 2].expand(64, 256).contiguous()
-    x = 127 * signs[torch.arange(num_rows)[:, None] % 2].expand(num_rows, 256).contiguous()
-    out = torch.empty(num_rows, 64)
-    linear(x, PackedWeight(weight, int8=True), out)
-    assert torch.equal(out, x @ weight.t())
-
-
-@pytest.mark.parametrize("num_rows", [1, 3, 7, 14])
-@pytest.mark.usefixtures("each_product_isa")
-def test_both_planes_of_the_largest_rows_count(num_rows: int) -> None:
-    """The upper plane at its ends beside the lower one at each of its own: sums stay below 2^31."""
-    signs = torch.tensor([1.0, -1.0])
-    weight = 127 * signs[torch.arange(64)[:, None] % 2].expand(64, 256).contiguous()
-    for less in (0, 1, 127, 128):
-        x = torch.full((num_rows, 256), float(LARGEST_OF_TWO - less)) * signs[torch.arange(num_rows) % 2, None]
-        x[:, ::128] = LARGEST_OF_TWO
-        out = torch.empty(num_rows, 64)
-        linear(x, PackedWeight(weight, int8=True), out)
-        torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=1e-6, atol=0)
-
-
-@pytest.mark.usefixtures("each_product_isa")
-def test_a_channel_far_larger_than_others_leaves_them_as_they_are() -> None:
-    """As real models have them: beside a channel 100 times the largest, 8 bits would leave nothing of others."""
-    weight, x = random(64, 384), random(14, 384)
-    integers, scales = quantize(weight)
-    wide = integers.double() * scales.double()[:, None]
-    x[:, 5], wide[:, 5], weight[:, 5] = 100 * x.abs().max(), 0, 0
-    out = torch.empty(14, 64)
-    linear(x, PackedWeight(weight, int8=True), out)
-    expected = x.double() @ wide.t()
-    assert (out - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -128,13 +80,13 @@ def test_an_odd_number_of_inputs_is_filled_up_with_zeros(dtype: torch.dtype, num
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", [9, 40])
-@pytest.mark.parametrize("form", ["dense", "int8", "grouped"])
+@pytest.mark.parametrize("form", ["dense", "grouped"])
 def test_rows_may_be_strided_and_outputs_are_rounded(
     each_product_isa: str, form: str, num_rows: int, dtype: torch.dtype
 ) -> None:
     weight = random(72, 128, dtype=dtype)
     grouped = GroupedWeight(torch.randint(16, weight.shape, dtype=torch.uint8), INT4, torch.ones(72, 1), 128)
-    packed = PackedWeight(grouped if form == "grouped" else weight, random(72), int8=form == "int8")
+    packed = PackedWeight(grouped if form == "grouped" else weight, random(72))
     x, wide = random(num_rows, 128, dtype=dtype), torch.empty(num_rows, 72)
     linear(x, packed, wide)
     spread = torch.full((num_rows, 200), math.nan, dtype=dtype)
@@ -146,20 +98,8 @@ def test_rows_may_be_strided_and_outputs_are_rounded(
     assert (out[:, 88:] == 7).all()
 
 
-@pytest.mark.parametrize("num_rows", [1, 12, 97])
-def test_integers_have_the_same_bits_with_vnni_and_without(num_rows: int) -> None:
-    outs = []
-    for isa in ("avx512_bf16", "avx512"):
-        for _ in using_isa(isa):
-            x, weight = random(num_rows, 1300, dtype=torch.bfloat16), random(70, 1300)
-            outs.append(torch.empty(num_rows, 70))
-            linear(x, PackedWeight(weight, int8=True), outs[-1])
-    assert torch.equal(*outs)
-
-
 @pytest.mark.skipif(not has_amx(), reason="a processor without AMX")
-@pytest.mark.parametrize("int8", [False, True], ids=["bfloat16", "int8"])
-def test_tiles_in_plain_code_do_what_the_processor_does(int8: bool) -> None:
+def test_tiles_in_plain_code_do_what_the_processor_does() -> None:
     """Bit for bit, with sums and products too small for normal numbers among them."""
     outs = []
     for isa in ("amx", "amx_emulated"):
@@ -168,20 +108,7 @@ def test_tiles_in_plain_code_do_what_the_processor_does(int8: bool) -> None:
             x[::3] *= 1e-20
             weight[::2] *= 1e-19
             out = torch.empty(97, 70)
-            linear(x, PackedWeight(weight, int8=int8), out)
-            outs.append(out)
-    assert torch.equal(*outs)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_tiles_add_integers_up_as_vectors_do(dtype: torch.dtype) -> None:
-    """Bit for bit: sums of integers are exact, and their scales are applied in the same order."""
-    outs = []
-    for isa in ("avx512_bf16", "amx_emulated"):
-        for _ in using_isa(isa):
-            packed = PackedWeight(random(70, 1027, dtype=dtype), random(70, dtype=dtype), int8=True)
-            out = torch.empty(97, 70)
-            linear(random(97, 1027, dtype=dtype), packed, out)
+            linear(x, PackedWeight(weight), out)
             outs.append(out)
     assert torch.equal(*outs)
 
@@ -241,8 +168,8 @@ def test_wrong_arguments_are_refused() -> None:
         PackedWeight(random(8))
     with pytest.raises(ValueError, match="8 elements, got"):
         PackedWeight(random(8, 6), random(7))
-    with pytest.raises(ValueError, match=r"int8 cannot be copied"):
-        PackedWeight(random(8, 6), int8=True).rows(torch.tensor([1]), x[:1])
+    with pytest.raises(ValueError, match=r"rows of torch\.float32 cannot be copied into torch\.bfloat16"):
+        packed.rows(torch.tensor([1]), x[:1].bfloat16())
     linear(x[:0], packed, out[:0])
 
 
@@ -253,30 +180,3 @@ def test_memory_is_aligned_and_zero(num_bytes: int) -> None:
     assert memory.data_ptr() % (64 if num_bytes < HUGE_PAGE_BYTES else HUGE_PAGE_BYTES) == 0
     assert not memory.any()
     memory.fill_(1)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.usefixtures("each_product_isa")
-def test_quantized_integer_for_integer(dtype: torch.dtype) -> None:
-    """The unit matrix as rows shows the packed weight: 1 is 127 times its scale, however it is rounded."""
-    weight = random(45, 131, dtype=dtype).mul(torch.logspace(-6, 4, 45, dtype=dtype)[:, None])
-    weight[3] = 0
-    out = torch.empty(131, 45)
-    linear(torch.eye(131, dtype=dtype), PackedWeight(weight, int8=True), out)
-    integers, scales = quantize(weight)
-    torch.testing.assert_close(out, (integers * scales[:, None]).t(), rtol=1e-6, atol=0)
-
-
-@pytest.mark.usefixtures("each_product_isa")
-def test_rows_of_any_size_with_int8_weights() -> None:
-    """Huge, tiny and zero rows keep their relative error; what is not a number stays none, in its own row only."""
-    weight, x = random(64, 300), random(6, 300)
-    x[1], x[2], x[3] = 0, x[0] * 1e-30, x[0] * 1e30
-    x[4, 200], x[5, 7] = math.nan, math.inf
-    out = torch.empty(6, 64)
-    linear(x, PackedWeight(weight, int8=True), out)
-    assert (out[1] == 0).all()
-    torch.testing.assert_close(out[2] * 1e30, out[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(out[3] / 1e30, out[0], rtol=1e-4, atol=1e-4)
-    assert out[:4].isfinite().all()
-    assert not out[4:].isfinite().any()

@@ -5,6 +5,7 @@ import torch
 
 from tests.cpu.conftest import has_amx, using_isa
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
+from vllm_lite.kernels.grouped import GroupedWeight, quantize
 
 pytestmark = pytest.mark.skipif(not has_amx(), reason="this machine has no AMX")
 
@@ -31,10 +32,10 @@ KINDS = {
 }
 
 
-def product(isa: str, x: torch.Tensor, weight: torch.Tensor, *, int8: bool = False) -> torch.Tensor:
-    out = torch.empty(len(x), len(weight))
+def product(isa: str, x: torch.Tensor, weight: torch.Tensor | GroupedWeight) -> torch.Tensor:
+    out = torch.empty(len(x), weight.shape[0])
     for _ in using_isa(isa):
-        linear(x, PackedWeight(weight, None, int8=int8), out)
+        linear(x, PackedWeight(weight), out)
     return out
 
 
@@ -66,5 +67,5 @@ def test_what_is_flushed_to_zero() -> None:
 
 def test_products_of_bytes() -> None:
     torch.manual_seed(1)
-    x, weight = sized(-3, 3, ROWS, 300), sized(-3, 3, OUTPUTS, 300)
-    assert_same_bits(product("amx", x, weight, int8=True), product("amx_emulated", x, weight, int8=True))
+    x, weight = sized(-3, 3, ROWS, 300), quantize(sized(-3, 3, OUTPUTS, 300), "int8", group_size=128)
+    assert_same_bits(product("amx", x, weight), product("amx_emulated", x, weight))

@@ -21,10 +21,6 @@ constexpr int kAlone = kWidth == 16 ? 12 : 2;  // rows that use weights once, in
 template <int R>
 constexpr int kVectors = kWidth == 16 || R > 2 ? 2 : 4;
 
-struct Int8 {
-  int8_t value;
-};
-
 // ---- the weights of input 2 * pair + i for kWidth outputs, from a block's `column` on, as float32
 
 template <class T>
@@ -36,14 +32,6 @@ VLLM_LITE_INLINE Vec load_weights(const BFloat16* block, int64_t pair, int64_t i
   VecI both;
   std::memcpy(&both, block + 2 * (pair * kBlock + column), sizeof both);
   return reinterpret_cast<Vec>(i == 0 ? both << 16 : both & static_cast<int32_t>(0xffff0000));
-}
-
-// A group holds two pairs, and 128 has been added to each weight.
-VLLM_LITE_INLINE Vec load_weights(const Int8* block, int64_t pair, int64_t i, int64_t column) {
-  VecI four;
-  std::memcpy(&four, block + 4 * (pair / 2 * kBlock + column), sizeof four);
-  const int shift = static_cast<int>(16 * (pair % 2) + 8 * i);
-  return __builtin_convertvector((four >> shift & 0xff) - 128, Vec);
 }
 
 template <class T>
@@ -199,7 +187,7 @@ constexpr bool kAsTheyLie<BFloat16> = true;
 template <int64_t kLength, class In, class X, class T>
 void run_tiles(const LinearCall& call, const LinearTask& task, X* x, float* sums) {
   const PackedWeight& weight = *call.weight;
-  const int64_t num_inputs = padded_inputs(weight.num_inputs, weight.type), sums_stride = task.num_blocks * kBlock;
+  const int64_t num_inputs = padded_inputs(weight.num_inputs), sums_stride = task.num_blocks * kBlock;
   const T* blocks = static_cast<const T*>(weight.data) + task.first_block * kBlock * num_inputs;
   const In* rows = static_cast<const In*>(call.x) + task.first_row * call.x_stride;
   for (int64_t input = 0; input < weight.num_inputs; input += kLength) {
@@ -361,8 +349,7 @@ void run_for(const LinearCall& call, const LinearTask& task) {
   if (type == kFloat32) return run<In, float, float>(call, task);
   if (type == kFloat16) return run<In, float, Float16>(call, task);
   if (type == kBFloat16) return run<In, float, BFloat16>(call, task);
-  if (is_grouped(type)) return run_grouped_for<In>(call, task);
-  run<In, float, Int8>(call, task);
+  run_grouped_for<In>(call, task);
 }
 
 // Arithmetic as fast as a kernel could do it: `multiply` in independent chains, with operands at x [64]. Returns how
@@ -387,9 +374,7 @@ VLLM_LITE_INLINE int64_t multiply_chains(int64_t rounds, int64_t products, float
 }  // namespace
 
 void linear(const LinearCall& call, const LinearTask& task) {
-  if (call.quantized != nullptr) {
-    return is_grouped(call.weight->type) ? linear_grouped(call, task) : linear_int8(call, task);
-  }
+  if (call.quantized != nullptr) return linear_grouped(call, task);
   if (is_grouped(call.weight->type) && linear_table(call, task)) return;
   if (linear_dense(call, task)) return;
 #if defined(__AVX512BF16__)

@@ -26,8 +26,7 @@ struct Weights {
 
 // The sums of R rows and V / 2 blocks go on with x [R][x_stride].
 template <int R, int V>
-void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead ahead, const Sums<false>& sums,
-              At at) {
+void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead ahead, const Sums& sums, At at) {
   Vec total[R][V];
   sums.begin(at, total);
   for (int64_t pair = 0; pair < weights.num_pairs; ++pair) {
@@ -54,7 +53,7 @@ void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead
 // For `rows` rows, 1 <= rows <= R.
 template <int R, int V>
 void multiply_group(int64_t rows, const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead ahead,
-                    const Sums<false>& sums, At at) {
+                    const Sums& sums, At at) {
   if constexpr (R > 1) {
     if (rows < R) return multiply_group<R - 1, V>(rows, x, x_stride, weights, ahead, sums, at);
   }
@@ -63,7 +62,7 @@ void multiply_group(int64_t rows, const BFloat16* x, int64_t x_stride, const Wei
 
 // All rows of a task times some inputs of V / 2 blocks; groups differ by one row at most.
 template <int V>
-void multiply_rows(const LinearTask& task, const BFloat16* x, const Weights& weights, const Sums<false>& sums) {
+void multiply_rows(const LinearTask& task, const BFloat16* x, const Weights& weights, const Sums& sums) {
   const int64_t num_groups = (task.num_rows + kRows - 1) / kRows, x_stride = sums.call->x_stride;
   for (int64_t group = 0, row = 0; group < num_groups; ++group) {
     const int64_t end = (group + 1) * task.num_rows / num_groups;
@@ -88,8 +87,8 @@ void run(const LinearCall& call, const LinearTask& task) {
                              : goes_on ? blocks + (input + kDepth) * kBlock
                                        : first;
       const Weights weights = {{first, first + block_elements}, count / 2, reinterpret_cast<const char*>(next)};
-      const Sums<false> sums = {memory + block * kBlock, task.num_blocks * kBlock,           input > 0, !goes_on, &call,
-                                task.first_row,          (task.first_block + block) * kBlock};
+      const Sums sums = {memory + block * kBlock, task.num_blocks * kBlock,           input > 0, !goes_on, &call,
+                         task.first_row,          (task.first_block + block) * kBlock};
       if (block + 1 < task.num_blocks) {
         multiply_rows<4>(task, rows + input, weights, sums);
       } else {

@@ -219,7 +219,7 @@ VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const Outputs& 
 // The sums of R rows and V vectors of a block's outputs, from `column` on, go on with some of its cells. Rows that are
 // alone ask for all that comes.
 template <int R, int V, class Codes, int kPlanes, bool kAlone>
-__attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ahead ahead, const Sums<false>& sums,
+__attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ahead ahead, const Sums& sums,
                                         int64_t row, int64_t column) {
   Codes codes(cells.table);
   const CellLayout layout = cells.layout;
@@ -247,8 +247,7 @@ __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ah
 
 // For `count` rows, 1 <= count <= R.
 template <int R, template <int> class Codes, int kPlanes, bool kAlone>
-void multiply_group(int64_t count, const Rows& rows, const Cells& cells, Ahead ahead, const Sums<false>& sums,
-                    int64_t row) {
+void multiply_group(int64_t count, const Rows& rows, const Cells& cells, Ahead ahead, const Sums& sums, int64_t row) {
   if constexpr (R > 1) {
     if (count < R) return multiply_group<R - 1, Codes, kPlanes, kAlone>(count, rows, cells, ahead, sums, row);
   }
@@ -276,7 +275,7 @@ struct Panel {
 
 // All rows of a task. `ahead` is what is needed next, by eight inputs.
 template <template <int> class Codes, int kPlanes>
-void multiply_rows(const Panel& panel, const Cells& cells, Ahead ahead, const Sums<false>& sums) {
+void multiply_rows(const Panel& panel, const Cells& cells, Ahead ahead, const Sums& sums) {
   const int64_t num_rows = panel.groups.num_rows, num_groups = panel.groups.count;
   if (num_groups == 1) {
     const Rows rows = panel.rows(0, num_rows);
@@ -293,7 +292,7 @@ void multiply_rows(const Panel& panel, const Cells& cells, Ahead ahead, const Su
 
 // The same for any kind of codes; `four` bits or eight.
 template <int kPlanes>
-void multiply_cells(const Panel& panel, const Cells& cells, bool four, Ahead ahead, const Sums<false>& sums) {
+void multiply_cells(const Panel& panel, const Cells& cells, bool four, Ahead ahead, const Sums& sums) {
   if constexpr (kPlanes == 2) {
     if (!four) return multiply_rows<Bytes, kPlanes>(panel, cells, ahead, sums);
 #if !defined(__AVX512VNNI__)
@@ -336,9 +335,8 @@ void run(const LinearCall& call, const LinearTask& task) {
       const char* next = block + 1 < task.num_blocks   ? tile + block_bytes
                          : group + length < num_groups ? blocks + (group + length) * layout.bytes()
                                                        : tile;
-      const Sums<false> sums = {
-          memory + block * kBlock, task.num_blocks * kBlock,           group > 0, count == left, &call,
-          task.first_row,          (task.first_block + block) * kBlock};
+      const Sums sums = {memory + block * kBlock, task.num_blocks * kBlock,           group > 0, count == left, &call,
+                         task.first_row,          (task.first_block + block) * kBlock};
       multiply_cells<kPlanes>(panel, cells, four, {next, octet_bytes}, sums);
     }
   }

@@ -35,13 +35,11 @@ void write(const LinearCall& call, const LinearTask& task, const float* sums, in
     int64_t i = 0;
     for (; i + kWidth <= count; i += kWidth) {
       Vec value = load(sums + i);
-      if (weight.scales != nullptr) value = value * load(weight.scales + first + i);
       if (weight.bias != nullptr) value = value + load(weight.bias + first + i);
       store(out + i, value);
     }
     for (; i < count; ++i) {
       float value = sums[i];
-      if (weight.scales != nullptr) value *= weight.scales[first + i];
       if (weight.bias != nullptr) value += weight.bias[first + i];
       from_float(value, out + i);
     }

@@ -1,4 +1,4 @@
-// Products by AMX, for one task: dense bfloat16, int8 and grouped weights. See ../linear.h for their layout, which is
+// Products by AMX, for one task: dense bfloat16 and grouped weights. See ../linear.h for their layout, which is
 // what a tile of weights has to be: 16 groups of 4 bytes, each for 16 outputs.
 //
 // One step is 64 bytes of each row times 2 KiB of a block. 32 rows and the block's 32 outputs take four tiles of sums,
@@ -60,36 +60,6 @@ struct Bf16Product : DenseWeights {
     }
     store_sums<kTwo>(group.sums, kBlock);
     TILES_FENCE();
-  }
-};
-
-// The same for integers times bytes: the bits of linear_int8().
-struct Int8Product : IntegerProduct, DenseWeights {
-  int64_t first = 0;  // scale of the part
-
-  explicit Int8Product(const LinearCall& call)
-      : IntegerProduct{*call.quantized},
-        DenseWeights{static_cast<const char*>(call.weight->data), packed_bytes(call.weight->num_inputs), {}} {}
-
-  Weights part(const LinearTask& task, int64_t number, int64_t begin, int64_t num_bytes) {
-    first = begin / kQuantGroup;
-    return DenseWeights::part(task, number, begin, num_bytes);
-  }
-
-  template <bool kTwo>
-  void add(const Group& group, const Weights& weights) const {
-    add_integers<kTwo>(*this, group, weights);
-  }
-
-  template <bool kAdd>
-  void add_scaled(const Group& group, const Totals& totals, int64_t number) const {
-    RowScales of = row_scales(group, first + number);
-    for (int64_t row = 0; row < group.num_rows; ++row, of.next()) {
-      for (int64_t at = row * kBlock; at < (row + 1) * kBlock; at += kWidth) {
-        const Vec value = to_floats(_mm512_add_epi32(Totals::both(totals, at), all_ints(*of.bias)));
-        store(group.sums + at, multiply_add(value, splat(*of.scale), kAdd ? load(group.sums + at) : splat(0)));
-      }
-    }
   }
 };
 
@@ -173,10 +143,7 @@ void linear(const LinearCall& call, const LinearTask& task) {
   }
   const RowLayout& layout = call.quantized->layout;
   const char* first = reinterpret_cast<const char*>(call.quantized->values) + task.first_row * layout.value_bytes();
-  if (is_grouped(call.weight->type)) {
-    return run<GroupedProduct>(call, task, first, layout.value_bytes(), layout.width());
-  }
-  run<Int8Product>(call, task, first, layout.value_bytes(), padded_inputs(call.weight->num_inputs, kInt8Weight));
+  run<GroupedProduct>(call, task, first, layout.value_bytes(), layout.width());
 }
 
 void quantize_rows(const LinearCall& call, const QuantizeTask& task) {

@@ -15,8 +15,7 @@ struct At {
 
 // The sums of a task's rows and some of its outputs. Those of inputs before and behind are in memory, [rows][stride].
 // Sums are addressed by constants alone, so that they stay in registers: stores of them to the stack would stand in
-// line with the outputs', which wait for their cache lines. kScaled: outputs have scales.
-template <bool kScaled>
+// line with the outputs', which wait for their cache lines.
 struct Sums {
   float* memory;
   int64_t stride;
@@ -65,10 +64,9 @@ struct Sums {
   template <class Out, int R, int V>
   inline __attribute__((always_inline)) void put(At at, const Vec (&total)[R][V]) const {
     const int64_t first = output + at.output;
-    Vec scale[V], bias[V];
+    Vec bias[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      if constexpr (kScaled) scale[v] = load(call->weight->scales + first + v * kWidth);
       bias[v] = splat(-0.0f);  // which changes nothing, not even -0
       if (call->weight->bias != nullptr) bias[v] = load(call->weight->bias + first + v * kWidth);
     }
@@ -77,11 +75,7 @@ struct Sums {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r, to += step) {
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) {
-        Vec sum = total[r][v];
-        if constexpr (kScaled) sum = sum * scale[v];
-        store(to + v * kWidth, sum + bias[v]);
-      }
+      for (int v = 0; v < V; ++v) store(to + v * kWidth, total[r][v] + bias[v]);
     }
   }
 
@@ -93,8 +87,7 @@ struct Sums {
     for (int r = 0; r < rows; ++r) {
       Out* to = place<Out>(at) + r * call->out_stride;
       each_vector(left, [&](int64_t i, int64_t count) {
-        Vec sum = load(sums + r * stride + i);
-        if constexpr (kScaled) sum = sum * load_at(weight.scales + first, i, count);
+        const Vec sum = load(sums + r * stride + i);
         store_at(to, i, weight.bias == nullptr ? sum : sum + load_at(weight.bias + first, i, count), count);
       });
     }

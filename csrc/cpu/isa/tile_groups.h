@@ -230,20 +230,9 @@ struct Outputs {
       bias[0] = load(biases + block * kBlock);
       bias[1] = load(biases + block * kBlock + kWidth);
     }
-    if (call.weight->scales == nullptr) return write_rows<Out, false>(sums, bias);
-    write_rows<Out, true>(sums, bias);
-  }
-
-  template <class Out, bool kScaled>
-  void write_rows(const float* sums, const Vec (&bias)[2]) const {
-    Vec scale[2];
-    for (int v = 0; kScaled && v < 2; ++v) scale[v] = load(call.weight->scales + block * kBlock + v * kWidth);
     for (int64_t row = 0; row < num_rows; ++row, sums += kBlock) {
       Out* out = static_cast<Out*>(at(row, sizeof(Out)));
-      for (int v = 0; v < 2; ++v) {
-        const Vec sum = load(sums + v * kWidth);
-        store(out + v * kWidth, (kScaled ? sum * scale[v] : sum) + bias[v]);
-      }
+      for (int v = 0; v < 2; ++v) store(out + v * kWidth, load(sums + v * kWidth) + bias[v]);
     }
   }
 };

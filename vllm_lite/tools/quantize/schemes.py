@@ -10,7 +10,6 @@ import torch
 
 from vllm_lite.kernels import cpu, grouped
 from vllm_lite.kernels.cpu.weights import grouped as cpu_grouped
-from vllm_lite.kernels.cpu.weights.linear import quantize as quantize8
 
 LARGEST_FLOAT8 = 448.0
 
@@ -59,8 +58,12 @@ def int4(group_size: int) -> Scheme:
 
 
 def _int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    integers, scales = quantize8(weight)
-    return {"weight": integers, "weight_scale": scales[:, None]}
+    """Symmetric integers with the largest of each output at 127."""
+    exact = weight.to(torch.float32, copy=True)
+    least, most = exact.aminmax(dim=1, keepdim=True)
+    largest = torch.maximum(-least, most)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # a number / tensor is not exact
+    return {"weight": exact.mul_(inverse).round_().to(torch.int8), "weight_scale": largest / 127}
 
 
 def _float8(weight: torch.Tensor) -> dict[str, torch.Tensor]:

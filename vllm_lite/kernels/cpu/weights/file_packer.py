@@ -20,8 +20,8 @@ from vllm_lite.runtime import log
 
 FLOATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """The numbers of dtypes.py, by name."""
-INT8, GROUPED4, GROUPED8 = 100, 101, 102
-"""kInt8Weight, kGrouped4 and kGrouped8."""
+GROUPED4, GROUPED8 = 101, 102
+"""kGrouped4 and kGrouped8."""
 FORMS = {"int8": GROUPED8, "fp8": 105, "int4": GROUPED4, "int4_g32": GROUPED4}
 """What dense weights become with a --quantization, as csrc/cpu/quantize.h has it."""
 TILE_GROUP = 128
@@ -114,7 +114,7 @@ class _Job(ctypes.Structure):
         ("num_outputs", int64),
         ("num_inputs", int64),
         ("packed", pointer),
-        ("scales", pointer),
+        ("supers", pointer),
         ("row_type", int32),
         ("type", int32),
         ("group_size", int64),
@@ -259,5 +259,4 @@ def _packed_size(job: Job) -> tuple[int, int]:
         own = (FORMS[job.form], group_size(job.form))
         return int(size(*shape, *own, ctypes.addressof(record), ctypes.addressof(num_supers))), num_supers.value
     item_bytes = 4 if job.dtype == "float32" else 2
-    size = function("vllm_lite_packed_size", (int64, int64, int32), int64)
-    return item_bytes * int(size(*shape, FLOATS[job.dtype])), 0
+    return item_bytes * int(function("vllm_lite_packed_size", (int64, int64), int64)(*shape)), 0

@@ -13,7 +13,7 @@ _TYPES = (pointer, int64, int32, pointer, int64, int64, pointer, int64, int64, i
 
 
 class HeadLinear:
-    """Packed weights of one shape and type. Rows stay as they are with int8 weights, too: see csrc/cpu/linear.h."""
+    """Packed weights of one shape and type. Rows stay as they are with grouped weights, too: see csrc/cpu/linear.h."""
 
     def __init__(self, weights: Sequence[PackedWeight]) -> None:
         """Raises ValueError where they differ, or where there are none."""

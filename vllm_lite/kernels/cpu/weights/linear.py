@@ -11,7 +11,7 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
-from vllm_lite.kernels.cpu.weights.file_packer import INT8, Packed
+from vllm_lite.kernels.cpu.weights.file_packer import Packed
 from vllm_lite.kernels.cpu.weights.gguf_blocks import pack_blocks
 from vllm_lite.kernels.cpu.weights.grouped import pack_grouped, takes
 from vllm_lite.kernels.cpu.weights.quantized import adopt_quantized, pack_quantized
@@ -25,19 +25,18 @@ ONE_PLANE = 32
 """The most inputs of a row that share one and are 8 bits for it, as they are with weights of 4 bits; kOnePlane. For
 others, and for AMX with weights in larger groups, they are 15 bits."""
 
-_PACK_TYPES = (pointer, int64, int32, int64, int64, int32, pointer, pointer)
+_PACK_TYPES = (pointer, int64, int32, int64, int64, pointer)
 _UNPACK_TYPES = (pointer, int64, int64, pointer, int64, pointer, int64, int32)
 _LOOK_UP_TYPES = (pointer, int64, int64, int64, int64, pointer, int64, pointer, int64)
 _LINEAR_TYPES = (pointer, pointer, int64, int32, pointer, int64, int32, int64)
 
 
 class PackedWeight:
-    """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout: in its own dtype, as int8, or grouped.
+    """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout: in its own dtype, or grouped.
 
-    int8 is symmetric, one scale for each output: weight = integer * scale, with the row's largest at 127. Where the
-    machine multiplies bytes, products quantize each QUANT_GROUP inputs of their rows to 15 bits, unless `keep_rows` has
-    been called. With grouped weights whose values are whole numbers they do so for each group; with 4 bits to 8 bits
-    for each ONE_PLANE inputs.
+    Where the machine multiplies bytes and the values of a grouped weight are whole numbers, products quantize each
+    group of inputs of their rows to 15 bits, unless `keep_rows` has been called; with 4 bits to 8 bits for each
+    ONE_PLANE inputs.
     """
 
     def __init__(
@@ -45,16 +44,15 @@ class PackedWeight:
         weight: torch.Tensor | Packed | GroupedWeight | BlockRows,
         bias: torch.Tensor | None = None,
         *,
-        int8: bool = False,
         form: Quantization | None = None,
     ) -> None:
         """weight: [num_outputs, num_inputs], bias: [num_outputs], both on the CPU. Copies them, but for a weight that
-        is packed already. A dense one becomes `int8`, or a grouped one of the form that `form` asks for. Raises
-        ValueError for what it does not take."""
+        is packed already. A dense one becomes a grouped one where `form` asks for it. Raises ValueError for what it
+        does not take."""
         if form is not None and isinstance(weight, torch.Tensor):
             made = _made_grouped(*pack_quantized(weight, form))
         else:
-            made = _make(weight, int8=int8)
+            made = _make(weight)
         record = made.record
         if bias is not None and bias.shape != (record.num_outputs,):
             raise ValueError(f"the bias must have {record.num_outputs} elements, got {list(bias.shape)}")
@@ -86,8 +84,8 @@ class PackedWeight:
         return sum(part.nbytes for part in (*self._tensors, self._bias) if part is not None)
 
     def rows(self, ids: torch.Tensor, out: torch.Tensor, held: Split | None = None) -> None:
-        """As `look_up`, in the rows of this weight: out[i] = weight[ids[i]], out: [n, num_inputs]. Not for int8; a
-        grouped weight gives rows of any float type."""
+        """As `look_up`, in the rows of this weight: out[i] = weight[ids[i]], out: [n, num_inputs], in the weight's
+        dtype; a grouped weight gives rows of any float type."""
         if out.dtype not in self.row_types or out.stride(1) != 1:
             raise ValueError(f"rows of {self.dtype} cannot be copied into {out.dtype}")
         if out.shape != (len(ids), self.num_inputs):
@@ -118,47 +116,34 @@ class _Made(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
-def _make(weight: torch.Tensor | Packed | GroupedWeight | BlockRows, *, int8: bool) -> _Made:
+def _make(weight: torch.Tensor | Packed | GroupedWeight | BlockRows) -> _Made:
     if isinstance(weight, GroupedWeight):
         return _made_grouped(*pack_grouped(weight))
     if isinstance(weight, BlockRows):
         return _made_grouped(*pack_blocks(weight))
     if isinstance(weight, Packed) and weight.form is not None:
         return _made_grouped(*adopt_quantized(weight, weight.form))
-    data, scales, (num_outputs, num_inputs) = _adopt(weight) if isinstance(weight, Packed) else _pack(weight, int8=int8)
-    quantized = data.dtype == torch.int8
-    record = Record(
-        data=data.data_ptr(),
-        scales=None if scales is None else scales.data_ptr(),
-        num_inputs=num_inputs,
-        num_outputs=num_outputs,
-        type=INT8 if quantized else dtype_code(data.dtype),
-    )
-    tensors = (data,) if scales is None else (data, scales)
-    return _Made(record, data.dtype, () if quantized else (data.dtype,), tensors)
+    data, num_outputs, num_inputs = _adopt(weight) if isinstance(weight, Packed) else _pack(weight)
+    record = Record(data=data.data_ptr(), num_inputs=num_inputs, num_outputs=num_outputs, type=dtype_code(data.dtype))
+    return _Made(record, data.dtype, (data.dtype,), (data,))
 
 
 def _made_grouped(record: Record, tensors: tuple[torch.Tensor, ...]) -> _Made:
     return _Made(record, torch.uint8, tuple(FLOATS), tensors)
 
 
-_Parts = tuple[torch.Tensor, torch.Tensor | None, tuple[int, int]]
-"""A packed weight's memory, float32 scales [num_outputs], or None if it is not int8, and its shape."""
+def _adopt(packed: Packed) -> tuple[torch.Tensor, int, int]:
+    """The memory of a weight that is packed and not grouped, and its outputs and inputs."""
+    return torch.frombuffer(packed.data, dtype=getattr(torch, packed.dtype)), packed.num_outputs, packed.num_inputs
 
 
-def _adopt(packed: Packed) -> _Parts:
-    data = torch.frombuffer(packed.data, dtype=getattr(torch, packed.dtype))
-    return data, None, (packed.num_outputs, packed.num_inputs)
-
-
-def _pack(weight: torch.Tensor, *, int8: bool) -> _Parts:
+def _pack(weight: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """The same of a dense one."""
     if weight.dtype not in FLOATS or weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
     num_outputs, num_inputs = weight.shape
-    code = INT8 if int8 else dtype_code(weight.dtype)
-    size = function("vllm_lite_packed_size", (int64, int64, int32), int64)(num_outputs, num_inputs, code)
-    data = zeros(size, torch.int8 if int8 else weight.dtype)
-    scales = torch.empty(num_outputs) if int8 else None
+    size = function("vllm_lite_packed_size", (int64, int64), int64)(num_outputs, num_inputs)
+    data = zeros(size, weight.dtype)
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     function("vllm_lite_pack", _PACK_TYPES)(
         rows.data_ptr(),
@@ -166,11 +151,9 @@ def _pack(weight: torch.Tensor, *, int8: bool) -> _Parts:
         dtype_code(rows.dtype),
         num_outputs,
         num_inputs,
-        code,
         data.data_ptr(),
-        None if scales is None else scales.data_ptr(),
     )
-    return data, scales, (num_outputs, num_inputs)
+    return data, num_outputs, num_inputs
 
 
 def int64_ids(ids: torch.Tensor) -> torch.Tensor:
@@ -220,20 +203,8 @@ def _check_ids(ids: torch.Tensor, bad: int, held: Split) -> None:
         raise IndexError(f"ids must lie in [0, {held.total}), got {int(ids[bad])}")
 
 
-def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight: [outputs, inputs] -> int8 of the same shape and float32 scales [outputs]; weight ~ int8 * scale.
-
-    The plain twin of what packing does, integer for integer.
-    """
-    exact = weight.to(torch.float32, copy=True)
-    least, most = exact.aminmax(dim=1)
-    largest = torch.maximum(-least, most)
-    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # a number / tensor is not exact
-    return exact.mul_(inverse[:, None]).round_().to(torch.int8), largest / 127
-
-
 def multiplies_bytes() -> bool:
-    """Whether products with int8 weights quantize their rows: with AVX2, and with AVX-512."""
+    """Whether products with whole numbers as weights quantize their rows: with AVX2, and with AVX-512."""
     return bool(function("vllm_lite_multiplies_bytes", (), int32)())
 
 

@@ -13,7 +13,6 @@ class Record(ctypes.Structure):
 
     _fields_ = (
         ("data", pointer),
-        ("scales", pointer),
         ("bias", pointer),
         ("num_inputs", int64),
         ("num_outputs", int64),

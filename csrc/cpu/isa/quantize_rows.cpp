@@ -1,12 +1,11 @@
-// int8: rows quantized as they are used, and bytes times integers where the machine has instructions for it.
+// Rows as integers for products with bytes, where the machine has instructions for those; see ../linear.h.
 #include "byte_products.h"
 #include "convert.h"
-#include "linear_task.h"
-#include "row_sums.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
 
+#if defined(VLLM_LITE_MULTIPLIES_BYTES)
 VLLM_LITE_INLINE int32_t sum_of(VecI x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(x));
@@ -88,7 +87,6 @@ VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, flo
                      });
 }
 
-#if defined(VLLM_LITE_MULTIPLIES_BYTES)
 // Integers of 15 bits, to [2 * count] bytes: those of the upper plane before the lower one's, whole = 128 * upper +
 // lower; without VNNI words. Where *lower is false then, all of the lower plane are 0.
 template <class T>
@@ -132,8 +130,8 @@ template <class T>
 struct RowQuantizer {
   const LinearCall& call;
   const QuantizedRows& rows = *call.quantized;
-  const int32_t* order = is_grouped(call.weight->type) ? call.weight->order : nullptr;
-  const int32_t lacking = (is_grouped(call.weight->type) ? call.weight->offset : -128) + taken_off(*call.weight);
+  const int32_t* order = call.weight->order;
+  const int32_t lacking = call.weight->offset + taken_off(*call.weight);
 
   template <int64_t kSize, int kPlanes>
   inline __attribute__((always_inline)) bool run(int64_t row, int64_t group, GroupPlace place) const {
@@ -226,141 +224,6 @@ void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
     return two ? quantize_groups<T, 32, 2>(call, task) : quantize_groups<T, 32, 1>(call, task);
   layout.group_size == 64 ? quantize_groups<T, 64, 2>(call, task) : quantize_groups<T, 128, 2>(call, task);
 }
-
-constexpr int kPlanes = 2;
-constexpr int kVectors = 2;                            // of outputs at a time
-constexpr int64_t kDepth = kWidth == 16 ? 1024 : 512;  // inputs: their sums stay in registers
-constexpr int64_t kQuadBytes = 4 * kBlock;
-constexpr int64_t kAheadBytes = 8192;
-
-// Rows of one group, from a multiple of kQuantGroup inputs on.
-struct Rows {
-  const int8_t* values;
-  const float* scales;  // [groups][rows], like biases
-  const int32_t* biases;
-};
-
-// total [R] += the products of four inputs, both planes of R / 2 rows, with kVectors vectors of outputs.
-template <int R>
-VLLM_LITE_INLINE void multiply_quad(const int8_t* x, const uint8_t* bytes, Ints (&total)[R][kVectors]) {
-#if defined(__AVX512VNNI__)
-  const Ints low = load_ints(bytes), high = load_ints(bytes + sizeof(Ints));
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    const int8_t* plane = r % 2 == 0 ? x : x + kQuantGroup * R / 2;
-    const Ints value = four_of(plane + 4 * (r / 2));
-    add_products(total[r][0], low, value);
-    add_products(total[r][1], high, value);
-  }
-#else
-#pragma GCC unroll 2
-  for (int v = 0; v < kVectors; ++v) multiply_words(x, bytes + v * sizeof(Ints), v, total);
-#endif
-}
-
-// The sums of R rows and some of a block's outputs go on with a tile of weights. Rows that are alone ask for all that
-// comes.
-template <int R, bool kAlone>
-void multiply(const Rows& rows, const uint8_t* tile, int64_t num_quads, Ahead ahead, const Sums<true>& sums, At at) {
-  constexpr int64_t kAtOnce = kQuantGroup / 4, kStep = kPlanesApart ? 4 * R : 8 * R;
-  Vec sum[R][kVectors];
-  sums.begin(at, sum);
-  const int8_t* whole = rows.values;
-  for (int64_t first = 0, group = 0; first < num_quads; first += kAtOnce, ++group, whole += kQuantGroup * R * kPlanes) {
-    Ints total[R * kPlanes][kVectors];
-    begin_planes(rows.biases + group * R, total);
-    const int64_t left = num_quads - first, count = left < kAtOnce ? left : kAtOnce;
-    const uint8_t* bytes = tile + first * kQuadBytes;
-    const int8_t* x = whole;
-    for (int64_t quad = 0; quad < count; ++quad, x += kStep, bytes += kQuadBytes) {
-      if constexpr (kAlone) {
-        prefetch<kQuadBytes * kVectors * kWidth / kBlock>(ahead, first + quad);
-      } else {
-        prefetch_l2<64>(ahead, first + quad);
-      }
-      multiply_quad(x, bytes, total);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec scale = splat(rows.scales[group * R + r]);
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_add(planes_sum(total, r, v), scale, sum[r][v]);
-    }
-  }
-  sums.end(at, sum);
-}
-
-// For `count` rows, 1 <= count <= R.
-template <int R, bool kAlone>
-void multiply_group(int64_t count, const Rows& rows, const uint8_t* tile, int64_t num_quads, Ahead ahead,
-                    const Sums<true>& sums, At at) {
-  if constexpr (R > 1) {
-    if (count < R) return multiply_group<R - 1, kAlone>(count, rows, tile, num_quads, ahead, sums, at);
-  }
-  ahead.step = ahead.step * kVectors * kWidth / kBlock;  // of a pass
-  for (int64_t column = 0; column < kBlock; column += kVectors * kWidth, ahead.from += num_quads * ahead.step) {
-    multiply<R, kAlone>(rows, tile + 4 * column, num_quads, ahead, sums, {at.row, column});
-  }
-}
-
-// A task's rows from a multiple of kQuantGroup inputs on.
-struct Panel {
-  const LinearTask& task;
-  const QuantizedRows& all;
-  RowGroups groups;
-  int64_t input;
-
-  Rows rows(int64_t row, int64_t count) const {
-    const RowLayout& layout = all.layout;
-    const int64_t at = task.first_row + row, place = at * layout.num_groups + input / kQuantGroup * count;
-    return {all.values + at * layout.value_bytes() + input * kPlanes * count, all.scales + place, all.biases + place};
-  }
-};
-
-// All rows of a task times a tile of one block. The next tile is at `next`.
-void multiply_rows(const Panel& panel, const uint8_t* tile, int64_t num_quads, const uint8_t* next,
-                   const Sums<true>& sums) {
-  const char* from = reinterpret_cast<const char*>(next);
-  const int64_t num_rows = panel.groups.num_rows, num_groups = panel.groups.count;
-  if (num_groups == 1) {
-    const Rows rows = panel.rows(0, num_rows);
-    return multiply_group<kAloneRows<kPlanes>, true>(num_rows, rows, tile, num_quads, {from, kQuadBytes}, sums, {0, 0});
-  }
-  const int64_t step = kQuadBytes / num_groups;
-  for (int64_t group = 0; group < num_groups; ++group) {
-    const int64_t row = panel.groups.first(group), count = panel.groups.first(group + 1) - row;
-    const Rows rows = panel.rows(row, count);
-    multiply_group<kGroupRows<kPlanes>, false>(count, rows, tile, num_quads, {from + group * num_quads * step, step},
-                                               sums, {row, 0});
-  }
-}
-
-void run(const LinearCall& call, const LinearTask& task) {
-  alignas(64) float memory[kMaxRows * kMaxBlocks * kBlock];
-  const int64_t num_inputs = padded_inputs(call.weight->num_inputs, kInt8Weight), stride = task.num_blocks * kBlock;
-  const bool are_alone = task.num_rows <= kAloneRows<kPlanes>;
-  const int64_t length = are_alone ? num_inputs : kDepth;
-  const uint8_t* blocks = static_cast<const uint8_t*>(call.weight->data) + task.first_block * kBlock * num_inputs;
-  for (int64_t input = 0; input < num_inputs; input += length) {
-    const Panel panel = {task, *call.quantized, RowGroups::of(call.quantized->layout, task.num_rows), input};
-    const int64_t left = num_inputs - input, count = left < length ? left : length;
-    for (int64_t block = 0; block < task.num_blocks; ++block) {
-      const uint8_t* tile = blocks + (block * num_inputs + input) * kBlock;
-      const uint8_t* next = are_alone                     ? tile + kAheadBytes  // what is to come lies behind
-                            : block + 1 < task.num_blocks ? tile + num_inputs * kBlock
-                            : input + length < num_inputs ? blocks + (input + length) * kBlock
-                                                          : tile;
-      const Sums<true> sums = {memory + block * kBlock,
-                               stride,
-                               input > 0,
-                               count == left,
-                               &call,
-                               task.first_row,
-                               (task.first_block + block) * kBlock};
-      multiply_rows(panel, tile, count / 4, next, sums);
-    }
-  }
-}
 #endif
 
 }  // namespace
@@ -373,27 +236,11 @@ bool multiplies_bytes() {
 #endif
 }
 
-void quantize(const void* x, int32_t type, int64_t count, int8_t* to, float* scale) {
-  if (type == kFloat32) {
-    quantize_row(static_cast<const float*>(x), count, to, scale);
-  } else if (type == kFloat16) {
-    quantize_row(static_cast<const Float16*>(x), count, to, scale);
-  } else {
-    quantize_row(static_cast<const BFloat16*>(x), count, to, scale);
-  }
-}
-
 void quantize_rows([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const QuantizeTask& task) {
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
   if (call.x_type == kFloat32) return quantize_panel<float>(call, task);
   if (call.x_type == kFloat16) return quantize_panel<Float16>(call, task);
   quantize_panel<BFloat16>(call, task);
-#endif
-}
-
-void linear_int8([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const LinearTask& task) {
-#if defined(VLLM_LITE_MULTIPLIES_BYTES)
-  run(call, task);
 #endif
 }
 
