@@ -1,6 +1,7 @@
 """Tiny random checkpoints that see images, and images for them."""
 
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,98 @@ def make_qwen3_5(path: Path, family: str = "Qwen3_5", **text: Any) -> Path:
     return path
 
 
+MISTRAL_SPECIAL = ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"]
+MISTRAL_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'user' %}[INST]{% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}[IMG]"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}[/INST]{% else %}{{ message.content }}</s>{% endif %}"
+    "{% endfor %}"
+)
+"""As Mistral Small's, shorter."""
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+
+
+def make_mistral3(path: Path, **settings: Any) -> Path:
+    """Write a random Mistral 3: patches of 8 x 8 pixels, of which 2 x 2 are a vector."""
+    own = {"spatial_merge_size": 2, "image_token_index": 384, "projector_hidden_act": "gelu"}
+    return _write_pixtral(path, "Mistral3", own, {"spatial_merge_size": 2}, **settings)
+
+
+def make_pixtral(path: Path, **settings: Any) -> Path:
+    """Write a random Pixtral, as a LLaVA: patches of 8 x 8 pixels, each a vector."""
+    own = {"image_token_index": 384, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    return _write_pixtral(path, "Llava", own, {}, **settings)
+
+
+def _write_pixtral(path: Path, family: str, own: dict[str, Any], outer: dict[str, Any], **settings: Any) -> Path:
+    import transformers
+
+    config, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForConditionalGeneration")
+    text = {"model_type": "mistral", "vocab_size": 384 + len(MISTRAL_SPECIAL), "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "sliding_window": None}
+    vision = {"model_type": "pixtral", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "image_size": 64, "patch_size": PATCH, "initializer_range": 0.3}
+    vision |= {"hidden_act": "silu", "head_dim": 12}
+    given = {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+    write_checkpoint(path, config, model, given | own | settings)
+    _add_tokens(path, MISTRAL_SPECIAL)
+    processor = {"size": {"longest_edge": 64}, "patch_size": PATCH, "resample": 3, "do_resize": True, **CLIP}
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (path / "processor_config.json").write_text(json.dumps({"patch_size": PATCH, "image_token": "[IMG]", **outer}))
+    (path / "chat_template.jinja").write_text(MISTRAL_TEMPLATE)
+    return path
+
+
+ONEVISION_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<image>{% endif %}{% endfor %}"
+    "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+"""As LLaVA-OneVision's, shorter: images stand before the words."""
+ONEVISION_SPECIAL = ["<image>", "<video>", "<|im_start|>", "<|im_end|>"]
+SQUARE = 28
+PINPOINTS = [[height * SQUARE, width * SQUARE] for height in (1, 2, 3) for width in (1, 2, 3)]
+
+
+def make_onevision(path: Path, **settings: Any) -> Path:
+    """Write a random LLaVA-OneVision: squares of 28 x 28 pixels, in patches of 9 x 9; one pixel is not seen."""
+    from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+
+    text = {"model_type": "qwen2", "vocab_size": 384 + len(ONEVISION_SPECIAL), "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "max_position_embeddings": 4096, "pad_token_id": 0}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "image_size": SQUARE, "patch_size": 9, "vision_use_head": False}
+    own = {"text_config": text, "vision_config": vision | {"initializer_range": 0.3}, "image_token_index": 384}
+    own |= {"video_token_index": 385, "image_grid_pinpoints": PINPOINTS, "vision_aspect_ratio": "anyres_max_3"}
+    write_checkpoint(path, LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, own | settings)
+    _add_tokens(path, ONEVISION_SPECIAL)
+    processor = {"size": {"height": SQUARE, "width": SQUARE}, "image_grid_pinpoints": PINPOINTS, "resample": 3, **CLIP}
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (path / "chat_template.jinja").write_text(ONEVISION_TEMPLATE)
+    return path
+
+
+def make_llava(path: Path, family: str = "Llava", **settings: Any) -> Path:
+    """Write a random LLaVA or LlavaNext: squares of 28 x 28 pixels, in patches of 9 x 9."""
+    import transformers
+
+    config, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForConditionalGeneration")
+    text = {"model_type": "llama", "vocab_size": 384 + len(ONEVISION_SPECIAL), "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "pad_token_id": 0}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
+    vision |= {"num_attention_heads": 4, "image_size": SQUARE, "patch_size": 9, "projection_dim": 48}
+    own: dict[str, Any] = {"text_config": text, "vision_config": vision, "image_token_index": 384}
+    processor = {"size": {"shortest_edge": SQUARE}, "crop_size": {"height": SQUARE, "width": SQUARE}, **CLIP}
+    if family == "LlavaNext":
+        own["image_grid_pinpoints"] = processor["image_grid_pinpoints"] = PINPOINTS
+    write_checkpoint(path, config, model, own | settings)
+    _add_tokens(path, ONEVISION_SPECIAL)
+    (path / "preprocessor_config.json").write_text(json.dumps(processor | {"resample": 3, "do_center_crop": True}))
+    (path / "chat_template.jinja").write_text(ONEVISION_TEMPLATE)
+    return path
+
+
 def _add_tokens(path: Path, special: list[str]) -> None:
     from tokenizers import AddedToken, Tokenizer
 
@@ -147,3 +240,18 @@ def picture(width: int, height: int, seed: int = 0) -> Colors:
 
     few = np.random.default_rng([seed, width, height]).integers(0, 256, (4, 5, 3)).astype(np.uint8)
     return np.asarray(Image.fromarray(few).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def as_file(kind: str, mode: str, width: int, height: int, seed: int) -> bytes:
+    """A file with random pixels."""
+    from PIL import Image
+
+    colors = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    made = BytesIO()
+    if mode == "I;16":
+        image = Image.fromarray(np.random.default_rng(seed).integers(0, 2**16, (height, width), dtype=np.uint16))
+    else:
+        image = Image.fromarray(colors, "RGBA")
+        image = image.convert("RGB").convert(mode) if mode in ("CMYK", "L", "1", "P") else image.convert(mode)
+    image.save(made, kind)
+    return made.getvalue()

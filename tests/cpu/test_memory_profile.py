@@ -3,6 +3,7 @@ device."""
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from tests.checkpoints import VOCAB_SIZE
 from tests.cpu.test_graphs import FakeCapture
 from tests.driver import Driver
+from tests.images import make_mistral3, make_onevision, make_qwen3_5, make_smolvlm
 from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.families.llama import FAMILIES, LlamaConfig
@@ -25,6 +27,7 @@ from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.control import Start
+from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward
@@ -37,6 +40,7 @@ from vllm_lite.worker.memory.profile import (
     warn_if_short,
 )
 from vllm_lite.worker.progress import Progress
+from vllm_lite.worker.step_parts.media import encode_largest
 from vllm_lite.worker.worker import Worker
 
 MIB = 2**20
@@ -319,6 +323,30 @@ def test_the_largest_step_is_the_largest(tiny_checkpoint: Path, monkeypatch: pyt
     assert [(inputs.num_tokens, len(inputs.rows), len(inputs.sampling)) for inputs in seen] == [(96, 5, 5)]
     assert (seen[0].slot_mapping[0] == PAD_SLOT).all()
     assert not seen[0].block_tables[0].any()
+
+
+@pytest.mark.parametrize("make", [make_smolvlm, make_qwen3_5, make_mistral3, make_onevision])
+def test_the_largest_step_sees_images(
+    make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as a step may compute, while room is held for all vectors that the engine lets workers keep."""
+    device, _ = fake_gpu()
+    worker = worker_on(device, make(tmp_path / "m"), max_num_batched_tokens=96, max_num_seqs=5)
+    seen, held = list[int](), list[torch.Size]()
+
+    def encoded(tower: Any, max_num_tokens: int) -> torch.Tensor:
+        found = encode_largest(tower, max_num_tokens)
+        seen.append(max_num_tokens)
+        held.append(found.shape)
+        return found
+
+    monkeypatch.setattr(worker_module, "encode_largest", encoded)
+    worker.load()
+    assert (seen, held) == ([96], [torch.Size([8192, 64])])
+    tower = worker.model.tower
+    assert tower is not None
+    pixels = sum(image.shape[0] * image.shape[1] for image in tower.largest(96))
+    assert pixels >= (81 * 16**2 if make in (make_qwen3_5, make_mistral3) else 4 * 28**2)
 
 
 @pytest.mark.parametrize("settings", [{"num_gpu_blocks_override": 30}, {"kv_cache_memory_bytes": 30 * 8192}], ids=str)

@@ -116,6 +116,19 @@ def smolvlm(name: str, family: str, *, tied: bool) -> Variant:
     return Variant(name, f"{family}Config", f"{family}ForConditionalGeneration", settings)
 
 
+def llava(name: str, family: str, text: str, vision: dict[str, Any], **more: Any) -> Variant:
+    """Text of another family beside a tower, which sees no image here."""
+    own = {"model_type": text, "vocab_size": 387, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings = {"text_config": own, "vision_config": vision, "image_token_index": 386, **more}
+    return Variant(name, f"{family}Config", f"{family}ForConditionalGeneration", settings)
+
+
+SQUARES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SQUARES |= {"image_size": 16, "patch_size": 8}
+CLIP_TOWER = SQUARES | {"model_type": "clip_vision_model", "projection_dim": 16}
+SIGLIP_TOWER = SQUARES | {"model_type": "siglip_vision_model", "vision_use_head": False}
+
+
 def qwen_vl(
     name: str, generation: str, vision: dict[str, Any], controls: dict[str, Control] | None = None, **text: Any
 ) -> Variant:
@@ -393,6 +406,10 @@ ROPES = [
 VARIANTS: list[Variant] = [
     smolvlm("smolvlm", "SmolVLM", tied=False),
     smolvlm("idefics3", "Idefics3", tied=True),
+    llava("llava", "Llava", "llama", CLIP_TOWER),
+    llava("llava-pixtral", "Llava", "mistral", PIXTRAL, vision_feature_layer=-1, vision_feature_select_strategy="full"),
+    llava("llava-next", "LlavaNext", "mistral", CLIP_TOWER, image_grid_pinpoints=[[16, 32]]),
+    llava("llava-onevision", "LlavaOnevision", "qwen2", SIGLIP_TOWER, image_grid_pinpoints=[[16, 32]]),
     *QWEN,
     *SEED_OSS,
     *MISTRAL,

@@ -19,10 +19,11 @@ class Text(NamedTuple):
 
 
 class ShownMedia(NamedTuple):
-    """A medium, with what an encoder reads of it."""
+    """A medium, with what an encoder reads of it, and its tokens where others than the placeholder are among them."""
 
     media: Media
     content: bytes
+    token_ids: Sequence[int] = ()
 
 
 Span = Text | Media | ShownMedia
@@ -52,7 +53,9 @@ def flatten(spans: Sequence[Span], limits: Welcome) -> FlatPrompt:
             token_ids += span.token_ids
         else:
             media.append(msgspec.structs.replace(span, start=len(token_ids)))
-            token_ids += [_placeholder(span.kind, limits.placeholders)] * span.num_tokens
+            placeholder = _placeholder(span.kind, limits.placeholders)
+            own = each.token_ids if isinstance(each, ShownMedia) else ()
+            token_ids += own or [placeholder] * span.num_tokens
     if len(media) > MAX_MEDIA:
         raise RequestError(f"a prompt may have at most {MAX_MEDIA} media, got {len(media)}")
     total = sum(map(len, contents.values()))
@@ -65,6 +68,8 @@ def _num_tokens(span: Any) -> int:
     if isinstance(span, Text):
         return len(span.token_ids)
     if isinstance(span, ShownMedia):
+        if len(span.token_ids) not in (0, span.media.num_tokens):
+            raise RequestError(f"a medium of {span.media.num_tokens} tokens has {len(span.token_ids)} token ids")
         return span.media.num_tokens
     if isinstance(span, Media):
         return span.num_tokens

@@ -15,15 +15,12 @@ from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.sequence import Sequence as Seq
 from vllm_lite.engine.sequence import Status
 from vllm_lite.protocol.api import Stats
-from vllm_lite.protocol.encoder import Encode, FreeEncoded
+from vllm_lite.protocol.encoder import MIN_ROOM, Encode, FreeEncoded
 from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import Entry
 
 MAX_STEP_BYTES = 32 * 1024 * 1024
 """Contents of media that a step carries to the workers: half of what a message may have."""
-
-MIN_ROOM = 8192
-"""Vectors that are held in any case."""
 
 
 class EncoderSizes(NamedTuple):

@@ -48,10 +48,12 @@ class ModelFacts(NamedTuple):
     media_kinds: frozenset[str] = frozenset()
     media_token_bytes: int = 0
     """Bytes of a medium's content for each of its tokens; 0: nothing reads contents."""
+    media_bytes_vary: bool = False
+    """Whether a content may have fewer bytes than that."""
 
     @classmethod
     def of(cls, ready: Ready) -> "ModelFacts":
-        media = frozenset(ready.placeholders), ready.media_token_bytes
+        media = frozenset(ready.placeholders), ready.media_token_bytes, ready.media_bytes_vary
         return cls(ready.vocab_size, frozenset(ready.eos_token_ids), ready.pooler, *media)
 
 
@@ -234,8 +236,11 @@ class Intake:
         sizes = {each.digest: len(each.content) for each in message.contents}
         for medium in message.media:
             need, have = medium.num_tokens * self._model.media_token_bytes, sizes.get(medium.digest, 0)
-            if need != have:
-                raise RequestError(f"a medium of {medium.num_tokens} tokens needs {need} bytes of content, got {have}")
+            if need != have and not (self._model.media_bytes_vary and 0 < have < need):
+                most = "at most " if self._model.media_bytes_vary else ""
+                raise RequestError(
+                    f"a medium of {medium.num_tokens} tokens needs {most}{need} bytes of content, got {have}"
+                )
         if message.media[-1].end == len(message.prompt) // 4:
             raise RequestError("a prompt cannot end with a medium; at least one token of text must stand behind it")
         total = sum(sizes.values())

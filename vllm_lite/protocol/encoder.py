@@ -12,6 +12,9 @@ from vllm_lite.protocol import Message
 MAX_CONTENT_BYTES = 128 * 1024 * 1024
 """Most bytes of all the media of one prompt, as the encoder reads them."""
 
+MIN_ROOM = 8192
+"""Vectors that workers hold in any case; where a step computes more tokens, as many as these."""
+
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 

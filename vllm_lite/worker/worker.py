@@ -72,7 +72,7 @@ from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 from vllm_lite.worker.step_parts.adapter_cache import AdapterCache
 from vllm_lite.worker.step_parts.drafts import Drafts, drafter_of
 from vllm_lite.worker.step_parts.expert_load import ExpertLoad
-from vllm_lite.worker.step_parts.media import media_facts, media_parts
+from vllm_lite.worker.step_parts.media import encode_largest, media_facts, media_parts
 from vllm_lite.worker.step_parts.pooling import PooledPrompts, pooler_info
 from vllm_lite.worker.step_parts.prompt_scores import PromptScorer
 from vllm_lite.worker.step_parts.rules import Rules
@@ -295,7 +295,9 @@ class Worker:
         views, num_layers = cache.layer_views(), self.spec.num_layers
         forward = EagerForward(self.model, views[:num_layers], self.backend, device, self.progress.advance)
         self.drafter.run_largest(views[num_layers:], views[:num_layers])
+        held = None if self.model.tower is None else encode_largest(self.model.tower, self.limits.max_num_tokens)
         warm_up_step(forward, sampler_of(self.model, device), self.limits, self.limits.max_num_tokens)
+        del held
 
     def start(self, start: Start) -> Started:
         """Allocate the KV cache that the engine decided on, and run once so that the first request is quick.

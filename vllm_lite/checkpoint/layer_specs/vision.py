@@ -1,19 +1,25 @@
 """A tower that sees images before a model reads them, in numbers. No torch."""
 
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from pkgutil import resolve_name
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from vllm_lite.checkpoint.typed_json import Positive, Size, convert, read_json
 from vllm_lite.errors import ModelError
 
-PREPROCESSOR_FILE = "preprocessor_config.json"
+PREPROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 GREY = (0.5, 0.5, 0.5)
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 Colors = tuple[float, float, float]
+Activation = Literal["gelu_pytorch_tanh", "gelu", "silu", "quick_gelu"]
+T = TypeVar("T", bound=msgspec.Struct)
+_LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +31,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     patch_size: int
     norm_eps: float
-    activation: Literal["gelu_pytorch_tanh", "gelu"]
+    activation: Activation
     merge: int
     """So many patches along each side become one vector."""
     out_size: int
@@ -43,8 +49,18 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of an image for each of its vectors: three colors of so many pixels."""
+        """Bytes of an image for each of its tokens: three colors of so many pixels."""
         return 3 * (self.patch_size * self.merge) ** 2
+
+    @property
+    def bytes_vary(self) -> bool:
+        """Whether an image may have fewer bytes than that."""
+        return False
+
+    def reads(self, name: str) -> bool:
+        """Whether the tower takes the tensor of this canonical name: not those of layers behind its last."""
+        found = _LAYER.search(name)
+        return found is None or int(found[1]) < self.num_layers
 
     @property
     def layer_parameters(self) -> int:
@@ -53,8 +69,8 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_layers * (4 * size * (size + 1) + 2 * size * inner + inner + size + 4 * size)
 
 
-class SiglipSpec(VisionSpec, frozen=True, kw_only=True):
-    """Idefics 3's, on tiles of `image_size` x `image_size` pixels."""
+class TileVisionSpec(VisionSpec, frozen=True, kw_only=True):
+    """A tower of tiles of `image_size` x `image_size` pixels."""
 
     image_size: int
 
@@ -62,6 +78,10 @@ class SiglipSpec(VisionSpec, frozen=True, kw_only=True):
     def side(self) -> int:
         """Patches along each side of a tile."""
         return self.image_size // self.patch_size
+
+
+class SiglipSpec(TileVisionSpec, frozen=True, kw_only=True):
+    """Idefics 3's."""
 
     @property
     def num_tokens(self) -> int:
@@ -130,22 +150,53 @@ class _QwenOuter(msgspec.Struct):
     image_token_id: int = 248056
 
 
-class _Colors(msgspec.Struct):
+class VisionColors(msgspec.Struct):
+    """By the file for the processor."""
+
     image_mean: Colors = GREY
     image_std: Colors = GREY
+
+
+class _ClipColors(VisionColors):
+    image_mean: Colors = CLIP_MEAN
+    image_std: Colors = CLIP_STD
 
 
 def read_vision(architecture: str, raw: Any, folder: Path, out_size: int = 0) -> VisionSpec | None:
     """The tower by config.json and the file for the processor; None for a model that sees no images here. `out_size`:
     elements of the text model's vectors. Raises ModelError, by name, for what is not supported."""
-    reader = _READERS.get(architecture)
-    if reader is None or not raw.get("vision_config"):
+    vision = raw.get("vision_config")
+    kind = vision.get("model_type") if isinstance(vision, dict) else None
+    named = READERS.get(f"{architecture} {kind}") or READERS.get(architecture)
+    if named is None or not vision:
         return None
-    file = folder / PREPROCESSOR_FILE
-    return reader(raw, read_json(file, _read_colors) if file.is_file() else _Colors(), out_size)
+    reader: Callable[[Any, VisionColors, int], VisionSpec] = resolve_name(named)
+    colors = _ClipColors if architecture in CLIP_COLORED else VisionColors
+    return reader(raw, read_processor(folder, colors), out_size)
 
 
-def _siglip(raw: Any, colors: _Colors, out_size: int) -> SiglipSpec:
+def read_processor(folder: Path, kind: type[T]) -> T:
+    """The settings of the image processor, by one of the files in which they may stand; the defaults without a file.
+    Raises ModelError."""
+    if (file := folder / PREPROCESSOR_FILE).is_file():
+        return read_json(file, lambda raw: convert(raw, kind))
+    if (file := folder / PROCESSOR_FILE).is_file():
+        return read_json(file, lambda raw: convert(raw.get("image_processor") or {}, kind))
+    return kind()
+
+
+def check_depth(layer: int | list[int], num_layers: int) -> int:
+    """The number of layers that run for `vision_feature_layer`, which counts hidden states: the first is what the first
+    layer reads. Raises ModelError."""
+    if isinstance(layer, list) and len(layer) == 1:
+        layer = layer[0]
+    depth = layer if isinstance(layer, list) or layer >= 0 else num_layers + 1 + layer
+    if isinstance(depth, list) or not 1 <= depth <= num_layers:
+        raise ModelError(f"vision_feature_layer {layer} is not supported; it must be one of {num_layers} layers")
+    return depth
+
+
+def _siglip(raw: Any, colors: VisionColors, out_size: int) -> SiglipSpec:
     outer = convert(raw, _Outer)
     own = outer.vision_config
     _check(own.num_channels, own.hidden_act, own.hidden_size, own.num_attention_heads)
@@ -171,7 +222,7 @@ def _siglip(raw: Any, colors: _Colors, out_size: int) -> SiglipSpec:
     )
 
 
-def _qwen(raw: Any, colors: _Colors, out_size: int) -> QwenVisionSpec:
+def _qwen(raw: Any, colors: VisionColors, out_size: int) -> QwenVisionSpec:
     outer = convert(raw, _QwenOuter)
     own = outer.vision_config
     _check(own.in_channels, own.hidden_act, own.hidden_size, own.num_heads)
@@ -213,14 +264,25 @@ def _check(num_channels: int, activation: str, size: int, num_heads: int) -> Non
         raise ModelError(f"vision_config: hidden_size {size} must be a multiple of its {num_heads} heads")
 
 
-_READERS: dict[str, Callable[[Any, _Colors, int], VisionSpec]] = {
-    "Idefics3ForConditionalGeneration": _siglip,
-    "SmolVLMForConditionalGeneration": _siglip,
-    "Qwen3_5ForConditionalGeneration": _qwen,
-    "Qwen3_5MoeForConditionalGeneration": _qwen,
+_OWN = __name__
+READERS = {
+    "Idefics3ForConditionalGeneration": f"{_OWN}:_siglip",
+    "LlavaForConditionalGeneration clip_vision_model": "vllm_lite.checkpoint.layer_specs.anyres:read_llava",
+    "LlavaForConditionalGeneration pixtral": "vllm_lite.checkpoint.layer_specs.pixtral:read_pixtral",
+    "LlavaNextForConditionalGeneration clip_vision_model": "vllm_lite.checkpoint.layer_specs.anyres:read_next",
+    "LlavaOnevisionForConditionalGeneration siglip_vision_model": (
+        "vllm_lite.checkpoint.layer_specs.anyres:read_onevision"
+    ),
+    "Mistral3ForConditionalGeneration pixtral": "vllm_lite.checkpoint.layer_specs.pixtral:read_mistral3",
+    "SmolVLMForConditionalGeneration": f"{_OWN}:_siglip",
+    "Qwen3_5ForConditionalGeneration": f"{_OWN}:_qwen",
+    "Qwen3_5MoeForConditionalGeneration": f"{_OWN}:_qwen",
 }
-"""Those that see images here. The others of their kind are served as models of text."""
-
-
-def _read_colors(raw: Any) -> _Colors:
-    return convert(raw, _Colors)
+"""Reader of the towers of an architecture, or of one kind of them alone. Others of their kind are models of text."""
+CLIP_COLORED = (
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+)
+"""Those whose processors have CLIP's colors where no file says others."""

@@ -17,6 +17,11 @@ PREFIXES = (
     ("language_model.model.blocks.", "model.layers."),  # Kimi's, as transformers writes it
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("model.vision_tower.vision_model.", "model.vision_tower."),
+    ("vision_tower.vision_model.", "model.vision_tower."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+    ("image_newline", "model.image_newline"),
     ("model.decoder.", "model."),
     ("decoder.", "model."),
     ("distilbert.transformer.", ""),
@@ -95,12 +100,22 @@ OTHER_PARTS = (
     "connector.",
     "multi_modal_projector.",
     "mm_projector.",
+    "image_newline",
     "audio_tower.",
     "embed_vision.",
     "embed_audio.",
     "mtp.",
 )
 """Parts of larger models that write no text, each also under "model."."""
+TOWERS = (
+    "model.vision_model.",
+    "model.connector.",
+    "model.visual.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.image_newline",
+)
+"""Parts that see images, in models that do so here."""
 
 
 _ONE_BLOCK = re.compile(r"(backbone|model|mtp)\.layers\.(\d+)\.(norm|mixer)\.((\w*).*)")
@@ -139,7 +154,7 @@ def _block(kind: str, part: str) -> str:
 def is_of_tower(name: str) -> bool:
     """Whether the canonical `name` is that of a tower for images, which is whole on every rank and never quantized on
     load; a model that has none takes no such tensor."""
-    return name.startswith(("model.vision_model.", "model.connector.", "model.visual."))
+    return name.startswith(TOWERS)
 
 
 def is_ignored(

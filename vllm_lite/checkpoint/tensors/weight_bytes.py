@@ -43,7 +43,7 @@ class Checkpoint(msgspec.Struct, frozen=True, dict=True):
         return {
             name: shape
             for name, shape in named.items()
-            if (spec.vision is not None and is_of_tower(name))
+            if (spec.vision is not None and is_of_tower(name) and spec.vision.reads(name))
             or not is_ignored(name, tied=tied, unread_layers=unread, without_kv=without_kv)
         }
 

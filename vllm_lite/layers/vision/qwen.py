@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.vision.tower import VisionTower
+from vllm_lite.layers.vision.tower import VisionTower, turned
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 THETA = 10000.0
@@ -37,6 +37,9 @@ class QwenTower(VisionTower[QwenVisionSpec]):
 
     def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
         return [self._encode(image, progress) for image in images]
+
+    def largest(self, num_tokens: int) -> list[torch.Tensor]:
+        return [self.square(num_tokens)]
 
     def _encode(self, image: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
         spec, patch = self.spec, self.spec.patch_size
@@ -85,7 +88,7 @@ class QwenTower(VisionTower[QwenVisionSpec]):
 
     def _attend(self, layer: int, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         qkv = self.linear(f"{layer}.qkv", hidden).view(len(hidden), 3, self.spec.num_heads, -1)
-        query, key = (_turned(qkv[:, part], turns) for part in (0, 1))
+        query, key = (turned(qkv[:, part], turns) for part in (0, 1))
         query, key, value = (each.transpose(0, 1)[None] for each in (query, key, qkv[:, 2]))
         attended = functional.scaled_dot_product_attention(query, key, value)
         return self.linear(f"{layer}.out", attended[0].transpose(0, 1).reshape(len(hidden), -1))
@@ -107,11 +110,3 @@ class QwenTower(VisionTower[QwenVisionSpec]):
         yield self.group("norm", [f"{root}merger.norm"], (size,))
         yield self.group("merger.fc1", [f"{root}merger.linear_fc1"], (merged, merged))
         yield self.group("merger.fc2", [f"{root}merger.linear_fc2"], (spec.out_size, merged))
-
-
-def _turned(heads: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """heads: [num_patches, num_heads, head_size]. Element i turns with i + head_size / 2, in float32."""
-    cos, sin = turns
-    x = heads.float()
-    first, second = x.chunk(2, -1)
-    return (x * cos + torch.cat([-second, first], -1) * sin).to(heads.dtype)

@@ -1,20 +1,73 @@
-"""A SigLIP tower and the projection behind it, on tiles of an image."""
+"""SigLIP, and the tower of Idefics 3 and SmolVLM, in which a projection stands behind it, on tiles of an image."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch.nn import functional
 
-from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec
+from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec, TileVisionSpec
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.vision.tower import VisionTower
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 TILES_AT_ONCE = 4
 """More of them would need more memory, and gain nothing."""
+T = TypeVar("T", bound=TileVisionSpec)
 
 
-class SiglipTower(VisionTower[SiglipSpec]):
+class Siglip(VisionTower[T]):
+    """Layers over the patches of tiles. `_positions` has the row of the position table for each patch."""
+
+    def __init__(self, parts: Parts, spec: T) -> None:
+        super().__init__(parts, spec)
+        self._positions = torch.arange(spec.side**2, device=parts.device)
+
+    def hidden(self, tiles: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
+        """tiles: uint8 [num_tiles, image_size, image_size, 3] -> what the last layer leaves: [num_tiles, side^2,
+        hidden_size]. Pixels behind the last whole patch are not seen."""
+        spec, patch, side = self.spec, self.spec.patch_size, self.spec.side
+        seen = tiles[:, : side * patch, : side * patch]
+        colors = self.colors(seen).reshape(-1, side, patch, side, patch, 3)
+        patches = colors.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(1, 2)
+        hidden = self.placed(self.linear("patches", patches.to(self.dtype)))
+        for layer in range(spec.num_layers):
+            hidden = hidden + self._attend(layer, self.norm(f"{layer}.norm1", hidden))
+            hidden = hidden + self.mlp(layer, self.norm(f"{layer}.norm2", hidden))
+            progress()
+        return hidden
+
+    def placed(self, patches: torch.Tensor) -> torch.Tensor:  # [num_tiles, num_patches, hidden_size]
+        """Vectors that the first layer reads, of patches."""
+        return patches + self.table("positions")[self._positions]
+
+    def largest(self, num_tokens: int) -> list[torch.Tensor]:  # noqa: ARG002
+        return [torch.zeros(self.spec.image_size, self.spec.image_size, 3, dtype=torch.uint8)] * TILES_AT_ONCE
+
+    def _attend(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:  # [num_tiles, num_patches, hidden_size]
+        num_tiles, num_patches, size = hidden.shape
+        qkv = self.linear(f"{layer}.qkv", hidden).view(num_tiles, num_patches, 3, self.spec.num_heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value)
+        return self.linear(f"{layer}.out", attended.transpose(1, 2).reshape(num_tiles, num_patches, size))
+
+    def layer_groups(self, root: str, num_positions: int, *, patch_bias: bool = True) -> Iterator[WeightGroup]:
+        """The weights of `hidden`; their names begin with `root`."""
+        spec, size, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
+        patch = f"{root}embeddings.patch_embedding", (size, 3, spec.patch_size, spec.patch_size)
+        yield self.group("patches", [patch[0]], patch[1], bias=patch_bias)
+        yield self.group("positions", [f"{root}embeddings.position_embedding"], (num_positions, size), bias=False)
+        for layer in range(spec.num_layers):
+            own = f"{root}encoder.layers.{layer}."
+            yield self.group(f"{layer}.qkv", [f"{own}self_attn.{part}_proj" for part in "qkv"], (size, size))
+            yield self.group(f"{layer}.out", [f"{own}self_attn.out_proj"], (size, size))
+            yield self.group(f"{layer}.fc1", [f"{own}mlp.fc1"], (inner, size))
+            yield self.group(f"{layer}.fc2", [f"{own}mlp.fc2"], (size, inner))
+            for number in "12":
+                yield self.group(f"{layer}.norm{number}", [f"{own}layer_norm{number}"], (size,))
+
+
+class SiglipTower(Siglip[SiglipSpec]):
     """SigLIP, and a projection of `merge` x `merge` patches each."""
 
     def __init__(self, parts: Parts, spec: SiglipSpec) -> None:
@@ -31,23 +84,7 @@ class SiglipTower(VisionTower[SiglipSpec]):
         return [vectors for tiles in few for vectors in self._encode(torch.stack(list(tiles)), progress)]
 
     def _encode(self, tiles: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
-        spec, patch, side = self.spec, self.spec.patch_size, self.spec.side
-        colors = self.colors(tiles).view(-1, side, patch, side, patch, 3)
-        patches = colors.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(1, 2)
-        hidden = self.linear("patches", patches.to(self.dtype))
-        hidden = hidden + self.table("positions")[self._positions]
-        for layer in range(spec.num_layers):
-            hidden = hidden + self._attend(layer, self.norm(f"{layer}.norm1", hidden))
-            hidden = hidden + self.mlp(layer, self.norm(f"{layer}.norm2", hidden))
-            progress()
-        return self.linear("projection", self._merge(self.norm("norm", hidden)))
-
-    def _attend(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:  # [num_tiles, num_patches, hidden_size]
-        num_tiles, num_patches, size = hidden.shape
-        qkv = self.linear(f"{layer}.qkv", hidden).view(num_tiles, num_patches, 3, self.spec.num_heads, -1)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value)
-        return self.linear(f"{layer}.out", attended.transpose(1, 2).reshape(num_tiles, num_patches, size))
+        return self.linear("projection", self._merge(self.norm("norm", self.hidden(tiles, progress))))
 
     def _merge(self, hidden: torch.Tensor) -> torch.Tensor:
         """Put `merge` x `merge` patches side by side, row by row: [num_tiles, num_tokens, merge^2 * hidden_size]."""
@@ -55,21 +92,9 @@ class SiglipTower(VisionTower[SiglipSpec]):
         grid = hidden.view(-1, few, merge, few, merge, self.spec.hidden_size)
         return grid.permute(0, 1, 3, 2, 4, 5).reshape(-1, self.spec.num_tokens, merge * merge * self.spec.hidden_size)
 
-    # ---- weights
-
     def weight_groups(self) -> Iterator[WeightGroup]:
-        spec, size, inner, root = self.spec, self.spec.hidden_size, self.spec.intermediate_size, "model.vision_model."
-        patch = f"{root}embeddings.patch_embedding", (size, 3, spec.patch_size, spec.patch_size)
-        yield self.group("patches", [patch[0]], patch[1])
-        yield self.group("positions", [f"{root}embeddings.position_embedding"], (spec.side**2, size), bias=False)
-        for layer in range(spec.num_layers):
-            own = f"{root}encoder.layers.{layer}."
-            yield self.group(f"{layer}.qkv", [f"{own}self_attn.{part}_proj" for part in "qkv"], (size, size))
-            yield self.group(f"{layer}.out", [f"{own}self_attn.out_proj"], (size, size))
-            yield self.group(f"{layer}.fc1", [f"{own}mlp.fc1"], (inner, size))
-            yield self.group(f"{layer}.fc2", [f"{own}mlp.fc2"], (size, inner))
-            for number in "12":
-                yield self.group(f"{layer}.norm{number}", [f"{own}layer_norm{number}"], (size,))
+        spec, size, root = self.spec, self.spec.hidden_size, "model.vision_model."
+        yield from self.layer_groups(root, spec.side**2)
         yield self.group("norm", [f"{root}post_layernorm"], (size,))
         projection = "model.connector.modality_projection.proj"
         yield self.group("projection", [projection], (spec.out_size, spec.merge**2 * size), bias=False)

@@ -1,5 +1,6 @@
 """The base of all towers. Every rank holds all of one. It runs before the forward pass of a step, for few images."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -7,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch.nn import functional
 
-from vllm_lite.checkpoint.layer_specs.vision import VisionSpec
+from vllm_lite.checkpoint.layer_specs.vision import Activation, VisionSpec
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 
@@ -37,19 +38,36 @@ class VisionTower(ABC, Generic[S]):
         """Height and width in pixels of a medium of so many vectors and this grid. Raises ValueError, in one sentence,
         if there is none."""
 
+    def places(self, num_tokens: int, grid: Sequence[int]) -> torch.Tensor | None:  # noqa: ARG002
+        """Tokens of a medium that have a vector, counted from its first: int64 [num_vectors]; None: all of them."""
+        return None
+
     @abstractmethod
     def encode(
         self,
         images: Sequence[torch.Tensor],  # uint8 [height, width, 3] each
         progress: Callable[[], None] = lambda: None,
     ) -> list[torch.Tensor]:
-        """The vectors of each image: [num_tokens, hidden_size of the text]. `progress` is called behind each layer."""
+        """The vectors of each image: [num_vectors, hidden_size of the text]. `progress` is called behind each layer."""
+
+    def arranged(self, vectors: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
+        """The vectors of a medium with this grid in the order of its tokens, of those that `encode` made."""
+        return vectors
+
+    @abstractmethod
+    def largest(self, num_tokens: int) -> list[torch.Tensor]:
+        """Images that need as much memory at once as any of a step that computes so many vectors."""
 
     @abstractmethod
     def weight_groups(self) -> Iterator[WeightGroup]:
         """The weights, by their names in the checkpoint."""
 
     # ---- for towers
+
+    def square(self, num_tokens: int) -> torch.Tensor:
+        """A black image of about so many vectors."""
+        side = max(1, math.isqrt(num_tokens)) * self.spec.patch_size * self.spec.merge
+        return torch.zeros(side, side, 3, dtype=torch.uint8)
 
     def colors(self, images: torch.Tensor) -> torch.Tensor:  # uint8 [..., 3] -> float32 [..., 3]
         return (images.to(self.device).float() / 255 - self._mean) / self._std
@@ -62,10 +80,14 @@ class VisionTower(ABC, Generic[S]):
         own = self._weights[name]
         return functional.layer_norm(x, own.weight.shape, own.weight, own.bias, self.spec.norm_eps)
 
+    def rms_norm(self, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
+        """In float32, but for the weight."""
+        wide = x.float()
+        return self._weights[name].weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
     def mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """Two matrices with GELU between them."""
-        tanh = "tanh" if self.spec.activation == "gelu_pytorch_tanh" else "none"
-        return self.linear(f"{layer}.fc2", functional.gelu(self.linear(f"{layer}.fc1", x), approximate=tanh))
+        """Two matrices with an activation between them."""
+        return self.linear(f"{layer}.fc2", activated(self.linear(f"{layer}.fc1", x), self.spec.activation))
 
     def table(self, name: str) -> torch.Tensor:
         """A matrix whose rows are looked up."""
@@ -80,3 +102,28 @@ class VisionTower(ABC, Generic[S]):
         kinds = {"weight": shape, "bias": shape[:1]} if bias else {"weight": shape}
         slots = (tuple(whole_slot(f"{each}.{kind}", *size) for each in stored) for kind, size in kinds.items())
         return WeightGroup(tuple(WeightStack(own, self.dtype, self.device) for own in slots), take)
+
+    def vector(self, name: str, stored: str, size: int) -> WeightGroup:
+        """The tensor `stored`, which is one vector of `size` elements, as the table `name`."""
+
+        def take(weight: torch.Tensor) -> None:
+            self._weights[name] = Weighted(weight)
+
+        return WeightGroup((WeightStack((whole_slot(stored, size),), self.dtype, self.device),), take)
+
+
+def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation == "silu":
+        return functional.silu(x)
+    if activation == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
+
+
+def turned(heads: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """heads: [num_patches, num_heads, head_size]; turns: cos and sin, float32 [num_patches, 1, head_size]. Element i
+    turns with i + head_size / 2, in float32."""
+    cos, sin = turns
+    x = heads.float()
+    first, second = x.chunk(2, -1)
+    return (x * cos + torch.cat([-second, first], -1) * sin).to(heads.dtype)

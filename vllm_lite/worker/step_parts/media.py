@@ -13,7 +13,7 @@ from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ProtocolError
 from vllm_lite.layers.vision.tower import VisionTower
-from vllm_lite.protocol.encoder import Encode, FreeEncoded
+from vllm_lite.protocol.encoder import MIN_ROOM, Encode, FreeEncoded
 from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import Fork, Handle, NewRequest
 from vllm_lite.worker.batch.part import Handler, StepPart
@@ -30,7 +30,8 @@ class MediaVectors(StepPart):
         self.progress = progress
         self.num_encoded = 0
         self._wanted: list[Encode] = []
-        self._vectors: dict[bytes, torch.Tensor] = {}  # by digest: [num_tokens, hidden_size of the text]
+        self._vectors: dict[bytes, torch.Tensor] = {}  # by digest: [num_vectors, hidden_size of the text]
+        self._places: dict[bytes, NDArray[np.int64]] = {}  # by digest, where tokens are without: [num_vectors]
         self._media: dict[Handle, tuple[Media, ...]] = {}
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -41,6 +42,7 @@ class MediaVectors(StepPart):
         self._wanted[:] = [each for each in self._wanted if each.digest not in gone]
         for digest in gone:
             self._vectors.pop(digest, None)
+            self._places.pop(digest, None)
 
     def open(self, sequence: SequenceState, entry: NewRequest | Fork) -> None:
         media = entry.media if isinstance(entry, NewRequest) else self._media.get(entry.parent, ())
@@ -63,8 +65,12 @@ class MediaVectors(StepPart):
                     continue
                 if (own := self._vectors.get(medium.digest)) is None:
                     raise ProtocolError(f"handle {handle} computes a medium at {medium.start} that was not encoded")
-                rows.append(np.arange(first, last) + (int(inputs.query_start_loc[index]) - start))
-                vectors.append(own[first - medium.start : last - medium.start])
+                places, within = np.arange(first, last), slice(first - medium.start, last - medium.start)
+                if (some := self._places.get(medium.digest)) is not None:
+                    within = slice(*np.searchsorted(some, (within.start, within.stop)))
+                    places = some[within] + medium.start
+                rows.append(places + (int(inputs.query_start_loc[index]) - start))
+                vectors.append(own[within])
         if rows:
             inputs.vectors = TokenVectors(to_device(np.concatenate(rows), self.tower.device), torch.cat(vectors))
 
@@ -81,7 +87,9 @@ class MediaVectors(StepPart):
             colors = np.frombuffer(entry.content, np.uint8).reshape(height, width, 3)
             images.append(torch.from_numpy(colors.copy()))
         for entry, vectors in zip(wanted, self.tower.encode(images, self.progress), strict=True):
-            self._vectors[entry.digest] = vectors.clone()
+            self._vectors[entry.digest] = self.tower.arranged(vectors, entry.grid).clone()
+            if (places := self.tower.places(entry.num_tokens, entry.grid)) is not None:
+                self._places[entry.digest] = places.numpy()
         self.num_encoded += len(wanted)
 
     def check_integrity(self) -> None:
@@ -98,7 +106,18 @@ def media_parts(tower: VisionTower[Any], progress: Callable[[], None]) -> list[S
     return parts
 
 
+def encode_largest(tower: VisionTower[Any], max_num_tokens: int) -> torch.Tensor:
+    """Run a tower over as much as a step gives it. Returns memory for all vectors that are ever held."""
+    room = max(MIN_ROOM, max_num_tokens)
+    held = torch.empty(room, tower.spec.out_size, dtype=tower.dtype, device=tower.device)
+    tower.encode(tower.largest(max_num_tokens))
+    return held
+
+
 def media_facts(spec: ModelSpec) -> dict[str, Any]:
     """The fields of Ready by which clients and engine know the media that the model takes."""
     own = spec.vision
-    return {} if own is None else {"placeholders": {"image": own.token_id}, "media_token_bytes": own.token_bytes}
+    if own is None:
+        return {}
+    sizes = {"media_token_bytes": own.token_bytes, "media_bytes_vary": own.bytes_vary}
+    return {"placeholders": {"image": own.token_id}, **sizes}

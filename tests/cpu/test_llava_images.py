@@ -1,0 +1,253 @@
+"""Images of LLaVA, LLaVA-NeXT and LLaVA-OneVision: squares, counts of vectors, vectors and tokens are transformers'."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.checkpoints import transformers_model
+from tests.images import PINPOINTS, SQUARE, as_file, make_llava, make_onevision, picture
+from vllm_lite import LLM, SamplingParams
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.layer_specs import anyres
+from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec
+from vllm_lite.client.media.grids import GridSettings, grid_of
+from vllm_lite.errors import RequestError
+from vllm_lite.models.registry import Sizes, build
+from vllm_lite.models.weights import load_weights
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 768, "single_process": True, "seed": 0}
+RESOLUTIONS = tuple((height, width) for height, width in PINPOINTS)
+
+
+class Kind(NamedTuple):
+    make: Callable[[Path], Path]
+    model: str
+    processor: str
+    sizes: dict[str, Any]
+    pinpoints: bool = True
+
+
+SHORTEST = {"size": {"shortest_edge": SQUARE}, "crop_size": {"height": SQUARE, "width": SQUARE}}
+KINDS = {
+    "onevision": Kind(
+        make_onevision,
+        "LlavaOnevisionForConditionalGeneration",
+        "llava_onevision.image_processing_pil_llava_onevision:LlavaOnevisionImageProcessorPil",
+        {"size": {"height": SQUARE, "width": SQUARE}, "image_grid_pinpoints": PINPOINTS},
+    ),
+    "next": Kind(
+        partial(make_llava, family="LlavaNext"),
+        "LlavaNextForConditionalGeneration",
+        "llava_next.image_processing_pil_llava_next:LlavaNextImageProcessorPil",
+        SHORTEST | {"image_grid_pinpoints": PINPOINTS},
+    ),
+    "llava": Kind(
+        make_llava,
+        "LlavaForConditionalGeneration",
+        "clip.image_processing_pil_clip:CLIPImageProcessorPil",
+        SHORTEST,
+        pinpoints=False,
+    ),
+}
+
+
+class Made(NamedTuple):
+    kind: Kind
+    path: Path
+    model: Any
+
+    def features(self, inputs: Any) -> Any:
+        """The vectors of each image."""
+        known = {name: inputs[name] for name in ("pixel_values", "image_sizes") if name in inputs}
+        with torch.inference_mode():
+            return self.model.get_image_features(**known).pooler_output
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    kind = KINDS[request.param]
+    path = kind.make(tmp_path_factory.mktemp(request.param) / "m")
+    return Made(kind, path, transformers_model(path, kind.model).eval())
+
+
+def vision_of(path: Path) -> AnyresSpec:
+    found = load_spec(path).vision
+    assert isinstance(found, AnyresSpec)
+    return found
+
+
+def processor(kind: Kind, **settings: Any) -> Any:
+    return resolve_name(f"transformers.models.{kind.processor}")(**kind.sizes, **settings)
+
+
+# ---- pixels and counts
+
+
+MODES = [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("PNG", "I;16"), ("PNG", "L"), ("JPEG", "CMYK"), ("GIF", "P")]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_squares_are_those_of_the_processor(mode: tuple[str, str], name: str) -> None:
+    """Bit for bit, whatever the size."""
+    rng, plain = random.Random(repr(mode)), processor(KINDS[name], do_rescale=False, do_normalize=False)
+    settings = GridSettings(SQUARE, RESOLUTIONS if KINDS[name].pinpoints else ())
+    sizes = [(1, 1), (1, 4000), (3000, 1), (28, 28), *((rng.randint(1, 200), rng.randint(1, 200)) for _ in range(15))]
+    for seed, (width, height) in enumerate(sizes):
+        data = as_file(*mode, width, height, seed)
+        mine = grid_of(data, settings)
+        theirs = plain([Image.open(BytesIO(data))], return_tensors="np")["pixel_values"]
+        own = np.frombuffer(mine.colors, np.uint8).reshape(-1, SQUARE, SQUARE, 3)
+        assert np.array_equal(own, theirs.reshape(-1, 3, SQUARE, SQUARE).transpose(0, 2, 3, 1)), f"{width} x {height}"
+        assert (mine.height, mine.width) == (height, width)
+
+
+def test_narrow_images_whose_middle_would_be_lost_are_refused() -> None:
+    """Resized to the tower's edge they would have any number of pixels."""
+    far = as_file("PNG", "RGB", 1, 20_000, 0)
+    with pytest.raises(RequestError, match="has 1 x 20000 pixels; one edge may be 10204 times the other"):
+        grid_of(far, GridSettings(SQUARE, ()))
+
+
+def test_vectors_are_counted_as_by_the_processor(tmp_path: Path) -> None:
+    """With the published sizes: 36 resolutions of squares of 384 pixels, with 27 x 27 patches each."""
+    from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+
+    vision = vision_of(make_onevision(tmp_path / "m"))
+    spec = msgspec.structs.replace(
+        vision, image_size=384, patch_size=14, pinpoints=anyres.checked_pinpoints(anyres.PINPOINTS), max_squares=9
+    )
+    theirs: Any = object.__new__(LlavaOnevisionProcessor)
+    theirs.image_processor = SimpleNamespace(image_grid_pinpoints=anyres.PINPOINTS)
+    theirs.num_image_tokens, theirs.vision_aspect_ratio = 729, "anyres_max_9"
+    rng = random.Random(5)
+    edges = [1, 2, 27, 383, 384, 385, 769, 2304, 2305, 5000]
+    sizes = [(height, width) for height in edges for width in edges]
+    sizes += [(rng.randint(1, 4000), rng.randint(1, 4000)) for _ in range(300)]
+    most = 0
+    for height, width in sizes:
+        counted = spec.num_tokens(height, width)
+        assert counted == theirs._get_number_of_features(height, width, 384, 384), f"{width} x {height}"
+        rows, cols = spec.grid(height, width)[:2]
+        most = max(most, counted)
+        assert (1 + rows * cols) * 3 * 384**2 <= counted * spec.token_bytes
+    assert 7000 < most < 9000
+
+
+# ---- vectors
+
+
+def test_the_tower_gives_the_vectors_of_transformers(made: Made) -> None:
+    mine, vision = build(load_spec(made.path), "float32", "cpu", Sizes(256, 64)), vision_of(made.path)
+    load_weights(mine, made.path)
+    assert mine.tower is not None
+    assert vision.num_parameters == sum(
+        tensor.numel() for own in mine.tower._weights.values() for tensor in own if tensor is not None
+    )
+    shown = set()
+    for width, height in ((28, 28), (90, 60), (20, 84), (84, 84), (500, 400), (1, 4000), (84, 3)):
+        file = BytesIO()
+        Image.fromarray(image := picture(width, height, 3)).save(file, "PNG")
+        cut = grid_of(file.getvalue(), GridSettings(SQUARE, vision.pinpoints))
+        squares = torch.from_numpy(np.frombuffer(cut.colors, np.uint8).copy()).view(-1, SQUARE, 3)
+        (expected,) = made.features(processor(made.kind)([Image.fromarray(image)], return_tensors="pt"))
+        num_tokens, grid = vision.num_tokens(height, width), (1, height, width)
+        assert mine.tower.shape(num_tokens, grid) == squares.shape[:2]
+        with torch.inference_mode():
+            own = mine.tower.arranged(mine.tower.encode([squares])[0], grid)
+        assert own.shape == expected.shape == (num_tokens, 64)
+        assert (own - expected).abs().max() <= 1e-5 * max(10.0, float(expected.abs().max()))
+        if made.kind.pinpoints:
+            found = vision.grid(height, width)
+            shown.add((found.kept == (3 * found.rows, 3 * found.cols), found.shown == found.kept))
+    most = {True, False} if made.kind.model.startswith("LlavaOne") else {True}
+    assert not made.kind.pinpoints or shown == {(whole, all_of) for whole in (True, False) for all_of in most}
+
+
+# ---- tokens
+
+
+CHATS: list[list[Any]] = [
+    [Image.fromarray(picture(90, 60, 1)), "a page"],
+    [Image.fromarray(picture(20, 30, 2)), Image.fromarray(picture(120, 17, 3)), "two, three"],
+    ["no image at all, only words"],
+    [Image.fromarray(picture(84, 84, 4)), Image.fromarray(picture(84, 84, 4)), "and once more"],
+]
+
+
+def chat_of(parts: list[Any]) -> list[dict[str, Any]]:
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def answer(made: Made, parts: list[Any]) -> tuple[list[int], list[int]]:
+    """The prompt's tokens and the answer, by transformers."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made.path)
+    images = [part for part in parts if not isinstance(part, str)]
+    seen = dict(processor(made.kind)(images, return_tensors="pt")) if images else {}
+    found = made.features(seen) if images else ()
+    words = "".join(part for part in parts if isinstance(part, str))
+    text = f"<|im_start|>user{''.join('<image>' * len(each) for each in found)}{words}<|im_end|><|im_start|>assistant"
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.inference_mode():
+        said = made.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **seen, **settings)
+    return ids[0].tolist(), said[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def answers(made: Made) -> list[tuple[list[int], list[int]]]:
+    found = [answer(made, parts) for parts in CHATS]
+    assert len({tuple(tokens) for _, tokens in found}) == len(CHATS)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 19, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 5, "max_num_seqs": 2, "async_scheduling": False},
+        {"enable_prefix_caching": False},
+        {"preemption_mode": "recompute", "block_size": 8},
+        {"preemption_mode": "swap", "block_size": 8, "swap_space": 0.01},
+        {"tensor_parallel_size": 2, "single_process": False},
+    ],
+    ids=["whole", "chunks of 19", "chunks of 5", "no cache", "recompute", "swap", "two ranks"],
+)
+def test_answers_are_those_of_transformers(
+    made: Made, answers: list[tuple[list[int], list[int]]], settings: dict[str, Any]
+) -> None:
+    preempts = "preemption_mode" in settings
+    blocks = 3 + sum(1 + len(prompt_ids) // 8 for prompt_ids, _ in answers) if preempts else 64
+    longer = msgspec.structs.replace(GREEDY, max_tokens=30) if preempts else GREEDY
+    with LLM(str(made.path), **{"num_gpu_blocks_override": blocks, **SMALL, **settings}) as llm:
+        for turn in range(2):
+            outputs = llm.chat([chat_of(parts) for parts in CHATS], longer, use_tqdm=False)
+            for output, (prompt_ids, tokens) in zip(outputs, answers, strict=True):
+                assert output.prompt_token_ids == prompt_ids
+                assert output.outputs[0].token_ids[:10] == tokens, f"turn {turn}"
+        assert (llm.stats().preemptions > 0) == preempts
+
+
+def test_samples_of_a_prompt_are_forks(made: Made, answers: list[tuple[list[int], list[int]]]) -> None:
+    several = msgspec.structs.replace(GREEDY, n=3)
+    with LLM(str(made.path), num_gpu_blocks_override=64, **SMALL) as llm:
+        (output,) = llm.chat(chat_of(CHATS[3]), several, use_tqdm=False)
+    assert [sample.token_ids for sample in output.outputs] == [answers[3][1]] * 3

@@ -1,0 +1,200 @@
+"""Images of Mistral 3 and Pixtral: pixels, vectors and tokens are those of transformers, also where rows end."""
+
+import random
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.checkpoints import transformers_model
+from tests.images import as_file, make_mistral3, make_pixtral, picture
+from vllm_lite import LLM, SamplingParams
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.client.media.rows import RowSettings, rows_of
+from vllm_lite.errors import RequestError
+from vllm_lite.models.registry import Sizes, build
+from vllm_lite.models.weights import load_weights
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "single_process": True, "seed": 0}
+
+
+class Kind(NamedTuple):
+    make: Callable[..., Path]
+    model: str
+    unit: int
+    """Pixels along the edges of a vector's part of an image."""
+
+
+KINDS = {
+    "mistral3": Kind(make_mistral3, "Mistral3ForConditionalGeneration", 16),
+    "pixtral": Kind(make_pixtral, "LlavaForConditionalGeneration", 8),
+}
+
+
+class Made(NamedTuple):
+    kind: Kind
+    path: Path
+    model: Any
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    kind = KINDS[request.param]
+    path = kind.make(tmp_path_factory.mktemp(request.param) / "m")
+    return Made(kind, path, transformers_model(path, kind.model).eval())
+
+
+def processor(unit: int, **settings: Any) -> Any:
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    return PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": unit, "width": unit}, **settings)
+
+
+# ---- pixels
+
+
+MODES = [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("PNG", "I;16"), ("PNG", "1"), ("PNG", "LA"), ("JPEG", "CMYK")]
+MODES += [("JPEG", "L"), ("WEBP", "RGBA"), ("GIF", "P")]
+
+
+@pytest.mark.parametrize("kind", MODES, ids="-".join)
+def test_rows_are_those_of_the_processor(kind: tuple[str, str]) -> None:
+    """Bit for bit, whatever the size."""
+    rng = random.Random(repr(kind))
+    sizes = [
+        (1, 1),
+        (1, 64),
+        (60, 1),
+        (64, 64),
+        (65, 64),
+        *((rng.randint(4, 200), rng.randint(4, 200)) for _ in range(15)),
+    ]
+    for seed, (width, height) in enumerate(sizes):
+        unit, data = rng.choice([8, 16, 28]), as_file(*kind, width, height, seed)
+        mine = rows_of(data, RowSettings(unit, 64, 64))
+        theirs = processor(unit, do_rescale=False, do_normalize=False)([Image.open(BytesIO(data))], return_tensors="np")
+        expected = theirs["pixel_values"][0].transpose(1, 2, 0)
+        own = np.frombuffer(mine.colors, np.uint8).reshape(mine.height, mine.width, 3)
+        assert np.array_equal(own, expected), f"{width} x {height}"
+
+
+@pytest.mark.parametrize("size", [(1, 4000), (300, 2)])
+def test_images_that_would_lose_an_edge_are_refused(size: tuple[int, int]) -> None:
+    """The processor itself fails."""
+    width, height = size
+    data = as_file("PNG", "RGB", width, height, 0)
+    with pytest.raises(RequestError, match=f"has {width} x {height} pixels; shrunk to at most 64 x 64 one edge would"):
+        rows_of(data, RowSettings(16, 64, 64))
+    with pytest.raises(ValueError, match="Size must contain"):
+        processor(16)([Image.open(BytesIO(data))])
+
+
+# ---- vectors
+
+
+def test_the_tower_gives_the_vectors_of_transformers(made: Made) -> None:
+    mine = build(load_spec(made.path), "float32", "cpu", Sizes(256, 64))
+    load_weights(mine, made.path)
+    assert mine.tower is not None
+    unit = made.kind.unit
+    images = [picture(width, height, 3) for width, height in ((48, 48), (16, 64), (64, 32), (16, 16))]
+    inputs = processor(unit)([Image.fromarray(image) for image in images], return_tensors="pt")
+    with torch.inference_mode():
+        theirs = made.model.get_image_features(inputs["pixel_values"], image_sizes=inputs["image_sizes"]).pooler_output
+        vectors = mine.tower.encode([torch.from_numpy(image.copy()) for image in images])
+    for own, expected, (height, width) in zip(vectors, theirs, inputs["image_sizes"].tolist(), strict=True):
+        assert own.shape == (height * width // unit**2, 64)
+        assert (own - expected).abs().max() <= 1e-5 * max(10.0, float(expected.abs().max()))
+
+
+# ---- tokens
+
+
+CHATS: list[list[Any]] = [
+    [Image.fromarray(picture(90, 60, 1)), "a page"],
+    ["one", Image.fromarray(picture(20, 30, 2)), "two", Image.fromarray(picture(120, 17, 3)), "three"],
+    ["no image at all, only words"],
+    [Image.fromarray(picture(64, 64, 4)), "and once more", Image.fromarray(picture(64, 64, 4))],
+    ["ends with one", Image.fromarray(picture(9, 70, 5))],
+]
+
+
+def chat_of(parts: list[Any]) -> list[dict[str, Any]]:
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def answer(made: Made, parts: list[Any]) -> tuple[list[int], list[int]]:
+    """The prompt's tokens and the answer, by transformers."""
+    from transformers import AutoTokenizer
+
+    tokenizer, unit = AutoTokenizer.from_pretrained(made.path), made.kind.unit
+    images = [part for part in parts if not isinstance(part, str)]
+    seen = dict(processor(unit)(images, return_tensors="pt")) if images else {}
+    sizes, text = iter(seen["image_sizes"].tolist() if images else ()), "[INST]"
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+            continue
+        height, width = next(sizes)
+        rows = [["[IMG]"] * (width // unit) + ["[IMG_BREAK]"]] * (height // unit)
+        text += "".join([*(token for row in rows for token in row)][:-1]) + "[IMG_END]"
+    ids = tokenizer(text + "[/INST]", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.inference_mode():
+        said = made.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **seen, **settings)
+    return ids[0].tolist(), said[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def answers(made: Made) -> list[tuple[list[int], list[int]]]:
+    found = [answer(made, parts) for parts in CHATS]
+    assert len({tuple(tokens) for _, tokens in found}) == len(CHATS)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 2, "max_num_seqs": 2, "async_scheduling": False},
+        {"enable_prefix_caching": False},
+        {"preemption_mode": "recompute", "block_size": 8},
+        {"preemption_mode": "swap", "block_size": 8, "swap_space": 0.01},
+        {"tensor_parallel_size": 2, "single_process": False},
+    ],
+    ids=["whole", "chunks of 9", "chunks of 2", "no cache", "recompute", "swap", "two ranks"],
+)
+def test_answers_are_those_of_transformers(
+    made: Made, answers: list[tuple[list[int], list[int]]], settings: dict[str, Any]
+) -> None:
+    preempts = "preemption_mode" in settings
+    blocks = 3 + sum(1 + len(prompt_ids) // 8 for prompt_ids, _ in answers) if preempts else 64
+    longer = msgspec.structs.replace(GREEDY, max_tokens=30) if preempts else GREEDY
+    with LLM(str(made.path), **{"num_gpu_blocks_override": blocks, **SMALL, **settings}) as llm:
+        for turn in range(2):
+            outputs = llm.chat([chat_of(parts) for parts in CHATS], longer, use_tqdm=False)
+            for output, (prompt_ids, tokens) in zip(outputs, answers, strict=True):
+                assert output.prompt_token_ids == prompt_ids
+                assert output.outputs[0].token_ids[:10] == tokens, f"turn {turn}"
+        assert (llm.stats().preemptions > 0) == preempts
+
+
+def test_samples_of_a_prompt_are_forks(made: Made, answers: list[tuple[list[int], list[int]]]) -> None:
+    several = msgspec.structs.replace(GREEDY, n=3)
+    with LLM(str(made.path), num_gpu_blocks_override=64, **SMALL) as llm:
+        (output,) = llm.chat(chat_of(CHATS[3]), several, use_tqdm=False)
+        again = llm.chat(chat_of([*CHATS[3], "more"]), GREEDY, use_tqdm=False)[0]
+    assert [sample.token_ids for sample in output.outputs] == [answers[3][1]] * 3
+    assert again.num_cached_tokens is not None
+    assert again.num_cached_tokens >= len(answers[3][0]) // 16 * 16 - 16

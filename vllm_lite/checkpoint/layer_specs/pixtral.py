@@ -1,0 +1,120 @@
+"""Pixtral's tower, in numbers: that of Mistral 3, and of the LLaVA that Pixtral itself is stored as. No torch."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from vllm_lite.checkpoint.layer_specs.vision import Activation, VisionColors, VisionSpec, check_depth
+from vllm_lite.checkpoint.typed_json import Positive, Size, convert
+from vllm_lite.errors import ModelError
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+
+
+class PixtralVisionSpec(VisionSpec, frozen=True, kw_only=True):
+    """Rotation in two dimensions, RMS norms, gated MLPs. A row of an image ends with a token that is not the tower's,
+    so an image takes more tokens than vectors."""
+
+    rope_theta: float
+    image_size: int
+    """No edge of an image has more pixels, before edges become multiples of patches."""
+    merger_eps: float | None
+    """Epsilon of the norm before patches are merged; None: they are not, `merge` is 1."""
+    projector_bias: bool
+    projector_activation: Activation = "gelu"
+
+    @property
+    def bytes_vary(self) -> bool:
+        return True
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the tower, with the projector behind it."""
+        size, inner, out = self.hidden_size, self.intermediate_size, self.out_size
+        layers = self.num_layers * (4 * size * size + 3 * size * inner + 2 * size)
+        merger = 0 if self.merger_eps is None else size + size * size * self.merge**2
+        projector = out * (size + out) + (2 * out if self.projector_bias else 0)
+        return layers + size * (3 * self.patch_size**2 + 1) + merger + projector
+
+    def num_tokens(self, rows: int, cols: int) -> int:
+        """Tokens of an image of so many rows of vectors: the last row's end is not counted."""
+        return rows * (cols + 1) - 1
+
+
+class _Rope(msgspec.Struct):
+    rope_theta: Positive = 10000.0
+
+
+class _Vision(msgspec.Struct):
+    hidden_size: Size = 1024
+    intermediate_size: Size = 4096
+    num_hidden_layers: Size = 24
+    num_attention_heads: Size = 16
+    num_channels: Size = 3
+    image_size: Size = 1024
+    patch_size: Size = 16
+    hidden_act: str = "gelu"
+    rope_theta: Positive | None = None
+    rope_parameters: _Rope | None = None
+
+
+class _Text(msgspec.Struct):
+    rms_norm_eps: Positive = 1e-5
+
+
+class _Outer(msgspec.Struct):
+    vision_config: _Vision
+    text_config: _Text = msgspec.field(default_factory=_Text)
+    image_token_index: int | None = None
+    image_token_id: int | None = None
+    projector_hidden_act: str = "gelu"
+    vision_feature_layer: int | list[int] = -1
+    vision_feature_select_strategy: Literal["full", "default"] = "full"
+    multimodal_projector_bias: bool | None = None
+    spatial_merge_size: Size = 2
+
+
+def read_mistral3(raw: Any, colors: VisionColors, out_size: int) -> PixtralVisionSpec:
+    """Mistral 3's: patches are merged. Raises ModelError."""
+    return _read(convert(raw, _Outer), colors, out_size, merges=True)
+
+
+def read_pixtral(raw: Any, colors: VisionColors, out_size: int) -> PixtralVisionSpec:
+    """Pixtral's as a LLaVA: each patch is a vector. Raises ModelError."""
+    return _read(convert(raw, _Outer), colors, out_size, merges=False)
+
+
+def _read(outer: _Outer, colors: VisionColors, out_size: int, *, merges: bool) -> PixtralVisionSpec:
+    own = outer.vision_config
+    for name, activation in (("hidden_act", own.hidden_act), ("projector_hidden_act", outer.projector_hidden_act)):
+        if activation not in ACTIVATIONS:
+            raise ModelError(f"vision_config: {name} {activation!r} is not supported; supported: {ACTIVATIONS}")
+    if own.num_channels != 3 or own.hidden_size % (4 * own.num_attention_heads):
+        raise ModelError(
+            f"vision_config: {own.num_channels} channels with hidden_size {own.hidden_size} for "
+            f"{own.num_attention_heads} heads; there must be 3, and heads of a multiple of 4 elements"
+        )
+    if outer.vision_feature_select_strategy != "full":
+        raise ModelError("vision_feature_select_strategy must be full: this tower has no vector but those of patches")
+    token_id = outer.image_token_index if outer.image_token_index is not None else outer.image_token_id
+    bias = outer.multimodal_projector_bias
+    theta = own.rope_theta or (own.rope_parameters or _Rope()).rope_theta
+    return PixtralVisionSpec(
+        hidden_size=own.hidden_size,
+        intermediate_size=own.intermediate_size,
+        num_layers=check_depth(outer.vision_feature_layer, own.num_hidden_layers),
+        num_heads=own.num_attention_heads,
+        patch_size=own.patch_size,
+        image_size=own.image_size,
+        norm_eps=1e-5,
+        activation=own.hidden_act,  # type: ignore[arg-type]
+        merge=outer.spatial_merge_size if merges else 1,
+        out_size=out_size,
+        token_id=(10 if merges else 32000) if token_id is None else token_id,
+        mean=colors.image_mean,
+        std=colors.image_std,
+        rope_theta=theta,
+        merger_eps=outer.text_config.rms_norm_eps if merges else None,
+        projector_bias=not merges if bias is None else bias,
+        projector_activation=outer.projector_hidden_act,  # type: ignore[arg-type]
+    )
