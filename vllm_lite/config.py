@@ -22,6 +22,7 @@ from vllm_lite.runtime.nested_settings import (
     PoolingOptions,
     ProfilerConfig,
     Speculation,
+    Threads,
     check_adapters,
 )
 from vllm_lite.runtime.settings import Section, Settings, about
@@ -31,9 +32,6 @@ GIB = 1024**3
 MAX_LORA_RANK = 1024
 DEMO_MODEL = "demo"
 """The name under which the bundled model is served when no model is given."""
-
-Threads = Annotated[int, Meta(ge=1, le=4096)]
-"""OpenMP crashes the process that asks it for very many; 4,096 were tried, and are more than any machine has."""
 
 logger = log.get(__name__)
 
@@ -90,6 +88,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     hf_overrides: Annotated[
         dict[str, Any] | None, about('JSON whose keys replace those of config.json, e.g. {"architectures":["X"]}')
     ] = None
+    language_model_only: Annotated[bool, about("load no tower for images, and take none")] = False
     load_format: Annotated[Literal["auto", "safetensors", "dummy"], about("'dummy' fills the weights at random")] = (
         "auto"
     )
@@ -322,9 +321,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def pooling(self) -> PoolingOptions:
-        """The user's settings for the model's pooling."""
+        """The user's settings for the model's pooling, and for its config.json."""
         convert = "embed" if (self.runner, self.convert) == ("pooling", "auto") else self.convert
-        return PoolingOptions(convert, self.pooler_config or PoolerConfig(), self.hf_overrides)
+        blind: dict[str, Any] = {"vision_config": None} if self.language_model_only else {}
+        return PoolingOptions(convert, self.pooler_config or PoolerConfig(), {**(self.hf_overrides or {}), **blind})
 
     @property
     def stats_interval_s(self) -> float | None:

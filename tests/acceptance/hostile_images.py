@@ -1,6 +1,7 @@
 """Send a server thousands of images and URLs that no honest client sends, and print what became of them.
 
-    python -m tests.acceptance.hostile_images 10000 1     # so many, made from this seed
+    python -m tests.acceptance.hostile_images 10000 1             # so many, made from this seed
+    python -m tests.acceptance.hostile_images 10000 1 mistral3    # to another family's processor
 
 It starts a server with a random checkpoint that sees images, of which one name of this machine is allowed as a source.
 A listener stands at the addresses that URLs try to reach. The exit status is 1 if an answer was a 5xx or none, if a
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -32,15 +34,19 @@ from PIL import Image
 
 from tests.acceptance.attack import MAX_MS, MB, PROBE
 from tests.http_server import serving
-from tests.images import make_smolvlm, picture
+from tests.images import make_mistral3, make_onevision, make_qwen3_5, make_smolvlm, picture
 
 MAX_MB = 200.0
 """Memory that the server and its children may take beyond what they had: two decode at a time, with up to five bytes a
 pixel."""
 AT_ONCE = 8
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "smolvlm": make_smolvlm,
+    "qwen3_5": make_qwen3_5,
+    "mistral3": make_mistral3,
+    "onevision": make_onevision,
+}
 FLAGS = [
-    "--max-image-pixels",
-    "16000000",
     "--dtype",
     "float32",
     "--cpu-threads",
@@ -67,9 +73,14 @@ WORDS_OF_DECODERS = ("PIL", "Pillow", "Traceback", "libjpeg", "zlib", "decoder e
 
 
 def main() -> int:
-    count, seed = (int(each) for each in (*sys.argv[1:], "1000", "1")[:2])
+    given = sys.argv[1:]
+    count, seed, family = (*given, *("1000", "1", "smolvlm")[len(given) :])
+    return run(int(count), int(seed), FAMILIES[family])
+
+
+def run(count: int, seed: int, make: Callable[[Path], Path]) -> int:
     with tempfile.TemporaryDirectory() as folder, listening() as (port, contacts):
-        path = make_smolvlm(Path(folder) / "m")
+        path = make(Path(folder) / "m")
         with (
             serving("--model", str(path), "--allowed-media-domains", "localhost", *FLAGS) as server,
             httpx.Client(base_url=server.url, timeout=120.0) as http,
@@ -250,6 +261,34 @@ def bomb(chance: random.Random, _: int) -> tuple[str, Any]:
     return f"bomb of {name}", part(url_of(made, "png"))
 
 
+@cache
+def large() -> list[tuple[str, bytes]]:
+    """Files whose pixels need as much memory as any that are decoded: as they are, turned, transparent, converted."""
+    turned, made = Image.Exif(), list[tuple[str, bytes]]()
+    turned[0x0112] = 6
+    for kind, mode, size, more in (
+        ("PNG", "RGB", (6000, 4000), {}),
+        ("PNG", "P", (6000, 4000), {}),
+        ("PNG", "L", (6000, 4000), {}),
+        ("PNG", "RGBA", (4000, 3100), {}),
+        ("PNG", "I;16", (4000, 3100), {}),
+        ("JPEG", "RGB", (6000, 4000), {}),
+        ("JPEG", "RGB", (4000, 3100), {"exif": turned}),
+        ("JPEG", "CMYK", (4000, 3100), {"exif": turned}),
+        ("WEBP", "RGBA", (4000, 3100), {}),
+        ("GIF", "P", (6000, 4000), {}),
+    ):
+        file = BytesIO()
+        Image.new(mode, size, 7 if mode in ("P", "L", "I;16") else 0).save(file, kind, **more)
+        made.append((KINDS[kind], file.getvalue()))
+    return made
+
+
+def big(chance: random.Random, _: int) -> tuple[str, Any]:
+    kind, data = chance.choice(large())
+    return f"large {kind}", part(url_of(data, kind))
+
+
 def frames(chance: random.Random, _: int) -> tuple[str, Any]:
     made = BytesIO()
     few = [Image.new("P", (9, 9), number % 256) for number in range(chance.randint(2, 60))]
@@ -296,6 +335,7 @@ ATTACKS: list[Callable[[random.Random, int], tuple[str, Any]]] = [
     *[fine] * 3,
     frames,
     bomb,
+    big,
 ]
 
 if __name__ == "__main__":

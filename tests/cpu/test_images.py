@@ -15,16 +15,19 @@ import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
-from tests.images import IMAGE_TOKEN, TEMPLATE, TILE, Colors, make_smolvlm, picture
+from tests.images import IMAGE_TOKEN, TEMPLATE, TILE, Colors, as_file, make_smolvlm, picture
 from vllm_lite import LLM, AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.media.image_pool import ImagePool
+from vllm_lite.client.media.prompt_images import PromptImages
+from vllm_lite.client.media.sources import GivenImage
 from vllm_lite.client.media.tiles import TileSettings, tiles_of
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.spans import ShownMedia, Text
+from vllm_lite.config import EngineConfig
 from vllm_lite.engine import core
 from vllm_lite.engine.encoder_cache import EncoderSizes
-from vllm_lite.errors import RequestError
+from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.layers.vision.siglip import SiglipTower
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
@@ -46,14 +49,6 @@ def model(checkpoint: Path) -> Any:
 
 
 # ---- pixels
-
-
-def as_file(kind: str, mode: str, width: int, height: int, seed: int) -> bytes:
-    colors = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
-    image, made = Image.fromarray(colors, "RGBA"), BytesIO()
-    image = image.convert("RGB").convert(mode) if mode in ("CMYK", "L", "1", "P") else image.convert(mode)
-    image.save(made, kind)
-    return made.getvalue()
 
 
 def reference_tiles(data: bytes, settings: TileSettings) -> tuple[Colors, int, int]:
@@ -119,7 +114,7 @@ PNG, SMALL_PNG = as_file("PNG", "RGB", 60, 50, 1), as_file("PNG", "RGB", 10, 10,
         (PNG[:40], "the PNG image is damaged or cut off"),
         (b"\xff\xd8\xff" + bytes(100), "the JPEG image is damaged or cut off"),
         (b"RIFF\x00\x00\x00\x00WEBP" + bytes(30), "the WEBP image is damaged or cut off"),
-        (black_png(9000, 9000), "has 81000000 pixels; at most 67108864 are decoded"),
+        (black_png(9000, 9000), "has 81000000 pixels; at most 25000000 are decoded"),
     ],
 )
 def test_what_is_no_image_is_refused_in_one_sentence(data: bytes, problem: str) -> None:
@@ -132,16 +127,16 @@ def test_a_process_that_dies_costs_its_own_image_alone() -> None:
     settings = TileSettings(32, 64)
     pool = ImagePool(settings)
     try:
-        assert pool.made(PNG) == tiles_of(PNG, settings)
+        assert pool.made(GivenImage(PNG)) == tiles_of(PNG, settings)
         (process,) = pool._idle
         process.child.stop(0.0)
         with pytest.raises(RequestError, match="takes too long or breaks its decoder"):
-            pool.made(SMALL_PNG)
-        assert pool.made(SMALL_PNG) == tiles_of(SMALL_PNG, settings)
+            pool.made(GivenImage(SMALL_PNG))
+        assert pool.made(GivenImage(SMALL_PNG)) == tiles_of(SMALL_PNG, settings)
         with pytest.raises(RequestError, match="must be a PNG"):
-            pool.made(b"text")
+            pool.made(GivenImage(b"text"))
         num_cut = pool.num_cut
-        assert pool.made(PNG) == tiles_of(PNG, settings)
+        assert pool.made(GivenImage(PNG)) == tiles_of(PNG, settings)
         assert pool.num_cut == num_cut, "it was kept"
     finally:
         pool.close()
@@ -405,6 +400,18 @@ def test_a_model_of_text_takes_no_images(tiny_checkpoint: Path) -> None:
             llm.chat(chat, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
 
 
+def test_a_model_that_sees_images_may_be_served_as_one_of_text(checkpoint: Path, answers: list[list[int]]) -> None:
+    with LLM(str(checkpoint), num_gpu_blocks_override=64, language_model_only=True, **SMALL) as llm:
+        assert llm.engine.placeholders == {}
+        assert llm.generate([prompt(PROMPTS[3])], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == answers[3]
+        with pytest.raises(RequestError, match="this model takes text only"):
+            llm.generate([prompt(PROMPTS[0])], GREEDY, use_tqdm=False)
+        with pytest.raises(RequestError, match="is 'image'; no images are supported here"):
+            llm.chat([{"role": "user", "content": [image(WIDE)]}], GREEDY, use_tqdm=False)
+    spec = load_spec(checkpoint, options=EngineConfig(language_model_only=True, hf_overrides={"vocab": 1}).pooling)
+    assert (spec.vision, load_spec(checkpoint).vision is None) == (None, False)
+
+
 # ---- prompts that are no chats
 
 
@@ -436,6 +443,42 @@ def test_generate_takes_images_beside_a_text(checkpoint: Path) -> None:
         for bad, problem in wrong:
             with pytest.raises(RequestError, match=problem):
                 llm.generate(bad, GREEDY, use_tqdm=False)
+
+
+def test_programs_name_images_and_change_sizes(checkpoint: Path) -> None:
+    """As in vLLM: an image that was sent with its uuid may be None from then on."""
+    image = Image.fromarray(picture(60, 40, 3))
+    text = "User:<image>a page<end_of_utterance>\nAssistant:"
+
+    def given(value: Any, uuids: Any = None, **more: Any) -> PromptLike:
+        named = {} if uuids is None else {"multi_modal_uuids": {"image": uuids}}
+        made: Any = {"prompt": text, "multi_modal_data": {"image": value}, **named, **more}
+        prompt: PromptLike = made
+        return prompt
+
+    with LLM(checkpoint, **SMALL, mm_processor_kwargs={"size": {"longest_edge": TILE}}) as llm:
+        first, again, alone = (
+            llm.generate(each, GREEDY, use_tqdm=False)[0]
+            for each in (given(image), given([image], ["a"]), given([None], "a"))
+        )
+        assert again.prompt_token_ids == alone.prompt_token_ids == first.prompt_token_ids
+        assert alone.outputs[0].token_ids == first.outputs[0].token_ids
+        assert first.prompt_token_ids.count(IMAGE_TOKEN) == 4, "one tile, as the program asked for all prompts"
+        more: dict[str, Any] = {"mm_processor_kwargs": {"size": {"longest_edge": 2 * TILE}}}
+        assert llm.generate(given(image, **more), GREEDY)[0].prompt_token_ids.count(IMAGE_TOKEN) == 5 * 4
+        content = [{"type": "image", "image": image, "uuid": "b"}, {"type": "text", "text": "a page"}]
+        [said] = llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False, **more)
+        assert said.prompt_token_ids.count(IMAGE_TOKEN) == 5 * 4
+        for bad, problem in (
+            (given([None], ["c"]), "the image with the uuid 'c' is not held here"),
+            (given([image], ["a", "b"]), "multi_modal_uuids has 2 for 1 images"),
+            (given([image], [7]), "a uuid that is no text"),
+            (given(image, mm_processor_kwargs={"fps": 1}), "mm_processor_kwargs has fps; the processor of this model"),
+        ):
+            with pytest.raises(RequestError, match=problem):
+                llm.generate(bad, GREEDY, use_tqdm=False)
+    with pytest.raises(ConfigError, match="mm_processor_kwargs has patch"):
+        PromptImages.load(checkpoint, changes={"patch": 3})
 
 
 def test_an_async_client_sends_images(checkpoint: Path) -> None:

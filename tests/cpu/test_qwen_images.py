@@ -13,12 +13,13 @@ import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
-from tests.images import make_qwen3_5, picture
+from tests.images import as_file, make_qwen3_5, picture
 from vllm_lite import LLM, SamplingParams
 from vllm_lite.attention.step_batch import AXIS_BITS, AXIS_MASK, on_axes
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.media.patches import PatchSettings, patches_of
 from vllm_lite.client.media.prompt_images import PromptImages
+from vllm_lite.client.media.sources import GivenImage
 from vllm_lite.client.spans import ShownMedia
 from vllm_lite.errors import RequestError
 from vllm_lite.kernels.ops import Rotation
@@ -50,13 +51,6 @@ def processor(**settings: Any) -> Any:
     return Qwen2VLImageProcessorPil(
         patch_size=8, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 256, "longest_edge": 4096}, **settings
     )
-
-
-def as_file(kind: str, mode: str, width: int, height: int, seed: int) -> bytes:
-    colors = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
-    image, made = Image.fromarray(colors, "RGBA"), BytesIO()
-    (image.convert("RGB").convert(mode) if mode in ("CMYK", "L", "P") else image.convert(mode)).save(made, kind)
-    return made.getvalue()
 
 
 # ---- pixels
@@ -238,11 +232,15 @@ def images(checkpoint: Path) -> Iterator[PromptImages]:
     images.pool.close()
 
 
+def _pads(text: str) -> list[int]:
+    return [386] * text.count("<")
+
+
 def test_the_same_colors_in_another_shape_are_another_image(images: PromptImages) -> None:
     colors, digests = bytes(range(256)) * 12, set()
     for size in ((32, 32), (16, 64), (64, 16)):
         made = BytesIO()
         Image.frombytes("RGB", size, colors).save(made, "PNG")
-        spans = images.pictured("<|image_pad|>", [made.getvalue()], lambda text: [386] * text.count("<")).spans
+        spans = images.pictured("<|image_pad|>", [GivenImage(made.getvalue())], _pads).spans
         digests |= {span.media.digest for span in spans if isinstance(span, ShownMedia)}
     assert len(digests) == 3

@@ -1,6 +1,7 @@
 """Images over HTTP, as the clients of each API send them."""
 
 import base64
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from io import BytesIO
@@ -75,6 +76,8 @@ def test_a_chat_with_images(server: Server) -> None:
     assert first.usage.prompt_tokens == again.usage.prompt_tokens > 5 * 4, "with those of its five tiles"
     assert again.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 16
     assert changed.usage.prompt_tokens_details.cached_tokens == 0
+    of_images = [each.usage.prompt_tokens_details.model_extra for each in (first, again, ask(api, "words alone"))]
+    assert of_images == [{"multimodal_tokens": {"image": 5 * 4}}] * 2 + [{}]
     text = "".join(chunk.choices[0].delta.content or "" for chunk in ask(api, wide, "a page", stream=True))
     assert text == first.choices[0].message.content
     both = ask(api, "one", wide, "two", part(url_of(90, 60, 1, "JPEG")))
@@ -123,6 +126,96 @@ def test_32_images_at_once(server: Server) -> None:
 def test_the_images_of_a_prompt_are_counted(server: Server) -> None:
     with pytest.raises(BadRequestError, match="a prompt may have at most 6 images, got 7"):
         ask(client(server), *[part(url_of(8, 8, seed)) for seed in range(7)])
+
+
+def test_a_uuid_stands_for_an_image_that_came_with_it(server: Server) -> None:
+    """vLLM's: the image is sent once, and named from then on, until another one has the name."""
+    api, wide, other = client(server), part(url_of(90, 60, 1)), part(url_of(60, 90, 2))
+    named: dict[str, Any] = {"type": "image_url", "image_url": None, "uuid": "sku-1"}
+    with pytest.raises(BadRequestError, match="the image with the uuid 'sku-1' is not held here, or not any more"):
+        ask(api, named, "a page")
+    first = ask(api, wide, "a page")
+    for given in ({**wide, "uuid": "sku-1"}, named, {**named, "image_url": {"url": ""}}):
+        answer = ask(api, given, "a page")
+        assert answer.choices[0].message.content == first.choices[0].message.content
+        assert answer.usage.prompt_tokens == first.usage.prompt_tokens
+    changed = ask(api, {**other, "uuid": "sku-1"}, "a page")
+    assert changed.choices[0].message.content == ask(api, other, "a page").choices[0].message.content
+    assert ask(api, named, "a page").choices[0].message.content == changed.choices[0].message.content
+    with pytest.raises(BadRequestError, match="a uuid that is no text of at most 256 characters"):
+        ask(api, {**wide, "uuid": "x" * 257}, "a page")
+
+
+def test_a_request_may_change_the_processors_sizes(server: Server) -> None:
+    api, wide = client(server), part(url_of(90, 60, 1))
+
+    def used(**changes: Any) -> int:
+        answer = ask(api, wide, "a page", extra_body={"mm_processor_kwargs": changes})
+        found: int = answer.usage.prompt_tokens_details.model_extra["multimodal_tokens"]["image"]
+        return found
+
+    assert [used(), used(do_image_splitting=False), used(size={"longest_edge": 96})] == [20, 4, 28]
+    for changes, problem in (
+        ({"max_pixels": 99}, "has max_pixels; the processor of this model takes size, do_image_splitting"),
+        ({"size": {"longest_edge": 9999}}, "size.longest_edge is at most 4096, got 9999"),
+        ({"size": {"longest_edge": "large"}}, "Expected `int`, got `str`"),
+    ):
+        with pytest.raises(BadRequestError, match=problem) as caught:
+            used(**changes)
+        assert caught.value.body["param"] == "messages"  # type: ignore[index]
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "video of a chat": ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "'video_url'"),
+    "audio of a chat": ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "'input_audio'"),
+    "vLLM's audio": ({"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AAAA"}}, "'audio_url'"),
+    "file": ({"type": "file", "file": {"file_data": "AAAA", "filename": "a.pdf"}}, "'file'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_image_is_refused_by_its_name(server: Server, name: str) -> None:
+    """In chats, in messages of Anthropic's API and in responses."""
+    given, kind = OTHERS[name]
+    url = server.url
+    message = {"role": "user", "content": [given, {"type": "text", "text": "what is it?"}]}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [message]},
+        "/tokenize": {"messages": [message]},
+        "/v1/messages": {"messages": [message], "max_tokens": 4},
+        "/v1/responses": {"input": [message]},
+    }
+    for path, body in bodies.items():
+        answer = httpx.post(url + path, json={"model": "eyes", **body}, timeout=scaled(30.0))
+        assert answer.status_code == 400, (path, answer.text)
+        assert kind in answer.text, (path, answer.text)
+
+
+def test_open_webuis_requests(server: Server) -> None:
+    """As it sends a picture that somebody has dropped: to a server of OpenAI's API, and to one of Ollama's."""
+    content: list[Any] = [
+        {"type": "text", "text": "a page"},
+        {"type": "image_url", "image_url": {"url": url_of(90, 60, 1)}},
+    ]
+    chat: dict[str, Any] = {"stream": True, "model": "eyes", "messages": [{"role": "user", "content": content}]}
+    chat |= {"stream_options": {"include_usage": True}, "max_tokens": 8, "temperature": 0}
+    same = ask(client(server), *[content[1]], "a page", extra_body={})
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=chat, timeout=scaled(60.0)) as answer:
+        assert answer.status_code == 200
+        events = [line for line in answer.iter_lines() if line.startswith("data: {")]
+    usage = json.loads(events[-1].removeprefix("data: "))["usage"]
+    assert usage["prompt_tokens_details"]["multimodal_tokens"] == {"image": 20}
+    assert usage["prompt_tokens"] == same.usage.prompt_tokens
+    message = {"role": "user", "content": "a page", "images": [base64_of(90, 60, 1)]}
+    asked = {"model": "eyes", "messages": [message], "stream": True, "options": {"temperature": 0, "num_predict": 8}}
+    answer = httpx.post(f"{server.url}/api/chat", json={**asked, "keep_alive": "5m"}, timeout=scaled(60.0))
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == same.choices[0].message.content
+    assert lines[-1]["prompt_eval_count"] == same.usage.prompt_tokens
+    shown = httpx.post(f"{server.url}/api/show", json={"model": "eyes"}, timeout=scaled(30.0)).json()
+    assert "vision" in shown["capabilities"], "else no client offers to attach an image"
+    props = httpx.get(f"{server.url}/props", timeout=scaled(30.0)).json()
+    assert props["modalities"] == {"vision": True, "audio": False}
 
 
 def test_anthropics_client_sends_images(server: Server) -> None:

@@ -22,17 +22,17 @@ class FakeAnswers:
     def __init__(self) -> None:
         self.script: list[str | BaseException] = ["one ", "two"]
         self.end: str = "stop"
-        self.asked: list[list[dict[str, str]]] = []
+        self.asked: list[list[dict[str, Any]]] = []
         self.sampling: dict[str, Any] = {}
         self.num_open = 0
         self.streams: list[Pieces] = []
 
-    def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Pieces:
+    def chat(self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]) -> Pieces:
         stream = self._chat(messages, sampling)
         self.streams.append(stream)  # so that none is closed by being forgotten
         return stream
 
-    def _chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Pieces:
+    def _chat(self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]) -> Pieces:
         self.asked.append([dict(message) for message in messages])
         self.sampling = dict(sampling)
         self.num_open += 1
@@ -80,7 +80,7 @@ class Rig:
             assert self.chat.line(line), line
 
     @property
-    def said(self) -> list[tuple[str, str]]:
+    def said(self) -> list[tuple[str, Any]]:
         return [(message["role"], message["content"]) for message in self.chat.conversation.messages()]
 
     @property
@@ -207,6 +207,8 @@ def test_what_is_set_is_sampled_with(rig: Rig) -> None:
         ("/save", ["one file"]),
         ("/load a b", ["one file", "a b"]),
         ("/load /no/such/file", ["/no/such/file", "No such file"]),
+        ("/image /no/such/file", ["/no/such/file", "No such file"]),
+        ("/image", ["one file"]),
     ],
 )
 def test_what_is_wrong_is_said_and_asks_nobody(rig: Rig, line: str, words: list[str]) -> None:
@@ -256,6 +258,29 @@ def test_many_lines_are_one_message(rig: Rig) -> None:
     rig.say("/multiline", "the end of input")
     rig.chat.end()
     assert rig.said[-2] == ("user", "the end of input")
+
+
+def test_the_next_question_shows_images(rig: Rig, tmp_path: Path) -> None:
+    """They stand before its words, are undone and kept with it, and no other question shows them."""
+    for name, data in (("a b.png", b"png"), ("c.jpg", b"jpeg"), ("none", b"")):
+        (tmp_path / name).write_bytes(data)
+    rig.say(f"/image '{tmp_path}/a b.png'")
+    assert rig.note == "the next question shows 1 image"
+    rig.say(f"/image {tmp_path}/c.jpg")
+    assert rig.note == "the next question shows 2 images"
+    rig.say(f"/image {tmp_path}/none")
+    assert "has no bytes" in rig.note
+    rig.say("compare them", "and now?")
+    urls = ["data:image/png;base64,cG5n", "data:image/jpeg;base64,anBlZw=="]
+    shown: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    question = [*shown, {"type": "text", "text": "compare them"}]
+    assert [content for role, content in rig.said if role == "user"] == [question, "and now?"]
+    rig.say(f"/save {tmp_path}/talk.json", "/clear", f"/load {tmp_path}/talk.json", "/undo")
+    assert [content for role, content in rig.said if role == "user"] == [question]
+    rig.say("/undo")
+    assert rig.note == "forgotten: [2 images] compare them"
+    rig.say(f"/image {tmp_path}/c.jpg", "/clear", "hello")
+    assert rig.said[0] == ("user", "hello")
 
 
 def test_a_conversation_is_saved_and_loaded(rig: Rig, tmp_path: Path) -> None:

@@ -366,7 +366,7 @@ def test_settings_that_an_answer_names_exist() -> None:
 
 
 def test_serve_says_what_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    file = write(tmp_path, "uvicorn-log-level: info\nmodel_tag: /from/file\nmm-processor-kwargs: {image: 2}\n")
+    file = write(tmp_path, "uvicorn-log-level: info\nmodel_tag: /from/file\nmedia-io-kwargs: {image: 2}\n")
     monkeypatch.setenv("VLLM_LITE_TRUST_REMOTE_CODE", "1")
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -376,7 +376,7 @@ def test_serve_says_what_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert "cpu_kvcache_space: 2.0\n" in out
     [line] = err.splitlines()
     assert line.startswith("vllm-lite: without effect here: uvicorn-log-level (uvicorn's settings")
-    for name in ("mm-processor-kwargs (", "VLLM_LITE_TRUST_REMOTE_CODE (", "VLLM_USE_DEEP_GEMM (", "--max-logprobs ("):
+    for name in ("media-io-kwargs (", "VLLM_LITE_TRUST_REMOTE_CODE (", "VLLM_USE_DEEP_GEMM (", "--max-logprobs ("):
         assert name in line
 
 

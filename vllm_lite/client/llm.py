@@ -52,6 +52,7 @@ class LLM:
         disable_log_stats: bool = True,
         limit_mm_per_prompt: Mapping[str, int] | None = None,
         allowed_media_domains: Sequence[str] = (),
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         """Start an engine and wait until it serves.
@@ -65,7 +66,8 @@ class LLM:
         get_default_sampling_params() are what the checkpoint's generation_config.json says, or the one in the folder
         `generation_config`; "vllm" ignores it. `override_generation_config`, such as {"temperature": 0.5}, stands
         above the file. `limit_mm_per_prompt`, such as {"image": 4}, bounds the images of a prompt, and
-        `allowed_media_domains` are those from which they are fetched. Raises ConfigError, ModelError or EngineError.
+        `allowed_media_domains` are those from which they are fetched, `mm_processor_kwargs` sizes of their processor.
+        Raises ConfigError, ModelError or EngineError.
         """
         overrides = read_overrides(override_generation_config)
         try:
@@ -82,7 +84,7 @@ class LLM:
             loaded = load_tokenizer(tokenizer and config.tokenizer, config.tokenizer)
             defaults = generation_defaults(config.model, generation_config, overrides).params
 
-        self._images = ProgramImages(limit_mm_per_prompt, allowed_media_domains)
+        self._images = ProgramImages(limit_mm_per_prompt, allowed_media_domains, mm_processor_kwargs)
         self._launched = launch_engines(EngineConfig.load(given), meanwhile=load_text_parts, streams=False)
         self._defaults = defaults
         self._finalizer = weakref.finalize(self, self._launched.close)
@@ -219,14 +221,16 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: "Sequence[Tool] | None" = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role": ..., "content": ...}, or several.
 
         The checkpoint's chat template makes prompts of them, or `chat_template`: Jinja, or a file with it.
         `chat_template_kwargs` are variables for it, `tools` those that the model may call. `continue_final_message`,
         which needs add_generation_prompt=False, continues the last message. To a model that sees images a content may
-        be parts, such as {"type": "image", "image": path, bytes or Pillow image}. Raises as generate() does, and
-        ModelError if there is no template or no tokenizer.
+        be parts, such as {"type": "image", "image": path, bytes or Pillow image}, also with a `uuid`, and
+        `mm_processor_kwargs` are sizes of its processor. Raises as generate() does, and ModelError if there is no
+        template or no tokenizer.
         """
         from vllm_lite.client.chat import checked_tools, conversations, rendered
 
@@ -247,7 +251,7 @@ class LLM:
                 )
                 if parts:
                     encode = partial(tokenizer.encode, add_special_tokens=False)
-                    prompts.append(self._images.of_chat(text, parts, self.config.model, encode))
+                    prompts.append(self._images.of_chat(text, parts, self.config.model, encode, mm_processor_kwargs))
                     continue
                 prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text})
         return self._run(prompts, sampling_params, use_tqdm, lora_request)

@@ -37,10 +37,13 @@ class SpansPrompt(TypedDict):
 
 class ImagesPrompt(TypedDict):
     """A text with a placeholder for each image, and the images under "image": one or a list, each a path, bytes, a
-    data: URL or a Pillow image."""
+    data: URL or a Pillow image. `multi_modal_uuids` names them in the same way, and None stands for an image that was
+    called so before; `mm_processor_kwargs` are sizes of the processor."""
 
     prompt: str
     multi_modal_data: Mapping[str, Any]
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
 
 
 MIN_TEXT_BYTES = 512 * 1024

@@ -8,6 +8,8 @@ from msgspec import Meta
 
 from vllm_lite.runtime.addresses import check_address, offset
 
+Threads = Annotated[int, Meta(ge=1, le=4096)]
+"""OpenMP crashes the process that asks it for very many; 4,096 were tried, and are more than any machine has."""
 Count = Annotated[int, Meta(ge=1)]
 OlderMTP = Literal["deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp"]
 """Names of vLLM for the method mtp of one family."""

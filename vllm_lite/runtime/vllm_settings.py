@@ -93,12 +93,10 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--enable-fault-tolerance", HANGS, SWITCHES),
     Flags("--numa-bind", "workers are bound, see --cpu-bind", SWITCHES),
     Flags("--kv-offloading-backend", "KV blocks go to host memory by the engine's own copies", ("native",)),
-    Flags("--mm-processor-kwargs --mm-processor-cache-gb --media-io-kwargs", IMAGES),
+    Flags("--mm-processor-cache-gb --media-io-kwargs", IMAGES),
     Flags("--mm-processor-cache-type --mm-encoder-tp-mode --video-pruning-rate", IMAGES),
     Flags("--allowed-local-media-path", "no file of the server is read for a request"),
-    Flags(
-        "--skip-mm-profiling --interleave-mm-strings --disable-mm-preprocessor-cache --language-model-only", IMAGES, ()
-    ),
+    Flags("--skip-mm-profiling --interleave-mm-strings --disable-mm-preprocessor-cache", IMAGES, ()),
     Flags("--disable-chunked-mm-input", IMAGES, SWITCHES),
     Flags("--num-lookahead-slots --stream-interval", "steps and chunks are paced by measured times"),
     Flags("--max-num-partial-prefills --max-long-partial-prefills", "prompts share a step's tokens in turn"),

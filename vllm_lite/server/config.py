@@ -98,6 +98,10 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         dict[Literal["image", "video", "audio"], Annotated[int, Meta(ge=0)]] | None,
         Meta(description='JSON, e.g. {"image":4}: media of one prompt (default: 64 images; there are no others)'),
     ] = None
+    mm_processor_kwargs: Annotated[
+        dict[str, Any] | None,
+        Meta(description='JSON, e.g. {"max_pixels":802816}: sizes of the image processor; a chat may say others'),
+    ] = None
     max_image_pixels: Annotated[
         int, Meta(ge=1, description="pixels of an image by its header; a larger one is refused before it is decoded")
     ] = MAX_PIXELS

@@ -15,6 +15,7 @@ class LlamaCppRoutes:
     def __init__(self, generation: Generation, num_slots: int, template: str | None) -> None:
         """`template` is shown, None for none."""
         self._model = generation.model
+        self._sees = generation.prompts.takes_images
         self._calls = generation.live.calls
         self._num_slots = num_slots
         self._template = template or ""
@@ -32,7 +33,7 @@ class LlamaCppRoutes:
                 "model_alias": model.names[0],
                 "model_path": model.root or model.names[0],
                 "chat_template": self._template,
-                "modalities": {"vision": False, "audio": False},
+                "modalities": {"vision": self._sees, "audio": False},
                 "build_info": f"vllm_lite {__version__}",
             }
         )

@@ -103,7 +103,7 @@ class ModelFiles:
     def _images(self, config: ServeConfig, model: str) -> PromptImages | None:
         """Make what puts images into prompts. A model whose processor is not supported is served without."""
         try:
-            return PromptImages.load(model, _image_limits(config))
+            return PromptImages.load(model, _image_limits(config), config.mm_processor_kwargs)
         except ModelError as error:
             logger.warning("images are not taken: %s", error)
             return None

@@ -1,5 +1,6 @@
 """The child processes that cut images, and the tiles that they have made lately."""
 
+import os
 import socket
 import threading
 from collections import OrderedDict
@@ -16,8 +17,8 @@ from vllm_lite.client.media.image_process import (
     ImageSettings,
     Made,
     ProcessorSettings,
-    num_bytes,
 )
+from vllm_lite.client.media.sources import GivenImage
 from vllm_lite.errors import RequestError
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.frames import frame, read_frame
@@ -28,24 +29,28 @@ ANSWER_S = 60.0
 MAX_KEPT_BYTES = 256 * 1024 * 1024
 """Images that are kept: every message of a chat brings the images of those before it again."""
 
+MAX_UUIDS = 4096
+"""Names of images that are known; an image that is not kept has none."""
+
+_Key = tuple[bytes, ProcessorSettings]
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class _Process:
     """One child and the socket to it."""
 
-    def __init__(self, settings: ProcessorSettings) -> None:
+    def __init__(self, lock_fd: int) -> None:
         self.wire, theirs = socket.socketpair()
         with theirs:
-            own = ImageSettings(theirs.fileno(), settings)
+            own = ImageSettings(theirs.fileno(), lock_fd)
             self.child = supervise.spawn(
-                image_process.__name__, own, "image process", lambda _: None, fds=(theirs.fileno(),)
+                image_process.__name__, own, "image process", lambda _: None, fds=(theirs.fileno(), lock_fd)
             )
         self.wire.settimeout(ANSWER_S)
 
-    def asked(self, data: bytes) -> Answer:
+    def asked(self, job: ImageJob) -> Answer:
         """Raises OSError if the process has ended, or takes too long."""
-        self.wire.sendall(frame(ImageJob(data)))
+        self.wire.sendall(frame(job))
         received = read_frame(self.wire)
         if not received:
             raise ConnectionResetError
@@ -68,33 +73,53 @@ class ImagePool:
         self.num_cut = 0
         self._turns = threading.BoundedSemaphore(NUM_PROCESSES)
         self._lock = threading.Lock()
+        self._lock_fd = os.memfd_create("images")
         self._idle: list[_Process] = []
-        self._kept: OrderedDict[bytes, Made] = OrderedDict()
+        self._kept: OrderedDict[_Key, Made] = OrderedDict()
         self._kept_bytes = 0
+        self._by_uuid: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # (owner, uuid) -> the file's digest
 
-    def made(self, data: bytes) -> Made:
-        """The image in this file, as the model's processor makes it. Raises RequestError in one sentence."""
-        digest = blake2b(data, digest_size=32).digest()
+    def made(self, image: GivenImage, settings: ProcessorSettings | None = None) -> Made:
+        """The image as the model's processor makes it, or by these `settings`. Raises RequestError in one sentence."""
+        settings = settings or self.settings
+        digest = None if image.data is None else blake2b(image.data, digest_size=32).digest()
         with self._lock:
             self.num_asked += 1
-            if (known := self._kept.get(digest)) is not None:
+            digest = digest or self._by_uuid.get((image.owner, image.uuid))
+            known = None if digest is None else self._kept.get((digest, settings))
+            if digest is not None and known is not None:
                 self.num_found += 1
-                self._kept.move_to_end(digest)
+                self._kept.move_to_end((digest, settings))
+                self._call(image, digest)
                 return known
+        if image.data is None or digest is None:
+            raise RequestError(
+                f"the image with the uuid {image.uuid[:64]!r} is not held here, or not any more; send it once more"
+            )
         with self._turns:
-            answer = self._asked(data)
+            answer = self._asked(ImageJob(image.data, settings))
         if isinstance(answer, ImageRefused):
             raise RequestError(answer.message)
-        self._keep(digest, answer)
+        self._keep((digest, settings), answer)
+        with self._lock:
+            self._call(image, digest)
         return answer
 
-    def _asked(self, data: bytes) -> Answer:
+    def _call(self, image: GivenImage, digest: bytes) -> None:
+        """Remember what an image is called; the lock is held."""
+        if image.uuid:
+            self._by_uuid[image.owner, image.uuid] = digest
+            self._by_uuid.move_to_end((image.owner, image.uuid))
+            if len(self._by_uuid) > MAX_UUIDS:
+                self._by_uuid.popitem(last=False)
+
+    def _asked(self, job: ImageJob) -> Answer:
         with self._lock:
             process = self._idle.pop() if self._idle else None
             self.num_cut += 1
-        process = process or _Process(self.settings)
+        process = process or _Process(self._lock_fd)
         try:
-            answer = process.asked(data)
+            answer = process.asked(job)
         except (OSError, msgspec.MsgspecError):
             process.end()
             limits = f"{image_process.MAX_CPU_S:g} s of processor time"
@@ -106,20 +131,23 @@ class ImagePool:
             self._idle.append(process)
         return answer
 
-    def _keep(self, digest: bytes, made: Made) -> None:
+    def _keep(self, key: _Key, made: Made) -> None:
         with self._lock:
-            if digest in self._kept:
+            if key in self._kept:
                 return
-            self._kept[digest] = made
-            self._kept_bytes += num_bytes(made)
+            self._kept[key] = made
+            self._kept_bytes += made.num_bytes
             while self._kept_bytes > MAX_KEPT_BYTES:
                 _, gone = self._kept.popitem(last=False)
-                self._kept_bytes -= num_bytes(gone)
+                self._kept_bytes -= gone.num_bytes
 
     def close(self) -> None:
         """End the processes that do nothing; one that works ends with this process."""
         with self._lock:
             idle, self._idle = self._idle, []
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
+            self._lock_fd = -1
         for process in idle:
             with suppress(OSError):
                 process.end()

@@ -4,13 +4,19 @@ Each ImageJob is answered with ImageTiles or ImageRefused, in order. A file that
 process, and its owner starts another.
 """
 
+import fcntl
 import resource
 import signal
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
+from vllm_lite.client.media.decoding import BIG_PIXELS, header_of
+from vllm_lite.client.media.grids import GridSettings, ImageGrid, grid_of
 from vllm_lite.client.media.patches import ImagePatches, PatchSettings, patches_of
+from vllm_lite.client.media.rows import RowSettings, rows_of
 from vllm_lite.client.media.tiles import ImageTiles, TileSettings, tiles_of
 from vllm_lite.errors import RequestError
 from vllm_lite.runtime.frames import frame, read_frame
@@ -23,29 +29,38 @@ MAX_MEMORY_BYTES = 2 * 1024**3
 """Address space of the process."""
 
 
-ProcessorSettings = TileSettings | PatchSettings
-Made = ImageTiles | ImagePatches
+ProcessorSettings = TileSettings | PatchSettings | RowSettings | GridSettings
+Made = ImageTiles | ImagePatches | ImageGrid
 """An image as a processor makes it."""
 
 
+_MAKERS: dict[type, Callable[[bytes, Any], Made]] = {
+    TileSettings: tiles_of,
+    PatchSettings: patches_of,
+    RowSettings: rows_of,
+    GridSettings: grid_of,
+}
+
+
 class ImageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`fd` is the open end of the socket."""
+    """`fd` is the open end of the socket; `lock_fd` a file that all processes of a pool share, for its lock."""
 
     fd: int
-    processor: ProcessorSettings
+    lock_fd: int
 
 
 class ImageJob(msgspec.Struct, frozen=True):
-    """An image, as a file."""
+    """An image, as a file, and how it is made."""
 
     data: bytes
+    processor: ProcessorSettings
 
 
 class ImageRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = ImageTiles | ImagePatches | ImageRefused
+Answer = ImageTiles | ImagePatches | ImageGrid | ImageRefused
 
 
 def main(settings: ImageSettings, stop: Wakeup) -> int:
@@ -56,19 +71,31 @@ def main(settings: ImageSettings, stop: Wakeup) -> int:
     with socket.socket(fileno=settings.fd) as wire:
         while data := read_frame(wire):
             signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-            wire.sendall(frame(answer(bytes(msgspec.msgpack.decode(data, type=ImageJob).data), settings.processor)))
+            job = msgspec.msgpack.decode(data, type=ImageJob)
+            wire.sendall(frame(_answer_in_turn(bytes(job.data), job.processor, settings.lock_fd)))
             signal.setitimer(signal.ITIMER_PROF, 0)
     return 0
 
 
-def num_bytes(made: Made) -> int:
-    return sum(map(len, made.tiles)) if isinstance(made, ImageTiles) else len(made.colors)
+def _answer_in_turn(data: bytes, settings: ProcessorSettings, lock_fd: int) -> Answer:
+    """As `answer`, but while no other process decodes a big image, if this is one."""
+    try:
+        is_big = header_of(data).counted > BIG_PIXELS
+    except RequestError as error:
+        return ImageRefused(str(error))
+    if not is_big:
+        return answer(data, settings)
+    fcntl.lockf(lock_fd, fcntl.LOCK_EX)  # which ends with the process, however that ends
+    try:
+        return answer(data, settings)
+    finally:
+        fcntl.lockf(lock_fd, fcntl.LOCK_UN)
 
 
 def answer(data: bytes, settings: ProcessorSettings) -> Answer:
     """The image, or the sentence that says why there is none."""
     try:
-        return tiles_of(data, settings) if isinstance(settings, TileSettings) else patches_of(data, settings)
+        return _MAKERS[type(settings)](data, settings)
     except RequestError as error:
         return ImageRefused(str(error))
     except MemoryError:

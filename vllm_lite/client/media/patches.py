@@ -8,8 +8,8 @@ import math
 import msgspec
 from PIL import Image
 
+from vllm_lite.client.media.decoding import opened
 from vllm_lite.client.media.sources import MAX_PIXELS
-from vllm_lite.client.media.tiles import opened
 from vllm_lite.errors import RequestError
 
 MAX_RATIO = 200
@@ -32,6 +32,10 @@ class ImagePatches(msgspec.Struct, frozen=True, tag=True):
     height: int
     width: int
     colors: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.colors)
 
 
 def patches_of(data: bytes, settings: PatchSettings) -> ImagePatches:

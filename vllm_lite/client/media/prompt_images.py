@@ -1,16 +1,16 @@
 """Images in the text of a prompt: each placeholder becomes what the family writes for it, with the media in that."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_lite.checkpoint.layer_specs.vision import read_vision
 from vllm_lite.checkpoint.typed_json import read_json
 from vllm_lite.client.media.image_pool import ImagePool
-from vllm_lite.client.media.sources import MAX_IMAGES, ImageLimits
+from vllm_lite.client.media.sources import MAX_IMAGES, GivenImage, ImageLimits
 from vllm_lite.client.media.writers import ImageWriter, writer_for
 from vllm_lite.client.spans import ShownMedia, Span, Text
-from vllm_lite.errors import RequestError
+from vllm_lite.errors import ConfigError, RequestError
 
 Encode = Callable[[str], list[int]]
 """The token ids of a prompt's text."""
@@ -32,9 +32,12 @@ class PromptImages:
         self.pool = ImagePool(writer.settings)
 
     @classmethod
-    def load(cls, folder: str | Path, limits: ImageLimits | None = None) -> "PromptImages | None":
-        """For the model in `folder`; None if it sees no images here. Raises ModelError for a processor that does what
-        is not done here."""
+    def load(
+        cls, folder: str | Path, limits: ImageLimits | None = None, changes: Mapping[str, Any] | None = None
+    ) -> "PromptImages | None":
+        """For the model in `folder`; None if it sees no images here. `changes` of the processor's settings are as in
+        `mm_processor_kwargs`. Raises ModelError for a processor that does what is not done here, and ConfigError for
+        changes that it does not take."""
         path = Path(folder)
         if not (path / "config.json").is_file():
             return None
@@ -42,26 +45,41 @@ class PromptImages:
         names = raw.get("architectures")
         vision = read_vision(str(names[0]), raw, path) if isinstance(names, list) and names else None
         limits = limits or ImageLimits()
-        return None if vision is None else cls(writer_for(vision, path, limits.pixels), limits.images)
+        if vision is None:
+            return None
+        writer = writer_for(vision, path, limits.pixels)
+        try:
+            writer.settings = writer.changed(changes or {})
+        except RequestError as error:
+            raise ConfigError(str(error)) from error
+        return cls(writer, limits.images)
 
-    def pictured(self, text: str, files: Sequence[bytes], encode: Encode) -> Pictured:
-        """Make the prompt of `text`, which has a placeholder for each of the images in `files`. Raises RequestError."""
+    def pictured(
+        self,
+        text: str,
+        images: Sequence[GivenImage],
+        encode: Encode,
+        changes: Mapping[str, Any] | None = None,
+    ) -> Pictured:
+        """Make the prompt of `text`, which has a placeholder for each of the images; `changes` of the processor's
+        settings are the request's `mm_processor_kwargs`. Raises RequestError."""
         writer, placeholder = self._writer, self._writer.placeholder
         pieces = text.split(placeholder)
-        if len(files) > self._max_images:
-            raise RequestError(f"a prompt may have at most {self._max_images} images, got {len(files)}")
-        if len(pieces) - 1 != len(files):
+        if len(images) > self._max_images:
+            raise RequestError(f"a prompt may have at most {self._max_images} images, got {len(images)}")
+        if len(pieces) - 1 != len(images):
             raise RequestError(
-                f"the prompt has {len(pieces) - 1} placeholders {placeholder!r} for {len(files)} images; the chat "
+                f"the prompt has {len(pieces) - 1} placeholders {placeholder!r} for {len(images)} images; the chat "
                 "template writes one for each image, and no text may contain it"
             )
-        made = [self.pool.made(file) for file in files]
+        settings = writer.changed(changes) if changes else None
+        made = [self.pool.made(image, settings) for image in images]
         written = [part for piece, image in zip(pieces, made, strict=False) for part in (piece, writer.text(image))]
         token_ids = encode("".join([*written, pieces[-1]]))
         return Pictured(token_ids, self._placed(token_ids, [each for image in made for each in writer.media(image)]))
 
     def _placed(self, token_ids: list[int], media: Sequence[ShownMedia]) -> list[Span]:
-        """Each run of placeholder tokens becomes the next medium."""
+        """Each medium takes its tokens from the next placeholder on."""
         spans, placeholder, start = list[Span](), self._writer.vision.token_id, 0
         for shown in media:
             num_tokens = shown.media.num_tokens
@@ -69,11 +87,12 @@ class PromptImages:
                 place = token_ids.index(placeholder, start)
             except ValueError:
                 place = len(token_ids)
-            if token_ids[place : place + num_tokens] != [placeholder] * num_tokens:
+            own = token_ids[place : place + num_tokens]
+            if [token == placeholder for token in own] != self._writer.pattern(shown.media):
                 raise RequestError(
                     f"the tokenizer does not write {self._writer.placeholder!r} as token {placeholder}, as config.json "
                     "says"
                 )
-            spans += [Text(token_ids[start:place]), shown]
+            spans += [Text(token_ids[start:place]), shown._replace(token_ids=own)]
             start = place + num_tokens
         return [*spans, Text(token_ids[start:])]

@@ -12,8 +12,9 @@ from vllm_lite.errors import RequestError
 MAX_FILE_BYTES = 32 * 1024 * 1024
 MAX_IMAGES = 64
 """Images of one prompt."""
-MAX_PIXELS = 64 * 1024 * 1024
-"""Pixels of an image that is decoded at all, by its header."""
+MAX_PIXELS = 25_000_000
+"""Pixels of an image that is decoded at all, by its header: photos of 24 million, and of 12 that lie on their side, for
+which memory is needed twice. All decoders of a server together take less than 200 MB then."""
 
 
 class ImageLimits(NamedTuple):
@@ -21,6 +22,18 @@ class ImageLimits(NamedTuple):
 
     images: int = MAX_IMAGES
     pixels: int = MAX_PIXELS
+
+
+MAX_UUID_CHARS = 256
+
+
+class GivenImage(NamedTuple):
+    """An image of a prompt: its file, and the `uuid` that the user calls it by, which only one `owner` knows. Without a
+    file it is the image that was called so before."""
+
+    data: bytes | None
+    uuid: str = ""
+    owner: str = ""
 
 
 Fetch = Callable[[str, str], bytes]
@@ -62,6 +75,23 @@ def _decoded(text: str, where: str) -> bytes:
         raise RequestError(f"{where} has an image that is not valid base64") from None
 
 
+def uuid_of(given: Any, where: str) -> str:
+    """The name that a user gives an image; "" for none. Raises RequestError."""
+    if given is None or given == "":
+        return ""
+    if not isinstance(given, str) or len(given) > MAX_UUID_CHARS:
+        raise RequestError(f"{where} has a uuid that is no text of at most {MAX_UUID_CHARS} characters")
+    return given
+
+
+def image_of_part(part: Mapping[str, Any], where: str, fetch: Fetch | None = None, owner: str = "") -> GivenImage:
+    """The image of a part that came over the wire, or by its uuid alone one that came before. Raises RequestError."""
+    uuid = uuid_of(part.get("uuid"), where)
+    if uuid and part.get("source") is None and url_of_part(part) in (None, ""):
+        return GivenImage(None, uuid, owner)
+    return GivenImage(file_of_part(part, where, fetch), uuid, owner)
+
+
 def file_of_part(part: Mapping[str, Any], where: str, fetch: Fetch | None = None) -> bytes:
     """The file of a part that came over the wire: `image_url`, also as an object with a `url`, or a `source` with
     base64 `data`. Raises RequestError."""
@@ -71,11 +101,13 @@ def file_of_part(part: Mapping[str, Any], where: str, fetch: Fetch | None = None
     return file_of_url(url_of_part(part), where, fetch)
 
 
-def file_of_any(part: Mapping[str, Any], where: str, fetch: Fetch | None = None) -> bytes:
-    """The file of a part of a chat in Python: as it would come over the wire, or with the image itself in the field
+def image_of_any(part: Mapping[str, Any], where: str, fetch: Fetch | None = None) -> GivenImage:
+    """The image of a part of a chat in Python: as it would come over the wire, or with the image itself in the field
     `image` or `image_pil`. Raises RequestError."""
     given = next((part[name] for name in ("image", "image_pil") if part.get(name) is not None), None)
-    return file_of_part(part, where, fetch) if given is None else file_of(given, where)
+    if given is None:
+        return image_of_part(part, where, fetch)
+    return GivenImage(file_of(given, where), uuid_of(part.get("uuid"), where))
 
 
 def file_of(image: Any, where: str) -> bytes:

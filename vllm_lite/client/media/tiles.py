@@ -1,27 +1,19 @@
 """ImageTiles of an image, pixel by pixel as the processors of Idefics 3 and SmolVLM make them. Pillow alone is needed.
 
-Only a child process runs this (image_process.py): decoding a stranger's file may take any time and memory, or crash.
+Only a child process runs this (image_process.py).
 """
 
 import math
 from collections.abc import Iterator
-from io import BytesIO
 
 import msgspec
-from PIL import Image, ImageOps
+from PIL import Image
 
+from vllm_lite.client.media.decoding import opened
 from vllm_lite.client.media.sources import MAX_PIXELS
-from vllm_lite.errors import RequestError
 
 MAX_EDGE = 4096
 """No edge of a resized image is longer."""
-SIGNATURES = {
-    "PNG": (b"\x89PNG\r\n\x1a\n",),
-    "JPEG": (b"\xff\xd8\xff",),
-    "GIF": (b"GIF87a", b"GIF89a"),
-    "WEBP": (b"RIFF",),
-}
-"""Formats that are decoded, and how their files begin. Decoders of others, of which some had holes, are never asked."""
 
 
 class TileSettings(msgspec.Struct, frozen=True, tag=True):
@@ -42,38 +34,14 @@ class ImageTiles(msgspec.Struct, frozen=True, tag=True):
     cols: int
     tiles: list[bytes]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.tiles))
+
 
 def tiles_of(data: bytes, settings: TileSettings) -> ImageTiles:
     """Raises RequestError for what is no image, or too large a one."""
     return cut(opened(data, settings.max_pixels), settings)
-
-
-def opened(data: bytes, max_pixels: int) -> Image.Image:
-    """The image in a file, in RGB and upright. Its size is looked at before its pixels are decoded."""
-    kind = next((kind for kind, starts in SIGNATURES.items() if data.startswith(starts)), None)
-    if kind is None or (kind == "WEBP" and data[8:12] != b"WEBP"):
-        raise RequestError(f"an image must be a {', '.join(SIGNATURES)} file; its first bytes are {data[:8].hex()}")
-    Image.MAX_IMAGE_PIXELS = None  # which would be judged by others' rules
-    try:
-        image = Image.open(BytesIO(data), formats=(kind,))
-        if (num_pixels := math.prod(image.size)) <= max_pixels:
-            image.load()
-            ImageOps.exif_transpose(image, in_place=True)  # a copy would take as much memory again
-            return _in_rgb(image)
-    except MemoryError:
-        raise RequestError(f"decoding the {kind} image takes too much memory") from None
-    except Exception:  # whatever a decoder makes of a stranger's bytes; what it says of them is not shown
-        raise RequestError(f"the {kind} image is damaged or cut off") from None
-    raise RequestError(f"the image has {num_pixels} pixels; at most {max_pixels} are decoded")
-
-
-def _in_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB; where it is transparent it becomes white."""
-    if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image if image.mode == "RGB" else image.convert("RGB")
-    image = image.convert("RGBA")
-    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, image).convert("RGB")
 
 
 def cut(image: Image.Image, settings: TileSettings) -> ImageTiles:

@@ -2,22 +2,35 @@
 the media among its tokens."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from vllm_lite.checkpoint.layer_specs.vision import PREPROCESSOR_FILE, QwenVisionSpec, SiglipSpec, VisionSpec
+from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec, Resolution, checked_pinpoints
+from vllm_lite.checkpoint.layer_specs.pixtral import PixtralVisionSpec
+from vllm_lite.checkpoint.layer_specs.vision import (
+    PROCESSOR_FILE,
+    QwenVisionSpec,
+    SiglipSpec,
+    VisionSpec,
+    read_processor,
+)
 from vllm_lite.checkpoint.typed_json import Size, convert, read_json
+from vllm_lite.client.media.changes import NoChanges, PatchChanges, RowChanges, TileChanges, read_changes
+from vllm_lite.client.media.grids import GridSettings, ImageGrid
+from vllm_lite.client.media.image_process import ProcessorSettings
 from vllm_lite.client.media.patches import ImagePatches, PatchSettings
+from vllm_lite.client.media.rows import RowSettings
 from vllm_lite.client.media.tiles import ImageTiles, TileSettings
 from vllm_lite.client.spans import ShownMedia
 from vllm_lite.errors import ModelError
 from vllm_lite.protocol.spans import Media
 
-PROCESSOR_FILE = "processor_config.json"
+ROW_TOKENS = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
+"""A part of an image, the end of a row, and the end of the last one."""
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 V = TypeVar("V", bound=VisionSpec)
@@ -28,7 +41,7 @@ class ImageWriter(ABC, Generic[V, I]):
     """For one model; `I` is what the child processes make of an image."""
 
     placeholder: str
-    settings: TileSettings | PatchSettings
+    settings: ProcessorSettings
 
     def __init__(self, vision: V, folder: Path, max_pixels: int) -> None:
         """Raises ModelError for a processor that does what is not done here."""
@@ -36,7 +49,7 @@ class ImageWriter(ABC, Generic[V, I]):
         self.settings = self.read_settings(folder, max_pixels)
 
     @abstractmethod
-    def read_settings(self, folder: Path, max_pixels: int) -> TileSettings | PatchSettings:
+    def read_settings(self, folder: Path, max_pixels: int) -> ProcessorSettings:
         """The settings of the model's processor."""
 
     @abstractmethod
@@ -47,6 +60,16 @@ class ImageWriter(ABC, Generic[V, I]):
     def media(self, image: I) -> Iterator[ShownMedia]:
         """The media of an image, in the order of their placeholders."""
 
+    def pattern(self, medium: Media) -> list[bool]:
+        """Whether each token of a medium is the placeholder."""
+        return [True] * medium.num_tokens
+
+    def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:
+        """The settings with the changes of `mm_processor_kwargs`. Raises RequestError for a name that this processor
+        does not know, or a value that it does not take."""
+        read_changes(given, NoChanges, self.settings.max_pixels)
+        return self.settings
+
 
 class TileWriter(ImageWriter[SiglipSpec, ImageTiles]):
     """Idefics 3 and SmolVLM: tiles row by row, then the whole image, each a medium."""
@@ -54,13 +77,16 @@ class TileWriter(ImageWriter[SiglipSpec, ImageTiles]):
     placeholder = "<image>"
 
     def read_settings(self, folder: Path, max_pixels: int) -> TileSettings:
-        own, size = _processor(folder, _Tiles), self.vision.image_size
+        own, size = read_processor(folder, _Tiles), self.vision.image_size
         if own.max_image_size.longest_edge != size or not own.do_resize:
             raise ModelError(
                 f"{folder}: images are resized to tiles of image_size {size}; max_image_size "
                 f"{own.max_image_size.longest_edge} with do_resize {own.do_resize} is not supported"
             )
         return TileSettings(size, own.size.longest_edge, own.resample, own.do_image_splitting, max_pixels)
+
+    def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:
+        return read_changes(given, TileChanges, self.settings.max_pixels).of(self.settings)
 
     def text(self, image: ImageTiles) -> str:
         vectors = self.placeholder * self.vision.num_tokens
@@ -81,7 +107,7 @@ class PatchWriter(ImageWriter[QwenVisionSpec, ImagePatches]):
     placeholder = "<|image_pad|>"
 
     def read_settings(self, folder: Path, max_pixels: int) -> PatchSettings:
-        own, vision = _processor(folder, _Patches), self.vision
+        own, vision = read_processor(folder, _Patches), self.vision
         sizes = own.patch_size, own.merge_size, own.temporal_patch_size
         if sizes != (vision.patch_size, vision.merge, vision.frames) or not own.do_resize:
             raise ModelError(
@@ -90,6 +116,9 @@ class PatchWriter(ImageWriter[QwenVisionSpec, ImagePatches]):
             )
         least, most = own.min_pixels or own.size.shortest_edge, own.max_pixels or own.size.longest_edge
         return PatchSettings(vision.patch_size * vision.merge, least, most, own.resample, max_pixels)
+
+    def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:
+        return read_changes(given, PatchChanges, self.settings.max_pixels).of(self.settings)
 
     def text(self, image: ImagePatches) -> str:
         return self.placeholder * self._num_tokens(image)
@@ -103,12 +132,85 @@ class PatchWriter(ImageWriter[QwenVisionSpec, ImagePatches]):
         return image.height * image.width // (self.vision.patch_size * self.vision.merge) ** 2
 
 
+class RowWriter(ImageWriter[PixtralVisionSpec, ImagePatches]):
+    """Pixtral and Mistral 3: an image of any size is one medium, in rows; other tokens stand at the ends of these."""
+
+    placeholder = ROW_TOKENS[0]
+
+    def read_settings(self, folder: Path, max_pixels: int) -> RowSettings:
+        vision, own, raw = self.vision, read_processor(folder, _Rows), folder / PROCESSOR_FILE
+        outer = read_json(raw, lambda found: convert(found, _RowTokens)) if raw.is_file() else _RowTokens()
+        self._ends, self.placeholder = (outer.image_break_token, outer.image_end_token), outer.image_token
+        sizes = outer.patch_size or vision.patch_size, outer.spatial_merge_size or vision.merge
+        if sizes != (vision.patch_size, vision.merge) or not own.do_resize:
+            raise ModelError(
+                f"{folder}: the processor's patch_size and spatial_merge_size {sizes} with do_resize {own.do_resize} "
+                f"must be the tower's {(vision.patch_size, vision.merge)}"
+            )
+        height, width = own.size.sides
+        return RowSettings(vision.patch_size * vision.merge, height, width, own.resample, max_pixels)
+
+    def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:
+        return read_changes(given, RowChanges, self.settings.max_pixels).of(self.settings)
+
+    def text(self, image: ImagePatches) -> str:
+        _, rows, cols = self._grid(image)
+        row = self.placeholder * cols
+        return self._ends[0].join([row] * rows) + self._ends[1]
+
+    def media(self, image: ImagePatches) -> Iterator[ShownMedia]:
+        grid = self._grid(image)
+        digest = blake2b(image.colors, digest_size=32, key=repr(grid).encode()).digest()
+        num_tokens = self.vision.num_tokens(*grid[1:])
+        yield ShownMedia(Media("image", digest, num_tokens, grid=grid), image.colors)
+
+    def pattern(self, medium: Media) -> list[bool]:
+        cols = medium.grid[2]
+        return [place % (cols + 1) < cols for place in range(medium.num_tokens)]
+
+    def _grid(self, image: ImagePatches) -> tuple[int, int, int]:
+        unit = self.vision.patch_size * self.vision.merge
+        return 1, image.height // unit, image.width // unit
+
+
+class GridWriter(ImageWriter[AnyresSpec, ImageGrid]):
+    """LLaVA, LLaVA-NeXT and LLaVA-OneVision: an image is one medium, whose grid is its own size in pixels."""
+
+    placeholder = "<image>"
+
+    def read_settings(self, folder: Path, max_pixels: int) -> GridSettings:
+        vision, own, edge = self.vision, read_processor(folder, _Squares), self.vision.image_size
+        edges = {_edges(own.size, edge), _edges(own.crop_size, edge) if own.do_center_crop else (edge, edge)}
+        if edges != {(edge, edge)} or not own.do_resize or (own.do_pad and not vision.pinpoints):
+            raise ModelError(
+                f"{folder}: the processor's sizes {sorted(edges)} with do_resize {own.do_resize} and do_pad "
+                f"{own.do_pad} must be the tower's image_size {edge} for both edges, with do_resize"
+            )
+        given = own.image_grid_pinpoints if vision.pinpoints else None
+        if given is not None and checked_pinpoints(given) != vision.pinpoints:
+            raise ModelError(f"{folder}: image_grid_pinpoints of the processor must be those of config.json")
+        return GridSettings(edge, vision.pinpoints, own.resample, max_pixels)
+
+    def text(self, image: ImageGrid) -> str:
+        return self.placeholder * self.vision.num_tokens(image.height, image.width)
+
+    def media(self, image: ImageGrid) -> Iterator[ShownMedia]:
+        grid = 1, image.height, image.width
+        digest = blake2b(image.colors, digest_size=32, key=repr(grid).encode()).digest()
+        num_tokens = self.vision.num_tokens(image.height, image.width)
+        yield ShownMedia(Media("image", digest, num_tokens, grid=grid), image.colors)
+
+
 def writer_for(vision: VisionSpec, folder: Path, max_pixels: int) -> ImageWriter[Any, Any]:
     """The writer of a model with this tower. Raises ModelError."""
     if isinstance(vision, SiglipSpec):
         return TileWriter(vision, folder, max_pixels)
     if isinstance(vision, QwenVisionSpec):
         return PatchWriter(vision, folder, max_pixels)
+    if isinstance(vision, PixtralVisionSpec):
+        return RowWriter(vision, folder, max_pixels)
+    if isinstance(vision, AnyresSpec):
+        return GridWriter(vision, folder, max_pixels)
     raise TypeError(f"no prompts are written for {type(vision).__name__}")
 
 
@@ -142,13 +244,48 @@ class _Patches(msgspec.Struct):
     do_resize: bool = True
 
 
-P = TypeVar("P", _Tiles, _Patches)
+class _Sides(msgspec.Struct):
+    longest_edge: Size | None = None
+    shortest_edge: Size | None = None
+    height: Size | None = None
+    width: Size | None = None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width."""
+        most = self.longest_edge or 1024
+        return (most, most) if self.longest_edge or not (self.height and self.width) else (self.height, self.width)
 
 
-def _processor(folder: Path, kind: type[P]) -> P:
-    """The settings of the processor, by one of the files in which they may stand."""
-    if (file := folder / PREPROCESSOR_FILE).is_file():
-        return read_json(file, lambda raw: convert(raw, kind))
-    if (file := folder / PROCESSOR_FILE).is_file():
-        return read_json(file, lambda raw: convert(raw.get("image_processor") or {}, kind))
-    return kind()
+def _edges(given: "_Sides | int | None", edge: int) -> tuple[int, int]:
+    """Height and width of a square, `edge` where nothing is said."""
+    if isinstance(given, int):
+        return given, given
+    own = given or _Sides()
+    return own.shortest_edge or own.height or edge, own.shortest_edge or own.width or edge
+
+
+class _Rows(msgspec.Struct):
+    size: _Sides = msgspec.field(default_factory=_Sides)
+    resample: int = 3
+    do_resize: bool = True
+
+
+class _RowTokens(msgspec.Struct):
+    """Settings of the processor as a whole."""
+
+    patch_size: Size | None = None
+    spatial_merge_size: Size | None = None
+    image_token: str = ROW_TOKENS[0]
+    image_break_token: str = ROW_TOKENS[1]
+    image_end_token: str = ROW_TOKENS[2]
+
+
+class _Squares(msgspec.Struct):
+    size: _Sides | Size | None = None
+    crop_size: _Sides | Size | None = None
+    image_grid_pinpoints: list[Resolution] | None = None
+    resample: int = 3
+    do_resize: bool = True
+    do_center_crop: bool | None = None
+    do_pad: bool | None = None

@@ -208,6 +208,11 @@ class Call:
         return sum(len(stream.prompt.token_ids) for stream in self._prompts)
 
     @property
+    def num_image_tokens(self) -> int:
+        """Tokens of the prompts that stand for images."""
+        return sum(medium.num_tokens for stream in self._prompts for medium in stream.prompt.media)
+
+    @property
     def num_cached_tokens(self) -> int:
         return sum(stream.num_cached_tokens or 0 for stream in self._prompts)
 

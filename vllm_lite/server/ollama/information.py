@@ -52,6 +52,7 @@ class OllamaModel:
             ("tools", prompts.shows_tools and served.formats.get("tool_call_format") is not None),
             ("thinking", served.formats.get("reasoning_format") is not None),
             ("insert", prompts.can_fill_in),
+            ("vision", prompts.takes_images),
         ]
         size_bytes = sum(each.st_size for each in stats)
         when = datetime.fromtimestamp(modified_s, UTC).isoformat().replace("+00:00", "Z")

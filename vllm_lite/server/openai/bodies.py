@@ -134,6 +134,7 @@ class Part(msgspec.Struct, frozen=True):
     thinking: str | list[dict[str, Any]] | None = None
     image_url: str | dict[str, Any] | None = None
     source: dict[str, Any] | None = None
+    uuid: str | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -201,6 +202,7 @@ class ChatFields(Body, frozen=True, kw_only=True):
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    mm_processor_kwargs: Variables | None = None
 
 
 class ChatBody(ChatFields, frozen=True, kw_only=True):
@@ -250,6 +252,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
+    mm_processor_kwargs: Variables | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None
 

@@ -105,7 +105,9 @@ class AnswerWriter:
 
     def _usage(self, cached: int | None) -> dict[str, Any]:
         prompt, shown = self._call.num_prompt_tokens, self._num_shown
-        details = None if cached is None else {"cached_tokens": cached}
+        details: dict[str, Any] | None = None if cached is None else {"cached_tokens": cached}
+        if details is not None and (of_images := self._call.num_image_tokens):
+            details["multimodal_tokens"] = {"image": of_images}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": shown,

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from vllm_lite.client.media.image_pool import NUM_PROCESSES
 from vllm_lite.client.media.prompt_images import Pictured, PromptImages
-from vllm_lite.client.media.sources import Fetch, file_of_part, is_of_web, url_of_part
+from vllm_lite.client.media.sources import Fetch, GivenImage, image_of_part, is_of_web, url_of_part
 from vllm_lite.client.prompt import (
     PromptLike,
     SpansPrompt,
@@ -31,6 +31,7 @@ from vllm_lite.client.text.templates.template_process import Render, Rendered
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server.http.auth import holder_of
 from vllm_lite.server.http.body import memory_of
 from vllm_lite.server.http.disconnect import Threads
 from vllm_lite.server.http.long_work import through
@@ -194,28 +195,38 @@ class PromptRenderer:
         if parts:
             special = bool(body.add_special_tokens)
             pictured = await self._with_images(
-                parts, made.text, lambda text, check: self._encoded(text, special, params, check), request
+                parts,
+                made.text,
+                lambda text, check: self._encoded(text, special, params, check),
+                request,
+                body.mm_processor_kwargs,
             )
             return ChatPrompt(pictured.token_ids, made.left_out, pictured.spans)
         ids = await self.of_text(made.text, bool(body.add_special_tokens), params, request, "messages")
         return ChatPrompt(ids, made.left_out)
 
     async def _with_images(
-        self, parts: Sequence[ImagePart], text: str, encode: Callable[[str, Check], list[int]], request: Request
+        self,
+        parts: Sequence[ImagePart],
+        text: str,
+        encode: Callable[[str, Check], list[int]],
+        request: Request,
+        changes: Mapping[str, Any] | None,
     ) -> Pictured:
         """The prompt of a chat with images, which child processes cut while other requests go on."""
+        owner = holder_of(request)
 
-        def read(check: Check) -> list[bytes]:
+        def read(check: Check) -> list[GivenImage]:
             files = []
             for part, where in parts:
                 check()
-                files.append(file_of_part(part, where, self._fetch))
+                files.append(image_of_part(part, where, self._fetch, owner))
             return files
 
         def work(check: Check) -> Pictured:
             if self._images is None:
                 raise RequestError("this model takes no images")
-            return self._images.pictured(text, files or read(check), lambda text: encode(text, check))
+            return self._images.pictured(text, files or read(check), lambda text: encode(text, check), changes)
 
         try:
             is_fetched = self._fetch is not None and any(is_of_web(url_of_part(part)) for part, _ in parts)

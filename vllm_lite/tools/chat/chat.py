@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any, Protocol
 
 from vllm_lite.errors import ConfigError, RemoteError, VllmLiteError
-from vllm_lite.tools.chat.conversation import Conversation
+from vllm_lite.tools.chat.conversation import Conversation, Question, words_of
 from vllm_lite.tools.chat.remote_server import AnswerPiece, Pieces
 
 END_OF_MESSAGE = "."
@@ -23,6 +23,7 @@ COMMANDS = {
     ),
     "retry": ("", "ask the last question again, for another answer"),
     "undo": ("", "forget the last question and its answer"),
+    "image": ("FILE", "the next question shows this image; several show several"),
     "multiline": ("", f"the next message has many lines and ends with one that is just {END_OF_MESSAGE!r}"),
     "stats": ("", "tokens and times of the last answer (also /tokens)"),
     "save": ("FILE", "write the conversation into a file"),
@@ -39,7 +40,7 @@ _ENDS = {
 class ChatAnswers(Protocol):
     """A server, or its fake."""
 
-    def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Pieces:
+    def chat(self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]) -> Pieces:
         """Closing the iterator aborts the answer."""
 
 
@@ -235,6 +236,10 @@ class Chat:
         question = self.conversation.undo()
         self._screen.note("nothing was asked yet" if question is None else f"forgotten: {_short(question)}")
 
+    def _image(self, text: str) -> None:
+        count = self.conversation.take_image(_path(text, "image"))
+        self._screen.note(f"the next question shows {count} image{'s' * (count > 1)}")
+
     def _multiline(self, _: str) -> None:
         self._lines = []
 
@@ -264,8 +269,8 @@ def _path(text: str, command: str) -> str:
     return os.path.expanduser(words[0])
 
 
-def _short(text: str) -> str:
-    line = " ".join(text.split())
+def _short(question: Question) -> str:
+    line = " ".join(words_of(question).split())
     return line if len(line) <= 60 else f"{line[:57]}..."
 
 

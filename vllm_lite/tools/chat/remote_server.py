@@ -130,7 +130,7 @@ class RemoteServer:
                 self.defaults = MILD
         return self.defaults
 
-    def chat(self, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Pieces:
+    def chat(self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]) -> Pieces:
         """Stream the answer to `messages`. Closing the iterator aborts it on the server."""
         return self._stream("/v1/chat/completions", {"messages": list(messages), **sampling})
 

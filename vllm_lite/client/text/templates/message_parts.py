@@ -79,7 +79,8 @@ def read_parts(parts: Iterable[Any], where: str, take_image: TakeImage | None = 
         elif kind in UNREADABLE:
             continue
         else:
-            raise RequestError(f"{where} holds {(kind or type(part).__name__)[:60]!r}; only text is supported")
+            known = "only text is" if take_image is None else "only text and images are"
+            raise RequestError(f"{where} holds {(kind or type(part).__name__)[:60]!r}; {known} supported")
         all_parts.append({"type": "text", "text": texts[-1]})
     return Content(texts or "", "\n".join(thoughts), all_parts if has_images else None)
 

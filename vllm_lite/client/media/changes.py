@@ -1,0 +1,132 @@
+"""Changes of a processor's settings that a request or an operator may ask for: vLLM's `mm_processor_kwargs`.
+
+Only sizes that the processor of the model knows are taken, none of them larger than the largest image that is decoded.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.client.media.image_process import ProcessorSettings
+from vllm_lite.client.media.patches import PatchSettings
+from vllm_lite.client.media.rows import RowSettings
+from vllm_lite.client.media.tiles import MAX_EDGE, TileSettings
+from vllm_lite.errors import RequestError
+
+Pixels = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+class SizeChanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By the names of transformers."""
+
+    @property
+    def pixels(self) -> int:
+        """The most pixels that an image would be resized to."""
+        return 0
+
+    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
+        """The settings with these changes. Raises RequestError for numbers that cannot be."""
+        return settings
+
+
+class NoChanges(SizeChanges, frozen=True):
+    """A processor whose sizes are the model's takes none."""
+
+
+class _Longest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    longest_edge: Pixels
+
+
+class TileChanges(SizeChanges, frozen=True):
+    """Idefics 3's and SmolVLM's processor takes these."""
+
+    size: _Longest | None = None
+    do_image_splitting: bool | None = None
+
+    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
+        if not isinstance(settings, TileSettings):
+            raise TypeError(f"{type(settings).__name__} has no tiles")
+        longest = settings.longest_edge if self.size is None else self.size.longest_edge
+        if longest > MAX_EDGE:
+            raise RequestError(f"mm_processor_kwargs: size.longest_edge is at most {MAX_EDGE}, got {longest}")
+        splits = settings.splits if self.do_image_splitting is None else self.do_image_splitting
+        return msgspec.structs.replace(settings, longest_edge=longest, splits=splits)
+
+
+class _Edges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Numbers of pixels, whatever their names."""
+
+    shortest_edge: Pixels | None = None
+    longest_edge: Pixels | None = None
+
+
+class PatchChanges(SizeChanges, frozen=True):
+    """Qwen's processors take these."""
+
+    size: _Edges = _Edges()
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
+
+    @property
+    def pixels(self) -> int:
+        return max(
+            self.size.longest_edge or 0, self.max_pixels or 0, self.size.shortest_edge or 0, self.min_pixels or 0
+        )
+
+    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
+        if not isinstance(settings, PatchSettings):
+            raise TypeError(f"{type(settings).__name__} has no patches")
+        least = self.min_pixels or self.size.shortest_edge or settings.least
+        most = self.max_pixels or self.size.longest_edge or settings.most
+        if not least <= most or most < settings.unit**2:
+            raise RequestError(
+                f"mm_processor_kwargs: min_pixels {least} and max_pixels {most} must ascend, and one token takes "
+                f"{settings.unit**2} pixels"
+            )
+        return msgspec.structs.replace(settings, least=least, most=most)
+
+
+class _Sides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    longest_edge: Pixels | None = None
+    height: Pixels | None = None
+    width: Pixels | None = None
+
+
+class RowChanges(SizeChanges, frozen=True):
+    """Pixtral's processor takes these."""
+
+    size: _Sides = _Sides()
+
+    @property
+    def pixels(self) -> int:
+        return (self.size.height or 0) * (self.size.width or 0) or (self.size.longest_edge or 0) ** 2
+
+    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
+        if not isinstance(settings, RowSettings):
+            raise TypeError(f"{type(settings).__name__} has no rows")
+        own = self.size
+        if own.longest_edge:
+            return msgspec.structs.replace(settings, height=own.longest_edge, width=own.longest_edge)
+        return msgspec.structs.replace(
+            settings, height=own.height or settings.height, width=own.width or settings.width
+        )
+
+
+C = TypeVar("C", bound=SizeChanges)
+
+
+def read_changes(given: Mapping[str, Any], kind: type[C], max_pixels: int) -> C:
+    """Check what was given against what a processor knows. Raises RequestError."""
+    known = kind.__struct_fields__
+    if unknown := sorted(str(name) for name in given if name not in known):
+        takes = f"takes {', '.join(known)}" if known else "takes none: its sizes are the model's"
+        raise RequestError(f"mm_processor_kwargs has {', '.join(unknown)[:200]}; the processor of this model {takes}")
+    try:
+        changes = msgspec.convert(dict(given), kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"mm_processor_kwargs: {str(error)[:200]}") from None
+    if changes.pixels > max_pixels:
+        raise RequestError(f"mm_processor_kwargs asks for {changes.pixels} pixels; at most {max_pixels} are taken")
+    return changes

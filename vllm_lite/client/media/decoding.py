@@ -1,0 +1,102 @@
+"""Files of images as pixels in RGB and upright. Only a child process runs this (image_process.py): decoding a
+stranger's file may take any time and memory, or crash.
+
+Its memory is known before: Pillow keeps four bytes a pixel, and as many again while an image is turned or converted;
+the decoder of WEBP keeps three more copies. Images that take much of it are decoded one at a time.
+"""
+
+import math
+from io import BytesIO
+from typing import NamedTuple
+
+from PIL import Image, ImageOps
+
+from vllm_lite.errors import RequestError
+
+SIGNATURES = {
+    "PNG": (b"\x89PNG\r\n\x1a\n",),
+    "JPEG": (b"\xff\xd8\xff",),
+    "GIF": (b"GIF87a", b"GIF89a"),
+    "WEBP": (b"RIFF",),
+}
+"""Formats that are decoded, and how their files begin. Decoders of others, of which some had holes, are never asked."""
+ORIENTATION = 0x0112
+"""The EXIF tag of how a photo has to be turned; 1: not at all."""
+BIG_PIXELS = 8_000_000
+"""One image with more, as they are counted, is decoded at a time."""
+BAND_PIXELS = 100_000
+"""Pixels of a band, in which transparency becomes white."""
+
+
+class FileHeader(NamedTuple):
+    """An image before its pixels are decoded."""
+
+    kind: str
+    image: Image.Image
+    times: int
+    """How often its pixels count: once for every four bytes of each, or five."""
+
+    @property
+    def num_pixels(self) -> int:
+        return math.prod(self.image.size)
+
+    @property
+    def counted(self) -> int:
+        """Its pixels by the memory that they take."""
+        return self.num_pixels * self.times
+
+
+def header_of(data: bytes) -> FileHeader:
+    """Read the header. Raises RequestError."""
+    kind = next((kind for kind, starts in SIGNATURES.items() if data.startswith(starts)), None)
+    if kind is None or (kind == "WEBP" and data[8:12] != b"WEBP"):
+        raise RequestError(f"an image must be a {', '.join(SIGNATURES)} file; its first bytes are {data[:8].hex()}")
+    Image.MAX_IMAGE_PIXELS = None  # which would be judged by others' rules
+    try:
+        image = Image.open(BytesIO(data), formats=(kind,))
+        is_plain = image.mode in ("RGB", "L", "P", "1") and image.info.get("transparency") is None
+        is_plain = is_plain and not _may_be_turned(kind, image, data)
+        return FileHeader(kind, image, 4 if kind == "WEBP" else 1 if is_plain else 2)
+    except MemoryError:
+        raise RequestError(f"decoding the {kind} image takes too much memory") from None
+    except Exception:  # whatever a decoder makes of a stranger's bytes; what it says of them is not shown
+        raise RequestError(f"the {kind} image is damaged or cut off") from None
+
+
+def _may_be_turned(kind: str, image: Image.Image, data: bytes) -> bool:
+    """Whether it has to be turned, as far as the header says. Pillow would decode a PNG to look for what stands behind
+    its pixels."""
+    if kind == "PNG" and "exif" not in image.info:
+        return b"eXIf" in data or b"iTXt" in data
+    return bool(image.getexif().get(ORIENTATION, 1) != 1)
+
+
+def opened(data: bytes, max_pixels: int) -> Image.Image:
+    """The image in a file, in RGB and upright. Its size is looked at before its pixels are decoded. Raises
+    RequestError."""
+    header = header_of(data)
+    if header.counted > max_pixels:
+        several = f", of which each counts {header.times} times for the memory that it takes" * (header.times > 1)
+        raise RequestError(f"the image has {header.num_pixels} pixels{several}; at most {max_pixels} are decoded")
+    kind, image = header.kind, header.image
+    try:
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)  # a copy would take as much memory again
+        return _in_rgb(image)
+    except MemoryError:
+        raise RequestError(f"decoding the {kind} image takes too much memory") from None
+    except Exception:  # as above
+        raise RequestError(f"the {kind} image is damaged or cut off") from None
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    """The image in RGB; where it is transparent it becomes white, band by band."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    width, height = image.size
+    made, rows = Image.new("RGB", image.size), max(1, BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        band = image.crop((0, top, width, min(top + rows, height))).convert("RGBA")
+        white = Image.new("RGBA", band.size, (255, 255, 255, 255))
+        made.paste(Image.alpha_composite(white, band).convert("RGB"), (0, top))
+    return made
