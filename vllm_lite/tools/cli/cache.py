@@ -12,6 +12,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.kv_disk.directory import check_directory
 from vllm_lite.kv_disk.format import PAGE, Damaged, Foreign, RunHeader, read_header
 from vllm_lite.kv_disk.usage import ABOUT, DRAFT_PREFIX, held_files
+from vllm_lite.tools.sizes import size_text
 
 MAX_ABOUT = 200
 
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for model in models:
             shutil.rmtree(folder / model.name)
-            print(f"removed {model.name}: {model.num_files} files, {_size(model.num_bytes)}")
+            print(f"removed {model.name}: {model.num_files} files, {size_text(model.num_bytes)}")
     return 0
 
 
@@ -72,18 +73,18 @@ def _table(models: list[ModelKV]) -> Iterator[str]:
     yield f"{'NAME':32}  {'FILES':>7}  {'SIZE':>10}  {'LAST USED':16}  MODEL"
     for model in models:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.used_s)) if model.used_s else "never"
-        yield f"{model.name:32}  {model.num_files:7}  {_size(model.num_bytes):>10}  {used:16}  {model.about}"
+        yield f"{model.name:32}  {model.num_files:7}  {size_text(model.num_bytes):>10}  {used:16}  {model.about}"
 
 
 def _shown(folder: Path, model: ModelKV) -> Iterator[str]:
-    yield f"{model.name}: {model.about}, {model.num_files} files, {_size(model.num_bytes)}"
+    yield f"{model.name}: {model.about}, {model.num_files} files, {size_text(model.num_bytes)}"
     for rank in sorted(path for path in (folder / model.name).iterdir() if path.is_dir()):
         headers, num_bad = _headers(rank)
         number, _, world = rank.name.partition("-")
         sizes = {header.item_bytes: 0 for header in headers}
         for header in headers:
             sizes[header.item_bytes] += len(header.keys)
-        held = ", ".join(f"{count} of {_size(item_bytes)}" for item_bytes, count in sorted(sizes.items()))
+        held = ", ".join(f"{count} of {size_text(item_bytes)}" for item_bytes, count in sorted(sizes.items()))
         bad = f"; {num_bad} files cannot be read" if num_bad else ""
         yield f"  rank {number} of {world}: {held or 'no'} blocks or states{bad}"
 
@@ -102,10 +103,3 @@ def _headers(rank: Path) -> tuple[list[RunHeader], int]:
         except (OSError, Foreign, Damaged):
             num_bad += 1
     return headers, num_bad
-
-
-def _size(num_bytes: int) -> str:
-    for unit, count in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= count:
-            return f"{num_bytes / count:.1f} {unit}"
-    return f"{num_bytes / 1024:.1f} KiB"
