@@ -20,6 +20,7 @@ from vllm_lite.runtime import vllm_variables
 from vllm_lite.runtime.settings import Settings
 from vllm_lite.runtime.vllm_settings import REFUSED, WITHOUT_EFFECT, Flags, answer, known
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.router.config import RouterConfig
 from vllm_lite.tools.cli import Parser, main, serve, with_dashes
 
 VARIABLES_OF_VLLM = Path(__file__).parents[1] / "fixtures" / "vllm_variables.txt"
@@ -28,6 +29,7 @@ VARIABLES_OF_VLLM = Path(__file__).parents[1] / "fixtures" / "vllm_variables.txt
 NOT_SETTINGS = {"--help", "--config", "--print-config"}
 """Flags of the command, of which there is nothing to set."""
 VALUES = {
+    "--models-memory": "2GiB",
     "--model": "/m",
     "--model-tag": "/m",
     "--root-path": "/llm",
@@ -95,10 +97,10 @@ def accepted() -> Iterator[Flag]:
 def loaded(words: list[str], env: Mapping[str, str], file: Path | None) -> tuple[str, list[str]]:
     """The settings that come of it, or what is said against them, and the notices; without the names of doors."""
     arguments = parser_of_serve().parse_args([with_dashes(word) for word in words]) if words else None
-    flags = {name: getattr(arguments, name, None) for name in ServeConfig.__struct_fields__}
+    flags = {name: getattr(arguments, name, None) for name in RouterConfig.__struct_fields__}
     of_vllm, notices = getattr(arguments, "of_vllm", ()), list[str]()
     try:
-        config = ServeConfig.load(flags, env, file, of_vllm=of_vllm, notice=notices.append)
+        config = RouterConfig.load(flags, env, file, of_vllm=of_vllm, notice=notices.append)
     except ConfigError as error:
         return plain(str(error)), []
     return repr(config), [plain(text) for text in notices]

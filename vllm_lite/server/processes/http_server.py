@@ -86,7 +86,7 @@ class HttpServer:
             return 0
         application = Application(self.config, self.keys, self.engine, self.files, self.scoreboard)
         calls = application.calls
-        server = self._uvicorn(application.app)
+        server = uvicorn_of(application.app, self.config, self.scoreboard.report_alive)
         serving: list[asyncio.Future[None]] = []
         watching = [asyncio.ensure_future(application.watch())]
         try:
@@ -94,7 +94,7 @@ class HttpServer:
             watching.append(asyncio.ensure_future(others.watch()))
             if ended.is_set():
                 return 0
-            serving.append(await _started(server, self.listener))
+            serving.append(await started(server, self.listener))
             gc.freeze()  # what lives now lives for ever; a collection first would find hardly anything in 0.05 s
             gc.enable()
             if self.scoreboard.number == 0:
@@ -121,7 +121,7 @@ class HttpServer:
         if not ended.is_set():
             if session.dead is None:
                 calls.abort_all()
-            await _until(lambda: not len(calls), FAILED_S)
+            await until(lambda: not len(calls), FAILED_S)
             await asyncio.sleep(FAILED_S)  # /health answers 503 meanwhile
             if self.scoreboard.number == 0:
                 reason = others.trouble if session.dead is None else self.engine.reason()
@@ -130,10 +130,10 @@ class HttpServer:
         calls.is_draining = True
         if len(calls):
             logger.info("%d requests have %g s to end", len(calls), self.config.shutdown_timeout)
-        await _until(lambda: not len(calls) or self.num_signals > 1, self.config.shutdown_timeout)
+        await until(lambda: not len(calls) or self.num_signals > 1, self.config.shutdown_timeout)
         self.files.close()
         calls.abort_all()
-        await _until(lambda: not len(calls), ABORT_S)
+        await until(lambda: not len(calls), ABORT_S)
         return 0
 
     def _on_signal(self, ended: asyncio.Event, others: ApiServers) -> None:
@@ -141,43 +141,14 @@ class HttpServer:
         others.stop() if self.num_signals == 1 else others.stop_now()
         ended.set()
 
-    def _uvicorn(self, app: ASGIApp) -> uvicorn.Server:
-        config = self.config
-        settings = uvicorn.Config(
-            app,
-            http=with_timeouts(config.header_timeout_s, config.write_timeout_s),
-            ws="none",
-            loop="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=CLOSE_S,
-            ssl_keyfile=config.ssl_keyfile,
-            ssl_certfile=config.ssl_certfile,
-            ssl_ca_certs=config.ssl_ca_certs,
-            ssl_cert_reqs=config.ssl_cert_reqs,
-            ssl_ciphers=config.ssl_ciphers or UVICORNS_CIPHERS,
-        )
-        return _Uvicorn(settings, self.scoreboard.report_alive)
-
     def _where(self) -> tuple[str, str]:
-        """Return the address, and the beginning of a curl command for it."""
-        config = self.config
-        scheme = "https" if config.ssl_certfile else "http"
-        if config.uds is not None:
-            return f"unix:{config.uds}", f"curl --unix-socket {config.uds} http://localhost"
-        host, port = self.listener.getsockname()[:2]
-        where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-        return where, f"curl {where}"
+        return where(self.config, self.listener)
 
     def _greeting(self) -> str:
         """Say where it is, what it serves, what it holds, and something to try."""
         config, engine = self.config, self.engine.session.welcome
         name = (config.names or (engine.model,))[0]
-        where, curl = self._where()
+        address, curl = self._where()
         auth = "-H 'Authorization: Bearer KEY' " if self.keys.user else ""
         if not engine.pooler.generates:
             path, body = _first_route(engine, name)
@@ -196,9 +167,42 @@ class HttpServer:
         engines, each = (f" with {count} engines", " each") if count > 1 else ("", "")
         cache = f"KV cache of {tokens} tokens{each}" if has_cache else "no KV cache"
         return (
-            f"vllm-lite: ready at {where}, serving {name}{engines}: {engine.max_model_len} tokens of context, {cache}\n"
-            f"Try: {curl}{path} -H 'Content-Type: application/json' {auth}-d '{body}'"
+            f"vllm-lite: ready at {address}, serving {name}{engines}: {engine.max_model_len} tokens of context, "
+            f"{cache}\nTry: {curl}{path} -H 'Content-Type: application/json' {auth}-d '{body}'"
         )
+
+
+def where(config: ServeConfig, listener: socket.socket) -> tuple[str, str]:
+    """Return the address of a server, and the beginning of a curl command for it."""
+    scheme = "https" if config.ssl_certfile else "http"
+    if config.uds is not None:
+        return f"unix:{config.uds}", f"curl --unix-socket {config.uds} http://localhost"
+    host, port = listener.getsockname()[:2]
+    address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return address, f"curl {address}"
+
+
+def uvicorn_of(app: ASGIApp, config: ServeConfig, report_alive: Callable[[], None] = lambda: None) -> uvicorn.Server:
+    """Make the server of an application, with the limits and the TLS files of `config`."""
+    settings = uvicorn.Config(
+        app,
+        http=with_timeouts(config.header_timeout_s, config.write_timeout_s),
+        ws="none",
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=CLOSE_S,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
+        ssl_ciphers=config.ssl_ciphers or UVICORNS_CIPHERS,
+    )
+    return _Uvicorn(settings, report_alive)
 
 
 def _first_route(engine: Welcome, name: str) -> tuple[str, str]:
@@ -224,18 +228,18 @@ def listen(listener: socket.socket) -> None:
         raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another") from error
 
 
-async def _started(server: uvicorn.Server, listener: socket.socket) -> asyncio.Future[None]:
+async def started(server: uvicorn.Server, listener: socket.socket) -> asyncio.Future[None]:
     """The server at work. Raises ConfigError if its address is taken, EngineError if it ends at once."""
     listen(listener)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    await _until(lambda: server.started or serving.done(), START_TIMEOUT_S)
+    await until(lambda: server.started or serving.done(), START_TIMEOUT_S)
     if serving.done():
         serving.result()
         raise EngineError("the HTTP server ended as it started")
     return serving
 
 
-async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float) -> None:
     """Wait until `condition()`, at most `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - conditions of several kinds

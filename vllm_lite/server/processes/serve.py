@@ -28,8 +28,8 @@ def serve(config: ServeConfig) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    _check_tls(config)
-    listeners = _bind(config)
+    check_tls(config)
+    listeners = bind(config)
     files: list[ModelFiles] = []
     try:
         try:
@@ -63,7 +63,7 @@ def _load(config: ServeConfig, engine: ResolvedConfig) -> "ModelFiles":
     return ModelFiles(config, engine)
 
 
-def _bind(config: ServeConfig) -> list[socket.socket]:
+def bind(config: ServeConfig) -> list[socket.socket]:
     """The sockets, one for each server or one for all, which refuse connections until there is something to serve.
     Raises ConfigError."""
     try:
@@ -121,7 +121,7 @@ def _remove_stale(path: str) -> None:
             os.unlink(path)
 
 
-def _check_tls(config: ServeConfig) -> None:
+def check_tls(config: ServeConfig) -> None:
     """Check TLS files before the engine starts, as uvicorn would only afterwards. Raises ConfigError."""
     if config.ssl_certfile is None and config.ssl_ca_certs is None:
         return

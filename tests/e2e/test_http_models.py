@@ -1,0 +1,256 @@
+"""Several models behind one address: swaps, streams over a swap, deaths, Ollama's client, keys, the end."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.deadlines import scaled
+from tests.e2e.test_processes import family
+from tests.http_server import Server, client, until
+
+PROMPT = "Once upon a time"
+LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": 400}
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "models.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@contextmanager
+def routing(file: str, *flags: str) -> Iterator[Server]:
+    server = Server("--models", file, "--port", "0", "--device", "cpu", *flags)
+    try:
+        server.wait_for("Try:")
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def swapping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two models, of which one is loaded at a time, and an entry with a fault."""
+    folder = tmp_path_factory.mktemp("swapping")
+    text = f"""
+    models_max: 1
+    models_slice_s: 0.3
+    defaults: {{dtype: float32, kv_cache_dir: {folder / "kv"}, max_num_seqs: 4}}
+    models:
+      red: {{model: demo, aliases: [gpt-4o]}}
+      blue: {{model: demo, max_model_len: 600}}
+      bad: {{model: demo, max_modell_len: 5}}
+    """
+    with routing(write(folder, text)) as server:
+        yield server
+
+
+def complete(http: httpx.Client, model: str, **more: Any) -> dict[str, Any]:
+    body = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 40, **more}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def states(http: httpx.Client) -> dict[str, str]:
+    return {card["id"]: card["status"]["value"] for card in http.get("/v1/models").json()["data"]}
+
+
+def streamed(
+    http: httpx.Client, model: str, began: threading.Event, **more: Any
+) -> tuple[str, list[float], dict[str, Any]]:
+    """The text of a stream, when each piece came, and its last chunk with a choice."""
+    body = {"model": model, "prompt": PROMPT, "stream": True, **LONG, **more}
+    text, times, last = "", list[float](), dict[str, Any]()
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                last = json.loads(line[6:])
+                assert "error" not in last, last
+                text += last["choices"][0]["text"]
+                times.append(time.monotonic())
+                if len(times) == 3:
+                    began.set()
+    return text, times, last
+
+
+class Stream(threading.Thread):
+    """A stream that is read on a thread."""
+
+    def __init__(self, http: httpx.Client, model: str, **more: Any) -> None:
+        super().__init__(daemon=True)
+        self._http, self._model, self._more = http, model, more
+        self.began = threading.Event()
+        self.text, self.times, self.last = "", list[float](), dict[str, Any]()
+        self.start()
+        assert self.began.wait(scaled(60))
+
+    def run(self) -> None:
+        self.text, self.times, self.last = streamed(self._http, self._model, self.began, **self._more)
+
+    def result(self) -> str:
+        self.join(scaled(60))
+        assert not self.is_alive()
+        assert self.last["choices"][0]["finish_reason"] == "length", self.last
+        return self.text
+
+
+def test_models_are_swapped_and_a_chat_finds_its_cache(swapping: Server) -> None:
+    assert "not served: bad: unknown setting 'max_modell_len'; did you mean 'max_model_len'?" in swapping.output
+    with client(swapping) as http:
+        assert states(http) == dict.fromkeys(("red", "gpt-4o", "blue"), "unloaded") | {"bad": "failed"}
+        refused = http.post("/v1/completions", json={"model": "bad", "prompt": PROMPT})
+        assert refused.status_code == 503
+        assert "did you mean 'max_model_len'" in refused.json()["error"]["message"]
+        missing = http.post("/v1/completions", json={"model": "green", "prompt": PROMPT})
+        assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
+        long = PROMPT * 30
+        first = complete(http, "gpt-4o", prompt=long)
+        assert first["model"] == "gpt-4o"
+        assert states(http)["red"] == "loaded"
+        other = complete(http, "blue", prompt=long)
+        assert states(http) == {"red": "sleeping", "gpt-4o": "sleeping", "blue": "loaded", "bad": "failed"}
+        assert other["choices"] == first["choices"]
+        again = complete(http, "red", prompt=long + first["choices"][0]["text"])
+        usage = again["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= usage["prompt_tokens"] - 32, usage  # whole blocks
+
+
+def test_a_stream_goes_on_over_a_swap_with_the_same_tokens(swapping: Server) -> None:
+    with client(swapping) as http, client(swapping) as others:
+        long = {**LONG, "max_tokens": 1800}
+        undisturbed = complete(http, "red", **long)["choices"][0]["text"]
+        stream = Stream(http, "red", **long)
+        assert complete(others, "blue")["model"] == "blue"
+        assert stream.result() == undisturbed
+        pauses = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
+        assert max(pauses) > 0.3, "there was no swap"
+        metrics = http.get("/metrics").text
+    families = {each.name: each for each in text_string_to_metric_families(metrics)}
+    sleeps = {
+        each.labels["model_name"]: each.value
+        for each in families["vllm_lite:model_sleeps"].samples
+        if each.name.endswith("_total")
+    }
+    assert sleeps["red"] >= 2
+    names = {sample.labels["model_name"] for sample in families["vllm:generation_tokens"].samples}
+    assert names == {"red", "blue"}
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model that writes, one that embeds, and one behind a key of its own."""
+    text = """
+    models:
+      writer: {model: demo, dtype: float32, pin: true}
+      vectors: {model: demo, runner: pooling, dtype: float32}
+      own: {model: demo, api_key: [secret]}
+    """
+    with routing(write(tmp_path_factory.mktemp("together"), text)) as server:
+        yield server
+
+
+def test_the_death_of_one_leaves_the_others_alone(together: Server) -> None:
+    with client(together) as http, client(together) as others:
+        undisturbed = complete(http, "writer", **LONG)["choices"][0]["text"]
+        vectors = {"model": "vectors", "input": "A text."}
+        before = others.post("/v1/embeddings", json=vectors).json()["data"]
+        stream = Stream(http, "writer")
+        os.kill(http.get("/v1/models/vectors").json()["vllm_lite"]["pid"], signal.SIGKILL)
+        assert others.post("/v1/embeddings", json=vectors).json()["data"] == before
+        assert stream.result() == undisturbed
+
+
+def test_vectors_beside_texts_by_ollamas_client(together: Server) -> None:
+    with closing(ollama.Client(host=together.url, timeout=scaled(60))) as ours:
+        names = [model.model for model in ours.list().models]
+        assert names == ["writer:latest", "vectors:latest", "own:latest"]
+        until(lambda: any(model.model == "writer:latest" for model in ours.ps().models), "the pinned model")
+        said = ours.generate("writer", PROMPT, options={"temperature": 0, "num_predict": 8}, raw=True)
+        assert said.response
+        vector = ours.embed("vectors:latest", "A text.", keep_alive="10m").embeddings[0]
+        assert len(vector) > 8
+        running = {model.model: model for model in ours.ps().models}
+        assert set(running) == {"writer:latest", "vectors:latest"}
+        assert (running["vectors:latest"].size or 0) > 10 << 20
+        shown = ours.show("writer")
+        assert shown.details is not None
+        assert shown.details.family == "llama"
+        assert ours.show("own").capabilities == ["completion"], "it need not be loaded for that"
+        ours.copy("writer", "author")
+        assert "author:latest" in [model.model for model in ours.list().models]
+        assert ours.delete("author").status == "success"
+        with pytest.raises(ollama.ResponseError, match="is in the server's settings"):
+            ours.delete("vectors")
+        with pytest.raises(ollama.ResponseError, match="use bartowski/Llama"):
+            ours.pull("llama3.2")
+        assert ours.pull("writer").status == "success"
+        ours.generate("vectors", keep_alive=0)
+        until(lambda: [model.model for model in ours.ps().models] == ["writer:latest"], "the end of vectors")
+
+
+def test_a_key_of_its_own(together: Server) -> None:
+    with client(together) as http:
+        assert http.post("/models/load", json={"model": "own"}).json() == {"success": True}
+        body = {"model": "own", "prompt": PROMPT, "max_tokens": 2}
+        assert http.post("/v1/completions", json=body).status_code == 401
+        answer = http.post("/v1/completions", json=body, headers={"Authorization": "Bearer secret"})
+        assert answer.status_code == 200, answer.text
+        assert states(http)["own"] == "loaded"
+        assert http.post("/models/unload", json={"model": "own"}).json() == {"success": True}
+        until(lambda: states(http)["own"] == "unloaded", "the end of own")
+        forwarded = http.post("/models/unload", json={"model": "own"}, headers={"X-Forwarded-For": "10.0.0.1"})
+        assert forwarded.status_code == 403
+        assert http.post("/sleep?level=1").status_code == 400
+
+
+def test_the_end_lets_streams_end_and_leaves_no_process(together: Server) -> None:
+    """The last test of this server."""
+    with client(together) as http:
+        stream = Stream(http, "writer", max_tokens=150)
+        processes = family(together.process.pid)
+        assert len(processes) >= 4
+        together.process.send_signal(signal.SIGTERM)
+        stream.result()
+        assert together.wait() == 0
+        until(lambda: not [pid for pid in processes if _is_alive(pid)], "the end of all processes")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--models", "/nowhere"), "'/nowhere' is no file and no folder"),
+        (("demo", "--models", "/nowhere"), "--models has the models to serve; take 'demo' out"),
+        (("--models-max", "2"), "models_max is for --models"),
+        (("--models", "hub", "--models-memory", "lots"), "expected an amount of memory"),
+    ],
+)
+def test_what_cannot_be_served(flags: tuple[str, ...], why: str) -> None:
+    server = Server(*flags)
+    try:
+        assert server.wait() == 2
+        assert why in server.output
+        assert server.output.count("\n") == 1
+    finally:
+        server.close()

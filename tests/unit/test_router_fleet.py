@@ -1,0 +1,275 @@
+"""Requests wait for their models, which fakes of processes load, let sleep, and lose."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from tests.deadlines import scaled
+from vllm_lite.errors import EngineError
+from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.router import fleet as module
+from vllm_lite.server.router.catalog import Catalog, Entry
+from vllm_lite.server.router.config import RouterConfig
+from vllm_lite.server.router.fleet import Fleet
+
+GIB = 1 << 30
+SIZES = {"unloaded": 0, "loaded": 2 * GIB, "sleeping": GIB // 4}
+
+
+class FakeBackend:
+    """Processes that take no time and two GiB; `rig` has what happens to them."""
+
+    def __init__(self, rig: "Rig", entry: Entry, on_end: Callable[[], None]) -> None:
+        self.rig, self.name, self.on_end = rig, entry.name, on_end
+        self.pid = len(rig.made) + 1
+        self.state = "unloaded"
+        self.reason: str | None = None
+        rig.made.append(self)
+
+    def ended(self) -> str | None:
+        return self.reason
+
+    async def start(self) -> None:
+        await self.rig.gate.wait()
+        if self.name in self.rig.broken:
+            raise EngineError("it is broken")
+        self.state = "loaded"
+        self.rig.log.append(f"load {self.name}")
+
+    async def sleep(self, level: int) -> None:
+        self.state = "sleeping"
+        self.rig.log.append(f"sleep {self.name} {level}")
+
+    async def wake(self) -> None:
+        self.state = "loaded"
+        self.rig.log.append(f"wake {self.name}")
+
+    async def stop(self, _: float = 0.0) -> None:
+        self.state = "unloaded"
+        self.rig.log.append(f"stop {self.name}")
+
+    def die(self) -> None:
+        self.reason = "killed"
+        self.on_end()
+
+
+class Rig:
+    def __init__(self, names: str = "a b", pins: str = "", **config: Any) -> None:
+        self.log: list[str] = []
+        self.made: list[FakeBackend] = []
+        self.broken: set[str] = set()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        catalog = Catalog()
+        for name in names.split():
+            catalog.add(Entry(name, ServeConfig(model="demo"), pin=name in pins.split()))
+        settings = {"models": "x", "models_memory": "3GiB", "models_slice_s": 0.05, **config}
+        self.fleet = Fleet(
+            catalog, RouterConfig.check(settings), lambda *made: FakeBackend(self, *made), measure=self.sizes
+        )
+        self.running = asyncio.ensure_future(self.fleet.run())
+
+    def sizes(self, pids: Any) -> dict[int, int]:
+        return {pid: SIZES[self.made[pid - 1].state] for pid in pids}
+
+    async def use(self, name: str, hold: "asyncio.Event | None" = None) -> str:
+        async with self.fleet.lease(self.fleet.find(name)) as lease:
+            if hold is not None:
+                await hold.wait()
+            return str(lease.backend.name)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(scaled(10)):
+            while not condition():  # noqa: ASYNC110 - conditions of several kinds
+                await asyncio.sleep(0.005)
+
+
+def run(test: Callable[[Rig], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        rig = Rig(**settings)
+        try:
+            async with asyncio.timeout(scaled(20)):
+                await test(rig)
+        finally:
+            rig.running.cancel()
+            await asyncio.gather(rig.running, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "MEASURE_S", 0.02)
+    monkeypatch.setattr(module, "estimate", lambda _: 2 * GIB)
+
+
+def test_a_model_is_loaded_for_its_first_request_and_swapped_for_another() -> None:
+    async def test(rig: Rig) -> None:
+        assert await rig.use("a") == "a"
+        assert await rig.use("a") == "a"
+        assert rig.log == ["load a"]
+        assert await rig.use("b") == "b"
+        assert rig.log == ["load a", "sleep a 1", "load b"]
+        assert await rig.use("a") == "a"
+        assert rig.log[3:] == ["sleep b 1", "wake a"]
+
+    run(test)
+
+
+def test_many_that_wait_share_one_load() -> None:
+    async def test(rig: Rig) -> None:
+        rig.gate.clear()
+        waiting = [asyncio.ensure_future(rig.use("a")) for _ in range(20)]
+        await rig.until(lambda: rig.fleet.members["a"].status.num_waiting == 20)
+        rig.gate.set()
+        assert await asyncio.gather(*waiting) == ["a"] * 20
+        assert rig.log == ["load a"]
+
+    run(test)
+
+
+def test_a_busy_model_is_paused_after_its_slice_and_its_requests_go_on() -> None:
+    async def test(rig: Rig) -> None:
+        hold = asyncio.Event()
+        stream = asyncio.ensure_future(rig.use("a", hold))
+        await rig.until(lambda: rig.fleet.members["a"].status.num_active == 1)
+        assert await rig.use("b") == "b"
+        await rig.until(lambda: "wake a" in rig.log)
+        assert rig.log == ["load a", "sleep a 1", "load b", "sleep b 1", "wake a"]
+        assert not stream.done()
+        hold.set()
+        assert await stream == "a"
+
+    run(test)
+
+
+def test_the_deadline_of_a_wait() -> None:
+    async def test(rig: Rig) -> None:
+        hold = asyncio.Event()
+        stream = asyncio.ensure_future(rig.use("a", hold))
+        await rig.until(lambda: rig.fleet.members["a"].status.num_active == 1)
+        with pytest.raises(
+            ApiError, match=r"'b' was not loaded within .*: it is unloaded, and memory is taken by a \(1"
+        ) as found:
+            await rig.use("b")
+        assert found.value.status == 503
+        assert "Retry-After" in found.value.headers
+        assert rig.fleet.members["b"].status.num_waiting == 0
+        assert rig.fleet.members["b"].counts.refusals == 1
+        hold.set()
+        await stream
+
+    run(test, models_wait_s=0.1, models_slice_s=100.0)
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_are_served() -> None:
+    async def test(rig: Rig) -> None:
+        rig.broken.add("a")
+        with pytest.raises(ApiError, match="'a' cannot be loaded: it is broken"):
+            await rig.use("a")
+        await rig.until(lambda: rig.fleet.members["a"].state == "failed")
+        with pytest.raises(ApiError, match="it is broken") as found:
+            await rig.use("a")
+        assert len(rig.made) == 1, "it is not tried again at once"
+        assert int(found.value.headers["Retry-After"]) >= 1
+        assert await rig.use("b") == "b"
+        rig.broken.clear()
+        rig.fleet.members["a"].retry_at_s = 0.0
+        assert await rig.use("a") == "a"
+
+    run(test)
+
+
+def test_an_entry_with_a_fault_is_refused_for_good() -> None:
+    async def test(rig: Rig) -> None:
+        rig.fleet.add(Entry("c", None, trouble="c: unknown setting 'x'"))
+        rig.fleet.catalog.entries["c"] = rig.fleet.members["c"].entry
+        with pytest.raises(ApiError, match="cannot be served: c: unknown setting 'x'"):
+            await rig.use("c")
+
+    run(test)
+
+
+def test_what_dies_is_loaded_again_and_dies_again_and_again_more_slowly() -> None:
+    async def test(rig: Rig) -> None:
+        for _ in range(module.FREE_DEATHS):
+            assert await rig.use("a") == "a"
+            rig.made[-1].die()
+            await rig.until(lambda: rig.fleet.members["a"].counts.deaths == len(rig.made))
+        assert await rig.use("a") == "a"
+        rig.made[-1].die()
+        await rig.until(lambda: rig.fleet.members["a"].trouble is not None)
+        with pytest.raises(ApiError, match="killed"):
+            await rig.use("a")
+        assert await rig.use("b") == "b"
+
+    run(test)
+
+
+def test_a_model_leaves_when_nobody_has_used_it() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.use("a")
+        await rig.until(lambda: rig.log == ["load a", "stop a"])
+        assert rig.fleet.members["a"].state == "unloaded"
+
+    run(test, models_idle_s=0.05)
+
+
+def test_a_model_that_is_let_go_leaves_with_its_last_request() -> None:
+    async def test(rig: Rig) -> None:
+        hold = asyncio.Event()
+        stream = asyncio.ensure_future(rig.use("a", hold))
+        await rig.until(lambda: rig.fleet.members["a"].status.num_active == 1)
+        rig.fleet.let_go(rig.fleet.members["a"])
+        await asyncio.sleep(0.05)
+        assert rig.log == ["load a"]
+        hold.set()
+        await stream
+        await rig.until(lambda: rig.log == ["load a", "stop a"])
+
+    run(test)
+
+
+def test_pinned_models_are_loaded_at_the_start_and_stay() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.until(lambda: rig.log == ["load a"])
+        assert await rig.use("b") == "b"
+        assert rig.log == ["load a", "load b"]
+        assert await rig.use("c") == "c"
+        assert rig.log == ["load a", "load b", "sleep b 1", "load c"]
+
+    run(test, names="a b c", pins="a", models_memory="4.5GiB")
+
+
+def test_the_end_refuses_what_waits_and_ends_all() -> None:
+    async def test(rig: Rig) -> None:
+        hold = asyncio.Event()
+        stream = asyncio.ensure_future(rig.use("a", hold))
+        await rig.until(lambda: rig.fleet.members["a"].status.num_active == 1)
+        waiting = asyncio.ensure_future(rig.use("b"))
+        await rig.until(lambda: rig.fleet.members["b"].status.num_waiting == 1)
+        await rig.fleet.close(0.0)
+        assert rig.log == ["load a", "stop a"]
+        for refused in (waiting, asyncio.ensure_future(rig.use("a"))):
+            with pytest.raises(ApiError, match="shutting down"):
+                await refused
+        hold.set()
+        await stream
+
+    run(test, models_slice_s=100.0)
+
+
+def test_names() -> None:
+    async def test(rig: Rig) -> None:
+        assert rig.fleet.find("a:latest").entry.name == "a"
+        with pytest.raises(ApiError, match="'x' does not exist; this server has a, b") as found:
+            rig.fleet.find("x")
+        assert found.value.status == 404
+        with pytest.raises(ApiError, match="model must be given: one of a, b"):
+            rig.fleet.find(None)
+
+    run(test)

@@ -1,0 +1,174 @@
+"""ModelServer: the processes of one model, which the router starts, lets sleep, wakes, ends, and sends requests to."""
+
+import asyncio
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.runtime import log, supervise
+from vllm_lite.runtime.addresses import check_address
+from vllm_lite.runtime.supervise import Child
+from vllm_lite.server.config import Keys, ServeConfig
+from vllm_lite.server.router.child import ModelServerSettings
+from vllm_lite.server.router.upstream import Header, UpstreamAnswer, UpstreamLost, open_answer
+
+MODULE = "vllm_lite.server.router.child"
+LOOK_S = 0.02
+STOP_GRACE_S = 8.0
+"""More than a server takes to end its engine, once its requests have ended."""
+ASK_S = 10.0
+LAST_LINES_S = 1.0
+"""For what an ended server has printed to be read; its engine may still have the pipe open."""
+_GREETING = ("vllm-lite: ready at", "Try: ")
+_LINE = "vllm-lite: "
+"""The beginning of the line in which a server says why it cannot go on."""
+
+logger = log.get(__name__)
+
+
+class ModelServer:
+    """One life of a model's processes. `start` begins it and `stop` ends it; neither can be done again."""
+
+    def __init__(self, name: str, config: ServeConfig, keys: Keys, on_end: Callable[[], None]) -> None:
+        """`keys` are those that its requests come with, the router's own admin key the last. `on_end` is called on a
+        thread of its own when it has ended, whyever."""
+        self.name = name
+        self._run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
+        self.socket_path = f"{self._run_dir}/http"
+        self._config = private(config, keys, self.socket_path)
+        self._admin = [(b"authorization", b"Bearer " + keys.admin[-1].encode())] if keys.admin else []
+        self._on_end = on_end
+        self._child: Child | None = None
+        self._output: threading.Thread | None = None
+        self._reason = self._end = ""
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._child is None else self._child.pid
+
+    def ended(self) -> str | None:
+        """Why it ended, in its own words if it has said so; None while it runs."""
+        return None if not self._end else self._reason or f"its server ended: {self._end}"
+
+    async def start(self) -> None:
+        """Return when it serves. Raises EngineError with the server's own message if it cannot."""
+        try:
+            check_address(f"ipc://{self.socket_path}")
+        except ValueError as error:
+            raise ConfigError(f"{error}; set TMPDIR to a shorter folder") from error
+        self._child = await asyncio.to_thread(self._spawn)
+        until_s = time.monotonic() + self._config.ready_timeout_s
+        while not self._listens():
+            if (reason := self.ended()) is not None:
+                raise EngineError(reason)
+            if time.monotonic() > until_s:
+                raise EngineError(f"it was not ready within {self._config.ready_timeout_s:g} s (ready_timeout_s)")
+            await asyncio.sleep(LOOK_S)
+
+    async def sleep(self, level: int) -> None:
+        """Give up weights and KV; streams pause, and what is cached is on disk if the model has a folder for it. Raises
+        EngineError."""
+        await self._operate(f"/sleep?level={level}&mode=keep")
+
+    async def wake(self) -> None:
+        """Load the model again; streams go on. Raises EngineError."""
+        await self._operate("/wake_up")
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """End all of its processes; its requests have `grace_s`. Returns when they are gone."""
+        if self._child is not None:
+            await asyncio.to_thread(self._child.stop, grace_s + STOP_GRACE_S)
+        await asyncio.to_thread(supervise.remove_dir, self._run_dir)
+
+    async def open(self, method: str, target: bytes, headers: list[Header], body: bytes) -> UpstreamAnswer:
+        """Send a client's request. Raises UpstreamLost."""
+        return await open_answer(self.socket_path, method, target, headers, body)
+
+    async def get(self, path: str, timeout_s: float = ASK_S) -> bytes:
+        """Return the body of a route's answer. Raises EngineError."""
+        return await self._ask("GET", path, timeout_s)
+
+    async def _operate(self, path: str) -> None:
+        await self._ask("POST", path, self._config.ready_timeout_s)
+
+    async def _ask(self, method: str, path: str, timeout_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await open_answer(self.socket_path, method, path.encode(), self._admin)
+                try:
+                    body = await answer.whole()
+                finally:
+                    answer.close()
+        except TimeoutError as error:
+            raise EngineError(f"{path} was not answered within {timeout_s:g} s") from error
+        except UpstreamLost as error:
+            raise EngineError(self.ended() or f"{path}: {error}") from error
+        if answer.status != 200:
+            raise EngineError(f"{path} was answered with {answer.status}: {_message(body)}")
+        return body
+
+    def _spawn(self) -> Child:
+        read_end, write_end = os.pipe()
+        try:
+            settings = ModelServerSettings(self._config, self._run_dir, write_end)
+            child = supervise.spawn(MODULE, settings, f"server of {self.name}", self._ended, fds=(write_end,))
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        self._output = threading.Thread(
+            target=self._pass_on, args=(read_end,), name=f"output of {self.name}", daemon=True
+        )
+        self._output.start()
+        return child
+
+    def _ended(self, reason: str) -> None:
+        if self._output is not None:
+            self._output.join(LAST_LINES_S)  # what it said last may say why
+        self._end = reason
+        self._on_end()
+
+    def _pass_on(self, descriptor: int) -> None:
+        """Print its lines with its name before them, and keep the last that says why it ends."""
+        with open(descriptor, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith(_GREETING):
+                    continue  # it names a socket that is the router's alone
+                if line.startswith(_LINE):
+                    self._reason = line.removeprefix(_LINE).strip()
+                with suppress(OSError, ValueError):
+                    sys.stderr.write(f"[{self.name}] {line}")
+
+    def _listens(self) -> bool:
+        """Whether it accepts connections, which it does once it can serve."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(self.socket_path)
+            except OSError:
+                return False
+        return True
+
+
+def private(config: ServeConfig, keys: Keys, path: str) -> ServeConfig:
+    """Change a model's settings for a socket that only the router reaches."""
+    return msgspec.structs.replace(
+        config, uds=path, api_key=keys.user, api_key_file=None, admin_api_key=keys.admin, admin_api_key_file=None
+    )
+
+
+def _message(body: bytes) -> str:
+    try:
+        found = msgspec.json.decode(body)["error"]["message"]
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
+    return str(found)

@@ -1,0 +1,241 @@
+"""Catalog: the models that may be asked for, and their names. An entry with a fault is kept with one sentence about it;
+the others are served.
+
+A file of models has the router's settings, `defaults` of all models, and for each of `models` by its name the settings
+of `serve` and those of OWN:
+
+    models_memory: 20GiB
+    defaults: {kv_cache_dir: /var/cache/kv}
+    models:
+      chat: {model: org/chat, aliases: [gpt-4o-mini], pin: true, max_model_len: 32k}
+      embed: {model: /models/minilm, idle_s: 600}
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_lite.checkpoint.gguf.files import first_files
+from vllm_lite.checkpoint.hub import is_hub_id
+from vllm_lite.checkpoint.hub_cache import cached_models
+from vllm_lite.config import DEMO_MODEL
+from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.settings_sources import read_file
+from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.generation import LATEST
+from vllm_lite.server.router.config import OWN as OWN_OF_ROUTER
+
+HUB = "hub"
+MAX_MODELS = 1000
+MAX_NAME_CHARS = 200
+OWN = ("aliases", "pin", "idle_s")
+"""Settings of an entry that `serve` has not."""
+_OF_ROUTER = frozenset(
+    [
+        "model",
+        "served_model_name",
+        "host",
+        "port",
+        "uds",
+        "root_path",
+        "api_key",
+        "api_key_file",
+        "admin_api_key",
+        "admin_api_key_file",
+        "ssl_keyfile",
+        "ssl_certfile",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "ssl_ciphers",
+        "public_metrics",
+        "public_docs",
+        "disable_fastapi_docs",
+        "allowed_hosts",
+        "allowed_origins",
+        "allowed_methods",
+        "allowed_headers",
+        "allow_credentials",
+        "header_timeout_s",
+        "write_timeout_s",
+        "address",
+    ]
+)
+"""Settings of `serve` that are the router's: no model inherits them from the command line."""
+_NOT_IN_ENTRIES = _OF_ROUTER - {"model", "api_key", "api_key_file"}
+_NAME = re.compile(r"[\w][\w./:@+-]*")
+
+
+@dataclass
+class Entry:
+    """A model of the catalog. `config` is None where `trouble` says why it cannot be served."""
+
+    name: str
+    config: ServeConfig | None
+    aliases: tuple[str, ...] = ()
+    pin: bool = False
+    idle_s: float | None = None
+    trouble: str | None = None
+    is_from_hub: bool = False
+    """Whether it lies in the hub's cache and was put here by its name alone, so that its files may be removed by it."""
+    is_added: bool = False
+    """Whether it was put here at run time, by a copy."""
+    adapters: tuple[str, ...] = ()
+    """Names of adapters that the model is asked for under."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.name, *self.aliases
+
+
+class EntrySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of an entry beside those of `serve`."""
+
+    aliases: tuple[str, ...] = ()
+    pin: bool = False
+    idle_s: float | None = None
+
+
+@dataclass
+class Catalog:
+    """Entries by their names, in the order in which they are listed; every alias is of one entry alone."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
+    """Settings that every model begins with."""
+
+    def add(self, entry: Entry) -> None:
+        """Raises ConfigError for a name that is taken, or that no client could write."""
+        for name in entry.names:
+            if not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARS:
+                raise ConfigError(f"{name!r} is no name of a model: letters, digits and . _ - / : @ + make one")
+            if (other := self.find(name)) is not None:
+                raise ConfigError(f"the name {name!r} is that of the model {other.name!r} already")
+        if len(self.entries) >= MAX_MODELS:
+            raise ConfigError(f"at most {MAX_MODELS} models are served")
+        self.entries[entry.name] = entry
+
+    def find(self, name: str) -> Entry | None:
+        """The entry of a name, an alias or an adapter, also with Ollama's usual tag."""
+        for wanted in dict.fromkeys((name, name.removesuffix(LATEST))):
+            if (entry := self.entries.get(wanted)) is not None:
+                return entry
+            for entry in self.entries.values():
+                if wanted in entry.aliases or wanted in entry.adapters:
+                    return entry
+        return None
+
+    def entry(self, name: str, values: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Entry:
+        """Make the entry of a model from its own settings, which win over those of all. A fault is its trouble."""
+        try:
+            settings = msgspec.convert(dict(own or {}), EntrySettings, strict=False)
+        except msgspec.ValidationError as error:
+            return Entry(name, None, trouble=f"{name}: {str(error).replace('`$.', '`')}")
+        try:
+            config = self._config(name, values, settings.aliases)
+        except ConfigError as error:
+            return Entry(name, None, settings.aliases, trouble=f"{name}: {error}")
+        adapters = tuple(module.name for module in config.lora_modules)
+        return Entry(name, config, settings.aliases, settings.pin, settings.idle_s, adapters=adapters)
+
+    def _config(self, name: str, values: Mapping[str, Any], aliases: tuple[str, ...]) -> ServeConfig:
+        """Raises ConfigError."""
+        given = {key.replace("-", "_"): value for key, value in values.items()}
+        if wrong := sorted(given.keys() & _NOT_IN_ENTRIES):
+            raise ConfigError(f"{wrong[0]} is a setting of the router, not of one model; give it to `serve`")
+        merged = {**self.base, **given, "served_model_name": " ".join((name, *aliases))}
+        config = ServeConfig.load(merged, env={})
+        if not (Path(config.model).exists() or is_hub_id(config.model) or config.model == DEMO_MODEL):
+            raise ConfigError(f"model {config.model!r} is no folder or file here, and no hub id like org/model")
+        return config
+
+
+def base_settings(front: ServeConfig) -> dict[str, Any]:
+    """The settings of the command line that all models begin with."""
+    defaults = ServeConfig()
+    given = {
+        name: getattr(front, name)
+        for name in ServeConfig.__struct_fields__
+        if name not in _OF_ROUTER and getattr(front, name) != getattr(defaults, name)
+    }
+    plain: dict[str, Any] = msgspec.to_builtins(given)
+    return plain
+
+
+def read_catalog(source: str, front: ServeConfig) -> tuple[Catalog, dict[str, Any]]:
+    """Read the models of a file, a folder or the hub's cache. Returns them, and the router's settings in the file.
+    Raises ConfigError if there are none, or if the file as a whole is wrong."""
+    catalog, path = Catalog(base=base_settings(front)), Path(source)
+    of_router: dict[str, Any] = {}
+    entries: Iterable[Entry]
+    if source == HUB:
+        entries = _of_hub(catalog)
+    elif path.is_dir():
+        entries = _of_folder(catalog, path)
+    elif path.is_file():
+        of_router, entries = _of_file(catalog, path)
+    else:
+        raise ConfigError(f"models {source!r} is no file and no folder; give one, or `{HUB}` for the hub's cache")
+    for entry in entries:
+        try:
+            catalog.add(entry)
+        except ConfigError as error:
+            if entry.name not in catalog.entries:
+                catalog.entries[entry.name] = Entry(entry.name, None, trouble=str(error))
+    if not catalog.entries and source != HUB:
+        raise ConfigError(f"models {source!r} holds no model: folders with a config.json, or GGUF files")
+    return catalog, of_router
+
+
+def _of_hub(catalog: Catalog) -> Iterator[Entry]:
+    for model in cached_models():
+        if model.is_whole:
+            yield hub_entry(catalog, model.name)
+
+
+def hub_entry(catalog: Catalog, name: str) -> Entry:
+    """The entry of a model that is named by its hub id alone."""
+    entry = catalog.entry(name, {"model": name})
+    entry.is_from_hub = True
+    return entry
+
+
+def _of_folder(catalog: Catalog, folder: Path) -> Iterator[Entry]:
+    """Yield folders with a config.json or GGUF files, also one level deeper, and GGUF files."""
+    for name in first_files([file.name for file in folder.iterdir() if file.is_file()]):
+        yield catalog.entry(re.sub(r"-\d{5}-of-\d{5}$", "", name[: -len(".gguf")]), {"model": str(folder / name)})
+    for inner in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
+        if _is_model(inner):
+            yield catalog.entry(inner.name, {"model": str(inner)})
+            continue
+        for deeper in sorted(path for path in inner.iterdir() if path.is_dir() and _is_model(path)):
+            yield catalog.entry(f"{inner.name}/{deeper.name}", {"model": str(deeper)})
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
+
+
+def _of_file(catalog: Catalog, path: Path) -> tuple[dict[str, Any], list[Entry]]:
+    """Raises ConfigError."""
+    values = {key.replace("-", "_"): value for key, value in read_file(path).items()}
+    models, defaults = values.pop("models", None), values.pop("defaults", None) or {}
+    if not isinstance(models, dict) or not isinstance(defaults, dict):
+        raise ConfigError(f"{path}: `models` must be a table of models by their names, and `defaults` one of settings")
+    if unknown := sorted(values.keys() - set(OWN_OF_ROUTER)):
+        raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; settings of all models stand below `defaults`")
+    catalog.base |= {key.replace("-", "_"): value for key, value in defaults.items()}
+    return values, [_of_table(catalog, str(name), settings) for name, settings in models.items()]
+
+
+def _of_table(catalog: Catalog, name: str, settings: Any) -> Entry:
+    if isinstance(settings, str):
+        settings = {"model": settings}
+    if not isinstance(settings, dict) or not isinstance(settings.get("model"), str):
+        return Entry(name, None, trouble=f"{name}: has no `model`: a folder, a GGUF file or a hub id")
+    own = {key.replace("-", "_"): value for key, value in settings.items() if key.replace("-", "_") in OWN}
+    values = {key: value for key, value in settings.items() if key.replace("-", "_") not in OWN}
+    return catalog.entry(name, values, own)

@@ -1,0 +1,479 @@
+"""Fleet: the models at run time. A request leases its model, which is loaded for it; what placement.py decides is
+carried out, for each model one operation at a time, for several models at once.
+
+A model whose processes die is loaded again for the next request; one that dies again and again waits longer each time,
+and its requests are refused meanwhile. The others notice nothing of either.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, NamedTuple, Protocol
+
+from vllm_lite.errors import VllmLiteError
+from vllm_lite.runtime import log
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.router.catalog import Catalog, Entry
+from vllm_lite.server.router.config import RouterConfig
+from vllm_lite.server.router.known import files_bytes
+from vllm_lite.server.router.memory import tree_bytes
+from vllm_lite.server.router.placement import Action, Decision, ModelStatus, PlacementRules, decide
+
+LOOK_S = 0.5
+"""Between two looks at memory, idle models and slices, where nothing else happens."""
+MEASURE_S = 2.0
+MAX_BACKOFF_S = 60.0
+SOUND_S = 60.0
+"""A model that has run so long is no longer one that dies again and again."""
+FREE_DEATHS = 3
+"""After so many in a row a model is not loaded again at once."""
+SLICE_S, SLICE_LOADS = 10.0, 4.0
+"""A time slice where nothing is said, and at least so many times what the model took to load: swaps take a fifth of the
+time at most."""
+BASE_BYTES = 300 << 20
+"""Memory of a model's processes beside its weights, before it has been measured."""
+RETRY_AFTER_S = 5
+EWMA = 0.5
+SETTLE_S = 0.05
+
+logger = log.get(__name__)
+
+
+class Backend(Protocol):
+    """The processes of a model, as ModelServer has them."""
+
+    @property
+    def pid(self) -> int: ...
+    def ended(self) -> str | None: ...
+    async def start(self) -> None: ...
+    async def sleep(self, level: int) -> None: ...
+    async def wake(self) -> None: ...
+    async def stop(self, grace_s: float = 0.0) -> None: ...
+
+
+MakeBackend = Callable[[Entry, Callable[[], None]], Any]
+"""Makes the Backend of an entry; the callable is to be called when it ends, on any thread."""
+
+
+@dataclass
+class ModelCounts:
+    """Events of a model so far."""
+
+    loads: int = 0
+    wakes: int = 0
+    sleeps: int = 0
+    stops: int = 0
+    deaths: int = 0
+    failures: int = 0
+    refusals: int = 0
+    load_s: float = 0.0
+    """Time of all loads and wakes together."""
+
+
+@dataclass
+class FleetModel:
+    """A model of the fleet."""
+
+    entry: Entry
+    status: ModelStatus
+    backend: Any = None
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    counts: ModelCounts = field(default_factory=ModelCounts)
+    trouble: str | None = None
+    """Why it cannot be loaded, for now or for good."""
+    retry_at_s: float | None = None
+    """When it may be tried again; None: never, if there is trouble."""
+    failures_in_a_row: int = 0
+    load_s: float = 0.0
+    """Time that it takes to be loaded, a moving mean."""
+    keep_alive_s: float | None = None
+    """How long it stays without requests: as its entry says, or the last request that said something."""
+    is_let_go: bool = False
+    """Whether it is to be unloaded as soon as it has no requests, whatever its keep-alive time."""
+    card: dict[str, Any] = field(default_factory=dict)
+    """Its entry of /v1/models, once it has been loaded."""
+
+    @property
+    def state(self) -> str:
+        """The state that lists show."""
+        status = self.status
+        if status.op is not None:
+            return "loading" if status.op == "load" else "unloading"
+        return "failed" if self.trouble is not None and status.state == "unloaded" else status.state
+
+
+class Lease(NamedTuple):
+    """Use of a loaded model: it is not unloaded meanwhile, though it may sleep."""
+
+    member: FleetModel
+    backend: Any
+
+
+class Fleet:
+    """All models. Every method is called on the loop."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        config: RouterConfig,
+        make: MakeBackend,
+        *,
+        measure: Callable[[Sequence[int]], dict[int, int]] = tree_bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.catalog = catalog
+        self.config = config
+        self.members: dict[str, FleetModel] = {}
+        self.is_draining = False
+        self._make = make
+        self._measure_trees = measure
+        self._clock = clock
+        self._rules = PlacementRules(config.memory_bytes, config.models_max)
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._ops: set[asyncio.Task[None]] = set()
+        self._closing: frozenset[str] = frozenset()
+        for entry in catalog.entries.values():
+            self.add(entry)
+
+    # ---- models
+
+    def add(self, entry: Entry) -> FleetModel:
+        """Take in a model of the catalog, which is not loaded for that."""
+        slice_s = self.config.models_slice_s or SLICE_S
+        status = ModelStatus(entry.name, pin=entry.pin, expected_bytes=estimate(entry), slice_s=slice_s)
+        keep_s = entry.idle_s if entry.idle_s is not None else self.config.models_idle_s
+        member = FleetModel(entry, status, trouble=entry.trouble, keep_alive_s=keep_s)
+        self.members[entry.name] = member
+        return member
+
+    def find(self, name: str | None) -> FleetModel:
+        """The model of a name; the only one where none is given. Raises ApiError."""
+        if name is None or name == "":
+            if len(self.members) == 1:
+                return next(iter(self.members.values()))
+            raise ApiError(400, f"model must be given: one of {self._shown()}", "model")
+        entry = self.catalog.find(name)
+        if entry is None or entry.name not in self.members:
+            raise ApiError(404, f"the model {name[:200]!r} does not exist; this server has {self._shown()}", "model")
+        return self.members[entry.name]
+
+    async def remove(self, member: FleetModel) -> None:
+        """Forget a model, once its processes are gone."""
+        self.members.pop(member.entry.name, None)
+        self.catalog.entries.pop(member.entry.name, None)
+        self._refuse(member, ApiError(404, f"the model {member.entry.name!r} was deleted", "model"))
+        await self._settled(member)
+        if member.backend is not None:
+            await member.backend.stop()
+            member.backend = None
+
+    def _shown(self) -> str:
+        return ", ".join(list(self.members)[:20]) or "none yet"
+
+    # ---- requests
+
+    @asynccontextmanager
+    async def lease(self, member: FleetModel, wait_s: float | None = None) -> AsyncIterator[Lease]:
+        """Wait until the model is loaded, and use it. Raises ApiError: 503 if it cannot be loaded, or not in time."""
+        until_s = self._clock() + (self.config.models_wait_s if wait_s is None else wait_s)
+        while True:
+            await self._loaded(member, until_s)
+            if member.backend is not None:  # or it has ended in this very moment
+                break
+        status = member.status
+        status.num_active += 1
+        try:
+            yield Lease(member, member.backend)
+        finally:
+            status.num_active -= 1
+            status.used_at_s = self._clock()
+            self._set_leaving(member)
+            self._changed.set()
+
+    async def _loaded(self, member: FleetModel, until_s: float) -> None:
+        """Raises ApiError."""
+        self._check(member)
+        if self._admits(member):
+            return
+        status, began_s = member.status, self._clock()
+        if not status.is_wanted:
+            status.wanted_since_s = self._clock()
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        member.waiters.append(waiter)
+        status.num_waiting += 1
+        self._changed.set()
+        try:
+            async with asyncio.timeout(max(0.0, until_s - self._clock())):
+                await waiter
+        except TimeoutError as error:
+            member.counts.refusals += 1
+            waited_s = self._clock() - began_s
+            text = f"the model {member.entry.name!r} was not loaded within {waited_s:.0f} s (--models-wait-s)"
+            raise _unavailable(f"{text}: {self._why_not(member)}", member.load_s) from error
+        finally:
+            status.num_waiting -= 1
+            if waiter in member.waiters:
+                member.waiters.remove(waiter)
+            self._changed.set()
+
+    def _check(self, member: FleetModel) -> None:
+        """Raises ApiError for a model that cannot be loaded now."""
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down")
+        if member.trouble is None:
+            return
+        if member.retry_at_s is None:
+            member.counts.refusals += 1
+            raise ApiError(503, f"the model {member.entry.name!r} cannot be served: {member.trouble}")
+        left_s = member.retry_at_s - self._clock()
+        if left_s > 0:
+            member.counts.refusals += 1
+            raise _unavailable(f"the model {member.entry.name!r} cannot be loaded: {member.trouble}", left_s)
+        member.trouble = member.retry_at_s = None
+
+    def _admits(self, member: FleetModel) -> bool:
+        status = member.status
+        return status.state == "loaded" and status.op is None and member.entry.name not in self._closing
+
+    def _why_not(self, member: FleetModel) -> str:
+        others = [each for each in self.members.values() if each is not member and each.status.has_weights]
+        busy = ", ".join(f"{each.entry.name} ({each.status.num_active} requests)" for each in others)
+        return f"it is {member.state}" + (f", and memory is taken by {busy}" if busy else "")
+
+    # ---- what admins ask for
+
+    def wish(self, member: FleetModel) -> asyncio.Task[None]:
+        """Load a model though no request needs it yet."""
+
+        async def load() -> None:
+            async with self.lease(member):
+                pass
+
+        task = asyncio.ensure_future(load())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is shown as the model's trouble
+        return task
+
+    def let_go(self, member: FleetModel) -> None:
+        """Unload a model as soon as it has no requests."""
+        member.is_let_go = True
+        self._set_leaving(member)
+        self._changed.set()
+
+    def keep(self, member: FleetModel, keep_s: float | None) -> None:
+        """Set how long it stays without requests from now on; None: until its memory is needed."""
+        member.keep_alive_s, member.is_let_go = keep_s, False
+        self._set_leaving(member)
+        self._changed.set()
+
+    def _set_leaving(self, member: FleetModel) -> None:
+        kept = 0.0 if member.is_let_go else None if member.entry.pin else member.keep_alive_s
+        member.status.leaves_at_s = None if kept is None else self._clock() + kept
+
+    # ---- decisions
+
+    async def run(self) -> None:
+        """Decide, carry out and measure, for ever."""
+        await asyncio.gather(self._deciding(), self._measuring())
+
+    async def _measuring(self) -> None:
+        while True:
+            await asyncio.sleep(MEASURE_S)
+            await self.measure()
+            self._changed.set()
+
+    async def _deciding(self) -> None:
+        for member in self.members.values():
+            if member.entry.pin and member.trouble is None:
+                self.wish(member)
+        while True:
+            self._changed.clear()
+            self.look()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
+
+    def look(self) -> None:
+        """Notice deaths, decide, and begin what was decided."""
+        now_s = self._clock()
+        for member in self.members.values():
+            self._notice_end(member)
+        decision: Decision = decide([member.status for member in self.members.values()], self._rules, now_s)
+        self._closing = decision.closing
+        for action in decision.actions:
+            self._begin(self.members[action.name], action)
+        for member in self.members.values():
+            if self._admits(member):
+                self._wake_waiters(member)
+
+    def _begin(self, member: FleetModel, action: Action) -> None:
+        if action.do == "refuse":
+            if not member.waiters:
+                return
+            text = f"the model {member.entry.name!r} cannot be loaded: {action.why}"
+            self._refuse(member, ApiError(503, text))
+            member.counts.refusals += 1
+            return
+        if action.do == "load" and (member.trouble is not None or self.is_draining):
+            self._refuse_for_trouble(member)
+            return
+        work = {"load": self._load, "sleep": self._sleep, "stop": self._stop}[action.do]
+        member.status.op = action.do
+        task = asyncio.ensure_future(self._carry_out(member, action, work(member, action)))
+        self._ops.add(task)
+        task.add_done_callback(self._ops.discard)
+
+    async def _carry_out(self, member: FleetModel, action: Action, work: Coroutine[Any, Any, None]) -> None:
+        began_s = self._clock()
+        try:
+            await work
+            took = f"{self._clock() - began_s:.2f} s"
+            logger.info(
+                "%s: %s%s done after %s", member.entry.name, action.do, f" ({action.why})" if action.why else "", took
+            )
+        except (VllmLiteError, OSError) as error:
+            await self._failed(member, action, str(error))
+        finally:
+            if action.do != "load":
+                await self.measure()  # what it has freed is what the next decision is about
+            member.status.op = None
+            self._changed.set()
+
+    async def _load(self, member: FleetModel, _: Action) -> None:
+        status, began_s = member.status, self._clock()
+        if status.state == "sleeping":
+            await member.backend.wake()
+            member.counts.wakes += 1
+        else:
+            member.backend = self._make(member.entry, self._on_end)
+            await member.backend.start()
+            member.counts.loads += 1
+        took_s = self._clock() - began_s
+        member.load_s = took_s if not member.load_s else member.load_s + EWMA * (took_s - member.load_s)
+        member.counts.load_s += took_s
+        status.slice_s = self.config.models_slice_s or max(SLICE_S, SLICE_LOADS * member.load_s)
+        status.state, status.level, status.loaded_at_s = "loaded", 0, self._clock()
+        status.held_bytes = max(status.held_bytes, status.expected_bytes)  # until it is measured
+        status.used_at_s, member.is_let_go = status.loaded_at_s, False
+        self._set_leaving(member)
+
+    async def _sleep(self, member: FleetModel, action: Action) -> None:
+        await member.backend.sleep(action.level)
+        member.counts.sleeps += 1
+        member.status.state, member.status.level = "sleeping", action.level
+        member.status.wanted_since_s = self._clock()
+
+    async def _stop(self, member: FleetModel, _: Action) -> None:
+        backend = member.backend
+        member.counts.stops += 1
+        await backend.stop()
+        member.backend = None
+        member.status.state, member.status.leaves_at_s = "unloaded", None
+
+    async def _failed(self, member: FleetModel, action: Action, reason: str) -> None:
+        """An operation has failed: end the processes that nobody knows the state of, if nothing is in them."""
+        logger.warning("%s: %s failed: %s", member.entry.name, action.do, reason)
+        backend = member.backend
+        if backend is not None and (action.do == "load" or backend.ended() is not None):
+            await backend.stop()
+            member.backend = None
+            member.status.state = "unloaded"
+        if action.do != "load":
+            await asyncio.sleep(LOOK_S)  # then it is decided again
+            return
+        member.counts.failures += 1
+        member.failures_in_a_row += 1
+        self._back_off(member, reason)
+
+    def _back_off(self, member: FleetModel, reason: str) -> None:
+        """Refuse its requests for a time that doubles with each failure."""
+        member.trouble = reason
+        member.retry_at_s = self._clock() + min(MAX_BACKOFF_S, 2.0 ** min(16, member.failures_in_a_row - 1))
+        self._refuse_for_trouble(member)
+
+    def _notice_end(self, member: FleetModel) -> None:
+        """A model's processes have ended by themselves."""
+        status = member.status
+        if member.backend is None or status.op is not None or (reason := member.backend.ended()) is None:
+            return
+        logger.warning("the processes of %s have ended: %s", member.entry.name, reason)
+        member.counts.deaths += 1
+        is_sound = self._clock() - status.loaded_at_s > SOUND_S
+        member.failures_in_a_row = 1 if is_sound else member.failures_in_a_row + 1
+        if member.failures_in_a_row > FREE_DEATHS:
+            self._back_off(member, reason)
+        status.op = "stop"
+        task = asyncio.ensure_future(self._clean_up(member))
+        self._ops.add(task)
+        task.add_done_callback(self._ops.discard)
+
+    async def _clean_up(self, member: FleetModel) -> None:
+        try:
+            await member.backend.stop()
+        finally:
+            member.backend = None
+            member.status.state, member.status.held_bytes, member.status.op = "unloaded", 0, None
+            self._changed.set()
+
+    def _on_end(self) -> None:
+        """Called on any thread."""
+        self._loop.call_soon_threadsafe(self._changed.set)
+
+    def _wake_waiters(self, member: FleetModel) -> None:
+        for waiter in member.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _refuse_for_trouble(self, member: FleetModel) -> None:
+        left_s = 0.0 if member.retry_at_s is None else member.retry_at_s - self._clock()
+        text = f"the model {member.entry.name!r} cannot be loaded: {member.trouble or 'the server is shutting down'}"
+        self._refuse(member, _unavailable(text, left_s))
+
+    def _refuse(self, member: FleetModel, error: ApiError) -> None:
+        for waiter in member.waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+        member.waiters.clear()
+
+    async def measure(self) -> None:
+        """Measure the memory of all processes, aside."""
+        members = [member for member in self.members.values() if member.backend is not None and member.backend.pid]
+        found = await asyncio.to_thread(self._measure_trees, [member.backend.pid for member in members])
+        for member in self.members.values():
+            status = member.status
+            status.held_bytes = 0 if member.backend is None else found.get(member.backend.pid, status.held_bytes)
+            if status.state != "loaded" or member.backend is None or not status.held_bytes:
+                continue
+            if not status.least_bytes:
+                status.least_bytes = status.expected_bytes = status.held_bytes
+            status.expected_bytes = max(status.expected_bytes, status.held_bytes)
+
+    # ---- the end
+
+    async def close(self, grace_s: float) -> None:
+        """Refuse what waits, let what runs end within `grace_s`, and end all processes."""
+        self.is_draining = True
+        for member in self.members.values():
+            self._refuse(member, ApiError(503, "the server is shutting down"))
+        backends = [member.backend for member in self.members.values() if member.backend is not None]
+        await asyncio.gather(*(backend.stop(grace_s) for backend in backends), return_exceptions=True)
+        await asyncio.gather(*self._ops, return_exceptions=True)
+
+    async def _settled(self, member: FleetModel) -> None:
+        """Wait until nothing is done with it."""
+        while member.status.op is not None:  # noqa: ASYNC110 - an operation sets no event of its own
+            await asyncio.sleep(SETTLE_S)
+
+
+def _unavailable(text: str, left_s: float) -> ApiError:
+    return ApiError(503, text, headers={"Retry-After": str(max(1, ceil(left_s)) if left_s > 0 else RETRY_AFTER_S)})
+
+
+def estimate(entry: Entry) -> int:
+    """Memory that a model is expected to take before it has been measured: its files, and what processes take."""
+    if entry.config is None:
+        return 0
+    return files_bytes(entry.config.model) + BASE_BYTES

@@ -1,0 +1,131 @@
+"""Facts about models that need not be loaded for them: sizes and descriptions, from their files."""
+
+from datetime import UTC, datetime
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_lite.checkpoint.hub import is_hub_id
+from vllm_lite.checkpoint.hub_cache import FileFacts, cached_models, facts_of
+from vllm_lite.config import DEMO_MODEL, demo_folder
+from vllm_lite.errors import ModelError
+from vllm_lite.server.generation import LATEST
+from vllm_lite.server.openai.formats import architectures_of
+from vllm_lite.server.router.catalog import Entry
+
+UNKNOWN = FileFacts("unknown", "unknown", "unknown", None)
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+_GENERATES = ("CausalLM", "ConditionalGeneration", "LMHeadModel")
+_EMBEDDERS = ("bert", "nomic-bert", "jina-bert-v2", "xlm-roberta")
+MAX_TEMPLATE_BYTES = 1 << 20
+
+
+class Known(NamedTuple):
+    """A model as its files describe it; `context_length` is None where they do not say."""
+
+    num_bytes: int
+    modified_s: float
+    facts: FileFacts
+    capabilities: tuple[str, ...]
+    template: str
+
+
+@cache
+def hub_paths() -> dict[str, Path]:
+    """Paths of the models in the hub's cache, by their names. forget_hub() is for when it has changed."""
+    paths: dict[str, Path] = {}
+    for model in cached_models():
+        if model.is_whole:
+            paths[model.name] = model.path
+            paths.setdefault(model.name.partition(":")[0], model.path)
+    return paths
+
+
+def forget_hub() -> None:
+    hub_paths.cache_clear()
+
+
+def path_of(model: str) -> Path | None:
+    """The folder or file of a model; None for a hub id that is not in the cache."""
+    if model == DEMO_MODEL:
+        return Path(demo_folder())
+    if is_hub_id(model):
+        return hub_paths().get(model)
+    return Path(model)
+
+
+def files_bytes(model: str) -> int:
+    """Bytes of its weights; 0 where they are not here yet."""
+    path = path_of(model)
+    return 0 if path is None else sum(file.stat().st_size for file in _weights(path))
+
+
+def _weights(path: Path) -> list[Path]:
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    return [file for file in files if file.is_file()]
+
+
+def describe(entry: Entry) -> Known:
+    """Look at the files of a model."""
+    path = None if entry.config is None else path_of(entry.config.model)
+    if path is None:
+        return Known(0, 0.0, UNKNOWN, (), "")
+    try:
+        files, facts = _weights(path), facts_of(path)
+    except (ModelError, OSError):
+        return Known(0, 0.0, UNKNOWN, (), "")
+    stats = [file.stat() for file in files]
+    template = _template(path)
+    names = architectures_of(str(path))
+    generates = any(kind in name for name in names for kind in _GENERATES) or facts.format == "gguf"
+    is_embedder = facts.family in _EMBEDDERS or not generates
+    can = [
+        ("completion", not is_embedder),
+        ("embedding", is_embedder),
+        ("tools", "tools" in template),
+        ("thinking", "enable_thinking" in template or "<think>" in template),
+    ]
+    size = sum(each.st_size for each in stats)
+    modified_s = max((each.st_mtime for each in stats), default=0.0)
+    return Known(size, modified_s, facts, tuple(name for name, is_able in can if is_able), template)
+
+
+def _template(path: Path) -> str:
+    for name in _TEMPLATES if path.is_dir() else ():
+        file = path / name
+        if file.is_file() and file.stat().st_size <= MAX_TEMPLATE_BYTES:
+            text = file.read_text(errors="replace")
+            if name != "tokenizer_config.json" or "chat_template" in text:
+                return text
+    return ""
+
+
+def tagged(name: str) -> str:
+    """A name as Ollama's clients know it: with a tag."""
+    return name if ":" in name else name + LATEST
+
+
+def ollama_entry(entry: Entry, name: str, known: Known) -> dict[str, Any]:
+    """A model in the form of /api/tags."""
+    facts = known.facts
+    root = "" if entry.config is None else entry.config.model
+    return {
+        "name": tagged(name),
+        "model": tagged(name),
+        "modified_at": iso(known.modified_s),
+        "size": known.num_bytes,
+        "digest": sha256(f"{root}/{known.modified_s}".encode()).hexdigest(),
+        "details": {
+            "parent_model": "",
+            "format": facts.format,
+            "family": facts.family,
+            "families": [facts.family],
+            "parameter_size": "",
+            "quantization_level": facts.quantization,
+        },
+    }
+
+
+def iso(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat().replace("+00:00", "Z")

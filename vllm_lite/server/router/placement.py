@@ -1,0 +1,251 @@
+"""The decision which models are loaded: a function of what is there and what is asked for, without side effects.
+
+A model is in one of these states; `op` is on while it changes from one to another:
+
+    unloaded   no process
+    loaded     its workers hold weights and KV
+    sleeping   its server and its engine are there, with the streams that are paused; no weights. At level 1 a worker
+               that has imported torch waits as well, so that it wakes sooner
+
+Memory goes to the model that has waited longest. Who has to go for it: idle models first, by least recent use, then
+those whose requests have had their time slice; these sleep, and their streams go on when they wake. Pinned models
+never go.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+State = Literal["unloaded", "loaded", "sleeping"]
+ASLEEP_BYTES = {1: 300 << 20, 2: 120 << 20}
+"""Memory of a model that sleeps at a level, until it has been measured."""
+
+
+@dataclass
+class ModelStatus:
+    """Facts about one model that a decision is made of. Times are in seconds of one clock."""
+
+    name: str
+    state: State = "unloaded"
+    op: Literal["load", "sleep", "stop"] | None = None
+    level: int = 0
+    """Level at which it sleeps."""
+    num_waiting: int = 0
+    num_active: int = 0
+    """Requests that wait for it to be loaded, and those that it has."""
+    wanted_since_s: float = 0.0
+    """Since when a request waits, or a stream is paused."""
+    loaded_at_s: float = 0.0
+    used_at_s: float = 0.0
+    """When its last request ended."""
+    held_bytes: int = 0
+    """Memory of its processes, as measured last."""
+    expected_bytes: int = 0
+    """Memory that it takes when loaded: the most that was measured, or an estimate before it has been loaded once."""
+    least_bytes: int = 0
+    """Memory that it took just after it was loaded, before its KV cache had grown; 0 before it has been loaded once."""
+    slice_s: float = 10.0
+    pin: bool = False
+    leaves_at_s: float | None = None
+    """From when it is unloaded if nobody uses it; None: when its memory is needed."""
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.num_waiting > 0 or (self.state == "sleeping" and self.num_active > 0)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_waiting and not self.num_active
+
+    @property
+    def counted_bytes(self) -> int:
+        """Memory that it takes, or is about to take."""
+        return max(self.held_bytes, self.expected_bytes) if self.op == "load" else self.held_bytes
+
+    @property
+    def has_weights(self) -> bool:
+        return self.state == "loaded" or self.op == "load"
+
+
+class Action(NamedTuple):
+    """`load` loads or wakes a model, `sleep` leaves its streams paused, `stop` ends its processes."""
+
+    do: Literal["load", "sleep", "stop", "refuse"]
+    name: str
+    level: int = 0
+    why: str = ""
+
+
+class PlacementRules(NamedTuple):
+    memory_bytes: int
+    max_loaded: int | None = None
+
+
+@dataclass
+class _Room:
+    """Room for models: what is left while actions are chosen one after the other, or what one of them lacks."""
+
+    free_bytes: int
+    free_places: float
+
+
+class Decision(NamedTuple):
+    """`closing` are loaded models that take no new requests: their time slice is over, and others wait for their
+    memory."""
+
+    actions: list[Action]
+    closing: frozenset[str]
+
+
+def decide(models: Sequence[ModelStatus], rules: PlacementRules, now_s: float) -> Decision:
+    """Choose what is to be done now. It is asked again whenever something has changed."""
+    actions, closing = list[Action](), set[str]()
+    room = _Room(
+        rules.memory_bytes - sum(model.counted_bytes for model in models),
+        float("inf") if rules.max_loaded is None else rules.max_loaded - sum(model.has_weights for model in models),
+    )
+    for model in models:
+        if model.op is None and model.state != "unloaded" and model.is_idle and _has_left(model, now_s):
+            actions.append(Action("stop", model.name, why="nobody uses it"))
+    is_freeing = bool(actions) or any(model.op in ("sleep", "stop") for model in models)
+    wanting = sorted(
+        (model for model in models if model.is_wanted and model.op is None and model.state != "loaded"),
+        key=lambda model: (model.wanted_since_s, model.name),
+    )
+    is_first = True
+    for model in wanting:
+        most_bytes = rules.memory_bytes - sum(
+            other.counted_bytes for other in models if other.pin and other is not model
+        )
+        need = max(0, min(model.expected_bytes, most_bytes) - model.held_bytes)
+        if (why := _never(model, models, rules, most_bytes)) is not None:
+            actions.append(Action("refuse", model.name, why=why))
+            continue
+        if need <= room.free_bytes and room.free_places >= 1:
+            actions.append(Action("load", model.name))
+        elif is_first:
+            others = [other for other in models if other is not model and not other.pin]
+            missing = _Room(need - room.free_bytes, 1 - room.free_places)
+            chosen, waits_for = _make_room(model, others, missing, now_s)
+            actions += [] if is_freeing else chosen  # what is being freed is measured first
+            closing |= waits_for
+            if not chosen and not is_freeing and not any(map(_will_go, others)):
+                continue  # paused streams of others are in its way: they go on first
+        is_first = False  # the others get what it leaves
+        room.free_bytes -= need
+        room.free_places -= 1
+    if not any(action.do != "refuse" for action in actions) and not is_freeing and not any(map(_will_go, models)):
+        actions += _last_resort(models, [model for model in wanting if _is_open(model, actions)])
+    if not wanting and not is_freeing and room.free_bytes < 0:
+        actions += _relieve(models, -room.free_bytes)
+    return Decision(actions, frozenset(closing))
+
+
+def _is_open(model: ModelStatus, actions: Sequence[Action]) -> bool:
+    """Whether a model is not refused."""
+    return all(action.name != model.name for action in actions)
+
+
+def _last_resort(models: Sequence[ModelStatus], wanting: Sequence[ModelStatus]) -> list[Action]:
+    """Nothing fits beside the servers of paused streams, and none of those can go on: the first is loaded all the same,
+    once everything idle is gone."""
+    idle = [model for model in models if model.is_idle and model.state != "unloaded" and not model.pin]
+    if idle and wanting:
+        return [Action("stop", model.name, why="paused streams need its memory") for model in idle]
+    return [Action("load", model.name) for model in wanting[:1]]
+
+
+def _will_go(model: ModelStatus) -> bool:
+    """Whether it has requests now that end, or a slice that does."""
+    return model.op == "load" or (model.state == "loaded" and not model.is_idle)
+
+
+def _has_left(model: ModelStatus, now_s: float) -> bool:
+    return model.leaves_at_s is not None and now_s >= model.leaves_at_s
+
+
+def _never(model: ModelStatus, models: Sequence[ModelStatus], rules: PlacementRules, most_bytes: int) -> str | None:
+    """Why a model can never be loaded; None if it can. `most_bytes` is memory that pinned models leave."""
+    takes = model.least_bytes or model.expected_bytes
+    if takes > most_bytes:
+        return f"it takes {_gib(takes)}, and beside pinned models there is room for {_gib(max(0, most_bytes))}"
+    num_pinned = sum(other.pin and other.has_weights for other in models if other is not model)
+    if rules.max_loaded is not None and num_pinned >= rules.max_loaded:
+        return f"{rules.max_loaded} models may be loaded at once (models_max), and as many are pinned"
+    return None
+
+
+def _make_room(
+    wanted: ModelStatus, others: Sequence[ModelStatus], missing: _Room, now_s: float
+) -> tuple[list[Action], set[str]]:
+    """Choose who goes for `wanted`, or for whom it waits until their slice is over."""
+    others = [model for model in others if model.op is None]
+    idle = sorted((model for model in others if model.is_idle and model.state != "unloaded"), key=_recency)
+    paused = [model for model in others if model.state == "sleeping" and not model.is_idle and model.level == 1]
+    busy = sorted((model for model in others if model.state == "loaded" and not model.is_idle), key=_age)
+    late = [model for model in busy if now_s >= model.loaded_at_s + model.slice_s]
+    over = [model for model in late if not model.num_active or now_s >= wanted.wanted_since_s + model.slice_s]
+    for candidates in (idle, [*idle, *over, *paused]):
+        if chosen := list(_least(candidates, missing)):
+            return [action for _, action in chosen], set()
+    return [], {model.name for model in late}
+
+
+def _recency(model: ModelStatus) -> tuple[float, str]:
+    return model.used_at_s, model.name
+
+
+def _age(model: ModelStatus) -> tuple[float, str]:
+    return model.loaded_at_s, model.name
+
+
+def _least(candidates: Sequence[ModelStatus], missing: _Room) -> Iterator[tuple[ModelStatus, Action]]:
+    """Yield as few models as will do, asleep at level 1 while that is enough, else the first of them deeper; none if
+    all of them would not do."""
+    light: list[tuple[ModelStatus, Action]] = []
+    for model in candidates:
+        if model.state == "loaded":
+            light.append((model, Action("sleep", model.name, 1)))
+            if _is_enough(light, missing):
+                yield from light
+                return
+    deep: list[tuple[ModelStatus, Action]] = []
+    for model in sorted(candidates, key=lambda model: model.state != "sleeping"):
+        action = Action("stop", model.name) if model.is_idle else Action("sleep", model.name, 2)
+        deep.append((model, action))
+        rest = [pair for pair in light if all(pair[0] is not other for other, _ in deep)]
+        if _is_enough([*deep, *rest], missing):
+            yield from [*deep, *rest]
+            return
+
+
+def _is_enough(chosen: Sequence[tuple[ModelStatus, Action]], missing: _Room) -> bool:
+    frees = sum(freed_bytes(model, action) for model, action in chosen)
+    return frees >= missing.free_bytes and sum(model.has_weights for model, _ in chosen) >= missing.free_places
+
+
+def freed_bytes(model: ModelStatus, action: Action) -> int:
+    """Memory that an action is expected to free."""
+    left = 0 if action.do == "stop" else ASLEEP_BYTES[action.level]
+    return max(0, model.held_bytes - left)
+
+
+def _relieve(models: Sequence[ModelStatus], over_bytes: int) -> list[Action]:
+    """Choose who goes where loaded models have grown beyond their memory; nobody waits for any. The last one stays, as
+    long as it has requests."""
+    others = [model for model in models if not model.pin and model.op is None and model.state != "unloaded"]
+    others = [model for model in others if model.op is None]
+    idle = sorted((model for model in others if model.is_idle), key=_recency)
+    busy = sorted((model for model in others if not model.is_idle and model.state == "loaded"), key=_age)
+    actions = list[Action]()
+    for model in [*idle, *busy[:-1]]:
+        if over_bytes <= 0:
+            break
+        action = Action("stop" if model.is_idle else "sleep", model.name, 0 if model.is_idle else 2, "memory is full")
+        actions.append(action)
+        over_bytes -= freed_bytes(model, action)
+    return actions
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

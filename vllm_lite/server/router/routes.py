@@ -1,0 +1,252 @@
+"""The router's own routes: which models there are, what state they are in, health and metrics; and every other route,
+which is sent on to the model that it names.
+
+/models and its two sub-routes are those of llama.cpp's server in its router mode, /running and /unload llama-swap's.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from vllm_lite import __version__
+from vllm_lite.errors import EngineError
+from vllm_lite.server.http.auth import require_admin
+from vllm_lite.server.http.body import BodyReader
+from vllm_lite.server.live_requests import as_json
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.router.exposition import merged
+from vllm_lite.server.router.fleet import Fleet, FleetModel
+from vllm_lite.server.router.forward import ForwardedAnswer, RoutedBody, read_routed
+from vllm_lite.server.router.known import describe
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH"]
+EVENT_S = 0.5
+SCRAPE_S = 5.0
+OF_ROUTER = frozenset({"/sleep", "/wake_up"})
+"""Routes of one model that the router uses itself: memory is its to give."""
+
+
+class RouterRoutes:
+    """Answers all routes but Ollama's that manage models."""
+
+    def __init__(self, fleet: Fleet, reader: BodyReader) -> None:
+        self._fleet = fleet
+        self._reader = reader
+        self._created = int(time.time())
+        self._adapters: dict[str, str] = {}
+
+    def routes(self) -> list[Route]:
+        gets = [
+            ("/health", self.health),
+            ("/health/live", self.live),
+            ("/health/ready", self.health),
+            ("/version", self.version),
+            ("/load", self.load_of_all),
+            ("/metrics", self.metrics),
+            ("/v1/models", self.models),
+            ("/models", self.models),
+            ("/v1/models/{model:path}", self.model),
+            ("/running", self.running),
+            ("/unload", self.unload_all),
+        ]
+        posts = [
+            ("/models/load", self.load),
+            ("/models/unload", self.unload),
+            ("/api/models/unload", self.unload_all),
+            ("/api/models/unload/{model:path}", self.unload),
+        ]
+        routes = [Route(path, method, methods=["GET"]) for path, method in gets]
+        routes += [Route(path, self._reader.holding(method), methods=["POST"]) for path, method in posts]
+        return [*routes, Route("/ping", self.health, methods=["GET", "POST"])]
+
+    def rest(self) -> Route:
+        """Every route that is none of the router's."""
+        return Route("/{path:path}", self._reader.holding(self.forward), methods=METHODS)
+
+    # ---- models
+
+    def card(self, member: FleetModel, name: str | None = None) -> dict[str, Any]:
+        """A model as /v1/models shows it, with its state."""
+        entry, status = member.entry, member.status
+        config = entry.config
+        length = None if config is None else config.max_model_len or describe(entry).facts.context_length
+        state: dict[str, Any] = {"value": member.state}
+        if member.state == "failed":
+            state["failed"] = True
+        return {
+            "id": name or entry.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "vllm_lite",
+            "root": None if config is None else config.model,
+            "parent": None if name in (None, *entry.names) else entry.name,
+            "max_model_len": length,
+            "permission": [],
+            "status": state,
+            "vllm_lite": {
+                "aliases": list(entry.aliases),
+                "pinned": entry.pin,
+                "pid": None if member.backend is None else member.backend.pid,
+                "memory_bytes": status.held_bytes,
+                "expected_bytes": status.expected_bytes,
+                "active_requests": status.num_active,
+                "waiting_requests": status.num_waiting,
+                "load_s": round(member.load_s, 3),
+                "error": member.trouble,
+            },
+        }
+
+    async def models(self, _: Request) -> Response:
+        members = self._fleet.members.values()
+        names = [(member, name) for member in members for name in (*member.entry.names, *member.entry.adapters)]
+        return as_json({"object": "list", "data": [self.card(*each) for each in names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        return as_json(self.card(self._fleet.find(name), name))
+
+    async def running(self, _: Request) -> Response:
+        words = {"loaded": "ready", "loading": "starting", "unloading": "stopping", "sleeping": "stopped"}
+        members = [member for member in self._fleet.members.values() if member.backend is not None]
+        return as_json(
+            {"running": [{"model": each.entry.name, "state": words.get(each.state, each.state)} for each in members]}
+        )
+
+    async def load(self, request: Request) -> Response:
+        """Begin to load a model; with `stream` an event comes for each state on the way."""
+        require_admin(request)
+        member, routed = await self._named(request)
+        self._fleet.keep(member, member.keep_alive_s)
+        loading = self._fleet.wish(member)
+        if not routed.field("stream", bool | None):
+            return as_json({"success": True})
+        return StreamingResponse(self._events(member, loading), media_type="text/event-stream")
+
+    async def unload(self, request: Request) -> Response:
+        """Unload a model once its requests have ended."""
+        require_admin(request)
+        member, _ = await self._named(request)
+        self._fleet.let_go(member)
+        return as_json({"success": True})
+
+    async def unload_all(self, request: Request) -> Response:
+        require_admin(request)
+        for member in self._fleet.members.values():
+            self._fleet.let_go(member)
+        return as_json({"msg": "ok"})
+
+    async def _named(self, request: Request) -> tuple[FleetModel, RoutedBody]:
+        if "model" in request.path_params:
+            return self._fleet.find(request.path_params["model"]), RoutedBody(b"", {})
+        routed = await read_routed(request, self._reader)
+        return self._fleet.find(routed.field("model", str | None)), routed
+
+    async def _events(self, member: FleetModel, loading: "asyncio.Task[None]") -> Any:
+        """Yield what the model's state is, until it is loaded or has failed."""
+        began_s, error = time.monotonic(), None
+        while not loading.done():
+            yield self._event(member, began_s, None)
+            await asyncio.wait((loading,), timeout=EVENT_S)
+        if not loading.cancelled() and (failure := loading.exception()) is not None:
+            error = failure.message if isinstance(failure, ApiError) else str(failure)
+        yield self._event(member, began_s, error)
+
+    def _event(self, member: FleetModel, began_s: float, error: str | None) -> bytes:
+        elapsed_s = round(time.monotonic() - began_s, 1)
+        event = {
+            "model": member.entry.name,
+            "status": member.state,
+            "elapsed_s": elapsed_s,
+            "usual_s": member.load_s or None,
+        }
+        return b"data: " + msgspec.json.encode(event if error is None else {**event, "error": error}) + b"\n\n"
+
+    # ---- the router itself
+
+    async def health(self, _: Request) -> Response:
+        if self._fleet.is_draining:
+            raise ApiError(503, "the server is shutting down")
+        return Response()
+
+    async def live(self, _: Request) -> Response:
+        return Response()
+
+    async def version(self, _: Request) -> Response:
+        return as_json({"version": __version__})
+
+    async def load_of_all(self, _: Request) -> Response:
+        statuses = [member.status for member in self._fleet.members.values()]
+        return as_json({"server_load": sum(each.num_active + each.num_waiting for each in statuses)})
+
+    async def metrics(self, _: Request) -> Response:
+        members = [member for member in self._fleet.members.values() if member.status.state != "unloaded"]
+
+        async def of(member: FleetModel) -> str:
+            body: bytes = await member.backend.get("/metrics", SCRAPE_S)
+            return body.decode(errors="replace")
+
+        found = await asyncio.gather(*map(of, members), return_exceptions=True)
+        texts = [text for text in found if isinstance(text, str)]
+        return Response(merged(self._fleet, texts), media_type=MEDIA_TYPE)
+
+    # ---- everything else
+
+    async def forward(self, request: Request) -> Response:
+        path = request.scope["path"]
+        if path in OF_ROUTER:
+            raise ApiError(400, f"{path} is the router's to call here; POST /models/unload gives a model's memory back")
+        routed = await read_routed(request, self._reader)
+        name = routed.field("model", str | None) or request.query_params.get("model")
+        if name is None and "lora_name" in routed.fields:
+            name = self._adapters.get(routed.field("lora_name", str))
+        if name is None and len(self._fleet.members) > 1 and self._is_about_requests(request):
+            return await self._ask_each(request, routed)
+        member = self._fleet.find(name)
+        if "lora_name" in routed.fields:
+            self._know_adapter(member, path, routed.field("lora_name", str))
+        return ForwardedAnswer(self._fleet, member, request, routed, self._reader)
+
+    def _know_adapter(self, member: FleetModel, path: str, adapter: str) -> None:
+        entry, names = member.entry, member.entry.adapters
+        if path.endswith("/unload_lora_adapter"):
+            entry.adapters = tuple(each for each in names if each != adapter)
+            self._adapters.pop(adapter, None)
+        elif self._fleet.catalog.find(adapter) is None and len(names) < MAX_ADAPTERS:
+            entry.adapters = (*names, adapter)
+            self._adapters[adapter] = entry.name
+
+    def _is_about_requests(self, request: Request) -> bool:
+        parts = request.scope["path"].strip("/").split("/")
+        return len(parts) >= len(_ABOUT[0]) + 1 and tuple(parts[:2]) in _ABOUT
+
+    async def _ask_each(self, request: Request, routed: RoutedBody) -> Response:
+        """A request or response is known to one model, and its id does not say to which: the first that knows it."""
+        for member in self._fleet.members.values():
+            if member.backend is None or member.status.op is not None:
+                continue
+            if await self._knows(member, request):
+                return ForwardedAnswer(self._fleet, member, request, routed, self._reader, needs_loaded=False)
+        raise ApiError(404, f"no loaded model knows {request.scope['path']}")
+
+    async def _knows(self, member: FleetModel, request: Request) -> bool:
+        from vllm_lite.server.router.forward import sent_on
+        from vllm_lite.server.router.upstream import UpstreamLost
+
+        what = "/".join(request.scope["path"].split("/")[:4])
+        try:
+            async with asyncio.timeout(SCRAPE_S):
+                answer = await member.backend.open("GET", what.encode(), sent_on(request), b"")
+        except (TimeoutError, UpstreamLost, EngineError):
+            return False
+        answer.close()
+        return bool(answer.status != 404)
+
+
+MAX_ADAPTERS = 1000
+_ABOUT = (("v1", "requests"), ("v1", "responses"))
