@@ -78,6 +78,10 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "eagle3, swapped": EAGLE | FIXED | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.05},
     "eagle3, two ranks": EAGLE | FIXED | {"tensor_parallel_size": 2},
     "eagle3, chunks": EAGLE | FIXED | {"max_num_batched_tokens": 48},
+    "attention, mtp": MTP | FIXED,
+    "attention, mtp, as many as pay": MTP,
+    "attention, mtp, swapped": MTP | FIXED | FEW_BLOCKS | {"preemption_mode": "swap", "swap_space": 0.05},
+    "attention, mtp, two ranks": MTP | FIXED | {"tensor_parallel_size": 2},
     "mtp": MTP | FIXED,
     "mtp, as many as pay": MTP,
     "mtp, one step in flight": MTP | FIXED | {"async_scheduling": False},
@@ -88,7 +92,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
     **{way: settings | FIXED for way, settings in KILLED.items()},
 }
 """Settings that draft. The draft model "kin" and the head "eagle" are made with the model; ways of MTP and of hybrids
-have a hybrid with a head."""
+have a hybrid with a head, but for those of attention: their model has one, too."""
 TOOL: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2, 3]}},
@@ -193,7 +197,7 @@ class Models(NamedTuple):
 
 
 def make_models(folder: Path) -> Models:
-    base = make_checkpoint(folder / "model", "llama", dtype="bfloat16")
+    base = add_head(make_checkpoint(folder / "model", "llama", dtype="bfloat16"))
     headed = add_head(HYBRIDS[0].make(folder / "hybrid"))
     hybrid = Models(headed, _modules(headed, folder / "of-hybrid", r".*self_attn\.[qkvo]_proj"))
     head = make_eagle(base, folder / "eagle", eagle_aux_hidden_state_layer_ids=[1, 2, 2])

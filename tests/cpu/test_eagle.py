@@ -11,6 +11,8 @@ from tests.cpu.test_mtp import DRAFTS, PROMPT, Watched, blocks
 from tests.driver import WARM, Driver, new_request
 from tests.eagle_heads import EagleTwin, make_eagle
 from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.models.decoder import Decoder
+from vllm_lite.models.eagle_head import EagleHead
 from vllm_lite.protocol.step import Continue, Draft, Finish
 from vllm_lite.tools.plan import PlanConfig, make_plan
 from vllm_lite.tools.plan_checkpoint import load
@@ -46,6 +48,25 @@ def test_drafts_are_the_heads(name: str, model: Path, tmp_path: Path) -> None:
     watched.decode(0, count=2)
     watched.draft(1, 0)
     assert watched.num_drafts == DRAFTS * 13
+
+
+def test_steps_with_a_head_are_recorded(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = make_eagle(model, tmp_path / "head")
+    watched = Watched(model, EagleTwin(model, head, (2, 3, 3)), **eagle3(head))
+    watched.run(new_request(0, PROMPT, blocks(1)), new_request(1, PROMPT[::-1], blocks(8)))
+
+    def play() -> None:
+        watched.draft(0, 1, steps=2)
+        watched.decode(0, 1, count=1)
+
+    play()
+
+    def forbidden(*_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError
+
+    for owner, name in ((Decoder, "forward"), (Decoder, "logits"), (EagleHead, "logits")):
+        monkeypatch.setattr(owner, name, forbidden)
+    play()
 
 
 def test_a_prefix_hit(model: Path, tmp_path: Path) -> None:

@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 from tests.batches import part_of
-from tests.driver import GREEDY, Driver, make_prompt, new_request
-from tests.eagle_heads import EagleTwin
+from tests.driver import GREEDY, WARM, Driver, make_prompt, new_request
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from tests.families.latent import VARIANTS as LATENT
 from tests.families.mixtures import VARIANTS as MIXTURES
 from tests.mtp_heads import HeadTwin, add_head
 from vllm_lite.checkpoint.mtp_head import FAMILIES
+from vllm_lite.models.decoder import Decoder
 from vllm_lite.protocol.step import BlockOp, Continue, Draft, Finish, Fork, Preempt, ReplaceBlock, Resume, States
 from vllm_lite.worker.sampling.drafter import DraftBatch, Drafted, on_host
 from vllm_lite.worker.step_parts.drafts import Drafts
@@ -38,10 +38,16 @@ def twin(model: Path) -> HeadTwin:
     return HeadTwin(model)
 
 
+class Twin(Protocol):
+    """Drafts as they should be."""
+
+    def drafts(self, tokens: list[int], count: int, unknown: tuple[int, ...] = ()) -> list[int]: ...
+
+
 class Watched(Driver):
     """Holds all drafts to the twin's."""
 
-    def __init__(self, model: Path, twin: HeadTwin | EagleTwin, host: int = 0, **settings: Any) -> None:
+    def __init__(self, model: Path, twin: Twin, host: int = 0, **settings: Any) -> None:
         own: dict[str, Any] = {"speculative_config": {"method": "glm4_moe_mtp", "num_speculative_tokens": DRAFTS}}
         super().__init__(model, host, max_model_len=256, **(own | settings))
         drafter = part_of(self.worker.runner, Drafts).drafter
@@ -80,6 +86,49 @@ def test_drafts_are_the_heads(watched: Watched) -> None:
     watched.decode(0, count=2)
     watched.draft(1, 0)
     assert watched.num_drafts == DRAFTS * 13
+
+
+def test_steps_with_a_head_are_recorded(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that verify, those that decode, the passes of the head, and what it writes behind each step."""
+
+    def play() -> None:
+        watched.draft(0, 1)
+        watched.draft(1, steps=1)
+        watched.decode(0, 1, count=1)
+        watched.run(Draft(0, DRAFTS, []), Continue(1, 1, []))
+
+    watched.run(new_request(0, PROMPT, blocks(1)), new_request(1, PROMPT[::-1], blocks(8)))
+    play()
+
+    def forbidden(*_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError
+
+    for name in ("forward", "logits"):
+        monkeypatch.setattr(Decoder, name, forbidden)
+    play()
+
+
+def test_recorded_steps_have_the_drafts_of_eager_ones(model: Path, twin: HeadTwin) -> None:
+    """With temperatures, too."""
+    found = []
+    for eager in (False, True):
+        driver, drafts = Watched(model, twin, enforce_eager=eager), list[list[list[int]]]()
+        drafter = part_of(driver.worker.runner, Drafts).drafter
+        assert drafter is not None
+
+        def keep(batch: DraftBatch, driver: Watched = driver, drafts: list[list[list[int]]] = drafts) -> Sequence[Any]:
+            made = driver.before(batch)
+            drafts.append([on_host(each).tolist() for each in made])
+            return made
+
+        drafter.before = keep  # type: ignore[method-assign]
+        driver.run(
+            new_request(0, PROMPT, blocks(1), sampling=WARM), new_request(1, PROMPT[::-1], blocks(8), sampling=WARM)
+        )
+        for counts in ((3, 1), (2, 3), (1, 1)):
+            driver.run(*(Draft(handle, count, []) for handle, count in enumerate(counts)))
+        found.append((drafts, driver.got))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -27,6 +27,7 @@ from vllm_lite.layers.attention.rope import RotaryEmbedding
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.spans import Media
+from vllm_lite.worker.drafting import self_drafter
 from vllm_lite.worker.step_parts import image_positions
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -222,6 +223,24 @@ def test_samples_of_a_prompt_count_as_it_does(checkpoint: Path, answers: list[tu
     with LLM(str(checkpoint), num_gpu_blocks_override=64, **SMALL) as llm:
         (output,) = llm.chat(chat_of(CHATS[3]), several, use_tqdm=False)
     assert [sample.token_ids for sample in output.outputs] == [answers[3][1]] * 3
+
+
+def test_drafts_behind_images_count_as_the_model_does(
+    checkpoint: Path, answers: list[tuple[list[int], list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that is the model itself has all its drafts accepted."""
+    monkeypatch.setattr(self_drafter, "load_copy", lambda model, *_, **__: model)
+    drafts: dict[str, Any] = {
+        "speculative_config": {"method": "self", "num_speculative_tokens": 3},
+        "disable_adaptive_drafts": True,
+    }
+    with LLM(str(checkpoint), num_gpu_blocks_override=64, **SMALL, **drafts) as llm:
+        for number in (3, 0):
+            before = llm.stats()
+            (output,) = llm.chat(chat_of(CHATS[number]), msgspec.structs.replace(GREEDY, max_tokens=9), use_tqdm=False)
+            assert output.outputs[0].token_ids == answers[number][1][:9]
+            after = llm.stats()
+            assert after.draft_tokens - before.draft_tokens == after.accepted_tokens - before.accepted_tokens > 4
 
 
 @pytest.fixture(scope="module")

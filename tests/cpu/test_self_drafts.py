@@ -1,5 +1,6 @@
 """The model drafts for itself in 4 bits: the same tokens and KV, and drafts that are drawn as the tokens are."""
 
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,15 @@ from vllm_lite.checkpoint.tensors.headers import read_headers
 from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, copy_bytes
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight
+from vllm_lite.models.llama import Llama
 from vllm_lite.protocol.params import LogitRules, Sampling
 from vllm_lite.protocol.step import BlockOp, Continue, Draft, Finish, Fork, ReplaceBlock, States
 from vllm_lite.tools.plan import PlanConfig, make_plan
 from vllm_lite.tools.plan_checkpoint import load
+from vllm_lite.worker.drafting.chain import Chain
+from vllm_lite.worker.drafting.recorded_chain import RecordedChain
 from vllm_lite.worker.drafting.self_drafter import SelfDrafter
+from vllm_lite.worker.sampling.drafter import DraftBatch
 
 PROMPT = make_prompt(30, seed=11)
 NARROW = msgspec.structs.replace(WARM, top_k=20, top_p=0.9)
@@ -45,6 +50,12 @@ SELF: dict[str, Any] = {"speculative_config": {"method": "self", "num_speculativ
 def drafter_of(driver: Driver) -> SelfDrafter:
     drafter: Any = driver.worker.drafter
     return drafter._with_model  # type: ignore[no-any-return]
+
+
+def draft_by(driver: Driver, forward: Any) -> None:
+    """Have another model draft, whose passes are not recorded."""
+    chain: Any = drafter_of(driver)._chain
+    chain._forward, chain._recorded = forward, None
 
 
 def generate(
@@ -92,6 +103,86 @@ def test_tokens_and_kv_are_those_without_drafts(tiny_checkpoint: Path, sampling:
             torch.testing.assert_close(got[block, :, :, :rows], want[block, :, :, :rows], atol=1e-5, rtol=1e-4)
 
 
+Drafts = list[list[list[int]]]
+
+
+def watch_drafts(driver: Driver) -> Drafts:
+    """The drafts of all steps to come."""
+    drafter, seen = drafter_of(driver), Drafts()
+    before = drafter.before
+
+    def watched(batch: DraftBatch) -> Sequence[Any]:
+        seen.append([drafts.tolist() for drafts in before(batch)])
+        return [np.array(drafts, np.int32) for drafts in seen[-1]]
+
+    drafter.before = watched  # type: ignore[method-assign]
+    return seen
+
+
+def of_four(driver: Driver, sampling: Sampling, states: tuple[States, ...] = ()) -> None:
+    """Four sequences, of which not all draft, or not as many tokens, and not in the same order."""
+    for handle in range(4):
+        blocks = [1 + 4 * handle + each for each in range(4)]
+        driver.run(
+            new_request(handle, make_prompt(9 + 3 * handle, seed=handle), blocks, sampling=sampling),
+            *states[handle : handle + 1],
+        )
+    for counts in ((1, 3, 2, 3), (3, 3, 1, 1), (0, 2, 0, 1), (3, 3, 3, 3)):
+        driver.run(*(Draft(n, count, []) if count else Continue(n, 1, []) for n, count in enumerate(counts)))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM, NARROW], ids=["greedy", "seeded", "narrow"])
+@pytest.mark.parametrize("name", ["attention", "qwen3.5", "lfm2"])
+def test_recorded_passes_draft_what_others_do(name: str, sampling: Sampling, tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "model") if name == "attention" else KINDS[name].make(tmp_path / "model")
+    states = tuple(States(handle, 0, 1 + handle, []) for handle in range(4)) if name != "attention" else ()
+    found = []
+    for is_recorded in (True, False):
+        driver = Driver(made, **SELF)
+        chain: Any = drafter_of(driver)._chain
+        assert chain._recorded is not None
+        if not is_recorded:
+            chain._recorded = None
+        drafts, replays = watch_drafts(driver), chain._forward.num_replays
+        of_four(driver, sampling, states)
+        assert (chain._forward.num_replays > replays) is True
+        found.append((drafts, driver.got))
+    assert found[0] == found[1]
+    assert [len(each) for each in found[0][0]] == [4, 4, 2, 4]
+
+
+def test_recorded_passes_run_no_model_of_python(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(tiny_checkpoint, **SELF)
+    driver.run(new_request(0, PROMPT, [1, 2, 3, 4]))
+    driver.run(Draft(0, 3, []))
+
+    def forbidden(*_args: Any) -> None:
+        raise AssertionError
+
+    for owner, name in ((Llama, "forward"), (Llama, "logits"), (Chain, "inputs")):
+        monkeypatch.setattr(owner, name, forbidden)
+    for _ in range(3):
+        driver.run(Draft(0, 3, []))
+
+
+def test_a_recorded_draft_that_cannot_be_drawn_ends_the_drafts(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, calls = Driver(tiny_checkpoint, **SELF), list[int]()
+    picks = RecordedChain._pick
+
+    def poisoned(self: RecordedChain, step: Any, draws: Any) -> Any:
+        calls.append(len(step.logits))
+        if len(calls) == 2:
+            step.logits[0] = float("nan")
+        return picks(self, step, draws)
+
+    monkeypatch.setattr(RecordedChain, "_pick", poisoned)
+    driver.run(new_request(1, PROMPT[:5], [20, 21, 22]), new_request(0, PROMPT, [1, 2, 3, 4]))
+    assert driver.run(Draft(0, 3, []), Draft(1, 2, [])).drafted == [1, 2]
+    assert calls == [2, 2, 1]
+
+
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["floats", "int8"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
 def test_a_plan_counts_what_the_copy_keeps(
@@ -125,7 +216,7 @@ def test_drafts_are_drawn_as_tokens_are(tiny_checkpoint: Path, sampling: Samplin
     """A draft model that is a copy has every draft accepted: noise, filters, rules and masks are those of its
     position."""
     driver = Driver(tiny_checkpoint, **SELF)
-    drafter_of(driver)._chain._forward = driver.worker.runner.eager
+    draft_by(driver, driver.worker.runner.eager)
     given = generate(driver, sampling)
     assert given == [4] * len(given)
 
@@ -140,7 +231,7 @@ def test_drafts_of_a_hybrid_go_on_from_its_states(name: str, eager: bool, sampli
     for settings, is_exact in (({}, False), (SELF, True), (SELF, False)):
         driver = Driver(path, enforce_eager=eager, **settings)
         if is_exact:
-            drafter_of(driver)._chain._forward = driver.worker.runner.eager
+            draft_by(driver, driver.worker.runner.eager)
         given = generate(driver, sampling, num_drafts=3 if settings else 0, states=PLACES)
         if is_exact:
             assert given == [4] * len(given)
@@ -155,7 +246,7 @@ def test_more_sequences_than_scratch_states(tmp_path: Path, monkeypatch: pytest.
     driver = Driver(HYBRIDS[0].make(tmp_path / "model"), **SELF)
     assert driver.worker.scratch == range(driver.worker.num_state_slots, driver.worker.num_state_slots + 1)
     driver.run(new_request(1, PROMPT[:5], [20, 21]), new_request(0, PROMPT, [1, 2, 3]), *PLACES)
-    drafter_of(driver)._chain._forward = driver.worker.runner.eager
+    draft_by(driver, driver.worker.runner.eager)
     assert driver.run(Draft(0, 3, []), Draft(1, 3, [])).drafted == [3, 0]
     assert driver.run(Draft(1, 3, []), Continue(0, 1, [])).drafted == [3, 0]
     assert [len(driver.got[handle]) for handle in (0, 1)] == [6, 6]
@@ -176,7 +267,7 @@ def test_a_plan_counts_the_copy_and_the_scratch_states_of_a_hybrid(tmp_path: Pat
 def test_drafts_follow_forced_tokens(tiny_checkpoint: Path) -> None:
     driver = Driver(tiny_checkpoint, **SELF)
     driver.rules.mask_source_of = lambda _: ChainMask(384)
-    drafter_of(driver)._chain._forward = driver.worker.runner.eager
+    draft_by(driver, driver.worker.runner.eager)
     generate(driver, msgspec.structs.replace(WARM, rules=LogitRules()), num_drafts=0)
     plain = driver.got[0]
     driver.run(Finish(0), Finish(1))
@@ -205,8 +296,7 @@ def test_nothing_is_written_that_the_cache_holds(tiny_checkpoint: Path) -> None:
         seen.append(tuple(inputs.slot_mapping[0].tolist()))
         return hidden(inputs)
 
-    chain: Any = drafter_of(driver)._chain
-    chain._forward = type("Watched", (), {"logits": lambda _, inputs: eager.head(watched(inputs))})()
+    draft_by(driver, type("Watched", (), {"logits": lambda _, inputs: eager.head(watched(inputs))})())
     driver.run(Draft(0, 2, []))
     assert seen == [(-1,), (2 * 16 + 15,)]
 
@@ -280,7 +370,7 @@ def test_a_draft_that_cannot_be_drawn_ends_the_drafts(tiny_checkpoint: Path) -> 
             logits[0] = float("nan")
         return logits
 
-    chain._forward = type("Poisoned", (), {"logits": lambda _, inputs: poisoned(inputs)})()
+    draft_by(driver, type("Poisoned", (), {"logits": lambda _, inputs: poisoned(inputs)})())
     driver.run(new_request(1, PROMPT[:5], [20, 21, 22]), new_request(0, PROMPT, [1, 2, 3, 4]))
     assert driver.run(Draft(0, 3, []), Draft(1, 3, [])).drafted == [1, 3]
     assert calls == [2, 2, 1]

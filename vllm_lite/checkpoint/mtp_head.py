@@ -43,6 +43,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": OF_DEEPSEEK,
     "Glm4MoeForCausalLM": OF_DEEPSEEK,
     "Glm4MoeLiteForCausalLM": OF_DEEPSEEK,
+    "LlamaForCausalLM": OF_QWEN,
     "NemotronHForCausalLM": OF_NEMOTRON,
     "Qwen3NextForCausalLM": OF_QWEN,
     "Qwen3_5ForCausalLM": OF_QWEN,
@@ -50,7 +51,8 @@ FAMILIES = {
     "Qwen3_5MoeForCausalLM": OF_QWEN,
     "Qwen3_5MoeForConditionalGeneration": OF_QWEN,
 }
-"""Architectures whose heads are served."""
+"""Architectures whose heads are served. Llama has none by itself: those that examples/demo_model/train_head.py trains
+are named as Qwen's."""
 
 
 def head_names(spec: ModelSpec) -> MTPNames:

@@ -82,6 +82,10 @@ class Ops(Protocol):
         """residual += x; both [num_tokens, size]."""
         ...
 
+    def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x; both [num_tokens, size]."""
+        ...
+
     def scale(self, x: torch.Tensor, factor: float) -> None:
         """x *= factor, in float32 and rounded; x: [num_tokens, size]."""
         ...
@@ -175,6 +179,9 @@ class TorchOps:
 
     def add(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         residual.add_(x)
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x)
 
     def scale(self, x: torch.Tensor, factor: float) -> None:
         x.mul_(factor)

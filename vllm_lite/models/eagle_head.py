@@ -10,6 +10,8 @@ from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.eagle_head import EagleSpec
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError
+from vllm_lite.kernels.cpu.weights.linear import look_up
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.attention.attention_block import Attention, AttentionBlock
 from vllm_lite.layers.attention.qkv_layout import QKVSplits
 from vllm_lite.layers.buffers import StepRows
@@ -50,7 +52,7 @@ class Tapped:
     """A layer of the model, which also copies the residual stream that it leaves."""
 
     def __init__(self, layer: Layer, out: torch.Tensor) -> None:
-        self._layer, self._out = layer, out  # [max_num_tokens, hidden_size]
+        self._layer, self._out, self._ops = layer, out, ops_for(out.device)  # out: [max_num_tokens, hidden_size]
         self.write, self.attend, self.weight_groups = layer.write, layer.attend, layer.weight_groups
 
     @property
@@ -60,7 +62,9 @@ class Tapped:
     def combine(self, rows: StepRows) -> None:
         """As the layer's. What it gives back is still to be added to the stream."""
         self._layer.combine(rows)
-        torch.add(rows.residual, rows.hidden, out=self._out[: len(rows.hidden)])
+        out = self._out[: len(rows.hidden)]
+        self._ops.copy(rows.residual, out)
+        self._ops.add(out, rows.hidden)
 
 
 class EagleHead(Decoder):
@@ -70,6 +74,10 @@ class EagleHead(Decoder):
     """
 
     layer: ClassVar[type[Layer]] = EagleLayer
+    tokens: torch.Tensor
+    """The tokens of the head's rows, in order: int64 [num_tokens]."""
+    _places: torch.Tensor
+    """Of each of this rank's tokens its place among the scores, where those that are not known have the last one."""
     given: torch.Tensor
     """What stands for the hidden states before the tokens of the next forward pass: [num_tokens, hidden_size]."""
 
@@ -84,13 +92,13 @@ class EagleHead(Decoder):
         self.embedding, self.embedding_scale, self._prefix = model.embedding, model.embedding_scale, prefix
         self.fc = parts.linear(Split.whole(3 * size), Split.whole(size), bias=False)
         self.head = parts.linear(Split.whole(size), Split.whole(eagle.num_tokens), bias=False)
-        self.tokens = torch.arange(eagle.num_tokens, device=parts.device)
-        """The tokens of the head's rows, in order: int64 [num_tokens]."""
+        self._take_tokens(torch.arange(eagle.num_tokens, device=parts.device))
         self.given = zeros(size)
         own: Any = self.layers[0]
         self._own: EagleLayer = own
         self._own.joined = zeros(2 * size)
         self._tapped = zeros(3 * size)
+        self.keep(0)
         for place, index in enumerate(eagle.taps(model.spec.num_layers)):
             model.layers[index] = Tapped(model.layers[index], self._tapped[:, place * size : (place + 1) * size])
 
@@ -104,11 +112,9 @@ class EagleHead(Decoder):
         """As Decoder's."""
         super().embed(batch, rows)
         layer, size, count = self._own, self.spec.hidden_size, batch.num_tokens
-        layer.input_norm.forward(rows.residual, out=rows.hidden)
-        layer.joined[:count, :size] = rows.hidden
-        layer.hidden_norm.forward(self.given[:count], out=rows.hidden)
-        layer.joined[:count, size:] = rows.hidden
-        rows.residual.copy_(self.given[:count])
+        layer.input_norm.forward(rows.residual, out=layer.joined[:count, :size])
+        layer.hidden_norm.forward(self.given[:count], out=layer.joined[:count, size:])
+        self.ops.copy(self.given[:count], rows.residual)
 
     def last_norm(self, rows: StepRows) -> None:
         """Leave the sum: the next draft goes on from it, and `logits` norms it."""
@@ -118,14 +124,32 @@ class EagleHead(Decoder):
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """As Decoder's; tokens that the head does not know have no chance."""
         out = self.empty_logits(len(hidden)) if out is None else out
-        normed = torch.empty_like(hidden)
-        self.norm.forward(hidden, out=normed)
-        known = torch.empty(len(hidden), len(self.tokens), dtype=hidden.dtype, device=hidden.device)
-        self.head.forward(normed, out=known)
-        own = (self.tokens >= self.own_columns.start) & (self.tokens < self.own_columns.stop)
-        out[:, self.own_columns] = -torch.inf
-        out[:, self.tokens[own]] = known[:, own].float()
+        count = len(hidden)
+        normed, known = self._kept if count <= len(self._kept[0]) else self._scores(count)
+        self.norm.forward(hidden, out=normed[:count])
+        self.head.forward(normed[:count], out=known[:count, :-1])
+        for row, own in zip(known[:count], out[:, self.own_columns], strict=True):
+            if not look_up(row[:, None], self._places, own[:, None]):
+                own.copy_(row[self._places])
         return out
+
+    def keep(self, num_rows: int) -> None:
+        """Keep memory for the scores of so many rows: what is recorded of `logits` needs it."""
+        self._kept = self._scores(num_rows)
+
+    def _scores(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for normed hidden states, and for the scores of the known tokens, float32, behind which stands that of
+        all others: [num_rows, hidden_size] and [num_rows, num_tokens + 1]."""
+        device, count = self.tokens.device, len(self.tokens) + 1
+        normed = torch.zeros(num_rows, self.spec.hidden_size, dtype=self.given.dtype, device=device)
+        return normed, torch.full((num_rows, count), -torch.inf, device=device)
+
+    def _take_tokens(self, tokens: torch.Tensor) -> None:  # int64 [num_tokens]
+        """These are the tokens of the head's rows."""
+        self.tokens = tokens
+        places = torch.full((self.spec.vocab_size,), len(tokens), dtype=torch.int64, device=tokens.device)
+        places[tokens] = torch.arange(len(tokens), device=tokens.device)
+        self._places = places[self.own_columns].contiguous()
 
     def weight_groups(self) -> Iterator[WeightGroup]:
         """The tensors that are the head's own."""
@@ -141,7 +165,7 @@ class EagleHead(Decoder):
         tokens = self.tokens + offsets
         if not (int(tokens.min()) >= 0 and int(tokens.max()) < self.spec.vocab_size):
             raise ModelError(f"d2t names tokens {int(tokens.min())} to {int(tokens.max())} of {self.spec.vocab_size}")
-        self.tokens = tokens
+        self._take_tokens(tokens)
 
     def ignores(self, name: str) -> bool:
         """The mask of its tokens, and a copy of the model's table of token vectors."""

@@ -41,10 +41,8 @@ class MTPHead(Decoder):
         """As Decoder's."""
         super().embed(batch, rows)
         size, joined = self.spec.hidden_size, self._joined[: batch.num_tokens]
-        self.embedding_norm.forward(rows.residual, out=rows.hidden)
-        joined[:, :size] = rows.hidden
-        self.hidden_norm.forward(self.given[: batch.num_tokens], out=rows.hidden)
-        joined[:, size:] = rows.hidden
+        self.embedding_norm.forward(rows.residual, out=joined[:, :size])
+        self.hidden_norm.forward(self.given[: batch.num_tokens], out=joined[:, size:])
         self.fc.forward(joined, out=rows.residual)
 
     def weight_groups(self) -> Iterator[WeightGroup]:

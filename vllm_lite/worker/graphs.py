@@ -19,6 +19,8 @@ graph shares with the next step:
 Rows of a bucket behind the step's last sequence are padding: sequence length 0, slot PAD_SLOT, token 0 at position 0.
 They write nothing, their attention is zero and nobody reads their logits.
 
+A step whose hidden states somebody wants is replayed like any other: they are left where the capture had them.
+
 Outside: those copies; on CUDA `backend.prepare`, which runs once, before the capture, on the bucket's own StepBatch
 (there max_seq_len is max_model_len, and a backend must keep in `batch.plan`, and read from device memory, all that
 the captured kernels need; on a CPU it is the program's first part), and `backend.refresh` before each replay;
@@ -228,6 +230,14 @@ class DecodeInputs:
             self._staged = size, rows.numpy(), seq_lens.numpy()
         return self._staged[1:]
 
+    def host(
+        self, size: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], list[NDArray[np.int32]]]:
+        """The memory of a bucket on a CPU, as OwnRows has it."""
+        rows, seq_lens = self.views(size)
+        states = self._states[:, :size].numpy()
+        return rows.numpy(), seq_lens.numpy(), states, [table.numpy() for table in self._tables]
+
     def _fill(self, inputs: StepInputs | None, rows: NDArray[np.int64], seq_lens: NDArray[np.int32]) -> None:
         count = 0
         if inputs is not None:
@@ -283,6 +293,20 @@ class _Bucket:
     batch: StepBatch
     graph: Graph
     logits: torch.Tensor  # float32 [size, vocab_size]
+    hidden: torch.Tensor  # [size, hidden_size], from which the logits are made; the next forward pass overwrites it
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """A graph of decodes on a CPU whose inputs its user writes: those of all rows, before each replay."""
+
+    numbers: NDArray[np.int64]  # [2 + num_groups, num_rows]: token ids, positions, slots of each group
+    seq_lens: NDArray[np.int32]  # [num_rows]
+    states: NDArray[np.int32]  # [2, num_rows], slots of recurrent states: sources and targets
+    tables: list[NDArray[np.int32]]  # per group: [max_rows, width]; the same for graphs of all sizes
+    graph: Graph
+    logits: torch.Tensor  # float32 [num_rows, vocab_size]
+    hidden: torch.Tensor  # [num_rows, hidden_size]
 
 
 class DecodeGraphs:
@@ -304,6 +328,7 @@ class DecodeGraphs:
         self._inputs = DecodeInputs(self.sizes[-1], -(-max_model_len // block_size), num_groups, eager.device)
         self._logits = eager.model.empty_logits(self.sizes[-1])
         self._buckets: dict[int, _Bucket] = {}
+        self._own: dict[int, OwnRows] = {}
         self._largest = self.sizes[-1]  # 0 once it has turned out that nothing can be captured
 
     @torch.inference_mode()
@@ -319,29 +344,70 @@ class DecodeGraphs:
         eager = self.eager
         batch = self._inputs.batch(size, self.max_model_len)
         logits = self._logits[:size]
+        left: list[torch.Tensor] = []
 
         def run() -> None:
             hidden = eager.model.forward(batch, eager.kv_caches, eager.backend, eager.progress)
             eager.model.logits(hidden, logits)
+            left[:] = [hidden]
 
         graph = self.capture(lambda: eager.backend.prepare(batch), run)
         if graph is None:
             self._largest = 0
             return None
-        self._buckets[size] = bucket = _Bucket(size, batch, graph, logits)
+        self._buckets[size] = bucket = _Bucket(size, batch, graph, logits, *left)
         return bucket
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """As Forward.logits."""
-        if inputs.num_tokens > len(inputs.rows) and inputs.num_tokens <= self._largest and self.capture.on_demand:
-            inputs = _as_decodes(inputs)
+        inputs = self._of_decodes(inputs)
+        bucket = self._bucket_of(inputs)
+        if bucket is None:
+            return self.other.logits(inputs)
+        return self._replay(bucket, inputs)
+
+    def shown(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Hidden states of all tokens of a step, [num_tokens, hidden_size], which the next forward pass overwrites, and
+        their logits, as `logits` gives them. None, and nothing is done, for a step that is not recorded, or of whose
+        tokens one draws none."""
+        inputs = self._of_decodes(inputs)
+        bucket = self._bucket_of(inputs) if len(inputs.sampling) == inputs.num_tokens else None
+        if bucket is None:
+            return None
+        logits = self._replay(bucket, inputs)
+        return bucket.hidden[: inputs.num_tokens], logits
+
+    def forget(self) -> None:
+        """Capture anew what is captured on demand, as the model has changed what it computes."""
+        self._buckets, self._own = {}, {}
+        self._logits = self.eager.model.empty_logits(self.sizes[-1])
+
+    def own_rows(self, count: int) -> OwnRows | None:
+        """The graph of exactly `count` rows, for a caller that knows all about them; None if there is none, or not on a
+        CPU. The memory of graphs of different sizes overlaps."""
+        if (own := self._own.get(count)) is not None or not self.capture.on_demand or count > self._largest:
+            return own
+        bucket = (self._buckets.get(count) or self._capture(count)) if count in self.sizes else None
+        if bucket is not None:
+            own = OwnRows(*self._inputs.host(count), bucket.graph, bucket.logits, bucket.hidden)
+            self._own[count] = own
+        return own
+
+    def _of_decodes(self, inputs: StepInputs) -> StepInputs:
+        """The step as one of decodes, on a CPU, if it is one of few tokens that can be."""
+        verifies = len(inputs.rows) < inputs.num_tokens <= self._largest
+        return _as_decodes(inputs) if verifies and self.capture.on_demand else inputs
+
+    def _bucket_of(self, inputs: StepInputs) -> _Bucket | None:
+        """The bucket of a step of decodes; None for other steps, and where nothing can be captured."""
         num_seqs = len(inputs.rows)
         if inputs.num_tokens > num_seqs or num_seqs > self._largest:
-            return self.other.logits(inputs)
+            return None
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
-        bucket = self._buckets.get(size) or self._capture(size)
-        if bucket is None:
-            return self.eager.logits(inputs)
+        return self._buckets.get(size) or self._capture(size)
+
+    def _replay(self, bucket: _Bucket, inputs: StepInputs) -> torch.Tensor:  # float32 [num_sampling, vocab_size]
+        num_seqs, size = len(inputs.rows), bucket.size
         self._inputs.load(inputs, size)
         self.eager.backend.refresh(bucket.batch, inputs.seq_lens, inputs.block_tables)
         bucket.graph.replay()

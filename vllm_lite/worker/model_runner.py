@@ -143,15 +143,25 @@ class ModelRunner:
     def _logits(self, inputs: StepInputs) -> torch.Tensor | None:
         """Run the model, and return the logits of the samples; None if there are none to come."""
         hidden = logits = None
-        if inputs.is_eager:
-            hidden = self.eager.hidden(inputs)
-        else:
+        if not inputs.is_eager:
             logits = self.forward.logits(inputs)
+        elif shown := self._shown(inputs):
+            hidden, logits = shown
+        else:
+            hidden = self.eager.hidden(inputs)
         for after_hidden in self._after_hidden:
             after_hidden(inputs, hidden)
-        if hidden is not None and inputs.draws:
+        if logits is None and hidden is not None and inputs.draws:
             logits = self.eager.head(_rows(hidden, inputs.sampled_rows))
         return logits
+
+    def _shown(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Hidden states and logits of a step that is eager for nothing but that it shows hidden states, if it is
+        recorded."""
+        forward = self.forward
+        if inputs.reads or inputs.vectors is not None or not isinstance(forward, DecodeGraphs):
+            return None
+        return forward.shown(inputs)
 
     def capture_graphs(self, capture: Capture, sizes: Sequence[int], pieces: Sequence[int] = ()) -> None:
         """From now on decode steps of at most `sizes[-1]` sequences are replayed, and other steps of at most

@@ -8,6 +8,7 @@ from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.kernels.cpu.dtypes import DTYPES, FLOATS
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
 from vllm_lite.kernels.cpu.routing import NativeRouter
+from vllm_lite.kernels.cpu.weights.linear import look_up
 from vllm_lite.kernels.ops import Rotation, TorchOps, WideNormWeights
 from vllm_lite.kernels.routing import Chosen, Routing
 
@@ -38,6 +39,11 @@ _GATE_HEADS = (int32, int64, int64, int64, pointer, int64, pointer, int64)
 _XIELU = (int32, int64, int64, pointer, int64, pointer)
 _ROTATE = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, int64, pointer, pointer, int64)
 _SELECT = (int32, int64, int64, pointer, int64, pointer, pointer, pointer, int64)
+
+
+MOST_COPIED = 1024
+"""Rows that are copied natively: as many as steps that are recorded have."""
+_IN_ORDER = torch.arange(MOST_COPIED)
 
 
 class CpuOps(TorchOps):
@@ -138,6 +144,12 @@ class CpuOps(TorchOps):
             return super().add(residual, x)
         self._add(code, *shape, residual.data_ptr(), residual.stride(0), x.data_ptr(), x.stride(0))
         return None
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows are looked up in their order, as that can be recorded."""
+        count, size = x.shape if x.dim() == 2 else (0, 0)
+        if not size or count > MOST_COPIED or out.shape != x.shape or not look_up(x, _IN_ORDER[:count], out):
+            super().copy(x, out)
 
     def scale(self, x: torch.Tensor, factor: float) -> None:
         code = _code(x)

@@ -42,6 +42,7 @@ class Rows:
     num_tokens     how many tokens it has
     num_computed   how many of them are computed
     num_cached     below this position nothing is written: the blocks hold it already
+    nearer         by how much positions behind its images, as its model counts them, are below places
     params         what the sampler knows of it
     tables         its blocks
     """
@@ -55,6 +56,7 @@ class Rows:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.num_cached = np.zeros(max_num_seqs, np.int64)
+        self.nearer = np.zeros(max_num_seqs, np.int64)
         self.params = np.zeros(max_num_seqs, ROW_PARAMS)
         self.sequences: dict[Handle, SequenceState] = {}  # resident and preempted
         self.resident: list[SequenceState] = []  # by row
@@ -105,6 +107,7 @@ class Rows:
         self.resident.append(sequence)
         self._set_tokens(row, tokens)
         self.tables.lens[row] = 0
+        self.nearer[row] = 0
         self.params[row] = row_params(sequence.sampling, rules=0)
         self.changed = True
         return row
@@ -124,7 +127,7 @@ class Rows:
         moved.row = row
         self._set_tokens(row, self.token_ids[last, : self.num_tokens[last]])
         self.tables.move(last, row)
-        for array in (self.num_computed, self.num_cached, self.params):
+        for array in (self.num_computed, self.num_cached, self.nearer, self.params):
             array[row] = array[last]
 
     def _set_tokens(self, row: int, tokens: NDArray[Any]) -> None:

@@ -88,7 +88,7 @@ class StepInputs:
 
     @property
     def is_eager(self) -> bool:
-        """Whether no graph can run the step: graphs show no hidden states, and take token ids alone."""
+        """Whether few graphs, or none, can run the step: not all show hidden states, and they take token ids alone."""
         return bool(self.reads) or self.shows_hidden or self.vectors is not None
 
     @property

@@ -9,6 +9,8 @@ often as greedy ones (the chance is (1 - d) / (1 + d) or more, where d is the to
 Recurrent layers take up drafts in scratch slots: the first pass goes on from the state of the sequence, which it leaves
 as it is, and each later one from that of the pass before.
 
+Where each sequence lacks its last token alone and follows no rules, the passes are recorded ones: recorded_chain.py.
+
 K and V of drafts are written where the sequence's next tokens will have theirs. The step that verifies the drafts
 computes the same positions again, so what the chain has written is overwritten before anybody else reads it.
 """
@@ -21,6 +23,7 @@ import numpy as np
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs, StepStates
+from vllm_lite.worker.drafting.recorded_chain import Asked, RecordedChain
 from vllm_lite.worker.forward import Forward
 from vllm_lite.worker.sampling.drafter import DraftBatch
 from vllm_lite.worker.sampling.sampler import NO_LOGPROBS, SampleInputs, TokenSampler, is_plain
@@ -59,6 +62,12 @@ class Chain:
         self._rules = rules
         self._groups = groups
         self._scratch = scratch
+        self.by_places = False
+        """Whether the model counts positions by places alone, whatever the one that verifies does behind images."""
+        self.stays = False
+        """Whether all drafts are made from the place of the last token, over the tokens before it, and none has a K and
+        V: those are another model's."""
+        self._recorded = RecordedChain.of(forward, sampler, rows, groups, scratch)
 
     def draft(self, batch: DraftBatch, starts: Int64s | None = None) -> list[Int32s]:  # of each: [at most max_drafts]
         """Draft `max_drafts` tokens of each sequence, or fewer where no token can be drawn.
@@ -72,6 +81,13 @@ class Chain:
         if starts is None:
             starts = self._rows.num_computed[rows]
         params = self._params(rows)
+        if self._recorded is not None and not params["rules"].any() and (starts + 1 == lengths).all():
+            last = np.array([tokens[-1] for tokens in batch.tokens], np.int64)
+            nearer = np.zeros_like(rows) if self.by_places else self._rows.nearer[rows]
+            asked = Asked(rows, lengths, counts, params, last, nearer, batch.states)
+            found = self._recorded.draft(asked, stays=self.stays)
+            if found is not None:
+                return found
         drafts = np.zeros((len(rows), int(counts.max())), np.int32)
         tokens = [all_of[start:] for all_of, start in zip(batch.tokens, starts.tolist(), strict=True)]
         active = np.arange(len(rows))
@@ -89,7 +105,7 @@ class Chain:
             drafts[active, index] = sampled.tokens
             counts[active[list(sampled.failed)]] = index
             active = np.flatnonzero(counts > index + 1)
-            starts = lengths + index
+            starts = lengths - 1 if self.stays else lengths + index
             tokens = [drafts[i, index : index + 1] for i in active]
             if not len(active):
                 break
@@ -130,7 +146,7 @@ class Chain:
             token_rows = part.rows.repeat(counts)
             positions = np.arange(starts_of[-1]) + (part.starts - starts_of[:-1]).repeat(counts)
         tables = self._rows.tables
-        written, groups = np.ones(len(positions), np.bool_), self._groups
+        written, groups = np.full(len(positions), not self.stays), self._groups
         if groups is None:  # the KV is that of the model that verifies, and may be there already
             groups, written = range(len(tables.ids)), positions >= self._rows.num_cached[token_rows]
         all_tables = tables.of(part.rows)
@@ -139,11 +155,11 @@ class Chain:
             rows=part.rows,
             num_scheduled=counts,
             input_ids=np.concatenate(part.tokens).astype(np.int64),
-            positions=positions,
+            positions=positions if self.by_places else positions - self._rows.nearer[token_rows],
             slot_mapping=tables.slots(token_rows, positions, written, self._rows.handle_of, groups),
             block_tables=tuple(all_tables[group] for group in groups),
             query_start_loc=starts_of,
-            seq_lens=(part.starts + counts).astype(np.int32),
+            seq_lens=(part.starts + (0 if self.stays else counts)).astype(np.int32),
             sampling=np.arange(len(counts) if draws else 0),
             num_samples=np.ones(len(counts) if draws else 0, np.int64),
         )

@@ -60,6 +60,7 @@ class ModelDrafter(LayeredDrafter):
     def attach(self, rows: Rows, rules: Rules) -> None:
         self._rows, self.coverage = rows, Coverage(rows, self._groups)
         self._chain = Chain(recorded(self._eager, self._place), self.sampler(), rows, rules, self._groups)
+        self._chain.by_places = True
 
     def rehearse(self, step: StepInputs) -> None:
         self._chain.rehearse(step)

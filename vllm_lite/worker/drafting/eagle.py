@@ -42,6 +42,7 @@ class EagleDrafter(HeadDrafter):
         lengths = sizes.max_model_len, sizes.max_num_tokens
         head = EagleHead(parts, lengths, model, self._eagle, layer_name(self._folder))
         load_weights(head, Path(self._folder), "auto", config.seed, place.loaded)  # also beside a dummy model
+        head.keep(max(place.graph_sizes, default=0))
         return head
 
     def computed(self, step: ComputedStep) -> None:

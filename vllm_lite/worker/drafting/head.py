@@ -21,14 +21,17 @@ from vllm_lite.attention.step_batch import to_device
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.batch.rows import Rows
-from vllm_lite.worker.batch.step_inputs import Int32s, StepInputs
+from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
 from vllm_lite.worker.drafting.chain import Chain
-from vllm_lite.worker.drafting.layered import LayeredDrafter
-from vllm_lite.worker.sampling.drafter import NO_TOKENS, ComputedStep, DraftBatch
+from vllm_lite.worker.drafting.kv_writer import KVWriter
+from vllm_lite.worker.drafting.layered import LayeredDrafter, recorded
+from vllm_lite.worker.drafting.recorded_chain import Fed
+from vllm_lite.worker.graphs import DecodeGraphs
+from vllm_lite.worker.sampling.drafter import NO_TOKENS, ComputedStep, DraftBatch, KVViews
 from vllm_lite.worker.step_parts.rules import Rules
 
 
-class HeadDrafter(LayeredDrafter):
+class HeadDrafter(LayeredDrafter, Fed):
     """Drafts with a head, one pass for each draft. A subclass makes it; it reads hidden states from its `given`."""
 
     reads_all = True
@@ -43,6 +46,11 @@ class HeadDrafter(LayeredDrafter):
         self._given: dict[Handle, int] = {}
         """Rows of `_hidden` that the next pass of the chain computes with."""
         self._hidden = torch.empty(0)
+
+    def begin(self, own: KVViews, of_model: KVViews) -> None:
+        super().begin(own, of_model)
+        self.graphs = recorded(self._eager, self._place)
+        self._writer = KVWriter(self._eager, self._place)
 
     def attach(self, rows: Rows, rules: Rules) -> None:
         self._rows = rows
@@ -63,23 +71,36 @@ class HeadDrafter(LayeredDrafter):
     # ---- the head's KV
 
     def computed(self, step: ComputedStep) -> None:
-        """Write the head's K and V of the step's tokens."""
+        """Write the head's K and V of the step's tokens, and keep the hidden state of the last one of each sequence."""
+        self.write_kv(step)
         inputs, hidden = step.inputs, step.hidden
-        starts, firsts = inputs.starts.tolist(), inputs.query_start_loc[:-1].tolist()
+        firsts = inputs.query_start_loc[:-1].tolist()
+        parts = zip(inputs.handles, inputs.starts.tolist(), firsts, step.num_kept.tolist(), strict=True)
+        for handle, start, first, count in parts:
+            if hidden is None:
+                self._before.pop(handle, None)
+            elif count:
+                self._before[handle] = start + count - 1, hidden[first + count - 1]
+
+    def write_kv(self, step: ComputedStep) -> None:
+        """Write K and V of all tokens of the step."""
+        inputs, hidden = step.inputs, step.hidden
         given = self._model.given[: inputs.num_tokens]
         if hidden is None:
             given.zero_()
         else:
             given[1:] = hidden[:-1]
-        for handle, start, first in zip(inputs.handles, starts, firsts, strict=True):
+        firsts = inputs.query_start_loc[:-1].tolist()
+        for handle, start, first in zip(inputs.handles, inputs.starts.tolist(), firsts, strict=True):
             position, before = self._before.get(handle, (-1, None))
             given[first] = before if before is not None and position == start - 1 else 0
-        self._eager.hidden(self._own(inputs))
-        for handle, start, first, count in zip(inputs.handles, starts, firsts, step.num_kept.tolist(), strict=True):
-            if hidden is None:
-                self._before.pop(handle, None)
-            elif count:
-                self._before[handle] = start + count - 1, hidden[first + count - 1]
+        own = self._own(inputs)
+        if not self._writer.write(own):
+            self._eager.hidden(own)
+
+    def stand_in(self, hidden: torch.Tensor) -> torch.Tensor:  # [num_rows, hidden_size]
+        """What stands for hidden states of the model, of those that a pass has left."""
+        return hidden
 
     def _own(self, inputs: StepInputs) -> StepInputs:
         """The inputs of a pass over the same tokens that draws nothing."""
@@ -122,8 +143,17 @@ class HeadDrafter(LayeredDrafter):
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Logits of one token of each sequence, as Forward.logits."""
-        rows = np.array([self._given[handle] for handle in inputs.handles], np.int64)
-        self._model.given[: len(rows)] = self._hidden[to_device(rows, self._hidden.device)]
-        self._hidden = self._eager.hidden(inputs).clone()
+        self.feed(np.array([self._given[handle] for handle in inputs.handles], np.int64))
+        shown = self.graphs.shown(inputs) if isinstance(self.graphs, DecodeGraphs) else None
+        hidden = self._eager.hidden(inputs) if shown is None else shown[0]
+        self._hidden = self.stand_in(hidden).clone()
         self._given = {handle: row for row, handle in enumerate(inputs.handles)}
-        return self._eager.head(self._hidden)
+        return self._eager.head(hidden) if shown is None else shown[1]
+
+    def feed(self, order: Int64s) -> None:
+        """As Fed.feed: the hidden states are those of the model."""
+        self._model.given[: len(order)] = self._hidden[to_device(order, self._hidden.device)]
+
+    def follow(self, hidden: torch.Tensor) -> None:
+        """As Fed.follow."""
+        self._model.given[: len(hidden)] = self.stand_in(hidden)

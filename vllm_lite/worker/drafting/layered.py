@@ -40,7 +40,7 @@ class LayeredDrafter(Drafter, ABC):
 
     def load(self, place: DraftPlace) -> None:
         self._place, config = place, place.config
-        self._groups, local = local_groups(place.spec, self.spec)
+        self._groups, local = self.tables(place)
         self.spec = replace(self.spec, kv_groups=local)
         self._model = self.make(place)
         kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, place.dtype)
@@ -54,6 +54,10 @@ class LayeredDrafter(Drafter, ABC):
             kv_dtype=None if kv_dtype == place.dtype else kv_dtype,
         )
         self._backend = select_backend(shape, config.attention_backend)
+
+    def tables(self, place: DraftPlace) -> tuple[tuple[int, ...], tuple[LayerGroup, ...]]:
+        """As `local_groups` has them."""
+        return local_groups(place.spec, self.spec)
 
     # ---- the KV cache and the batch
 

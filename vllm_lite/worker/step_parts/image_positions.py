@@ -5,7 +5,7 @@ Text behind it goes on at the largest of them. So an image takes as many positio
 what follows is nearer than its place says. Source: Qwen2-VL (Wang et al. 2024), transformers' `get_rope_index`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,10 @@ class ImagePositions(StepPart):
             images = [self._image(medium) for medium in entry.media]
         if images:
             self._images[sequence.handle] = images
+
+    def add(self, row: int, sequence: SequenceState, tokens: NDArray[Any]) -> None:  # noqa: ARG002
+        """Drafts, which are all behind the images, have positions too."""
+        self.rows.nearer[row] = sum(image.nearer for image in self._images.get(sequence.handle, ()))
 
     def close(self, sequence: SequenceState) -> None:
         self._images.pop(sequence.handle, None)

@@ -1,0 +1,63 @@
+"""KVWriter: K and V of few tokens at a time, by a recorded pass without attention and logits, on a CPU.
+
+A head's KV is written behind each step for the step's tokens. No token of them is attended to, so they may be of any
+sequences, and which they are makes no difference.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_lite.worker.batch.step_inputs import StepInputs
+from vllm_lite.worker.drafting.place import DraftPlace
+from vllm_lite.worker.forward import EagerForward
+from vllm_lite.worker.graphs import DecodeInputs, Graph
+
+
+class KVWriter:
+    """Writes K and V of a model of few layers, whose first one alone writes any."""
+
+    def __init__(self, eager: EagerForward, place: DraftPlace) -> None:
+        self._eager = eager
+        capture, sizes = place.device.capture, place.graph_sizes
+        self._capture = capture if capture is not None and capture.on_demand else None
+        self._largest = sizes[-1] if sizes and self._capture is not None else 0
+        self._inputs = DecodeInputs(max(1, self._largest), 1, len(eager.model.spec.kv_groups), eager.device)
+        self._graphs: dict[int, tuple[Graph, NDArray[np.int64]]] = {}
+        """By tokens, with the memory that each reads: [2 + num_groups, num_tokens]."""
+
+    def write(self, inputs: StepInputs) -> bool:
+        """Write K and V of all tokens of the step, whose slots are those of the model's own groups. False, and nothing
+        is done, if passes of so many tokens are not recorded."""
+        count = inputs.num_tokens
+        if inputs.vectors is not None or count > self._largest:
+            return False
+        recorded = self._graphs.get(count) or self._record(count)
+        if recorded is None:
+            return False
+        graph, numbers = recorded
+        numbers[0], numbers[1] = inputs.input_ids, inputs.positions
+        for group, slots in enumerate(inputs.slot_mapping, start=2):
+            numbers[group] = slots
+        graph.replay()
+        return True
+
+    @torch.inference_mode()
+    def _record(self, count: int) -> tuple[Graph, NDArray[np.int64]] | None:
+        eager, capture = self._eager, self._capture
+        if capture is None:
+            return None
+        self._inputs.load(None, count)
+        batch = self._inputs.batch(count, 1)
+        batch.wanted = torch.zeros(0, dtype=torch.int64)
+        eager.backend.prepare(batch)  # for sequences without tokens: nothing is attended to
+
+        def run() -> None:
+            eager.model.forward(batch, eager.kv_caches, eager.backend, eager.progress)
+
+        graph = capture(lambda: None, run)
+        if graph is None:
+            self._largest = 0
+            return None
+        self._graphs[count] = graph, self._inputs.host(count)[0]
+        return self._graphs[count]
