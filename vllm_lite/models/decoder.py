@@ -189,8 +189,10 @@ class Decoder:
 
     def empty_logits(self, num_rows: int) -> torch.Tensor:
         """Memory for `logits`: float32 [num_rows, vocab_size], shared by ranks that can; then the next call may return
-        the same again. Without a head it has no columns."""
-        return self.communicator.shared_rows(num_rows, self.spec.vocab_size if self.has_head else 0, torch.float32)
+        the same again. Without a head it has no columns; those that the head does not score say that there is no
+        chance."""
+        rows = self.communicator.shared_rows(num_rows, self.spec.vocab_size if self.has_head else 0, torch.float32)
+        return rows if self.lm_head.is_whole else rows.fill_(-torch.inf)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -204,7 +206,8 @@ class Decoder:
             return out
         self.lm_head.forward(hidden, out)
         if self.spec.logits_scale != 1.0 or self.spec.logits_soft_cap:
-            self.ops.scale_and_cap(out[:, self.own_columns], self.spec.logits_scale, self.spec.logits_soft_cap)
+            for columns in self.lm_head.columns:
+                self.ops.scale_and_cap(out[:, columns], self.spec.logits_scale, self.spec.logits_soft_cap)
         return out
 
     @torch.inference_mode()

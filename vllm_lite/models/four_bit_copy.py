@@ -3,22 +3,26 @@
 The layers are loaded once more, in the best form of 4 bits that there is. All else is the model's own: what looks
 tokens up, the last norm, and an LM head that the checkpoint has quantized. Any other head gets a copy in 4 bits, too,
 although 4 lose too much to draw from: it is a third of the bytes of a small model, and in 8 bits brings three more
-right drafts in a hundred, which are worth less than the time that it takes.
+right drafts in a hundred, which are worth less than the time that it takes. The head of a large vocabulary is in
+pieces, so that drafts can be of frequent words alone.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from vllm_lite.checkpoint.frequent_words import frequent_words, rest_of
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.on_load import INT4_GROUPS, Quantization
 from vllm_lite.checkpoint.quantization.spec import Awq, BitsAndBytes4, Gguf, MxFp4
+from vllm_lite.checkpoint.shard import SINGLE
 from vllm_lite.checkpoint.tensors.weight_bytes import COPY
 from vllm_lite.errors import ConfigError
+from vllm_lite.layers.weights.frequent_head import FrequentHead
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 from vllm_lite.models.decoder import Decoder
 from vllm_lite.models.registry import Model, Sizes, build
@@ -28,6 +32,15 @@ OWN = ("layers", "lm_head", "buffers")
 """The parts of a model that its copy has for itself."""
 FEW_BITS = 5.0
 """Matrices of fewer bits cannot be drafted for by a copy of 4."""
+
+
+class CopyFiles(NamedTuple):
+    """The files that a copy is made of, as load_weights has them, and the folder of the tokenizer."""
+
+    path: str | Path
+    load_format: str
+    seed: int
+    tokenizer: str
 
 
 def check_copy(spec: ModelSpec, quantization: Quantization | None) -> None:
@@ -63,11 +76,10 @@ def load_copy(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    files: tuple[str | Path, str, int],
+    files: CopyFiles,
     progress: Callable[[int, int], None],
 ) -> Decoder:
-    """Make the copy of `model`, whose weights are loaded, and of which check_copy says that it can have one. `files`:
-    path, load format and seed, as load_weights has them."""
+    """Make the copy of `model`, whose weights are loaded, and of which check_copy says that it can have one."""
     if not isinstance(model, Decoder):
         raise TypeError(f"{type(model).__name__} has no copy; check_copy says so before")
     sizes = sizes._replace(adapters=None, requantizes=True)
@@ -75,8 +87,12 @@ def load_copy(
     if not isinstance(copy, Decoder):
         raise TypeError(f"{type(copy).__name__} is another model than {type(model).__name__}")
     shares_head = model.embedding.form.quantizes(_head_name(model))
-    path, load_format, seed = files
-    load_weights(_Tensors(model, copy, shares_head=shares_head), path, load_format, seed, progress)  # type: ignore[arg-type]
+    path, load_format, seed, tokenizer = files
+    words: tuple[range, ...] = ()
+    if not shares_head and model.communicator.shard == SINGLE:
+        words = frequent_words(tokenizer, model.spec.vocab_size, model.spec.eos_token_ids)
+    tensors = _Tensors(model, copy, shares_head=shares_head, words=words)
+    load_weights(tensors, path, load_format, seed, progress)  # type: ignore[arg-type]
     return copy
 
 
@@ -87,7 +103,7 @@ def _head_name(model: Decoder) -> str:
 class _Tensors:
     """The tensors of a copy, as the loader asks for them."""
 
-    def __init__(self, model: Decoder, copy: Decoder, *, shares_head: bool) -> None:
+    def __init__(self, model: Decoder, copy: Decoder, *, shares_head: bool, words: tuple[range, ...]) -> None:
         self.spec = copy.spec
         self._copy, self._shares_head = copy, shares_head
         self._head_name = _head_name(model)
@@ -96,6 +112,8 @@ class _Tensors:
             copy.lm_head = model.lm_head
         else:
             copy.lm_head.embedding = model.embedding
+        if words:
+            copy.lm_head = FrequentHead(copy.lm_head, words, rest_of(words, copy.spec.vocab_size))
 
     def weight_groups(self) -> Iterator[WeightGroup]:
         """All but those of shared parts."""

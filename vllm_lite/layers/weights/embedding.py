@@ -1,6 +1,6 @@
 """Token embedding and LM head, whose vocabulary ranks share out; one tensor serves both when they are tied."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -156,7 +156,16 @@ class LMHead:
         stack = WeightStack((table.slot(name),), table.dtype, table.device, lent, packed_as=packed_as)
         return WeightGroup((stack,), self.load)
 
+    is_whole = True
+    """Whether all tokens of this rank are scored."""
+
+    @property
+    def columns(self) -> Collection[slice]:
+        """The tokens that are scored."""
+        held = self.embedding.vocabulary
+        return (slice(held.start, held.end),)
+
     def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """hidden: [num_rows, hidden_size], out: float32 [num_rows, vocab_size]. Writes this rank's columns alone."""
+        """hidden: [num_rows, hidden_size], out: float32 [num_rows, vocab_size]. Writes the `columns` alone."""
         held = self.embedding.vocabulary
         self.matmul.forward(hidden, out.narrow(1, held.start, held.size))

@@ -3,18 +3,22 @@
 The copy reads the K and V of all tokens that the model has computed, and needs no prompt of its own. What it writes
 stands where the model's K and V of the same positions will be: the step that verifies computes them in any case. States
 of recurrent layers it takes to scratch slots, so that those of the model hold tokens alone that the model has drawn.
+
+Of a large vocabulary it drafts the frequent words alone, as long as nearly all tokens are some: frequent.py.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from vllm_lite.models.decoder import Decoder
-from vllm_lite.models.four_bit_copy import check_copy, load_copy
+from vllm_lite.models.four_bit_copy import CopyFiles, check_copy, load_copy
 from vllm_lite.models.registry import Sizes
 from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import Int32s, StepInputs
 from vllm_lite.worker.drafting.chain import Chain
+from vllm_lite.worker.drafting.frequent import FrequentWords
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import DecodeGraphs
@@ -41,7 +45,7 @@ class SelfDrafter(Drafter):
         check_copy(place.model.spec, config.quantization)
         # A pass has the last token of each sequence, and the tokens that its grammar forces behind it.
         sizes = Sizes(limits.max_model_len, limits.max_num_tokens, exact_activations=config.exact_activations)
-        files = config.model, config.load_format, config.seed
+        files = CopyFiles(config.model, config.load_format, config.seed, config.tokenizer)
         self._copy = load_copy(place.model, sizes, place.dtype, place.device.torch, files=files, progress=place.loaded)
         if place.kv_scales:
             self._copy.take_kv_scales(place.kv_scales)
@@ -57,12 +61,15 @@ class SelfDrafter(Drafter):
         place, forward = self._place, self._graphs()
         sampler = sampler_of(self._copy, place.device.torch, place.limits.patience_s)
         self._chain = Chain(forward, sampler, rows, rules, scratch=place.scratch)
+        self._words = FrequentWords.of(self._copy.lm_head, forward)
 
     def rehearse(self, step: StepInputs) -> None:
         self._chain.rehearse(step)
 
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
         """As Drafter.before. Of a model with recurrent layers as many sequences draft as there are scratch slots."""
+        if self._words is not None:
+            self._words.follow(np.array([tokens[-1] for tokens in batch.tokens]))
         most = len(self._place.scratch)
         if batch.states is None or len(batch.handles) <= most:
             return self._chain.draft(batch)

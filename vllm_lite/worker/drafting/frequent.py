@@ -1,0 +1,54 @@
+"""FrequentWords: whether drafts are made of frequent words alone, by the tokens that there are of late.
+
+Where the LM head is a large part of what a draft reads, one that scores the frequent eighth of the vocabulary makes
+drafts much faster, and those wrong whose token is another. Which words are frequent is told by a tokenizer, and is not
+so in every language. So the tokens behind which drafts are made are looked at: where one in ten or more of them is
+infrequent, all are scored.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_lite.layers.weights.embedding import LMHead
+from vllm_lite.layers.weights.frequent_head import FrequentHead
+from vllm_lite.worker.forward import Forward
+from vllm_lite.worker.graphs import DecodeGraphs
+
+MEMORY = 0.99
+"""Weight of earlier tokens beside each further one: about the last hundred count."""
+MANY, FEW = 0.1, 0.05
+"""Shares of infrequent tokens from which all are scored, and below which the frequent ones alone are."""
+
+
+class FrequentWords:
+    """Switches the head of a model that drafts, and what is recorded of it."""
+
+    def __init__(self, head: FrequentHead, forward: Forward) -> None:
+        self._head, self._forward = head, forward
+        vocab_size = max(piece.stop for piece in (*head.words, *head.rest))
+        self._is_frequent = np.zeros(vocab_size, np.bool_)
+        for piece in head.words:
+            self._is_frequent[piece.start : piece.stop] = True
+        self.share = 0.0
+        """The share of infrequent tokens, of late."""
+        self._score(all_of_them=False)
+
+    @classmethod
+    def of(cls, head: LMHead, forward: Forward) -> "FrequentWords | None":
+        """None for a head that is in one piece."""
+        return cls(head, forward) if isinstance(head, FrequentHead) else None
+
+    def follow(self, tokens: NDArray[np.integer]) -> None:
+        """Take account of tokens behind which drafts are about to be made: [num_seqs]."""
+        rare = len(tokens) - np.count_nonzero(self._is_frequent[tokens])
+        kept = MEMORY ** len(tokens)
+        self.share = kept * self.share + (1 - kept) * rare / len(tokens)
+        if self._head.is_whole and self.share < FEW:
+            self._score(all_of_them=False)
+        elif not self._head.is_whole and self.share >= MANY:
+            self._score(all_of_them=True)
+
+    def _score(self, *, all_of_them: bool) -> None:
+        self._head.is_whole = all_of_them
+        if isinstance(self._forward, DecodeGraphs):
+            self._forward.forget()
