@@ -22,7 +22,7 @@ from vllm_lite.engine.observe.recorder import MakeScheduler, RecordedScheduler, 
 from vllm_lite.engine.observe.residency import Residency
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling import policy
-from vllm_lite.engine.scheduling.in_flight import MessageLength
+from vllm_lite.engine.scheduling.in_flight import MessageLength, StepInFlight
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import PrefillRate, Rates
 from vllm_lite.engine.scheduling.scheduler import Scheduler
@@ -202,13 +202,19 @@ class EngineCore:
             tokens_per_s = self._prefill_rate.tokens_per_s
             self.scheduler.measured(self.scheduler.rates._replace(prefill_tokens_per_s=tokens_per_s))
         elif step.ends_message and self._is_drafting and not step.message.num_prefill_tokens:
-            drafted = output.drafted or ()
-            num_rows, most_drafts = len(step.sampling) + sum(drafted), max(drafted, default=0)
-            if self._step_cost.measure(num_rows, most_drafts, self._prefill_rate.took_s / step.message.num_steps):
-                self.scheduler.measured(self._step_cost.rates(self.scheduler.rates))
+            self._learn_cost(step, output)
         if self.max_in_flight > 1:
             self._message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
         return self.scheduler.update(output)
+
+    def _learn_cost(self, step: StepInFlight, output: ModelOutput) -> None:
+        """Learn from the time of a step of decodes. One for which drafts were looked for in vain is like no other."""
+        drafted = output.drafted or ()
+        num_rows, most_drafts = len(step.sampling) + sum(drafted), max(drafted, default=0)
+        if step.drafted and not most_drafts:
+            return
+        if self._step_cost.measure(num_rows, most_drafts, self._prefill_rate.took_s / step.message.num_steps):
+            self.scheduler.measured(self._step_cost.rates(self.scheduler.rates))
 
     def lose_workers(self, cause: str, *, are_ended: bool = False) -> list[Produced]:
         """The workers have died of `cause`, or for that reason `are_ended` by us, with nothing in flight. Every

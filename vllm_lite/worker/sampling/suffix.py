@@ -18,6 +18,8 @@ Int32s = NDArray[np.int32]
 
 MAX_OCCURRENCES = 16
 """The most recent occurrences of a suffix vote; what earlier ones would add is not worth the time."""
+AT_FIRST = 3
+"""Tokens that are compared one after the other, each at the places that are left: few are left behind them."""
 SEPARATOR = -1
 """Equals no token: stands between two answers."""
 MAX_ANSWER_TOKENS = 1 << 14
@@ -101,13 +103,23 @@ def occurrences(tokens: Int32s, suffix: Int32s) -> tuple[NDArray[np.intp], int]:
     """
     ends = np.flatnonzero(tokens == suffix[-1])
     length = min(1, len(ends))
-    while length and length < len(suffix):
+    while length and length < min(len(suffix), AT_FIRST):
         longer = ends[ends >= length]
         longer = longer[tokens[longer - length] == suffix[len(suffix) - 1 - length]]
         if not len(longer):
-            break
+            return ends, length
         ends, length = longer, length + 1
-    return ends, length
+    return (ends, length) if length < AT_FIRST or length == len(suffix) else _longest(tokens, suffix, ends)
+
+
+def _longest(tokens: Int32s, suffix: Int32s, ends: NDArray[np.intp]) -> tuple[NDArray[np.intp], int]:
+    """As `occurrences`, where AT_FIRST tokens occur before `ends`: the others are compared at once."""
+    back = np.arange(AT_FIRST, len(suffix))
+    places = ends[:, None] - back
+    agree = (tokens.take(places, mode="clip") == suffix[len(suffix) - 1 - back]) & (places >= 0)
+    agreeing = np.where(agree.all(1), len(back), agree.argmin(1))
+    most = int(agreeing.max())
+    return ends[agreeing == most], AT_FIRST + most
 
 
 def follow(tokens: Int32s, ends: NDArray[np.intp], count: int, least_share: float) -> Int32s:  # [at most count]
@@ -117,8 +129,8 @@ def follow(tokens: Int32s, ends: NDArray[np.intp], count: int, least_share: floa
     `least_share`. Of equals the most recent wins. Drafts of a sequence continue with themselves: one that repeats p
     tokens is drafted to repeat them for ever.
     """
-    drafts: list[int] = []
     voters = ends
+    drafts = _unanimous(tokens, voters, count)
     while len(voters) > 1 and len(drafts) < count:
         places = voters + (1 + len(drafts))
         if places[-1] >= len(tokens):
@@ -135,6 +147,16 @@ def follow(tokens: Int32s, ends: NDArray[np.intp], count: int, least_share: floa
         return np.array(drafts, np.int32)
     rest = _copied(tokens, int(voters[0]) + len(drafts), count - len(drafts))
     return np.concatenate((np.array(drafts, np.int32), rest)) if drafts else rest
+
+
+def _unanimous(tokens: Int32s, ends: NDArray[np.intp], count: int) -> list[int]:  # [at most count]
+    """The first tokens that all of several occurrences have behind them; none where the text ends before `count`."""
+    if len(ends) < 2 or ends[-1] + count >= len(tokens):
+        return []
+    behind = tokens[ends[:, None] + np.arange(1, count + 1)]
+    differ = (behind != behind[-1]).any(0) | (behind[-1] == SEPARATOR)
+    same: list[int] = behind[-1, : int(differ.argmax()) if differ.any() else count].tolist()
+    return same
 
 
 def _copied(tokens: Int32s, end: int, count: int) -> Int32s:  # [at most count]
