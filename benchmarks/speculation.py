@@ -196,7 +196,7 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
     """All of them, by their ways."""
     drafting = {"model": args.draft_model, "num_speculative_tokens": 4, "quantization": args.draft_quantization}
     by_model = {"draft_model": {name: value for name, value in drafting.items() if value is not None}}
-    settings = {"max_model_len": 4096, "dtype": args.dtype, "quantization": args.quantization}
+    settings = {"max_model_len": args.max_model_len, "dtype": args.dtype, "quantization": args.quantization}
     settings |= {"disable_adaptive_drafts": args.fixed, "deterministic": args.deterministic}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
@@ -287,6 +287,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=[*WAYS, "draft_model"], default=["none", "ngram", "suffix"])
     parser.add_argument("--draft-model", help="of the way draft_model")

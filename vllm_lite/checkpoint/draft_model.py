@@ -8,6 +8,7 @@ import msgspec
 
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.eagle_head import check_eagle, read_eagle
+from vllm_lite.checkpoint.gemma4_assistant import is_assistant, read_assistant
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.mtp_head import head_layers, head_names, head_tensors
 from vllm_lite.checkpoint.shard import Shard
@@ -67,6 +68,11 @@ def with_drafter(config: EngineConfig, spec: ModelSpec, drafter: ModelSpec | Non
         eagle = read_eagle(speculation.model)
         check_eagle(eagle, spec)
         drafter = eagle.spec
+    if is_assistant(speculation.model):
+        assistant = read_assistant(speculation.model)
+        assistant.shared_layers(spec)
+        assistant.spec.check_tensor_parallel(Shard.of(config))
+        return spec
     drafter = drafter or read_draft_spec(speculation.model)
     if drafter.vocab_size != spec.vocab_size:
         raise ConfigError(

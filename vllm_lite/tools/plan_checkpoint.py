@@ -10,6 +10,7 @@ from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.eagle_head import read_eagle
 from vllm_lite.checkpoint.fitting import check_settings
+from vllm_lite.checkpoint.gemma4_assistant import is_assistant, read_assistant
 from vllm_lite.checkpoint.tensors.headers import read_headers
 from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint
 from vllm_lite.config import DEMO_MODEL, EngineConfig, demo_folder
@@ -33,6 +34,9 @@ def load(config: EngineConfig) -> Checkpoint:
         folder = hub.local_folder(hub.HubSource(speculation.model, None, config.download_dir), what="model")
         head = Checkpoint(read_eagle(folder).spec, read_headers(Path(folder)))
         return msgspec.structs.replace(checkpoint, drafter=head)
+    if not hub.is_hub_id(speculation.model) and is_assistant(speculation.model):
+        drafter = Checkpoint(read_assistant(speculation.model).spec, read_headers(Path(speculation.model)))
+        return msgspec.structs.replace(checkpoint, drafter=drafter)
     drafter = _load(msgspec.structs.replace(EngineConfig(), model=speculation.model, model_impl="native"))
     return msgspec.structs.replace(checkpoint, drafter=drafter)
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.attention.step_batch import to_device
+from vllm_lite.checkpoint.gemma4_assistant import is_assistant
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol.step import Draft, Entry, Fork, Handle, NewRequest
@@ -18,6 +19,7 @@ from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.part import Handler, StepPart, StepResult
 from vllm_lite.worker.batch.rows import Rows, SequenceState
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
+from vllm_lite.worker.drafting.assistant import AssistantDrafter
 from vllm_lite.worker.drafting.draft_model import ModelDrafter
 from vllm_lite.worker.drafting.eagle import EagleDrafter
 from vllm_lite.worker.drafting.mtp import MTPDrafter
@@ -207,10 +209,16 @@ def drafts_of(inputs: StepInputs) -> Int64s:  # [num_samples]
     return drafts
 
 
+def _of_checkpoint(speculation: Speculation) -> Drafter:
+    """The drafter of a checkpoint that drafts: a model by itself, or an assistant."""
+    assists = speculation.model is not None and is_assistant(speculation.model)
+    return AssistantDrafter(speculation) if assists else ModelDrafter(speculation)
+
+
 OF_METHOD: Mapping[str, Callable[[Speculation], Drafter]] = {
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
-    "draft_model": ModelDrafter,
+    "draft_model": _of_checkpoint,
     "eagle3": EagleDrafter,
     "self": lambda speculation: SelfDrafter(),  # noqa: ARG005
 }
