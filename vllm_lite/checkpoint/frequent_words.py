@@ -1,4 +1,4 @@
-"""Frequent words: the part of a large vocabulary that most tokens of a text are from, told by its tokenizer.json.
+"""Frequent words: the part of a large vocabulary that most tokens of a text are from, by its tokenizer.json.
 
 Tokens that were merged of others (byte pair encoding) have their numbers in the order in which they were merged, which
 is that of how often they stood in what the tokenizer was trained on. The others are special tokens, bytes, and symbols,

@@ -77,7 +77,7 @@ class EagleHead(Decoder):
     tokens: torch.Tensor
     """The tokens of the head's rows, in order: int64 [num_tokens]."""
     _places: torch.Tensor
-    """Of each of this rank's tokens its place among the scores, where those that are not known have the last one."""
+    """The place of each of this rank's tokens among the scores; those that are not known have the last one."""
     given: torch.Tensor
     """What stands for the hidden states before the tokens of the next forward pass: [num_tokens, hidden_size]."""
 

@@ -1,7 +1,7 @@
 """FrequentWords: whether drafts are made of frequent words alone, by the tokens that there are of late.
 
 Where the LM head is a large part of what a draft reads, one that scores the frequent eighth of the vocabulary makes
-drafts much faster, and those wrong whose token is another. Which words are frequent is told by a tokenizer, and is not
+drafts much faster, and those wrong whose token is another. Which words are frequent its tokenizer knows, and that is not
 so in every language. So the tokens behind which drafts are made are looked at: where one in ten or more of them is
 infrequent, all are scored.
 """
