@@ -89,7 +89,7 @@ def test_drafts_are_the_heads(watched: Watched) -> None:
 
 
 def test_steps_with_a_head_are_recorded(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that verify, those that decode, the passes of the head, and what it writes behind each step."""
+    """Steps that verify and that decode, the passes of the head, and what it writes behind each step."""
 
     def play() -> None:
         watched.draft(0, 1)

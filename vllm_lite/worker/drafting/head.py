@@ -99,7 +99,7 @@ class HeadDrafter(LayeredDrafter, Fed):
             self._eager.hidden(own)
 
     def stand_in(self, hidden: torch.Tensor) -> torch.Tensor:  # [num_rows, hidden_size]
-        """What stands for hidden states of the model, of those that a pass has left."""
+        """Turn hidden states that a pass has left into what stands for the model's."""
         return hidden
 
     def _own(self, inputs: StepInputs) -> StepInputs:
