@@ -1,9 +1,9 @@
 """FrequentWords: whether drafts are made of frequent words alone, by the tokens that there are of late.
 
 Where the LM head is a large part of what a draft reads, one that scores the frequent eighth of the vocabulary makes
-drafts much faster, and those wrong whose token is another. Which words are frequent its tokenizer knows, and that is not
-so in every language. So the tokens behind which drafts are made are looked at: where one in ten or more of them is
-infrequent, all are scored.
+drafts much faster, and those wrong whose token is another. A tokenizer knows which words are frequent, but not in every
+language. So the tokens behind which drafts are made are looked at: where one in ten or more of them is infrequent, all
+are scored.
 """
 
 import numpy as np
