@@ -23,7 +23,7 @@ import numpy as np
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs, StepStates
-from vllm_lite.worker.drafting.recorded_chain import Asked, RecordedChain
+from vllm_lite.worker.drafting.recorded_chain import DraftRows, RecordedChain
 from vllm_lite.worker.forward import Forward
 from vllm_lite.worker.sampling.drafter import DraftBatch
 from vllm_lite.worker.sampling.sampler import NO_LOGPROBS, SampleInputs, TokenSampler, is_plain
@@ -84,7 +84,7 @@ class Chain:
         if self._recorded is not None and not params["rules"].any() and (starts + 1 == lengths).all():
             last = np.array([tokens[-1] for tokens in batch.tokens], np.int64)
             nearer = np.zeros_like(rows) if self.by_places else self._rows.nearer[rows]
-            asked = Asked(rows, lengths, counts, params, last, nearer, batch.states)
+            asked = DraftRows(rows, lengths, counts, params, last, nearer, batch.states)
             found = self._recorded.draft(asked, stays=self.stays)
             if found is not None:
                 return found

@@ -41,7 +41,7 @@ class Fed(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DraftRows:
     """Sequences that draft, each of which lacks its last token."""
 
     rows: Int64s  # [n], of the batch
@@ -52,8 +52,8 @@ class Asked:
     nearer: Int64s  # [n], by how much positions are below places
     states: list[int] | None  # [n], the slot of the recurrent state of each
 
-    def ordered(self, order: Int64s) -> "Asked":
-        return Asked(
+    def ordered(self, order: Int64s) -> "DraftRows":
+        return DraftRows(
             self.rows[order],
             self.lengths[order],
             self.counts[order],
@@ -90,7 +90,7 @@ class RecordedChain:
             return None
         return cls(forward, graphs, rows, groups, scratch)
 
-    def draft(self, asked: Asked, *, stays: bool = False) -> list[Int32s] | None:  # of each: [at most its count]
+    def draft(self, asked: DraftRows, *, stays: bool = False) -> list[Int32s] | None:  # of each: [at most its count]
         """Draft `counts` tokens of each sequence, or fewer where no token can be drawn. None, and nothing is done, if
         passes of so many sequences are not recorded. `stays`: as Chain has it."""
         order = np.argsort(-asked.counts, kind="stable")
@@ -123,7 +123,7 @@ class RecordedChain:
         return _cut(drafts, best, own.counts, order)
 
     def _inputs(
-        self, own: Asked, alive: NDArray[np.bool_], *, stays: bool
+        self, own: DraftRows, alive: NDArray[np.bool_], *, stays: bool
     ) -> tuple[Int64s, Int32s]:  # [num_passes, 2 + num_groups, n] as OwnRows.numbers, and [num_passes, n]
         """Make the inputs of all passes, but for the tokens that are to be drawn, and fill in the block tables."""
         tables, (num_passes, count) = self._rows.tables, alive.shape
@@ -151,7 +151,7 @@ class RecordedChain:
         step.states[1] = np.arange(self._scratch.start, self._scratch.start + count)
         step.states[0] = step.states[1] if index else sources[:count]
 
-    def _draws(self, own: Asked, num_passes: int) -> NDArray[np.void] | None:  # DRAW [num_passes, n]
+    def _draws(self, own: DraftRows, num_passes: int) -> NDArray[np.void] | None:  # DRAW [num_passes, n]
         """The records of all draws; None where all take their best token."""
         if is_plain(own.params):
             return None
