@@ -52,8 +52,8 @@ class Workers:
         assert len(self.held) <= 1 or sum(self.held.values()) <= sizes.room
 
 
-def cache_of(budget: int, room: int) -> EncoderCache:
-    return EncoderCache(cast(BlockPool, None), EncoderSizes(budget, room))
+def cache_of(budget: int, room: int, *, whole: bool = False) -> EncoderCache:
+    return EncoderCache(cast(BlockPool, None), EncoderSizes(budget, room), whole_media=whole)
 
 
 def as_seq(reader: Reader) -> Seq:
@@ -77,6 +77,7 @@ def step(cache: EncoderCache, workers: Workers, readers: list[Reader]) -> int:
         for medium in reader.media if start < end else ():
             if medium.end > start and medium.start < end:
                 assert medium.digest in workers.held, "read without its vectors"
+                assert not cache.whole_media or medium.end <= end, "a step ends inside a medium"
         reader.num_computed = end
     cache.check_integrity([as_seq(reader) for reader in readers])
     return STEP_TOKENS - left
@@ -87,11 +88,15 @@ events = st.lists(st.sampled_from(["step", "step", "step", "preempt", "resume", 
 
 
 @settings(max_examples=300, deadline=None)
-@given(prompts, events, st.integers(1, 12), st.integers(1, 20), st.randoms(use_true_random=False))
+@given(prompts, events, st.tuples(st.integers(1, 12), st.integers(1, 20)), st.booleans(), st.randoms())
 def test_steps_have_what_they_read_and_all_prompts_end(
-    given_prompts: list[tuple[list[int], int]], given_events: list[str], budget: int, room: int, chance: Any
+    given_prompts: list[tuple[list[int], int]],
+    given_events: list[str],
+    sizes: tuple[int, int],
+    whole: bool,
+    chance: Any,
 ) -> None:
-    cache, workers = cache_of(budget, room), Workers()
+    cache, workers = cache_of(*sizes, whole=whole), Workers()
     readers = [Reader(images, gap) for images, gap in given_prompts]
     for event in given_events:
         reader = chance.choice(readers)
@@ -188,3 +193,21 @@ def test_a_reset_frees_at_once_or_once_it_has_been_read() -> None:
     cache.begin_step()
     workers.follow(cache.take_entries(), cache.sizes)
     assert not workers.held
+
+
+def test_a_whole_medium_is_computed_in_one_step_or_not_at_all() -> None:
+    cache, reader = cache_of(100, 100, whole=True), Reader([3, 2], 2)  # 2 words, 9 vectors, 2 words, 5 vectors, 3 words
+    assert cache.uncut(as_seq(reader)) == 9
+    cache.begin_step()
+    assert cache.reachable(as_seq(reader), 0, 10) == 2
+    assert not cache.take_entries(), "vectors that nobody reads are not computed"
+    assert cache.reachable(as_seq(reader), 2, 8) == 0
+    assert cache.reachable(as_seq(reader), 2, 9) == 9
+    assert cache.reachable(as_seq(reader), 0, 17) == 13
+    assert cache.reachable(as_seq(reader), 5, 5) == 0, "a beginning that was found does not change where it ends"
+    assert cache.reachable(as_seq(reader), 5, 6) == 6
+    reader.num_computed = 11
+    assert cache.uncut(as_seq(reader)) == 5
+    reader.num_computed = reader.length - 1
+    assert cache.uncut(as_seq(reader)) == 0
+    assert cache_of(100, 100).uncut(as_seq(Reader([3], 2))) == 0

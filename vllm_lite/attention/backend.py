@@ -147,6 +147,9 @@ class AttentionBackend(ABC):
     fuses_norms: bool = False
     """Whether `write_kv` takes heads that lack their norms."""
 
+    sees_images: bool = False
+    """Whether it reads `StepBatch.images`; what does not is wrapped in WholeImages where a model needs it."""
+
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
 
@@ -154,6 +157,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def supports(cls, shape: AttentionShape) -> str | None:
         """None when this backend can serve `shape`, else the reason why not, as a clause for an error message."""
+
+    @property
+    def layout_name(self) -> str:
+        """Backends of one name lay K and V out alike."""
+        return type(self).__name__
 
     @abstractmethod
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
@@ -199,8 +207,10 @@ class AttentionBackend(ABC):
     ) -> None:
         """Causal attention of each sequence's rows over its cached tokens into `out`; padding rows become zero.
 
-        With a window the query at position i sees the positions (i - window, i]. Table entries of blocks that no row of
-        the step sees name blocks that may belong to others by now: what is there must not even be multiplied by zero.
+        With a window the query at position i sees the positions (i - window, i], and in an image of the batch's
+        `images` those behind it in the image, too, if the group's spec says `whole_images`. Table entries of blocks
+        that no row of the step sees name blocks that may belong to others by now: what is there must not even be
+        multiplied by zero.
 
         `sinks` has one more logit for each head of this rank, where the group's spec says that there are some. It joins
         the softmax of every row as it is, neither scaled nor capped nor subject to a window, and attends to nothing, so

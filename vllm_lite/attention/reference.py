@@ -9,12 +9,14 @@ cache.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_lite.attention.backend import Attend, AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.int8_rows import dequantized, quantized
-from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch
+from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch, WholeImage, to_device
 from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 from vllm_lite.kernels.ops import TorchOps
@@ -58,6 +60,8 @@ class _Plan:
 class ReferenceBackend(AttentionBackend):
     """Attention for any shape and device that torch has. `prepare` reads lengths and tables into Python lists."""
 
+    sees_images = True
+
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
         self.ops = TorchOps()
@@ -70,13 +74,15 @@ class ReferenceBackend(AttentionBackend):
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
         """K and V of the longest sequence twice (as blocks, then by head), Q and output once more, and the masks."""
 
-        def of(spec: AttentionSpec) -> int:
-            kv = 2 * 2 * max_seq_len * spec.num_kv_heads * spec.head_size
-            rows = 2 * max_num_tokens * spec.num_heads * spec.head_size
-            masks = max_num_tokens * (spec.num_heads // spec.num_kv_heads) * max_seq_len
-            return (kv + rows) * self.shape.dtype.itemsize + masks
+        return max(self.group_bytes(spec, max_num_tokens, max_seq_len) for spec in self.shape.groups)
 
-        return max(map(of, self.shape.groups))
+    def group_bytes(self, spec: AttentionSpec, max_num_tokens: int, max_seq_len: int) -> int:
+        """The same for one group, whose window the rows of one sequence see in front of them."""
+        seen = max_seq_len if spec.window is None else min(max_seq_len, spec.window + max_num_tokens)
+        kv = 2 * 2 * seen * spec.num_kv_heads * spec.head_size
+        rows = 2 * max_num_tokens * spec.num_heads * spec.head_size
+        masks = max_num_tokens * (spec.num_heads // spec.num_kv_heads) * seen
+        return (kv + rows) * self.shape.dtype.itemsize + masks
 
     def prepare(self, batch: StepBatch) -> None:
         starts = batch.query_start_loc.tolist()
@@ -87,7 +93,9 @@ class ReferenceBackend(AttentionBackend):
             query_len = rows.stop - rows.start
             if seq_len == 0 or query_len == 0:
                 continue
-            by_spec = {spec: self._span(query_len, seq_len, spec) for spec in set(self.shape.groups)}
+            own = [image for image in batch.images if image.sequence == i]
+            ends = _ends(rows, seq_len, own) if own else None
+            by_spec = {spec: self._span(query_len, seq_len, spec, ends) for spec in set(self.shape.groups)}
             spans = tuple(by_spec[spec] for spec in self.shape.groups)
             blocks = tuple(table[i, span.table] for table, span in zip(batch.block_tables, spans, strict=True))
             sequences.append(_Sequence(rows, blocks, spans))
@@ -95,8 +103,9 @@ class ReferenceBackend(AttentionBackend):
         writes = tuple(self._write(slots) for slots in batch.slot_mapping)
         batch.plan = _Plan(writes, sequences, has_padding=num_rows < batch.num_tokens)
 
-    def _span(self, query_len: int, seq_len: int, spec: AttentionSpec) -> _Span:
-        """Row j, at position seq_len - query_len + j, sees the keys up to its own, in a window the last of them."""
+    def _span(self, query_len: int, seq_len: int, spec: AttentionSpec, ends: NDArray[np.int64] | None) -> _Span:
+        """Row j, at position seq_len - query_len + j, sees the keys up to its own, in a window the last of them. In an
+        image it sees those before `ends[j]`, if the layers see images as a whole."""
         window, device, block_size = spec.window, self.shape.device, self.shape.block_size
         first_row = seq_len - query_len
         first = 0 if window is None else max(0, first_row - window + 1)
@@ -108,6 +117,9 @@ class ReferenceBackend(AttentionBackend):
             visible.tril_(first_row - first)
             if window is not None:
                 visible.triu_(first_row - first - window + 1)
+            if ends is not None and spec.whole_images:
+                rows, keys = (torch.arange(begin, seq_len, device=device) for begin in (first_row, first))
+                visible |= (keys > rows[:, None]) & (keys < to_device(ends, device)[:, None])
             visible = visible.repeat(spec.num_heads // spec.num_kv_heads, 1)
         distances = None
         if spec.alibi_slopes is not None:
@@ -194,6 +206,15 @@ class ReferenceBackend(AttentionBackend):
             scale=spec.scale,
         )
         return attended.view(*query.shape[:-1], -1)
+
+
+def _ends(rows: slice, seq_len: int, images: list[WholeImage]) -> NDArray[np.int64]:
+    """The position behind the last key that each row of a sequence sees: [query_len]."""
+    ends = np.arange(seq_len - (rows.stop - rows.start), seq_len) + 1
+    for image in images:
+        first = image.first_row - rows.start
+        ends[first : first + image.num_rows] = image.end
+    return ends
 
 
 def _slopes(spec: AttentionSpec, device: torch.device) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ for."""
 from pkgutil import resolve_name
 
 from vllm_lite.attention.backend import AttentionBackend, AttentionShape
+from vllm_lite.attention.whole_images import WholeImages
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
 
@@ -39,6 +40,8 @@ def select_backend(shape: AttentionShape, override: str = "auto") -> AttentionBa
         if reason is None:
             if reasons:
                 logger.warning("attention is computed by the slower backend %s: %s", name, "; ".join(reasons))
-            return backend(shape)
+            made = backend(shape)
+            wraps = not made.sees_images and any(spec.whole_images for spec in shape.groups)
+            return WholeImages(made) if wraps else made
         reasons.append(f"{name}: {reason}")
     raise ConfigError(f"no attention backend for this model on {shape.device}: {'; '.join(reasons)}")

@@ -32,6 +32,16 @@ class TokenVectors(NamedTuple):
     vectors: torch.Tensor  # [n, hidden_size], as the first layer reads them
 
 
+class WholeImage(NamedTuple):
+    """Tokens of an image that a step computes, up to its last: `num_rows` rows from `first_row` on, which belong to
+    sequence `sequence` of the step, at the positions before `end`."""
+
+    sequence: int
+    first_row: int
+    num_rows: int
+    end: int
+
+
 @dataclass(slots=True)
 class StepBatch:
     """The tokens of a step and where their KV lies. A tuple has one entry for each KV group.
@@ -59,6 +69,8 @@ class StepBatch:
     """int64 [num_tentative], rows that no state takes up before it is known whether they are right; None: none."""
     vectors: TokenVectors | None = None
     """What `Decoder.embed` puts in beside the vectors of tokens; None: nothing, as for text."""
+    images: tuple[WholeImage, ...] = ()
+    """Images whose tokens see each other both ways, in layers whose spec says so."""
     tail: "StepBatch | None" = None
     """The `wanted` rows as a batch, for what follows once the last layer has written to the cache; None: they are not
     the ends of sequences, or it would not pay."""
@@ -66,6 +78,8 @@ class StepBatch:
     """The lengths once more, for planning; None in the batch of a graph, which runs with other lengths each time."""
     plan: Any = None
     """What the backend's `prepare` worked out for this step; opaque to everyone else."""
+    image_plan: Any = None
+    """The same of a backend that computes `images` apart."""
 
 
 def staged(array: NDArray[Any], device: torch.device) -> torch.Tensor:

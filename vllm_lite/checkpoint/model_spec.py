@@ -1,7 +1,5 @@
-"""A model in numbers: one frozen `ModelSpec`, which `config_json.load_spec` reads. No torch.
-
-The engine, the client, the planner and the worker all size things by it.
-"""
+"""A model in numbers: one frozen `ModelSpec`, which `config_json.load_spec` reads. No torch. Engine, client, planner
+and worker size all things by it."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -47,10 +45,11 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     block_sparse: BlockSparse | None = None
     """The pattern of key blocks that a query sees; None = all."""
     value_size: int | None = None
-    """None = V is as large as K, and is kept beside it; else V is the first so many elements of K, and only K is kept,
-    as in latent attention."""
+    """None = V is as large as K, and kept beside it; else V is the first so many elements of K (latent attention)."""
     index_size: int = 0
     """Elements that the cache keeps of a token and KV head behind K for another use: its key in an index."""
+    whole_images: int = 0
+    """The most tokens of an image, where each of them sees those behind it in the image, too; 0 = none does."""
 
     @property
     def query_size(self) -> int:
@@ -462,8 +461,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGroup, ...]:
-    """Partition the layers that keep KV into groups of one block size: by how they attend, full attention first. What
-    counts are the heads that each of `world` ranks holds. Raises ConfigError if so many ranks cannot share the heads.
+    """Partition the layers that keep KV into groups of one block size: by how they attend, full attention first, with
+    the heads that each of `world` ranks holds. Raises ConfigError if so many ranks cannot share the heads.
 
     All blocks have the same bytes, so a kind with fewer bytes in its layers is padded and one with more is split. Of
     all such sizes that one is taken for which padding plus groups are fewest, both in layers: a padded layer costs

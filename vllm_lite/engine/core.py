@@ -295,7 +295,8 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
         states = StateSlots(header.num_state_slots, header.block_size, caching, **room)
         parts.append(states)
     if header.encoder is not None:
-        parts.append(EncoderCache(blocks.pool, EncoderSizes(*header.encoder)))
+        sizes = EncoderSizes(*header.encoder)
+        parts.append(EncoderCache(blocks.pool, sizes, whole_media=header.whole_media))
     if header.has_disk:
         parts.append(DiskTier(blocks, states))
     kv = KVCacheManager(parts, hasher, blocks.counters)
@@ -342,6 +343,7 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives
         num_state_slots=ready.num_state_slots,
         num_host_states=ready.num_host_states,
         encoder=encoder_sizes(config.max_num_batched_tokens) if ready.media_token_bytes else None,
+        whole_media=ready.whole_media,
         has_disk=config.kv_cache_dir is not None and bool(ready.groups),
         max_moved_states=max(1, config.max_swap_blocks_per_step * ready.block_bytes // max(1, ready.state_bytes)),
     )

@@ -4,6 +4,9 @@ It decides alone: an Encode goes out with the step that first reads a medium, a 
 room. A step computes a prompt up to the first medium that it cannot have, which the next step gets. Vectors are needed
 from there until all tokens of the medium are computed, and again if those are computed again; what nobody needs stays
 as long as there is room, the least recently used goes first.
+
+Where tokens of a medium see each other both ways, no step may end inside one: it computes all that is left of the
+medium, or nothing of it.
 """
 
 from collections import OrderedDict
@@ -40,9 +43,11 @@ class EncoderCache(CachePart[None]):
 
     keeps = False
 
-    def __init__(self, pool: BlockPool, sizes: EncoderSizes) -> None:
+    def __init__(self, pool: BlockPool, sizes: EncoderSizes, *, whole_media: bool = False) -> None:
+        """`whole_media`: no step may end inside a medium."""
         self.pool = pool
         self.sizes = sizes
+        self.whole_media = whole_media
         self.num_encoded = 0
         """Media that were computed, since the start."""
         self._held: OrderedDict[bytes, int] = OrderedDict()
@@ -78,19 +83,27 @@ class EncoderCache(CachePart[None]):
         self._entries.clear()
 
     def reachable(self, sequence: Seq, start: int, count: int) -> int:
-        """As for any part: up to the first medium whose vectors the step cannot have. Those before it are the
-        sequence's until it has computed them."""
+        """As for any part: up to the first medium whose vectors the step cannot have, or in which it may not end.
+        Those before it are the sequence's until it has computed them."""
         for medium in sequence.request.media if count > 0 else ():
             if medium.end <= start:
                 continue
             if medium.start >= start + count:
                 break
-            if not self._get(sequence, medium):
+            is_cut = self.whole_media and medium.end > start + count
+            if is_cut or not self._get(sequence, medium):
                 return max(0, medium.start - start)
             readers = self._readers.setdefault(sequence, [])
             if medium not in readers:
                 readers.append(medium)
         return count
+
+    def uncut(self, sequence: Seq) -> int:
+        """As for any part: those of the next medium, if it is computed as a whole."""
+        if not self.whole_media:
+            return 0
+        ahead = (each.num_tokens for each in sequence.request.media if each.end > sequence.num_computed)
+        return next(ahead, 0)
 
     def _get(self, sequence: Seq, medium: Media) -> bool:
         """Whether the workers have the vectors, or this step can have them computed."""

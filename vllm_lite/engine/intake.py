@@ -50,10 +50,12 @@ class ModelFacts(NamedTuple):
     """Bytes of a medium's content for each of its tokens; 0: nothing reads contents."""
     media_bytes_vary: bool = False
     """Whether a content may have fewer bytes than that."""
+    whole_media: bool = False
+    """Whether a step computes all of a medium, or nothing of it."""
 
     @classmethod
     def of(cls, ready: Ready) -> "ModelFacts":
-        media = frozenset(ready.placeholders), ready.media_token_bytes, ready.media_bytes_vary
+        media = frozenset(ready.placeholders), ready.media_token_bytes, ready.media_bytes_vary, ready.whole_media
         return cls(ready.vocab_size, frozenset(ready.eos_token_ids), ready.pooler, *media)
 
 
@@ -241,6 +243,8 @@ class Intake:
                 raise RequestError(
                     f"a medium of {medium.num_tokens} tokens needs {most}{need} bytes of content, got {have}"
                 )
+            if self._model.whole_media:
+                self._check_whole(medium)
         if message.media[-1].end == len(message.prompt) // 4:
             raise RequestError("a prompt cannot end with a medium; at least one token of text must stand behind it")
         total = sum(sizes.values())
@@ -249,6 +253,17 @@ class Intake:
         held = sum(len(each) for request in self._scheduler.requests.values() for each in request.contents.values())
         if held + total > MAX_HELD_BYTES:
             raise RequestError(f"live requests hold {held} bytes of media, at most {MAX_HELD_BYTES}; send it later")
+
+    def _check_whole(self, medium: Media) -> None:
+        """Raises RequestError for a medium that does not fit into a step beside one token of each other sequence."""
+        options = self._scheduler.options
+        budget, others = options.max_num_batched_tokens, options.max_num_seqs - 1
+        if medium.num_tokens + others > budget:
+            raise RequestError(
+                f"an {medium.kind} of {medium.num_tokens} tokens is computed in one step, which has {budget} tokens, "
+                f"of which up to {others} are for other sequences; --max-num-batched-tokens must be at least "
+                f"{medium.num_tokens + others} for it"
+            )
 
     def _check_length(self, num_prompt: int, num_output: int, max_tokens: int | None) -> None:
         longest = self._scheduler.max_len

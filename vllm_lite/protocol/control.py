@@ -51,7 +51,8 @@ class Ready(Message, tag=31):
     """The shard is loaded; `num_blocks` KV blocks of `block_bytes` would fit (null block included). A model with
     recurrent layers has `num_state_slots` of `state_bytes` beside them, slot 0 included, which is never used, and room
     for `num_host_states` in host memory, whose ids follow those of the slots. `placeholders` as in Welcome; the
-    contents of media have `media_token_bytes` for each of their tokens, or at most so many where `media_bytes_vary`."""
+    contents of media have `media_token_bytes` for each of their tokens, or at most so many where `media_bytes_vary`.
+    `whole_media`: no step may end inside a medium, since its tokens see each other both ways."""
 
     rank: int
     generation: int
@@ -68,6 +69,7 @@ class Ready(Message, tag=31):
     placeholders: dict[str, int] = msgspec.field(default_factory=dict)
     media_token_bytes: int = 0
     media_bytes_vary: bool = False
+    whole_media: bool = False
 
 
 class Start(Message, tag=32):

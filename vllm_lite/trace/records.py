@@ -113,6 +113,7 @@ class Header(_Record, frozen=True, tag=0):
     has_disk: bool = False
     encoder: tuple[int, int] | None = None
     """The vectors that an encoder computes in a step, and those that are held; None: there is none."""
+    whole_media: bool = False
 
 
 class Params(_Record, frozen=True):

@@ -89,6 +89,7 @@ class EagerForward:
             states=None if inputs.states is None else Segments(*map(self._to_device, inputs.states)),
             tentative=None if (tokens := inputs.tentative) is None else self._to_device(tokens),
             vectors=inputs.vectors,
+            images=inputs.images,
             tail=self._tail(inputs),
             host=HostLens(inputs.num_scheduled, inputs.seq_lens, inputs.block_tables),
         )

@@ -144,7 +144,7 @@ class Worker:
         self.backend = select_backend(self._attention_shape(), self.config.attention_backend)
         self.graph_sizes = self._graph_sizes()
         if self.block_bytes:
-            layout = [type(self.backend).__name__, self.block_bytes, self.state_bytes, self.spec.kv_groups]
+            layout = [self.backend.layout_name, self.block_bytes, self.state_bytes, self.spec.kv_groups]
             self.disk = open_disk(self.config, layout, self.rank, self.generation, self._take_room(num_blocks))
         started = time.monotonic()
         weights_bytes = self._load_model(ahead)

@@ -198,6 +198,10 @@ class KVCacheManager:
             count = part.reachable(sequence, start, count)
         return count
 
+    def most_uncut(self, sequences: Iterable[Sequence]) -> int:
+        """The most tokens that any of these has to compute in one step; 0: any number does."""
+        return max((part.uncut(each) for each in sequences for part in self._others), default=0)
+
     def grow(self, sequence: Sequence, num_tokens: int) -> Growth | None:
         """Make room to compute up to `num_tokens`. None: there is none, and nothing is changed but for blocks out of
         the window."""

@@ -177,6 +177,10 @@ class CachePart(ABC, Generic[Found]):
         """Number of the `count` tokens from `start` on that this step can compute, which then has what that takes."""
         return count
 
+    def uncut(self, sequence: Sequence) -> int:  # noqa: ARG002
+        """Number of tokens that the sequence has to compute in one step, sooner or later; 0: any number does."""
+        return 0
+
     @abstractmethod
     def grow(self, sequence: Sequence, num_tokens: int) -> Growth | None:
         """Make room to compute up to `num_tokens`. None, which the first part alone may say: there is none."""

@@ -33,7 +33,8 @@ class Prompts:
         growth: Growth | None = None
         if unserved and plan.budget:
             first = unserved[0]
-            share = self._count(first, plan.budget - plan.budget // 2)
+            half = plan.budget - plan.budget // 2
+            share = self._count(first, half) or self._count(first, plan.budget)  # what cannot be cut may take it all
             if share:
                 plan.room -= share
                 growth = self._preemption.grow(first, first.num_computed + share, unserved, plan)
@@ -55,7 +56,8 @@ class Prompts:
             end = first.num_computed + self._count(first, plan.budget)
             more = self._kv.grow(first, end)  # for the tokens that are left over; no sequence is preempted for it
             if more is None:
-                end, more = min(end, first.num_slots), Growth([])
+                room = min(end, first.num_slots) - first.num_computed
+                end, more = first.num_computed + self._count(first, room), Growth([])
             plan.entries += more.entries
             _serve(first, end, joined(growth.new_ids, more.new_ids), plan)
         unserved = list(plan.forked)

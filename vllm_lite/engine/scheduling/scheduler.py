@@ -12,6 +12,7 @@ are its drafts, as if all of them were right; what proves wrong is taken back wi
 
 from collections import abc
 from collections.abc import Callable
+from itertools import islice
 
 from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
@@ -241,7 +242,8 @@ class Scheduler:
 
     def _choose_budget(self, view: View) -> int:
         """The most tokens of the next step: as the policy says, and no more than max_itl_s has time for while anybody
-        waits for a next token. Every such sequence has room, and the prompts for what their rate is measured by."""
+        waits for a next token. Every such sequence has room, and the prompts for what their rate is measured by, and
+        for what cannot be cut."""
         options, budget = self.options, view.max_num_batched_tokens
         if not options.chunked_prefill:  # prompts cannot be cut to it
             return budget
@@ -250,6 +252,10 @@ class Scheduler:
         if options.max_itl_s and any(sequence.num_output for sequence in self.running):
             least = view.num_running + MIN_PREFILL_TOKENS
             budget = self.rates.tokens_within(options.max_itl_s, min(least, budget), budget)
+        if budget < view.max_num_batched_tokens:
+            next_ones = [*self.running, *islice(self.queues.waiting, 1)]
+            if uncut := self.kv.most_uncut(next_ones):
+                budget = max(budget, min(view.num_running + uncut, view.max_num_batched_tokens))
         return budget
 
     def _schedule_decodes(self, plan: StepPlan) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.attention.step_batch import PAD_SLOT, TokenVectors
+from vllm_lite.attention.step_batch import PAD_SLOT, TokenVectors, WholeImage
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.sampling.sampler import SampleInputs
 
@@ -73,6 +73,8 @@ class StepInputs:
     """Whether a part has put other positions in `positions`, as its model counts them. KV lies by places."""
     vectors: TokenVectors | None = None
     """Vectors for placeholder tokens, on the device; None: there are none."""
+    images: tuple[WholeImage, ...] = ()
+    """Images whose tokens see each other both ways."""
     forced: list[int] | None = None  # [num_sampling]
     """How many of the proposed tokens of each grammars force; None: they force none."""
     states: StepStates | None = None
