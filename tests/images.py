@@ -225,6 +225,111 @@ def make_llava(path: Path, family: str = "Llava", **settings: Any) -> Path:
     return path
 
 
+GEMMA_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}PLACEHOLDER"
+    "{% else %}{{ part.text | trim }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+)
+"""As Gemma's, shorter."""
+GEMMA_TEXT: dict[str, Any] = {
+    "vocab_size": 387,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 11,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+"""An image has more tokens than the window."""
+GEMMA_IDS = {"boi": 384, "image": 385, "eoi": 386}
+
+
+def make_gemma3(path: Path, **settings: Any) -> Path:
+    """Write a random Gemma 3 whose images have 32 x 32 pixels, and 16 tokens."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision: dict[str, Any] = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": TILE,
+        "patch_size": 4,
+        "initializer_range": 0.3,
+        "vision_use_head": False,
+    }
+    ids = {f"{name}_token_index": number for name, number in GEMMA_IDS.items()}
+    own = {"text_config": GEMMA_TEXT | {"query_pre_attn_scalar": 16}, "vision_config": vision, **ids}
+    own |= {"mm_tokens_per_image": 16, "tie_word_embeddings": True}
+    write_checkpoint(path, Gemma3Config, Gemma3ForConditionalGeneration, own | settings)
+    _name_gemma_tokens(path, "<start_of_image>", "<image_soft_token>", "<end_of_image>")
+    processor: dict[str, Any] = {"image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor"}
+    processor |= {"size": {"height": TILE, "width": TILE}, "resample": 2, "do_resize": True, "do_pan_and_scan": None}
+    processor |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (path / "chat_template.jinja").write_text(GEMMA_TEMPLATE.replace("PLACEHOLDER", "<start_of_image>"))
+    return path
+
+
+def make_unified(path: Path, **text: Any) -> Path:
+    """Write a random Gemma 4 Unified, 12 x 12 of whose pixels are a token, of which an image has 70 at most."""
+    from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
+
+    vision = {"patch_size": 4, "mm_embed_dim": 40, "mm_posemb_size": 70, "output_proj_dims": 40}
+    own = {"vision_config": vision, "text_config": GEMMA_TEXT | {"global_head_dim": 32} | text}
+    _write_gemma4(path, Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration, own)
+    return path
+
+
+def make_gemma4(path: Path, vision: dict[str, Any] | None = None, **text: Any) -> Path:
+    """Write a random Gemma 4, 3 x 3 of whose patches of 4 x 4 pixels are a token, of which an image has 70 at most."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    sight: dict[str, Any] = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "patch_size": 4,
+        "position_embedding_size": 210,
+        "initializer_range": 0.2,
+    }
+    usual = {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+    own = {"vision_config": sight | (vision or {}), "text_config": GEMMA_TEXT | usual | text}
+    _write_gemma4(path, Gemma4Config, Gemma4ForConditionalGeneration, own)
+    return path
+
+
+def _write_gemma4(path: Path, config: Any, model: Any, own: dict[str, Any]) -> None:
+    ids = {f"{name}_token_id": number for name, number in GEMMA_IDS.items()}
+    ids |= {"video_token_id": 400, "audio_token_id": 401}
+    write_checkpoint(path, config, model, own | ids | {"audio_config": None, "tie_word_embeddings": True})
+    _name_gemma_tokens(path, "<|image>", "<|image|>", "<image|>")
+    processor: dict[str, Any] = {
+        "patch_size": 4,
+        "max_soft_tokens": 70,
+        "pooling_kernel_size": 3,
+        "resample": 3,
+        "do_resize": True,
+    }
+    processor |= {"do_normalize": False, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    (path / "processor_config.json").write_text(json.dumps({"image_processor": processor}))
+    (path / "chat_template.jinja").write_text(GEMMA_TEMPLATE.replace("PLACEHOLDER", "<|image|>"))
+
+
+def _name_gemma_tokens(path: Path, begin: str, vector: str, end: str) -> None:
+    _add_tokens(path, [begin, vector, end])
+    file = path / "tokenizer_config.json"
+    names = {"boi_token": begin, "image_token": vector, "eoi_token": end}
+    file.write_text(json.dumps(json.loads(file.read_text()) | names))
+
+
 def _add_tokens(path: Path, special: list[str]) -> None:
     from tokenizers import AddedToken, Tokenizer
 

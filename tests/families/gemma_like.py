@@ -191,7 +191,7 @@ def gemma4_unified(name: str, controls: Mapping[str, Any], **text: Any) -> Varia
     """A model in which what is seen and heard passes the layers as tokens do."""
     settings = {
         "text_config": unified_text(name, controls, **text).settings,
-        "vision_config": {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 96},
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32},
         "audio_config": {"audio_embed_dim": 16},
         "tie_word_embeddings": True,
     }

@@ -88,7 +88,16 @@ GEMMA_3_4B: dict[str, Any] = {
         "sliding_window": 1024,
     },
     "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
 }
 GLM_4_9B: dict[str, Any] = {
     "architectures": ["Glm4ForCausalLM"],

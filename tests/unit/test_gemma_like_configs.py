@@ -33,7 +33,7 @@ def load(folder: Path, raw: dict[str, Any]) -> ModelSpec:
         (GEMMA_2B, 2_506_172_416),
         (GEMMA_2_2B, 2_614_341_888),
         (GEMMA_3_1B, 999_885_952),
-        (GEMMA_3_4B, 3_880_263_168),
+        (GEMMA_3_4B, 4_300_079_472),
         (GLM_4_9B, 9_400_279_040),
         (OLMO_2_7B, 7_298_617_344),
         (OLMO_3_7B, 7_298_011_136),

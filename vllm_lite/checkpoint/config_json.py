@@ -24,8 +24,8 @@ from vllm_lite.checkpoint.layer_specs.pooling import (
     read_modules,
     tokens_head,
 )
-from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec, read_vision
-from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
+from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec, VisionSpec, read_vision
+from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, LayerSpec, ModelSpec, make_kv_groups
 from vllm_lite.checkpoint.quantization.read import older_quantization
 from vllm_lite.checkpoint.tensors.fused_experts import as_stored
 from vllm_lite.checkpoint.tensors.tied_head import has_own_head
@@ -231,7 +231,17 @@ def _seeing(spec: ModelSpec, raw: Any, folder: Path) -> ModelSpec:
     axes = {layer.rope.axes for layer in spec.layers if layer.rope is not None}
     if isinstance(vision, QwenVisionSpec) and any(own is None or own == tuple(sorted(own)) for own in axes):
         raise ModelError("rope_parameters: images need mrope_section, one for each axis, with mrope_interleaved true")
-    return msgspec.structs.replace(spec, vision=vision, extra_parameters=spec.extra_parameters + vision.num_parameters)
+    extra = spec.extra_parameters + vision.num_parameters
+    if vision.whole_in != "no layers":
+        layers = tuple(_with_whole_images(layer, vision) for layer in spec.layers)
+        spec = msgspec.structs.replace(spec, layers=layers, kv_groups=make_kv_groups(layers))
+    return msgspec.structs.replace(spec, vision=vision, extra_parameters=extra)
+
+
+def _with_whole_images(layer: LayerSpec, vision: VisionSpec) -> LayerSpec:
+    attention = layer.attention
+    whole = msgspec.structs.replace(attention, whole_images=vision.whole_images(attention.window))
+    return msgspec.structs.replace(layer, attention=whole)
 
 
 def _converted(spec: ModelSpec, raw: dict[str, Any], modules: Any, options: PoolingOptions) -> ModelSpec:

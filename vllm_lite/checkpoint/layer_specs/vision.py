@@ -41,6 +41,15 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     mean: Colors = GREY
     std: Colors = GREY
     """A color c of 0 to 255 becomes (c / 255 - mean) / std."""
+    whole_in: Literal["no layers", "all layers", "sliding layers"] = "no layers"
+    """Layers of the text model in which the tokens of an image see each other both ways."""
+    most_tokens: int = 0
+    """The most vectors of an image, where they do."""
+
+    def whole_images(self, window: int | None) -> int:
+        """As AttentionSpec's field, of a layer of the text model with this window."""
+        sees = self.whole_in == "all layers" or (self.whole_in == "sliding layers" and window is not None)
+        return self.most_tokens if sees else 0
 
     @property
     @abstractmethod
@@ -199,7 +208,7 @@ def check_depth(layer: int | list[int], num_layers: int) -> int:
 def _siglip(raw: Any, colors: VisionColors, out_size: int) -> SiglipSpec:
     outer = convert(raw, _Outer)
     own = outer.vision_config
-    _check(own.num_channels, own.hidden_act, own.hidden_size, own.num_attention_heads)
+    check_tower(own.num_channels, own.hidden_act, own.hidden_size, own.num_attention_heads)
     if own.image_size % own.patch_size or (own.image_size // own.patch_size) % outer.scale_factor:
         raise ModelError(
             f"vision_config: image_size {own.image_size} must be a multiple of patch_size {own.patch_size} times "
@@ -225,7 +234,7 @@ def _siglip(raw: Any, colors: VisionColors, out_size: int) -> SiglipSpec:
 def _qwen(raw: Any, colors: VisionColors, out_size: int) -> QwenVisionSpec:
     outer = convert(raw, _QwenOuter)
     own = outer.vision_config
-    _check(own.in_channels, own.hidden_act, own.hidden_size, own.num_heads)
+    check_tower(own.in_channels, own.hidden_act, own.hidden_size, own.num_heads)
     side = math.isqrt(own.num_position_embeddings)
     if side**2 != own.num_position_embeddings or own.hidden_size // own.num_heads % 4:
         raise ModelError(
@@ -254,7 +263,7 @@ def _qwen(raw: Any, colors: VisionColors, out_size: int) -> QwenVisionSpec:
     )
 
 
-def _check(num_channels: int, activation: str, size: int, num_heads: int) -> None:
+def check_tower(num_channels: int, activation: str, size: int, num_heads: int) -> None:
     if num_channels != 3 or activation not in ("gelu_pytorch_tanh", "gelu"):
         raise ModelError(
             f"vision_config: {num_channels} channels with hidden_act {activation!r} are not supported; supported: 3 "
@@ -266,6 +275,9 @@ def _check(num_channels: int, activation: str, size: int, num_heads: int) -> Non
 
 _OWN = __name__
 READERS = {
+    "Gemma3ForConditionalGeneration": "vllm_lite.checkpoint.layer_specs.gemma_vision:read_gemma3",
+    "Gemma4ForConditionalGeneration": "vllm_lite.checkpoint.layer_specs.gemma_vision:read_gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "vllm_lite.checkpoint.layer_specs.gemma_vision:read_unified",
     "Idefics3ForConditionalGeneration": f"{_OWN}:_siglip",
     "LlavaForConditionalGeneration clip_vision_model": "vllm_lite.checkpoint.layer_specs.anyres:read_llava",
     "LlavaForConditionalGeneration pixtral": "vllm_lite.checkpoint.layer_specs.pixtral:read_pixtral",

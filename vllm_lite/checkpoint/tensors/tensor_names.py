@@ -22,6 +22,10 @@ PREFIXES = (
     ("vision_tower.", "model.vision_tower."),
     ("multi_modal_projector.", "model.multi_modal_projector."),
     ("image_newline", "model.image_newline"),
+    ("model.embed_vision.multimodal_embedder.", "model.embed_vision."),
+    ("model.vision_embedder.", "model.embed_vision."),
+    ("vision_embedder.", "model.embed_vision."),
+    ("embed_vision.", "model.embed_vision."),
     ("model.decoder.", "model."),
     ("decoder.", "model."),
     ("distilbert.transformer.", ""),
@@ -114,6 +118,7 @@ TOWERS = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
     "model.image_newline",
+    "model.embed_vision.",
 )
 """Parts that see images, in models that do so here."""
 

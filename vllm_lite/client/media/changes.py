@@ -9,9 +9,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from vllm_lite.client.media.fitted import BUDGETS, FittedSettings
 from vllm_lite.client.media.image_process import ProcessorSettings
 from vllm_lite.client.media.patches import PatchSettings
 from vllm_lite.client.media.rows import RowSettings
+from vllm_lite.client.media.squares import PanAndScan, SquareSettings
 from vllm_lite.client.media.tiles import MAX_EDGE, TileSettings
 from vllm_lite.errors import RequestError
 
@@ -112,6 +114,43 @@ class RowChanges(SizeChanges, frozen=True):
         return msgspec.structs.replace(
             settings, height=own.height or settings.height, width=own.width or settings.width
         )
+
+
+class SquareChanges(SizeChanges, frozen=True):
+    """Gemma 3's processor takes these."""
+
+    do_pan_and_scan: bool | None = None
+    pan_and_scan_min_crop_size: Pixels | None = None
+    pan_and_scan_max_num_crops: Annotated[int, Meta(ge=1, le=16)] | None = None
+    pan_and_scan_min_ratio_to_activate: Annotated[float, Meta(gt=0)] | None = None
+
+    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
+        if not isinstance(settings, SquareSettings):
+            raise TypeError(f"{type(settings).__name__} has no squares")
+        pans = settings.pan is not None if self.do_pan_and_scan is None else self.do_pan_and_scan
+        if not pans:
+            return msgspec.structs.replace(settings, pan=None)
+        usual = settings.pan or PanAndScan()
+        pan = PanAndScan(
+            self.pan_and_scan_min_crop_size or usual.least_size,
+            self.pan_and_scan_max_num_crops or usual.most_crops,
+            self.pan_and_scan_min_ratio_to_activate or usual.least_ratio,
+        )
+        return msgspec.structs.replace(settings, pan=pan)
+
+
+class FittedChanges(SizeChanges, frozen=True):
+    """Gemma 4's processor takes these."""
+
+    max_soft_tokens: int | None = None
+
+    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
+        if not isinstance(settings, FittedSettings):
+            raise TypeError(f"{type(settings).__name__} has no budget")
+        most = settings.most_tokens if self.max_soft_tokens is None else self.max_soft_tokens
+        if most not in BUDGETS:
+            raise RequestError(f"mm_processor_kwargs: max_soft_tokens must be one of {BUDGETS}, got {most}")
+        return msgspec.structs.replace(settings, most_tokens=most)
 
 
 C = TypeVar("C", bound=SizeChanges)

@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 
 from vllm_lite.client.media.decoding import BIG_PIXELS, header_of
+from vllm_lite.client.media.fitted import FittedSettings, fitted_of
 from vllm_lite.client.media.grids import GridSettings, ImageGrid, grid_of
 from vllm_lite.client.media.patches import ImagePatches, PatchSettings, patches_of
 from vllm_lite.client.media.rows import RowSettings, rows_of
+from vllm_lite.client.media.squares import ImageSquares, SquareSettings, squares_of
 from vllm_lite.client.media.tiles import ImageTiles, TileSettings, tiles_of
 from vllm_lite.errors import RequestError
 from vllm_lite.runtime.frames import frame, read_frame
@@ -29,8 +31,8 @@ MAX_MEMORY_BYTES = 2 * 1024**3
 """Address space of the process."""
 
 
-ProcessorSettings = TileSettings | PatchSettings | RowSettings | GridSettings
-Made = ImageTiles | ImagePatches | ImageGrid
+ProcessorSettings = TileSettings | PatchSettings | RowSettings | GridSettings | SquareSettings | FittedSettings
+Made = ImageTiles | ImagePatches | ImageGrid | ImageSquares
 """An image as a processor makes it."""
 
 
@@ -39,6 +41,8 @@ _MAKERS: dict[type, Callable[[bytes, Any], Made]] = {
     PatchSettings: patches_of,
     RowSettings: rows_of,
     GridSettings: grid_of,
+    SquareSettings: squares_of,
+    FittedSettings: fitted_of,
 }
 
 
@@ -60,7 +64,7 @@ class ImageRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = ImageTiles | ImagePatches | ImageGrid | ImageRefused
+Answer = ImageTiles | ImagePatches | ImageGrid | ImageSquares | ImageRefused
 
 
 def main(settings: ImageSettings, stop: Wakeup) -> int:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from vllm_lite.checkpoint.layer_specs.vision import read_vision
 from vllm_lite.checkpoint.typed_json import read_json
 from vllm_lite.client.media.image_pool import ImagePool
+from vllm_lite.client.media.select_writer import writer_for
 from vllm_lite.client.media.sources import MAX_IMAGES, GivenImage, ImageLimits
-from vllm_lite.client.media.writers import ImageWriter, writer_for
+from vllm_lite.client.media.writers import ImageWriter
 from vllm_lite.client.spans import ShownMedia, Span, Text
 from vllm_lite.errors import ConfigError, RequestError
 
@@ -72,6 +73,8 @@ class PromptImages:
                 f"the prompt has {len(pieces) - 1} placeholders {placeholder!r} for {len(images)} images; the chat "
                 "template writes one for each image, and no text may contain it"
             )
+        if writer.vector != placeholder and writer.vector in text:
+            raise RequestError(f"no text of a prompt with images may contain {writer.vector!r}")
         settings = writer.changed(changes) if changes else None
         made = [self.pool.made(image, settings) for image in images]
         written = [part for piece, image in zip(pieces, made, strict=False) for part in (piece, writer.text(image))]
@@ -90,8 +93,7 @@ class PromptImages:
             own = token_ids[place : place + num_tokens]
             if [token == placeholder for token in own] != self._writer.pattern(shown.media):
                 raise RequestError(
-                    f"the tokenizer does not write {self._writer.placeholder!r} as token {placeholder}, as config.json "
-                    "says"
+                    f"the tokenizer does not write {self._writer.vector!r} as token {placeholder}, as config.json says"
                 )
             spans += [Text(token_ids[start:place]), shown._replace(token_ids=own)]
             start = place + num_tokens

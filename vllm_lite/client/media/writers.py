@@ -41,12 +41,18 @@ class ImageWriter(ABC, Generic[V, I]):
     """For one model; `I` is what the child processes make of an image."""
 
     placeholder: str
+    """Stands for an image in what a chat template writes."""
     settings: ProcessorSettings
 
     def __init__(self, vision: V, folder: Path, max_pixels: int) -> None:
         """Raises ModelError for a processor that does what is not done here."""
         self.vision = vision
         self.settings = self.read_settings(folder, max_pixels)
+
+    @property
+    def vector(self) -> str:
+        """Text of the token that stands for each vector."""
+        return self.placeholder
 
     @abstractmethod
     def read_settings(self, folder: Path, max_pixels: int) -> ProcessorSettings:
@@ -199,19 +205,6 @@ class GridWriter(ImageWriter[AnyresSpec, ImageGrid]):
         digest = blake2b(image.colors, digest_size=32, key=repr(grid).encode()).digest()
         num_tokens = self.vision.num_tokens(image.height, image.width)
         yield ShownMedia(Media("image", digest, num_tokens, grid=grid), image.colors)
-
-
-def writer_for(vision: VisionSpec, folder: Path, max_pixels: int) -> ImageWriter[Any, Any]:
-    """The writer of a model with this tower. Raises ModelError."""
-    if isinstance(vision, SiglipSpec):
-        return TileWriter(vision, folder, max_pixels)
-    if isinstance(vision, QwenVisionSpec):
-        return PatchWriter(vision, folder, max_pixels)
-    if isinstance(vision, PixtralVisionSpec):
-        return RowWriter(vision, folder, max_pixels)
-    if isinstance(vision, AnyresSpec):
-        return GridWriter(vision, folder, max_pixels)
-    raise TypeError(f"no prompts are written for {type(vision).__name__}")
 
 
 class _Edge(msgspec.Struct):

@@ -70,9 +70,9 @@ class AnyresTower(Siglip[AnyresSpec]):
         spec, size, root = self.spec, self.spec.hidden_size, "model.vision_tower."
         yield from self.layer_groups(root, spec.num_positions, patch_bias=not spec.is_clip)
         if spec.is_clip:
-            yield self.vector("own", f"{root}embeddings.class_embedding", size)
+            yield self.tensor("own", f"{root}embeddings.class_embedding", (size,))
             yield self.group("first norm", [f"{root}pre_layrnorm"], (size,))
         yield self.group("fc1", [f"{PROJECTOR}linear_1"], (spec.out_size, size), bias=spec.projector_bias)
         yield self.group("fc2", [f"{PROJECTOR}linear_2"], (spec.out_size, spec.out_size), bias=spec.projector_bias)
         if spec.pinpoints:
-            yield self.vector("row end", "model.image_newline", spec.out_size)
+            yield self.tensor("row end", "model.image_newline", (spec.out_size,))

@@ -84,13 +84,17 @@ class SiglipTower(Siglip[SiglipSpec]):
         return [vectors for tiles in few for vectors in self._encode(torch.stack(list(tiles)), progress)]
 
     def _encode(self, tiles: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
-        return self.linear("projection", self._merge(self.norm("norm", self.hidden(tiles, progress))))
+        return self.projected(self.norm("norm", self.hidden(tiles, progress)))
 
-    def _merge(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Put `merge` x `merge` patches side by side, row by row: [num_tiles, num_tokens, merge^2 * hidden_size]."""
+    def projected(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_tiles, num_patches, hidden_size] -> [num_tiles, num_tokens, out_size]"""
+        return self.linear("projection", self.merged(hidden).flatten(2))
+
+    def merged(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Put `merge` x `merge` patches side by side, row by row: [num_tiles, num_tokens, merge^2, hidden_size]."""
         merge, few = self.spec.merge, self.spec.side // self.spec.merge
         grid = hidden.view(-1, few, merge, few, merge, self.spec.hidden_size)
-        return grid.permute(0, 1, 3, 2, 4, 5).reshape(-1, self.spec.num_tokens, merge * merge * self.spec.hidden_size)
+        return grid.permute(0, 1, 3, 2, 4, 5).reshape(-1, self.spec.num_tokens, merge * merge, self.spec.hidden_size)
 
     def weight_groups(self) -> Iterator[WeightGroup]:
         spec, size, root = self.spec, self.spec.hidden_size, "model.vision_model."

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from vllm_lite.checkpoint.layer_specs.vision import Activation, VisionSpec
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
+from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
 
 S = TypeVar("S", bound=VisionSpec)
 
@@ -76,9 +76,9 @@ class VisionTower(ABC, Generic[S]):
         own = self._weights[name]
         return functional.linear(x, own.weight, own.bias)
 
-    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         own = self._weights[name]
-        return functional.layer_norm(x, own.weight.shape, own.weight, own.bias, self.spec.norm_eps)
+        return functional.layer_norm(x, own.weight.shape, own.weight, own.bias, eps or self.spec.norm_eps)
 
     def rms_norm(self, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
         """In float32, but for the weight."""
@@ -103,13 +103,15 @@ class VisionTower(ABC, Generic[S]):
         slots = (tuple(whole_slot(f"{each}.{kind}", *size) for each in stored) for kind, size in kinds.items())
         return WeightGroup(tuple(WeightStack(own, self.dtype, self.device) for own in slots), take)
 
-    def vector(self, name: str, stored: str, size: int) -> WeightGroup:
-        """The tensor `stored`, which is one vector of `size` elements, as the table `name`."""
+    def tensor(self, name: str, stored: str, shape: tuple[int, ...], *, turned: bool = False) -> WeightGroup:
+        """The tensor `stored`, called neither weight nor bias, as the table `name` of this shape; of a matrix `turned`
+        the checkpoint has the axes exchanged."""
 
         def take(weight: torch.Tensor) -> None:
             self._weights[name] = Weighted(weight)
 
-        return WeightGroup((WeightStack((whole_slot(stored, size),), self.dtype, self.device),), take)
+        slot = WeightSlot(stored, shape, (0,) * len(shape), shape, transposed=turned)
+        return WeightGroup((WeightStack((slot,), self.dtype, self.device),), take)
 
 
 def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -127,3 +129,10 @@ def turned(heads: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> tor
     x = heads.float()
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat([-second, first], -1) * sin).to(heads.dtype)
+
+
+def rms_normed(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, all of it in float32. weight: float32 [size]; None: 1."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight).to(x.dtype)

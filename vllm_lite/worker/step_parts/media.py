@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.attention.step_batch import TokenVectors, to_device
+from vllm_lite.attention.step_batch import TokenVectors, WholeImage, to_device
 from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ProtocolError
@@ -57,6 +57,7 @@ class MediaVectors(StepPart):
         if self._wanted:
             self._encode()
         rows, vectors = list[NDArray[np.int64]](), list[torch.Tensor]()
+        images, are_whole = list[WholeImage](), self.tower.spec.whole_in != "no layers"
         for index, handle in enumerate(inputs.handles):
             start, end = int(inputs.starts[index]), int(inputs.seq_lens[index])
             for medium in self._media.get(handle, ()):
@@ -71,7 +72,13 @@ class MediaVectors(StepPart):
                     places = some[within] + medium.start
                 rows.append(places + (int(inputs.query_start_loc[index]) - start))
                 vectors.append(own[within])
+                if are_whole:
+                    if last < medium.end:
+                        raise ProtocolError(f"handle {handle} ends a step at {last}, inside a medium to {medium.end}")
+                    row = first - start + int(inputs.query_start_loc[index])
+                    images.append(WholeImage(index, row, last - first, last))
         if rows:
+            inputs.images = tuple(images)
             inputs.vectors = TokenVectors(to_device(np.concatenate(rows), self.tower.device), torch.cat(vectors))
 
     def _encode(self) -> None:
@@ -120,4 +127,4 @@ def media_facts(spec: ModelSpec) -> dict[str, Any]:
     if own is None:
         return {}
     sizes = {"media_token_bytes": own.token_bytes, "media_bytes_vary": own.bytes_vary}
-    return {"placeholders": {"image": own.token_id}, **sizes}
+    return {"placeholders": {"image": own.token_id}, "whole_media": own.whole_in != "no layers", **sizes}

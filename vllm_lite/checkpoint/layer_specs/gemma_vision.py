@@ -1,0 +1,232 @@
+"""Towers of Gemma 3 and 4, and the matrices that Gemma 4 Unified has in place of one, in numbers. No torch."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec, VisionColors, VisionSpec, check_tower
+from vllm_lite.checkpoint.typed_json import Positive, Size, convert
+from vllm_lite.errors import ModelError
+
+MAX_SOFT_TOKENS = 1120
+"""The most tokens that Gemma 4 makes of an image."""
+BLACK, WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+
+
+class Gemma3VisionSpec(SiglipSpec, frozen=True, kw_only=True):
+    """Gemma 3's SigLIP: means of `merge` x `merge` patches are normed and projected."""
+
+    def reads(self, name: str) -> bool:
+        """As any tower's: not what a SigLIP pools its vectors by for another use."""
+        return super().reads(name) and not name.startswith("model.vision_tower.head.")
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the tower, with the norm and the projection behind it."""
+        size = self.hidden_size
+        own = size * (3 * self.patch_size**2 + 1 + self.side**2) + 2 * size
+        return self.layer_parameters + own + size * (self.out_size + 1)
+
+
+class Gemma4VisionSpec(VisionSpec, frozen=True, kw_only=True):
+    """Gemma 4's, on images of any size: gated MLPs, norms behind each block, a rotation in two dimensions, and a table
+    of learned positions for each of the two."""
+
+    head_size: int
+    theta: float
+    num_positions: int
+    """Rows of each table."""
+    clipped: bool
+    """Whether what goes into and comes out of each matrix of the layers is kept within limits."""
+    pad_id: int
+    """The token whose vectors in single layers placeholders have."""
+    standardized: bool
+    """Whether vectors are moved and stretched, each element by numbers of its own, before they are projected."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the tower, with the projection behind it. Limits are numbers, and not counted."""
+        size, inner, heads = self.hidden_size, self.intermediate_size, self.num_heads * self.head_size
+        each = 4 * size * heads + 3 * size * inner + 4 * size + 2 * self.head_size
+        own = size * (3 * self.patch_size**2 + 2 * self.num_positions) + 2 * size * self.standardized
+        return self.num_layers * each + own + size * self.out_size
+
+
+class UnifiedVisionSpec(VisionSpec, frozen=True, kw_only=True):
+    """Gemma 4 Unified's: no tower, but two matrices with norms around them, and two tables of learned positions."""
+
+    num_positions: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of all of it."""
+        size = self.hidden_size
+        return self.token_bytes * (size + 2) + size * (1 + 4 + 2 * self.num_positions) + size * self.out_size
+
+
+class _Vision3(msgspec.Struct):
+    hidden_size: Size = 768
+    intermediate_size: Size = 3072
+    num_hidden_layers: Size = 12
+    num_attention_heads: Size = 12
+    num_channels: Size = 3
+    image_size: Size = 224
+    patch_size: Size = 16
+    layer_norm_eps: Positive = 1e-6
+    hidden_act: str = "gelu_pytorch_tanh"
+
+
+class _Outer3(msgspec.Struct):
+    vision_config: _Vision3 = msgspec.field(default_factory=_Vision3)
+    mm_tokens_per_image: Size = 256
+    image_token_index: int = 262_144
+
+
+class _Rope(msgspec.Struct):
+    rope_type: str = "axial"
+    rope_theta: Positive = 100.0
+
+
+class _Vision4(msgspec.Struct):
+    hidden_size: Size = 768
+    intermediate_size: Size = 3072
+    num_hidden_layers: Size = 16
+    num_attention_heads: Size = 12
+    num_key_value_heads: Size = 12
+    head_dim: Size = 64
+    hidden_activation: str = "gelu_pytorch_tanh"
+    rms_norm_eps: Positive = 1e-6
+    attention_bias: bool | None = False
+    rope_parameters: _Rope | None = None
+    pooling_kernel_size: Size = 3
+    patch_size: Size = 16
+    position_embedding_size: Size = 10_240
+    use_clipped_linears: bool = False
+    standardize: bool = False
+
+
+class _Unified(msgspec.Struct):
+    patch_size: Size = 16
+    pooling_kernel_size: Size = 3
+    mm_embed_dim: Size = 3840
+    mm_posemb_size: Size = 1120
+    output_proj_dims: Size | None = None
+    rms_norm_eps: Positive = 1e-6
+
+
+class _Text(msgspec.Struct):
+    use_bidirectional_attention: str | None = None
+    pad_token_id: int | None = 0
+
+
+class _TextUnified(msgspec.Struct):
+    use_bidirectional_attention: str | None = "vision"
+
+
+class _Outer4(msgspec.Struct):
+    vision_config: _Vision4 = msgspec.field(default_factory=_Vision4)
+    text_config: _Text = msgspec.field(default_factory=_Text)
+    image_token_id: int = 258_880
+
+
+class _OuterUnified(msgspec.Struct):
+    vision_config: _Unified = msgspec.field(default_factory=_Unified)
+    text_config: _TextUnified = msgspec.field(default_factory=_TextUnified)
+    image_token_id: int = 258_880
+
+
+def read_gemma3(raw: Any, colors: VisionColors, out_size: int) -> Gemma3VisionSpec:
+    """As layer_specs.vision's readers."""
+    outer = convert(raw, _Outer3)
+    own, along = outer.vision_config, math.isqrt(outer.mm_tokens_per_image)
+    check_tower(own.num_channels, own.hidden_act, own.hidden_size, own.num_attention_heads)
+    side = own.image_size // own.patch_size
+    if own.image_size % own.patch_size or along**2 != outer.mm_tokens_per_image or side % along:
+        raise ModelError(
+            f"vision_config: image_size {own.image_size} and patch_size {own.patch_size} must give a square of patches "
+            f"that mm_tokens_per_image {outer.mm_tokens_per_image} means divide evenly"
+        )
+    return Gemma3VisionSpec(
+        hidden_size=own.hidden_size,
+        intermediate_size=own.intermediate_size,
+        num_layers=own.num_hidden_layers,
+        num_heads=own.num_attention_heads,
+        image_size=own.image_size,
+        patch_size=own.patch_size,
+        norm_eps=own.layer_norm_eps,
+        activation="gelu" if own.hidden_act == "gelu" else "gelu_pytorch_tanh",
+        merge=side // along,
+        out_size=out_size,
+        token_id=outer.image_token_index,
+        mean=colors.image_mean,
+        std=colors.image_std,
+        whole_in="all layers",
+        most_tokens=outer.mm_tokens_per_image,
+    )
+
+
+def read_gemma4(raw: Any, _colors: VisionColors, out_size: int) -> Gemma4VisionSpec:
+    """As layer_specs.vision's readers. Colors lie between 0 and 1, whatever the file for the processor says."""
+    outer = convert(raw, _Outer4)
+    own, rope = outer.vision_config, outer.vision_config.rope_parameters or _Rope()
+    check_tower(3, own.hidden_activation, own.num_attention_heads, own.num_key_value_heads)
+    if own.num_key_value_heads != own.num_attention_heads or own.attention_bias or own.head_dim % 4:
+        raise ModelError(
+            f"vision_config: {own.num_attention_heads} heads of {own.head_dim} elements with "
+            f"{own.num_key_value_heads} KV heads and attention_bias {own.attention_bias} are not supported; supported: "
+            "as many KV heads as heads, of a multiple of 4 elements, without a bias"
+        )
+    if rope.rope_type != "axial":
+        raise ModelError(f"vision_config: rope_type {rope.rope_type!r} is not supported; supported: axial")
+    both_ways = outer.text_config.use_bidirectional_attention == "vision"
+    return Gemma4VisionSpec(
+        hidden_size=own.hidden_size,
+        intermediate_size=own.intermediate_size,
+        num_layers=own.num_hidden_layers,
+        num_heads=own.num_attention_heads,
+        head_size=own.head_dim,
+        patch_size=own.patch_size,
+        norm_eps=own.rms_norm_eps,
+        activation="gelu" if own.hidden_activation == "gelu" else "gelu_pytorch_tanh",
+        merge=own.pooling_kernel_size,
+        out_size=out_size,
+        token_id=outer.image_token_id,
+        mean=BLACK,
+        std=WHITE,
+        whole_in="sliding layers" if both_ways else "no layers",
+        most_tokens=MAX_SOFT_TOKENS,
+        theta=rope.rope_theta,
+        num_positions=own.position_embedding_size,
+        clipped=own.use_clipped_linears,
+        pad_id=outer.text_config.pad_token_id or 0,
+        standardized=own.standardize,
+    )
+
+
+def read_unified(raw: Any, _colors: VisionColors, out_size: int) -> UnifiedVisionSpec:
+    """As layer_specs.vision's readers. Colors lie between 0 and 1, whatever the file for the processor says."""
+    outer = convert(raw, _OuterUnified)
+    own = outer.vision_config
+    if own.output_proj_dims not in (None, own.mm_embed_dim):
+        raise ModelError(
+            f"vision_config: output_proj_dims {own.output_proj_dims} must be mm_embed_dim {own.mm_embed_dim}"
+        )
+    both_ways = outer.text_config.use_bidirectional_attention == "vision"
+    return UnifiedVisionSpec(
+        hidden_size=own.mm_embed_dim,
+        intermediate_size=0,
+        num_layers=0,
+        num_heads=1,
+        patch_size=own.patch_size,
+        norm_eps=own.rms_norm_eps,
+        activation="gelu_pytorch_tanh",
+        merge=own.pooling_kernel_size,
+        out_size=out_size,
+        token_id=outer.image_token_id,
+        mean=BLACK,
+        std=WHITE,
+        whole_in="sliding layers" if both_ways else "no layers",
+        most_tokens=MAX_SOFT_TOKENS,
+        num_positions=own.mm_posemb_size,
+    )
