@@ -275,6 +275,8 @@ def large() -> list[tuple[str, bytes]]:
         ("JPEG", "RGB", (6000, 4000), {}),
         ("JPEG", "RGB", (4000, 3100), {"exif": turned}),
         ("JPEG", "CMYK", (4000, 3100), {"exif": turned}),
+        ("JPEG", "RGB", (4000, 3100), {"progressive": True}),
+        ("JPEG", "RGB", (3600, 2300), {"progressive": True, "subsampling": "4:4:4"}),
         ("WEBP", "RGBA", (4000, 3100), {}),
         ("GIF", "P", (6000, 4000), {}),
     ):

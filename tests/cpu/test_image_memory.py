@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -24,24 +25,30 @@ from vllm_lite.errors import RequestError
 SETTINGS = TileSettings(32, 64)
 
 
-def file_of(how: tuple[str, str], size: tuple[int, int], *, turned: bool = False) -> bytes:
-    kind, mode = how
+def file_of(how: tuple[str, ...], size: tuple[int, int], *, turned: bool = False) -> bytes:
+    kind, mode, *scans = how
     exif, made = Image.Exif(), BytesIO()
     exif[ORIENTATION] = 6
-    Image.new(mode, size, 7 if mode in ("P", "L", "I;16") else 0).save(made, kind, **({"exif": exif} if turned else {}))
+    more: dict[str, Any] = {"exif": exif} if turned else {}
+    if scans:
+        more |= {"progressive": True, "subsampling": scans[0]}
+    Image.new(mode, size, 7 if mode in ("P", "L", "I;16") else 0).save(made, kind, **more)
     return made.getvalue()
 
 
-FILES: dict[str, tuple[tuple[str, str], int]] = {
-    "plain": (("PNG", "RGB"), 1),
-    "grey": (("PNG", "L"), 1),
-    "palette": (("GIF", "P"), 1),
-    "photo": (("JPEG", "RGB"), 1),
-    "transparent": (("PNG", "RGBA"), 2),
-    "grey and transparent": (("PNG", "LA"), 2),
-    "16 bits": (("PNG", "I;16"), 2),
-    "CMYK": (("JPEG", "CMYK"), 2),
-    "WebP": (("WEBP", "RGB"), 4),
+FILES: dict[str, tuple[tuple[str, ...], int]] = {
+    "plain": (("PNG", "RGB"), 4),
+    "grey": (("PNG", "L"), 5),
+    "palette": (("GIF", "P"), 5),
+    "photo": (("JPEG", "RGB"), 4),
+    "progressive": (("JPEG", "RGB", "4:2:0"), 7),
+    "progressive with all colors": (("JPEG", "RGB", "4:4:4"), 10),
+    "progressive and grey": (("JPEG", "L", "4:4:4"), 6),
+    "transparent": (("PNG", "RGBA"), 8),
+    "grey and transparent": (("PNG", "LA"), 8),
+    "16 bits": (("PNG", "I;16"), 8),
+    "CMYK": (("JPEG", "CMYK"), 8),
+    "WebP": (("WEBP", "RGB"), 16),
 }
 SIZE = 2400, 2000
 DECODE = """
@@ -70,8 +77,8 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize("name", FILES)
 def test_pixels_count_by_the_memory_that_they_take(tmp_path: Path, name: str) -> None:
-    """Once for about four bytes each, twice for eight; and upright or not."""
-    how, times = FILES[name]
+    """As much as they really take, upright or not."""
+    how, pixel_bytes = FILES[name]
     (small := tmp_path / "small").write_bytes(file_of(how, (8, 8)))
     files = [tmp_path / "upright"]
     files[0].write_bytes(file_of(how, SIZE))
@@ -79,9 +86,9 @@ def test_pixels_count_by_the_memory_that_they_take(tmp_path: Path, name: str) ->
         files.append(tmp_path / "turned")
         files[1].write_bytes(file_of(how, SIZE, turned=True))
     done = subprocess.run([sys.executable, "-c", DECODE, small, *files], capture_output=True, text=True, check=True)
-    for file, taken, expected in zip(files, json.loads(done.stdout), (times, max(times, 2)), strict=False):
+    for file, taken, expected in zip(files, json.loads(done.stdout), (pixel_bytes, max(pixel_bytes, 8)), strict=False):
         header = header_of(file.read_bytes())
-        assert header.times == expected
+        assert header.pixel_bytes == expected
         assert taken <= header.counted * 4 * 1.35, f"{taken / header.num_pixels:.1f} bytes a pixel"
 
 
@@ -106,13 +113,22 @@ def test_common_photos_are_decoded_by_default() -> None:
 def test_a_png_says_that_it_is_turned_behind_its_pixels() -> None:
     """Pillow would decode it to find out; it counts as if it were."""
     data = file_of(("PNG", "RGB"), (8, 8), turned=True)
-    assert header_of(data).times == 2
+    assert header_of(data).pixel_bytes == 8
     assert data.index(b"eXIf") < data.index(b"IDAT")
     chunk = data[data.index(b"eXIf") - 4 : data.index(b"IDAT") - 4]
     moved = data.replace(chunk, b"").replace(b"\x00\x00\x00\x00IEND", chunk + b"\x00\x00\x00\x00IEND")
     header = header_of(moved)
-    assert header.times == 2
+    assert header.pixel_bytes == 8
     assert tiles_of(moved, SETTINGS) == tiles_of(data, SETTINGS)
+
+
+def test_colors_in_scans_of_their_own_are_seen() -> None:
+    """A decoder keeps all of an image then, also where it is not progressive."""
+    data = file_of(("JPEG", "RGB"), (64, 64))
+    place = data.index(b"\xff\xda")
+    assert header_of(data).pixel_bytes == 4
+    one_color = data[: place + 4] + b"\x01" + data[place + 5 :]
+    assert header_of(one_color).pixel_bytes > 4
 
 
 def waits_for(fd: int) -> bool:

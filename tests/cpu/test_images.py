@@ -18,6 +18,7 @@ from tests.checkpoints import transformers_model
 from tests.images import IMAGE_TOKEN, TEMPLATE, TILE, Colors, as_file, make_smolvlm, picture
 from vllm_lite import LLM, AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.client.media import image_pool
 from vllm_lite.client.media.image_pool import ImagePool
 from vllm_lite.client.media.prompt_images import PromptImages
 from vllm_lite.client.media.sources import GivenImage
@@ -114,7 +115,7 @@ PNG, SMALL_PNG = as_file("PNG", "RGB", 60, 50, 1), as_file("PNG", "RGB", 10, 10,
         (PNG[:40], "the PNG image is damaged or cut off"),
         (b"\xff\xd8\xff" + bytes(100), "the JPEG image is damaged or cut off"),
         (b"RIFF\x00\x00\x00\x00WEBP" + bytes(30), "the WEBP image is damaged or cut off"),
-        (black_png(9000, 9000), "has 81000000 pixels; at most 25000000 are decoded"),
+        (black_png(9000, 9000), "has 81000000 pixels, of which each counts 1.25 times .*; at most 25000000 are decoded"),
     ],
 )
 def test_what_is_no_image_is_refused_in_one_sentence(data: bytes, problem: str) -> None:
@@ -138,6 +139,40 @@ def test_a_process_that_dies_costs_its_own_image_alone() -> None:
         num_cut = pool.num_cut
         assert pool.made(GivenImage(PNG)) == tiles_of(PNG, settings)
         assert pool.num_cut == num_cut, "it was kept"
+    finally:
+        pool.close()
+
+
+def test_a_uuid_is_known_to_those_who_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To no other key, for the sizes that the image was made with, and until so many others are known."""
+    monkeypatch.setattr(image_pool, "MAX_UUIDS", 2)
+    settings, whole = TileSettings(32, 64), TileSettings(32, 64, splits=False)
+    pool = ImagePool(settings)
+
+    def refuses(image: GivenImage, by: TileSettings = settings) -> bool:
+        try:
+            pool.made(image, by)
+        except RequestError as error:
+            return "not held here, or not any more; send it once more" in str(error)
+        return False
+
+    try:
+        assert refuses(GivenImage(None, "a", "me"))
+        pool.made(GivenImage(PNG, "a", "me"))
+        assert pool.made(GivenImage(None, "a", "me")) == tiles_of(PNG, settings)
+        assert refuses(GivenImage(None, "a", "you"))
+        assert refuses(GivenImage(None, "a"))
+        assert refuses(GivenImage(None, "a", "me"), whole)
+        assert pool.made(GivenImage(PNG, "a", "me"), whole) == tiles_of(PNG, whole)
+        assert pool.made(GivenImage(None, "a", "me")) == tiles_of(PNG, settings)
+        pool.made(GivenImage(SMALL_PNG, "a", "me"))
+        assert pool.made(GivenImage(None, "a", "me")) == tiles_of(SMALL_PNG, settings)
+        for name in ("b", "c"):
+            pool.made(GivenImage(PNG, name, "me"))
+        assert [refuses(GivenImage(None, name, "me")) for name in "abc"] == [True, False, False]
+        with pytest.raises(RequestError, match="must be a PNG"):
+            pool.made(GivenImage(b"text", "d", "me"))
+        assert refuses(GivenImage(None, "d", "me")), "nothing was made of it"
     finally:
         pool.close()
 

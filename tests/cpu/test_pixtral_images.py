@@ -198,3 +198,17 @@ def test_samples_of_a_prompt_are_forks(made: Made, answers: list[tuple[list[int]
     assert [sample.token_ids for sample in output.outputs] == [answers[3][1]] * 3
     assert again.num_cached_tokens is not None
     assert again.num_cached_tokens >= len(answers[3][0]) // 16 * 16 - 16
+
+
+def test_a_pixel_makes_another_image(made: Made) -> None:
+    """It hits nothing from its place on, and is answered as what it is."""
+    first, other = picture(64, 64, 6), picture(64, 64, 6).copy()
+    other[30:40, 30:40] ^= 255
+    shown = [[Image.fromarray(each), "a page of words"] for each in (first, first, other)]
+    with LLM(str(made.path), num_gpu_blocks_override=64, block_size=4, **SMALL) as llm:
+        outputs = [llm.chat(chat_of(parts), GREEDY, use_tqdm=False)[0] for parts in shown]
+    cached = [output.num_cached_tokens or 0 for output in outputs]
+    assert cached[1] >= len(outputs[1].prompt_token_ids) - 4
+    assert cached[0] == 0
+    assert cached[2] < 8 + 4, "what stands before the image"
+    assert [output.outputs[0].token_ids for output in outputs] == [answer(made, parts)[1] for parts in shown]

@@ -1,5 +1,6 @@
 """Media among a prompt's tokens: what hashes depend on them, who may send them, and where they arrive."""
 
+from contextlib import nullcontext
 from hashlib import blake2b
 from typing import Any
 
@@ -12,14 +13,16 @@ from tests.fakes import welcome
 from tests.scheduler_rig import VOCAB, Rig
 from vllm_lite.client.engines.data_parallel import prompt_hashes
 from vllm_lite.client.prompt import PromptLike, read_prompt
-from vllm_lite.client.spans import Text
+from vllm_lite.client.spans import ShownMedia, Text
 from vllm_lite.client.streams.stream import StreamFactory
 from vllm_lite.engine.intake import Intake, ModelFacts
 from vllm_lite.engine.request import Request
 from vllm_lite.errors import ContextLengthError, ProtocolError, RequestError
 from vllm_lite.protocol.api import ForkRequest, Generate
 from vllm_lite.protocol.codec import client_to_engine, engine_to_worker, pack_tokens
+from vllm_lite.protocol.encoder import MediaContent
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.pooling import PoolerInfo
 from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import NewRequest, SchedulerOutput
 from vllm_lite.runtime.prefix_hash import PrefixHasher
@@ -176,6 +179,42 @@ def test_media_that_cannot_be_are_refused(media: list[Media], kinds: list[str], 
     with pytest.raises(RequestError, match=problem):
         intake.add(b"c", message("r", [IMAGE] * 4, tuple(media)))
     assert not rig.scheduler.requests
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "vary", "problem"),
+    [
+        (20, False, None),
+        (20, True, None),
+        (1, True, None),
+        (19, False, "a medium of 2 tokens needs 20 bytes of content, got 19"),
+        (21, False, "needs 20 bytes of content, got 21"),
+        (21, True, "needs at most 20 bytes of content, got 21"),
+        (0, True, "needs at most 20 bytes of content, got 0"),
+        (0, False, "needs 20 bytes of content, got 0"),
+    ],
+)
+def test_contents_have_as_many_bytes_as_their_tokens(num_bytes: int, vary: bool, problem: str | None) -> None:
+    """Or fewer, for a tower whose images have tokens without a part of the image."""
+    rig, image = Rig(), picture("cat", 2, 1)
+    facts = ModelFacts(VOCAB, frozenset(), PoolerInfo(), frozenset(["image"]), 10, vary)
+    asked = message("r", [IMAGE] * 4, (image,), contents=(MediaContent(image.digest, bytes(num_bytes)),))
+    with pytest.raises(RequestError, match=problem) if problem else nullcontext():
+        Intake(rig.scheduler, facts, lambda: 0.0).add(b"c", asked)
+    assert bool(rig.scheduler.requests) == (problem is None)
+
+
+def test_a_medium_may_have_tokens_of_its_own() -> None:
+    """As the ends of rows in Pixtral's images; others are placeholders."""
+    one, other = picture("cat", 3), picture("dog", 2)
+    given = spans(ShownMedia(one, b"c", [IMAGE, 7, IMAGE]), Text([1]), ShownMedia(other, b"d"))
+    prompt = read_prompt(given, None, LIMITS, PARAMS)
+    assert prompt.token_ids == [IMAGE, 7, IMAGE, 1, IMAGE, IMAGE]
+    assert [medium.start for medium in prompt.media] == [0, 4]
+    with pytest.raises(RequestError, match="a medium of 3 tokens has 2 token ids"):
+        read_prompt(spans(ShownMedia(one, b"c", [IMAGE, 7])), None, LIMITS, PARAMS)
+    with pytest.raises(RequestError, match="token"):
+        read_prompt(spans(ShownMedia(one, b"c", [IMAGE, VOCAB, IMAGE])), None, LIMITS, PARAMS)
 
 
 def test_a_request_sent_again_has_the_same_media() -> None:

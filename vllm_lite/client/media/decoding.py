@@ -2,7 +2,8 @@
 stranger's file may take any time and memory, or crash.
 
 Its memory is known before: Pillow keeps four bytes a pixel, and as many again while an image is turned or converted;
-the decoder of WEBP keeps three more copies. Images that take much of it are decoded one at a time.
+decoders of WEBP and of progressive JPEG keep copies of their own. Images that take much of it are decoded one at a
+time.
 """
 
 import math
@@ -22,7 +23,9 @@ SIGNATURES = {
 """Formats that are decoded, and how their files begin. Decoders of others, of which some had holes, are never asked."""
 ORIENTATION = 0x0112
 """The EXIF tag of how a photo has to be turned; 1: not at all."""
-BIG_PIXELS = 8_000_000
+SCAN = b"\xff\xda"
+"""Begins a scan of a JPEG; two bytes of length and one with the number of colors follow."""
+BIG_PIXELS = 4_000_000
 """One image with more, as they are counted, is decoded at a time."""
 BAND_PIXELS = 100_000
 """Pixels of a band, in which transparency becomes white."""
@@ -33,17 +36,17 @@ class FileHeader(NamedTuple):
 
     kind: str
     image: Image.Image
-    times: int
-    """How often its pixels count: once for every four bytes of each, or five."""
+    pixel_bytes: int
+    """Memory for each of its pixels while it is decoded, turned and converted."""
 
     @property
     def num_pixels(self) -> int:
         return math.prod(self.image.size)
 
     @property
-    def counted(self) -> int:
-        """Its pixels by the memory that they take."""
-        return self.num_pixels * self.times
+    def counted(self) -> float:
+        """Its pixels by the memory that they take: four bytes are one."""
+        return self.num_pixels * self.pixel_bytes / 4
 
 
 def header_of(data: bytes) -> FileHeader:
@@ -54,13 +57,41 @@ def header_of(data: bytes) -> FileHeader:
     Image.MAX_IMAGE_PIXELS = None  # which would be judged by others' rules
     try:
         image = Image.open(BytesIO(data), formats=(kind,))
-        is_plain = image.mode in ("RGB", "L", "P", "1") and image.info.get("transparency") is None
-        is_plain = is_plain and not _may_be_turned(kind, image, data)
-        return FileHeader(kind, image, 4 if kind == "WEBP" else 1 if is_plain else 2)
+        return FileHeader(kind, image, max(_own_bytes(kind, image, data), _decoder_bytes(kind, image, data)))
     except MemoryError:
         raise RequestError(f"decoding the {kind} image takes too much memory") from None
     except Exception:  # whatever a decoder makes of a stranger's bytes; what it says of them is not shown
         raise RequestError(f"the {kind} image is damaged or cut off") from None
+
+
+def _own_bytes(kind: str, image: Image.Image, data: bytes) -> int:
+    """Bytes of a pixel as it is, beside those of it in RGB or upright."""
+    if _may_be_turned(kind, image, data) or image.info.get("transparency") is not None:
+        return 8
+    return 4 if image.mode == "RGB" else 5 if image.mode in ("L", "P", "1") else 8
+
+
+def _decoder_bytes(kind: str, image: Image.Image, data: bytes) -> int:
+    """Bytes of a pixel while its decoder has some. That of JPEG keeps the coefficients of all pixels, of two bytes
+    each, where they come in several scans."""
+    if kind == "WEBP":
+        return 16
+    layers: list[tuple[int, int, int, int]] = getattr(image, "layer", [])
+    if kind != "JPEG" or not (image.info.get("progressive") or _has_scans(data, len(layers))):
+        return 4
+    parts = sum(across * down for _, across, down, _ in layers)
+    whole = max(across for _, across, _, _ in layers) * max(down for _, _, down, _ in layers)
+    return 4 + math.ceil(2 * parts / whole)
+
+
+def _has_scans(data: bytes, num_layers: int) -> bool:
+    """Whether a scan of a JPEG has not all of its colors."""
+    place = data.find(SCAN)
+    while 0 <= place < len(data) - 4:
+        if data[place + 4] != num_layers:
+            return True
+        place = data.find(SCAN, place + 2)
+    return False
 
 
 def _may_be_turned(kind: str, image: Image.Image, data: bytes) -> bool:
@@ -76,7 +107,8 @@ def opened(data: bytes, max_pixels: int) -> Image.Image:
     RequestError."""
     header = header_of(data)
     if header.counted > max_pixels:
-        several = f", of which each counts {header.times} times for the memory that it takes" * (header.times > 1)
+        more = header.pixel_bytes > 4
+        several = f", of which each counts {header.pixel_bytes / 4:g} times for the memory that it takes" * more
         raise RequestError(f"the image has {header.num_pixels} pixels{several}; at most {max_pixels} are decoded")
     kind, image = header.kind, header.image
     try:

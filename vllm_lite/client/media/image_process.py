@@ -4,6 +4,7 @@ Each ImageJob is answered with ImageTiles or ImageRefused, in order. A file that
 process, and its owner starts another.
 """
 
+import ctypes
 import fcntl
 import resource
 import signal
@@ -30,6 +31,8 @@ MAX_CPU_S = 20.0
 MAX_MEMORY_BYTES = 2 * 1024**3
 """Address space of the process."""
 
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 256 * 1024
+"""glibc's option, and the size from which memory is mapped apart from all other."""
 
 ProcessorSettings = TileSettings | PatchSettings | RowSettings | GridSettings | SquareSettings | FittedSettings
 Made = ImageTiles | ImagePatches | ImageGrid | ImageSquares
@@ -72,6 +75,7 @@ def main(settings: ImageSettings, stop: Wakeup) -> int:
     del stop  # a signal ends it at once
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    give_memory_back()
     with socket.socket(fileno=settings.fd) as wire:
         while data := read_frame(wire):
             signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
@@ -79,6 +83,13 @@ def main(settings: ImageSettings, stop: Wakeup) -> int:
             wire.sendall(frame(_answer_in_turn(bytes(job.data), job.processor, settings.lock_fd)))
             signal.setitimer(signal.ITIMER_PROF, 0)
     return 0
+
+
+def give_memory_back() -> None:
+    """Have the C library give freed memory back at once. It would keep as much as was once freed in one piece."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def _answer_in_turn(data: bytes, settings: ProcessorSettings, lock_fd: int) -> Answer:
