@@ -18,9 +18,7 @@ from tests.checkpoints import transformers_model
 from tests.images import IMAGE_TOKEN, TEMPLATE, TILE, Colors, as_file, make_smolvlm, picture
 from vllm_lite import LLM, AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.client.media import image_pool
 from vllm_lite.client.media.image_pool import ImagePool
-from vllm_lite.client.media.prompt_images import PromptImages
 from vllm_lite.client.media.sources import GivenImage
 from vllm_lite.client.media.tiles import TileSettings, tiles_of
 from vllm_lite.client.prompt import PromptLike
@@ -28,7 +26,7 @@ from vllm_lite.client.spans import ShownMedia, Text
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import core
 from vllm_lite.engine.encoder_cache import EncoderSizes
-from vllm_lite.errors import ConfigError, RequestError
+from vllm_lite.errors import RequestError
 from vllm_lite.layers.vision.siglip import SiglipTower
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
@@ -115,7 +113,10 @@ PNG, SMALL_PNG = as_file("PNG", "RGB", 60, 50, 1), as_file("PNG", "RGB", 10, 10,
         (PNG[:40], "the PNG image is damaged or cut off"),
         (b"\xff\xd8\xff" + bytes(100), "the JPEG image is damaged or cut off"),
         (b"RIFF\x00\x00\x00\x00WEBP" + bytes(30), "the WEBP image is damaged or cut off"),
-        (black_png(9000, 9000), "has 81000000 pixels, of which each counts 1.25 times .*; at most 25000000 are decoded"),
+        (
+            black_png(9000, 9000),
+            "has 81000000 pixels, of which each counts 1.25 times .*; at most 25000000 are decoded",
+        ),
     ],
 )
 def test_what_is_no_image_is_refused_in_one_sentence(data: bytes, problem: str) -> None:
@@ -139,40 +140,6 @@ def test_a_process_that_dies_costs_its_own_image_alone() -> None:
         num_cut = pool.num_cut
         assert pool.made(GivenImage(PNG)) == tiles_of(PNG, settings)
         assert pool.num_cut == num_cut, "it was kept"
-    finally:
-        pool.close()
-
-
-def test_a_uuid_is_known_to_those_who_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To no other key, for the sizes that the image was made with, and until so many others are known."""
-    monkeypatch.setattr(image_pool, "MAX_UUIDS", 2)
-    settings, whole = TileSettings(32, 64), TileSettings(32, 64, splits=False)
-    pool = ImagePool(settings)
-
-    def refuses(image: GivenImage, by: TileSettings = settings) -> bool:
-        try:
-            pool.made(image, by)
-        except RequestError as error:
-            return "not held here, or not any more; send it once more" in str(error)
-        return False
-
-    try:
-        assert refuses(GivenImage(None, "a", "me"))
-        pool.made(GivenImage(PNG, "a", "me"))
-        assert pool.made(GivenImage(None, "a", "me")) == tiles_of(PNG, settings)
-        assert refuses(GivenImage(None, "a", "you"))
-        assert refuses(GivenImage(None, "a"))
-        assert refuses(GivenImage(None, "a", "me"), whole)
-        assert pool.made(GivenImage(PNG, "a", "me"), whole) == tiles_of(PNG, whole)
-        assert pool.made(GivenImage(None, "a", "me")) == tiles_of(PNG, settings)
-        pool.made(GivenImage(SMALL_PNG, "a", "me"))
-        assert pool.made(GivenImage(None, "a", "me")) == tiles_of(SMALL_PNG, settings)
-        for name in ("b", "c"):
-            pool.made(GivenImage(PNG, name, "me"))
-        assert [refuses(GivenImage(None, name, "me")) for name in "abc"] == [True, False, False]
-        with pytest.raises(RequestError, match="must be a PNG"):
-            pool.made(GivenImage(b"text", "d", "me"))
-        assert refuses(GivenImage(None, "d", "me")), "nothing was made of it"
     finally:
         pool.close()
 
@@ -478,42 +445,6 @@ def test_generate_takes_images_beside_a_text(checkpoint: Path) -> None:
         for bad, problem in wrong:
             with pytest.raises(RequestError, match=problem):
                 llm.generate(bad, GREEDY, use_tqdm=False)
-
-
-def test_programs_name_images_and_change_sizes(checkpoint: Path) -> None:
-    """As in vLLM: an image that was sent with its uuid may be None from then on."""
-    image = Image.fromarray(picture(60, 40, 3))
-    text = "User:<image>a page<end_of_utterance>\nAssistant:"
-
-    def given(value: Any, uuids: Any = None, **more: Any) -> PromptLike:
-        named = {} if uuids is None else {"multi_modal_uuids": {"image": uuids}}
-        made: Any = {"prompt": text, "multi_modal_data": {"image": value}, **named, **more}
-        prompt: PromptLike = made
-        return prompt
-
-    with LLM(checkpoint, **SMALL, mm_processor_kwargs={"size": {"longest_edge": TILE}}) as llm:
-        first, again, alone = (
-            llm.generate(each, GREEDY, use_tqdm=False)[0]
-            for each in (given(image), given([image], ["a"]), given([None], "a"))
-        )
-        assert again.prompt_token_ids == alone.prompt_token_ids == first.prompt_token_ids
-        assert alone.outputs[0].token_ids == first.outputs[0].token_ids
-        assert first.prompt_token_ids.count(IMAGE_TOKEN) == 4, "one tile, as the program asked for all prompts"
-        more: dict[str, Any] = {"mm_processor_kwargs": {"size": {"longest_edge": 2 * TILE}}}
-        assert llm.generate(given(image, **more), GREEDY)[0].prompt_token_ids.count(IMAGE_TOKEN) == 5 * 4
-        content = [{"type": "image", "image": image, "uuid": "b"}, {"type": "text", "text": "a page"}]
-        [said] = llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False, **more)
-        assert said.prompt_token_ids.count(IMAGE_TOKEN) == 5 * 4
-        for bad, problem in (
-            (given([None], ["c"]), "the image with the uuid 'c' is not held here"),
-            (given([image], ["a", "b"]), "multi_modal_uuids has 2 for 1 images"),
-            (given([image], [7]), "a uuid that is no text"),
-            (given(image, mm_processor_kwargs={"fps": 1}), "mm_processor_kwargs has fps; the processor of this model"),
-        ):
-            with pytest.raises(RequestError, match=problem):
-                llm.generate(bad, GREEDY, use_tqdm=False)
-    with pytest.raises(ConfigError, match="mm_processor_kwargs has patch"):
-        PromptImages.load(checkpoint, changes={"patch": 3})
 
 
 def test_an_async_client_sends_images(checkpoint: Path) -> None:

@@ -11,7 +11,10 @@ from starlette.requests import Request
 
 from tests.tokenizers_for_tests import KINDS
 from vllm_lite.client.chat import plain_messages
+from vllm_lite.client.media.prompt_images import Pictured, PromptImages
+from vllm_lite.client.media.sources import GivenImage
 from vllm_lite.client.prompt import max_text_bytes, read_prompt
+from vllm_lite.client.spans import Text
 from vllm_lite.client.streams import sample
 from vllm_lite.client.streams.sample import PromptScores, candidates
 from vllm_lite.client.streams.stream import StreamFactory
@@ -326,3 +329,49 @@ def test_an_answer_has_only_so_many_candidates() -> None:
     params = SamplingParams(prompt_logprobs=32)
     with pytest.raises(ApiError, match="32 for 8000 prompt tokens are 264000 candidates; an answer has at most 262144"):
         generation._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(2)])
+
+
+# ---- images
+
+
+class Seen:
+    """PromptImages that remembers what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[list[GivenImage], Any]] = []
+
+    def pictured(
+        self, text: str, images: list[GivenImage], encode: Callable[[str], list[int]], changes: Any
+    ) -> Pictured:
+        del text, encode
+        self.given.append((list(images), changes))
+        return Pictured([1, 2], [Text([1, 2])])
+
+
+def test_a_uuid_is_the_senders_own() -> None:
+    """Uuids of one key are not those of another, and the key cannot be read from what the server keeps."""
+    seen = Seen()
+    prompts = PromptRenderer(None, cast(Renderer, Here()), 100, images=cast(PromptImages, seen))
+    part = {"type": "image_url", "image_url": None, "uuid": "cat"}
+    asked = {"messages": [{"role": "user", "content": [part]}], "mm_processor_kwargs": {"max_pixels": 5}}
+    body = bodies.read(msgspec.json.encode(asked), ChatBody)[0]
+
+    async def ask(key: bytes) -> None:
+        scope = {"type": "http", "method": "POST", "headers": [], "vllm_lite.key": key}
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        await prompts.of_chat(body, None, Request(scope, receive), sees=True)
+
+    for key in (b"mine", b"yours", b"mine", b""):
+        asyncio.run(ask(key))
+    owners = [images[0].owner for images, _ in seen.given]
+    assert owners[0] == owners[2]
+    assert len({*owners}) == 3
+    assert owners[3] == ""
+    assert not any("mine" in owner or "yours" in owner for owner in owners)
+    assert all(
+        images == [GivenImage(None, "cat", owner)] for (images, _), owner in zip(seen.given, owners, strict=True)
+    )
+    assert [changes for _, changes in seen.given] == [{"max_pixels": 5}] * 4
