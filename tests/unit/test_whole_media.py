@@ -6,9 +6,12 @@ from typing import Any, cast
 import pytest
 
 from tests.scheduler_rig import Rig
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.blocks.part import Growth
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.encoder_cache import EncoderCache, encoder_sizes
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.encoder import MediaContent
@@ -110,4 +113,21 @@ def test_no_step_ends_inside_a_medium(seed: int) -> None:
             break
         rig.step()
         rig.check()
+    rig.drain()
+
+
+def test_where_blocks_run_out_the_first_prompt_ends_before_a_medium(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the slots of a block that the medium begins in, and gets no more for what is left of the budget."""
+    rig, grow = WholeRig(windows=(8,)), KVCacheManager.grow
+
+    def short(self: KVCacheManager, sequence: Sequence, num_tokens: int) -> Growth | None:
+        return None if num_tokens > 20 else grow(self, sequence, num_tokens)
+
+    (sequence,) = rig.show("a", [19, 8, 3]).sequences
+    rig.step()
+    assert sequence.num_computed == BUDGET
+    monkeypatch.setattr(KVCacheManager, "grow", short)
+    rig.step()
+    assert (sequence.num_computed, sequence.num_slots) == (19, 20)
+    monkeypatch.undo()
     rig.drain()
