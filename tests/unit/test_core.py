@@ -1,6 +1,7 @@
 """EngineCore: validation, idempotent Generate, clamping, stop conditions; and the client port's books."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -447,3 +448,19 @@ def test_an_id_used_again_does_not_swallow_the_end_that_is_still_owed() -> None:
     outbox.add(Tokens("a", 0, [2]))
     outbox.add(Tokens("a", 1, [3]))
     assert outbox.take() == [Finished("a", 0, [1], "stop"), Tokens("a", 0, [2, 3])]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "drafted", "learned"),
+    [((), None, [(2, 0)]), ((1,), [1, 0], [(3, 1)]), ((1,), None, []), ((1,), [0, 0], [])],
+    ids=["none allowed", "one made", "none found", "none made"],
+)
+def test_a_step_that_found_no_drafts_is_like_no_other(
+    allowed: tuple[int, ...], drafted: list[int] | None, learned: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time in which they were looked for would count as that of steps without drafts."""
+    core, seen = make_core(speculative_config={"method": "suffix"}), list[tuple[int, int]]()
+    monkeypatch.setattr(core._step_cost, "measure", lambda rows, drafts, _: seen.append((rows, drafts)))
+    step: Any = SimpleNamespace(drafted=allowed, sampling=[0, 1], message=SimpleNamespace(num_steps=1))
+    core._learn_cost(step, SimpleNamespace(drafted=drafted))  # type: ignore[arg-type]
+    assert seen == learned
