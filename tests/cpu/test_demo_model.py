@@ -1,15 +1,22 @@
 """The bundled model speaks its grammar: the checker accepts what transformers samples from the shipped weights."""
 
+import argparse
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
+
+from tests.driver import Driver, new_request
+from vllm_lite.protocol.step import Draft
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "demo_model"))
 import train as demo  # noqa: E402 - found only once the example is on the path
+import train_head  # noqa: E402 - as above
 from grammar import ASSISTANT, BOS, END, USER, check_text  # noqa: E402
 
 MODEL = ROOT / "vllm_lite" / "demo_model"
@@ -87,3 +94,33 @@ def test_training_learns_and_saves(tokenizer, tmp_path):
     demo.save_model(model, tmp_path)
     saved = type(model).from_pretrained(tmp_path, dtype=torch.float32)
     assert demo.held_out_loss(saved, tokenizer, num_batches=1) < before - 0.5
+
+
+def test_a_head_learns_and_drafts(tokenizer, model, tmp_path):
+    """What is served of it are the drafts that it learned to make."""
+    folder = tmp_path / "demo"
+    shutil.copytree(MODEL, folder)
+    head, frozen = train_head.Head(model), model.requires_grad_(False)
+    args = argparse.Namespace(
+        model=folder, steps=3, seed=1, batch_tokens=512, learning_rate=4e-3, save_every=0, autocast=False
+    )
+    ids = demo.Blocks(tokenizer, 5).take(1, 40)[:, :-1]
+    before = train_head.loss_of(frozen, head, ids).item()
+    train_head.train(frozen, head, tokenizer, args)
+    assert train_head.loss_of(frozen, head, ids).item() < before
+    train_head.save(head, folder)
+    found, given = load_file(folder / "model.safetensors"), load_file(MODEL / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+    assert len(found) - len(given) == len(head.state_dict())
+
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    driver, prompt = Driver(folder, max_model_len=256, **drafts), ids[0].tolist()
+    drafter, seen = driver.drafts.drafter, []
+    made = drafter.before
+    drafter.before = lambda batch: seen.append(made(batch)) or seen[-1]
+    driver.run(new_request(0, prompt, [1, 2, 3, 4]))
+    driver.run(Draft(0, 1, []))
+    head.load_state_dict({name: tensor.bfloat16().float() for name, tensor in head.state_dict().items()})
+    with torch.inference_mode():
+        ((logits, _), *_) = train_head.places_of(frozen, head, torch.tensor([[*prompt, driver.got[0][0]]]))
+    assert seen[0][0].tolist() == [int(logits[0, -1].argmax())]
