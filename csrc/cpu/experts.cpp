@@ -65,7 +65,7 @@ class Product {
 
   void run(const PackedWeight* const* weights, const std::vector<Segment>& segments, Rows x, Rows out, char* integers) {
     const bool as_integers = quantizes_rows(*weights[segments[0].expert]);
-    const RowLayout layout = RowLayout::of(*weights[segments[0].expert]);
+    const RowLayout layout = as_integers ? RowLayout::of(*weights[segments[0].expert]) : RowLayout{};
     calls_.resize(segments.size());
     quantized_.resize(segments.size());
     int64_t num_blocks = 0;
