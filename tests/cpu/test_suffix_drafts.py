@@ -12,7 +12,14 @@ from tests.examples import examples
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.step_inputs import Int32s
 from vllm_lite.worker.sampling.drafter import DraftBatch
-from vllm_lite.worker.sampling.suffix import MAX_ANSWER_TOKENS, MAX_GROUPS, SEPARATOR, RecentAnswers, SuffixDrafter
+from vllm_lite.worker.sampling.suffix import (
+    MAX_ANSWER_TOKENS,
+    MAX_GROUPS,
+    SEPARATOR,
+    RecentAnswers,
+    SuffixDrafter,
+    occurrences,
+)
 
 GROUP = b"base"
 
@@ -160,3 +167,13 @@ def test_any_text_gives_the_drafts_of_the_search_by_hand(
         ends, length, source = others, longer, joined
     expected = voted(source, ends, min(max_drafts, max(1, length)), least_share) if length else []
     assert propose(by, tokens, max_drafts) == expected
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 3), st.integers(1, 24))
+def test_the_longest_end_is_found_wherever_it_is(tokens: list[int], repeats: int, longest: int) -> None:
+    """Its length, too, which decides how much is drafted."""
+    text = tokens * repeats
+    suffix = text[-longest:]
+    ends, length = occurrences(array(text[:-1]), array(suffix))
+    assert (ends.tolist(), length) == longest_match(text[:-1], suffix)
