@@ -4,6 +4,7 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,11 +114,16 @@ def test_a_head_learns_and_drafts(tokenizer, model, tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
     assert len(found) - len(given) == len(head.state_dict())
 
-    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    drafts: Any = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
     driver, prompt = Driver(folder, max_model_len=256, **drafts), ids[0].tolist()
-    drafter, seen = driver.drafts.drafter, []
-    made = drafter.before
-    drafter.before = lambda batch: seen.append(made(batch)) or seen[-1]
+    drafter: Any = driver.drafts.drafter
+    made, seen = drafter.before, list[Any]()
+
+    def watched(batch):
+        seen.append(made(batch))
+        return seen[-1]
+
+    drafter.before = watched
     driver.run(new_request(0, prompt, [1, 2, 3, 4]))
     driver.run(Draft(0, 1, []))
     head.load_state_dict({name: tensor.bfloat16().float() for name, tensor in head.state_dict().items()})

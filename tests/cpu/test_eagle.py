@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
@@ -56,8 +57,8 @@ def test_steps_with_a_head_are_recorded(model: Path, tmp_path: Path, monkeypatch
     watched.run(new_request(0, PROMPT, blocks(1)), new_request(1, PROMPT[::-1], blocks(8)))
 
     def play() -> None:
+        watched.decode(0, 1, count=6)
         watched.draft(0, 1, steps=2)
-        watched.decode(0, 1, count=1)
 
     play()
 
@@ -67,6 +68,21 @@ def test_steps_with_a_head_are_recorded(model: Path, tmp_path: Path, monkeypatch
     for owner, name in ((Decoder, "forward"), (Decoder, "logits"), (EagleHead, "logits")):
         monkeypatch.setattr(owner, name, forbidden)
     play()
+
+
+def test_a_head_writes_the_same_kv_by_recorded_passes(model: Path, tmp_path: Path) -> None:
+    """Behind steps that decode and that verify."""
+    head, caches = make_eagle(model, tmp_path / "head"), []
+    for eager in (True, False):
+        driver = Driver(model, max_model_len=256, enforce_eager=eager, **eagle3(head))
+        driver.run(new_request(0, PROMPT, blocks(1)))
+        driver.decode(0, count=3)
+        driver.run(Draft(0, DRAFTS, []))
+        drafter: Any = driver.drafts.drafter
+        (cache,) = drafter.other._eager.kv_caches
+        caches.append(cache[1:4].clone())
+    assert caches[0][2].any()
+    torch.testing.assert_close(caches[1], caches[0], atol=1e-5, rtol=1e-4)
 
 
 def test_a_prefix_hit(model: Path, tmp_path: Path) -> None:
