@@ -98,7 +98,7 @@ def test_training_learns_and_saves(tokenizer, tmp_path):
 
 
 def test_a_head_learns_and_drafts(tokenizer, model, tmp_path):
-    """What is served of it are the drafts that it learned to make."""
+    """The engine makes the drafts that it learned to make."""
     folder = tmp_path / "demo"
     shutil.copytree(MODEL, folder)
     head, frozen = train_head.Head(model), model.requires_grad_(False)

@@ -71,7 +71,7 @@ def test_steps_with_a_head_are_recorded(model: Path, tmp_path: Path, monkeypatch
 
 
 def test_a_head_writes_the_same_kv_by_recorded_passes(model: Path, tmp_path: Path) -> None:
-    """Behind steps that decode and that verify."""
+    """Steps that decode and steps that verify are followed."""
     head, caches = make_eagle(model, tmp_path / "head"), []
     for eager in (True, False):
         driver = Driver(model, max_model_len=256, enforce_eager=eager, **eagle3(head))
