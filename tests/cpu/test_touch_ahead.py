@@ -53,9 +53,9 @@ def test_blocks_exist_before_they_are_used_and_only_so_many(monkeypatch):
     finish(touch)
     assert existing(pool) == [block < 18 for block in range(NUM_BLOCKS)]
     first = touch.thread
-    touch.use(7)  # more than half of what was made ahead is still there
+    touch.use(8)  # more than half of what was made ahead is still there
     assert touch.thread is first
-    touch.use(8)
+    touch.use(9)
     finish(touch)
     assert existing(pool) == [block < 26 for block in range(NUM_BLOCKS)]
 
@@ -81,12 +81,18 @@ def test_what_is_to_be_filled_at_once_exists_up_to_three_quarters(monkeypatch):
     pool = new_pool()
     touch = TouchAhead(pool, AHEAD_BYTES)
     touch.make(5 * BLOCK_BYTES)
-    assert existing(pool) == [block < 6 for block in range(NUM_BLOCKS)]
+    assert existing(pool) == [block < 5 + 16 + 1 for block in range(NUM_BLOCKS)]
+    touch.use(4)
+    assert touch.thread is None, "there is enough ahead of what was filled"
+    touch.make(4 * BLOCK_BYTES)
+    assert existing(pool) == [block < 5 + 4 + 16 + 1 for block in range(NUM_BLOCKS)]
     touch.make(pool.nbytes)
     assert existing(pool) == [block < NUM_BLOCKS * 3 // 4 for block in range(NUM_BLOCKS)]
     touch.use(0)
+    assert touch.thread is None
+    touch.use(NUM_BLOCKS * 3 // 4)
     finish(touch)
-    assert sum(existing(pool)) == NUM_BLOCKS * 3 // 4
+    assert all(existing(pool))
 
 
 def test_where_the_system_cannot_it_is_asked_once(monkeypatch):

@@ -44,7 +44,9 @@ LARGEST = 0.5
 WRITTEN = 1 / 16
 """All files are counted again when this share of the quota was written since: others may write as much."""
 PART_BYTES = 4 << 20
-"""Items are read in parts of so many bytes, and checked while a core has them in its cache."""
+"""Items are written in parts of so many bytes."""
+READ_BYTES = 1 << 20
+"""They are read in parts of so many, and checked while the core that has read them has them in a cache of its own."""
 
 
 class Items(Protocol):
@@ -107,6 +109,8 @@ class DiskStore:
         """A file that was moved here from another rank is as foreign as one of another model."""
         self._clock = clock
         self._lock = threading.Lock()
+        self.num_found = 0
+        """Files that others have written, or earlier lives, and that were found so far."""
         self._files: dict[str, _File] = {}
         self._places: dict[bytes, tuple[_File, int]] = {}
         self._seen: dict[str, int] = {}  # folder -> its time when it was listed
@@ -179,6 +183,7 @@ class DiskStore:
             status = _status(descriptor)
             header = self._header(os.pread(descriptor, PAGE, 0), status.st_size, name)
             self._index(_File(name, header.keys, status.st_size, status.st_mtime))
+            self.num_found += 1
         except (OSError, Foreign, Damaged) as error:
             self._drop(name, error)
         finally:
@@ -257,7 +262,7 @@ class DiskStore:
             header = self._header(os.pread(descriptor, PAGE, 0), status.st_size, name)
             if header.item_bytes != items.item_bytes:
                 raise Foreign(f"its items have {header.item_bytes} bytes, expected {items.item_bytes}")
-            for part in _parts(places, items.item_bytes):
+            for part in _parts(places, max(1, READ_BYTES // items.item_bytes)):
                 chosen = [ids[index] for index, _ in part]
                 rooms = items.to_fill(chosen)
                 _fill(descriptor, rooms, header.offset(part[0][1]))
@@ -375,9 +380,8 @@ def _status(descriptor: int) -> os.stat_result:
     return status
 
 
-def _parts(places: list[tuple[int, int]], item_bytes: int) -> Iterator[list[tuple[int, int]]]:
-    """Cut (index, number) into parts that are consecutive in the file and not too large."""
-    most = max(1, PART_BYTES // item_bytes)
+def _parts(places: list[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut (index, number) into parts that are consecutive in the file, of `most` each."""
     part: list[tuple[int, int]] = []
     for place in sorted(places, key=lambda each: each[1]):
         if part and (place[1] != part[-1][1] + 1 or len(part) == most):

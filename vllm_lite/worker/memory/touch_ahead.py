@@ -34,28 +34,30 @@ class TouchAhead:
         self.block_bytes = pool[0].nbytes if len(pool) else 0
         self._made_bytes = 0 if pool.nbytes >= HUGE_PAGE_BYTES else pool.nbytes
         """From the beginning of the pool on; all of it when there is nothing to do."""
-        self._renew_at = 0
-        """The first block id for which more is to be made."""
+        self._used_bytes = 0
+        """Up to the highest block that was ever in use."""
         self._lock = threading.Lock()
         self.thread: threading.Thread | None = None
         """The last one that was started."""
 
     def use(self, block_id: int) -> None:
         """Say that blocks up to `block_id` are in use. It does not wait for anything."""
-        if block_id < self._renew_at or self._made_bytes >= self.pool.nbytes:
+        used_bytes = (block_id + 1) * self.block_bytes
+        self._used_bytes = max(self._used_bytes, used_bytes)
+        if self._made_bytes - used_bytes > self._ahead_bytes // 2 or self._made_bytes >= self.pool.nbytes:
             return
         if self.thread is not None and self.thread.is_alive():
             return
-        used_bytes = (block_id + 1) * self.block_bytes
         goal_bytes = min(used_bytes + self._ahead_bytes, self.pool.nbytes)
-        self._renew_at = block_id + max(1, self._ahead_bytes // (2 * self.block_bytes))
         self.thread = threading.Thread(target=self._run, args=(goal_bytes,), name="touch-ahead", daemon=True)
         self.thread.start()
 
     def make(self, num_bytes: int) -> None:
-        """Make the first pages of the pool on the caller's thread, three quarters of it at most: something is to fill
-        them at once."""
-        self._make(min(num_bytes, self.pool.nbytes * 3 // 4))
+        """Make so many bytes of pages behind those in use on the caller's thread, in three quarters of the pool at
+        most: something is to fill them at once. Then make those ahead as well, lest they are made beside the step that
+        reads what was filled."""
+        goal_bytes = self._used_bytes + num_bytes + self._ahead_bytes
+        self._make(min(goal_bytes, self.pool.nbytes * 3 // 4))
 
     def _make(self, goal_bytes: int) -> None:
         while self._made_bytes < goal_bytes:
