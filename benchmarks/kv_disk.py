@@ -121,8 +121,9 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-async def gaps(options: argparse.Namespace, folder: str | None) -> list[float]:
-    """Seconds between tokens of streams, while short chats end one after the other and are written."""
+async def gaps(options: argparse.Namespace, folder: str | None) -> tuple[list[float], int]:
+    """Seconds between tokens of streams, while short chats end one after the other and are written; and the bytes of
+    memory that the engine and its worker have in the end."""
     settings = {"model": options.model, "device": "cpu", "kv_cache_dir": folder}
     settings |= {"load_format": "dummy", "dtype": "bfloat16"} if options.shape else {}
     found: list[float] = []
@@ -146,17 +147,19 @@ async def gaps(options: argparse.Namespace, folder: str | None) -> list[float]:
                         pass
 
             await asyncio.gather(*[stream() for _ in range(options.streams)], write())
-    return found
+        memory = sum(process.memory_info().rss for process in psutil.Process().children(recursive=True))
+    return found, memory
 
 
 def streams(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, list[float]] = {}
     for _ in range(options.rounds):
         for name in ("without", "with"):
             with tempfile.TemporaryDirectory(prefix="kv", dir=options.folder) as parent:
-                times = asyncio.run(gaps(options, f"{parent}/kv" if name == "with" else None))
-            found.setdefault(name, []).append(statistics.quantiles(times, n=100)[98])
-    return {f"p99_s {name}": statistics.median(each) for name, each in found.items()}
+                times, memory = asyncio.run(gaps(options, f"{parent}/kv" if name == "with" else None))
+            found.setdefault(f"p99_s {name}", []).append(statistics.quantiles(times, n=100)[98])
+            found.setdefault(f"memory_mb {name}", []).append(memory / 1e6)
+    return {name: statistics.median(each) for name, each in found.items()}
 
 
 def main() -> None:

@@ -4,11 +4,13 @@
 
 packed     TP 2 on one node gives the tokens of one worker
 executor   TP 2 over two nodes gives the tokens of one worker; a node is killed under load: streams go on, on the third
+disk       of two engines, each on a node of its own, the second finds in their common directory what the first computed
 """
 
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from ray.cluster_utils import Cluster
 
 from tests.acceptance.named_checks import check, run
 from vllm_lite import LLM
+from vllm_lite.client.prompt import TokensPrompt
 from vllm_lite.protocol.params import SamplingParams
 
 LOOPBACK = "127.0.0.1"
@@ -103,7 +106,43 @@ def check_packed() -> None:
         check(found == alone, f"2 ranks on one node, over shared memory, in {time.monotonic() - began_s:.1f} s")
 
 
-CHECKS: dict[str, Callable[[], None]] = {"executor": check_executor, "packed": check_packed}
+def check_disk() -> None:
+    """Nodes of one machine share its file system."""
+    settings: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 512, "cpu_threads": 1}
+    settings |= {"tensor_parallel_size": 2, "ready_timeout_s": 300.0}
+    prompt = [5 + 7 * place % 2000 for place in range(300)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    num_keys = (len(prompt) + 19) // 16
+
+    def ask(llm: LLM) -> tuple[list[int], int]:
+        (output,) = llm.generate([TokensPrompt(prompt_token_ids=prompt)], greedy, use_tqdm=False)
+        return list(output.outputs[0].token_ids), output.num_cached_tokens or 0
+
+    def until_known(llm: LLM) -> None:
+        deadline_s = time.monotonic() + 60.0
+        while (stats := llm.stats()).num_stored_keys < num_keys or stats.num_writing_blocks:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{stats.num_stored_keys} of {num_keys} blocks are found after a minute")
+            time.sleep(0.05)
+
+    with tempfile.TemporaryDirectory() as folder, cluster(num_nodes=2, cpus=2):
+        ray = {**settings, "distributed_executor_backend": "ray", "kv_cache_dir": f"{folder}/kv"}
+        with LLM(**ray) as first, LLM(**ray) as second:
+            tokens, cached = ask(first)
+            check(cached == 0, "the first engine computes")
+            until_known(first)
+            until_known(second)
+            check(ask(second) == (tokens, 288), "the second engine finds all of it, on another node")
+        with LLM(**settings, kv_cache_dir=f"{folder}/kv") as alone:
+            until_known(alone)
+            check(ask(alone) == (tokens, 288), "and so does an engine beside Ray")
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "executor": check_executor,
+    "packed": check_packed,
+    "disk": check_disk,
+}
 
 
 if __name__ == "__main__":
