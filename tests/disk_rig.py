@@ -5,7 +5,17 @@ from typing import Any
 
 from tests.scheduler_rig import Rig, expected
 from vllm_lite.engine.blocks.disk_tier import DiskTier
-from vllm_lite.protocol.transfers import STATE, ForgetStored, LoadBlocks, StoreBlocks, Transfer
+from vllm_lite.protocol.transfers import (
+    STATE,
+    ForgetStored,
+    LoadBlocks,
+    LoadEncoded,
+    StoreBlocks,
+    StoreEncoded,
+    Transfer,
+)
+
+Moving = LoadBlocks | StoreBlocks | LoadEncoded | StoreEncoded
 
 
 class DiskRig(Rig):
@@ -15,8 +25,10 @@ class DiskRig(Rig):
         super().__init__(num_blocks, disk=True, **options)
         self.contents: dict[bytes, Any] = {} if contents is None else contents
         self.tier = self.kv.part(DiskTier)
-        self.pending: list[LoadBlocks | StoreBlocks] = []
+        self.pending: list[Any] = []
+        """Transfers under way."""
         self.loads: list[LoadBlocks] = []
+        self.loads_of_media: list[LoadEncoded] = []
         self.fails: Callable[[bytes], bool] = lambda _: False
         self.holds = False
         """Whether transfers stay under way."""
@@ -35,10 +47,20 @@ class DiskRig(Rig):
         self.pending.append(message)
         if isinstance(message, LoadBlocks):
             self.loads.append(message)
+        if isinstance(message, LoadEncoded):
+            self.loads_of_media.append(message)
 
-    def end(self, message: LoadBlocks | StoreBlocks) -> None:
+    def end(self, message: Moving) -> None:
         """Move the bytes now, and say so."""
         self.pending.remove(message)
+        failed = self._move(message)
+        self.scheduler.transferred(message.ticket, failed)
+        self.scheduler.check_integrity()
+
+    def _move(self, message: Moving) -> list[int]:
+        """Move the bytes. Returns the places of those that fail."""
+        if isinstance(message, LoadEncoded | StoreEncoded):
+            return self._move_vectors(message)
         failed = []
         for place, (key, item) in enumerate(zip(message.keys, message.ids, strict=True)):
             if self.fails(key) or (isinstance(message, LoadBlocks) and key not in self.contents):
@@ -47,8 +69,21 @@ class DiskRig(Rig):
                 self.contents[key] = self._read(key, item)
             else:
                 self._write(key, item, self.contents[key])
-        self.scheduler.transferred(message.ticket, failed)
-        self.scheduler.check_integrity()
+        return failed
+
+    def _move_vectors(self, message: LoadEncoded | StoreEncoded) -> list[int]:
+        encoded, on_host = self.worker.encoded, self.worker.encoded_on_host
+        key, digest = message.key, message.digest
+        if isinstance(message, StoreEncoded):
+            if self.fails(key) or digest not in encoded | on_host:
+                return [0]
+            self.contents[key] = digest
+            return []
+        if self.fails(key) or self.contents.get(key) != digest:
+            return [0]
+        if digest not in on_host:
+            encoded.add(digest)
+        return []
 
     def _read(self, key: bytes, item: int) -> Any:
         states = self.worker.states

@@ -107,7 +107,7 @@ class Recorded:
         self.worker = self._new_worker()
         self.clock = VirtualClock(1000.0)
         sizes = PoolSizes(num_blocks, num_host_blocks, 50.0)
-        with patch.object(core, "encoder_sizes", lambda _: EncoderSizes(5, 7)):  # so that there is little room
+        with patch.object(core, "encoder_sizes", lambda *_: EncoderSizes(5, 7, 6)):  # so that there is little room
             self.core = EngineCore(config, ready, self.worker, sizes, Lives(3, life, launch), self.clock)  # type: ignore[arg-type]
         self.ended: dict[str, str] = {}
 

@@ -11,14 +11,18 @@ from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.part import CachePart
 from vllm_lite.engine.blocks.pool import BlockPool
+from vllm_lite.engine.encoder_cache import EncoderCache, EncoderSizes
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling.beam import Beam, BeamSearch
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.states.slots import StateSlots
+from vllm_lite.engine.stored_media import StoredMedia
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.encoder import MediaContent
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import BlockOp
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
@@ -45,6 +49,7 @@ class Rig:
         host_tier: type[HostTier] = HostTier,
         more_parts: Sequence[CachePart[Any]] = (),
         disk: bool = False,
+        encoder: EncoderSizes | None = None,
         depth: int = 1,
         come_together: bool = False,
         policy: object | None = None,
@@ -67,8 +72,13 @@ class Rig:
             room = {"num_host_states": num_host_states, "max_moves": max_moved_states, "blocks_each": blocks_each}
             self.states = StateSlots(num_state_slots, block_size, caching, **room)
             parts.append(self.states)
+        self.encoder = None if encoder is None else EncoderCache(self.blocks.pool, encoder)
+        if self.encoder is not None:
+            parts.append(self.encoder)
         if disk:
-            parts.append(DiskTier(self.blocks, self.states))
+            parts.append(tier := DiskTier(self.blocks, self.states))
+            if self.encoder is not None:
+                parts.append(StoredMedia(self.encoder, tier, block_size, lambda: self.kv.hasher))
         self.kv = KVCacheManager([*parts, *more_parts], PrefixHasher(block_size, "seed"), self.blocks.counters)
         self.scheduler = Scheduler(self.kv, Options(**options), policy)  # type: ignore[arg-type]
         self.scheduler.on_decision = lambda code, _sequence, numbers: self.decisions.append((code, numbers))
@@ -84,6 +94,7 @@ class Rig:
     def _new_worker(self) -> SimulatedWorker:
         worker = SimulatedWorker(*self._sizes)
         worker.states = None if self.states is None else {}
+        worker.reads_media = self.encoder is not None
         return worker
 
     def add(
@@ -94,10 +105,13 @@ class Rig:
         stop: frozenset[int] = frozenset(),
         deadline_s: float | None = None,
         marks: tuple[int, ...] = (),
+        media: tuple[Media, ...] = (),
         **params: object,
     ) -> Request:
         max_len = min(len(prompt) + max_tokens, self.scheduler.max_len)
-        message = Generate(name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens, **params), marks=marks)  # type: ignore[arg-type]
+        contents = tuple(MediaContent(digest, digest) for digest in dict.fromkeys(each.digest for each in media))
+        more: dict[str, Any] = {"marks": marks, "media": media, "contents": contents}
+        message = Generate(name, pack_tokens(prompt), SamplingParams(max_tokens=max_tokens, **params), **more)  # type: ignore[arg-type]
         request = Request(message, b"client", max_len, stop)
         request.deadline_s = deadline_s
         self.scheduler.add(request)

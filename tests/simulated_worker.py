@@ -9,7 +9,7 @@ from typing import NamedTuple
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
 from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, StepTiming
-from vllm_lite.protocol.encoder import Encode, FreeEncoded
+from vllm_lite.protocol.encoder import DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.spans import Media
@@ -141,8 +141,10 @@ class SimulatedWorker:
         """Asked whenever a sequence with a grammar would get its first token; if so, it gets none."""
         self.num_held_back = 0
         self.encoded: set[bytes] = set()
+        self.encoded_on_host: set[bytes] = set()
         self.num_encoded = 0
-        self.reads_media = False
+        self.reads_media = self.gets_media = False
+        """Whether it checks that what is read has vectors, and whether they also come from elsewhere."""
         self._outputs: deque[ModelOutput] = deque()
         self.adapters: set[int] = set()
         self.max_adapters = 10**9
@@ -286,12 +288,17 @@ class SimulatedWorker:
                 history = self.sequences[entry.handle]
                 history.source, history.live, history.saves = entry.source, entry.live, list(entry.saves)
             case Encode():
-                assert entry.digest not in self.encoded, "a medium is encoded twice"
+                assert self.gets_media or entry.digest not in self.encoded, "a medium is encoded twice"
                 self.encoded.add(entry.digest)
                 self.num_encoded += 1
             case FreeEncoded():
-                for digest in entry.digests:
-                    self.encoded.remove(digest)
+                assert self.gets_media or (self.encoded | self.encoded_on_host).issuperset(entry.digests)
+                self.encoded.difference_update(entry.digests)
+                self.encoded_on_host.difference_update(entry.digests)
+            case DemoteEncoded():
+                _pass_on(self.encoded, self.encoded_on_host, entry.digests)
+            case PromoteEncoded():
+                _pass_on(self.encoded_on_host, self.encoded, entry.digests)
             case SetToken():
                 self.sequences[entry.handle].tokens[-1] = entry.token_id
             case Fork():
@@ -422,3 +429,9 @@ class SimulatedWorker:
         if count is None:
             return None
         return TokenLogprobs(-1.0, 1, candidates(history.tokens[:-num_sampled], self.vocab_size, count))
+
+
+def _pass_on(source: set[bytes], target: set[bytes], digests: abc.Iterable[bytes]) -> None:
+    for digest in digests:
+        source.remove(digest)
+        target.add(digest)

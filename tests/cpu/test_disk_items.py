@@ -11,10 +11,21 @@ import torch
 from tests.cpu.test_cache_engine import make_engine
 from tests.deadlines import scaled
 from vllm_lite.kv_disk.store import DiskStore
-from vllm_lite.protocol.transfers import STATE, ForgetStored, LoadBlocks, StoreBlocks, StoredKeys, Transferred
+from vllm_lite.protocol.transfers import (
+    MEDIUM,
+    STATE,
+    ForgetStored,
+    LoadBlocks,
+    LoadEncoded,
+    StoreBlocks,
+    StoredKeys,
+    StoreEncoded,
+    Transferred,
+)
+from vllm_lite.worker.disk import transfers
 from vllm_lite.worker.disk.items import DeviceItems, HostItems, TieredItems
 from vllm_lite.worker.disk.opening import pools_of
-from vllm_lite.worker.disk.transfers import DiskTransfers
+from vllm_lite.worker.disk.transfers import DiskTransfers, Moving
 from vllm_lite.worker.memory.touch_ahead import take_pages
 
 NUM_ITEMS = 120
@@ -66,6 +77,20 @@ def test_a_worker_writes_from_the_pool_that_a_global_id_lies_in(tmp_path: Path) 
     assert found == ids
 
 
+class Shelf:
+    """Vectors by digest, as the part of a step keeps them."""
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, torch.Tensor] = {}
+        self.get = self.held.get
+
+    def room(self, medium: LoadEncoded) -> torch.Tensor:
+        return torch.empty(medium.num_tokens, 24)
+
+    def put(self, medium: LoadEncoded, vectors: torch.Tensor) -> None:
+        self.held[medium.digest] = vectors
+
+
 class Worker:
     """The transfers of one rank over two pools, and their answers."""
 
@@ -88,7 +113,7 @@ class Worker:
                     self.ended[answer.ticket] = answer
             time.sleep(0.001)
 
-    def run(self, message: LoadBlocks | StoreBlocks) -> Transferred:
+    def run(self, message: Moving) -> Transferred:
         self.disk.submit(message)
         self.until(lambda: message.ticket in self.ended)
         return self.ended[message.ticket]
@@ -126,6 +151,51 @@ def test_room_for_blocks_that_are_found_is_made_before_there_is_a_cache(
     again.start()
     assert made.get(timeout=scaled(5.0)) == 8 * 5000
     again.close(scaled(5.0))
+
+
+def test_room_is_made_for_blocks_that_another_engine_writes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "LOOK_S", 0.01)
+    made, pages = queue.SimpleQueue[int](), take_pages(100, 5000)
+    assert pages is not None
+    monkeypatch.setattr(pages, "make", made.put)
+    first, second = Worker(tmp_path, 1), Worker(tmp_path, 2)
+    second.disk.close(scaled(5.0))
+    second.disk = DiskTransfers(lambda: DiskStore(tmp_path, b"m", (0, 2), 10**9), 0, 1, pages)
+    second.disk.start()
+    second.disk.use(lambda: (HostItems(second.blocks), None))
+    first.run(StoreBlocks(1, KEYS[:5], list(range(5))))
+    assert made.get(timeout=scaled(5.0)) == 5 * 5000
+    second.until(lambda: set(KEYS[:5]) <= second.known)
+    loaded = second.run(LoadBlocks(1, KEYS[:5], list(range(5)))).num_bytes
+    first.run(StoreBlocks(2, KEYS[5:], list(range(3))))
+    assert made.get(timeout=scaled(5.0)) == 8 * 5000 - loaded, "for what has not been in memory yet"
+    for worker in (first, second):
+        worker.disk.close(scaled(5.0))
+
+
+def test_vectors_go_from_one_shelf_to_another(tmp_path: Path) -> None:
+    """Also those that the step's part forgets meanwhile; others than were asked for are none."""
+    first, second, key = Worker(tmp_path, 1), Worker(tmp_path, 2), b"x" * 32 + MEDIUM
+    shelves = Shelf(), Shelf()
+    for worker, shelf in zip((first, second), shelves, strict=True):
+        worker.disk._shelf = shelf
+    digest = bytes(32)
+    assert first.run(StoreEncoded(1, key, digest)).failed == (0,), "nobody has computed them"
+    kept = shelves[0].held[digest] = torch.randn(7, 24)
+    first.disk.submit(StoreEncoded(2, key, digest))
+    del shelves[0].held[digest]
+    first.until(lambda: 2 in first.ended)
+    assert first.ended[2].failed == ()
+    second.until(lambda: key in second.known)
+    assert second.run(LoadEncoded(1, key, digest, 7)).failed == ()
+    assert torch.equal(shelves[1].held[digest], kept)
+    assert second.run(LoadEncoded(2, key, bytes([1]) * 32, 8)).failed == (0,), "it has 7 vectors"
+    assert second.run(LoadEncoded(3, key, digest, 7)).failed == (0,), "the file was none of these"
+    assert list(shelves[1].held) == [digest]
+    for worker in (first, second):
+        worker.disk.close(scaled(5.0))
 
 
 def test_a_long_load_is_shared_by_two_threads_and_answered_once(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_little_room_for_vectors_changes_nothing(
     checkpoint: Path, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for one tile alone, so that prompts wait for each other, and are cut at tiles."""
-    monkeypatch.setattr(core, "encoder_sizes", lambda _: EncoderSizes(4, 4))
+    monkeypatch.setattr(core, "encoder_sizes", lambda *_: EncoderSizes(4, 4))
     with LLM(str(checkpoint), num_gpu_blocks_override=64, **SMALL) as llm:
         for _ in range(2):
             outputs = llm.generate([prompt(parts) for parts in PROMPTS], GREEDY, use_tqdm=False)

@@ -205,11 +205,12 @@ def test_nobody_comes_in_at_a_loss_behind_one_that_lacks_blocks() -> None:
     rig.kv.begin_step()
     hit, num_demoted = rig.kv.find_cached(sequence), rig.kv.counters.demoted_blocks
     assert [block_id >= 13 for block_id in hit.found[0][0]] == [False, True, True, True]
-    assert not rig.kv.admit(sequence, hit, 6, in_parts=False)
+    assert not rig.kv.may_admit(sequence, hit, 6, in_parts=False)
     assert (sequence.host_ids, rig.kv.pool.num_used) == (None, 0)
     assert rig.kv.counters.demoted_blocks - num_demoted == 2, "three of the five moves are for loading"
     rig.kv.begin_step()
-    assert rig.kv.admit(sequence, hit, 6, in_parts=True), "now it may be the first, and loads in parts"
+    assert rig.kv.may_admit(sequence, hit, 6, in_parts=True)
+    assert rig.kv.admit(sequence, hit, 6), "now it may be the first, and loads in parts"
 
 
 @given(

@@ -37,7 +37,7 @@ def test_what_the_host_has_when_its_turn_comes_is_written_from_there(num_host_bl
     keys = ask(rig, "a", PROMPT)
     writing = {key for message in rig.pending for key in message.keys}
     assert 0 < len(writing) < len(keys)
-    sent: list[StoreBlocks] = list(rig.pending)  # type: ignore[arg-type]
+    sent: list[StoreBlocks] = list(rig.pending)
     ask(rig, "b", OTHER)
     late = [key for key in keys if key not in writing and rig.kv.pool.get_cached_block(key) is None]
     assert late

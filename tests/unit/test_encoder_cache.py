@@ -9,7 +9,7 @@ from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.encoder_cache import MAX_STEP_BYTES, EncoderCache, EncoderSizes, encoder_sizes
 from vllm_lite.engine.sequence import Sequence as Seq
 from vllm_lite.engine.sequence import Status
-from vllm_lite.protocol.encoder import Encode, FreeEncoded
+from vllm_lite.protocol.encoder import DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.spans import Media
 
 SIZES = [2, 3, 5, 9, 4, 1]
@@ -37,6 +37,8 @@ class Workers:
 
     def __init__(self) -> None:
         self.held: dict[bytes, int] = {}
+        self.on_host: dict[bytes, int] = {}
+        self.num_encoded = 0
 
     def follow(self, entries: list[Any], sizes: EncoderSizes) -> None:
         encoded = [entry for entry in entries if isinstance(entry, Encode)]
@@ -45,15 +47,21 @@ class Workers:
         for entry in entries:
             if isinstance(entry, FreeEncoded):
                 for digest in entry.digests:
-                    del self.held[digest]
+                    del (self.held if digest in self.held else self.on_host)[digest]
+            elif isinstance(entry, DemoteEncoded):
+                self.on_host |= {digest: self.held.pop(digest) for digest in entry.digests}
+            elif isinstance(entry, PromoteEncoded):
+                self.held |= {digest: self.on_host.pop(digest) for digest in entry.digests}
             else:
-                assert entry.digest not in self.held, "computed although it is held"
+                assert entry.digest not in self.held | self.on_host, "computed although it is held"
                 self.held[entry.digest] = entry.num_tokens
+                self.num_encoded += 1
         assert len(self.held) <= 1 or sum(self.held.values()) <= sizes.room
+        assert sum(self.on_host.values()) <= sizes.host_room
 
 
-def cache_of(budget: int, room: int, *, whole: bool = False) -> EncoderCache:
-    return EncoderCache(cast(BlockPool, None), EncoderSizes(budget, room), whole_media=whole)
+def cache_of(budget: int, room: int, host_room: int = 0, *, whole: bool = False) -> EncoderCache:
+    return EncoderCache(cast(BlockPool, None), EncoderSizes(budget, room, host_room), whole_media=whole)
 
 
 def as_seq(reader: Reader) -> Seq:
@@ -88,11 +96,13 @@ events = st.lists(st.sampled_from(["step", "step", "step", "preempt", "resume", 
 
 
 @settings(max_examples=300, deadline=None)
-@given(prompts, events, st.tuples(st.integers(1, 12), st.integers(1, 20)), st.booleans(), st.randoms())
+@given(
+    prompts, events, st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(0, 12)), st.booleans(), st.randoms()
+)
 def test_steps_have_what_they_read_and_all_prompts_end(
     given_prompts: list[tuple[list[int], int]],
     given_events: list[str],
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int],
     whole: bool,
     chance: Any,
 ) -> None:
@@ -126,7 +136,7 @@ def test_steps_have_what_they_read_and_all_prompts_end(
     cache.begin_step()
     cache.reset()
     workers.follow(cache.take_entries(), cache.sizes)
-    assert not workers.held
+    assert not workers.held | workers.on_host
 
 
 def test_images_of_a_chat_are_computed_once() -> None:
@@ -148,6 +158,17 @@ def test_the_least_recently_used_go_first() -> None:
             step(cache, workers, [reader])
         cache.release(as_seq(reader))
     assert [digest[0] for digest in workers.held] == [0, 4]
+
+
+def test_what_leaves_the_device_comes_back_from_the_host() -> None:
+    """5 vectors fit on the device and 8 on the host: three images are computed once, a fourth pushes one out."""
+    cache, workers = cache_of(100, 5, 8), Workers()
+    for image, num_encoded in ((0, 1), (1, 2), (2, 3), (0, 3), (1, 3), (2, 3), (4, 4), (0, 5)):
+        reader = Reader([image], 1)
+        while reader.num_computed < reader.length:
+            step(cache, workers, [reader])
+        cache.release(as_seq(reader))
+        assert workers.num_encoded == num_encoded, image
 
 
 def test_a_medium_larger_than_the_budget_is_computed_alone() -> None:
@@ -176,8 +197,8 @@ def test_a_step_carries_few_bytes() -> None:
 
 
 def test_the_sizes_of_an_engine() -> None:
-    assert encoder_sizes(2048) == (2048, 8192)
-    assert encoder_sizes(16384) == (16384, 16384)
+    assert encoder_sizes(2048) == (2048, 8192, 0)
+    assert encoder_sizes(16384, 500) == (16384, 16384, 500)
 
 
 def test_a_reset_frees_at_once_or_once_it_has_been_read() -> None:

@@ -21,6 +21,8 @@ SCRATCH_STATES = 16
 """Sequences of a model with recurrent layers that may draft in a step with a copy of the model."""
 STATES_SHARE = 0.5
 """The part of the swap space that is for the states of recurrent layers, where there are such layers."""
+VECTORS_SHARE = 1 / 16
+"""The part that is for vectors of media, where a model sees any."""
 
 LARGEST = 512
 """Above this many rows the device is busy for longer than the launches take."""
@@ -51,15 +53,20 @@ def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | Non
     return None
 
 
-def num_host_blocks(swap_space_gib: float, block_bytes: int, state_bytes: int = 0) -> int:
-    """Whole KV blocks that fit into the swap space, beside the states of a model that has some."""
-    share = 1 - STATES_SHARE if state_bytes else 1
+def num_host_blocks(swap_space_gib: float, block_bytes: int, state_bytes: int = 0, vector_bytes: int = 0) -> int:
+    """Whole KV blocks that fit into the swap space, beside the states and vectors of media of a model that has some."""
+    share = (1 - STATES_SHARE if state_bytes else 1) - (VECTORS_SHARE if vector_bytes else 0)
     return 0 if not block_bytes else int(share * swap_space_gib * GIB // block_bytes)
 
 
 def num_host_states(swap_space_gib: float, state_bytes: int) -> int:
     """States of recurrent layers that fit into their share of the swap space."""
     return 0 if not state_bytes else int(STATES_SHARE * swap_space_gib * GIB // state_bytes)
+
+
+def num_host_vectors(swap_space_gib: float, vector_bytes: int) -> int:
+    """Vectors of media that fit into their share of the swap space."""
+    return 0 if not vector_bytes else int(VECTORS_SHARE * swap_space_gib * GIB // vector_bytes)
 
 
 def num_state_slots(config: ResolvedConfig, state_bytes: int) -> int:

@@ -5,6 +5,7 @@ from collections import abc
 from typing import Any, NamedTuple
 
 from vllm_lite import __version__
+from vllm_lite.checkpoint.sizing import num_host_vectors
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.engine.adapter_loader import AdapterLoader
 from vllm_lite.engine.adapters import Adapter
@@ -29,6 +30,7 @@ from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.scheduling.step_cost import StepCost
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.states.slots import StateSlots
+from vllm_lite.engine.stored_media import StoredMedia
 from vllm_lite.engine.transfers import Transfers
 from vllm_lite.executor.base import Executor
 from vllm_lite.kv_disk.directory import hash_seed
@@ -288,6 +290,7 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
     )
     parts: list[CachePart[Any]] = [blocks]
     states: StateSlots | None = None
+    encoder: EncoderCache | None = None
     if header.num_state_slots:
         most = header.max_moved_states  # as many as there are bytes in the blocks that a step may move
         room = {"num_host_states": header.num_host_states, "max_moves": most}
@@ -296,9 +299,11 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
         parts.append(states)
     if header.encoder is not None:
         sizes = EncoderSizes(*header.encoder)
-        parts.append(EncoderCache(blocks.pool, sizes, whole_media=header.whole_media))
+        parts.append(encoder := EncoderCache(blocks.pool, sizes, whole_media=header.whole_media))
     if header.has_disk:
-        parts.append(DiskTier(blocks, states))
+        parts.append(tier := DiskTier(blocks, states))
+        if encoder is not None:
+            parts.append(StoredMedia(encoder, tier, header.block_size, lambda: kv.hasher))
     kv = KVCacheManager(parts, hasher, blocks.counters)
     scheduler = make(kv, Options(**header.options), policy.load(header.policy))
     scheduler.rates = Rates(0.0, header.swap_blocks_per_s)
@@ -342,7 +347,11 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives
         life=lives.life,
         num_state_slots=ready.num_state_slots,
         num_host_states=ready.num_host_states,
-        encoder=encoder_sizes(config.max_num_batched_tokens) if ready.media_token_bytes else None,
+        encoder=encoder_sizes(
+            config.max_num_batched_tokens, num_host_vectors(config.swap_space, ready.media_vector_bytes)
+        )
+        if ready.media_token_bytes
+        else None,
         whole_media=ready.whole_media,
         has_disk=config.kv_cache_dir is not None and bool(ready.groups),
         max_moved_states=max(1, config.max_swap_blocks_per_step * ready.block_bytes // max(1, ready.state_bytes)),

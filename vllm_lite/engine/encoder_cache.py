@@ -7,10 +7,14 @@ as long as there is room, the least recently used goes first.
 
 Where tokens of a medium see each other both ways, no step may end inside one: it computes all that is left of the
 medium, or nothing of it.
+
+What has to leave the device goes to the host, as far as there is room, and comes back in the step that reads it.
+A tier below may bring vectors, which have their room from the moment that they are sent for. A running sequence
+that comes to a medium before its vectors have arrived has them computed, and does not wait.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, PrefixHit
@@ -18,7 +22,7 @@ from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.sequence import Sequence as Seq
 from vllm_lite.engine.sequence import Status
 from vllm_lite.protocol.api import Stats
-from vllm_lite.protocol.encoder import MIN_ROOM, Encode, FreeEncoded
+from vllm_lite.protocol.encoder import MIN_ROOM, DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import Entry
 
@@ -27,15 +31,17 @@ MAX_STEP_BYTES = 32 * 1024 * 1024
 
 
 class EncoderSizes(NamedTuple):
-    """Numbers of vectors: a step computes `budget` at most, unless one medium alone has more; `room` are held."""
+    """Numbers of vectors: a step computes `budget` at most, unless one medium alone has more; `room` are held, and
+    `host_room` on the host."""
 
     budget: int
     room: int
+    host_room: int = 0
 
 
-def encoder_sizes(max_num_batched_tokens: int) -> EncoderSizes:
+def encoder_sizes(max_num_batched_tokens: int, num_on_host: int = 0) -> EncoderSizes:
     """The sizes for steps of so many tokens: as many vectors, and room for some chats' images."""
-    return EncoderSizes(max_num_batched_tokens, max(MIN_ROOM, max_num_batched_tokens))
+    return EncoderSizes(max_num_batched_tokens, max(MIN_ROOM, max_num_batched_tokens), num_on_host)
 
 
 class EncoderCache(CachePart[None]):
@@ -52,6 +58,12 @@ class EncoderCache(CachePart[None]):
         """Media that were computed, since the start."""
         self._held: OrderedDict[bytes, int] = OrderedDict()
         """Vectors of each medium that the workers have, the least recently used first."""
+        self.on_encode: Callable[[Seq, Media], None] | None = None
+        """Called with each medium that the step in the making computes, and with the sequence that reads it first."""
+        self._arriving: set[bytes] = set()
+        """Held, and on their way to the workers from a tier below."""
+        self._on_host: OrderedDict[bytes, int] = OrderedDict()
+        """Vectors of each medium that has left the device for the host, the least recently used first."""
         self._readers: dict[Seq, list[Media]] = {}
         self._doomed: set[bytes] = set()
         """Held, and to be freed once nobody reads them."""
@@ -78,6 +90,8 @@ class EncoderCache(CachePart[None]):
     def drop_ops(self) -> None:
         """The workers have gone, and the vectors with them."""
         self._held.clear()
+        self._on_host.clear()
+        self._arriving.clear()
         self._doomed.clear()
         self._readers.clear()
         self._entries.clear()
@@ -107,9 +121,12 @@ class EncoderCache(CachePart[None]):
 
     def _get(self, sequence: Seq, medium: Media) -> bool:
         """Whether the workers have the vectors, or this step can have them computed."""
-        if medium.digest in self._held:
+        if medium.digest in self._on_host:
+            return self._promote(medium)
+        if self.has(medium.digest):
             self._held.move_to_end(medium.digest)
             return True
+        self.give_up(medium.digest)
         content = sequence.request.contents[medium.digest]
         is_first = self._budget == self.sizes.budget
         if not is_first and (medium.num_tokens > self._budget or len(content) > self._bytes):
@@ -121,6 +138,8 @@ class EncoderCache(CachePart[None]):
         self._held[medium.digest] = medium.num_tokens
         self._entries.append(Encode(medium.digest, medium.num_tokens, content, medium.grid))
         self.num_encoded += 1
+        if self.on_encode is not None:
+            self.on_encode(sequence, medium)
         return True
 
     def _make_room(self, num_tokens: int) -> bool:
@@ -137,11 +156,38 @@ class EncoderCache(CachePart[None]):
                 lacking -= size
         if lacking > 0 and len(leaving) < len(self._held):
             return False
-        self._free(leaving)
+        self._demote(leaving)
+        return True
+
+    def _demote(self, digests: list[bytes]) -> None:
+        """Move vectors to the host, whose least recently used ones make room; what is too large for it is freed."""
+        room, on_host = self.sizes.host_room, self._on_host
+        staying = [digest for digest in digests if self._held[digest] <= room and digest not in self._doomed]
+        self._free([digest for digest in digests if digest not in staying])
+        if not staying:
+            return
+        for digest in staying:
+            on_host[digest] = self._held.pop(digest)
+        self._entries.append(DemoteEncoded(sorted(staying)))
+        leaving = list[bytes]()
+        while sum(on_host.values()) > room:
+            leaving.append(on_host.popitem(last=False)[0])
+        if leaving:
+            self._entries.append(FreeEncoded(sorted(leaving)))
+
+    def _promote(self, medium: Media) -> bool:
+        """Move vectors back to the device. False: there is no room yet."""
+        digest, size = medium.digest, self._on_host.pop(medium.digest)  # what makes room for them must not drop them
+        if not self._make_room(size):
+            self._on_host[digest] = size
+            return False
+        self._held[digest] = size
+        self._entries.append(PromoteEncoded([digest]))
         return True
 
     def _read(self) -> set[bytes]:
-        return {medium.digest for media in self._readers.values() for medium in media}
+        """Media that must stay: those that are read, and those that are on their way."""
+        return {medium.digest for media in self._readers.values() for medium in media} | self._arriving
 
     def _free(self, digests: set[bytes] | list[bytes]) -> None:
         if digests:
@@ -149,6 +195,44 @@ class EncoderCache(CachePart[None]):
         for digest in digests:
             del self._held[digest]
             self._doomed.discard(digest)
+
+    # ---- vectors from a tier below
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the workers have the vectors, on the device or on the host."""
+        return (digest in self._held and digest not in self._arriving) or digest in self._on_host
+
+    def touch(self, digest: bytes) -> None:
+        """Count as used just now what is there."""
+        for place in (self._held, self._on_host):
+            if digest in place:
+                place.move_to_end(digest)
+
+    def expect(self, medium: Media) -> bool:
+        """Take room for vectors that are about to be sent for. False: there is none, or the workers have still to
+        forget the ones that they had."""
+        entries = (entry.digests for entry in self._entries if isinstance(entry, FreeEncoded))
+        if any(medium.digest in digests for digests in entries) or not self._make_room(medium.num_tokens):
+            return False
+        self._held[medium.digest] = medium.num_tokens
+        self._arriving.add(medium.digest)
+        return True
+
+    def give_up(self, digest: bytes) -> None:
+        """Expect vectors no longer, though they may still arrive."""
+        if digest in self._arriving:
+            self._arriving.discard(digest)
+            self._doomed.discard(digest)
+            del self._held[digest]
+
+    def arrived(self, digest: bytes, *, is_there: bool) -> None:
+        """Vectors have arrived at the workers, or not at all of them. What nobody expects any longer is freed there."""
+        if digest in self._arriving and is_there:
+            self._arriving.discard(digest)
+            return
+        self.give_up(digest)
+        if digest not in self._held and digest not in self._on_host:
+            self._entries.append(FreeEncoded([digest]))
 
     # ---- sequences
 
@@ -200,15 +284,20 @@ class EncoderCache(CachePart[None]):
     def reset(self) -> Forgotten:
         """As for any part. Media that are read by now go once they have been."""
         read = self._read()
+        if self._on_host:
+            self._entries.append(FreeEncoded(sorted(self._on_host)))
+            self._on_host.clear()
         self._free([digest for digest in self._held if digest not in read])
         self._doomed = set(self._held)
         return Forgotten()
 
     def count(self, stats: Stats) -> None:
-        """It has no gauges."""
+        stats.encoded_media = self.num_encoded
 
     def check_integrity(self, sequences: Sequence[Seq]) -> None:
-        lost = self._read() - self._held.keys()
+        lost = self._read() - self._held.keys()  # media that arrive among them
+        if self._held.keys() & self._on_host.keys() or sum(self._on_host.values()) > self.sizes.host_room:
+            raise RuntimeError("media are on the device and on the host, or more on the host than there is room for")
         if lost or not self._doomed <= self._held.keys():
             raise RuntimeError(f"media {lost} are read, {self._doomed} are to be freed, not all of them are held")
         if gone := self._readers.keys() - set(sequences):

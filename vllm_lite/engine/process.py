@@ -150,7 +150,8 @@ class EngineProcess:
         ready = groups.start(self._stop)
         log.moment("engine", "waits for the model")
         check_pool(ready.num_blocks, ready.block_bytes, self._config.tensor_parallel_size)
-        host_blocks = num_host_blocks(self._config.swap_space, ready.block_bytes, ready.state_bytes)
+        sizes = ready.block_bytes, ready.state_bytes, ready.media_vector_bytes
+        host_blocks = num_host_blocks(self._config.swap_space, *sizes)
         blocks_per_s = groups.allocate(ready.num_blocks, host_blocks, self._stop)
         log.moment("engine", "waits for the KV cache")
         return ready, PoolSizes(ready.num_blocks, host_blocks, blocks_per_s)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.executor.base import Executor
-from vllm_lite.protocol.transfers import LoadBlocks, StoredKeys, TierUsage, Transferred
+from vllm_lite.protocol.transfers import LoadBlocks, LoadEncoded, StoredKeys, TierUsage, Transferred
 
 LEAST_PATIENCE_S = 1.0
 PATIENCE = 3.0
@@ -75,8 +75,8 @@ class Transfers:
         if self._scheduler.in_flight.num_unsent:
             return
         for message in self._tier.take_messages():
-            if isinstance(message, LoadBlocks):
-                now_s, count = self._clock(), len(message.keys)
+            if isinstance(message, LoadBlocks | LoadEncoded):
+                now_s, count = self._clock(), len(message.keys) if isinstance(message, LoadBlocks) else 1
                 self._loading[message.ticket] = count, now_s, now_s + self._patience_s(message.ticket, count)
             executor.transfer(message)
 

@@ -278,21 +278,19 @@ class Stats(Counts, tag="stats"):
     `cached_tokens` of the `prompt_tokens` were in the cache, `host_hits` of them on the host only. Of `cache_queries`
     tokens looked up on the device, `host_queries` were not there and looked up on the host. `ended_by` counts requests
     by the reason for which their last sample ended. `blocks` is None unless the engine follows some of its blocks.
-
     `life` counts the engines at this address, `generation` the worker groups of this one. `recovering` says why a group
     is being replaced, and is empty while one serves. `lost_s` is the time without workers, of all `restarts` together;
-    by these `recovered_requests` went on, `poisoned_requests` were ended because they had killed workers.
-    State slots are those of recurrent layers: sequences hold some, others have states that can be found.
-    `state_missing_tokens` had their KV in the cache, but no state that they could be gone on from.
-    `expert_tokens` has for each layer how many tokens each of its experts got, up to half a second ago; None unless
-    that is counted. `is_paused` as by PauseGeneration; `sleep_level` as by Sleep, None if awake; `model` is the folder
-    whose weights are served, or will be after the sleep.
-    `running_adapters` and `waiting_adapters` are the names of the LoRA adapters of such requests.
+    by these `recovered_requests` went on, `poisoned_requests` were ended because they had killed workers. State slots
+    are those of recurrent layers: sequences hold some, others have states that can be found. `state_missing_tokens` had
+    their KV in the cache, but no state that they could be gone on from. `expert_tokens` has for each layer how many
+    tokens each of its experts got, up to half a second ago; None unless that is counted. `is_paused` as by
+    PauseGeneration; `sleep_level` as by Sleep, None if awake; `model` is the folder whose weights are served, or will
+    be after the sleep. `running_adapters` and `waiting_adapters` are the names of the LoRA adapters of such requests.
     `num_deferred` of those that wait do not wait for room: for their adapter, for workers, for the end of a pause, or
     for others that are tried first. `drafts_by` has the drafts of each method, and `forced` ones of grammars.
     `num_stored_keys` blocks and states can be found on disk; `num_writing_blocks` are on their way there, and so many
     chains were not (`dropped_writes`). `loaded_tokens` came from there; of blocks and states `failed_loads` could not.
-    `disk` has what its workers count, None without one.
+    `disk` has what its workers count. `loaded_media` had their vectors from there, `encoded_media` from a tower.
     """
 
     num_running: int = 0
@@ -359,6 +357,8 @@ class Stats(Counts, tag="stats"):
     failed_loads: int = 0
     dropped_writes: int = 0
     disk: TierUsage | None = None
+    encoded_media: int = 0
+    loaded_media: int = 0
 
     @property
     def rests(self) -> bool:

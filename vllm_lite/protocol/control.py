@@ -51,8 +51,9 @@ class Ready(Message, tag=31):
     """The shard is loaded; `num_blocks` KV blocks of `block_bytes` would fit (null block included). A model with
     recurrent layers has `num_state_slots` of `state_bytes` beside them, slot 0 included, which is never used, and room
     for `num_host_states` in host memory, whose ids follow those of the slots. `placeholders` as in Welcome; the
-    contents of media have `media_token_bytes` for each of their tokens, or at most so many where `media_bytes_vary`.
-    `whole_media`: no step may end inside a medium, since its tokens see each other both ways."""
+    contents of media have `media_token_bytes` for each of their tokens, or at most so many where `media_bytes_vary`,
+    and their vectors `media_vector_bytes`. `whole_media`: no step may end inside a medium, since its tokens see each
+    other both ways."""
 
     rank: int
     generation: int
@@ -70,6 +71,7 @@ class Ready(Message, tag=31):
     media_token_bytes: int = 0
     media_bytes_vary: bool = False
     whole_media: bool = False
+    media_vector_bytes: int = 0
 
 
 class Start(Message, tag=32):

@@ -35,6 +35,18 @@ class Encode(Message, tag=13):
 
 
 class FreeEncoded(Message, tag=14):
-    """Forget the vectors of these media."""
+    """Forget the vectors of these media, wherever they are."""
+
+    digests: list[Digest]
+
+
+class DemoteEncoded(Message, tag=15):
+    """Move the vectors of these media to the host's memory. No step reads them before they are back."""
+
+    digests: list[Digest]
+
+
+class PromoteEncoded(Message, tag=16):
+    """Move the vectors of these media back to the device, before the forward pass."""
 
     digests: list[Digest]

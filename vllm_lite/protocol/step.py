@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from vllm_lite.protocol import Message
 from vllm_lite.protocol.api import Pooled, PromptLogprobs, TokenBytes, TokenLogprobs
-from vllm_lite.protocol.encoder import Encode, FreeEncoded
+from vllm_lite.protocol.encoder import DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.spans import PromptMedia
@@ -151,6 +151,8 @@ Entry = (
     | States
     | Encode
     | FreeEncoded
+    | DemoteEncoded
+    | PromoteEncoded
 )
 
 

@@ -1,8 +1,9 @@
-"""Engine <-> worker: KV blocks and recurrent states on their way between the pools and a tier that is not memory.
+"""Engine <-> worker: KV blocks, recurrent states and vectors of media on their way between memory and a tier below it.
 
 The engine names contents by their keys, and places in the pools by ids: a key of a block ends in its group, that of a
-state in STATE. A worker executes the steps that were sent before a transfer first, then moves the bytes beside the
-steps that follow, and answers each transfer once. No path is in here: a file, or a service, is the worker's matter.
+state in STATE, that of a medium's vectors, which a worker has by the medium's digest, in MEDIUM. A worker executes the
+steps that were sent before a transfer first, then moves the bytes beside the steps that follow, and answers each
+transfer once. No path is in here: a file, or a service, is the worker's matter.
 """
 
 from typing import Annotated
@@ -11,9 +12,12 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.protocol import Message
+from vllm_lite.protocol.encoder import Digest
 
 STATE = b"state"
 """Ends the key of a state; ids beside such keys are slots."""
+MEDIUM = b"media"
+"""Ends the key of the vectors of a medium."""
 Key = Annotated[bytes, Meta(max_length=64)]
 Ticket = int
 
@@ -33,6 +37,24 @@ class StoreBlocks(Message, tag=46):
     ticket: Ticket
     keys: list[Key]
     ids: list[int]
+
+
+class LoadEncoded(Message, tag=50):
+    """Have the vectors of a medium from the tier, as if they had been computed."""
+
+    ticket: Ticket
+    key: Key
+    digest: Digest
+    num_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
+    grid: tuple[int, ...] = ()
+
+
+class StoreEncoded(Message, tag=51):
+    """Keep the vectors of a medium, which an Encode before has asked for."""
+
+    ticket: Ticket
+    key: Key
+    digest: Digest
 
 
 class ForgetStored(Message, tag=47):
@@ -77,5 +99,5 @@ class StoredKeys(Message, tag=49):
     usage: TierUsage = TierUsage()
 
 
-Transfer = LoadBlocks | StoreBlocks | ForgetStored
+Transfer = LoadBlocks | StoreBlocks | LoadEncoded | StoreEncoded | ForgetStored
 TransferAnswer = Transferred | StoredKeys

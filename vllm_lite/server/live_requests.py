@@ -45,7 +45,7 @@ _WHY = {
     "waits_for_budget": "the steps have no tokens left for it (--max-num-batched-tokens)",
     "waits_for_swap": "it, or what makes way for it, is moved between device and host (--max-swap-blocks-per-step)",
     "waits_for_encoder": "the images of others come first in the encoder's share of a step",
-    "waits_for_load": "its beginning is being loaded from disk (--kv-cache-dir)",
+    "waits_for_load": "its beginning or vectors of its images are being loaded from disk (--kv-cache-dir)",
     "waits_for_state": "its recurrent state is being computed by another, or no slot is free (--state-cache-space)",
     "waits_for_step": "the next step takes it in",
     "waits_for_result": "it had to give way while its latest token was computed, which is on its way",

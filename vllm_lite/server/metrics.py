@@ -145,6 +145,8 @@ _COUNTERS = (
         "Blocks and states that could not be loaded, and were computed.",
     ),
     ("vllm_lite:disk_dropped_writes", "dropped_writes", "Chains that were not written to disk, or not to their end."),
+    ("vllm_lite:encoded_media", "encoded_media", "Images, or tiles of some, whose vectors a tower has computed."),
+    ("vllm_lite:loaded_media", "loaded_media", "Images, or tiles of some, whose vectors were loaded from disk."),
     (
         "vllm_lite:state_missing_tokens",
         "state_missing_tokens",

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAGIC = b"vltrace\x0a"
+MAGIC = b"vltrace\x0b"
 """First bytes of the file; the last of them is the version of this module."""
 HASH_BYTES = 8
 """Bytes of a digest that are recorded: enough to distinguish any two."""
@@ -42,6 +42,7 @@ class Code(IntEnum):
     DRAFTED = 19
     WAITS_FOR_ENCODER = 20
     PROMOTED = 21
+    LOADED_MEDIA = 22
 
 
 FIELDS: dict[Code, tuple[str, ...]] = {
@@ -66,6 +67,7 @@ FIELDS: dict[Code, tuple[str, ...]] = {
     Code.DRAFTED: ("method", "drafts", "tokens", "accepted"),
     Code.WAITS_FOR_ENCODER: (),
     Code.PROMOTED: ("tokens",),
+    Code.LOADED_MEDIA: ("media",),
 }
 WAITS = {code for code in Code if code.name.startswith("WAITS_FOR_")}
 WAYS = ("recompute", "swap", "disk")
@@ -111,8 +113,8 @@ class Header(_Record, frozen=True, tag=0):
     num_host_states: int = 0
     max_moved_states: int = 1
     has_disk: bool = False
-    encoder: tuple[int, int] | None = None
-    """The vectors that an encoder computes in a step, and those that are held; None: there is none."""
+    encoder: tuple[int, int, int] | None = None
+    """The vectors that an encoder computes in a step, those that are held, and those on the host; None: it has none."""
     whole_media: bool = False
 
 

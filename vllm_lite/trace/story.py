@@ -118,9 +118,10 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.WAITS_FOR_ENCODER: lambda _n, _: "waited, because others' images came first in the encoder's share of a step",
     Code.WAITS_FOR_ADAPTER: lambda _n, _: "waited, because its adapter was not in memory, or a step had others enough",
     Code.STATE_LOADED: lambda n, _: f"loaded the recurrent state at {n['state']} from host memory",
-    Code.WAITS_FOR_LOAD: lambda _n, _: "waited, while its beginning was loaded from disk",
+    Code.WAITS_FOR_LOAD: lambda _n, _: "waited, while its beginning or vectors of its images were loaded from disk",
     Code.PROMOTED: lambda n, _: f"found {_tokens(n['tokens'])} in host memory, which are moved to the device",
     Code.LOADED: lambda n, _: f"found {_tokens(n['tokens'])} on disk, which were loaded",
+    Code.LOADED_MEDIA: lambda n, _: f"found the vectors of {_images(n['media'])} on disk, which were loaded",
     Code.WAITS_FOR_STATE: lambda _n, _: "waited for a recurrent state that another request computes, or for a slot",
     Code.STATE_MISSING: lambda n, _: (
         f"found the KV of {_tokens(n['kv'])} in the cache, but no state behind them: the one at {n['state']} was the "
@@ -132,6 +133,10 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
 
 def _blocks(count: int) -> str:
     return f"{count} block" if count == 1 else f"{count} blocks"
+
+
+def _images(count: int) -> str:
+    return f"{count} image" if count == 1 else f"{count} images"
 
 
 def _tokens(count: int) -> str:

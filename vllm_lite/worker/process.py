@@ -37,7 +37,7 @@ from vllm_lite.protocol.control import (
     WorkerHello,
 )
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, Steps
-from vllm_lite.protocol.transfers import ForgetStored, LoadBlocks, StoreBlocks
+from vllm_lite.protocol.transfers import Transfer
 from vllm_lite.runtime import log, torch_import
 from vllm_lite.runtime.cpu_binding import NONE, apply, plan_binding, threads_of_the_user
 from vllm_lite.runtime.supervise import STANDBY_NAME, WORKER_NAME, name_process, run_child
@@ -164,7 +164,7 @@ class WorkerLoop:
             if isinstance(message, DropAdapter):
                 worker.drop_adapter(message.number)
                 continue
-            if isinstance(message, LoadBlocks | StoreBlocks | ForgetStored):
+            if isinstance(message, Transfer):
                 if self.disk is None:
                     raise ProtocolError("contents are to be moved, and kv_cache_dir is not set")
                 self.disk.submit(message, worker.device.torch)

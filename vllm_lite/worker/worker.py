@@ -55,7 +55,7 @@ from vllm_lite.structured.sources.grammars import Grammars
 from vllm_lite.structured.sources.vocabulary import load_vocabulary
 from vllm_lite.worker.batch.part import StepPart
 from vllm_lite.worker.device import KV_DTYPES, Device, open_device, set_threads
-from vllm_lite.worker.disk.opening import AdapterFiles, open_disk, pools_of
+from vllm_lite.worker.disk.opening import AdapterFiles, open_disk, pools_of, shelf_of
 from vllm_lite.worker.disk.transfers import DiskTransfers
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.drafting.timing import timings_of
@@ -183,7 +183,7 @@ class Worker:
             num_state_slots=self.num_state_slots,
             state_bytes=self.state_bytes,
             num_host_states=num_host_states(self.config.swap_space, self.state_bytes),
-            **media_facts(self.spec),
+            **media_facts(self.spec, self.dtype),
         )
 
     def _take_room(self, num_blocks: int | None) -> TouchAhead | None:
@@ -322,7 +322,7 @@ class Worker:
         self.overlap = Overlap.of(self.runner)
         place = self.config.first_rank + self.rank, self.device.torch
         if self.disk is not None:
-            self.disk.use(lambda: pools_of(cache_engine))
+            self.disk.use(lambda: pools_of(cache_engine), shelf_of(self.runner.parts))
         self.profiler = Profiler(self.config.profiler_config, *place, self.runner.ranges, self.progress)
         timings = timings_of(self.runner, self.drafter.rehearse, self.config)
         return Started(self.rank, start.generation, swap_blocks_per_s, timings)

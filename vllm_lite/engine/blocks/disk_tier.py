@@ -11,7 +11,7 @@ Everything is named by keys. A worker moves the bytes; what it is asked for is i
 
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Many
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from vllm_lite.engine.blocks.groups import KVGroup, common_hit
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
@@ -50,6 +50,16 @@ class DiskHit(NamedTuple):
     """Number of tokens that were loaded for the sequence while it waited."""
 
 
+class TransferOwner(Protocol):
+    """A part that has contents of its own moved by way of this tier."""
+
+    def ended(self, ticket: Ticket, failed: Collection[int]) -> None:
+        """One of its transfers has ended, but for the contents at the places `failed`."""
+
+    def give_up(self, ticket: Ticket) -> None:
+        """One of its transfers takes too long: nobody is to wait for it."""
+
+
 class _Load:
     """Items on their way into `ids`, in place of `num_tokens` that would be computed. They are published for
     `sequence`, unless the cache was reset meanwhile."""
@@ -84,6 +94,8 @@ class DiskTier(CachePart[DiskHit]):
         """Sequences whose loads have ended, with the tokens that they got by them."""
         self._open: set[Sequence] = set()
         """Sequences whose blocks are to be written."""
+        self._owners: dict[Ticket, TransferOwner] = {}
+        """Transfers of other parts."""
         blocks.others_hold = self._pinned_blocks
         blocks.swapping.on_demote = self.writes.demoted
         if states is not None:
@@ -100,8 +112,18 @@ class DiskTier(CachePart[DiskHit]):
         """These contents can be loaded from now on, and those no more."""
         self.writes.learn(added, removed)
 
+    def move(self, owner: TransferOwner, make: Callable[[Ticket], Transfer]) -> Ticket:
+        """Begin the transfer that `make` makes of its ticket, for another part, which hears of its end."""
+        ticket = self.writes.next_ticket()
+        self._owners[ticket] = owner
+        self.writes.messages.append(make(ticket))
+        return ticket
+
     def ended(self, ticket: Ticket, failed: Collection[int] = ()) -> None:
         """A transfer has ended, but for the contents at the places `failed`."""
+        if (owner := self._owners.pop(ticket, None)) is not None:
+            owner.ended(ticket, failed)
+            return
         load = self._loads.pop(ticket, None)
         if load is None:
             self.writes.ended(ticket, failed)
@@ -126,6 +148,9 @@ class DiskTier(CachePart[DiskHit]):
 
     def give_up(self, ticket: Ticket) -> None:
         """Let nobody wait for a load that takes too long. Its places are taken until it has ended."""
+        if (owner := self._owners.get(ticket)) is not None:
+            owner.give_up(ticket)
+            return
         for sequence in [sequence for sequence, tickets in self._waits.items() if ticket in tickets]:
             del self._waits[sequence]
             self._tried[sequence] = 0
@@ -183,7 +208,7 @@ class DiskTier(CachePart[DiskHit]):
             self._give_back(load, set())
         self.writes.lose()
         self.index.lose(self.index)
-        self._arriving, self._waits, self._tried = {}, {}, {}
+        self._arriving, self._waits, self._tried, self._owners = {}, {}, {}, {}
 
     # ---- lookup and admission
 

@@ -21,6 +21,7 @@ from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.pool import BlockPool, PoolObserver
 from vllm_lite.engine.blocks.tier_index import TierIndex
 from vllm_lite.engine.sequence import Sequence
+from vllm_lite.protocol.transfers import MEDIUM as MEDIUM_KEY
 from vllm_lite.protocol.transfers import STATE
 from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.transport.publisher import Publisher
@@ -165,10 +166,10 @@ class KVEvents(PoolObserver):
                 self._events.append(BlockRemoved(hashes, medium, group))
 
     def _by_group(self, keys: Iterable[bytes]) -> dict[int, list[BlockHash]]:
-        """Hashes of blocks by their KV groups; states of recurrent layers are no blocks."""
+        """Hashes of blocks by their KV groups; states of recurrent layers and vectors of media are no blocks."""
         found: dict[int, list[BlockHash]] = {}
         for key in keys:
-            if not key.endswith(STATE):
+            if not key.endswith((STATE, MEDIUM_KEY)):
                 found.setdefault(key[-1], []).append(self._wire(key[:-1]))
         return found
 

@@ -162,17 +162,20 @@ class KVCacheManager:
             result = result.unless(part.admission(sequence, found, chunk))
         return result
 
-    def admit(self, sequence: Sequence, hit: PrefixHit, num_tokens: int, *, in_parts: bool = True) -> bool:
+    def may_admit(self, sequence: Sequence, hit: PrefixHit, num_tokens: int, *, in_parts: bool = True) -> bool:
+        """Whether this step may move what admit() takes, after a verdict of OK. If not, the sequence holds nothing:
+        what it evicts is being demoted, or what a tier has of it is on its way."""
+        by_part = zip(self.parts, hit.found, strict=True)
+        return all(part.may_admit(sequence, found, num_tokens, in_parts=in_parts) for part, found in by_part)
+
+    def admit(self, sequence: Sequence, hit: PrefixHit, num_tokens: int) -> bool:
         """Share the hit, and allocate for all the tokens the sequence has; in a window for the first `num_tokens`.
 
-        Call it after a verdict of OK. On a hit of the whole sequence all of it is shared and only the last token is
-        computed again, for its logits; its KV is in the cache already and is not written. False: a step moves only so
-        much. If the hit lies on the host, the sequence is parked, and swap_in() goes on with it; else, and unless
-        `in_parts`, it holds nothing, and what it evicts is being demoted.
+        Call it after may_admit() for as many tokens or more. On a hit of the whole sequence all of it is shared and
+        only the last token is computed again, for its logits; its KV is in the cache already and is not written. False:
+        the hit lies on the host and a step moves only so much: the sequence is parked, and swap_in() goes on with it.
         """
         by_part = list(zip(self.parts, hit.found, strict=True))
-        if not all(part.may_admit(sequence, found, num_tokens, in_parts=in_parts) for part, found in by_part):
-            return False
         sequence.lookup = None
         sequence.num_computed = min(hit.num_tokens, sequence.num_tokens - 1)
         sequence.num_cached = hit.num_tokens

@@ -20,7 +20,7 @@ from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.api import FinishReason, PrefixCacheReset
-from vllm_lite.protocol.encoder import Encode, FreeEncoded
+from vllm_lite.protocol.encoder import DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import log
@@ -376,8 +376,8 @@ def _decision(entry: Entry) -> object:
         return "new", fields[0], len(entry.tokens), fields[2], entry.sampling.sample, fields[4:8]
     if isinstance(entry, Encode):
         return "encode", entry.digest[:7], entry.num_tokens
-    if isinstance(entry, FreeEncoded):
-        return "free", sorted(digest[:7] for digest in entry.digests)
+    if isinstance(entry, FreeEncoded | DemoteEncoded | PromoteEncoded):
+        return type(entry).__name__, sorted(digest[:7] for digest in entry.digests)
     if isinstance(entry, Fork):
         fields = msgspec.structs.astuple(entry)
         return "fork", fields[:2], entry.sampling.sample, fields[3:]

@@ -101,6 +101,9 @@ class Admitter:
                 kv.remember(sequence, hit, admission)
             return False
         count = min(sequence.without_last(sequence.num_tokens - computed), plan.room)
+        if hit is not None and not kv.may_admit(sequence, hit, computed + count, in_parts=in_parts):
+            _waits(plan, sequence, admission)
+            return False
         count = kv.reachable(sequence, computed, count)
         if not count:
             plan.decide("waits_for_encoder", sequence)
@@ -108,7 +111,7 @@ class Admitter:
         if hit is None:
             is_in = kv.swap_in(sequence, computed + count, in_parts=in_parts)
         else:
-            is_in = kv.admit(sequence, hit, computed + count, in_parts=in_parts)
+            is_in = kv.admit(sequence, hit, computed + count)
             if is_in or sequence.host_ids is not None:
                 queues.meter.admitted(sequence, hit)
                 for code, numbers in kv.note_admission(hit):

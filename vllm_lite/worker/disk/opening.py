@@ -1,6 +1,6 @@
 """Opens the disk tier of one rank: whose files it shares, and over which pools."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from vllm_lite.config import ResolvedConfig
@@ -9,10 +9,13 @@ from vllm_lite.kv_disk.fingerprint import adapter_digest, adapter_stamp, fingerp
 from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.kv_disk.usage import ABOUT
 from vllm_lite.runtime.machine import parse_bytes
+from vllm_lite.worker.batch.part import StepPart
 from vllm_lite.worker.disk.items import HostItems, TieredItems, items_of
+from vllm_lite.worker.disk.media_items import MediaShelf
 from vllm_lite.worker.disk.transfers import DiskTransfers, Pools
 from vllm_lite.worker.memory.cache_engine import CacheEngine
 from vllm_lite.worker.memory.touch_ahead import TouchAhead
+from vllm_lite.worker.step_parts.media import MediaVectors
 
 
 def open_disk(
@@ -42,6 +45,11 @@ def pools_of(cache: CacheEngine) -> Pools:
     blocks = items_of(cache.pool)
     tiers = TieredItems(blocks, HostItems(cache.host_pool), cache.num_blocks) if cache.num_host_blocks else blocks
     return tiers, items_of(cache.states) if cache.states.shape[1] else None
+
+
+def shelf_of(parts: Iterable[StepPart]) -> MediaShelf | None:
+    """The part of a step that has the vectors of media, if the model sees any."""
+    return next((part for part in parts if isinstance(part, MediaVectors)), None)
 
 
 class AdapterFiles:

@@ -17,11 +17,14 @@ import torch
 
 from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.protocol.transfers import (
+    MEDIUM,
     STATE,
     ForgetStored,
     LoadBlocks,
+    LoadEncoded,
     StoreBlocks,
     StoredKeys,
+    StoreEncoded,
     TierUsage,
     Transfer,
     TransferAnswer,
@@ -30,6 +33,7 @@ from vllm_lite.protocol.transfers import (
 from vllm_lite.runtime import log
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.worker.disk.items import AnyItems
+from vllm_lite.worker.disk.media_items import MediaShelf, one_item
 from vllm_lite.worker.memory.touch_ahead import TouchAhead
 
 NUM_READERS = 2
@@ -48,12 +52,17 @@ Pools = tuple[AnyItems, AnyItems | None]
 """Blocks, and the states of a model that has any."""
 
 
+Moving = LoadBlocks | StoreBlocks | LoadEncoded | StoreEncoded
+
+
 class _Job:
     """A transfer under way: `left` parts of it are not done."""
 
-    def __init__(self, message: LoadBlocks | StoreBlocks, event: Any, num_parts: int = 1) -> None:
+    def __init__(self, message: Moving, event: Any, num_parts: int = 1, vectors: torch.Tensor | None = None) -> None:
         self.message = message
         self.event = event
+        self.vectors = vectors
+        """Those that are to be kept, or None."""
         self.began_s = time.monotonic()
         self.left = num_parts
         self.failed: set[int] = set()
@@ -77,6 +86,7 @@ class DiskTransfers:
         self.announced = Wakeup()
         self._make_store = make_store
         self._make_pools: Callable[[], Pools] | None = None
+        self._shelf: MediaShelf | None = None
         self._name = rank, generation
         self._loads: queue.SimpleQueue[tuple[_Job, Sequence[int]] | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[_Job | ForgetStored | None] = queue.SimpleQueue()
@@ -88,6 +98,8 @@ class DiskTransfers:
         self._has_pools = threading.Event()
         self._is_closing = False
         self._num_queued = 0
+        self._num_found = 0
+        """Files for which room has been made."""
         self._usage = {"loaded_bytes": 0, "stored_bytes": 0, "load_s": 0.0, "store_s": 0.0}
         targets = [self._write, *[self._read] * NUM_READERS]
         self._threads = [
@@ -99,9 +111,10 @@ class DiskTransfers:
         for thread in self._threads:
             thread.start()
 
-    def use(self, make_pools: Callable[[], Pools]) -> None:
-        """The pools are there; each thread makes its own way to them. Called once, before the first transfer."""
-        self._make_pools = make_pools
+    def use(self, make_pools: Callable[[], Pools], shelf: MediaShelf | None = None) -> None:
+        """The pools are there; each thread makes its own way to them. Called once, before the first transfer. `shelf`
+        has the vectors of a model that sees media."""
+        self._make_pools, self._shelf = make_pools, shelf
         self._has_pools.set()
 
     def _await_pools(self) -> Pools | None:
@@ -122,6 +135,15 @@ class DiskTransfers:
             self._num_queued += 1
         if isinstance(message, StoreBlocks):
             self._stores.put(_Job(message, event))
+            return
+        if isinstance(message, StoreEncoded):
+            vectors = None if self._shelf is None else self._shelf.get(message.digest)
+            self._stores.put(
+                _Job(message, event, vectors=vectors)
+            )  # the job's own, also once the step's part forgets them
+            return
+        if isinstance(message, LoadEncoded):
+            self._loads.put((_Job(message, event), range(1)))
             return
         count = len(message.keys)
         size = max(LEAST_PART, -(-count // NUM_READERS))
@@ -188,6 +210,8 @@ class DiskTransfers:
             self._done(job, failed, num_bytes)
 
     def _read_part(self, store: DiskStore, job: _Job, places: Sequence[int], pools: Pools) -> tuple[set[int], int]:
+        if not isinstance(job.message, LoadBlocks):
+            return self._read_vectors(store, job)
         keys, ids = job.message.keys, job.message.ids
         failed, num_bytes = set[int](), 0
         for items, chosen in _by_pool(pools, keys, places):
@@ -200,6 +224,17 @@ class DiskTransfers:
             num_bytes += count
         return failed, num_bytes
 
+    def _read_vectors(self, store: DiskStore, job: _Job) -> tuple[set[int], int]:
+        if not isinstance(message := job.message, LoadEncoded) or self._shelf is None:
+            return {0}, 0
+        vectors = self._shelf.room(message)
+        items = one_item(vectors)
+        items.after(job.event)
+        failed, num_bytes = store.read([message.key], [0], items)
+        if not failed:
+            self._shelf.put(message, vectors)
+        return failed, num_bytes
+
     def _write(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOOKING_PRIORITY)
@@ -209,9 +244,6 @@ class DiskTransfers:
             logger.warning("the KV cache on disk is off: %s", error)
         self._is_open.set()
         looked_s = self._look()
-        if self._store is not None and self.pages is not None:
-            found = self._store.keys()
-            self.pages.make(sum(not key.endswith(STATE) for key in found) * self.pages.block_bytes)
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         if (pools := self._await_pools()) is None:
@@ -236,7 +268,19 @@ class DiskTransfers:
             with suppress(OSError):
                 self._store.look(lambda: self._is_closing)
             self.announced.set()
+            self._make_room()
         return time.monotonic()
+
+    def _make_room(self) -> None:
+        """Have memory ready for blocks that were found and have not been in it."""
+        store, pages = self._store, self.pages
+        if store is None or pages is None or store.num_found == self._num_found:
+            return
+        self._num_found = store.num_found
+        found = store.keys()
+        count = sum(not key.endswith((STATE, MEDIUM)) for key in found)
+        known_bytes = int(self._usage["loaded_bytes"] + self._usage["stored_bytes"])
+        pages.make(max(0, count * pages.block_bytes - known_bytes))
 
     def _forget(self, message: ForgetStored) -> None:
         if self._store is not None:
@@ -250,16 +294,17 @@ class DiskTransfers:
         began_s, num_bytes = time.monotonic(), 0
         if self._store is not None:
             try:
-                ((items, _),) = _by_pool(pools, job.message.keys, range(len(job.message.keys)))
+                keys, ids, items = _to_write(job, pools)
                 if items is not None:
                     items.after(job.event)
-                    num_bytes = self._store.write(job.message.keys, job.message.ids, items)
+                    num_bytes = self._store.write(keys, ids, items)
             except Exception:
                 logger.exception("a run of blocks was not written")
         with self._lock:
             self._usage["store_s"] += time.monotonic() - began_s
             self._usage["stored_bytes"] += num_bytes
-        self._done(job, set() if num_bytes else set(range(len(job.message.keys))), num_bytes)
+        count = len(job.message.keys) if isinstance(job.message, StoreBlocks) else 1
+        self._done(job, set() if num_bytes else set(range(count)), num_bytes)
 
     def _done(self, job: _Job, failed: set[int], num_bytes: int) -> None:
         """A part of a transfer is done; with the last it is answered."""
@@ -274,6 +319,17 @@ class DiskTransfers:
             answer = Transferred(*self._name, job.message.ticket, tuple(sorted(job.failed)), job.num_bytes, took_s)
             self._answers.append(answer)
         self.announced.set()
+
+
+def _to_write(job: _Job, pools: Pools) -> tuple[Sequence[bytes], Sequence[int], AnyItems | None]:
+    """Keys, ids and items of a run; no items: what was to be written is not there."""
+    message = job.message
+    if isinstance(message, StoreBlocks):
+        ((items, _),) = _by_pool(pools, message.keys, range(len(message.keys)))
+        return message.keys, message.ids, items
+    if isinstance(message, StoreEncoded) and job.vectors is not None:
+        return [message.key], [0], one_item(job.vectors)
+    return [], [], None
 
 
 def _by_pool(pools: Pools, keys: Sequence[bytes], places: Iterable[int]) -> list[tuple[AnyItems | None, list[int]]]:

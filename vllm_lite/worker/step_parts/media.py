@@ -13,9 +13,10 @@ from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ProtocolError
 from vllm_lite.layers.vision.tower import VisionTower
-from vllm_lite.protocol.encoder import MIN_ROOM, Encode, FreeEncoded
+from vllm_lite.protocol.encoder import MIN_ROOM, DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import Fork, Handle, NewRequest
+from vllm_lite.protocol.transfers import LoadEncoded
 from vllm_lite.worker.batch.part import Handler, StepPart
 from vllm_lite.worker.batch.rows import SequenceState
 from vllm_lite.worker.batch.step_inputs import StepInputs
@@ -35,7 +36,17 @@ class MediaVectors(StepPart):
         self._media: dict[Handle, tuple[Media, ...]] = {}
 
     def handlers(self) -> Mapping[type, Handler]:
-        return {Encode: self._wanted.append, FreeEncoded: self._free}
+        return {
+            Encode: self._wanted.append,
+            FreeEncoded: self._free,
+            DemoteEncoded: lambda entry: self._move(entry, torch.device("cpu")),
+            PromoteEncoded: lambda entry: self._move(entry, self.tower.device),
+        }
+
+    def _move(self, entry: DemoteEncoded | PromoteEncoded, place: torch.device) -> None:
+        """Move vectors. A transfer that reads them at the time has the ones in the old place."""
+        for digest in entry.digests:
+            self._vectors[digest] = self._vectors[digest].to(place)
 
     def _free(self, entry: FreeEncoded) -> None:
         gone = set(entry.digests)
@@ -94,10 +105,26 @@ class MediaVectors(StepPart):
             colors = np.frombuffer(entry.content, np.uint8).reshape(height, width, 3)
             images.append(torch.from_numpy(colors.copy()))
         for entry, vectors in zip(wanted, self.tower.encode(images, self.progress), strict=True):
-            self._vectors[entry.digest] = self.tower.arranged(vectors, entry.grid).clone()
-            if (places := self.tower.places(entry.num_tokens, entry.grid)) is not None:
-                self._places[entry.digest] = places.numpy()
+            self._keep(entry, self.tower.arranged(vectors, entry.grid).clone())
         self.num_encoded += len(wanted)
+
+    def _keep(self, medium: Encode | LoadEncoded, vectors: torch.Tensor) -> None:
+        if (places := self.tower.places(medium.num_tokens, medium.grid)) is not None:
+            self._places[medium.digest] = places.numpy()
+        self._vectors[medium.digest] = vectors
+
+    # ---- as a shelf of vectors that come from elsewhere, and go there
+
+    def get(self, digest: bytes) -> torch.Tensor | None:
+        return self._vectors.get(digest)
+
+    def room(self, medium: LoadEncoded) -> torch.Tensor:
+        tower, places = self.tower, self.tower.places(medium.num_tokens, medium.grid)
+        count = medium.num_tokens if places is None else len(places)
+        return torch.empty((count, tower.spec.out_size), dtype=tower.dtype, device=tower.device)
+
+    def put(self, medium: LoadEncoded, vectors: torch.Tensor) -> None:
+        self._keep(medium, vectors)
 
     def check_integrity(self) -> None:
         unknown = self._media.keys() - self.rows.sequences.keys()
@@ -121,10 +148,11 @@ def encode_largest(tower: VisionTower[Any], max_num_tokens: int) -> torch.Tensor
     return held
 
 
-def media_facts(spec: ModelSpec) -> dict[str, Any]:
+def media_facts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     """The fields of Ready by which clients and engine know the media that the model takes."""
     own = spec.vision
     if own is None:
         return {}
     sizes = {"media_token_bytes": own.token_bytes, "media_bytes_vary": own.bytes_vary}
+    sizes["media_vector_bytes"] = own.out_size * dtype.itemsize
     return {"placeholders": {"image": own.token_id}, "whole_media": own.whole_in != "no layers", **sizes}

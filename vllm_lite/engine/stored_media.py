@@ -1,0 +1,283 @@
+"""StoredMedia: the encoder cache below memory. A medium whose vectors any engine has computed runs no tower again.
+
+Vectors are written when they have been computed, and found again by a key of the medium's digest and of what keeps
+prompts apart (seed, salt, adapter). A waiting sequence whose next media are there, and not with the workers, is not
+admitted yet: their vectors are sent for, and the verdict is LATER. It waits once: what fails, or comes late, or has no
+room, is computed. The disk tier has the index and sends the messages.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as Many
+from functools import partial
+from typing import NamedTuple
+
+from vllm_lite.engine.blocks.disk_tier import ARRIVING, DiskTier
+from vllm_lite.engine.blocks.part import CachePart, Forgotten, PrefixHit
+from vllm_lite.engine.blocks.verdict import OK, Admission
+from vllm_lite.engine.encoder_cache import EncoderCache
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.spans import Media
+from vllm_lite.protocol.step import Entry
+from vllm_lite.protocol.transfers import MEDIUM, ForgetStored, LoadEncoded, StoreEncoded, Ticket
+from vllm_lite.runtime.prefix_hash import PrefixHasher
+
+
+class MediaHit(NamedTuple):
+    """Media that a sequence reads next, as many as fit, and those of them whose vectors the tier alone has."""
+
+    next_media: Many[Media] = ()
+    lacking: Many[Media] = ()
+    is_loading: bool = False
+    num_loaded: int = 0
+    """Number of media whose vectors were loaded for the sequence while it waited."""
+
+
+class StoredMedia(CachePart[MediaHit]):
+    """Knows keys and digests; the encoder cache has the room, the workers the vectors."""
+
+    keeps = False
+
+    def __init__(
+        self, encoder: EncoderCache, tier: DiskTier, block_size: int, hasher: Callable[[], PrefixHasher]
+    ) -> None:
+        """`hasher` returns the one by which blocks are hashed: a recorder may take its place."""
+        self.pool = tier.pool
+        self.num_loaded = 0
+        """Media whose vectors came from the tier, since the start."""
+        self._encoder = encoder
+        self._tier = tier
+        self._block_size = block_size
+        self._hasher = hasher
+        self._keys: dict[Sequence, dict[bytes, bytes]] = {}
+        """By sequence and digest: the keys of vectors that may be found for it, and written."""
+        self._due: list[tuple[bytes, Media]] = []
+        """Keys and media that the step in the making computes and that are to be written."""
+        self._stores: dict[Ticket, tuple[bytes, int]] = {}
+        """Keys on their way to the tier, and how many vectors each has."""
+        self._unwanted: set[bytes] = set()
+        """Those of them that must not be found."""
+        self._loads: dict[Ticket, tuple[bytes, Media]] = {}
+        self._waits: dict[Sequence, set[Ticket]] = {}
+        self._tried: dict[Sequence, dict[bytes, bool]] = {}
+        """By the digests that were sent for once for a sequence: whether they came."""
+        encoder.on_encode = self._encoded
+
+    # ---- written
+
+    def _encoded(self, sequence: Sequence, medium: Media) -> None:
+        """Have vectors written that the step in the making computes, unless they are kept or on their way."""
+        key = self._key(sequence, medium)
+        if key is None or not sequence.request.has_lasting_keys:
+            return
+        on_the_way = [*self._stores.values(), *((other, each.num_tokens) for other, each in self._due)]
+        if key in self._tier.index or any(key == other for other, _ in on_the_way):
+            return
+        if sum(count for _, count in on_the_way) + medium.num_tokens > self._encoder.sizes.room:
+            self._tier.writes.num_dropped += 1
+        else:
+            self._due.append((key, medium))
+
+    def take_entries(self) -> list[Entry]:
+        """There are none, but behind the step that has been made its vectors can be written."""
+        due, self._due = self._due, []
+        for key, medium in due:
+            ticket = self._tier.move(self, partial(StoreEncoded, key=key, digest=medium.digest))
+            self._stores[ticket] = key, medium.num_tokens
+        return []
+
+    def begin_step(self) -> None:
+        """Nothing of it depends on steps."""
+
+    def drop_ops(self) -> None:
+        """The workers have gone, with what they had to load and to write."""
+        self._due = []
+        self._stores, self._loads, self._waits, self._tried = {}, {}, {}, {}
+        self._unwanted = set()
+
+    # ---- found
+
+    def search(self, sequence: Sequence) -> "MediaSearch":
+        return MediaSearch(self, sequence)
+
+    def nothing(self) -> MediaHit:
+        return MediaHit()
+
+    def hit(self, sequence: Sequence, num_blocks: int) -> MediaHit:
+        """Find the media that the sequence reads behind a beginning of so many blocks."""
+        if sequence in self._waits:
+            return MediaHit(is_loading=True)
+        tried = self._tried.get(sequence, {})
+        num_loaded = sum(tried.values())
+        if not sequence.request.media or not self._tier.index:
+            return MediaHit(num_loaded=num_loaded)
+        media = list(self._next(sequence, num_blocks))
+        has, index = self._encoder.has, self._tier.index
+        lacking = [
+            each
+            for each in media
+            if not has(each.digest) and each.digest not in tried and self._key(sequence, each) in index
+        ]
+        return MediaHit(media, lacking, num_loaded=num_loaded)
+
+    def _next(self, sequence: Sequence, num_blocks: int) -> Iterator[Media]:
+        """The first media behind a beginning that have room together, each once."""
+        position, room = min(num_blocks * self._block_size, sequence.num_tokens - 1), self._encoder.sizes.room
+        seen = set[bytes]()
+        for medium in sequence.request.media:
+            if medium.end <= position or medium.digest in seen:
+                continue
+            room -= medium.num_tokens
+            if room < 0:
+                return
+            seen.add(medium.digest)
+            yield medium
+
+    def admission(self, sequence: Sequence, found: MediaHit, chunk: int) -> Admission:  # noqa: ARG002
+        return ARRIVING if found.is_loading else OK
+
+    def may_admit(self, sequence: Sequence, found: MediaHit, num_tokens: int, *, in_parts: bool) -> bool:  # noqa: ARG002
+        """As for any part. False: loads have been begun."""
+        return not found.lacking or not self._begin_loads(sequence, found)
+
+    def _begin_loads(self, sequence: Sequence, found: MediaHit) -> bool:
+        """Send for vectors that are not on their way already. False: there is room for none."""
+        for medium in found.next_media:
+            self._encoder.touch(medium.digest)  # so that they do not make room for each other
+        by_digest = {medium.digest: ticket for ticket, (_, medium) in self._loads.items()}
+        waits = set[Ticket]()
+        for medium in found.lacking:
+            digest, key = medium.digest, self._key(sequence, medium)
+            if (ticket := by_digest.get(digest)) is None:
+                if key is None or not self._encoder.expect(medium):
+                    break
+                load = partial(LoadEncoded, key=key, digest=digest, num_tokens=medium.num_tokens, grid=medium.grid)
+                ticket = self._tier.move(self, load)
+                self._loads[ticket] = key, medium
+            waits.add(ticket)
+        if waits:
+            self._waits[sequence] = waits
+        return bool(waits)
+
+    def note_admission(self, hit: PrefixHit, found: MediaHit) -> list[tuple[str, dict[str, int]]]:  # noqa: ARG002
+        return [("loaded_media", {"media": found.num_loaded})] if found.num_loaded else []
+
+    # ---- ends of transfers
+
+    def ended(self, ticket: Ticket, failed: Collection[int]) -> None:
+        if (store := self._stores.pop(ticket, None)) is not None:
+            self._stored(store[0], is_there=not failed)
+        elif (load := self._loads.pop(ticket, None)) is not None:
+            key, medium = load
+            self._encoder.arrived(medium.digest, is_there=not failed)
+            if failed:
+                self._tier.num_failed += 1
+                self._tier.index.lose((key,))
+            else:
+                self.num_loaded += 1
+            self._wait_no_more(ticket, medium.digest, is_there=not failed)
+
+    def _stored(self, key: bytes, *, is_there: bool) -> None:
+        if key in self._unwanted:
+            self._unwanted.discard(key)
+            self._tier.index.lose((key,))
+            self._tier.writes.messages.append(ForgetStored([key]))
+        elif is_there:
+            self._tier.index.gain((key,))
+
+    def give_up(self, ticket: Ticket) -> None:
+        if (load := self._loads.get(ticket)) is not None:
+            self._encoder.give_up(load[1].digest)
+            self._wait_no_more(ticket, load[1].digest, is_there=False)
+
+    def _wait_no_more(self, ticket: Ticket, digest: bytes, *, is_there: bool) -> None:
+        for sequence, tickets in list(self._waits.items()):
+            if ticket in tickets:
+                tickets.discard(ticket)
+                self._tried.setdefault(sequence, {})[digest] = is_there
+                if not tickets:
+                    del self._waits[sequence]
+
+    # ---- sequences, which hold nothing of it
+
+    def register(self, sequence: Sequence) -> None:
+        request = sequence.request
+        is_open = request.pooling is None and request.params.prompt_logprobs is None
+        if request.media and self.pool.enable_caching and is_open:
+            digests, root = dict.fromkeys(medium.digest for medium in request.media), self._hasher().root
+            self._keys[sequence] = {each: root((*request.extra_keys, each.hex())) + MEDIUM for each in digests}
+
+    def _key(self, sequence: Sequence, medium: Media) -> bytes | None:
+        """None for a sequence whose prompt another one has brought, such as a fork: that has sent for its media."""
+        return self._keys.get(sequence, {}).get(medium.digest)
+
+    def admit(self, sequence: Sequence, hit: PrefixHit, found: MediaHit, num_tokens: int) -> bool:  # noqa: ARG002
+        return True
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:  # noqa: ARG002
+        return None
+
+    def publish(self, sequence: Sequence, first: int, last: int) -> None:
+        """Vectors are written when they are computed."""
+
+    def can_fork(self, parent: Sequence, position: int, num_scheduled: int) -> bool:  # noqa: ARG002
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence, num_scheduled: int) -> Many[Entry]:  # noqa: ARG002
+        return ()
+
+    def release(self, sequence: Sequence, *, forget: bool = False) -> None:  # noqa: ARG002
+        self._waits.pop(sequence, None)
+        self._tried.pop(sequence, None)
+        if sequence.status is Status.FINISHED:
+            self._keys.pop(sequence, None)
+
+    def swap_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return True
+
+    def holds(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return False
+
+    def holds_device(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return False
+
+    def push_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return False
+
+    def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:  # noqa: ARG002
+        return True
+
+    # ---- forgetting and reporting
+
+    def reset(self) -> Forgotten:
+        """As for any part: what the tier has stays."""
+        return Forgotten()
+
+    def forget_stored(self) -> None:
+        """Remove the vectors on their way to the tier when they are there."""
+        self._due = []
+        self._unwanted.update(key for key, _ in self._stores.values())
+
+    def count(self, stats: Stats) -> None:
+        stats.loaded_media = self.num_loaded
+
+    def check_integrity(self, sequences: Many[Sequence]) -> None:
+        """Raise RuntimeError if somebody waits for a load that there is not, or is not there any more."""
+        waiting = {ticket for tickets in self._waits.values() for ticket in tickets}
+        if not waiting <= self._loads.keys() or not {*self._waits, *self._keys} <= set(sequences):
+            raise RuntimeError("a sequence waits for vectors that are not on their way, or is gone")
+
+
+class MediaSearch:
+    """Looks for the vectors that one sequence reads next."""
+
+    def __init__(self, part: StoredMedia, sequence: Sequence) -> None:
+        self._part = part
+        self._sequence = sequence
+
+    def longest(self, num_blocks: int) -> int:
+        """All: vectors that are not found are computed."""
+        return num_blocks
+
+    def find(self, num_blocks: int) -> MediaHit:
+        return self._part.hit(self._sequence, num_blocks)
