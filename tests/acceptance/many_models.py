@@ -271,12 +271,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--chat-tokens", type=int, default=6000)
+    parser.add_argument("--memory", type=int, metavar="MIB", help="limit of all models (default: measured)")
     parser.add_argument("--seed", type=int, default=53)
     arguments = parser.parse_args()
     rng, failed = random.Random(arguments.seed), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        limit = measure(path)
+        limit = measure(path) if arguments.memory is None else arguments.memory << 20
         if arguments.requests:
             failed += random_requests(path, limit, arguments.requests, rng)
         if arguments.chat_tokens:

@@ -68,38 +68,29 @@ def states(http: httpx.Client) -> dict[str, str]:
     return {card["id"]: card["status"]["value"] for card in http.get("/v1/models").json()["data"]}
 
 
-def streamed(
-    http: httpx.Client, model: str, began: threading.Event, **more: Any
-) -> tuple[str, list[float], dict[str, Any]]:
-    """The text of a stream, when each piece came, and its last chunk with a choice."""
-    body = {"model": model, "prompt": PROMPT, "stream": True, **LONG, **more}
-    text, times, last = "", list[float](), dict[str, Any]()
-    with http.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                last = json.loads(line[6:])
-                assert "error" not in last, last
-                text += last["choices"][0]["text"]
-                times.append(time.monotonic())
-                if len(times) == 3:
-                    began.set()
-    return text, times, last
-
-
 class Stream(threading.Thread):
-    """A stream that is read on a thread."""
+    """A stream that is read on a thread: its text, when each piece came, and its last chunk."""
 
     def __init__(self, http: httpx.Client, model: str, **more: Any) -> None:
         super().__init__(daemon=True)
-        self._http, self._model, self._more = http, model, more
-        self.began = threading.Event()
+        self._http = http
+        self._body = {"model": model, "prompt": PROMPT, "stream": True, **LONG, **more}
+        self._began = threading.Event()
         self.text, self.times, self.last = "", list[float](), dict[str, Any]()
         self.start()
-        assert self.began.wait(scaled(60))
+        assert self._began.wait(scaled(60))
 
     def run(self) -> None:
-        self.text, self.times, self.last = streamed(self._http, self._model, self.began, **self._more)
+        with self._http.stream("POST", "/v1/completions", json=self._body) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    self.last = json.loads(line[6:])
+                    assert "error" not in self.last, self.last
+                    self.text += self.last["choices"][0]["text"]
+                    self.times.append(time.monotonic())
+                    if len(self.times) == 3:
+                        self._began.set()
 
     def result(self) -> str:
         self.join(scaled(60))
@@ -170,6 +161,9 @@ def test_the_death_of_one_leaves_the_others_alone(together: Server) -> None:
         vectors = {"model": "vectors", "input": "A text."}
         before = others.post("/v1/embeddings", json=vectors).json()["data"]
         stream = Stream(http, "writer")
+        described = others.get(f"/v1/requests/{stream.last['id']}")
+        assert (described.status_code, described.json()["state"]) == (200, "running"), "its model is found by its id"
+        assert others.delete("/v1/requests/cmpl-none").status_code == 404
         os.kill(http.get("/v1/models/vectors").json()["vllm_lite"]["pid"], signal.SIGKILL)
         assert others.post("/v1/embeddings", json=vectors).json()["data"] == before
         assert stream.result() == undisturbed

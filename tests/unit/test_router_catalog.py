@@ -68,6 +68,20 @@ def test_a_bad_entry_is_one_sentence_and_the_rest_is_served(tmp_path: Path, sett
     assert all(catalog.entries[name].trouble is None for name in ("good", "fine"))
 
 
+def test_a_name_is_of_one_model(tmp_path: Path) -> None:
+    """The first that has it keeps it, whether as its name or as an alias."""
+    text = "models:\n  a: {model: demo, aliases: [x, b]}\n  b: demo\n  c: {model: demo, aliases: [x]}\n"
+    catalog, _ = read(tmp_path, text)
+    assert catalog.entries["b"].trouble == "the name 'b' is that of the model 'a' already"
+    assert catalog.entries["c"].trouble == "the name 'x' is that of the model 'a' already"
+    assert {name: getattr(catalog.find(name), "name", None) for name in "abcx"} == {
+        "a": "a",
+        "b": "a",
+        "c": "c",
+        "x": "a",
+    }
+
+
 def test_a_file_that_is_wrong_as_a_whole(tmp_path: Path) -> None:
     for text, why in [
         ("models: [1]", "`models` must be a table"),

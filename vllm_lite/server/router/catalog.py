@@ -121,11 +121,14 @@ class Catalog:
     def find(self, name: str) -> Entry | None:
         """The entry of a name, an alias or an adapter, also with Ollama's usual tag."""
         for wanted in dict.fromkeys((name, name.removesuffix(LATEST))):
-            if (entry := self.entries.get(wanted)) is not None:
-                return entry
+            named = self.entries.get(wanted)
+            if named is not None and named.trouble is None:
+                return named
             for entry in self.entries.values():
-                if wanted in entry.aliases or wanted in entry.adapters:
+                if entry.trouble is None and wanted in (*entry.aliases, *entry.adapters):
                     return entry
+            if named is not None:
+                return named
         return None
 
     def entry(self, name: str, values: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Entry:
