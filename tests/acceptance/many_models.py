@@ -195,16 +195,16 @@ def stream_and_chat(folder: Path, limit: int, chat_tokens: int) -> Counter[str]:
     kv = f"models_memory: {limit >> 20}MiB\nmodels_slice_s: 1"
     models = {name: f"{path}, kv_cache_dir: {folder / 'kv'}" for name, path in WRITERS.items()}
     with routing(folder, kv, models) as server, http_of(server) as http, http_of(server) as others:
-        long = {"temperature": 0, "ignore_eos": True, "max_tokens": 300}
+        long = {"temperature": 0, "ignore_eos": True, "max_tokens": 500}
         undisturbed = complete(http, "smollm2", **long)["choices"][0]["text"]
-        stream = Stream(http, "smollm2", max_tokens=300)
-        for name in ("demo", "gemma3"):
-            complete(others, name, max_tokens=4)
+        stream = Stream(http, "smollm2", max_tokens=500)
+        complete(others, "gemma3", max_tokens=4)
+        is_open = stream.is_alive()
         same = stream.result() == undisturbed
         pauses = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
         tokens = "the same tokens" if same else "OTHER TOKENS"
         print(f"a stream over forced swaps: {tokens}, longest pause {max(pauses):.2f} s")
-        failed["failed"] += not same or max(pauses) < 0.1
+        failed["failed"] += not same or not is_open  # one that has ended was not swapped
         rng = random.Random(7)
         prompt = " ".join(rng.choices(WORDS, k=chat_tokens))
         first = complete(http, "smollm2", prompt=prompt, max_tokens=32)

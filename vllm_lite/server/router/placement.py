@@ -136,8 +136,9 @@ def decide(models: Sequence[ModelStatus], rules: PlacementRules, now_s: float) -
         room.free_places -= 1
     if not any(action.do != "refuse" for action in actions) and not is_freeing and not any(map(_will_go, models)):
         actions += _last_resort(models, [model for model in wanting if _is_open(model, actions)])
-    if not wanting and not is_freeing and room.free_bytes < 0:
-        actions += _relieve(models, -room.free_bytes)
+    over_bytes = sum(model.counted_bytes for model in models) - rules.memory_bytes
+    if over_bytes > 0 and not is_freeing and all(action.do == "refuse" for action in actions):
+        actions += _relieve(models, over_bytes)
     return Decision(actions, frozenset(closing))
 
 
@@ -231,8 +232,8 @@ def freed_bytes(model: ModelStatus, action: Action) -> int:
 
 
 def _relieve(models: Sequence[ModelStatus], over_bytes: int) -> list[Action]:
-    """Choose who goes where loaded models have grown beyond their memory; nobody waits for any. The last one stays, as
-    long as it has requests."""
+    """Choose who goes where loaded models have grown beyond their memory, slice or not. The last one stays, as long as
+    it has requests."""
     others = [model for model in models if not model.pin and model.op is None and model.state != "unloaded"]
     others = [model for model in others if model.op is None]
     idle = sorted((model for model in others if model.is_idle), key=_recency)
