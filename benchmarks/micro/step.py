@@ -12,6 +12,7 @@ import tempfile
 import time
 from contextlib import closing
 from math import prod
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,8 @@ from micro.kernels_timing import read_bandwidth_gb_s
 from micro.ledger import CPU, FOLDER, REST, WHOLE, Step, load
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.tensors.headers import read_headers
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, active_bytes
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.client.engines.session import Session
 from vllm_lite.client.streams.stream import Event, StreamFailure
@@ -58,7 +61,7 @@ def run(model: str, num_streams: int, context: int, num_steps: int, settings: di
         for name in [name for name in parts if name.startswith("call ")]
     }
     step_us = parts[WHOLE]
-    num_bytes = step_bytes(config, spec, num_streams, context)
+    num_bytes = step_bytes(config, Checkpoint(spec, read_headers(Path(config.model))), num_streams, context)
     gb_s = read_bandwidth_gb_s(threads, min(num_bytes, LARGEST_READ))
     bound_us = num_bytes / gb_s / 1e3
     return {
@@ -76,15 +79,13 @@ def run(model: str, num_streams: int, context: int, num_steps: int, settings: di
     }
 
 
-def step_bytes(config: ResolvedConfig, spec: ModelSpec, num_streams: int, context: int) -> int:
-    """Bytes that a decode step has to read: the KV of the contexts and all weights, but of the embedding some rows, and
-    no expert that no sequence is likely to be sent to."""
-    embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
-    weights = spec.active_parameters(num_streams) - embedding
-    item_bytes = 1 if config.quantization == "int8" else ITEM_BYTES[config.dtype]
-    kv = sum(prod(group.kv_shape(1)) * min(context, group.window or context) for group in spec.kv_groups)
-    kv_bytes = ITEM_BYTES.get(config.kv_cache_dtype, ITEM_BYTES[config.dtype])
-    return weights * item_bytes + num_streams * kv * kv_bytes
+def step_bytes(config: ResolvedConfig, checkpoint: Checkpoint, num_streams: int, context: int) -> int:
+    """Bytes that a decode step has to read: the KV of the contexts and all weights, as they are stored in memory, but
+    of the embedding some rows, and no expert that no sequence is likely to be sent to."""
+    item_bytes, groups = ITEM_BYTES[config.dtype], checkpoint.spec.kv_groups
+    weights = active_bytes(checkpoint, item_bytes, config.quantization, num_tokens=num_streams)
+    kv = sum(prod(group.kv_shape(1)) * min(context, group.window or context) for group in groups)
+    return weights + num_streams * kv * ITEM_BYTES.get(config.kv_cache_dtype, item_bytes)
 
 
 def _decode(

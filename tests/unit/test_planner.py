@@ -17,10 +17,11 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.draft_model import with_drafter
 from vllm_lite.checkpoint.model_spec import LayerGroup
 from vllm_lite.checkpoint.quantization.mixed import MixedForm
+from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.sizing import configured_num_blocks
 from vllm_lite.checkpoint.tensors.headers import Tensor, read_headers
-from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, copy_bytes, weights_bytes
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, active_bytes, copy_bytes, weights_bytes
 from vllm_lite.client.engines import launch
 from vllm_lite.config import GIB, EngineConfig, demo_folder
 from vllm_lite.errors import ConfigError, ModelError
@@ -136,6 +137,17 @@ def test_int8_weights_have_a_byte_and_four_for_each_group(tmp_path: Path) -> Non
     assert weights_bytes(model, 2, "int8") == expected
     on_gpu = sum(groups_bytes(shape, 32 + 2) for shape in shapes) + 2 * vectors + table
     assert weights_bytes(model, 2, "int8", device="cuda") == on_gpu
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_reads_the_head_and_not_the_table(tmp_path: Path, tied: bool) -> None:
+    """The two are the same where the model ties them, unless the head is a quantized copy."""
+    model = checkpoint(tmp_path, tie_word_embeddings=tied)
+    table = 2 * model.tensors["model.embed_tokens.weight"].num_elements
+    assert active_bytes(model, 2) == weights_bytes(model, 2) - (0 if tied else table)
+    forms: tuple[Quantization, ...] = ("int8", "int4_g32")
+    for form in forms:
+        assert active_bytes(model, 2, form) == weights_bytes(model, 2, form) - table
 
 
 @pytest.mark.parametrize("hidden_size", [256, 320])

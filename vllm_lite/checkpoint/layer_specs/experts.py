@@ -91,6 +91,9 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
 
     def idle_parameters(self, hidden_size: int, num_tokens: int = 1) -> int:
         """Weights of the experts that none of so many tokens is sent to, where each expert is as likely as another."""
+        return self.matrices * hidden_size * self.intermediate_size * self.num_idle(num_tokens)
+
+    def num_idle(self, num_tokens: int) -> int:
+        """The number of these experts."""
         num_experts, each = self.routing.num_experts, self.routing.experts_per_token
-        num_idle = round(num_experts * (1 - each / num_experts) ** num_tokens)
-        return self.matrices * hidden_size * self.intermediate_size * num_idle
+        return round(num_experts * (1 - each / num_experts) ** num_tokens)

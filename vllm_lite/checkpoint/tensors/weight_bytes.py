@@ -21,7 +21,7 @@ from vllm_lite.config import EngineConfig
 
 COPY: Quantization = "int4_g32"
 """The form of a model's copy that drafts for it."""
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TABLES = ("model.embed_positions.weight", "model.embed_tokens_per_layer.weight")
 """Rows of them are looked up; they are never quantized."""
 
@@ -72,7 +72,7 @@ def copy_bytes(checkpoint: Checkpoint, dtype_bytes: int, shard: Shard = SINGLE, 
     shares with the model that it drafts for. Of layers that the checkpoint has quantized this counts the scales, too.
     """
     spec = checkpoint.spec
-    head = EMBEDDING if spec.tie_word_embeddings else "lm_head.weight"
+    head = EMBEDDING if spec.tie_word_embeddings else HEAD
     shapes = checkpoint.shapes
     layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.") and len(shape)}
     named = {canonical(stored_as): tensor.dtype for stored_as, tensor in checkpoint.tensors.items()}
@@ -88,30 +88,36 @@ def copy_bytes(checkpoint: Checkpoint, dtype_bytes: int, shard: Shard = SINGLE, 
 
 
 def active_bytes(
-    checkpoint: Checkpoint, dtype_bytes: int, quantization: Quantization | None = None, device: str = "cpu"
+    checkpoint: Checkpoint,
+    dtype_bytes: int,
+    quantization: Quantization | None = None,
+    device: str = "cpu",
+    num_tokens: int = 1,
 ) -> int:
-    """Bytes of the weights that a step with one token reads: of the experts those that it is sent to, and of a table
-    of token vectors that is not the head, too, one row."""
+    """Bytes of the weights that a step with so many tokens reads: of the experts those that they are likely to be sent
+    to, and of a table of token vectors that is not the head, too, some rows."""
     spec, total, of_experts = checkpoint.spec, 0, 0
-    for name, num_bytes in _tensor_bytes(checkpoint, dtype_bytes, quantization, SINGLE, device).items():
-        if is_of_experts(name, checkpoint.shapes[name]):
+    held = _tensor_bytes(checkpoint, dtype_bytes, quantization, SINGLE, device)
+    is_head = spec.tie_word_embeddings and HEAD not in held
+    for name, num_bytes in held.items():
+        if is_of_experts(name, checkpoint.shapes.get(name, ())):
             of_experts += num_bytes
-        elif name != EMBEDDING or spec.tie_word_embeddings:
+        elif name != EMBEDDING or is_head:
             total += num_bytes
     if spec.experts is None:
         return total + of_experts
-    routing = spec.experts.routing
-    return total + of_experts * routing.experts_per_token // routing.num_experts
+    num_experts = spec.experts.routing.num_experts
+    return total + of_experts * (num_experts - spec.experts.num_idle(num_tokens)) // num_experts
 
 
 def _tensor_bytes(
     checkpoint: Checkpoint, dtype_bytes: int, quantization: Quantization | None, shard: Shard, device: str
 ) -> Mapping[str, int]:
-    """Bytes of what a rank has of each tensor."""
+    """Bytes of what a rank has of each tensor; where the head is a copy of the embedding in another form it is HEAD."""
     spec, held = checkpoint.spec, dict[str, int]()
     if spec.quantization is not None:
         return _quantized_tensors(checkpoint, spec.quantization, dtype_bytes, shard, device)
-    heads, mixed = (EMBEDDING, "lm_head.weight"), MixedForm.of(spec, quantization, device)
+    heads, mixed = (EMBEDDING, HEAD), MixedForm.of(spec, quantization, device)
     for name, stored in checkpoint.shapes.items():
         shape = rank_shape(name, stored, spec, shard)
         count, embeds = prod(shape), name == EMBEDDING
@@ -120,8 +126,9 @@ def _tensor_bytes(
             own = quantization if mixed is None else mixed.form(name)
             form = head_form(quantization) if name in heads else own
             quantized = quantized_bytes(shape, form, device)
-            kept = count * dtype_bytes if embeds else 0  # the head's copy is quantized, the table is not
-            held[name] = kept + (quantized if not embeds or spec.tie_word_embeddings else 0)
+            held[name] = count * dtype_bytes if embeds else quantized  # the head's copy is quantized, the table is not
+            if embeds and spec.tie_word_embeddings:
+                held[HEAD] = quantized
         else:
             held[name] = count * (4 if name.endswith("e_score_correction_bias") else dtype_bytes)
     return held
@@ -137,7 +144,9 @@ def _quantized_tensors(
         tensor = named[name]
         whole = tensor_bytes(name, tensor, quantization, dtype_bytes, device)
         if device != "cpu" and name == EMBEDDING and tensor.dtype not in FLOAT_BYTES:  # the head alone is packed
-            whole = tensor.num_elements * dtype_bytes + (whole if spec.tie_word_embeddings else 0)
+            if spec.tie_word_embeddings:
+                held[HEAD] = int(whole * share(name, spec, shard))
+            whole = tensor.num_elements * dtype_bytes
         held[name] = int(whole * share(name, spec, shard))
     return held
 
