@@ -31,6 +31,7 @@ from vllm_lite.protocol.adapters import LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import Operation
+from vllm_lite.protocol.view import GetView
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
@@ -258,6 +259,8 @@ class EngineProcess:
         elif isinstance(message, api.Describe):
             with_content = message.with_content
             self._port.send(peer, core.describe(message.request_ids, message.external_id, with_content=with_content))
+        elif isinstance(message, GetView):
+            self._port.send(peer, core.view(message.first_block))
         elif isinstance(message, FindExternal):
             external = core.scheduler.queues.external
             self._port.send(peer, ExternalFound([*filter(external.is_live, message.external_ids)]))

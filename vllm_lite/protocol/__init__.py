@@ -8,6 +8,7 @@ encoder.py  media as an encoder reads them, and what of them a step computes and
 api.py      client <-> engine
 adapters.py  client <-> engine: LoRA adapters that come and go
 external.py  client <-> engine: requests by the ids under which users know them
+view.py     client <-> engine: the engine as it is at a moment, for who watches it
 histograms.py  what Stats consists of
 operations.py  client -> engine: pause, sleep, other weights
 step.py     engine -> worker -> engine, once per step

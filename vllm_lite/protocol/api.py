@@ -19,11 +19,11 @@ from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
 from vllm_lite.protocol.spans import MAX_MEDIA, PromptMedia
 from vllm_lite.protocol.transfers import TierUsage
+from vllm_lite.protocol.view import EngineView, GetView
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
 """Room for four million tokens of four bytes."""
-MAX_CONTEXT_BYTES = 64 * 1024
-MAX_MARKS = 4096
+MAX_CONTEXT_BYTES, MAX_MARKS = 64 * 1024, 4096
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
 Context = Annotated[bytes, Meta(max_length=MAX_CONTEXT_BYTES)]
@@ -53,11 +53,10 @@ class SampleSoFar(Message):
 
 
 class Generate(Message, tag="generate"):
-    """Start a request, or attach to it again.
-
-    Idempotent: if the engine knows `request_id`, with the same prompt and parameters, the stream goes on to this client
-    from output token `have`; a stream of another client ends with an error. If not, `output` (empty, or exactly `have`
-    token ids) is what had been generated before, and generation goes on behind it.
+    """Start a request, or attach to it again. Idempotent: if the engine knows `request_id`, with the same prompt and
+    parameters, the stream goes on to this client from output token `have`; a stream of another client ends with an
+    error. If not, `output` (empty, or exactly `have` token ids) is what had been generated before, and generation goes
+    on behind it.
 
     Of a request with several samples `samples` says the same for each: those that have not ended, with their tokens;
     the others have. `have` and `output` are empty then. Without `samples` all begin with the prompt. `num_scored` is
@@ -151,13 +150,12 @@ class ResetPrefixCache(Message, tag="reset_prefix_cache"):
 
 
 class Welcome(Message, tag="welcome"):
-    """The engine is ready to serve. `max_model_len` is what its KV pool can really hold for one request.
-
-    `tokenizer` is the folder of the tokenizer on the engine's host, for clients that know only an address. If the
-    engine dies another one takes its place, unless it is not `is_supervised`: then its death is the end of every
-    request. `max_loras`: how many different LoRA adapters a step may have; 0: none are served.
-    `wants_marks`: it has recurrent layers, so that the marks of a Generate are of use. `placeholders` has for each kind
-    of media that the model takes the token that stands for it in a prompt.
+    """The engine is ready to serve. `max_model_len` is what its KV pool can really hold for one request. `tokenizer` is
+    the folder of the tokenizer on the engine's host, for clients that know only an address. If the engine dies another
+    one takes its place, unless it is not `is_supervised`: then its death is the end of every request. `max_loras`: how
+    many different LoRA adapters a step may have; 0: none are served. `wants_marks`: it has recurrent layers, so that
+    the marks of a Generate are of use. `placeholders` has for each kind of media that the model takes the token that
+    stands for it in a prompt.
     """
 
     version: int
@@ -474,6 +472,7 @@ FromClient = (
     | Ping
     | GetStats
     | Describe
+    | GetView
     | FindExternal
     | AbortExternal
     | ResetPrefixCache
@@ -491,6 +490,7 @@ ToClient = (
     | Heartbeat
     | Stats
     | Descriptions
+    | EngineView
     | ExternalFound
     | ExternalAborted
     | PrefixCacheReset

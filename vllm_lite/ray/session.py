@@ -28,6 +28,7 @@ from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo
 from vllm_lite.protocol.api import Dying, ForkRequest, FromClient, Generate, GetStats, OutputBatch, Stats, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.protocol.operations import OperationDone
+from vllm_lite.protocol.view import EngineView, GetView
 from vllm_lite.ray.messages import HASH_BYTES, Answer, Introduction, Route
 from vllm_lite.runtime import log
 from vllm_lite.runtime.prefix_hash import PrefixHasher
@@ -140,13 +141,18 @@ class ServeSession(AnySession):
         asked.add_done_callback(lambda done: _resolve(future, done, lambda found: reduce(joined, found.values())))
         return future
 
-    def ask_each(self) -> list[Member]:
+    def ask_each(self, first_block: int | None = None) -> list[Member]:
         asked = asyncio.ensure_future(self._ask(_GET_STATS, Stats))
+        viewed = None if first_block is None else asyncio.ensure_future(self._ask(GetView(first_block), EngineView))
+
+        def of(number: int, answers: "asyncio.Future[dict[int, A]]") -> "Future[A]":
+            future: Future[A] = Future()
+            answers.add_done_callback(lambda done: _resolve(future, done, itemgetter(number)))
+            return future
 
         def one(known: Introduction) -> Member:
-            future: Future[Stats] = Future()
-            asked.add_done_callback(lambda done: _resolve(future, done, itemgetter(known.number)))
-            return Member(known.number, known.welcome, future)
+            view = None if viewed is None else of(known.number, viewed)
+            return Member(known.number, known.welcome, of(known.number, asked), view)
 
         return [one(each) for each in sorted(self._known, key=lambda known: known.number)]
 

@@ -11,15 +11,17 @@ from vllm_lite.client.streams.open_stream import Sink
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.adapters import AdapterInfo
 from vllm_lite.protocol.api import ForkRequest, Generate, Stats, Welcome
+from vllm_lite.protocol.view import EngineView
 
 
 class Member(NamedTuple):
-    """One of the engines behind a session: its number, what it says of itself, and its counters, which it was asked
-    for."""
+    """One of the engines behind a session: its number, what it says of itself, its counters, which it was asked for,
+    and its view, if it was asked for that."""
 
     number: int
     welcome: Welcome
     stats: "Future[Stats]"
+    view: "Future[EngineView] | None" = None
 
 
 class AnySession(Asking):
@@ -50,8 +52,13 @@ class AnySession(Asking):
         """Why streams pause: the engine, or its workers, are being replaced. None while they serve."""
 
     @abstractmethod
-    def ask_each(self) -> list[Member]:
-        """Ask the engines for their counters, one by one."""
+    def ask_each(self, first_block: int | None = None) -> list[Member]:
+        """Ask the engines for their counters, one by one, and unless `first_block` is None for a view from there on."""
+
+    def asked_as(self, number: int, first_block: int | None) -> Member:
+        """Ask one engine, the one of this number. Raises EngineError."""
+        view = None if first_block is None else self.view(first_block)
+        return Member(number, self.welcome, self.request_stats(), view)
 
     @abstractmethod
     def submit(

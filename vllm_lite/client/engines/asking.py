@@ -11,6 +11,7 @@ from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapte
 from vllm_lite.protocol.api import FromClient, Stats
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import Operation, OperationDone
+from vllm_lite.protocol.view import EngineView, GetView
 
 STATS_TIMEOUT_S = 10.0
 ANSWERS = (
@@ -21,6 +22,7 @@ ANSWERS = (
     api.PrefixCacheReset,
     OperationDone,
     AdapterAnswer,
+    EngineView,
 )
 
 A = TypeVar("A")
@@ -45,6 +47,10 @@ class Asking(ABC):
         """Ask for the state of live requests, of any client: those with these ids, and all with the external id. The
         future fails with EngineError if the engine does."""
         return self.ask(api.Describe(tuple(request_ids), external_id, with_content), api.Descriptions)
+
+    def view(self, first_block: int = 0) -> "Future[EngineView]":
+        """Ask for the engine as it is now, with the KV blocks from `first_block` on. Fails as describe() does."""
+        return self.ask(GetView(first_block), EngineView)
 
     def find_external(self, external_ids: Sequence[str]) -> "Future[ExternalFound]":
         """Ask which of these external ids have live requests, of any client. Fails as describe() does."""

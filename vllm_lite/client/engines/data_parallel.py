@@ -152,11 +152,11 @@ class DataParallelSession(AnySession):
             raise error
         return gathered(asked, joined, needs_all=needs_all)
 
-    def ask_each(self) -> list[Member]:
+    def ask_each(self, first_block: int | None = None) -> list[Member]:
         asked = []
         for number, member in enumerate(self.members):
             with suppress(EngineError):  # one that is being replaced answers nothing
-                asked.append(Member(number, member.welcome, member.request_stats()))
+                asked.append(member.asked_as(number, first_block))
         return asked
 
     def close(self) -> None:

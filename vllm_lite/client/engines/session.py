@@ -137,8 +137,8 @@ class Session(AnySession):
     def num_engines(self) -> int:
         return 1
 
-    def ask_each(self) -> list[Member]:
-        return [Member(0, self.welcome, self.request_stats())]
+    def ask_each(self, first_block: int | None = None) -> list[Member]:
+        return [self.asked_as(0, first_block)]
 
     def submit(
         self,

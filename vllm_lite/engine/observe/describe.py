@@ -73,18 +73,27 @@ def _admission(scheduler: Scheduler, sequence: Sequence, places: dict[int, int])
         pool = kv.pool
         held = num_held(sequence)
         return api.AdmissionState("OK", None, held, pool.num_free, kv.watermark_blocks, pool.num_usable)
-    chunk = scheduler.options.max_num_batched_tokens
-    if sequence.host_ids is not None:
-        found = kv.swap_in_admission(sequence, chunk)
-    else:
-        # Behind the head of the queue nothing is looked up: that takes milliseconds for each long prompt.
-        is_hashed = not places[id(sequence)] and len(sequence.block_hashes) >= sequence.num_tokens // kv.block_size
-        hit = kv.find_cached(sequence) if is_hashed else kv.no_hit()
-        found = kv.admission(sequence, hit, chunk)
-    reason = _reason(scheduler, sequence, found, places[id(sequence)])
+    place = places[id(sequence)]
+    found = _found(scheduler, sequence, place)
     required, free, watermark, total = found[1:5]
     name: Any = found.verdict.name
+    reason = _reason(scheduler, sequence, found, place)
     return api.AdmissionState(name, reason, required, free, watermark, total)
+
+
+def waiting_reason(scheduler: Scheduler, sequence: Sequence, place: int) -> str:
+    """The reason why a sequence waits, with `place` others before it in the queue."""
+    return _reason(scheduler, sequence, _found(scheduler, sequence, place), place)
+
+
+def _found(scheduler: Scheduler, sequence: Sequence, place: int) -> Admission:
+    kv, chunk = scheduler.kv, scheduler.options.max_num_batched_tokens
+    if sequence.host_ids is not None:
+        return kv.swap_in_admission(sequence, chunk)
+    # Behind the head of the queue nothing is looked up: that takes milliseconds for each long prompt.
+    is_hashed = not place and len(sequence.block_hashes) >= sequence.num_tokens // kv.block_size
+    hit = kv.find_cached(sequence) if is_hashed else kv.no_hit()
+    return kv.admission(sequence, hit, chunk)
 
 
 def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: int) -> str:

@@ -1,0 +1,90 @@
+"""Makes a view of the engine for who watches it.
+
+Like describe() that changes nothing, so that a trace need not record it.
+"""
+
+from array import array
+from collections.abc import Iterator
+from itertools import chain, islice
+
+from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
+from vllm_lite.engine.blocks.swapping import num_held
+from vllm_lite.engine.observe.describe import waiting_reason
+from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduling.scheduler import Scheduler
+from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.protocol.view import (
+    IS_CACHED,
+    MAX_REFERENCES,
+    MAX_ROWS,
+    MAX_SEEN,
+    MAX_TABLE,
+    EngineView,
+    RequestRow,
+)
+
+
+def view(scheduler: Scheduler, first_block: int, now_s: float) -> EngineView:
+    """The engine as it is now, with the blocks from `first_block` on."""
+    kv, in_flight = scheduler.kv, scheduler.in_flight
+    newest = in_flight.newest if in_flight else None
+    shown = islice(_shown(scheduler), MAX_ROWS)
+    return EngineView(
+        step=scheduler.step,
+        step_tokens=scheduler.num_scheduled_tokens if newest else 0,
+        step_prefill=newest.message.num_prefill_tokens if newest else 0,
+        step_samples=len(newest.sampling) if newest else 0,
+        num_requests=len(scheduler.requests),
+        rows=[_row(scheduler, sequence, place, now_s) for sequence, place in shown],
+        num_blocks=kv.pool.num_blocks,
+        block_size=kv.block_size,
+        first_block=first_block,
+        blocks=block_bytes(kv.pool, first_block),
+    )
+
+
+def block_bytes(pool: BlockPool, first: int) -> bytes:
+    """A byte for each of up to MAX_SEEN blocks: its references, and whether a prefix hit can find it."""
+    return bytes(
+        [
+            min(block.ref_count, MAX_REFERENCES) | (0 if block.block_hash is None else IS_CACHED)
+            for block in pool.blocks[first : first + MAX_SEEN]
+        ]
+    )
+
+
+def _shown(scheduler: Scheduler) -> Iterator[tuple[Sequence, int | None]]:
+    """A sequence of each live request, and its place in the queue: of those that run first, and then of those that
+    wait."""
+    seen = set[Request]()
+    for sequence in scheduler.running:
+        if sequence.request not in seen:
+            seen.add(sequence.request)
+            yield sequence, None
+    for place, sequence in enumerate(chain(scheduler.waiting, scheduler.queues.held)):
+        if sequence.request not in seen:
+            seen.add(sequence.request)
+            yield sequence, place
+
+
+def _row(scheduler: Scheduler, sequence: Sequence, place: int | None, now_s: float) -> RequestRow:
+    request = sequence.request
+    table = sequence.tables[0].ids[:MAX_TABLE] if sequence.tables else []
+    host = sequence.host_ids or ()
+    return RequestRow(
+        request_id=request.request_id,
+        external_id=request.external_id,
+        status=sequence.status.value,  # type: ignore[arg-type]  # a live one is not finished
+        reason=None if sequence.status is Status.RUNNING else waiting_reason(scheduler, sequence, place or 0),
+        place=place,
+        num_samples=request.num_samples,
+        num_prompt=request.num_prompt,
+        num_cached=request.num_cached_at_start or 0,
+        num_computed=sequence.num_surely_computed,
+        num_output=request.num_generated + sum(each.num_output for each in request.sequences),
+        num_preemptions=request.num_preemptions,
+        age_s=now_s - request.queued_s,
+        num_blocks=num_held(sequence),
+        num_host_blocks=sum(len(ids) - ids.count(NULL_BLOCK) for ids in host),
+        table=array("I", table).tobytes(),
+    )
