@@ -92,7 +92,7 @@ protocol: $(STAMP)  ## write docs/protocol.md and its JSON Schema anew, after a 
 docs: $(STAMP)  ## write the tables in the documents anew, after files or folders have moved
 	$(BIN)/python scripts/docs_tables.py
 
-node-client:  ## fetch what the Node.js client needs, for the test that runs it
+node-client:  ## fetch what the Node.js client needs, for the test that runs it, and axe for the page's
 	cd scripts/node && npm ci --ignore-scripts --no-audit --no-fund
 
 bench: $(STAMP)  ## measure the engine's own cost, without a model

@@ -39,7 +39,7 @@ DIALECTS = Dialects(
     }
 )
 API_DOCS_PATHS = frozenset({"/docs", "/redoc", "/openapi.json"})
-DOCS_PATHS = frozenset(pages.PAGES) | {"/openapi.json", "/version"}
+DOCS_PATHS = frozenset({*pages.PAGES, *pages.PARTS}) | {"/openapi.json", "/version"}
 
 
 class ApiRoutes:

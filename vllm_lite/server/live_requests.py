@@ -39,7 +39,7 @@ MAX_ID_CHARS = 256
 """A longer id has no request: the engine takes none."""
 _ORDER = ("running", "swapped", "preempted", "waiting")
 """The first of them that a sample is in is the state of the whole request."""
-_WHY = {
+WHY = {
     "waits_for_seat": "all places in the batch are taken (--max-num-seqs)",
     "waits_for_adapter": "its adapter is being loaded, or others take all places for adapters (--max-loras)",
     "waits_for_budget": "the steps have no tokens left for it (--max-num-batched-tokens)",
@@ -53,6 +53,7 @@ _WHY = {
     "waits_for_workers": "the processes that compute have died, and others are about to take over",
     "waits_for_trial": "those that may have killed the workers are computed apart from all others first",
 }
+"""Reasons in words that need no numbers."""
 _context = msgspec.msgpack.Decoder(CallContext)
 
 Member = tuple[CallContext, RequestState | EndedRequest]
@@ -368,7 +369,7 @@ def _why(state: RequestState, found: AdmissionState) -> str | None:
     if found.reason == "waits_for_blocks":
         kept = f", of which {found.watermark} are kept for requests that run" if found.watermark else ""
         return f"it needs {found.required} KV blocks and {found.free} of {found.total} are free{kept}"
-    return None if found.reason is None else _WHY.get(found.reason, found.reason)
+    return None if found.reason is None else WHY.get(found.reason, found.reason)
 
 
 def as_json(value: Any, headers: dict[str, str] | None = None) -> Response:

@@ -31,6 +31,7 @@ from vllm_lite.server.calls.resumable import ResumableCalls
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.generation import Generation, ServedModel
 from vllm_lite.server.http.body import BodyReader
+from vllm_lite.server.live.routes import LiveRoutes
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.llama_cpp import LlamaCppRoutes
 from vllm_lite.server.messages.routes import MessagesRoutes
@@ -168,7 +169,7 @@ class Application:
         information = Information(config, files.tokenizer, files.template_text)
         vectors = PoolingRoutes(pooling)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information, vectors.invoked).routes()]
-        more += OperationRoutes(self.calls, live.reader, resolved).routes()
+        more += OperationRoutes(self.calls, live.reader, resolved).routes() + LiveRoutes(self.calls).routes()
         more += [*AdapterRoutes(generation).routes(), *DerenderRoutes(generation).routes()]
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, resolved.model, prompts, shown)

@@ -24,6 +24,8 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 """What needs no key. Compared with the path as the server routes it, so that no header moves it."""
 _NO_ADMIN = "vllm_lite.no_admin"
 """In a scope: why its sender is no admin, None if it is."""
+_TRUSTING = "vllm_lite.trusting"
+"""In a scope: the Callers of a server without keys, None where there are keys."""
 _KEY = "vllm_lite.key"
 """In a scope: the digest of the key that it came with, b"" if that is none of ours."""
 _REACH = "vllm_lite.reach"
@@ -80,6 +82,7 @@ class AuthMiddleware:
         scope[_KEY] = _digest_in(authorization) if is_user or is_admin else b""
         scope[_REACH] = [scope[_KEY], *([b"", *self._users, *self._admins] if is_admin else [])]
         scope[_NO_ADMIN] = None if is_admin else self._why_no_admin(authorization, scope)
+        scope[_TRUSTING] = None if self._users or self._admins else self._callers
         await self._app(scope, receive, send_with_id)
 
     def _why_no_admin(self, authorization: bytes, scope: Scope) -> ApiError | None:
@@ -108,6 +111,14 @@ def require_admin(request: Request) -> None:
     reason: ApiError | None = request.scope[_NO_ADMIN]
     if reason is not None:
         raise reason
+
+
+def require_watcher(request: Request) -> None:
+    """Raises ApiError unless its sender may see everybody's requests: an admin, or without keys a page of this server.
+    No other page can send as one of its own does: browsers say so, and the name that it calls by has been looked at."""
+    callers: Callers | None = request.scope[_TRUSTING]
+    if callers is None or callers.strangers(request.scope, but_own_pages=True) is not None:
+        require_admin(request)
 
 
 def owner_of(request: Request, call_id: str) -> str:

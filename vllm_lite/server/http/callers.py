@@ -28,6 +28,7 @@ _FORWARDED = (b"x-forwarded-", b"x-real-ip", b"forwarded", b"via")
 _PRIVATE = ("*.internal",)
 """A domain that no stranger can have a name in. Containers call their host by one."""
 _NO_PAGE = ("none", "")
+_OWN_PAGE = "same-origin"
 _SAFE = re.compile(r"[\w.:/\[\]-]{1,200}")
 
 
@@ -76,10 +77,11 @@ class Callers(NamedTuple):
         text = f"pages of {origin} (header Origin) may not call this server"
         return ApiError(403, f"{text}; start it with --allowed-origins {origin}")
 
-    def strangers(self, scope: Scope) -> str | None:
-        """Return who may have sent a request without keys that is not somebody at this machine; None if nobody."""
+    def strangers(self, scope: Scope, *, but_own_pages: bool = False) -> str | None:
+        """Return who may have sent a request without keys that is not somebody at this machine; None if nobody. Pages
+        of the server itself are strangers, too, unless `but_own_pages`."""
         headers = Headers(scope=scope)
-        if is_page(headers):
+        if is_page(headers) and not (but_own_pages and headers.get("sec-fetch-site") == _OWN_PAGE):
             return "web pages"
         if not self.is_local:
             return "a network"

@@ -1,4 +1,7 @@
-"""GET /, /docs and /redoc: files with nothing from elsewhere, so that they work without a network and tell nobody."""
+"""GET /, /docs and /redoc: files with nothing from elsewhere, so that they work without a network and tell nobody.
+
+The page at / has its style and its script beside it; those of the other are in it.
+"""
 
 import base64
 import hashlib
@@ -9,36 +12,44 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-PAGES = {"/": "welcome.html", "/docs": "docs.html", "/redoc": "docs.html"}
+PAGES = {"/": "page.html", "/docs": "docs.html", "/redoc": "docs.html"}
+PARTS = {"/page.css": "text/css", "/page.js": "text/javascript"}
 
 
 def routes() -> list[Route]:
-    return [_route(path, Path(__file__).with_name(name).read_bytes()) for path, name in PAGES.items()]
+    """Raises OSError if a file is missing."""
+    files = [(path, name, "text/html") for path, name in PAGES.items()]
+    files += [(path, path.removeprefix("/"), kind) for path, kind in PARTS.items()]
+    return [_route(path, Path(__file__).with_name(name).read_bytes(), kind) for path, name, kind in files]
 
 
-def _route(path: str, page: bytes) -> Route:
+def _route(path: str, content: bytes, kind: str) -> Route:
     headers = {
-        "Content-Security-Policy": policy(page),
+        "Content-Security-Policy": policy(content),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
     }
 
     async def show(_: Request) -> Response:
-        return Response(page, media_type="text/html", headers=headers)
+        return Response(content, media_type=kind, headers=headers)
 
     return Route(path, show, methods=["GET"])
 
 
 def policy(page: bytes) -> str:
-    """A browser runs the script of the page and no other, and lets it speak to this server only."""
-    scripts, styles = (" ".join(map(_digest, re.findall(tag, page, re.DOTALL))) for tag in _INLINE)
+    """A browser runs the script of the page, or the files of this server if it has none in it, and no other, and lets
+    it speak to this server only."""
+    scripts, styles = (
+        " ".join(map(_digest, re.findall(tag, page, re.DOTALL))) or "'self'" for tag in (_SCRIPT, _STYLE)
+    )
     return (
-        f"default-src 'none'; connect-src 'self'; script-src {scripts}; style-src {styles}; "
+        f"default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src {scripts}; style-src {styles}; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
-_INLINE = (rb"<script>(.*?)</script>", rb"<style>(.*?)</style>")
+_SCRIPT, _STYLE = rb"<script>(.*?)</script>", rb"<style>(.*?)</style>"
 
 
 def _digest(text: bytes) -> str:

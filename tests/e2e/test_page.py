@@ -1,0 +1,264 @@
+"""The page at / in a real browser: from nothing to why a request waits in three clicks; hostile texts stay texts."""
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.deadlines import scaled
+from tests.http_server import Server, client, serving
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+AXE = Path(__file__).parents[2] / "scripts" / "node" / "node_modules" / "axe-core" / "axe.min.js"
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+HOSTILE = [
+    f"{opening}{code}{closing}"
+    for code in ("window.pwned=1", "fetch('//evil')", "alert(1)", "document.title='pwned'", "location='//evil'")
+    for opening, closing in (
+        ("<script>", "</script>"),
+        ('<img src=x onerror="', '">'),
+        ("<svg onload='", "'>"),
+        ('"><iframe srcdoc="<script>', '</script>">'),
+        ("javascript:", ""),
+        ("</span><script>", "</script><span>"),
+        ("<a href='javascript:", "'>click</a>"),
+        ("```html\n<script>", "</script>\n```"),
+        ("<body onpageshow=", ">"),
+        ("<details open ontoggle=", ">"),
+        ("<math><mtext><style><img title='</style><img src onerror=", "'>"),
+        ("{{constructor.constructor('", "')()}}"),
+        ("${", "}"),
+        ("&lt;script&gt;", "&lt;/script&gt;"),
+        ("<object data='data:text/html,<script>", "</script>'>"),
+        ("<base href='//evil/'><script src='", "'></script>"),
+        ("<meta http-equiv=refresh content='0;url=javascript:", "'>"),
+        ("<form action='javascript:", "'><button autofocus>"),
+        ("\u2028</title><script>", "</script>"),
+        ("<input autofocus onfocus=", ">"),
+        ("<video><source onerror=", ">"),
+        ("<template><script>", "</script></template>"),
+        ("<!--><script>", "</script>-->"),
+        ("<x onclick=", " style=position:fixed;inset:0>"),
+        ("<style>@import'//evil';", "</style>"),
+        ("<link rel=stylesheet href='//evil?", "'>"),
+        ("<embed src='javascript:", "'>"),
+        ("<marquee onstart=", ">"),
+        ("<button popovertarget=x>", "</button><p popover id=x onbeforetoggle=alert(1)>"),
+        ("<select autofocus onfocus=", ">"),
+        ("\x00<script>", "</script>"),
+        ("<ScRiPt>", "</sCrIpT>"),
+        ("<svg><animate onbegin=", " attributeName=x>"),
+        ("<noscript><p title='</noscript><img src=x onerror=", "'>"),
+        ("<textarea></textarea><script>", "</script>"),
+        ("<isindex type=image src=1 onerror=", ">"),
+        ("%3Cscript%3E", "%3C/script%3E"),
+        ("<iframe src='data:text/html,<script>", "</script>'>"),
+        ("<div contenteditable autofocus onfocusin=", ">"),
+        ("<dialog open onclose=", "><form method=dialog>"),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--num-gpu-blocks-override", "100", "--max-num-seqs", "2") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: Server) -> Iterator[Any]:
+    """The page, open. What it says on its console as an error fails the test."""
+    context = browser.new_context(viewport={"width": 1100, "height": 900})
+    context.set_default_timeout(scaled(30_000))
+    opened = context.new_page()
+    faults: list[str] = []
+    opened.on("pageerror", lambda error: faults.append(str(error)))
+    opened.on("console", lambda said: faults.append(said.text) if is_fault(said) else None)
+    opened.on("dialog", lambda dialog: dismiss(dialog, faults))
+    opened.goto(server.url)
+    opened.wait_for_selector("#served:has-text('context of')")
+    yield opened
+    context.close()
+    assert not faults
+
+
+def dismiss(dialog: Any, noted: list[str]) -> None:
+    noted.append("a dialog")
+    dialog.dismiss()
+
+
+def is_fault(said: Any) -> bool:
+    """Whether a message on the console is an error of the page; the browser writes down refusals, too."""
+    return said.type == "error" and "status of 400" not in said.text
+
+
+def long_requests(server: Server, count: int) -> list[threading.Thread]:
+    """Requests that run until they are aborted, or their 1,500 tokens are there."""
+    body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
+
+    def ask(number: int) -> None:
+        with client(server) as http:
+            http.post("/v1/completions", json=body | {"request_id": f"r{number}"}, timeout=scaled(60)).read()
+
+    asked = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    for thread in asked:
+        thread.start()
+    return asked
+
+
+def test_from_an_empty_page_to_why_a_request_waits_in_three_clicks(page: Any, server: Server) -> None:
+    asked = long_requests(server, 8)
+    page.click("text=Live")
+    page.click("tr:has(td:text-is('waiting')) td button")
+    sentence = page.inner_text("#why-sentence")
+    assert re.match(r"It (waits: .*(queue|batch|blocks|turn|step|computed).*|runs)\.", sentence), sentence
+    assert "prompt" in page.inner_text("#why-facts")
+    page.click("#why button")
+    assert page.is_hidden("#why")
+    for thread in asked:
+        thread.join(scaled(60))
+    page.wait_for_selector("#live p:has-text('no request is live')")
+
+
+def test_numbers_are_those_of_metrics(page: Any, server: Server) -> None:
+    page.click("text=Live")
+    page.wait_for_selector("dt:text-is('running')")
+    with client(server) as http:
+        http.post("/v1/completions", json={"prompt": "Once upon a time " * 9, "max_tokens": 3}).raise_for_status()
+        families = text_string_to_metric_families(http.get("/metrics").text)
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    cached, prompt = values["vllm:prompt_tokens_cached_total"], values["vllm:prompt_tokens_total"]
+    mean_ms = 1e3 * values["vllm:time_to_first_token_seconds_sum"] / values["vllm:time_to_first_token_seconds_count"]
+    expected = {
+        "running": "0",
+        "preempted": f"{values['vllm:num_preemptions_total']:,.0f}",
+        "prompts cached": f"{100 * cached / prompt:.0f} %",
+        "first token": f"{mean_ms:.1f} ms",
+    }
+    for name, value in expected.items():
+        page.wait_for_selector(f"div:has(> dt:text-is('{name}')) > dd:text-is('{value}')")
+    shown = page.inner_text(".legend")
+    assert f"free, but cached: {values['vllm_lite:kv_blocks_cached']:,.0f}" in shown
+
+
+def test_a_chat_streams_stops_is_edited_and_is_there_again(page: Any, server: Server) -> None:
+    page.fill("#question", "Tell me a story.")
+    page.press("#question", "Enter")
+    page.wait_for_selector("#gauge:has-text('prompt tokens were cached')")
+    story = page.inner_text(".assistant .text")
+    assert len(story) > 20
+    page.reload()
+    page.wait_for_selector(".assistant .text")
+    assert page.inner_text(".assistant .text") == story, "the browser keeps it"
+    page.click("text=Retry")
+    page.wait_for_selector("#gauge:has-text('prompt tokens were cached')")
+    page.click("text=Edit")
+    assert page.input_value("#question") == "Tell me a story."
+    assert page.locator("#messages article").count() == 0
+    page.click("summary")
+    page.fill("#max_tokens", "3")
+    page.press("#question", "Enter")
+    page.wait_for_selector("#gauge:has-text('· 3 tokens')")
+    page.fill("#max_tokens", "0")
+    page.fill("#question", "More?")
+    page.click("#send")
+    assert "max_tokens" in page.inner_text("#messages .error")
+    page.click("#new")
+    assert page.locator("#messages article").count() == 0
+
+
+def test_the_keyboard_is_enough(page: Any) -> None:
+    page.focus("#tab-chat")
+    page.keyboard.press("ArrowRight")
+    assert page.is_visible("#live")
+    page.keyboard.press("ArrowRight")
+    assert page.is_visible("#model")
+    assert "from openai import OpenAI" in page.inner_text("#python")
+    page.keyboard.press("ArrowRight")
+    assert page.is_visible("#chat")
+    assert page.evaluate("document.activeElement.id") == "tab-chat"
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: make node-client")
+@pytest.mark.parametrize("tab", ["Chat", "Live", "Model"])
+def test_a_screen_reader_finds_its_way(page: Any, tab: str) -> None:
+    page.click(f"text={tab} >> nth=0")
+    page.wait_for_timeout(100)
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found["violations"]] == []
+
+
+def hostile_live() -> bytes:
+    """A look in which every text is hostile."""
+    numbers = dict.fromkeys(("place", "samples", "prompt", "cached", "computed", "output", "preemptions", "since"), 1)
+    row = {**numbers, "state": "waiting", "blocks": 1, "host_blocks": 0, "table": [1]}
+    requests = {text: {**row, "id": text, "reason": text, "why": text} for text in HOSTILE}
+    counts = dict.fromkeys(re.findall(r"counts\.(\w+)", PAGE_JS.read_text()), 1) | {"generated_tokens": 1}
+    step = {"number": 1, "tokens": 1, "prefill": 0, "sequences": 1}
+    engine = {
+        "model": HOSTILE[0], "state": HOSTILE[1], "max_model_len": 9, "block_size": 16, "num_requests": len(HOSTILE),
+        "step": step, "counts": counts, "times": {}, "requests": requests, "blocks": {"first": 0, "bytes": "AAE="},
+    }  # fmt: skip
+    return b"event: snapshot\ndata: " + json.dumps({"time": 1.0, "engines": {"0": engine}}).encode() + b"\n\n"
+
+
+SAID = """text => [{role: "user", content: text}, {
+    role: "assistant", content: text, reasoning: text, tool_calls: [{function: {name: text, arguments: text}}]}]"""
+PAGE_JS = Path(__file__).parents[2] / "vllm_lite" / "server" / "pages" / "page.js"
+
+
+def test_hostile_texts_stay_texts(browser: Any, server: Server) -> None:
+    assert len(HOSTILE) == 200
+    context = browser.new_context()
+    context.set_default_timeout(scaled(30_000))
+    page = context.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("dialog", lambda dialog: dismiss(dialog, asked))
+    calls = [{"index": 0, "function": {"name": HOSTILE[3], "arguments": HOSTILE[4]}}]
+    said = {"content": HOSTILE[1], "reasoning": HOSTILE[2], "tool_calls": calls}
+    event = json.dumps({"choices": [{"delta": said}]})
+
+    def answer(route: Any) -> None:
+        route.fulfill(body=f"data: {event}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+
+    def refuse(route: Any) -> None:
+        route.fulfill(status=400, body=json.dumps({"error": {"message": HOSTILE[1]}}))
+
+    page.route("**/v1/chat/completions", answer)
+    page.route("**/v1/live", lambda route: route.fulfill(body=hostile_live(), content_type="text/event-stream"))
+    page.route("**/v1/requests/**", refuse)
+    card = {"id": HOSTILE[0], "max_model_len": 9, "root": HOSTILE[1], "chat_template": HOSTILE[2]}
+    page.route("**/v1/models", lambda route: route.fulfill(body=json.dumps({"data": [card]})))
+    page.goto(server.url)
+    page.evaluate(f"texts => {{ messages = texts.flatMap({SAID}); draw() }}", HOSTILE)
+    page.fill("#question", HOSTILE[0])
+    page.press("#question", "Enter")
+    page.wait_for_selector("#messages article >> nth=401", state="attached")
+    page.click("text=Live")
+    page.wait_for_selector("tbody tr >> nth=199")
+    page.click("tbody tr button >> nth=0")
+    page.click("#why button")
+    page.click("text=Model")
+    assert page.evaluate("window.pwned") is None
+    assert page.title() == "vllm_lite"
+    assert page.evaluate("document.scripts.length") == 1
+    assert [url for url in asked if not url.startswith((server.url, "data:"))] == []
+    assert page.url == f"{server.url}/"
+    context.close()

@@ -1,0 +1,147 @@
+"""Snapshots: an engine's requests, blocks and counts as JSON, and what of them has changed.
+
+Names of counts are those of Stats, which /metrics has as well; both are of the same counters.
+"""
+
+from array import array
+from base64 import b64encode
+from typing import Any
+
+from vllm_lite.protocol.api import Stats, Welcome
+from vllm_lite.protocol.histograms import Histogram
+from vllm_lite.protocol.view import EngineView, RequestRow
+from vllm_lite.server.live_requests import WHY
+
+MAX_SHOWN = 1 << 16
+"""Blocks of an engine that are shown, one byte each; those of larger pools are counted only."""
+COUNTS = (
+    "num_running",
+    "num_waiting",
+    "num_blocks",
+    "num_used_blocks",
+    "num_cached_blocks",
+    "num_host_blocks",
+    "num_used_host_blocks",
+    "num_stored_keys",
+    "num_writing_blocks",
+    "steps",
+    "prompt_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "preemptions",
+    "swaps",
+    "host_hits",
+    "loaded_tokens",
+    "copied_blocks",
+    "swapped_out_blocks",
+    "swapped_in_blocks",
+    "draft_tokens",
+    "accepted_tokens",
+    "life",
+    "generation",
+)
+TIMES = ("first_token_s", "token_gap_s", "queue_s")
+Snapshot = dict[str, Any]
+
+
+class EngineSnapshot:
+    """One engine as its watchers see it. It is kept from look to look, as a view has a part of the blocks only."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.next_block = 0
+        """The first block that the next look asks for: the part behind the last one, and then the first again."""
+        self._blocks = bytearray()
+        self._head: Snapshot = {}
+        self._requests: dict[str, Snapshot] = {}
+
+    def look(self, engine: Welcome, stats: Stats, view: EngineView, now_s: float) -> Snapshot:
+        """Take in what the engine said, and return what of it has changed since the last look: of a request the fields
+        that have, or None when it has ended."""
+        before, requests = self._requests, {row.request_id: row_of(row, now_s) for row in view.rows}
+        for key in requests.keys() & before.keys():
+            requests[key]["since"] = before[key]["since"]
+        head = {
+            "model": stats.model or engine.model,
+            "state": state_of(stats),
+            "max_model_len": engine.max_model_len,
+            "block_size": view.block_size,
+            "num_requests": view.num_requests,
+            "step": {
+                "number": view.step,
+                "tokens": view.step_tokens,
+                "prefill": view.step_prefill,
+                "sequences": view.step_samples,
+            },
+            "counts": {name: getattr(stats, name) for name in COUNTS},
+            "times": times_of(stats),
+        }
+        changes = {key: _changed(before.get(key, {}), row) for key, row in requests.items()}
+        changed = {key: fields for key, fields in changes.items() if fields}
+        gone = dict.fromkeys(before.keys() - requests.keys())
+        self._requests, self._head = requests, head
+        return {**head, "requests": {**gone, **changed}, "blocks": self._changed_blocks(view)}
+
+    def whole(self) -> Snapshot:
+        """Everything, for a watcher that has seen nothing yet."""
+        return {**self._head, "requests": self._requests, "blocks": _blocks(0, self._blocks)}
+
+    _next = 0
+
+    def _changed_blocks(self, view: EngineView) -> Snapshot | None:
+        shown = min(view.num_blocks, MAX_SHOWN)
+        if len(self._blocks) != shown:
+            self._blocks = bytearray(shown)
+        first = view.first_block
+        new = view.blocks[: max(0, shown - first)]
+        after = first + len(view.blocks)
+        self.next_block = after if 0 < after < shown else 0
+        if self._blocks[first : first + len(new)] == new:
+            return None
+        self._blocks[first : first + len(new)] = new
+        return _blocks(first, new)
+
+
+def _blocks(first: int, blocks: bytes | bytearray) -> Snapshot:
+    return {"first": first, "bytes": b64encode(blocks).decode()}
+
+
+def _changed(before: Snapshot, now: Snapshot) -> Snapshot:
+    return {field: value for field, value in now.items() if before.get(field, before) != value}
+
+
+def row_of(row: RequestRow, now_s: float) -> Snapshot:
+    """A request, which came at `since`. Its table is that of its first group of layers, by physical block."""
+    name = row.external_id or row.request_id
+    return {
+        "id": name.rpartition("~")[0] or name,  # a name has the digest of its owner's key behind it
+        "state": row.status,
+        "reason": row.reason,
+        "why": None if row.reason is None else WHY.get(row.reason),
+        "place": row.place,
+        "samples": row.num_samples,
+        "prompt": row.num_prompt,
+        "cached": row.num_cached,
+        "computed": row.num_computed,
+        "output": row.num_output,
+        "preemptions": row.num_preemptions,
+        "since": round(now_s - row.age_s, 1),
+        "blocks": row.num_blocks,
+        "host_blocks": row.num_host_blocks,
+        "table": array("I", row.table).tolist(),
+    }
+
+
+def state_of(stats: Stats) -> str:
+    """The engine's state, in a word or a sentence."""
+    if stats.recovering:
+        return f"recovering: {stats.recovering}"
+    if stats.sleep_level is not None:
+        return f"asleep (level {stats.sleep_level})"
+    return "paused" if stats.is_paused else "serving"
+
+
+def times_of(stats: Stats) -> dict[str, list[float]]:
+    """The sum in seconds and the count of each measured time, so that two looks give the mean between them."""
+    measured: dict[str, Histogram] = {name: getattr(stats.requests, name) for name in TIMES if stats.requests}
+    return {name: [round(each.sum, 6), sum(each.counts)] for name, each in measured.items()}

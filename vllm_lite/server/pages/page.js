@@ -1,0 +1,618 @@
+"use strict"
+// The page at /: a chat, what the engines do (GET v1/live), and what is served. No text of a model, a user or a server
+// ever becomes markup: everything is set as textContent.
+
+const $ = id => document.getElementById(id)
+const headers = () => $("key").value ? {Authorization: `Bearer ${$("key").value}`} : {}
+const number = value => Math.round(value).toLocaleString("en")
+
+function make(tag, {text, ...properties} = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), properties)
+  if (text !== undefined) node.textContent = text
+  node.append(...children)
+  return node
+}
+
+async function said(answer) {
+  const text = await answer.text()
+  try { return JSON.parse(text).error.message } catch { return `${answer.status} ${text.slice(0, 300)}` }
+}
+
+/** The events of a stream, as [kind, data]. */
+async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader()
+  for (let text = "";;) {
+    const {done, value} = await reader.read()
+    if (done) return
+    const parts = (text += value).split("\n\n")
+    text = parts.pop()
+    for (const part of parts) {
+      const lines = part.split("\n")
+      const field = name => lines.find(line => line.startsWith(`${name}: `))?.slice(name.length + 2)
+      const data = field("data")
+      if (data !== undefined && data !== "[DONE]") yield [field("event") ?? "message", JSON.parse(data)]
+    }
+  }
+}
+
+// ---- tabs
+
+const tabs = [...document.querySelectorAll("[role=tab]")]
+
+function open(tab) {
+  for (const each of tabs) {
+    const chosen = each === tab
+    each.setAttribute("aria-selected", chosen)
+    each.tabIndex = chosen ? 0 : -1
+    $(each.getAttribute("aria-controls")).hidden = !chosen
+  }
+  if (tab.id === "tab-live") watch()
+  else watching?.abort()
+}
+
+for (const tab of tabs) {
+  tab.addEventListener("click", () => open(tab))
+  tab.addEventListener("keydown", event => {
+    const step = {ArrowRight: 1, ArrowLeft: -1}[event.key]
+    if (!step) return
+    const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length]
+    next.focus()
+    open(next)
+  })
+}
+
+// ---- what is served
+
+let model = "MODEL", context = 0
+
+function list(place, pairs) {
+  place.replaceChildren(...pairs.flatMap(([name, value]) => [
+    make("dt", {text: name}),
+    make("dd", {text: typeof value === "object" ? JSON.stringify(value) : String(value)}),
+  ]))
+}
+
+async function look() {
+  const base = new URL(".", location.href).href.replace(/\/$/, "")
+  try {
+    const answer = await fetch("v1/models", {headers: headers()})
+    if (answer.ok) {
+      const cards = (await answer.json()).data
+      model = cards[0].id
+      context = cards[0].max_model_len
+      $("served").textContent = `${model}, with a context of ${number(context)} tokens`
+      list($("card"), Object.entries(cards[0]).filter(([, value]) => value !== null))
+    } else $("served").textContent = await said(answer)
+  } catch (error) { $("served").textContent = `The server does not answer: ${error.message}` }
+  $("curl").textContent = `curl ${base}/v1/chat/completions -H 'Content-Type: application/json' \\
+  -d '{"model": "${model}", "messages": [{"role": "user", "content": "Hello!"}]}'`
+  $("python").textContent = `from openai import OpenAI
+
+client = OpenAI(base_url="${base}/v1", api_key="none")
+answer = client.chat.completions.create(model="${model}", messages=[{"role": "user", "content": "Hello!"}])
+print(answer.choices[0].message.content)`
+}
+
+for (const place of [$("curl"), $("python")]) {
+  const button = make("button", {text: "Copy", type: "button"})
+  button.addEventListener("click", async () => {
+    try { await navigator.clipboard.writeText(place.textContent) } catch { getSelection().selectAllChildren(place) }
+  })
+  place.before(button)
+}
+
+// ---- chat
+
+const STORED = "vllm_lite chat"
+let messages = stored(), images = [], running = null
+
+function stored() {
+  try { return JSON.parse(localStorage.getItem(STORED)) ?? [] } catch { return [] }
+}
+
+function keep() {
+  try { localStorage.setItem(STORED, JSON.stringify(messages)) } catch { /* full: the chat goes on without */ }
+}
+
+const textOf = content => typeof content === "string" ? content :
+  content.filter(part => part.type === "text").map(part => part.text).join("")
+
+/** A text with its fenced code in boxes of its own. */
+function shown(text) {
+  const place = make("div", {className: "text"})
+  text.split(/^```/m).forEach((part, index) => {
+    if (index % 2) place.append(make("pre", {text: part.replace(/^[^\n]*\n/, ""), tabIndex: 0}))
+    else if (part) place.append(make("span", {text: part}))
+  })
+  return place
+}
+
+function article(message, index) {
+  const node = make("article", {className: message.role})
+  if (message.reasoning) node.append(make("details", {}, make("summary", {text: "Reasoning"}), shown(message.reasoning)))
+  for (const part of Array.isArray(message.content) ? message.content : [])
+    if (part.type === "image_url") node.append(make("img", {src: part.image_url.url, alt: "image that was sent"}))
+  if (message.content) node.append(shown(textOf(message.content)))
+  for (const call of message.tool_calls ?? [])
+    node.append(make("pre", {text: `${call.function.name}(${call.function.arguments})`, tabIndex: 0}))
+  if (index !== undefined) {
+    const name = message.role === "user" ? "Edit" : "Retry"
+    const button = make("button", {text: name, type: "button"})
+    button.addEventListener("click", () => message.role === "user" ? edit(index) : retry(index))
+    node.append(make("div", {className: "tools"}, button))
+  }
+  return node
+}
+
+function draw() {
+  $("messages").replaceChildren(...messages.map(article))
+  $("messages").scrollTop = $("messages").scrollHeight
+}
+
+function fail(text) {
+  $("messages").append(make("article", {className: "error", text}))
+  $("messages").scrollTop = $("messages").scrollHeight
+}
+
+function edit(index) {
+  if (running) return
+  $("question").value = textOf(messages[index].content)
+  messages.length = index
+  keep()
+  draw()
+  $("question").focus()
+}
+
+function retry(index) {
+  if (running) return
+  messages.length = index
+  draw()
+  answer()
+}
+
+function sampling() {
+  const given = ["temperature", "top_p", "max_tokens"].filter(name => $(name).value !== "")
+  return Object.fromEntries(given.map(name => [name, Number($(name).value)]))
+}
+
+function body() {
+  const system = $("system").value ? [{role: "system", content: $("system").value}] : []
+  const asked = messages.map(({role, content}) => ({role, content}))
+  return {model, messages: [...system, ...asked], stream: true, stream_options: {include_usage: true}, ...sampling()}
+}
+
+function merge(message, delta) {
+  for (const name of ["content", "reasoning"]) if (delta[name]) message[name] = (message[name] ?? "") + delta[name]
+  for (const call of delta.tool_calls ?? []) {
+    const calls = message.tool_calls ??= []
+    const known = calls[call.index] ??= {function: {name: "", arguments: ""}}
+    known.function.name += call.function?.name ?? ""
+    known.function.arguments += call.function?.arguments ?? ""
+  }
+}
+
+async function answer() {
+  running = new AbortController()
+  $("send").textContent = "Stop"
+  const message = {role: "assistant", content: ""}
+  const asked = performance.now()
+  let place = null, began = null, usage = null, drawn = false
+  const redraw = () => {
+    drawn = false
+    const next = article(message)
+    place ? place.replaceWith(next) : $("messages").append(next)
+    place = next
+    $("messages").scrollTop = $("messages").scrollHeight
+  }
+  try {
+    const response = await fetch("v1/chat/completions", {
+      method: "POST", signal: running.signal, headers: {"Content-Type": "application/json", ...headers()},
+      body: JSON.stringify(body()),
+    })
+    if (!response.ok) throw new Error(await said(response))
+    for await (const [, event] of events(response)) {
+      if (event.error) throw new Error(event.error.message)
+      usage = event.usage ?? usage
+      const delta = event.choices?.[0]?.delta
+      if (!delta) continue
+      began ??= performance.now()
+      merge(message, delta)
+      if (!drawn) { drawn = true; requestAnimationFrame(redraw) }
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") fail(error.message)
+  } finally {
+    if (message.content || message.tool_calls || message.reasoning) messages.push(message)
+    if (usage) measure(usage, asked, began ?? asked)
+    running = null
+    $("send").textContent = "Send"
+    keep()
+    if (messages.at(-1) === message) draw()
+  }
+}
+
+function measure(usage, asked, began) {
+  const now = performance.now(), took = now - began > 100 ? now - began : now - asked  // a short answer comes at once
+  const speed = usage.completion_tokens / Math.max(0.001, took / 1000)
+  const cached = usage.prompt_tokens_details?.cached_tokens ?? 0
+  const share = context ? ` of ${number(context)} (${Math.round(100 * usage.total_tokens / context)} %)` : ""
+  $("gauge").textContent = `context ${number(usage.total_tokens)}${share} · ${number(usage.completion_tokens)} tokens, ` +
+    `${number(speed)} a second · ${number(cached)} of ${number(usage.prompt_tokens)} prompt tokens were cached`
+}
+
+function ask(text) {
+  const parts = images.map(url => ({type: "image_url", image_url: {url}}))
+  messages.push({role: "user", content: parts.length ? [...parts, {type: "text", text}] : text})
+  images = []
+  drawImages()
+  keep()
+  draw()
+  answer()
+}
+
+function drawImages() {
+  $("images").hidden = !images.length
+  $("images").replaceChildren(...images.map(url => make("li", {}, make("img", {src: url, alt: "image to send"}))))
+}
+
+function take(files) {
+  for (const file of files) {
+    if (!file.type.startsWith("image/")) continue
+    const reader = new FileReader()
+    reader.addEventListener("load", () => { images.push(reader.result); drawImages() })
+    reader.readAsDataURL(file)
+  }
+}
+
+$("ask").addEventListener("submit", event => {
+  event.preventDefault()
+  const text = $("question").value.trim()
+  if (running) running.abort()
+  else if (text) { $("question").value = ""; ask(text) }
+})
+$("question").addEventListener("keydown", event => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return
+  event.preventDefault()
+  $("ask").requestSubmit()
+})
+$("new").addEventListener("click", () => {
+  running?.abort()
+  messages = []
+  $("gauge").textContent = ""
+  keep()
+  draw()
+})
+$("chat").addEventListener("dragover", event => { event.preventDefault(); $("chat").classList.add("dropping") })
+$("chat").addEventListener("dragleave", () => $("chat").classList.remove("dropping"))
+$("chat").addEventListener("drop", event => {
+  event.preventDefault()
+  $("chat").classList.remove("dropping")
+  take(event.dataTransfer.files)
+})
+$("question").addEventListener("paste", event => take(event.clipboardData.files))
+
+// ---- live
+
+const NUM_KEPT = 120, AGAIN_MS = 2000, CACHED = 0x80, NULL_BLOCK = 0
+const RANK = ["running", "swapped", "preempted", "waiting"]
+let watching = null, engines = new Map(), chosen = null, due = false
+
+async function watch() {
+  if (watching) return
+  watching = new AbortController()
+  const {signal} = watching
+  while (!signal.aborted) {
+    try {
+      const answer = await fetch("v1/live", {headers: headers(), signal})
+      if (!answer.ok) throw new Error(await said(answer))
+      $("connection").textContent = "live"
+      for await (const [kind, data] of events(answer)) absorb(kind, data)
+      throw new Error("the server has ended the stream")
+    } catch (error) {
+      if (signal.aborted) break
+      $("connection").textContent = `not connected: ${error.message}; trying again`
+    }
+    await new Promise(resolve => setTimeout(resolve, AGAIN_MS))
+  }
+  watching = null
+}
+
+/** A snapshot has everything, an update what has changed. */
+function absorb(kind, data) {
+  if (kind === "snapshot") for (const engine of engines.values()) engine.requests.clear()
+  for (const [name, said] of Object.entries(data.engines)) {
+    if (said === null) { engines.get(name)?.node.remove(); engines.delete(name); continue }
+    if (!engines.has(name)) engines.set(name, newEngine(name))
+    const engine = engines.get(name), {requests, blocks, ...head} = said
+    engine.before = engine.head && {head: engine.head, time: engine.time}
+    engine.head = head
+    engine.time = data.time
+    for (const [key, fields] of Object.entries(requests)) {
+      if (fields === null) engine.requests.delete(key)
+      else engine.requests.set(key, Object.assign(engine.requests.get(key) ?? {}, fields))
+    }
+    if (blocks) put(engine, blocks)
+    remember(engine)
+  }
+  if (!due) { due = true; requestAnimationFrame(drawEngines) }
+}
+
+function put(engine, {first, bytes}) {
+  const text = atob(bytes)
+  if (engine.blocks.length < first + text.length) {
+    const longer = new Uint8Array(first + text.length)
+    longer.set(engine.blocks)
+    engine.blocks = longer
+  }
+  for (let index = 0; index < text.length; index++) engine.blocks[first + index] = text.charCodeAt(index)
+}
+
+function rate(engine, name) {
+  const {head, before} = engine
+  if (!before || engine.time <= before.time) return 0
+  return Math.max(0, (head.counts[name] - before.head.counts[name]) / (engine.time - before.time))
+}
+
+function mean(engine, name) {
+  const [total, count] = engine.head.times[name] ?? [0, 0]
+  return count ? `${(1000 * total / count).toFixed(1)} ms` : "–"
+}
+
+const SERIES = {
+  "tokens/s": engine => rate(engine, "generated_tokens"),
+  "waiting": engine => engine.head.counts.num_waiting,
+  "KV blocks held": engine => engine.head.counts.num_used_blocks,
+}
+
+function remember(engine) {
+  for (const [name, read] of Object.entries(SERIES)) {
+    engine.series[name].push(read(engine))
+    if (engine.series[name].length > NUM_KEPT) engine.series[name].shift()
+  }
+}
+
+function newEngine(name) {
+  const parts = {
+    title: make("h2"), figures: make("dl", {className: "figures"}), step: make("div", {className: "step"}),
+    stepText: make("p"), map: make("canvas", {className: "map"}), block: make("p", {className: "block"}),
+    legend: make("ul", {className: "legend"}), rows: make("tbody"), more: make("p"),
+    lines: Object.fromEntries(Object.keys(SERIES).map(each => [each, make("canvas", {width: 160, height: 28})])),
+  }
+  parts.map.setAttribute("role", "img")
+  const head = make("tr", {}, ...COLUMNS.map(([title, kind]) => make("th", {text: title, className: kind, scope: "col"})))
+  const lines = make("dl", {className: "figures"}, ...Object.entries(parts.lines).map(([title, canvas]) => {
+    canvas.setAttribute("role", "img")
+    canvas.setAttribute("aria-label", `${title} in the last minute`)
+    return make("div", {}, make("dt", {text: title}), make("dd", {}, canvas))
+  }))
+  const scroller = make("div", {className: "rows", tabIndex: 0}, make("table", {}, make("thead", {}, head), parts.rows))
+  scroller.setAttribute("role", "region")
+  scroller.setAttribute("aria-label", "requests")
+  const node = make("section", {className: "engine"}, parts.title, parts.figures, parts.step, parts.stepText, lines,
+    parts.map, parts.legend, parts.block, scroller, parts.more)
+  $("engines").append(node)
+  const engine = {
+    name, node, parts, requests: new Map(), blocks: new Uint8Array(0), head: null, before: null, time: 0, cell: 1,
+    series: Object.fromEntries(Object.keys(SERIES).map(each => [each, []])),
+  }
+  parts.map.addEventListener("mousemove", event => tell(engine, event))
+  return engine
+}
+
+function drawEngines() {
+  due = false
+  readColours()
+  for (const engine of engines.values()) drawEngine(engine)
+}
+
+function drawEngine(engine) {
+  const {head, parts} = engine, {counts, step} = head
+  parts.title.textContent = `${head.model.replace(/\/$/, "").split("/").at(-1)} · ${head.state}`
+  const hits = counts.prompt_tokens ? `${Math.round(100 * counts.cached_tokens / counts.prompt_tokens)} %` : "–"
+  figures(parts.figures, {
+    "running": number(counts.num_running), "waiting": number(counts.num_waiting),
+    "tokens/s": number(rate(engine, "generated_tokens")), "first token": mean(engine, "first_token_s"),
+    "between tokens": mean(engine, "token_gap_s"), "queue": mean(engine, "queue_s"), "prompts cached": hits,
+    "preempted": number(counts.preemptions), "swapped": number(counts.swaps),
+    "drafts right": counts.draft_tokens ? `${number(counts.accepted_tokens)} of ${number(counts.draft_tokens)}` : "–",
+    "blocks copied": number(counts.copied_blocks),
+    "on the host": number(counts.num_used_host_blocks), "on disk": number(counts.num_stored_keys),
+  })
+  const decode = Math.max(0, step.tokens - step.prefill)
+  parts.step.replaceChildren(...[["decode", decode], ["prefill", step.prefill]].map(([kind, count]) => {
+    const bar = make("div", {className: kind})
+    bar.style.flex = String(count)
+    return bar
+  }))
+  parts.stepText.textContent = step.tokens ?
+    `step ${number(step.number)}: ${number(step.sequences)} sequences, ${number(decode)} tokens of outputs and drafts, ` +
+    `${number(step.prefill)} of prompts` : `step ${number(step.number)}: nothing to compute`
+  for (const [name, canvas] of Object.entries(parts.lines)) line(canvas, engine.series[name])
+  drawMap(engine)
+  drawRows(engine)
+}
+
+function figures(place, values) {
+  if (place.childElementCount !== Object.keys(values).length)
+    place.replaceChildren(...Object.keys(values).map(name => make("div", {}, make("dt", {text: name}), make("dd"))))
+  Object.values(values).forEach((value, index) => { place.children[index].lastChild.textContent = value })
+}
+
+const NAMES = ["free", "evictable", "held", "shared", "chosen"]
+let colours = {}
+
+/** Read the colours of the style, which change with the scheme. */
+function readColours() {
+  const style = getComputedStyle(document.documentElement)
+  colours = Object.fromEntries(NAMES.map(name => [name, style.getPropertyValue(`--${name}`).trim()]))
+}
+
+function line(canvas, values) {
+  const pen = canvas.getContext("2d"), most = Math.max(1, ...values), step = canvas.width / (NUM_KEPT - 1)
+  pen.clearRect(0, 0, canvas.width, canvas.height)
+  pen.strokeStyle = colours.held
+  pen.beginPath()
+  values.forEach((value, index) => pen.lineTo(index * step, canvas.height - 2 - (canvas.height - 4) * value / most))
+  pen.stroke()
+}
+
+// ---- the map of the pool
+
+const KINDS = ["free", "evictable", "held", "shared"]
+
+function kindOf(byte) {
+  const references = byte & ~CACHED
+  if (references > 1) return "shared"
+  return references ? "held" : byte & CACHED ? "evictable" : "free"
+}
+
+/** The blocks that requests hold now: a view has a part of the pool only, so tables may know more. */
+function owners(engine) {
+  const found = new Map()
+  for (const request of engine.requests.values())
+    request.table.forEach((block, index) => {
+      if (block !== NULL_BLOCK) (found.get(block) ?? found.set(block, []).get(block)).push([request, index])
+    })
+  return found
+}
+
+function drawMap(engine) {
+  const {map, legend} = engine.parts, held = owners(engine)
+  const total = Math.max(engine.blocks.length - 1, 1), width = Math.max(200, map.clientWidth || 800)
+  const cell = engine.cell = Math.max(2, Math.min(14, Math.floor(Math.sqrt(width * 120 / total))))
+  const columns = engine.columns = Math.max(1, Math.floor(width / cell))
+  map.width = width
+  map.height = Math.ceil(total / columns) * cell
+  const pen = map.getContext("2d"), counts = Object.fromEntries(KINDS.map(kind => [kind, 0]))
+  const marked = new Set(engine.requests.get(chosen)?.table)
+  const size = cell > 3 ? cell - 1 : cell
+  for (let block = 1; block < engine.blocks.length; block++) {
+    let kind = kindOf(engine.blocks[block])
+    if (held.has(block)) kind = held.get(block).length > 1 || kind === "shared" ? "shared" : "held"
+    counts[kind]++
+    pen.fillStyle = colours[marked.has(block) ? "chosen" : kind]
+    pen.fillRect((block - 1) % columns * cell, Math.floor((block - 1) / columns) * cell, size, size)
+  }
+  const texts = {free: "free", evictable: "free, but cached", held: "held by one", shared: "held by several"}
+  legend.replaceChildren(...KINDS.map(kind => make("li", {className: kind, text: `${texts[kind]}: ${number(counts[kind])}`})),
+    ...chosen ? [make("li", {className: "chosen", text: "of the request that is chosen"})] : [])
+  map.setAttribute("aria-label", `KV blocks: ${KINDS.map(kind => `${counts[kind]} ${texts[kind]}`).join(", ")}`)
+}
+
+function tell(engine, event) {
+  const column = Math.floor(event.offsetX / engine.cell), row = Math.floor(event.offsetY / engine.cell)
+  const block = 1 + row * engine.columns + column
+  if (column >= engine.columns || block >= engine.blocks.length) return
+  const byte = engine.blocks[block], size = engine.head.block_size
+  const where = (owners(engine).get(block) ?? []).map(([request, index]) =>
+    `tokens ${index * size} to ${(index + 1) * size - 1} of ${request.id}`)
+  const references = byte & ~CACHED
+  engine.parts.block.textContent = `block ${block}: ${references} references, ` +
+    `${byte & CACHED ? "a later prompt can find it" : "no prompt can find it"}${where.length ? "; " : ""}${where.join(", ")}`
+}
+
+// ---- requests, and why they wait
+
+const COLUMNS = [["request"], ["state"], ["waits for"], ["prompt", "number"], ["cached", "number"],
+  ["output", "number"], ["blocks", "number"], ["table"], ["age", "number"]]
+
+function drawRows(engine) {
+  const {rows, more} = engine.parts, known = new Map([...rows.children].map(row => [row.dataset.key, row]))
+  const sorted = [...engine.requests].sort(([, a], [, b]) =>
+    RANK.indexOf(a.state) - RANK.indexOf(b.state) || (a.place ?? 0) - (b.place ?? 0) || a.since - b.since)
+  const wanted = sorted.map(([key, request]) => {
+    const row = known.get(key) ?? newRow(engine, key)
+    fill(engine, row, request)
+    row.classList.toggle("chosen", key === chosen)
+    return row
+  })
+  if (wanted.length !== rows.children.length || wanted.some((row, index) => rows.children[index] !== row)) {
+    const focused = document.activeElement
+    rows.replaceChildren(...wanted)
+    if (rows.contains(focused)) focused.focus()
+  }
+  const hidden = engine.head.num_requests - sorted.length
+  more.textContent = hidden > 0 ? `and ${number(hidden)} more` : sorted.length ? "" : "no request is live"
+}
+
+function newRow(engine, key) {
+  const row = make("tr", {}, ...COLUMNS.map(([, kind]) => make("td", {className: kind ?? ""})))
+  row.dataset.key = key
+  const button = make("button", {type: "button"})
+  button.addEventListener("click", () => explain(engine, key))
+  row.children[0].append(button)
+  row.children[2].className = "why"
+  row.children[7].append(make("canvas", {width: 128, height: 10}))
+  return row
+}
+
+function fill(engine, row, request) {
+  const seconds = Math.max(0, engine.time - request.since)
+  const host = request.host_blocks ? ` + ${number(request.host_blocks)} on the host` : ""
+  const texts = [request.id, request.state, reason(request), number(request.prompt), number(request.cached),
+    number(request.output), number(request.blocks) + host, null, `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`]
+  texts.forEach((text, index) => {
+    const place = index ? row.children[index] : row.children[0].firstChild
+    if (text !== null && place.textContent !== text) place.textContent = text
+  })
+  drawTable(engine, row.children[7].firstChild, request)
+}
+
+function reason(request) {
+  if (request.reason === null) return ""
+  if (request.reason === "waits_for_turn") return `its turn: ${request.place} before it`
+  if (request.reason === "waits_for_blocks") return "KV blocks: too few are free"
+  return request.why ?? request.reason
+}
+
+/** The logical blocks of a request in their order, in the colours of the physical ones. */
+function drawTable(engine, canvas, request) {
+  const pen = canvas.getContext("2d"), {table} = request
+  const width = Math.max(1, Math.min(6, canvas.width / Math.max(1, table.length)))
+  pen.clearRect(0, 0, canvas.width, canvas.height)
+  table.forEach((block, index) => {
+    const kind = kindOf(engine.blocks[block] ?? 1)
+    pen.fillStyle = colours[block === NULL_BLOCK ? "free" : kind === "shared" ? "shared" : "held"]
+    pen.fillRect(index * width, 0, width > 2 ? width - 1 : width, canvas.height)
+  })
+}
+
+async function explain(engine, key) {
+  const request = engine.requests.get(key)
+  if (!request) return
+  chosen = key
+  $("why-title").textContent = `Request ${request.id}`
+  $("why-sentence").textContent = request.reason === null ? "It runs." : `It waits: ${reason(request)}.`
+  facts(engine, request, {})
+  $("why").showModal()
+  drawEngine(engine)
+  const answer = await fetch(`v1/requests/${encodeURIComponent(request.id)}`, {headers: headers()})
+  if (!answer.ok || chosen !== key) return
+  const state = await answer.json(), why = state.admission?.why
+  if (why) $("why-sentence").textContent = `It waits: ${why}.`
+  facts(engine, request, state.admission?.blocks ?? {})
+}
+
+function facts(engine, request, blocks) {
+  list($("why-facts"), [
+    ["state", request.state],
+    ["prompt", `${number(request.prompt)} tokens, ${number(request.cached)} of them found in the cache`],
+    ["computed", `${number(request.computed)} tokens`],
+    ["output", `${number(request.output)} tokens, ${request.samples} sample${request.samples > 1 ? "s" : ""}`],
+    ["blocks", `${number(request.blocks)} on the device, ${number(request.host_blocks)} on the host`],
+    ["table", request.table.join(" ") || "empty"],
+    ["preempted", `${number(request.preemptions)} times`],
+    ...Object.entries(blocks).map(([name, value]) => [`blocks ${name}`, number(value)]),
+    ["here since", `${Math.max(0, engine.time - request.since).toFixed(1)} s`],
+  ])
+}
+
+$("why").addEventListener("close", () => {
+  chosen = null
+  for (const engine of engines.values()) drawEngine(engine)
+})
+
+$("access").addEventListener("submit", event => event.preventDefault())
+$("key").addEventListener("change", look)
+look()
+draw()
