@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deadlines import scaled
 from tests.http_server import Server, client, serving
 from vllm_lite.errors import RemoteError
-from vllm_lite.tools.top.watched import Seen, watched
+from vllm_lite.tools.top.watched import ServerLook, watched
 
 ADMIN, USER = "an-admins-key", "a-users-key"
 SAME = {
@@ -39,14 +39,14 @@ def server() -> Iterator[Server]:
 
 
 @contextmanager
-def watching(http: httpx.Client, **headers: str) -> Iterator[Iterator[Seen]]:
+def watching(http: httpx.Client, **headers: str) -> Iterator[Iterator[ServerLook]]:
     with http.stream("GET", "/v1/live", headers=headers) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
         yield watched(answer.iter_lines())
 
 
-def rows(looks: Iterator[Seen]) -> dict[str, dict[str, Any]]:
+def rows(looks: Iterator[ServerLook]) -> dict[str, dict[str, Any]]:
     """The requests of the next look, by the ids under which users know them."""
     return {row["id"]: row for row in next(looks).engines["0"].requests.values()}
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "run-batch": "answer a file of requests, in OpenAI's batch format",
     "bench": "measure this machine, or a server",
     "ps": "the engines and servers of this user",
+    "top": "what the engines of a server do, live: requests, KV blocks, speeds",
     "kill": "end some of them",
     "pull": "fetch a model from the hub",
     "list": "the models in the hub's cache",

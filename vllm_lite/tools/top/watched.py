@@ -18,7 +18,7 @@ NUM_KEPT = 120
 """Looks that are kept for speeds: a minute's."""
 
 
-class SeenEngine:
+class EngineLook:
     """An engine as the events say it is. `head` has what is sent whole each time, `requests` are merged."""
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class SeenEngine:
         return count
 
 
-class Seen:
+class ServerLook:
     """All engines of a server."""
 
     def __init__(self) -> None:
-        self.engines: dict[str, SeenEngine] = {}
+        self.engines: dict[str, EngineLook] = {}
 
     def take(self, kind: str, data: dict[str, Any]) -> None:
         """Take in an event; a snapshot has everything, an update what has changed."""
@@ -72,10 +72,10 @@ class Seen:
             if said is None:
                 self.engines.pop(number, None)
             else:
-                self.engines.setdefault(number, SeenEngine()).take(said, data["time"])
+                self.engines.setdefault(number, EngineLook()).take(said, data["time"])
 
 
-def follow(address: Address, api_key: str | None) -> Iterator[Seen]:
+def follow(address: Address, api_key: str | None) -> Iterator[ServerLook]:
     """Yield the engines of a server after each of its events. Raises RemoteError."""
     transport = httpx.HTTPTransport(uds=address.uds) if address.uds is not None else None
     settings = client_settings(address, api_key, SILENCE_S)
@@ -88,9 +88,9 @@ def follow(address: Address, api_key: str | None) -> Iterator[Seen]:
         raise lost(address, error, None) from error
 
 
-def watched(lines: Iterable[str]) -> Iterator[Seen]:
+def watched(lines: Iterable[str]) -> Iterator[ServerLook]:
     """Read the lines of a stream of events. Raises RemoteError."""
-    found, kind = Seen(), ""
+    found, kind = ServerLook(), ""
     for line in lines:
         name, _, value = line.partition(":")
         if name == "event":
