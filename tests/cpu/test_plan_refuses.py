@@ -1,8 +1,14 @@
 """`plan` refuses what `serve` would, in the same words: it does not say of such a model that it fits."""
 
+import io
 import json
 import shutil
+import subprocess
+import sys
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +38,20 @@ def config(path: Path, **settings: Any) -> EngineConfig:
     return EngineConfig.check({"model": str(path), "device": "cpu", **settings})
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examine models here, where transformers is imported already, and not in a process of their own."""
+
+    def run(command: list[str], *, input: bytes, **_: Any) -> "subprocess.CompletedProcess[bytes]":  # noqa: A002
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(input)))
+        with redirect_stdout(io.StringIO()) as out, warnings.catch_warnings(action="ignore"):
+            status = examination.main()
+        return subprocess.CompletedProcess(command, status, out.getvalue().encode(), b"")
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_one_that_transformers_knows_and_the_engine_cannot_serve(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,6 +71,7 @@ def test_one_that_nobody_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "model_type 'novel' is not one that transformers" in text
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_one_that_is_served_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = BY_NAME["helium"].make(tmp_path / "model")
     status, text = planned(path, capsys)

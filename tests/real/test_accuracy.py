@@ -28,9 +28,10 @@ CASES = [
     for name, forms in MEASURED["models"].items()
     for form, ways in forms.items()
     for way in WAYS[form]
-    if way in ways and (form == "file" or name != "gemma3-270m")
+    if way in ways and (form == "file" or (name != "gemma3-270m" and way != "float32" and "," not in way))
 ]
-"""Gemma's other forms take a minute more, and show nothing that SmolLM2's do not."""
+"""Gemma's other forms take a minute more, and show nothing that SmolLM2's do not. Exact products and float32 of each
+form are held by tests/cpu/test_accuracy_bar.py; dense floats are those of the file."""
 SLACK = 5e-4
 """What float32 may be off, in nats: sums are added up in other orders."""
 EXACT = "float32"
