@@ -6,6 +6,8 @@ the same is kept, and two native calls compute the numbers that change.
 
 from dataclasses import replace
 
+import numpy as np
+
 from vllm_lite.kernels.cpu.batch import DecodeRows
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs, StepStates
@@ -26,15 +28,21 @@ class SteadyDecode:
         """Views of the buffers; None if the last step was not of pure decoding."""
         self._scheduled: dict[Handle, int] = {}
         self._width = 0  # of the block tables in `_inputs`
+        self._ahead: Int64s | None = None
+        """How far each sequence's position is ahead of its place, where the model counts otherwise: [num_seqs]."""
 
     def learn(self, inputs: StepInputs, samples: SampleInputs) -> None:
         """Take a step that was made in full as the example for later ones, if it was of decoding only."""
         rows, count = self._rows, len(inputs.rows)
         is_decode = count == inputs.num_tokens == len(inputs.sampling)
-        own = inputs.counts_otherwise or inputs.vectors is not None or bool(inputs.reads)
+        own = inputs.vectors is not None or bool(inputs.reads)
         if rows is None or not is_decode or inputs.has_proposals or inputs.draws_late or own:
             return
         rows.rows[:count] = inputs.rows
+        positions = rows.positions[:count]
+        self._ahead = None
+        if inputs.counts_otherwise:
+            self._ahead, positions = inputs.positions - (inputs.seq_lens - 1), np.zeros(count, np.int64)
         kept = None
         if not samples.params["rules"].any():
             kept = SampleInputs(
@@ -45,7 +53,7 @@ class SteadyDecode:
             inputs,
             rows=rows.rows[:count],
             input_ids=rows.input_ids[:count],
-            positions=rows.positions[:count],
+            positions=positions,
             slot_mapping=tuple(slots[:count] for slots in rows.slots),
             seq_lens=rows.seq_lens[:count],
             is_steady=True,
@@ -66,6 +74,8 @@ class SteadyDecode:
         width = rows.fill(len(inputs.handles))
         if width < 0:
             return None
+        if self._ahead is not None:
+            np.add(rows.positions[: len(inputs.handles)], self._ahead, out=inputs.positions)
         if width != self._width:
             tables = tuple(table[: len(inputs.handles), :width] for table in rows.tables)
             self._inputs = inputs = replace(inputs, block_tables=tables)

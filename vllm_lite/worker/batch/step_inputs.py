@@ -70,7 +70,8 @@ class StepInputs:
     is_repeatable: bool = True
     """Whether the last token of a sequence can be computed a second time, if the step gives it no token."""
     counts_otherwise: bool = False
-    """Whether a part has put other positions in `positions`, as its model counts them. KV lies by places."""
+    """Whether a part has put other positions in `positions`, as its model counts them: behind a prompt each is one more
+    than that before. KV lies by places."""
     vectors: TokenVectors | None = None
     """Vectors for placeholder tokens, on the device; None: there are none."""
     images: tuple[WholeImage, ...] = ()
