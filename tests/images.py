@@ -93,39 +93,49 @@ QWEN_TEMPLATE = (
 """As Qwen3.5's, shorter."""
 
 
-def make_qwen3_5(path: Path, family: str = "Qwen3_5", **text: Any) -> Path:
-    """Write a random hybrid Qwen3.5 with its tower: patches of 8 x 8 pixels, of which 2 x 2 are a token."""
+QWEN_VISION: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2, "depth": 2},
+    "Qwen2_5_VL": {"window_size": 4 * PATCH, "fullatt_block_indexes": [1], "depth": 3},
+    "Qwen3VL": {"num_position_embeddings": 25, "depth": 3, "deepstack_visual_indexes": [0, 2]},
+    "Qwen3VLMoe": {"num_position_embeddings": 25, "depth": 3, "deepstack_visual_indexes": [1, 2]},
+    "Qwen3_5": {"num_position_embeddings": 25, "depth": 2},
+}
+"""What the towers of the families have of their own."""
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN_TEXT: dict[str, dict[str, Any]] = {
+    "Qwen2VL": _HEADS,
+    "Qwen2_5_VL": _HEADS,
+    "Qwen3VL": _HEADS | {"head_dim": 16, "num_hidden_layers": 4},
+    "Qwen3VLMoe": _HEADS | {"head_dim": 16, "num_hidden_layers": 3} | _EXPERTS,
+}
+"""The sizes of the text models, but for hybrids."""
+
+
+def make_qwen(path: Path, family: str = "Qwen3_5", **text: Any) -> Path:
+    """Write a random model with its tower: patches of 8 x 8 pixels, of which 2 x 2 are a token. Qwen3.5 is a hybrid."""
     import transformers
 
     from tests.families.hybrid import RECURRENT
 
     config, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForConditionalGeneration")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    if not family.startswith("Qwen2"):
+        rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    if family.startswith("Qwen3_5"):
+        rope["partial_rotary_factor"] = 0.5
     own: dict[str, Any] = {"vocab_size": 384 + len(QWEN_SPECIAL), "rope_parameters": rope, "pad_token_id": 0}
-    vision = {
-        "depth": 2,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_heads": 4,
-        "patch_size": PATCH,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 25,
-        "initializer_range": 0.3,
-    }
+    own |= {"max_position_embeddings": 4096}
+    vision = {"num_heads": 4, "patch_size": PATCH, "initializer_range": 0.3} | QWEN_VISION[family]
+    if family != "Qwen2VL":
+        vision |= {"hidden_size": 48, "intermediate_size": 80, "out_hidden_size": 64}
     first = 384
     ids = {"vision_start_token_id": first, "vision_end_token_id": first + 1}
     ids |= {"image_token_id": first + 2, "video_token_id": first + 3}
-    own |= {"max_position_embeddings": 4096}
-    write_checkpoint(path, config, model, {"text_config": RECURRENT | own | text, "vision_config": vision, **ids})
+    sizes = QWEN_TEXT.get(family, RECURRENT)
+    write_checkpoint(path, config, model, {"text_config": sizes | own | text, "vision_config": vision, **ids})
     _add_tokens(path, QWEN_SPECIAL)
-    processor: dict[str, Any] = {
-        "patch_size": PATCH,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "resample": 3,
-        "do_resize": True,
-    }
+    processor: dict[str, Any] = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2, "do_resize": True}
     processor |= {"size": {"shortest_edge": 256, "longest_edge": 64 * 64}, "resample": 3}
     processor |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
     (path / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs
 from vllm_lite.protocol.codec import engine_to_worker, pack_tokens, unpack_tokens, worker_to_engine
 from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, StepTiming
-from vllm_lite.protocol.encoder import DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
+from vllm_lite.protocol.encoder import DemoteEncoded, Encode, EncodeAside, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.spans import Media
@@ -142,6 +142,8 @@ class SimulatedWorker:
         self.num_held_back = 0
         self.encoded: set[bytes] = set()
         self.encoded_on_host: set[bytes] = set()
+        self.aside: dict[bytes, int] = {}
+        """Media that are computed aside: after how many more steps they are there."""
         self.num_encoded = 0
         self.reads_media = self.gets_media = False
         """Whether it checks that what is read has vectors, and whether they also come from elsewhere."""
@@ -206,6 +208,8 @@ class SimulatedWorker:
             start = self.sequences[handle].num_computed
             for medium in self.sequences[handle].media:
                 is_read = medium.start < start + count and medium.end > start
+                if is_read and self.aside.pop(medium.digest, None) is not None:  # the rest is computed at once
+                    self.encoded.add(medium.digest)
                 assert not is_read or medium.digest in self.encoded, f"{handle} reads a medium that is not encoded"
         self.num_scheduled.append(sum(count + drafts for _, count, drafts in scheduled))
         drafts = {handle: self._draft(self.sequences[handle], number) for handle, _, number in scheduled}
@@ -239,6 +243,7 @@ class SimulatedWorker:
             prompts=scores or None,
             drafted=drafted if any(drafted) else None,
             pooled=pooled or None,
+            encoded=self._encode_aside() or None,
         )
         decoded = worker_to_engine.decode(worker_to_engine.encode(reply))
         assert isinstance(decoded, ModelOutput)
@@ -273,6 +278,15 @@ class SimulatedWorker:
         assert entry.num_tokens > 0
         return entry.handle, entry.num_tokens, 0
 
+    def _encode_aside(self) -> list[bytes]:
+        """Go on with the media that are computed aside. Returns those that are there now."""
+        self.aside = {digest: left - 1 for digest, left in self.aside.items()}
+        done = [digest for digest, left in self.aside.items() if left <= 0]
+        self.encoded.update(done)
+        for digest in done:
+            del self.aside[digest]
+        return done
+
     def _change(self, entry: object) -> None:
         match entry:
             case Preempt():
@@ -291,11 +305,19 @@ class SimulatedWorker:
                 assert self.gets_media or entry.digest not in self.encoded, "a medium is encoded twice"
                 self.encoded.add(entry.digest)
                 self.num_encoded += 1
+            case EncodeAside():
+                assert self.gets_media or entry.digest not in self.encoded, "a medium is encoded twice"
+                self.aside[entry.digest] = 3
+                self.num_encoded += 1
             case FreeEncoded():
-                assert self.gets_media or (self.encoded | self.encoded_on_host).issuperset(entry.digests)
+                known = self.encoded | self.encoded_on_host | self.aside.keys()
+                assert self.gets_media or known.issuperset(entry.digests)
                 self.encoded.difference_update(entry.digests)
                 self.encoded_on_host.difference_update(entry.digests)
+                for digest in entry.digests:
+                    self.aside.pop(digest, None)
             case DemoteEncoded():
+                self.encoded.update(digest for digest in entry.digests if self.aside.pop(digest, None) is not None)
                 _pass_on(self.encoded, self.encoded_on_host, entry.digests)
             case PromoteEncoded():
                 _pass_on(self.encoded_on_host, self.encoded, entry.digests)

@@ -34,7 +34,7 @@ from PIL import Image
 
 from tests.acceptance.attack import MAX_MS, MB, PROBE
 from tests.http_server import serving
-from tests.images import make_mistral3, make_onevision, make_qwen3_5, make_smolvlm, picture
+from tests.images import make_mistral3, make_onevision, make_qwen, make_smolvlm, picture
 
 MAX_MB = 200.0
 """Memory that the server and its children may take beyond what they had: two decode at a time, with up to five bytes a
@@ -42,7 +42,7 @@ pixel."""
 AT_ONCE = 8
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "smolvlm": make_smolvlm,
-    "qwen3_5": make_qwen3_5,
+    "qwen3_5": make_qwen,
     "mistral3": make_mistral3,
     "onevision": make_onevision,
 }

@@ -154,7 +154,7 @@ def test_the_tower_gives_the_vectors_of_transformers(made: Made) -> None:
     load_weights(mine, made.path)
     assert mine.tower is not None
     assert vision.num_parameters == sum(
-        tensor.numel() for own in mine.tower._weights.values() for tensor in own if tensor is not None
+        slot.num_elements for group in mine.tower.weight_groups() for slot in group.slots
     )
     shown = set()
     for width, height in ((28, 28), (90, 60), (20, 84), (84, 84), (500, 400), (1, 4000), (84, 3)):

@@ -14,7 +14,7 @@ import torch
 from tests.checkpoints import VOCAB_SIZE
 from tests.cpu.test_graphs import FakeCapture
 from tests.driver import Driver
-from tests.images import make_mistral3, make_onevision, make_qwen3_5, make_smolvlm
+from tests.images import make_mistral3, make_onevision, make_qwen, make_smolvlm
 from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.families.llama import FAMILIES, LlamaConfig
@@ -325,7 +325,7 @@ def test_the_largest_step_is_the_largest(tiny_checkpoint: Path, monkeypatch: pyt
     assert not seen[0].block_tables[0].any()
 
 
-@pytest.mark.parametrize("make", [make_smolvlm, make_qwen3_5, make_mistral3, make_onevision])
+@pytest.mark.parametrize("make", [make_smolvlm, make_qwen, make_mistral3, make_onevision])
 def test_the_largest_step_sees_images(
     make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,7 +346,7 @@ def test_the_largest_step_sees_images(
     tower = worker.model.tower
     assert tower is not None
     pixels = sum(image.shape[0] * image.shape[1] for image in tower.largest(96))
-    assert pixels >= (81 * 16**2 if make in (make_qwen3_5, make_mistral3) else 4 * 28**2)
+    assert pixels >= (81 * 16**2 if make in (make_qwen, make_mistral3) else 4 * 28**2)
 
 
 @pytest.mark.parametrize("settings", [{"num_gpu_blocks_override": 30}, {"kv_cache_memory_bytes": 30 * 8192}], ids=str)

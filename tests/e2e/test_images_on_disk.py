@@ -4,11 +4,13 @@ the same; vectors that are damaged, or of another type, are computed."""
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from PIL import Image
@@ -19,14 +21,16 @@ from tests.deadlines import scaled
 from tests.e2e.test_kv_on_disk import has_others, until_written
 from tests.e2e.test_processes import family
 from tests.http_server import until
-from tests.images import make_pixtral, make_smolvlm, picture
+from tests.images import make_pixtral, make_qwen, make_smolvlm, picture
 from vllm_lite import LLM
 from vllm_lite.client.engines.launch import LaunchedEngine
+from vllm_lite.engine.encoder_cache import EncoderCache
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.stored_media import StoredMedia
 from vllm_lite.kv_disk.format import PAGE, read_header
 from vllm_lite.kv_disk.usage import held_files
 from vllm_lite.layers.vision.siglip import SiglipTower
+from vllm_lite.protocol.encoder import EncodeAside
 from vllm_lite.protocol.transfers import MEDIUM
 
 PARTS: list[Part] = [words(5, 1), colors(1), words(30, 2), colors(2), words(3, 3)]
@@ -111,6 +115,35 @@ def test_no_tower_runs_again(
     assert replay.scheduler.kv.part(StoredMedia).num_loaded == 2
 
 
+def test_what_is_computed_beside_a_stream_is_written(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside, take_entries = list[EncodeAside](), EncoderCache.take_entries
+
+    def taking(cache: EncoderCache) -> list[Any]:
+        entries = take_entries(cache)
+        aside.extend(entry for entry in entries if isinstance(entry, EncodeAside))
+        return entries
+
+    monkeypatch.setattr(EncoderCache, "take_entries", taking)
+    with closing(open_llm(checkpoint, None)) as llm:
+        expected = ask(llm, PARTS), ask(llm, ELSEWHERE)
+    folder, prompts = tmp_path / "kv", [prompt([words(4, 9)]), prompt(PARTS)]
+    stream = msgspec.structs.replace(GREEDY, max_tokens=100, ignore_eos=True)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_itl_ms": 100}
+    with closing(open_llm(checkpoint, folder, **settings)) as llm:
+        outputs = llm.generate(prompts, [stream, GREEDY], use_tqdm=False)
+        assert outputs[1].outputs[0].token_ids == expected[0]
+        until(lambda: len(files(folder, of_media=True)) == 2, "the vectors on disk")
+    assert len(aside) == 2
+    for file in files(folder, of_media=False):
+        file.unlink()
+    with closing(open_llm(checkpoint, folder)) as llm:
+        until_written(llm, 2)
+        assert ask(llm, ELSEWHERE) == expected[1]
+        assert (llm.stats().loaded_media, llm.stats().encoded_media) == (2, 0)
+
+
 def test_vectors_that_are_damaged_are_computed_and_written_anew(
     checkpoint: Path, shown: Shown, seen: list[int]
 ) -> None:
@@ -170,9 +203,10 @@ def test_no_vectors_are_lost_when_a_worker_dies(checkpoint: Path, shown: Shown) 
         assert (llm.stats().loaded_media, llm.stats().encoded_media) == (4, 0)
 
 
-def test_places_without_a_vector_are_known_to_a_restarted_server(tmp_path: Path) -> None:
-    """Pixtral's rows end in tokens that are words."""
-    path, folder = make_pixtral(tmp_path / "m"), tmp_path / "kv"
+@pytest.mark.parametrize("make", [make_pixtral, partial(make_qwen, family="Qwen3VL")], ids=["Pixtral", "Qwen3-VL"])
+def test_all_of_an_image_is_known_to_a_restarted_server(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """Pixtral's rows end in tokens that are words; Qwen3-VL's tokens have further vectors."""
+    path, folder = make(tmp_path / "m"), tmp_path / "kv"
     content = ["one", Image.fromarray(picture(20, 30, 2)), "two", Image.fromarray(picture(60, 17, 3)), "three"]
     with closing(open_llm(path, folder, max_model_len=512)) as llm:
         expected = llm.chat(chat_of(content), GREEDY, use_tqdm=False)[0].outputs[0].token_ids

@@ -133,7 +133,8 @@ def qwen_vl(
     name: str, generation: str, vision: dict[str, Any], controls: dict[str, Control] | None = None, **text: Any
 ) -> Variant:
     """A Qwen that also sees images, whose marks are no tokens of the prompt."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
+    rope |= {"mrope_interleaved": True} if generation.startswith("Qwen3") else {}
     heads = {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1}
     marks = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     settings: dict[str, Any] = {

@@ -9,7 +9,7 @@ from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.encoder_cache import MAX_STEP_BYTES, EncoderCache, EncoderSizes, encoder_sizes
 from vllm_lite.engine.sequence import Sequence as Seq
 from vllm_lite.engine.sequence import Status
-from vllm_lite.protocol.encoder import DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
+from vllm_lite.protocol.encoder import DemoteEncoded, Encode, EncodeAside, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.spans import Media
 
 SIZES = [2, 3, 5, 9, 4, 1]
@@ -20,12 +20,12 @@ STEP_TOKENS = 12
 class Reader:
     """A sequence with a prompt of words and images, as far as the cache looks at it."""
 
-    def __init__(self, images: list[int], gap: int) -> None:
+    def __init__(self, images: list[int], gap: int, *, ends_with_text: bool = True) -> None:
         self.media, start = list[Media](), gap
         for image in images:
             self.media.append(Media("image", bytes([image]) * 32, SIZES[image], start))
             start += SIZES[image] + gap
-        self.length = start + 1
+        self.length = start + 1 if ends_with_text or not images else self.media[-1].end
         self.contents = {medium.digest: medium.digest * 2 for medium in self.media}
         self.request = self
         self.num_computed = 0
@@ -38,6 +38,8 @@ class Workers:
     def __init__(self) -> None:
         self.held: dict[bytes, int] = {}
         self.on_host: dict[bytes, int] = {}
+        self.aside: set[bytes] = set()
+        """Those of them that are still being computed."""
         self.num_encoded = 0
 
     def follow(self, entries: list[Any], sizes: EncoderSizes) -> None:
@@ -48,12 +50,17 @@ class Workers:
             if isinstance(entry, FreeEncoded):
                 for digest in entry.digests:
                     del (self.held if digest in self.held else self.on_host)[digest]
+                    self.aside.discard(digest)
             elif isinstance(entry, DemoteEncoded):
+                assert not self.aside & set(entry.digests), "demoted before it is there"
                 self.on_host |= {digest: self.held.pop(digest) for digest in entry.digests}
             elif isinstance(entry, PromoteEncoded):
                 self.held |= {digest: self.on_host.pop(digest) for digest in entry.digests}
             else:
                 assert entry.digest not in self.held | self.on_host, "computed although it is held"
+                if isinstance(entry, EncodeAside):
+                    assert not self.aside, "two are computed aside"
+                    self.aside.add(entry.digest)
                 self.held[entry.digest] = entry.num_tokens
                 self.num_encoded += 1
         assert len(self.held) <= 1 or sum(self.held.values()) <= sizes.room
@@ -86,13 +93,20 @@ def step(cache: EncoderCache, workers: Workers, readers: list[Reader]) -> int:
             if medium.end > start and medium.start < end:
                 assert medium.digest in workers.held, "read without its vectors"
                 assert not cache.whole_media or medium.end <= end, "a step ends inside a medium"
+                assert medium.digest not in workers.aside or not cache.others_decode(), "read before it is there"
+                workers.aside.discard(medium.digest)  # what a step reads is completed first
         reader.num_computed = end
     cache.check_integrity([as_seq(reader) for reader in readers])
     return STEP_TOKENS - left
 
 
-prompts = st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=5), st.integers(0, 3)), min_size=1, max_size=5)
-events = st.lists(st.sampled_from(["step", "step", "step", "preempt", "resume", "again", "end", "reset"]), max_size=30)
+prompts = st.lists(
+    st.tuples(st.lists(st.integers(0, 5), max_size=5), st.integers(0, 3), st.booleans()), min_size=1, max_size=5
+)
+events = st.lists(
+    st.sampled_from(["step", "step", "step", "preempt", "resume", "again", "end", "reset", "decode", "learn"]),
+    max_size=30,
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -100,14 +114,16 @@ events = st.lists(st.sampled_from(["step", "step", "step", "preempt", "resume", 
     prompts, events, st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(0, 12)), st.booleans(), st.randoms()
 )
 def test_steps_have_what_they_read_and_all_prompts_end(
-    given_prompts: list[tuple[list[int], int]],
+    given_prompts: list[tuple[list[int], int, bool]],
     given_events: list[str],
     sizes: tuple[int, int, int],
     whole: bool,
     chance: Any,
 ) -> None:
     cache, workers = cache_of(*sizes, whole=whole), Workers()
-    readers = [Reader(images, gap) for images, gap in given_prompts]
+    readers = [Reader(images, gap, ends_with_text=text) for images, gap, text in given_prompts]
+    decoding = [False]
+    cache.others_decode = lambda: decoding[0]
     for event in given_events:
         reader = chance.choice(readers)
         if event == "step":
@@ -126,6 +142,12 @@ def test_steps_have_what_they_read_and_all_prompts_end(
             reader.num_computed = reader.length
         elif event == "reset":
             cache.reset()
+        elif event == "decode":
+            decoding[0] = not decoding[0]
+        elif event == "learn":
+            cache.learn(workers.aside)
+            workers.aside.clear()
+    decoding[0] = False
     for reader in readers:
         reader.status = Status.RUNNING
     for _ in range(200):
@@ -182,6 +204,33 @@ def test_a_medium_larger_than_the_budget_is_computed_alone() -> None:
     cache.begin_step()
     assert cache.reachable(as_seq(large), 0, 5) == 5
     assert cache.reachable(as_seq(Reader([0], 0)), 0, 2) == 0
+
+
+def test_media_are_computed_aside_while_others_decode() -> None:
+    """One at a time; who waits for one gets it when the workers say so, or when nobody decodes any more."""
+    cache, decoding = cache_of(100, 100), [True]
+    cache.others_decode = lambda: decoding[0]
+    one, other = Reader([2], 2), Reader([1], 0)
+
+    def step(reader: Reader, count: int) -> tuple[int, list[Any]]:
+        cache.begin_step()
+        return cache.reachable(as_seq(reader), reader.num_computed, count), cache.take_entries()
+
+    [first] = [medium.digest for medium in one.media]
+    assert step(one, 5) == (2, [EncodeAside(first, 5, first * 2)]), "the words before it"
+    one.num_computed = 2
+    assert step(one, 5) == (0, [])
+    assert step(other, 3) == (0, []), "it is not its turn"
+    cache.learn([first])
+    assert step(one, 5) == (5, [])
+    count, [entry] = step(other, 3)
+    assert (count, type(entry)) == (0, EncodeAside)
+    decoding[0] = False
+    assert step(other, 3) == (3, []), "the step that reads it has the rest computed"
+    cache.learn([entry.digest])
+    one.num_computed = 7
+    cache.reset()
+    cache.check_integrity([as_seq(one), as_seq(other)])
 
 
 def test_a_step_carries_few_bytes() -> None:

@@ -23,6 +23,7 @@ configurations = st.fixed_dictionaries(
         "windows": st.sampled_from([(), (None,), (None,), (5,), (8,), (None, 6), (None, 3, 9)]),
         "num_host_blocks": st.sampled_from([0, 3, 12, 60]),
         "max_swap_blocks_per_step": st.sampled_from([1, 3, 10**9]),
+        "max_itl_ms": st.sampled_from([None, 1000.0]),
         "num_state_slots": st.sampled_from([0, 0, 3, 9]),
         "num_host_states": st.sampled_from([0, 4]),
         "has_media": st.booleans(),

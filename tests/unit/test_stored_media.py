@@ -58,6 +58,11 @@ class MediaRig(DiskRig):
         assert self.output(name) == expected(tokens, 3)
         return self.worker.num_encoded - before
 
+    def compute_aside(self) -> None:
+        """From now on no image holds up those that decode."""
+        assert self.encoder is not None
+        self.encoder.others_decode = self.scheduler.queues.any_decodes
+
     def vectors_alone(self) -> "MediaRig":
         """Another engine over a disk that has lost all KV."""
         return MediaRig(contents={key: each for key, each in self.contents.items() if key.endswith(MEDIUM)})
@@ -237,6 +242,41 @@ def test_more_than_there_is_room_for_is_not_on_its_way_to_the_disk() -> None:
     rig.drain()
 
 
+def test_what_is_computed_aside_is_written_when_it_is_there() -> None:
+    rig = MediaRig(host_room=9)
+    rig.compute_aside()
+    rig.holds = True
+    rig.add("runs", [40] * 5, 12)
+    rig.step()
+    rig.show("a", [0, OTHER])
+    rig.show("b", [1, OTHER])
+    while rig.worker.num_encoded < 2:
+        assert not any(isinstance(each, StoreEncoded) for each in rig.pending), "the first is not there"
+        rig.step()
+    assert [each.digest[0] for each in rig.pending if isinstance(each, StoreEncoded)] == [0]
+    while len(rig.scheduler.requests) > 1:
+        rig.step()
+    assert [each.digest[0] for each in rig.pending if isinstance(each, StoreEncoded)] == [0, 1]
+    rig.drain()
+    assert sum(key.endswith(MEDIUM) for key in rig.contents) == 2
+
+
+def test_what_has_still_to_be_computed_aside_is_not_moved_to_the_host() -> None:
+    """Nobody reads it any more, and another image needs the room."""
+    rig = MediaRig(room=5, host_room=9)
+    rig.compute_aside()
+    rig.add("runs", [40] * 5, 30)
+    rig.step()
+    rig.show("a", [2, OTHER])
+    rig.step()
+    rig.abort("a")
+    assert list(rig.worker.aside) == [bytes([2]) * 32]
+    rig.abort("runs")
+    assert rig.look("b", [0, OTHER]) == 1
+    assert not rig.worker.encoded_on_host
+    assert not rig.worker.aside
+
+
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_no_step_reads_what_is_not_there(seed: int) -> None:
@@ -244,6 +284,8 @@ def test_whatever_happens_no_step_reads_what_is_not_there(seed: int) -> None:
     room, host_room = draw.choice([5, 7, 12]), draw.choice([0, 4, 9])
     rig = MediaRig(room, host_room, num_blocks=draw.choice([14, 24]), depth=draw.choice([1, 2]))
     rig.holds = True
+    if draw.random() < 0.5:
+        rig.compute_aside()
     rig.fails = lambda _: draw.random() < 0.05
     moved: dict[int, list[int]] = {}
     prompts: dict[str, list[int]] = {}
@@ -290,4 +332,6 @@ def test_whatever_happens_no_step_reads_what_is_not_there(seed: int) -> None:
     rig.scheduler.reset_prefix_cache()
     rig.add("last", [5, 6], 2)
     rig.drain()
-    assert not rig.worker.encoded | rig.worker.encoded_on_host, "the workers keep vectors that nobody knows of"
+    assert not rig.worker.encoded | rig.worker.encoded_on_host | rig.worker.aside.keys(), (
+        "the workers keep vectors that nobody knows of"
+    )

@@ -30,6 +30,7 @@ class TokenVectors(NamedTuple):
 
     rows: torch.Tensor  # int64 [n], of the step's tokens
     vectors: torch.Tensor  # [n, hidden_size], as the first layer reads them
+    deep: tuple[torch.Tensor, ...] = ()  # [n, hidden_size] each: added behind the first layer, the second, ...
 
 
 class WholeImage(NamedTuple):

@@ -24,7 +24,8 @@ from vllm_lite.checkpoint.layer_specs.pooling import (
     read_modules,
     tokens_head,
 )
-from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec, VisionSpec, read_vision
+from vllm_lite.checkpoint.layer_specs.qwen_vision import QwenVisionSpec
+from vllm_lite.checkpoint.layer_specs.vision import VisionSpec, read_vision
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, LayerSpec, ModelSpec, make_kv_groups
 from vllm_lite.checkpoint.quantization.read import older_quantization
 from vllm_lite.checkpoint.tensors.fused_experts import as_stored
@@ -228,9 +229,13 @@ def _seeing(spec: ModelSpec, raw: Any, folder: Path) -> ModelSpec:
     vision = read_vision(spec.architecture, raw, folder, spec.hidden_size) if spec.implementation == "native" else None
     if vision is None:
         return spec
-    axes = {layer.rope.axes for layer in spec.layers if layer.rope is not None}
-    if isinstance(vision, QwenVisionSpec) and any(own is None or own == tuple(sorted(own)) for own in axes):
-        raise ModelError("rope_parameters: images need mrope_section, one for each axis, with mrope_interleaved true")
+    if isinstance(vision, QwenVisionSpec):
+        _check_axes(spec, mixed=vision.mixes_axes)
+    if vision.num_deep >= spec.num_layers:
+        raise ModelError(
+            f"vision_config: deepstack_visual_indexes has {vision.num_deep} layers, and the text model must have more; "
+            f"it has {spec.num_layers}"
+        )
     extra = spec.extra_parameters + vision.num_parameters
     if vision.whole_in != "no layers":
         layers = tuple(_with_whole_images(layer, vision) for layer in spec.layers)
@@ -242,6 +247,16 @@ def _with_whole_images(layer: LayerSpec, vision: VisionSpec) -> LayerSpec:
     attention = layer.attention
     whole = msgspec.structs.replace(attention, whole_images=vision.whole_images(attention.window))
     return msgspec.structs.replace(layer, attention=whole)
+
+
+def _check_axes(spec: ModelSpec, *, mixed: bool) -> None:
+    """Raises ModelError unless the layers rotate along three axes, of pairs that are `mixed` or side by side."""
+    for axes in {layer.rope.axes for layer in spec.layers if layer.rope is not None}:
+        if axes is None or (axes == tuple(sorted(axes))) is mixed:
+            raise ModelError(
+                "rope_parameters: images need mrope_section, one for each axis, with mrope_interleaved "
+                f"{str(mixed).lower()}"
+            )
 
 
 def _converted(spec: ModelSpec, raw: dict[str, Any], modules: Any, options: PoolingOptions) -> ModelSpec:

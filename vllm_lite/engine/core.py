@@ -313,6 +313,8 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
     kv = KVCacheManager(parts, hasher, blocks.counters)
     scheduler = make(kv, Options(**header.options), policy.load(header.policy))
     scheduler.rates = Rates(0.0, header.swap_blocks_per_s)
+    if encoder is not None and scheduler.options.max_itl_s:
+        encoder.others_decode = scheduler.queues.any_decodes
     return scheduler
 
 

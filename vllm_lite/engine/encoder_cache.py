@@ -11,10 +11,14 @@ medium, or nothing of it.
 What has to leave the device goes to the host, as far as there is room, and comes back in the step that reads it.
 A tier below may bring vectors, which have their room from the moment that they are sent for. A running sequence
 that comes to a medium before its vectors have arrived has them computed, and does not wait.
+
+Where no stream is to be held up (max_itl_s), a medium is computed aside while other sequences decode, in pieces
+beside their steps, and one at a time. Prompts wait for its vectors until the workers say that they are there, or nobody
+decodes any more.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, PrefixHit
@@ -22,7 +26,7 @@ from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.sequence import Sequence as Seq
 from vllm_lite.engine.sequence import Status
 from vllm_lite.protocol.api import Stats
-from vllm_lite.protocol.encoder import MIN_ROOM, DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
+from vllm_lite.protocol.encoder import MIN_ROOM, DemoteEncoded, Encode, EncodeAside, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import Entry
 
@@ -59,12 +63,17 @@ class EncoderCache(CachePart[None]):
         self._held: OrderedDict[bytes, int] = OrderedDict()
         """Vectors of each medium that the workers have, the least recently used first."""
         self.on_encode: Callable[[Seq, Media], None] | None = None
-        """Called with each medium that the step in the making computes, and with the sequence that reads it first."""
+        """Called with each medium that the step in the making computes, or that has been computed aside, and with the
+        sequence that reads it first."""
         self._arriving: set[bytes] = set()
         """Held, and on their way to the workers from a tier below."""
         self._on_host: OrderedDict[bytes, int] = OrderedDict()
         """Vectors of each medium that has left the device for the host, the least recently used first."""
         self._readers: dict[Seq, list[Media]] = {}
+        self._aside: dict[bytes, tuple[Seq, Media]] = {}
+        """Held, and being computed in pieces; by digest, with the sequence that reads it first."""
+        self.others_decode: Callable[[], bool] = lambda: False
+        """Whether sequences decode in the step in the making that are not to be held up."""
         self._doomed: set[bytes] = set()
         """Held, and to be freed once nobody reads them."""
         self._entries: list[Entry] = []
@@ -92,6 +101,7 @@ class EncoderCache(CachePart[None]):
         self._held.clear()
         self._on_host.clear()
         self._arriving.clear()
+        self._aside.clear()
         self._doomed.clear()
         self._readers.clear()
         self._entries.clear()
@@ -125,7 +135,10 @@ class EncoderCache(CachePart[None]):
             return self._promote(medium)
         if self.has(medium.digest):
             self._held.move_to_end(medium.digest)
-            return True
+            return self._is_ready(medium.digest)
+        is_aside = self.others_decode()
+        if is_aside and self._aside:
+            return False
         self.give_up(medium.digest)
         content = sequence.request.contents[medium.digest]
         is_first = self._budget == self.sizes.budget
@@ -136,11 +149,30 @@ class EncoderCache(CachePart[None]):
         self._budget -= medium.num_tokens
         self._bytes -= len(content)
         self._held[medium.digest] = medium.num_tokens
-        self._entries.append(Encode(medium.digest, medium.num_tokens, content, medium.grid))
+        kind = EncodeAside if is_aside else Encode
+        self._entries.append(kind(medium.digest, medium.num_tokens, content, medium.grid))
         self.num_encoded += 1
+        if is_aside:
+            self._aside[medium.digest] = sequence, medium
+        else:
+            self._is_computed(sequence, medium)
+        return not is_aside
+
+    def _is_ready(self, digest: bytes) -> bool:
+        """Whether a step can read vectors that the workers have, or compute aside: the rest of them, if need be."""
+        if digest in self._aside and not self.others_decode():
+            self.learn([digest])
+        return digest not in self._aside
+
+    def learn(self, encoded: Iterable[bytes]) -> None:
+        """The workers have computed these media aside, or will have for the step in the making."""
+        for digest in encoded:
+            if (found := self._aside.pop(digest, None)) is not None:
+                self._is_computed(*found)
+
+    def _is_computed(self, sequence: Seq, medium: Media) -> None:
         if self.on_encode is not None:
             self.on_encode(sequence, medium)
-        return True
 
     def _make_room(self, num_tokens: int) -> bool:
         """Free what nobody reads until so many vectors fit; any number does where nothing is held."""
@@ -160,9 +192,11 @@ class EncoderCache(CachePart[None]):
         return True
 
     def _demote(self, digests: list[bytes]) -> None:
-        """Move vectors to the host, whose least recently used ones make room; what is too large for it is freed."""
+        """Move vectors to the host, whose least recently used ones make room; what is too large for it, or not computed
+        yet, is freed."""
         room, on_host = self.sizes.host_room, self._on_host
-        staying = [digest for digest in digests if self._held[digest] <= room and digest not in self._doomed]
+        gone = self._doomed | self._aside.keys()
+        staying = [digest for digest in digests if self._held[digest] <= room and digest not in gone]
         self._free([digest for digest in digests if digest not in staying])
         if not staying:
             return
@@ -194,6 +228,7 @@ class EncoderCache(CachePart[None]):
             self._entries.append(FreeEncoded(sorted(digests)))
         for digest in digests:
             del self._held[digest]
+            self._aside.pop(digest, None)
             self._doomed.discard(digest)
 
     # ---- vectors from a tier below
@@ -298,8 +333,11 @@ class EncoderCache(CachePart[None]):
         lost = self._read() - self._held.keys()  # media that arrive among them
         if self._held.keys() & self._on_host.keys() or sum(self._on_host.values()) > self.sizes.host_room:
             raise RuntimeError("media are on the device and on the host, or more on the host than there is room for")
-        if lost or not self._doomed <= self._held.keys():
-            raise RuntimeError(f"media {lost} are read, {self._doomed} are to be freed, not all of them are held")
+        if lost or not (self._doomed | self._aside.keys()) <= self._held.keys():
+            known = f"{self._doomed} are to be freed, {list(self._aside)} are computed"
+            raise RuntimeError(f"media {lost} are read, {known}, not all of them are held")
+        if self._aside.keys() & self._arriving:
+            raise RuntimeError("media are computed aside and are on their way from a tier below")
         if gone := self._readers.keys() - set(sequences):
             raise RuntimeError(f"{gone} read media and have ended")
 

@@ -233,8 +233,8 @@ class Intake:
             end = medium.end
 
     def _check_contents(self, message: Generate) -> None:
-        """Raises RequestError unless there is as much to read of each medium as its tokens need, and room to hold it. A
-        prompt's last token is text: it is computed like an output token, for which no medium is looked for."""
+        """Raises RequestError unless there is as much to read of each medium as its tokens need, and room to hold
+        it."""
         sizes = {each.digest: len(each.content) for each in message.contents}
         for medium in message.media:
             need, have = medium.num_tokens * self._model.media_token_bytes, sizes.get(medium.digest, 0)
@@ -245,8 +245,6 @@ class Intake:
                 )
             if self._model.whole_media:
                 self._check_whole(medium)
-        if message.media[-1].end == len(message.prompt) // 4:
-            raise RequestError("a prompt cannot end with a medium; at least one token of text must stand behind it")
         total = sum(sizes.values())
         if total > MAX_CONTENT_BYTES:
             raise RequestError(f"the media of a prompt have {total} bytes; at most {MAX_CONTENT_BYTES} are taken")

@@ -114,7 +114,7 @@ class Decoder:
         on, or behind the last attention, if they are no batch of their own. `progress` is called behind each layer.
         Without a head the result is of no use; it has gone to the next stage.
         """
-        wanted, tail = batch.wanted, batch.tail
+        wanted, tail, on_axes = batch.wanted, batch.tail, batch.vectors is not None
         self.buffers.begin_step()
         if self.has_embedding:
             rows = self.buffers.rows(batch.num_tokens)
@@ -124,7 +124,7 @@ class Decoder:
             if not len(rows.hidden):
                 return rows.hidden
         if self.attends:
-            self.buffers.select_rotations(rows, batch.positions, on_axes=batch.vectors is not None)
+            self.buffers.select_rotations(rows, batch.positions, on_axes=on_axes)
         for index, layer, kv in zip(self.held, self.layers, self.held_of(kv_caches), strict=True):
             layer.write(rows, kv, batch, backend)
             if index == self.last_writer and wanted is not None and len(wanted) == 0:
@@ -132,7 +132,7 @@ class Decoder:
             if index == self.last_writer and wanted is not None and tail is not None:
                 rows, batch, wanted = self.narrow(layer, rows, wanted, index, heads=True), tail, None
                 backend.prepare(batch)
-                self.buffers.select_rotations(rows, batch.positions)
+                self.buffers.select_rotations(rows, batch.positions, on_axes=on_axes)
             layer.attend(rows, kv, batch, backend)
             if index == self.last_reader and wanted is not None:
                 rows = self.narrow(layer, rows, wanted, index)

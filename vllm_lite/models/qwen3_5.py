@@ -2,11 +2,11 @@
 
 from typing import ClassVar
 
-from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec
+from vllm_lite.checkpoint.layer_specs.qwen_vision import Qwen3VisionSpec
 from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.recurrence.delta_net import DeltaNetBlock
-from vllm_lite.layers.vision.qwen import QwenTower
+from vllm_lite.layers.vision.qwen import Qwen3Tower
 from vllm_lite.models.decoder import Layer
 from vllm_lite.models.hybrid import Hybrid
 
@@ -24,4 +24,4 @@ class Qwen3_5(Hybrid):  # noqa: N801 (the family's name)
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
         super().__init__(parts, max_model_len, max_num_tokens)
         vision = parts.spec.vision
-        self.tower = QwenTower(parts, vision) if isinstance(vision, QwenVisionSpec) else None
+        self.tower = Qwen3Tower(parts, vision) if isinstance(vision, Qwen3VisionSpec) else None

@@ -34,6 +34,17 @@ class Encode(Message, tag=13):
     grid: tuple[int, ...] = ()
 
 
+class EncodeAside(Message, tag=17):
+    """As Encode, but in pieces beside the steps to come, so that the sequences that decode in them are not held up:
+    `ModelOutput.encoded` says when the vectors are there. A step that reads them before has the rest computed at
+    once."""
+
+    digest: Digest
+    num_tokens: int
+    content: bytes
+    grid: tuple[int, ...] = ()
+
+
 class FreeEncoded(Message, tag=14):
     """Forget the vectors of these media, wherever they are."""
 

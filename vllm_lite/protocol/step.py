@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from vllm_lite.protocol import Message
 from vllm_lite.protocol.api import Pooled, PromptLogprobs, TokenBytes, TokenLogprobs
-from vllm_lite.protocol.encoder import DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
+from vllm_lite.protocol.encoder import DemoteEncoded, Digest, Encode, EncodeAside, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.spans import PromptMedia
@@ -150,6 +150,7 @@ Entry = (
     | SetToken
     | States
     | Encode
+    | EncodeAside
     | FreeEncoded
     | DemoteEncoded
     | PromoteEncoded
@@ -178,7 +179,8 @@ class ModelOutput(Message, tag=20):
     where asked for; `prompts` has those of the prompt tokens that this step computed. `failed` names sequences whose
     logits were not finite (NOT_FINITE), whose rules left no token or whose grammar failed; their token is to be
     ignored. `drafted` runs parallel to `counts`: how many tokens were drafted for each; None if none were. So does
-    `forced`: how many of these, the first, their grammars leave no choice about.
+    `forced`: how many of these, the first, their grammars leave no choice about. `encoded` are media of an EncodeAside
+    whose vectors are there from now on.
     """
 
     generation: int
@@ -191,6 +193,7 @@ class ModelOutput(Message, tag=20):
     drafted: list[int] | None = None
     pooled: list[tuple[Handle, Pooled]] | None = None
     forced: list[int] | None = None
+    encoded: list[Digest] | None = None
 
 
 class Steps(Message, tag=11):

@@ -211,7 +211,7 @@ class _Sizes:
         self.outside = OUTSIDE_BYTES[device] + (num_ranks - 1) * FURTHER_WORKER_BYTES
         self.usable = int(memory_bytes * (config.gpu_memory_utilization if device == "cuda" else 1))
         state_bytes, swap_space = spec.state_bytes(tp), self.config.swap_space  # of a rank
-        vector_bytes = 0 if spec.vision is None else spec.vision.out_size * DTYPE_BYTES[dtype]
+        vector_bytes = 0 if spec.vision is None else spec.vision.vector_size * DTYPE_BYTES[dtype]
         self.num_host_blocks = num_host_blocks(swap_space, self.rank_block_bytes, state_bytes, vector_bytes)
         self.num_host_states = num_host_states(swap_space, state_bytes)
         self.num_state_slots = num_state_slots(self.config, state_bytes)

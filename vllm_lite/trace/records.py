@@ -230,6 +230,8 @@ class Result(_Record, frozen=True, tag=7):
     decisions: list[Decision]
     drafted: list[int] | None = None
     forced: list[int] | None = None
+    encoded: list[int] | None = None
+    """Numbers of the media that the workers have computed aside."""
 
 
 class PolicyFault(_Record, frozen=True, tag=8):

@@ -1,6 +1,7 @@
 """Qwen2, Qwen2.5 and Qwen3: windows from some layer on, biases of Q, K and V or norms on Q and K.
 
-Of the models that also see images (VL) it is the text part. Their rope has three axes, along which text goes alike.
+Of the models that also see images (VL) it is the text part. Their rope has three axes, along which text goes alike; the
+tower is read by `layer_specs.vision`.
 """
 
 from typing import Annotated

@@ -1,6 +1,5 @@
 """A tower that sees images before a model reads them, in numbers. No torch."""
 
-import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable
@@ -57,6 +56,17 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Weights of the tower, and of what makes vectors of the text model of its own."""
 
     @property
+    def num_deep(self) -> int:
+        """Number of vectors that it makes of each token besides: one is added behind each of the text model's first
+        layers."""
+        return 0
+
+    @property
+    def vector_size(self) -> int:
+        """Elements of a token's vector and of those made besides, which are kept in one row."""
+        return self.out_size * (1 + self.num_deep)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of an image for each of its tokens: three colors of so many pixels."""
         return 3 * (self.patch_size * self.merge) ** 2
@@ -105,23 +115,6 @@ class SiglipSpec(TileVisionSpec, frozen=True, kw_only=True):
         return self.layer_parameters + own + size * self.merge**2 * self.out_size
 
 
-class QwenVisionSpec(VisionSpec, frozen=True, kw_only=True):
-    """Qwen3.5's, on images of any size: a rotation in two dimensions, and a square table of learned positions that is
-    stretched over the image."""
-
-    frames: int
-    """An image is so many equal frames of a video."""
-    side: int
-    """Rows and columns of the table."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights of the tower, with the merger behind it."""
-        size, merged = self.hidden_size, self.hidden_size * self.merge**2
-        own = size * (3 * self.frames * self.patch_size**2 + 1 + self.side**2) + 2 * size
-        return self.layer_parameters + own + merged * (merged + 1) + self.out_size * (merged + 1)
-
-
 class _Vision(msgspec.Struct):
     hidden_size: Size = 1152
     intermediate_size: Size = 3072
@@ -138,25 +131,6 @@ class _Outer(msgspec.Struct):
     vision_config: _Vision = msgspec.field(default_factory=_Vision)
     scale_factor: Size = 2
     image_token_id: int = 128257
-
-
-class _QwenVision(msgspec.Struct):
-    depth: Size = 27
-    hidden_size: Size = 1152
-    hidden_act: str = "gelu_pytorch_tanh"
-    intermediate_size: Size = 4304
-    num_heads: Size = 16
-    in_channels: Size = 3
-    patch_size: Size = 16
-    spatial_merge_size: Size = 2
-    temporal_patch_size: Size = 2
-    out_hidden_size: Size = 3584
-    num_position_embeddings: Size = 2304
-
-
-class _QwenOuter(msgspec.Struct):
-    vision_config: _QwenVision = msgspec.field(default_factory=_QwenVision)
-    image_token_id: int = 248056
 
 
 class VisionColors(msgspec.Struct):
@@ -231,43 +205,14 @@ def _siglip(raw: Any, colors: VisionColors, out_size: int) -> SiglipSpec:
     )
 
 
-def _qwen(raw: Any, colors: VisionColors, out_size: int) -> QwenVisionSpec:
-    outer = convert(raw, _QwenOuter)
-    own = outer.vision_config
-    check_tower(own.in_channels, own.hidden_act, own.hidden_size, own.num_heads)
-    side = math.isqrt(own.num_position_embeddings)
-    if side**2 != own.num_position_embeddings or own.hidden_size // own.num_heads % 4:
-        raise ModelError(
-            f"vision_config: num_position_embeddings {own.num_position_embeddings} must be a square, and heads of "
-            f"{own.hidden_size // own.num_heads} elements a multiple of 4"
-        )
-    if out_size and own.out_hidden_size != out_size:
-        raise ModelError(
-            f"vision_config: out_hidden_size {own.out_hidden_size} must be the text model's hidden_size {out_size}"
-        )
-    return QwenVisionSpec(
-        hidden_size=own.hidden_size,
-        intermediate_size=own.intermediate_size,
-        num_layers=own.depth,
-        num_heads=own.num_heads,
-        patch_size=own.patch_size,
-        norm_eps=1e-6,
-        activation="gelu" if own.hidden_act == "gelu" else "gelu_pytorch_tanh",
-        merge=own.spatial_merge_size,
-        out_size=own.out_hidden_size,
-        token_id=outer.image_token_id,
-        mean=colors.image_mean,
-        std=colors.image_std,
-        frames=own.temporal_patch_size,
-        side=side,
-    )
+GELUS = ("gelu_pytorch_tanh", "gelu")
 
 
-def check_tower(num_channels: int, activation: str, size: int, num_heads: int) -> None:
-    if num_channels != 3 or activation not in ("gelu_pytorch_tanh", "gelu"):
+def check_tower(num_channels: int, activation: str, size: int, num_heads: int, known: tuple[str, ...] = GELUS) -> None:
+    if num_channels != 3 or activation not in known:
         raise ModelError(
             f"vision_config: {num_channels} channels with hidden_act {activation!r} are not supported; supported: 3 "
-            "with gelu_pytorch_tanh or gelu"
+            f"with {' or '.join(known)}"
         )
     if size % num_heads:
         raise ModelError(f"vision_config: hidden_size {size} must be a multiple of its {num_heads} heads")
@@ -287,8 +232,12 @@ READERS = {
     ),
     "Mistral3ForConditionalGeneration pixtral": "vllm_lite.checkpoint.layer_specs.pixtral:read_mistral3",
     "SmolVLMForConditionalGeneration": f"{_OWN}:_siglip",
-    "Qwen3_5ForConditionalGeneration": f"{_OWN}:_qwen",
-    "Qwen3_5MoeForConditionalGeneration": f"{_OWN}:_qwen",
+    "Qwen2VLForConditionalGeneration": "vllm_lite.checkpoint.layer_specs.qwen_vision:read_qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "vllm_lite.checkpoint.layer_specs.qwen_vision:read_qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "vllm_lite.checkpoint.layer_specs.qwen_vision:read_qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "vllm_lite.checkpoint.layer_specs.qwen_vision:read_qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "vllm_lite.checkpoint.layer_specs.qwen_vision:read_qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "vllm_lite.checkpoint.layer_specs.qwen_vision:read_qwen3_5",
 }
 """Reader of the towers of an architecture, or of one kind of them alone. Others of their kind are models of text."""
 CLIP_COLORED = (

@@ -14,6 +14,7 @@ TABLES = ("model.embed_tokens", "model.embed_tokens_per_layer")
 PREFIXES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
+    ("visual.", "model.visual."),
     ("language_model.model.blocks.", "model.layers."),  # Kimi's, as transformers writes it
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -156,9 +157,13 @@ def _block(kind: str, part: str) -> str:
     return "self_attn" if part in ATTENTION_PARTS else "mamba" if part in MAMBA_PARTS else "mlp"
 
 
+QUANTIZED_TOWER = "model.visual."
+"""The tower whose matrices are quantized on load."""
+
+
 def is_of_tower(name: str) -> bool:
-    """Whether the canonical `name` is that of a tower for images, which is whole on every rank and never quantized on
-    load; a model that has none takes no such tensor."""
+    """Whether the canonical `name` is that of a tower for images, which is whole on every rank; a model that has none
+    takes no such tensor."""
     return name.startswith(TOWERS)
 
 

@@ -16,7 +16,7 @@ from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
 from vllm_lite.checkpoint.shard import SINGLE, Shard
 from vllm_lite.checkpoint.tensors.headers import FLOAT_BYTES, Tensor
 from vllm_lite.checkpoint.tensors.rank_shapes import is_of_experts, is_of_latent_heads, is_of_router, rank_shape
-from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored, is_of_tower
+from vllm_lite.checkpoint.tensors.tensor_names import QUANTIZED_TOWER, canonical, is_ignored, is_of_tower
 from vllm_lite.config import EngineConfig
 
 COPY: Quantization = "int4_g32"
@@ -124,7 +124,7 @@ def _tensor_bytes(
         dense = device != "cpu" and is_of_latent_heads(name)
         if quantization is not None and not dense and _is_quantized(name, shape, spec):
             own = quantization if mixed is None else mixed.form(name)
-            form = head_form(quantization) if name in heads else own
+            form = head_form(quantization) if name in heads or is_of_tower(name) else own
             quantized = quantized_bytes(shape, form, device)
             held[name] = count * dtype_bytes if embeds else quantized  # the head's copy is quantized, the table is not
             if embeds and spec.tie_word_embeddings:
@@ -152,8 +152,10 @@ def _quantized_tensors(
 
 
 def _is_quantized(name: str, shape: tuple[int, ...], spec: ModelSpec) -> bool:
+    if is_of_tower(name):
+        return len(shape) == 2 and name.startswith(QUANTIZED_TOWER) and not name.endswith(".pos_embed.weight")
     is_matrix = len(shape) >= 2 and not name.endswith(("bias", ".conv1d.weight"))
-    return is_matrix and name not in TABLES and not is_of_router(name, spec) and not is_of_tower(name)
+    return is_matrix and name not in TABLES and not is_of_router(name, spec)
 
 
 # ---- Memory of LoRA adapters that adapt every linear layer, by the model's numbers alone. No torch

@@ -6,7 +6,8 @@ from typing import Any
 from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec
 from vllm_lite.checkpoint.layer_specs.gemma_vision import Gemma3VisionSpec, Gemma4VisionSpec, UnifiedVisionSpec
 from vllm_lite.checkpoint.layer_specs.pixtral import PixtralVisionSpec
-from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec, SiglipSpec, VisionSpec
+from vllm_lite.checkpoint.layer_specs.qwen_vision import Qwen2VisionSpec, Qwen3VisionSpec
+from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec, VisionSpec
 from vllm_lite.client.media.gemma_writers import FittedWriter, SquareWriter
 from vllm_lite.client.media.writers import GridWriter, ImageWriter, PatchWriter, RowWriter, TileWriter
 
@@ -15,7 +16,8 @@ WRITERS: dict[type[VisionSpec], type[ImageWriter[Any, Any]]] = {
     Gemma3VisionSpec: SquareWriter,
     Gemma4VisionSpec: FittedWriter,
     PixtralVisionSpec: RowWriter,
-    QwenVisionSpec: PatchWriter,
+    Qwen2VisionSpec: PatchWriter,
+    Qwen3VisionSpec: PatchWriter,
     SiglipSpec: TileWriter,
     UnifiedVisionSpec: FittedWriter,
 }

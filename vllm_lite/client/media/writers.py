@@ -11,9 +11,9 @@ import msgspec
 
 from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec, Resolution, checked_pinpoints
 from vllm_lite.checkpoint.layer_specs.pixtral import PixtralVisionSpec
+from vllm_lite.checkpoint.layer_specs.qwen_vision import QwenVisionSpec
 from vllm_lite.checkpoint.layer_specs.vision import (
     PROCESSOR_FILE,
-    QwenVisionSpec,
     SiglipSpec,
     VisionSpec,
     read_processor,

@@ -20,7 +20,7 @@ from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.api import FinishReason, PrefixCacheReset
-from vllm_lite.protocol.encoder import DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
+from vllm_lite.protocol.encoder import DemoteEncoded, Encode, EncodeAside, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import log
@@ -191,7 +191,8 @@ class RecordedScheduler(Scheduler):
                 hashes, decisions = self._hasher.take(), self._reasons.ends(produced)
                 counts, failed = result.counts, result.failed
                 made = (now_s, tokens, width, counts, failed, candidates, hashes, decisions)
-                self._write(records.Result(*made, drafted=result.drafted, forced=result.forced))
+                encoded = [_number(digest) for digest in result.encoded or ()] or None
+                self._write(records.Result(*made, drafted=result.drafted, forced=result.forced, encoded=encoded))
 
     def measured(self, rates: Rates) -> None:
         super().measured(rates)
@@ -356,7 +357,11 @@ def recorded(path: str | None, header: records.Header, clock: abc.Callable[[], f
 def _medium(medium: Media, request: Request) -> tuple[int, int, int, int]:
     """Equal digests have equal numbers, which is all that decisions depend on."""
     content = request.contents.get(medium.digest, b"")
-    return medium.start, medium.num_tokens, len(content), int.from_bytes(medium.digest[:7], "little")
+    return medium.start, medium.num_tokens, len(content), _number(medium.digest)
+
+
+def _number(digest: bytes) -> int:
+    return int.from_bytes(digest[:7], "little")
 
 
 def _short(key: bytes) -> bytes:
@@ -374,8 +379,8 @@ def _decision(entry: Entry) -> object:
     if isinstance(entry, NewRequest):
         fields = msgspec.structs.astuple(entry)
         return "new", fields[0], len(entry.tokens), fields[2], entry.sampling.sample, fields[4:8]
-    if isinstance(entry, Encode):
-        return "encode", entry.digest[:7], entry.num_tokens
+    if isinstance(entry, Encode | EncodeAside):
+        return type(entry).__name__, entry.digest[:7], entry.num_tokens
     if isinstance(entry, FreeEncoded | DemoteEncoded | PromoteEncoded):
         return type(entry).__name__, sorted(digest[:7] for digest in entry.digests)
     if isinstance(entry, Fork):

@@ -200,7 +200,8 @@ class Replay:
         generation, step = self.scheduler.generation, self.scheduler.in_flight.step_awaited
         logprobs = _logprobs(record, len(tokens) // 4)
         made = generation, step, tokens, record.counts, logprobs, record.failed
-        output = ModelOutput(*made, drafted=record.drafted, forced=record.forced)
+        encoded = [_digest(number) for number in record.encoded or ()] or None
+        output = ModelOutput(*made, drafted=record.drafted, forced=record.forced, encoded=encoded)
         with self._hasher.given(record.hashes):
             produced = self.scheduler.update(output)
         self._compare_ends(record.decisions, self._reasons.ends(produced))

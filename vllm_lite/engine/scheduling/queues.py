@@ -93,6 +93,14 @@ class Queues:
         """Whether a new sequence may run at once."""
         return len(self.running) < self.options.max_num_seqs and self._may_run(sequence)
 
+    def any_decodes(self) -> bool:
+        """Whether a running sequence has tokens of output and lacks the next one alone."""
+        return any(
+            each.num_tokens + each.num_pending > each.num_prompt
+            and each.num_tokens + each.num_pending - each.num_computed <= 1
+            for each in self.running
+        )
+
     def unfinished(self) -> list[Sequence]:
         """All sequences, wherever they are."""
         return [*self.running, *self.waiting, *self.held]

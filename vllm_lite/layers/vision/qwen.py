@@ -1,31 +1,60 @@
-"""Qwen3.5's tower: patches of images of any size, in blocks of `merge` x `merge` that become one vector each.
+"""Towers of Qwen: patches of images of any size, in blocks of `merge` x `merge` that become one vector each.
 
-Attention is full within an image. A patch is rotated by its row and column, half of each head by one of them, and has a
-position of a learned square table, whose edges are laid on the image's and which is interpolated between them. Source:
-transformers' Qwen3_5VisionModel.
+A patch is rotated by its row and column, half of each head by one of them. In Qwen3-VL and Qwen3.5 it has a position of
+a learned square table, too, whose edges are laid on the image's and which is interpolated between them, and attends to
+its whole image; qwen2.py has those before. Sources: transformers' Qwen3VLVisionModel and Qwen3_5VisionModel.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
-from torch.nn import functional
 
-from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec
+from vllm_lite.attention.step_batch import StepBatch
+from vllm_lite.checkpoint.layer_specs import activation
+from vllm_lite.checkpoint.layer_specs.qwen_vision import Qwen3VisionSpec, QwenVisionSpec
+from vllm_lite.checkpoint.layer_specs.vision import Activation
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.kernels.ops import Rotation, WideNormWeights
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.vision.tower import VisionTower, turned
+from vllm_lite.layers.vision.attention import TowerAttention
+from vllm_lite.layers.vision.tower import PIECE_ROWS, Pieces, VisionTower, drained
+from vllm_lite.layers.weights.linear import Linear
+from vllm_lite.layers.weights.weight_form import DenseForm, LinearShape
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
+Q = TypeVar("Q", bound=QwenVisionSpec)
+Side = tuple[int, int]
+"""Rows and columns of an image, in patches."""
+
+ACTIVATIONS: Mapping[Activation, activation.Activation] = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+}
+"""What kernels call those that they have."""
+
+
 THETA = 10000.0
+ROOT = "model.visual."
+PATCHES_AT_ONCE = 2048
+"""Images are computed together up to so many patches: more would need more memory, and gain nothing."""
 
 
-class QwenTower(VisionTower[QwenVisionSpec]):
-    """One image at a time: their sizes differ."""
+class QwenTower(VisionTower[Q]):
+    """Images of any sizes, one behind the other."""
 
-    def __init__(self, parts: Parts, spec: QwenVisionSpec) -> None:
+    def __init__(self, parts: Parts, spec: Q) -> None:
         super().__init__(parts, spec)
         quarter = spec.hidden_size // spec.num_heads // 4
         steps = torch.arange(0, 2 * quarter, 2, dtype=torch.float32, device=parts.device) / (2 * quarter)
         self._frequencies = 1.0 / THETA**steps  # [head_size / 4]
+        self.ops = ops_for(parts.device)
+        self.attention = TowerAttention(parts, spec.num_heads, spec.hidden_size // spec.num_heads)
+        self._form = DenseForm(parts.head_quantization)
+        self._matrices: dict[str, Linear] = {}
 
     def shape(self, num_tokens: int, grid: Sequence[int]) -> tuple[int, int]:
         patch, merge = self.spec.patch_size, self.spec.merge
@@ -36,31 +65,159 @@ class QwenTower(VisionTower[QwenVisionSpec]):
         return grid[1] * patch, grid[2] * patch
 
     def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
-        return [self._encode(image, progress) for image in images]
+        patch, vectors, few = self.spec.patch_size, list[torch.Tensor](), list[torch.Tensor]()
+        left = PATCHES_AT_ONCE
+        for image in images:
+            size = image.shape[0] * image.shape[1] // patch**2
+            if few and size > left:
+                vectors += self._encoded(few, progress)
+                few, left = [], PATCHES_AT_ONCE
+            few.append(image)
+            left -= size
+        return vectors + (self._encoded(few, progress) if few else [])
+
+    def in_pieces(self, image: torch.Tensor) -> Pieces:
+        side = self._side(image)
+        return (yield from self.encode_patches(self._patches(image, *side), [side], PIECE_ROWS))
+
+    def _encoded(self, images: Sequence[torch.Tensor], progress: Callable[[], None]) -> list[torch.Tensor]:
+        sides = list(map(self._side, images))
+        patches = torch.cat([self._patches(image, *side) for image, side in zip(images, sides, strict=True)])
+        made = drained(self.encode_patches(patches, sides, None), progress)
+        return list(made.split([rows * cols // self.spec.merge**2 for rows, cols in sides]))
+
+    def _side(self, image: torch.Tensor) -> Side:
+        return image.shape[0] // self.spec.patch_size, image.shape[1] // self.spec.patch_size
 
     def largest(self, num_tokens: int) -> list[torch.Tensor]:
         return [self.square(num_tokens)]
 
-    def _encode(self, image: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
-        spec, patch = self.spec, self.spec.patch_size
-        rows, cols = image.shape[0] // patch, image.shape[1] // patch
-        patches = self._blocks(self.colors(image).view(rows, patch, cols, patch, 3).permute(0, 2, 4, 1, 3))
-        frames = patches[:, :, None].expand(-1, -1, spec.frames, -1, -1).flatten(1)
-        hidden = self.linear("patches", frames.to(self.dtype)) + self._positions(rows, cols)
-        turns = self._turns(rows, cols)
-        for layer in range(spec.num_layers):
-            hidden = hidden + self._attend(layer, self.norm(f"{layer}.norm1", hidden), turns)
-            hidden = hidden + self.mlp(layer, self.norm(f"{layer}.norm2", hidden))
-            progress()
-        merged = self.norm("norm", hidden).view(-1, spec.merge**2 * spec.hidden_size)
-        return self.linear("merger.fc2", functional.gelu(self.linear("merger.fc1", merged)))
+    @abstractmethod
+    def encode_patches(self, patches: torch.Tensor, sides: Sequence[Side], at_once: int | None) -> Pieces:
+        """The vectors of the patches of several images, [num_patches, pixels of all frames], with pauses behind each
+        `at_once` patches of a layer (None: all)."""
 
-    def _blocks(self, by_place: torch.Tensor) -> torch.Tensor:
+    # ---- for towers
+
+    def _patches(self, image: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+        patch = self.spec.patch_size
+        patches = self.blocks(self.colors(image).view(rows, patch, cols, patch, 3).permute(0, 2, 4, 1, 3))
+        return patches[:, :, None].expand(-1, -1, self.spec.frames, -1, -1).flatten(1).to(self.dtype)
+
+    def blocks(self, by_place: torch.Tensor) -> torch.Tensor:
         """[rows, cols, ...] -> [rows * cols, ...] in the tower's order: the patches of a block side by side."""
         rows, cols, *rest = by_place.shape
         merge = self.spec.merge
         blocks = by_place.reshape(rows // merge, merge, cols // merge, merge, *rest)
         return blocks.transpose(1, 2).reshape(rows * cols, *rest)
+
+    def rotation(self, sides: Sequence[Side]) -> Rotation:
+        """Rotate each patch by its row and column. Element i turns with i + head_size / 2."""
+        angles = torch.cat([self._angles(*side) for side in sides])
+        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        return Rotation(torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1))
+
+    def _angles(self, rows: int, cols: int) -> torch.Tensor:  # float32 [num_patches, head_size / 2]
+        places = torch.arange(max(rows, cols), device=self.device)
+        down, across = places[:rows, None].expand(-1, cols), places[None, :cols].expand(rows, -1)
+        return torch.cat([self.blocks(each)[:, None] * self._frequencies for each in (down, across)], 1)
+
+    def layer(
+        self,
+        layer: int,
+        rows: torch.Tensor,  # [num_patches, hidden_size]
+        plan: StepBatch,
+        rotation: Rotation | None = None,
+        at_once: int | None = None,
+    ) -> Iterator[None]:
+        """Add to `rows` what layer `layer` computes, with pauses behind each `at_once` of them (None: all)."""
+        parts = range(0, len(rows), at_once or len(rows))
+        size = at_once or len(rows)
+        qkv = rows.new_empty(len(rows), 3 * self.spec.hidden_size)
+        for first in parts:
+            some = slice(first, first + size)
+            qkv[some] = self.linear(f"{layer}.qkv", self.norm(f"{layer}.norm1", rows[some]))
+            yield
+        attended = self.attention.forward(qkv, plan, rotation)
+        yield
+        for first in parts:
+            some = slice(first, first + size)
+            self.ops.add(rows[some], self.linear(f"{layer}.out", attended[some]))
+            self.ops.add(rows[some], self.mlp(layer, self.norm(f"{layer}.norm2", rows[some])))
+            yield
+
+    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """x times a `matrix`, or a `group` that is stored with more than two axes; x: [num_rows, inputs]."""
+        made = self._matrices.get(name)
+        if made is None:
+            return super().linear(name, x)
+        out = x.new_empty(len(x), sum(part.size for part in made.shape.outputs))
+        made.forward(x, out)
+        return out
+
+    def norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        own, out = self._weights[name], torch.empty_like(x)
+        weights = own.weight.float(), None if own.bias is None else own.bias.float()
+        self.ops.wide_norm(x, WideNormWeights(*weights, eps or self.spec.norm_eps, centered=True), out)
+        return out
+
+    def mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(f"{layer}.fc2", self.activate(self.linear(f"{layer}.fc1", x)))
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        """x, contiguous, with the activation of the tower in its place."""
+        kind = ACTIVATIONS.get(self.spec.activation)
+        if kind is None:
+            return x.mul_(torch.sigmoid(1.702 * x))
+        self.ops.activate(kind, x.flatten(0, -2))
+        return x
+
+    def matrix(
+        self, name: str, stored: Sequence[str], outputs: int, inputs: int | None = None, *, bias: bool = True
+    ) -> WeightGroup:
+        """Matrices that the checkpoint calls `stored`, of so many outputs each, below one another in the product
+        `name`. `inputs`: None is the tower's size."""
+        own = Split.whole(self.spec.hidden_size if inputs is None else inputs)
+        shape = LinearShape(own, (Split.whole(outputs),) * len(stored), self.dtype, self.device)
+        self._matrices[name] = made = Linear(shape, bias=bias, form=self._form)
+        return made.group(*stored)
+
+    def merged(self, name: str, blocks: torch.Tensor) -> torch.Tensor:
+        """Vectors of the text model of blocks of patches: [num_tokens, merge^2 * hidden_size] -> [.., out_size]."""
+        inner = self.linear(f"{name}.fc1", blocks)
+        self.ops.activate("gelu", inner)
+        return self.linear(f"{name}.fc2", inner)
+
+    @property
+    def block_size(self) -> int:
+        """Elements of a block of patches."""
+        return self.spec.merge**2 * self.spec.hidden_size
+
+    def patch_shape(self) -> tuple[int, ...]:
+        spec = self.spec
+        return spec.hidden_size, 3, spec.frames, spec.patch_size, spec.patch_size
+
+    def merger_groups(self, name: str, first: str, second: str) -> Iterator[WeightGroup]:
+        """The weights of `merged`, whose matrices the checkpoint calls `first` and `second`."""
+        yield self.matrix(f"{name}.fc1", [first], self.block_size, self.block_size)
+        yield self.matrix(f"{name}.fc2", [second], self.spec.out_size, self.block_size)
+
+
+class Qwen3Tower(QwenTower[Qwen3VisionSpec]):
+    """Qwen3-VL's and Qwen3.5's."""
+
+    def encode_patches(self, patches: torch.Tensor, sides: Sequence[Side], at_once: int | None) -> Pieces:
+        hidden = self.linear("patches", patches) + torch.cat([self._positions(*side) for side in sides])
+        rotation, plan = self.rotation(sides), self.attention.plan([rows * cols for rows, cols in sides])
+        deep = list[torch.Tensor]()
+        for layer in range(self.spec.num_layers):
+            yield from self.layer(layer, hidden, plan, rotation, at_once)
+            if layer in self.spec.deep_layers:
+                name = f"deep{len(deep)}"
+                deep.append(self.merged(name, self.norm(f"{name}.norm", hidden.view(-1, self.block_size))))
+                yield
+        vectors = self.merged("merger", self.norm("norm", hidden).view(-1, self.block_size))
+        return torch.cat([vectors, *deep], 1)
 
     def _positions(self, rows: int, cols: int) -> torch.Tensor:  # [num_patches, hidden_size]
         side, table = self.spec.side, self.table("positions")
@@ -74,39 +231,25 @@ class QwenTower(VisionTower[QwenVisionSpec]):
             (below, left, share_y * (1 - share_x)),
             (below, beside, share_y * share_x),
         ]
-        shares = torch.stack([self._blocks(share) for _, _, share in corners])
-        ids = torch.stack([self._blocks(y.long()[:, None] * side + x.long()[None]) for y, x, _ in corners])
+        shares = torch.stack([self.blocks(share) for _, _, share in corners])
+        ids = torch.stack([self.blocks(y.long()[:, None] * side + x.long()[None]) for y, x, _ in corners])
         return (table[ids] * shares.to(table.dtype)[..., None]).sum(0)
 
-    def _turns(self, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of each patch: float32 [num_patches, 1, head_size]."""
-        places = torch.arange(max(rows, cols), device=self.device)
-        down, across = places[:rows, None].expand(-1, cols), places[None, :cols].expand(rows, -1)
-        angles = torch.cat([self._blocks(each)[:, None] * self._frequencies for each in (down, across)], 1)
-        both = torch.cat([angles, angles], 1)[:, None]
-        return both.cos(), both.sin()
-
-    def _attend(self, layer: int, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        qkv = self.linear(f"{layer}.qkv", hidden).view(len(hidden), 3, self.spec.num_heads, -1)
-        query, key = (turned(qkv[:, part], turns) for part in (0, 1))
-        query, key, value = (each.transpose(0, 1)[None] for each in (query, key, qkv[:, 2]))
-        attended = functional.scaled_dot_product_attention(query, key, value)
-        return self.linear(f"{layer}.out", attended[0].transpose(0, 1).reshape(len(hidden), -1))
-
     def weight_groups(self) -> Iterator[WeightGroup]:
-        spec, size, inner, root = self.spec, self.spec.hidden_size, self.spec.intermediate_size, "model.visual."
-        patch = size, 3, spec.frames, spec.patch_size, spec.patch_size
-        yield self.group("patches", [f"{root}patch_embed.proj"], patch)
-        yield self.group("positions", [f"{root}pos_embed"], (spec.side**2, size), bias=False)
+        spec, size, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
+        yield self.group("patches", [f"{ROOT}patch_embed.proj"], self.patch_shape())
+        yield self.group("positions", [f"{ROOT}pos_embed"], (spec.side**2, size), bias=False)
         for layer in range(spec.num_layers):
-            own = f"{root}blocks.{layer}."
-            yield self.group(f"{layer}.qkv", [f"{own}attn.qkv"], (3 * size, size))
-            yield self.group(f"{layer}.out", [f"{own}attn.proj"], (size, size))
-            yield self.group(f"{layer}.fc1", [f"{own}mlp.linear_fc1"], (inner, size))
-            yield self.group(f"{layer}.fc2", [f"{own}mlp.linear_fc2"], (size, inner))
+            own = f"{ROOT}blocks.{layer}."
+            yield self.matrix(f"{layer}.qkv", [f"{own}attn.qkv"], 3 * size)
+            yield self.matrix(f"{layer}.out", [f"{own}attn.proj"], size)
+            yield self.matrix(f"{layer}.fc1", [f"{own}mlp.linear_fc1"], inner)
+            yield self.matrix(f"{layer}.fc2", [f"{own}mlp.linear_fc2"], size, inner)
             for number in "12":
                 yield self.group(f"{layer}.norm{number}", [f"{own}norm{number}"], (size,))
-        merged = size * spec.merge**2
-        yield self.group("norm", [f"{root}merger.norm"], (size,))
-        yield self.group("merger.fc1", [f"{root}merger.linear_fc1"], (merged, merged))
-        yield self.group("merger.fc2", [f"{root}merger.linear_fc2"], (spec.out_size, merged))
+        yield self.group("norm", [f"{ROOT}merger.norm"], (size,))
+        yield from self.merger_groups("merger", f"{ROOT}merger.linear_fc1", f"{ROOT}merger.linear_fc2")
+        for index in range(spec.num_deep):
+            name, own = f"deep{index}", f"{ROOT}deepstack_merger_list.{index}."
+            yield self.group(f"{name}.norm", [f"{own}norm"], (self.block_size,))
+            yield from self.merger_groups(name, f"{own}linear_fc1", f"{own}linear_fc2")

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -13,6 +13,24 @@ from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
 
 S = TypeVar("S", bound=VisionSpec)
+
+
+PIECE_ROWS = 128
+"""Patches that are computed together where a tower pauses: some milliseconds of one layer's matrices."""
+
+Pieces = Generator[None, None, torch.Tensor]
+"""A computation that pauses at each yield, and returns its result."""
+
+
+def drained(pieces: Pieces, progress: Callable[[], None]) -> torch.Tensor:
+    """The result, without a pause. `progress` is called where there would be one."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result: torch.Tensor = end.value
+            return result
+        progress()
 
 
 class Weighted(NamedTuple):
@@ -49,6 +67,11 @@ class VisionTower(ABC, Generic[S]):
         progress: Callable[[], None] = lambda: None,
     ) -> list[torch.Tensor]:
         """The vectors of each image: [num_vectors, hidden_size of the text]. `progress` is called behind each layer."""
+
+    def in_pieces(self, image: torch.Tensor) -> Pieces:
+        """As `encode`, for one image, with a pause at each yield. A tower that cannot pause computes it at once."""
+        yield
+        return self.encode([image])[0]
 
     def arranged(self, vectors: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
         """The vectors of a medium with this grid in the order of its tokens, of those that `encode` made."""

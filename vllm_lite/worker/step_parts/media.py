@@ -1,7 +1,8 @@
 """Media in a worker: their vectors are computed before the forward pass, kept by digest as long as the engine says, and
 put in the place of those of the placeholder tokens."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,43 +10,61 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.attention.step_batch import TokenVectors, WholeImage, to_device
-from vllm_lite.checkpoint.layer_specs.vision import QwenVisionSpec
+from vllm_lite.checkpoint.layer_specs.qwen_vision import QwenVisionSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ProtocolError
-from vllm_lite.layers.vision.tower import VisionTower
-from vllm_lite.protocol.encoder import MIN_ROOM, DemoteEncoded, Encode, FreeEncoded, PromoteEncoded
+from vllm_lite.layers.vision.tower import Pieces, VisionTower, drained
+from vllm_lite.protocol.encoder import MIN_ROOM, DemoteEncoded, Encode, EncodeAside, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.spans import Media
-from vllm_lite.protocol.step import Fork, Handle, NewRequest
+from vllm_lite.protocol.step import Entry, Fork, Handle, NewRequest
 from vllm_lite.protocol.transfers import LoadEncoded
 from vllm_lite.worker.batch.part import Handler, StepPart
 from vllm_lite.worker.batch.rows import SequenceState
-from vllm_lite.worker.batch.step_inputs import StepInputs
+from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
 from vllm_lite.worker.step_parts.image_positions import ImagePositions
+
+SHARE = 0.2
+"""Time of a tower that runs aside, as a part of the time of the steps beside it."""
 
 
 class MediaVectors(StepPart):
-    """Runs one tower. `progress` is called behind each of its layers."""
+    """Runs one tower. `progress` is called behind each of its layers.
+
+    Media that are computed aside advance by some pieces in each step, one medium after another, and ranks may
+    differ in how far they are: what a step reads is completed first.
+    """
 
     def __init__(self, tower: VisionTower[Any], progress: Callable[[], None]) -> None:
         self.tower = tower
         self.progress = progress
         self.num_encoded = 0
         self._wanted: list[Encode] = []
-        self._vectors: dict[bytes, torch.Tensor] = {}  # by digest: [num_vectors, hidden_size of the text]
+        self._aside: dict[bytes, tuple[EncodeAside, Pieces]] = {}
+        self._ended: list[bytes] = []
+        """Media that were computed aside, for the next answer."""
+        self._started_s = self._step_s = 0.0
+        """When the forward pass at hand began, and what the last step took from there on."""
+        self._vectors: dict[bytes, torch.Tensor] = {}  # by digest: as VisionTower.arranged gives them
         self._places: dict[bytes, NDArray[np.int64]] = {}  # by digest, where tokens are without: [num_vectors]
         self._media: dict[Handle, tuple[Media, ...]] = {}
 
     def handlers(self) -> Mapping[type, Handler]:
         return {
             Encode: self._wanted.append,
+            EncodeAside: self._begin,
             FreeEncoded: self._free,
             DemoteEncoded: lambda entry: self._move(entry, torch.device("cpu")),
             PromoteEncoded: lambda entry: self._move(entry, self.tower.device),
         }
 
+    def _begin(self, entry: EncodeAside) -> None:
+        self._aside[entry.digest] = entry, self.tower.in_pieces(self._image(entry))
+        self.rows.changed = True  # until all is done no step is a steady one, for which nothing is built
+
     def _move(self, entry: DemoteEncoded | PromoteEncoded, place: torch.device) -> None:
         """Move vectors. A transfer that reads them at the time has the ones in the old place."""
         for digest in entry.digests:
+            self._vectors_of(digest)  # this rank may still compute it aside
             self._vectors[digest] = self._vectors[digest].to(place)
 
     def _free(self, entry: FreeEncoded) -> None:
@@ -53,7 +72,11 @@ class MediaVectors(StepPart):
         self._wanted[:] = [each for each in self._wanted if each.digest not in gone]
         for digest in gone:
             self._vectors.pop(digest, None)
+            self._aside.pop(digest, None)
             self._places.pop(digest, None)
+
+    def can_run_ahead(self, entries: Sequence[Entry]) -> bool:  # noqa: ARG002
+        return not (self._aside or self._ended)
 
     def open(self, sequence: SequenceState, entry: NewRequest | Fork) -> None:
         media = entry.media if isinstance(entry, NewRequest) else self._media.get(entry.parent, ())
@@ -65,6 +88,8 @@ class MediaVectors(StepPart):
 
     def build(self, inputs: StepInputs) -> None:
         """Compute what has been asked for, and find the vectors of the step's placeholders."""
+        if self._aside:
+            self._advance()
         if self._wanted:
             self._encode()
         rows, vectors = list[NDArray[np.int64]](), list[torch.Tensor]()
@@ -75,7 +100,7 @@ class MediaVectors(StepPart):
                 first, last = max(start, medium.start), min(end, medium.end)
                 if first >= last:
                     continue
-                if (own := self._vectors.get(medium.digest)) is None:
+                if (own := self._vectors_of(medium.digest)) is None:
                     raise ProtocolError(f"handle {handle} computes a medium at {medium.start} that was not encoded")
                 places, within = np.arange(first, last), slice(first - medium.start, last - medium.start)
                 if (some := self._places.get(medium.digest)) is not None:
@@ -90,25 +115,70 @@ class MediaVectors(StepPart):
                     images.append(WholeImage(index, row, last - first, last))
         if rows:
             inputs.images = tuple(images)
-            inputs.vectors = TokenVectors(to_device(np.concatenate(rows), self.tower.device), torch.cat(vectors))
+            plain, *deep = torch.cat(vectors).split(self.tower.spec.out_size, 1)
+            inputs.vectors = TokenVectors(to_device(np.concatenate(rows), self.tower.device), plain, tuple(deep))
+
+    def prepare(self, inputs: StepInputs) -> None:  # noqa: ARG002
+        self._started_s = time.perf_counter()
+
+    def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:  # noqa: ARG002
+        if self._started_s:  # else it was launched ahead, and is not over
+            self._step_s, self._started_s = time.perf_counter() - self._started_s, 0.0
+
+    def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:  # noqa: ARG002
+        if self._ended:
+            fields["encoded"], self._ended = self._ended, []
+
+    def _advance(self) -> None:
+        """Compute what is aside for SHARE of a step's time, at least a piece."""
+        until_s = time.perf_counter() + SHARE * self._step_s
+        for entry, pieces in list(self._aside.values()):
+            while True:
+                try:
+                    next(pieces)
+                except StopIteration as end:
+                    self._has_ended(entry, end.value)
+                    break
+                if time.perf_counter() >= until_s:
+                    break
+            if entry.digest in self._aside:
+                break
+        self.progress()
+        self.rows.changed = True
+
+    def _has_ended(self, entry: EncodeAside, vectors: torch.Tensor) -> None:
+        del self._aside[entry.digest]
+        self._has_computed(entry, vectors)
+        self._ended.append(entry.digest)
+
+    def _vectors_of(self, digest: bytes) -> torch.Tensor | None:
+        if (found := self._aside.get(digest)) is not None:
+            entry, pieces = found
+            self._has_ended(entry, drained(pieces, self.progress))
+        return self._vectors.get(digest)
+
+    def _has_computed(self, entry: Encode | EncodeAside, vectors: torch.Tensor) -> None:
+        self._keep(entry, self.tower.arranged(vectors, entry.grid).clone())
+        self.num_encoded += 1
+
+    def _image(self, entry: Encode | EncodeAside) -> torch.Tensor:
+        """The colors of a medium: uint8 [height, width, 3]."""
+        try:
+            height, width = self.tower.shape(entry.num_tokens, entry.grid)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        if len(entry.content) != height * width * 3:
+            raise ProtocolError(f"a medium of {len(entry.content)} bytes for {height} x {width} pixels")
+        return torch.from_numpy(np.frombuffer(entry.content, np.uint8).reshape(height, width, 3).copy())
 
     def _encode(self) -> None:
-        wanted, images = list(self._wanted), list[torch.Tensor]()
+        wanted = list(self._wanted)
         self._wanted.clear()
-        for entry in wanted:
-            try:
-                height, width = self.tower.shape(entry.num_tokens, entry.grid)
-            except ValueError as error:
-                raise ProtocolError(str(error)) from error
-            if len(entry.content) != height * width * 3:
-                raise ProtocolError(f"a medium of {len(entry.content)} bytes for {height} x {width} pixels")
-            colors = np.frombuffer(entry.content, np.uint8).reshape(height, width, 3)
-            images.append(torch.from_numpy(colors.copy()))
+        images = [self._image(entry) for entry in wanted]
         for entry, vectors in zip(wanted, self.tower.encode(images, self.progress), strict=True):
-            self._keep(entry, self.tower.arranged(vectors, entry.grid).clone())
-        self.num_encoded += len(wanted)
+            self._has_computed(entry, vectors)
 
-    def _keep(self, medium: Encode | LoadEncoded, vectors: torch.Tensor) -> None:
+    def _keep(self, medium: Encode | EncodeAside | LoadEncoded, vectors: torch.Tensor) -> None:
         if (places := self.tower.places(medium.num_tokens, medium.grid)) is not None:
             self._places[medium.digest] = places.numpy()
         self._vectors[medium.digest] = vectors
@@ -116,12 +186,13 @@ class MediaVectors(StepPart):
     # ---- as a shelf of vectors that come from elsewhere, and go there
 
     def get(self, digest: bytes) -> torch.Tensor | None:
-        return self._vectors.get(digest)
+        """As for any shelf: what this rank still computes aside is completed. Called by the worker's thread."""
+        return self._vectors_of(digest)
 
     def room(self, medium: LoadEncoded) -> torch.Tensor:
         tower, places = self.tower, self.tower.places(medium.num_tokens, medium.grid)
         count = medium.num_tokens if places is None else len(places)
-        return torch.empty((count, tower.spec.out_size), dtype=tower.dtype, device=tower.device)
+        return torch.empty((count, tower.spec.vector_size), dtype=tower.dtype, device=tower.device)
 
     def put(self, medium: LoadEncoded, vectors: torch.Tensor) -> None:
         self._keep(medium, vectors)
@@ -143,7 +214,7 @@ def media_parts(tower: VisionTower[Any], progress: Callable[[], None]) -> list[S
 def encode_largest(tower: VisionTower[Any], max_num_tokens: int) -> torch.Tensor:
     """Run a tower over as much as a step gives it. Returns memory for all vectors that are ever held."""
     room = max(MIN_ROOM, max_num_tokens)
-    held = torch.empty(room, tower.spec.out_size, dtype=tower.dtype, device=tower.device)
+    held = torch.empty(room, tower.spec.vector_size, dtype=tower.dtype, device=tower.device)
     tower.encode(tower.largest(max_num_tokens))
     return held
 
@@ -154,5 +225,5 @@ def media_facts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
     if own is None:
         return {}
     sizes = {"media_token_bytes": own.token_bytes, "media_bytes_vary": own.bytes_vary}
-    sizes["media_vector_bytes"] = own.out_size * dtype.itemsize
+    sizes["media_vector_bytes"] = own.vector_size * dtype.itemsize
     return {"placeholders": {"image": own.token_id}, "whole_media": own.whole_in != "no layers", **sizes}

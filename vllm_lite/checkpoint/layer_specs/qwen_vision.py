@@ -1,0 +1,223 @@
+"""The towers of Qwen2-VL to Qwen3.5, in numbers. No torch."""
+
+import math
+from typing import Annotated, Any, ClassVar, cast
+
+import msgspec
+
+from vllm_lite.checkpoint.layer_specs.vision import GELUS, Activation, VisionColors, VisionSpec, check_tower
+from vllm_lite.checkpoint.typed_json import Size, convert
+from vllm_lite.errors import ModelError
+
+Index = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
+"""The number of a layer."""
+
+
+class QwenVisionSpec(VisionSpec, frozen=True, kw_only=True):
+    """Towers of Qwen, on images of any size: patches are rotated in two dimensions, and the tokens of an image have
+    positions along three axes."""
+
+    frames: int
+    """An image is so many equal frames of a video."""
+    mixes_axes: ClassVar[bool]
+    """Whether the pairs that one axis rotates lie among those of the others, or side by side."""
+
+    @property
+    def merger_parameters(self) -> int:
+        """Weights of two matrices with biases, which make a vector of the text model of `merge` x `merge` patches."""
+        merged = self.hidden_size * self.merge**2
+        return merged * (merged + 1) + self.out_size * (merged + 1)
+
+
+class Qwen3VisionSpec(QwenVisionSpec, frozen=True, kw_only=True):
+    """Qwen3-VL's and Qwen3.5's: a square table of learned positions is stretched over the image."""
+
+    mixes_axes: ClassVar[bool] = True
+    side: int
+    """Rows and columns of the table."""
+    deep_layers: tuple[int, ...] = ()
+    """Layers whose outputs become vectors, too: those of the first are added behind the first layer of the text model,
+    and so on."""
+
+    @property
+    def num_deep(self) -> int:
+        return len(self.deep_layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the tower, with the mergers behind it."""
+        size = self.hidden_size
+        own = size * (3 * self.frames * self.patch_size**2 + 1 + self.side**2) + 2 * size + self.merger_parameters
+        deep = 2 * size * self.merge**2 + self.merger_parameters
+        return self.layer_parameters + own + len(self.deep_layers) * deep
+
+
+class Qwen2VisionSpec(QwenVisionSpec, frozen=True, kw_only=True):
+    """Qwen2-VL's, and Qwen2.5-VL's, whose layers attend within windows and have gated MLPs and RMSNorms."""
+
+    mixes_axes: ClassVar[bool] = False
+    window: int = 0
+    """Tokens along each side of a window; 0: layers attend to the whole image."""
+    full_layers: tuple[int, ...] = ()
+    """Layers without windows."""
+    is_gated: bool = False
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the tower, with the merger behind it."""
+        size, inner = self.hidden_size, self.intermediate_size
+        patches = 3 * size * self.frames * self.patch_size**2
+        if not self.is_gated:
+            return self.layer_parameters + patches + 2 * size + self.merger_parameters
+        layer = 4 * size * (size + 1) + 3 * size * inner + 2 * inner + size + 2 * size
+        return self.num_layers * layer + patches + size + self.merger_parameters
+
+
+class _Qwen3Vision(msgspec.Struct):
+    depth: Size = 27
+    hidden_size: Size = 1152
+    hidden_act: str = "gelu_pytorch_tanh"
+    intermediate_size: Size = 4304
+    num_heads: Size = 16
+    in_channels: Size = 3
+    patch_size: Size = 16
+    spatial_merge_size: Size = 2
+    temporal_patch_size: Size = 2
+    out_hidden_size: Size = 3584
+    num_position_embeddings: Size = 2304
+    deepstack_visual_indexes: tuple[Index, ...] = (8, 16, 24)
+
+
+class _Qwen3Outer(msgspec.Struct):
+    vision_config: _Qwen3Vision = msgspec.field(default_factory=_Qwen3Vision)
+    image_token_id: int = 248056
+
+
+class _Qwen25Vision(msgspec.Struct):
+    depth: Size = 32
+    hidden_size: Size = 3584
+    hidden_act: str = "silu"
+    intermediate_size: Size = 3420
+    num_heads: Size = 16
+    in_channels: Size = 3
+    patch_size: Size = 14
+    spatial_merge_size: Size = 2
+    temporal_patch_size: Size = 2
+    window_size: Size = 112
+    out_hidden_size: Size = 3584
+    fullatt_block_indexes: tuple[Index, ...] = (7, 15, 23, 31)
+
+
+class _Qwen25Outer(msgspec.Struct):
+    vision_config: _Qwen25Vision = msgspec.field(default_factory=_Qwen25Vision)
+    image_token_id: int = 151655
+
+
+class _Qwen2Vision(msgspec.Struct):
+    depth: Size = 32
+    embed_dim: Size = 1280
+    hidden_size: Size = 3584
+    hidden_act: str = "quick_gelu"
+    mlp_ratio: Size = 4
+    num_heads: Size = 16
+    in_channels: Size = 3
+    patch_size: Size = 14
+    spatial_merge_size: Size = 2
+    temporal_patch_size: Size = 2
+
+
+class _Qwen2Outer(msgspec.Struct):
+    vision_config: _Qwen2Vision = msgspec.field(default_factory=_Qwen2Vision)
+    image_token_id: int = 151655
+
+
+def read_qwen3_5(raw: Any, colors: VisionColors, out_size: int) -> Qwen3VisionSpec:
+    """Qwen3.5's, which takes no vectors from layers in its midst."""
+    return _with_table(convert(raw, _Qwen3Outer), colors, out_size, ())
+
+
+def read_qwen3_vl(raw: Any, colors: VisionColors, out_size: int) -> Qwen3VisionSpec:
+    outer = convert(raw, _Qwen3Outer)
+    return _with_table(outer, colors, out_size, outer.vision_config.deepstack_visual_indexes)
+
+
+def _with_table(
+    outer: _Qwen3Outer, colors: VisionColors, out_size: int, deep_layers: tuple[int, ...]
+) -> Qwen3VisionSpec:
+    own = outer.vision_config
+    check_tower(own.in_channels, own.hidden_act, own.hidden_size, own.num_heads)
+    side = math.isqrt(own.num_position_embeddings)
+    if side**2 != own.num_position_embeddings:
+        raise ModelError(f"vision_config: num_position_embeddings {own.num_position_embeddings} must be a square")
+    if list(deep_layers) != sorted(set(deep_layers)) or any(layer >= own.depth for layer in deep_layers):
+        raise ModelError(
+            f"vision_config: deepstack_visual_indexes {list(deep_layers)} must be in order, each one of {own.depth} "
+            "layers"
+        )
+    return Qwen3VisionSpec(
+        **_common(own, own.hidden_size, own.out_hidden_size, out_size, colors, outer.image_token_id),
+        intermediate_size=own.intermediate_size,
+        side=side,
+        deep_layers=deep_layers,
+    )
+
+
+def read_qwen2_5_vl(raw: Any, colors: VisionColors, out_size: int) -> Qwen2VisionSpec:
+    outer = convert(raw, _Qwen25Outer)
+    own = outer.vision_config
+    check_tower(own.in_channels, own.hidden_act, own.hidden_size, own.num_heads, ("silu",))
+    window = own.window_size // own.spatial_merge_size // own.patch_size
+    if not window:
+        raise ModelError(
+            f"vision_config: window_size {own.window_size} must have room for {own.spatial_merge_size} patches of "
+            f"{own.patch_size} pixels"
+        )
+    return Qwen2VisionSpec(
+        **_common(own, own.hidden_size, own.out_hidden_size, out_size, colors, outer.image_token_id),
+        intermediate_size=own.intermediate_size,
+        window=window,
+        full_layers=own.fullatt_block_indexes,
+        is_gated=True,
+    )
+
+
+def read_qwen2_vl(raw: Any, colors: VisionColors, out_size: int) -> Qwen2VisionSpec:
+    """Its `hidden_size` is that of the text model."""
+    outer = convert(raw, _Qwen2Outer)
+    own = outer.vision_config
+    check_tower(own.in_channels, own.hidden_act, own.embed_dim, own.num_heads, ("quick_gelu", *GELUS))
+    return Qwen2VisionSpec(
+        **_common(own, own.embed_dim, own.hidden_size, out_size, colors, outer.image_token_id),
+        intermediate_size=own.embed_dim * own.mlp_ratio,
+    )
+
+
+def _common(
+    own: _Qwen3Vision | _Qwen25Vision | _Qwen2Vision,
+    size: int,
+    own_out_size: int,
+    out_size: int,
+    colors: VisionColors,
+    token_id: int,
+) -> dict[str, Any]:
+    """The fields that all of Qwen's towers have."""
+    if size // own.num_heads % 4:
+        raise ModelError(f"vision_config: heads of {size // own.num_heads} elements must be a multiple of 4")
+    if out_size and own_out_size != out_size:
+        raise ModelError(
+            f"vision_config: out_hidden_size {own_out_size} must be the text model's hidden_size {out_size}"
+        )
+    return {
+        "hidden_size": size,
+        "num_layers": own.depth,
+        "num_heads": own.num_heads,
+        "patch_size": own.patch_size,
+        "norm_eps": 1e-6,
+        "activation": cast("Activation", own.hidden_act),
+        "merge": own.spatial_merge_size,
+        "out_size": own_out_size,
+        "token_id": token_id,
+        "mean": colors.image_mean,
+        "std": colors.image_std,
+        "frames": own.temporal_patch_size,
+    }
