@@ -187,13 +187,18 @@ class StateSlots(CachePart[StateHit]):
         return self.histories.begin(found, longer)
 
     def _worth_saving(self, sequence: Seq, num_computed: int, reach: int) -> list[int]:
-        """Positions behind `num_computed`, the most useful first: the end of what is known, the last marks, where
-        prefixes part, the first mark."""
-        size = self.block_size
-        marks = list(dict.fromkeys(mark // size * size for mark in sequence.request.marks if mark >= size))
-        end = (sequence.num_tokens - 1) // size * size
-        wanted = dict.fromkeys([end, *reversed(marks[-LAST_MARKS:]), reach, *marks[:1]])
+        """Positions behind `num_computed`, the most useful first: the end of what is known, the last marks, the ends of
+        the last media, where prefixes part, the first mark."""
+        marks = self._last_ends(sequence.request.marks)
+        media = self._last_ends([medium.end for medium in sequence.request.media])
+        end = self._last_ends([sequence.num_tokens - 1])
+        last = [*reversed(marks[-LAST_MARKS:]), *reversed(media[-LAST_MARKS:])]
+        wanted = dict.fromkeys([*end, *last, reach, *marks[:1]])
         return [position for position in wanted if num_computed < position < sequence.num_tokens]
+
+    def _last_ends(self, positions: Sequence[int]) -> list[int]:
+        """The last end of a block before or at each, without repetition."""
+        return list(dict.fromkeys(at // self.block_size * self.block_size for at in positions if at >= self.block_size))
 
     def arrival_entries(self, sequence: Seq) -> list[Entry]:
         return [self._entry(sequence)]
