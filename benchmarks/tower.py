@@ -1,0 +1,165 @@
+"""An image through the tower of Qwen3.5's shape: ours in several forms, and transformers', in turn.
+
+    python benchmarks/tower.py                                     # ours and transformers, 448 x 448
+    python benchmarks/tower.py --forms bf16 int8 --images 4 --side 224
+    python benchmarks/tower.py --openvino-python PYTHON            # beside OpenVINO, in bf16 and with int8 weights
+
+Weights are random. Each round runs every way once; told are the best milliseconds of each, and what part that is of the
+speed of products in registers, measured just before. OpenVINO has an environment of its own (openvino, nncf, torch and
+transformers) and runs the tower that transformers' code makes, as its GenAI pipelines do.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from limits import Machine
+
+VISION: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "hidden_act": "gelu_pytorch_tanh",
+    "in_channels": 3,
+}
+TEXT_SIZE = 2048
+Encode = Callable[[], object]
+
+
+def flop(num_patches: int, num_images: int) -> float:
+    """Multiplications and additions of products and attention; `num_patches` of each image."""
+    size, inner, depth = (int(VISION[name]) for name in ("hidden_size", "intermediate_size", "depth"))
+    merged = 4 * size
+    per_patch = 4 * size**2 + 2 * size * inner + 2 * num_patches * size
+    merger = (merged**2 + merged * TEXT_SIZE) / 4
+    patches = 3 * 2 * 16**2 * size
+    return 2.0 * num_images * num_patches * (depth * per_patch + merger + patches)
+
+
+def ours(form: str, images: list[Any]) -> Encode:
+    import torch
+
+    from vllm_lite.checkpoint.config_json import load_spec
+    from vllm_lite.models.registry import Sizes, build
+    from vllm_lite.models.weights import load_weights
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    text = {
+        "hidden_size": TEXT_SIZE,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "vocab_size": 512,
+        "rope_parameters": rope,
+        "tie_word_embeddings": True,
+    }
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "image_token_id": 3}
+    config["vision_config"] = VISION | {"out_hidden_size": TEXT_SIZE}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        dtype = {"f32": "float32"}.get(form, "bfloat16")
+        quantization: Any = form if form == "int8" else None
+        model: Any = build(load_spec(folder), dtype, "cpu", Sizes(64, 64), quantization)
+        load_weights(model, folder, load_format="dummy")
+
+    def encode() -> object:
+        with torch.inference_mode():
+            return model.tower.encode(images)
+
+    return encode
+
+
+def transformers(images: list[Any]) -> Encode:
+    import torch
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+
+    config = Qwen3_5VisionConfig(**VISION, out_hidden_size=TEXT_SIZE)
+    model: Any = Qwen3_5VisionModel(config).eval()
+    model.to(torch.bfloat16)
+    rows, cols = images[0].shape[0] // 16, images[0].shape[1] // 16
+    grid = torch.tensor([[1, rows, cols]] * len(images))
+    pixels = torch.randn(len(images) * rows * cols, 3 * 2 * 16 * 16, dtype=torch.bfloat16)
+
+    def encode() -> object:
+        with torch.inference_mode():
+            return model(pixels, grid_thw=grid)
+
+    return encode
+
+
+def openvino(python: str, kind: str, options: argparse.Namespace) -> Encode:
+    """Each call asks a process that has compiled the tower."""
+    side = str(options.side // VISION["patch_size"])
+    runner = Path(__file__).parent / "runners" / "openvino_tower.py"
+    sizes = [side, side, str(options.images), str(options.threads), json.dumps(VISION | {"out_hidden_size": TEXT_SIZE})]
+    command = [python, "-P", str(runner), kind, *sizes]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    if process.stdin is None or process.stdout is None:
+        raise RuntimeError("pipes were asked for")
+    sent, got = process.stdin, process.stdout
+    if not any(line.strip() == "ready" for line in got):
+        raise SystemExit("OpenVINO cannot run the tower")
+
+    def encode() -> object:
+        print("go", file=sent, flush=True)
+        return got.readline()
+
+    return encode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forms", nargs="+", default=["bf16", "int8"], choices=["f32", "bf16", "int8"])
+    parser.add_argument("--side", type=int, default=448, help="pixels along each edge")
+    parser.add_argument("--images", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--openvino-python", help="the interpreter of an environment with OpenVINO")
+    options = parser.parse_args()
+    import torch
+
+    from vllm_lite.kernels import cpu
+
+    torch.set_num_threads(options.threads)
+    if cpu.available():
+        cpu.set_num_threads(options.threads)
+    images = [torch.randint(0, 256, (options.side, options.side, 3), dtype=torch.uint8) for _ in range(options.images)]
+    ways = {form: ours(form, images) for form in options.forms}
+    if not options.no_transformers:
+        ways["transformers bf16"] = transformers(images)
+    for kind in ("bf16", "int8") if options.openvino_python else ():
+        ways[f"OpenVINO {kind}"] = openvino(options.openvino_python, kind, options)
+    machine = Machine.measured(options.threads)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for encode in ways.values():
+        encode()
+    for _ in range(options.rounds):
+        for name, encode in ways.items():
+            start_s = time.perf_counter()
+            encode()
+            times[name].append(time.perf_counter() - start_s)
+    work = flop((options.side // 16) ** 2, options.images)
+    first = min(times[options.forms[0]])
+    print(f"{options.images} x {options.side} x {options.side}, {options.threads} threads, {work / 1e9:.0f} GFLOP")
+    for name, taken in times.items():
+        share = f", {work / min(taken) / machine.bfloat16:5.1%} of bfloat16 in registers" if machine else ""
+        print(f"{name:18} {1000 * min(taken):8.1f} ms, {min(taken) / first:5.2f} x {options.forms[0]}{share}")
+
+
+if __name__ == "__main__":
+    main()
