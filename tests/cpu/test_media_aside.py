@@ -1,0 +1,100 @@
+"""Media that a worker computes aside: in pieces beside steps, and at once where somebody asks for the vectors."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_lite.layers.vision.tower import Pieces
+from vllm_lite.protocol.encoder import DemoteEncoded, EncodeAside, FreeEncoded, PromoteEncoded
+from vllm_lite.worker.step_parts.media import MediaVectors
+
+NUM_PIECES = 5
+DIGESTS = [bytes([number]) * 32 for number in range(2)]
+
+
+class Tower:
+    """Computes a medium of one pixel in some pieces, and counts them."""
+
+    spec = SimpleNamespace(whole_in="no layers")
+    device = torch.device("cpu")
+    num_pieces = 0
+
+    def shape(self, num_tokens: int, grid: Any) -> tuple[int, int]:  # noqa: ARG002
+        return 1, num_tokens
+
+    def places(self, num_tokens: int, grid: Any) -> None:
+        pass
+
+    def arranged(self, vectors: torch.Tensor, grid: Any) -> torch.Tensor:  # noqa: ARG002
+        return vectors
+
+    def in_pieces(self, image: torch.Tensor) -> Pieces:
+        for _ in range(NUM_PIECES):
+            self.num_pieces += 1
+            yield
+        return image[0].float()
+
+
+@pytest.fixture
+def part() -> MediaVectors:
+    """A part that has been told to compute two media aside."""
+    tower: Any = Tower()
+    part = MediaVectors(tower, lambda: None)
+    rows: Any = SimpleNamespace(changed=False)
+    part.attach(rows)
+    for number, digest in enumerate(DIGESTS):
+        apply(part, EncodeAside(digest, 1, bytes([number] * 3)))
+    return part
+
+
+def apply(part: MediaVectors, entry: Any) -> None:
+    part.handlers()[type(entry)](entry)
+
+
+def step(part: MediaVectors) -> list[bytes]:
+    """Make a step that reads no medium. Returns those of which it says that they are there."""
+    inputs: Any = SimpleNamespace(handles=[])
+    fields: dict[str, Any] = {}
+    part.build(inputs)
+    part.answer(inputs, fields)
+    return list(fields.get("encoded", []))
+
+
+def test_a_step_computes_a_piece_at_least_and_one_medium_after_another(part: MediaVectors) -> None:
+    said, tower = [step(part)], part.tower
+    assert tower.num_pieces == 1  # type: ignore[attr-defined]
+    said += [step(part) for _ in range(2 * NUM_PIECES + 1)]
+    assert [digest for each in said for digest in each] == DIGESTS
+    assert said[NUM_PIECES - 1] == [], "each piece has had a step"
+    assert part.num_encoded == 2
+    assert part.can_run_ahead([])
+
+
+@pytest.mark.parametrize("ask", ["store", "move"])
+def test_who_asks_for_vectors_has_the_rest_computed_at_once(part: MediaVectors, ask: str) -> None:
+    """Ranks differ in how far they are: what one has said to be there another may still compute."""
+    first, second = DIGESTS
+    step(part)
+    assert not part.can_run_ahead([])
+    if ask == "store":
+        found = part.get(second)
+    else:
+        apply(part, DemoteEncoded([second]))
+        apply(part, PromoteEncoded([second]))
+        found = part.get(second)
+    assert found is not None
+    assert found.tolist() == [[1.0, 1.0, 1.0]]
+    assert step(part)[0] == second
+    assert part.get(first) is not None
+
+
+def test_what_is_freed_is_not_computed_further(part: MediaVectors) -> None:
+    step(part)
+    apply(part, FreeEncoded(DIGESTS))
+    tower: Any = part.tower
+    before = tower.num_pieces
+    assert step(part) == []
+    assert tower.num_pieces == before
+    assert part.get(DIGESTS[0]) is None
