@@ -52,7 +52,7 @@ class Teller:
 
 def teach() -> None:
     """Have every drafter that workers make be told."""
-    import_worker = process._import_worker  # noqa: SLF001 (the product has no switch for this)
+    import_worker = process.import_worker
 
     def imported() -> Any:
         kind = import_worker()
@@ -70,7 +70,7 @@ def teach() -> None:
         worker.drafter_of = drafter_of  # type: ignore[attr-defined]
         return kind
 
-    process._import_worker = imported  # noqa: SLF001 (as above)
+    process.import_worker = imported
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ class EngineFaults:
             count -= LIFE
 
     def one(self, llm: LLM, *, kills: bool) -> None:
-        if kills and self.draw.random() < 0.05 and isinstance(llm._launched, LaunchedEngine):
-            os.kill(family(llm._launched.pid)[1], signal.SIGKILL)
+        if kills and self.draw.random() < 0.05 and isinstance(llm.launched, LaunchedEngine):
+            os.kill(family(llm.launched.pid)[1], signal.SIGKILL)
             self.counts["workers killed"] += 1
             until_there(llm)
         else:

@@ -108,7 +108,7 @@ def test_a_model_takes_all_that_was_packed(
         load_weights(plain, config.model)
         ahead = pack_ahead(config, rank, num_threads=2)
         assert ahead is not None
-        assert list(ahead._jobs) == keys_of(model)
+        assert list(ahead.jobs) == keys_of(model)
         with ahead, monkeypatch.context() as patch:
             patch.setattr("vllm_lite.kernels.cpu.weights.linear._pack", lambda *_, **__: pytest.fail("packed again"))
             if config.quantization and overrides.get("tie_word_embeddings"):
@@ -129,7 +129,7 @@ def test_each_stage_packs_its_own_layers_alone(tmp_path: Path, *, tied: bool) ->
         ahead = pack_ahead(config, rank, num_threads=0)
         assert ahead is not None
         with ahead:
-            jobs.append(list(ahead._jobs))
+            jobs.append(list(ahead.jobs))
             assert jobs[-1] == keys_of(model_of(config, rank))
     assert [len(each) for each in jobs] == [4, 4, 5, 5], "the head is in the last stage"
 
@@ -146,7 +146,7 @@ def test_the_experts_of_a_family_are_all_packed(tmp_path: Path, variant: Variant
         ahead = pack_ahead(config, 0, num_threads=0)
         assert ahead is not None
         with ahead:
-            assert list(ahead._jobs) == keys_of(model_of(config, 0))
+            assert list(ahead.jobs) == keys_of(model_of(config, 0))
 
 
 @pytest.mark.parametrize("other", [{"dtype": "float32"}, {"quantization": "int8"}, {"tensor_parallel_size": 2}])
@@ -169,7 +169,7 @@ def test_a_file_that_is_another_by_now_is_not_taken_from(tmp_path: Path) -> None
     ahead = pack_ahead(config, 0, num_threads=1)
     assert ahead is not None
     with ahead:
-        assert ahead.serves(ahead._jobs)
+        assert ahead.serves(ahead.jobs)
         tensors = {name: tensor + 1 for name, tensor in load_file(path / SINGLE_FILE).items()}
         save_file(tensors, tmp_path / "new")
         os.replace(tmp_path / "new", path / SINGLE_FILE)
@@ -215,7 +215,7 @@ def test_damaged_files_get_the_error_of_the_loader(tmp_path: Path) -> None:
     assert ahead is not None
     with ahead:
         file.write_bytes(whole[: len(whole) // 2])
-        assert all(ahead.take(key) is None for key in list(ahead._jobs)[-2:])
+        assert all(ahead.take(key) is None for key in list(ahead.jobs)[-2:])
         with pytest.raises(ModelError, match="truncated"):
             load_weights(model_of(config, 0), path, ahead=ahead)
 
@@ -321,7 +321,7 @@ def test_only_the_first_group_packs_before_it_is_to_load(
     """A group on standby waits beside one that has the memory."""
     began = []
     monkeypatch.setattr(process, "pack_ahead", lambda *_: began.append("packs"))
-    monkeypatch.setattr(process, "_import_worker", lambda: began.append("imports"))
+    monkeypatch.setattr(process, "import_worker", lambda: began.append("imports"))
     settings = WorkerSettings(config_of(make_checkpoint(tmp_path)), "", 0, generation)
     loop = process.WorkerLoop.__new__(process.WorkerLoop)
     loop.settings = settings

@@ -222,7 +222,7 @@ def test_on_a_gpu_every_op_waits_for_those_it_must_not_overtake(program):
     engine.execute(program)
     trace, forward = engine.mover.trace, engine.mover.streams.forward
     assert forward.behind == {"the forward pass before", *range(len(trace))}
-    expected = [engine._check(0, *entry)[:3] for entry in program]
+    expected = [engine.check(0, *entry)[:3] for entry in program]
     expected = [entry for entry in expected if len(set(blocks_of(entry))) == 2]
     assert sorted(entry for entry, _ in trace) == sorted(expected)
     # Equal ops write the same block, so they are traced in the program's order: find each one's place in the trace.
@@ -283,7 +283,7 @@ def test_a_pool_of_more_than_2_to_the_31_elements(mover):
 
 def run_lists(program):
     engine = make_engine()
-    return stages(engine._check(i, *entry) for i, entry in enumerate(program))
+    return stages(engine.check(i, *entry) for i, entry in enumerate(program))
 
 
 def test_states_move_by_value_beside_blocks_and_in_order():
@@ -404,9 +404,9 @@ def test_a_gpu_machine_locks_the_host_pool_as_long_as_the_engine_lives(monkeypat
     cudart = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     engine = make_engine()
-    assert engine._locked(engine.host_pool) is engine.host_pool
+    assert engine.locked(engine.host_pool) is engine.host_pool
     assert cudart.locked == {engine.host_pool.data_ptr(): engine.host_pool.nbytes}
-    assert engine._locked(torch.empty(0)).numel() == 0
+    assert engine.locked(torch.empty(0)).numel() == 0
     assert len(cudart.locked) == 1
     del engine
     assert not cudart.locked
@@ -416,7 +416,7 @@ def test_a_host_pool_that_cannot_be_locked_is_an_error_that_says_what_to_try(mon
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(code=2))
     engine = make_engine()
     with pytest.raises(ConfigError, match=r"CUDA error 2.*--swap-space"):
-        engine._locked(engine.host_pool)
+        engine.locked(engine.host_pool)
 
 
 def test_measuring_the_swap_takes_a_moment_and_leaves_the_pools_as_they_were(monkeypatch):

@@ -206,7 +206,7 @@ def eight_that_begin_alike(model: Path, monkeypatch: pytest.MonkeyPatch, **setti
 def shared_in_graph(driver: Driver) -> int:
     if driver.worker.graph_sizes == ():
         return 0
-    (bucket,) = graphs_of(driver)._buckets.values()
+    (bucket,) = graphs_of(driver).buckets.values()
     return int(bucket.batch.plan.decodes[0].splits[0, 1])
 
 

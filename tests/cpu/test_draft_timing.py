@@ -52,7 +52,7 @@ def test_every_method_is_timed(method: str, model: Path, model_with_head: Path) 
     assert shapes(driver) == TRIED
     drafter: Any = driver.worker.drafter
     passes: list[int] = []
-    chain = getattr(drafter._with_model, "_chain", None)
+    chain = getattr(drafter.with_model, "chain", None)
     assert (chain is None) == (method in ("ngram", "suffix"))
     if chain is not None:
         rehearse = chain.rehearse

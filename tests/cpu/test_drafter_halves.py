@@ -142,7 +142,7 @@ def test_a_drafter_has_kv_of_its_own(tiny_checkpoint: Path, monkeypatch: pytest.
         if own is not layer:  # a block of another group has a layer of the model in the same place
             drafter.blocks = slice(4 * len(groups) - 3, 4 * len(groups) + 1)
         shape = drafter.cache.shape
-        driver.worker._run_largest_step()
+        driver.worker.run_largest_step()
         assert drafter.largest == [(1, *shape[1:])]
         driver.run(_request(len(groups)))
         given = []

@@ -132,7 +132,7 @@ def test_passes_of_an_assistant_are_recorded(pair: Pair, monkeypatch: pytest.Mon
 def test_an_assistant_writes_nothing(pair: Pair) -> None:
     model, assistant, _ = pair
     driver = Driver(model, max_model_len=256, num_gpu_blocks_override=64, **settings_of(assistant))
-    chain: Any = driver.worker.drafter._with_model._chain  # type: ignore[attr-defined]
+    chain: Any = driver.worker.drafter.with_model.chain  # type: ignore[attr-defined]
     chain._recorded, seen = None, list[tuple[int, ...]]()
     made = chain.inputs
 

@@ -129,7 +129,7 @@ def test_a_weight_without_outputs_gives_none() -> None:
 
 
 def test_experts_become_dense_but_for_those_that_are_to_be_quantized(caplog: pytest.LogCaptureFixture) -> None:
-    weight_form._say_widened.cache_clear()
+    weight_form.say_widened.cache_clear()
     spec = Gptq(bits=4, group_size=32, dense=("model.layers.0.mlp.experts.1",))
     form = WidenedForm(QuantizedForm(spec), "experts")
     shape = LinearShape(Split.whole(64), (Split.whole(32),), BF16, CPU)

@@ -156,7 +156,7 @@ def test_padding_of_a_larger_step_before_is_overwritten(tiny_checkpoint: Path, m
 
 def counts(driver: Driver) -> dict[int, int]:
     """Replays of each size."""
-    return {bucket.size: bucket.graph.count for bucket in graphs_of(driver)._buckets.values()}  # type: ignore[attr-defined]
+    return {bucket.size: bucket.graph.count for bucket in graphs_of(driver).buckets.values()}  # type: ignore[attr-defined]
 
 
 def test_each_step_takes_the_smallest_bucket_that_holds_it(tiny_checkpoint: Path) -> None:

@@ -278,14 +278,14 @@ def test_a_worker_profiles_its_device(tiny_checkpoint: Path, graphs: bool, caplo
     device, memory = fake_gpu(total=180 * MIB, graphs=graphs)
     worker = worker_on(device, tiny_checkpoint)
     steps: list[int] = []
-    inner = worker._run_largest_step
+    inner = worker.run_largest_step
 
     def step() -> None:
         inner()
         steps.append(worker.progress.count)
         memory.step(activations=100 * MIB, outside=10 * MIB)
 
-    worker._run_largest_step = step  # type: ignore[method-assign]
+    worker.run_largest_step = step  # type: ignore[method-assign]
     with caplog.at_level(logging.INFO, "vllm_lite"):
         ready = worker.load()
     assert len(steps) == 1
@@ -354,14 +354,14 @@ def test_no_profile_where_the_size_is_given(tiny_checkpoint: Path, settings: dic
     device, memory = fake_gpu(total=MIB)
     memory.others = memory.total  # nothing is free, and nobody looks
     worker = worker_on(device, tiny_checkpoint, **settings)
-    worker._run_largest_step = lambda: pytest.fail("profiled")  # type: ignore[method-assign]
+    worker.run_largest_step = lambda: pytest.fail("profiled")  # type: ignore[method-assign]
     assert worker.load().num_blocks == 30
 
 
 def test_a_gpu_that_is_too_small_is_the_users_fault(tiny_checkpoint: Path) -> None:
     device, memory = fake_gpu(total=64 * MIB)
     worker = worker_on(device, tiny_checkpoint)
-    worker._run_largest_step = lambda: memory.step(60 * MIB)  # type: ignore[method-assign]
+    worker.run_largest_step = lambda: memory.step(60 * MIB)  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="no memory for KV blocks"):
         worker.load()
 

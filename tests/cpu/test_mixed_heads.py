@@ -185,9 +185,7 @@ def test_a_plan_has_the_blocks_and_buffers_of_a_worker(checkpoint: Path, tp: int
         worker.load()
         buffers: Any = worker.model.buffers  # type: ignore[attr-defined]
         tensors = [buffers.residual, buffers.hidden, buffers.qkv, buffers.attended, buffers.gate_up, buffers.activated]
-        tensors += [tensor for pair in buffers._rotations for tensor in pair] + [
-            table.table for table in buffers._tables
-        ]
+        tensors += [tensor for pair in buffers.rotations for tensor in pair] + [table.table for table in buffers.tables]
         needed = sum(tensor.nbytes for tensor in tensors)
         assert needed <= plan.activations_bytes - 3 * 4 * plan.max_num_seqs * 384 < 1.5 * needed
 

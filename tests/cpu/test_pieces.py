@@ -223,7 +223,7 @@ def test_what_is_counted_of_the_last_layer(model: Path, launcher: CapturingLaunc
     capture = None if eager else CudaLikeCapture()
     driver = Driver(model, on=Device(CPU, capture=capture), dtype="bfloat16", cudagraph_capture_sizes=[2])
     runner = driver.worker.runner
-    runner._after_sample.append(lambda inputs, _result: counted.append((inputs.num_tokens, runner.eager.num_last)))
+    runner.after_sample.append(lambda inputs, _result: counted.append((inputs.num_tokens, runner.eager.num_last)))
     driver.run(new_request(0, make_prompt(20), [1, 2]))
     driver.run(Continue(0, 1, []), new_request(1, make_prompt(9), [3]))
     driver.run(Continue(0, 1, []), Continue(1, 1, []))

@@ -75,10 +75,10 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str, tmp_path: Path) -
     eager, graphed = run_both(model, seed=3, num_steps=120, on=None, **settings)
     graphs = graphs_of(graphed)
     assert graphs.num_replays > 30
-    assert set(graphs._buckets) <= set(graphs.sizes)
+    assert set(graphs.buckets) <= set(graphs.sizes)
     if "cudagraph_capture_sizes" not in settings:
         assert graphs.sizes == tuple(range(1, 9))
-        assert len(graphs._buckets) >= 3
+        assert len(graphs.buckets) >= 3
     assert eager.got == graphed.got
 
 
@@ -124,14 +124,14 @@ def test_each_size_is_captured_once_and_when_it_is_needed(tiny_checkpoint: Path)
     graphs = graphs_of(driver)
     for handle in range(3):
         driver.run(new_request(handle, make_prompt(5, seed=handle), [1 + handle]))
-    assert not graphs._buckets, "prompts are not replayed"
+    assert not graphs.buckets, "prompts are not replayed"
     driver.decode(0, 1, count=3)
-    assert list(graphs._buckets) == [2]
-    bucket = graphs._buckets[2]
+    assert list(graphs.buckets) == [2]
+    bucket = graphs.buckets[2]
     driver.decode(0, 1, 2, count=1)
     driver.decode(0, 1, count=1)
-    assert list(graphs._buckets) == [2, 3]
-    assert graphs._buckets[2] is bucket
+    assert list(graphs.buckets) == [2, 3]
+    assert graphs.buckets[2] is bucket
     assert graphs.num_replays == 5
 
 
@@ -233,7 +233,7 @@ def test_memory_of_a_program_outlives_its_replacement() -> None:
     expected = batch.run()
     program, step, out = attention(batch, max_seq_len=2048)
     before = batch.backend.kernels[0].scratch
-    batch.backend.kernels[0]._reserve(*(2 * len(part) + 1 for part in before))
+    batch.backend.kernels[0].reserve(*(2 * len(part) + 1 for part in before))
     assert batch.backend.kernels[0].scratch[0] is not before[0]
     assert all(any(kept is part for kept in step.plan.scratch) for part in before)
     del before

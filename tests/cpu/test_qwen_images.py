@@ -126,13 +126,13 @@ def test_positions_are_those_of_transformers(model: Any, seed: int) -> None:
         ids, torch.tensor([kinds], dtype=torch.int32), image_grid_thw=torch.tensor([medium.grid for medium in images])
     )
     part = image_positions.ImagePositions(2)
-    found = image_positions._counted(np.arange(len(kinds) + 3), [part._image(medium) for medium in images])
+    found = image_positions.counted(np.arange(len(kinds) + 3), [part.image(medium) for medium in images])
     time, down, across = (found >> AXIS_BITS * axis & AXIS_MASK for axis in range(3))
     axes = np.stack([time, time + down, time + across])
     assert np.array_equal(axes[:, : len(kinds)], expected[:, 0].numpy())
     assert axes[:, len(kinds) :].tolist() == [[len(kinds) + int(delta) + step for step in range(3)]] * 3
     first = rng.randrange(len(kinds))
-    some = image_positions._counted(np.arange(first, len(kinds)), [part._image(medium) for medium in images])
+    some = image_positions.counted(np.arange(first, len(kinds)), [part.image(medium) for medium in images])
     assert np.array_equal(some, found[first : len(kinds)])
 
 

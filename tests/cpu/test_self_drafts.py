@@ -49,13 +49,13 @@ SELF: dict[str, Any] = {"speculative_config": {"method": "self", "num_speculativ
 
 def drafter_of(driver: Driver) -> SelfDrafter:
     drafter: Any = driver.worker.drafter
-    return drafter._with_model  # type: ignore[no-any-return]
+    return drafter.with_model  # type: ignore[no-any-return]
 
 
 def draft_by(driver: Driver, forward: Any) -> None:
     """Have another model draft, whose passes are not recorded."""
-    chain: Any = drafter_of(driver)._chain
-    chain._forward, chain._recorded = forward, None
+    chain: Any = drafter_of(driver).chain
+    chain.forward, chain._recorded = forward, None
 
 
 def generate(
@@ -139,13 +139,13 @@ def test_recorded_passes_draft_what_others_do(name: str, sampling: Sampling, tmp
     found = []
     for is_recorded in (True, False):
         driver = Driver(made, **SELF)
-        chain: Any = drafter_of(driver)._chain
+        chain: Any = drafter_of(driver).chain
         assert chain._recorded is not None
         if not is_recorded:
             chain._recorded = None
-        drafts, replays = watch_drafts(driver), chain._forward.num_replays
+        drafts, replays = watch_drafts(driver), chain.forward.num_replays
         of_four(driver, sampling, states)
-        assert (chain._forward.num_replays > replays) is True
+        assert (chain.forward.num_replays > replays) is True
         found.append((drafts, driver.got))
     assert found[0] == found[1]
     assert [len(each) for each in found[0][0]] == [4, 4, 2, 4]
@@ -289,7 +289,7 @@ def test_nothing_is_written_that_the_cache_holds(tiny_checkpoint: Path) -> None:
     driver.run(new_request(0, PROMPT, [1, 2, 3, 4]))
     rows, seen = driver.worker.runner.batch.rows, list[tuple[int, ...]]()
     rows.num_cached[0] = len(PROMPT) + 1  # the last token's position, which the step computes once more
-    eager = drafter_of(driver)._eager
+    eager = drafter_of(driver).eager
     hidden = eager.hidden
 
     def watched(inputs: Any) -> torch.Tensor:
@@ -360,8 +360,8 @@ def test_models_that_cannot_say_why(settings: dict[str, Any], why: str, tiny_che
 
 def test_a_draft_that_cannot_be_drawn_ends_the_drafts(tiny_checkpoint: Path) -> None:
     driver = Driver(tiny_checkpoint, **SELF)
-    chain: Any = drafter_of(driver)._chain
-    forward, calls = chain._forward, list[int]()
+    chain: Any = drafter_of(driver).chain
+    forward, calls = chain.forward, list[int]()
 
     def poisoned(inputs: Any) -> torch.Tensor:
         logits: torch.Tensor = forward.logits(inputs)

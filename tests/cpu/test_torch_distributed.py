@@ -337,9 +337,9 @@ def test_an_abort_that_hangs_or_fails_holds_nobody_up(
     monkeypatch.setattr(fake, "abort", lambda: (go_on.wait(scaled(20)), 1 / 0))
     rank = over(fake, group)
     rank.close()
-    assert rank._watcher.is_alive()
+    assert rank.watcher.is_alive()
     go_on.set()
-    rank._watcher.join(scaled(20))
+    rank.watcher.join(scaled(20))
     assert "NCCL could not be aborted: division by zero" in caplog.text
 
 
@@ -465,7 +465,7 @@ def test_a_torch_without_nccl_is_one_sentence_and_leaves_no_rank_connected(
     host = FakeHost(group.memory)
     monkeypatch.setattr(process_group, "is_nccl_available", lambda: False)
     monkeypatch.setattr(select, "backend_of", lambda _, **__: "nccl")
-    monkeypatch.setattr(select, "_connect_on_the_cpu", lambda *_: host)
+    monkeypatch.setattr(select, "connect_on_the_cpu", lambda *_: host)
     with pytest.raises(ConfigError, match=r"has no NCCL.*--tensor-parallel-backend gloo"):
         select.connect(resolved(tensor_parallel_size=2), 0, group, CPU, 0)
     assert host.calls == ["close"]

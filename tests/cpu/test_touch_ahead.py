@@ -40,7 +40,7 @@ def finish(touch):
 @pytest.fixture(autouse=True)
 def on_a_system_that_can():
     pool = new_pool()
-    if not touch_ahead._populate(pool.data_ptr(), BLOCK_BYTES):
+    if not touch_ahead.populate(pool.data_ptr(), BLOCK_BYTES):
         pytest.skip("this system makes pages only where they are written")
 
 
@@ -97,7 +97,7 @@ def test_what_is_to_be_filled_at_once_exists_up_to_three_quarters(monkeypatch):
 
 def test_where_the_system_cannot_it_is_asked_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(touch_ahead, "_populate", lambda address, _: asked.append(address))
+    monkeypatch.setattr(touch_ahead, "populate", lambda address, _: asked.append(address))
     pool = new_pool()
     touch = TouchAhead(pool, AHEAD_BYTES)
     for block in (0, 20, 40):

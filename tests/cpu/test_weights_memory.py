@@ -232,11 +232,11 @@ def test_a_rank_reads_its_boxes(large: Path, monkeypatch: pytest.MonkeyPatch) ->
     vectors = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 1)
     matrices = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 2)
     by_inputs = sum(tensor.nbytes for name, tensor in tensors.items() if "o_proj" in name or "down_proj" in name)
-    read = weights._Files.read
+    read = weights.Files.read
     boxes: list[int] = []
     pages: set[int] = set()
 
-    def seen(files: weights._Files, slot: WeightSlot) -> torch.Tensor:
+    def seen(files: weights.Files, slot: WeightSlot) -> torch.Tensor:
         box = read(files, slot)
         boxes.append(box.nbytes)
         rows = box if box.dim() == 2 else box[None]
@@ -246,7 +246,7 @@ def test_a_rank_reads_its_boxes(large: Path, monkeypatch: pytest.MonkeyPatch) ->
             pages.update(range(one, other + 1))
         return box
 
-    monkeypatch.setattr(weights._Files, "read", seen)
+    monkeypatch.setattr(weights.Files, "read", seen)
     for communicator in ThreadGroup(2).communicators:
         boxes.clear()
         pages.clear()

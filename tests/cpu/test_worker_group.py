@@ -176,7 +176,7 @@ def test_ranks_that_are_stopped_in_a_step_log_no_error(
     group.start()
     group.executor.submit(SchedulerOutput(GENERATION, 1, [], [prompt()]))
     entered.wait(DEADLINE_S)
-    group.executor._meeting_place.end()
+    group.executor.meeting_place.end()
     ended.set()
     group.executor.close()
     assert_no_worker_left()

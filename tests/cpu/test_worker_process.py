@@ -184,13 +184,13 @@ def test_hearts_beat_and_show_progress(engine: Engine, tiny_checkpoint: Path) ->
 def test_hearts_say_whether_it_waits_for_another_rank(
     engine: Engine, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    let_go, import_worker = threading.Event(), process._import_worker
+    let_go, import_worker = threading.Event(), process.import_worker
 
     def make(*arguments: Any, **names: Any) -> object:
         assert let_go.wait(DEADLINE_S)
         return import_worker()(*arguments, **names)
 
-    monkeypatch.setattr(process, "_import_worker", lambda: make)
+    monkeypatch.setattr(process, "import_worker", lambda: make)
     worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
     engine.receive(WorkerHello)
     for waits in (True, False):

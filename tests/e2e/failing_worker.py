@@ -59,7 +59,7 @@ WAYS: dict[str, Callable[[], None]] = {
 
 def fail_in_a_step(fail: Callable[[], None]) -> None:
     """In the middle of a step if its layers are run one by one, otherwise at its end."""
-    execute, advance, num_messages = process._execute, progress.Progress.advance, 0
+    execute, advance, num_messages = process.execute, progress.Progress.advance, 0
 
     def counting(*arguments: Any) -> Any:
         nonlocal num_messages
@@ -71,7 +71,7 @@ def fail_in_a_step(fail: Callable[[], None]) -> None:
             fail()
         advance(self)
 
-    process._execute = counting  # type: ignore[assignment]
+    process.execute = counting  # type: ignore[assignment]
     progress.Progress.advance = failing  # type: ignore[method-assign]
 
 
@@ -79,7 +79,7 @@ def fail_at_the_start(fail: Callable[[], None]) -> None:
     def failing() -> Any:
         fail()
 
-    process._import_worker = failing
+    process.import_worker = failing
 
 
 def main(settings: WorkerSettings, stop: Wakeup) -> int:

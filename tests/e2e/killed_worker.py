@@ -24,7 +24,7 @@ def add_points_of_the_loop(points: Points) -> None:
 
     points.around(loop, "send", lambda a: said("before", a), lambda a, _: said("after", a))
     points.around(loop, "receive", None, lambda _, message: points.reach(f"got {kind(message)}"))
-    points.before(process, "_execute", "beginning of a message")
+    points.before(process, "execute", "beginning of a message")
     points.before(progress.Progress, "advance", "in a layer")
 
 
@@ -44,7 +44,7 @@ def add_points_between_steps(points: Points, worker: Any) -> None:
         nonlocal num_done
         num_done += 1
 
-    points.around(process, "_execute", begin, None)
+    points.around(process, "execute", begin, None)
     points.around(worker, "execute", before, after)
 
 
@@ -74,7 +74,7 @@ def add_points_of_a_step(points: Points) -> None:
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
     points = Points(f"worker {settings.rank}")
     add_points_of_the_loop(points)
-    load: Any = process._import_worker
+    load: Any = process.import_worker
     is_light = LIGHT in os.environ
     if is_light:
         load = light_worker.install()
@@ -86,7 +86,7 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
             add_points_of_a_step(points)
         return worker
 
-    process._import_worker = loading
+    process.import_worker = loading
     return process.process_main(settings, stop)
 
 

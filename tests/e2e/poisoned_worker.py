@@ -44,7 +44,7 @@ class Poison:
 
 
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
-    load: Any = light_worker.install() if LIGHT in os.environ else process._import_worker
+    load: Any = light_worker.install() if LIGHT in os.environ else process.import_worker
     poison = Poison()
 
     def loading() -> Any:
@@ -58,7 +58,7 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
         worker.execute = dying
         return worker
 
-    process._import_worker = loading
+    process.import_worker = loading
     return process.process_main(settings, stop)
 
 

@@ -88,8 +88,8 @@ def test_after_a_kill_the_chat_is_found_again(tmp_path: Path, victim: str) -> No
     with closing(open_llm(tmp_path / "kv", single_process=False)) as llm:
         tokens, _ = ask(llm, PROMPT)
         until_written(llm, 19)
-        assert isinstance(llm._launched, LaunchedEngine)
-        engine = llm._launched.pid
+        assert isinstance(llm.launched, LaunchedEngine)
+        engine = llm.launched.pid
         os.kill(engine if victim == "engine" else family(engine)[1], signal.SIGKILL)
         deadline_s = time.monotonic() + scaled(60.0)
         while not has_others(llm):

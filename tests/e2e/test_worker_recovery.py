@@ -177,7 +177,7 @@ def test_a_model_that_has_gone_is_the_end_of_every_stream(
 
 
 def test_a_worker_that_is_a_thread_is_replaced(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    execute, num_messages = process._execute, 0
+    execute, num_messages = process.execute, 0
 
     def failing(*arguments: Any) -> Any:
         nonlocal num_messages
@@ -186,6 +186,6 @@ def test_a_worker_that_is_a_thread_is_replaced(launch: Launch, monkeypatch: pyte
             raise ValueError("injected")
         return execute(*arguments)
 
-    monkeypatch.setattr(process, "_execute", failing)
+    monkeypatch.setattr(process, "execute", failing)
     stats = fail_and_compare(launch(1, worker_module="vllm_lite.worker.process", single_process=True))
     assert stats.restarts == {"failed": 1}

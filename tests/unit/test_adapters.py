@@ -36,7 +36,7 @@ class Engine:
         self.lists: list[tuple[str, ...]] = []
         ticks = itertools.count()
         self.loader = self.core.adapter_loader
-        self.loader._clock = lambda: float(next(ticks))
+        self.loader.clock = lambda: float(next(ticks))
         self.loader.on_listed = self.listed
         self.answers: dict[int, str | None] = {}
         self.missing: list[str] = []
@@ -97,7 +97,7 @@ class Engine:
 
     def drain(self) -> None:
         for _ in range(2000):
-            if not self.core.scheduler.requests and not self.loader._asked:
+            if not self.core.scheduler.requests and not self.loader.asked:
                 self.turn()
                 return
             self.turn()
@@ -317,7 +317,7 @@ def test_load_and_unload_many_times() -> None:
     assert not engine.core.adapters.by_number
     assert not engine.worker.adapters
     assert not engine.core.adapters.wanted
-    assert not engine.loader._asked
+    assert not engine.loader.asked
 
 
 @pytest.mark.parametrize("seed", range(12))

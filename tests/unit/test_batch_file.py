@@ -250,9 +250,9 @@ def test_what_would_fail_all_ends_the_run(tmp_path: Path, answer: httpx.Response
 
 
 def test_pauses_are_bounded() -> None:
-    assert batch._pause_s(httpx.Response(429, headers={"Retry-After": "3"}), 0) == 3.0
-    assert batch._pause_s(httpx.Response(429, headers={"Retry-After": "99999"}), 0) == batch.MAX_PAUSE_S
-    assert batch._pause_s(httpx.Response(503), 1) == 1.0
+    assert batch.pause_s(httpx.Response(429, headers={"Retry-After": "3"}), 0) == 3.0
+    assert batch.pause_s(httpx.Response(429, headers={"Retry-After": "99999"}), 0) == batch.MAX_PAUSE_S
+    assert batch.pause_s(httpx.Response(503), 1) == 1.0
 
 
 # ---- the command

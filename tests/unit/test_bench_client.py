@@ -182,7 +182,7 @@ async def test_an_answer_that_the_closed_connection_ends() -> None:
 async def test_without_usage_chunks_are_counted_by_the_run() -> None:
     outcome = await ask(answering(HEAD, chunked(chunk("a") + chunk("b") + DONE), chunked(b"")))
     assert (outcome.error, outcome.output_len, outcome.input_len) == ("", 0, 3)
-    serve._count_missing_usage([outcome], None)
+    serve.count_missing_usage([outcome], None)
     assert outcome.output_len == 2
 
 
@@ -425,10 +425,10 @@ async def test_the_model_is_the_servers_first() -> None:
 
 
 def test_addresses() -> None:
-    assert HttpClient("http://h/v1/", {})._url("/v1/models") == "/v1/models"
-    assert HttpClient("https://h:1/proxy/v1", {})._url("/v1/models") == "/proxy/v1/models"
-    assert HttpClient("http://h/proxy", {})._url("/generate") == "/proxy/generate"
-    assert b"Host: h:1\r\n" in HttpClient("http://user@h:1", {})._headers
+    assert HttpClient("http://h/v1/", {}).url("/v1/models") == "/v1/models"
+    assert HttpClient("https://h:1/proxy/v1", {}).url("/v1/models") == "/proxy/v1/models"
+    assert HttpClient("http://h/proxy", {}).url("/generate") == "/proxy/generate"
+    assert b"Host: h:1\r\n" in HttpClient("http://user@h:1", {}).headers
     for url in ("ftp://h", "h:8000", "http://", "http://h:x"):
         with pytest.raises(ConfigError):
             HttpClient(url, {})
@@ -459,7 +459,7 @@ async def test_a_slow_server_gets_fewer(
 
     monkeypatch.setattr(serve, "drive", drive)
     requests: Any = list(range(12))
-    assert await serve._fitting(None, requests, rate, 1.0) == expected  # type: ignore[arg-type]
+    assert await serve.fitting(None, requests, rate, 1.0) == expected  # type: ignore[arg-type]
     assert sent[0] == [11]
     assert (f"{expected} are sent" in capsys.readouterr().err) == (expected < 12)
 

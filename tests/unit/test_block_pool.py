@@ -170,7 +170,7 @@ def test_counting_cached_blocks_looks_at_none_of_them() -> None:
     pool = BlockPool(5)
     for block_id in pool.get_new_blocks(3):
         pool.cache_block(block_id, b"%d" % (block_id // 2))
-    pool._cached = Index(pool._cached)
+    pool.cached = Index(pool.cached)
     assert pool.num_cached == 3
 
 

@@ -53,7 +53,7 @@ class Rig:
         self.until(lambda: not self.knows_something(engine))
 
     def knows_something(self, engine: int) -> bool:
-        return bool(self.router._cached[engine])
+        return bool(self.router.cached[engine])
 
     def until(self, holds: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
@@ -66,7 +66,7 @@ class Rig:
             time.sleep(0.01)
 
     def cached(self, engine: int) -> set[bytes]:
-        return {key[:-1] for key in self.cores[engine].core.kv.pool._cached}
+        return {key[:-1] for key in self.cores[engine].core.kv.pool.cached}
 
     def close(self) -> None:
         self.blocks.close()
@@ -87,19 +87,19 @@ def test_a_router_knows_what_engines_have_stored_dropped_and_cleared(rig: Rig) -
     for number in range(12):  # more than fits
         rig.publish(number % 2, 17)
     assert rig.cached(0).isdisjoint(rig.cached(1))
-    rig.until(lambda: [rig.router._cached[engine] for engine in (0, 1)] == [rig.cached(0), rig.cached(1)])
+    rig.until(lambda: [rig.router.cached[engine] for engine in (0, 1)] == [rig.cached(0), rig.cached(1)])
     rig.clear(0)
-    assert rig.router._cached[1] == rig.cached(1) != set()
+    assert rig.router.cached[1] == rig.cached(1) != set()
 
 
 def test_behind_a_gap_nothing_is_known_but_what_comes(rig: Rig) -> None:
     rig.publish(0)
     before = rig.cached(0)
-    rig.until(lambda: rig.router._cached[0] == before)
-    rig.streams[0]._publisher.next_number += 1
+    rig.until(lambda: rig.router.cached[0] == before)
+    rig.streams[0].publisher.next_number += 1
     rig.publish(0)
-    rig.until(lambda: rig.router._cached[0] == rig.cached(0) - before)
-    assert rig.router._cached[0]
+    rig.until(lambda: rig.router.cached[0] == rig.cached(0) - before)
+    assert rig.router.cached[0]
 
 
 def test_where_engines_publish() -> None:

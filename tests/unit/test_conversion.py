@@ -128,7 +128,7 @@ def test_a_vocabulary_with_merges(tmp_path: Path, cache: Path, monkeypatch: pyte
     assert list(cache.iterdir()) == [place]
     assert place.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr("vllm_lite.client.text.tokenizer_formats.conversion.supervise.spawn", refused)
-    monkeypatch.setattr("vllm_lite.client.text.tokenizer_formats.conversion._is_installed", lambda _: False)
+    monkeypatch.setattr("vllm_lite.client.text.tokenizer_formats.conversion.is_installed", lambda _: False)
     assert Tokenizer.load(folder).encode("the") == ours.encode("the")
     (folder / "config.json").write_text('{"model_type": "opt"}')
     assert list(conversion.made(folder)) == []
@@ -278,7 +278,7 @@ def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
 def test_what_a_missing_library_is_needed_for(
     tmp_path: Path, name: str, content: bytes, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_lite.client.text.tokenizer_formats.conversion._is_installed", lambda _: False)
+    monkeypatch.setattr("vllm_lite.client.text.tokenizer_formats.conversion.is_installed", lambda _: False)
     (tmp_path / name).write_bytes(content)
     found = conversion.find(tmp_path)
     assert found == conversion.ForeignTokenizer(kind, tmp_path / name)  # type: ignore[arg-type]
@@ -290,9 +290,9 @@ def test_what_a_missing_library_is_needed_for(
 
 
 def test_installed_libraries_are_found() -> None:
-    assert conversion._is_installed("transformers")
-    assert not conversion._is_installed("no_such_library")
-    assert not conversion._is_installed("no_such_library.part")
+    assert conversion.is_installed("transformers")
+    assert not conversion.is_installed("no_such_library")
+    assert not conversion.is_installed("no_such_library.part")
 
 
 def test_a_damaged_file_is_one_sentence(tmp_path: Path, cache: Path) -> None:
@@ -393,5 +393,5 @@ def test_two_may_convert_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             (other / "tokenizer.json").write_bytes(made.byte_level())
         (draft / "tokenizer.json").write_bytes(b"late")
 
-    monkeypatch.setattr(conversion, "_convert", convert)
+    monkeypatch.setattr(conversion, "convert", convert)
     assert Tokenizer.load(folder).vocab_size == Tokenizer(made.byte_level()).vocab_size

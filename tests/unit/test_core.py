@@ -61,7 +61,7 @@ def drain(core: EngineCore) -> list[Produced]:
         if not core.begin():
             core.scheduler.check_integrity()
             return produced
-        output = core._executor.poll()
+        output = core.executor.poll()
         assert output is not None
         produced += core.finish(output)
     raise AssertionError("the requests do not end")
@@ -125,7 +125,7 @@ def test_the_max_tokens_of_a_fork_is_cut_so_too() -> None:
     core.add(b"client", Generate("r", pack_tokens([1] * 30), SamplingParams(max_tokens=9, ignore_eos=True)))
     for _ in range(2):
         core.begin()
-        core.finish(core._executor.poll())  # type: ignore[arg-type]
+        core.finish(core.executor.poll())  # type: ignore[arg-type]
     core.fork(b"client", ForkRequest("r", "fork", 1, SamplingParams(max_tokens=1000, ignore_eos=True)))
     last = [item for item in drain(core) if item.request.request_id == "fork"][-1]
     assert (last.reason, last.start + len(last.token_ids)) == ("length", 10)
@@ -161,7 +161,7 @@ def test_generate_again_attaches_and_resends_from_have() -> None:
     core.add(b"first", message)
     for _ in range(4):
         core.begin()
-        output = core._executor.poll()
+        output = core.executor.poll()
         assert output is not None
         core.finish(output)
     again = Generate("r", message.prompt, message.params, have=1, output=pack_tokens(continuation([1, 2, 3], 1)))
@@ -296,7 +296,7 @@ def test_clients_that_came_and_went_are_not_remembered(wire: Wire) -> None:
         connection.send(client_to_engine.encode(Hello(PROTOCOL_VERSION)))
         assert list(wire.port.receive()) == []
         connection.close()
-    assert len(wire.port._clients) < 100
+    assert len(wire.port.clients) < 100
     assert wire.say(Ping()) == [Ping()]
 
 

@@ -172,7 +172,7 @@ def test_questions_go_to_all_and_one_answer_comes_back(rig: Rig) -> None:
         assert rig.home(name) == index
     rig.engines[0].die()
     while rig.session.members[0].has_engine:
-        rig.session.members[0]._link.wakeup.set()
+        rig.session.members[0].link.wakeup.set()
     asked = rig.session.request_stats()
     rig.engines[1].expect(api.GetStats)
     rig.engines[1].send(Stats(num_running=9))
@@ -189,13 +189,13 @@ def test_an_operation_is_for_all_engines(rig: Rig) -> None:
     with pytest.raises(EngineError, match="is being replaced and answers no questions"):
         asked.result(DEADLINE_S)
     while rig.session.members[1].has_engine:
-        rig.session.members[1]._link.wakeup.set()
+        rig.session.members[1].link.wakeup.set()
     with pytest.raises(EngineError, match=r"is being replaced .* nothing was done, ask again"):
         rig.session.operate(ResumeGeneration())
     rig.engines[0].expect_nothing_more()
     with FakeEngine(address=rig.engines[1].address, epoch=2) as back:
         while not rig.session.members[1].has_engine:
-            rig.session.members[1]._link.wakeup.set()
+            rig.session.members[1].link.wakeup.set()
         asked = rig.session.operate(ResumeGeneration())
         for engine in (rig.engines[0], back):
             engine.expect(ResumeGeneration)
@@ -209,16 +209,16 @@ def test_a_stream_whose_next_engine_ends_as_it_comes_is_told(monkeypatch: pytest
         for name in ("r", "s"):
             rig.submit(name, affinity="session")
         home = rig.home("r")
-        choose, other = rig.session._choose, rig.session.members[1 - home]
+        choose, other = rig.session.choose, rig.session.members[1 - home]
 
         def choose_too_late(*args: Any) -> int:
             index = choose(*args)
             other.fail("it was restarted too often")
             while other.dead is None:
-                other._link.wakeup.set()
+                other.link.wakeup.set()
             return index
 
-        monkeypatch.setattr(rig.session, "_choose", choose_too_late)
+        monkeypatch.setattr(rig.session, "choose", choose_too_late)
         rig.engines[home].die()
         ends = [rig.next(), rig.next()]
         assert sorted(end.request_id for end in ends if isinstance(end, StreamFailure)) == ["r", "s"]

@@ -163,7 +163,7 @@ def test_content_that_stays_in_another_block_is_not_waited_for(monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(rig.kv.pool, "get_cached_block", lambda _key: None)
         ask(rig, "b", PROMPT[:20])
-    assert (len(rig.kv.pool._cached), rig.kv.pool.num_cached) == (20, 40)
+    assert (len(rig.kv.pool.cached), rig.kv.pool.num_cached) == (20, 40)
     rig.add("new", [VOCAB - 1] * 20, max_tokens=1)
     rig.step()
     assert rig.reasons["new", 0] == "length"

@@ -97,7 +97,7 @@ def never_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> Any:
         raise AssertionError("the template was rendered")
 
-    monkeypatch.setattr(closing_token, "_rendered", refuse)
+    monkeypatch.setattr(closing_token, "rendered_by", refuse)
 
 
 @pytest.fixture
@@ -376,7 +376,7 @@ def test_the_first_token_closes_whatever_follows(row: list[str], blank: str) -> 
     rest = row[0] + blank + blank.join(row[1:])
     texts = {"last": f"qzaskedzq<|go|>qzsaidzq{blank}{rest}", "earlier": "", "thinking": "", "calling": ""}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(closing_token, "_rendered", lambda _: texts)
+        patch.setattr(closing_token, "rendered_by", lambda _: texts)
         assert closing("", "<|a|>", "<|ab|>", "[/B]", "</s>", "<|go|>").token == row[0]
 
 

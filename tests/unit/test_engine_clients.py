@@ -77,11 +77,11 @@ class Engine:
         self.address = f"inproc://engine-clients-{next(_numbers)}"
         config = EngineConfig().resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
         self.process = EngineProcess(EngineSettings(config, self.address, "none"), self.stop)
-        self.port = self.process._port
+        self.port = self.process.port
         self.port._clock = lambda: self.now_s
         self.port.open(Welcome(PROTOCOL_VERSION, 5, "model", 100, 50, (7,), 11, 4))
         self.core = make_core(num_blocks=41)
-        self.groups = WorkerGroups(lambda _: self.core._executor, config)
+        self.groups = WorkerGroups(lambda _: self.core.executor, config)
         self.recovery = Recovery(self.core, self.groups, self.port, config)
         self.operations = Operations(self.core, self.groups, self.port, config)
         self.clients: list[Client] = []
@@ -93,9 +93,9 @@ class Engine:
 
     def loop(self, count: int = 1) -> None:
         for _ in range(count):
-            self.process._serve_once(self.core, self.groups, self.recovery, self.operations)
+            self.process.serve_once(self.core, self.groups, self.recovery, self.operations)
             self.core.scheduler.check_integrity()
-        self.process._abort_orphans(self.core, self.port.flush(0.0, at_once=True))
+        self.process.abort_orphans(self.core, self.port.flush(0.0, at_once=True))
         for client in self.clients:
             client.read()
 
@@ -126,7 +126,7 @@ def test_first_tokens_wait_for_no_step_but_that_of_workers_without_one(
 ) -> None:
     order: list[str] = []
     results = deque[ModelOutput | None]([None])
-    client, core, executor = engine.client(b"client"), engine.core, engine.core._executor
+    client, core, executor = engine.client(b"client"), engine.core, engine.core.executor
     core.max_in_flight = 2 if overlap else 1
     submit, send, poll = executor.submit, engine.port.listener.send, executor.poll
 
@@ -290,9 +290,9 @@ def test_a_client_that_reads_no_answer_is_given_up(engine: Engine, monkeypatch: 
     owed = []
     for _ in range(10):
         engine.loop()
-        owed.append(len(engine.port._clients.get(b"flood", ())))
+        owed.append(len(engine.port.clients.get(b"flood", ())))
     assert max(owed) <= 100 + MAX_PASS_MESSAGES
-    assert b"flood" not in engine.port._clients
+    assert b"flood" not in engine.port.clients
     engine.drain()
     assert [end.reason for end in other.ends] == ["length"]
 

@@ -58,9 +58,9 @@ def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pyte
     executor = SimpleNamespace(poll=lambda: outputs.popleft() if outputs else None)
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
     try:
-        assert engine._serve(cast("EngineCore", core), make_groups(executor)) == 0
+        assert engine.serve(cast("EngineCore", core), make_groups(executor)) == 0
     finally:
-        engine._port.close()
+        engine.port.close()
         stop.close()
     assert finished == [1, 2, 3]
 
@@ -74,12 +74,12 @@ def test_a_fault_of_the_engine_reaches_the_clients(tmp_path: Path, monkeypatch: 
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
     sent: list[tuple[str, bool]] = []
     monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: SimpleNamespace(poll=lambda _timeout_ms: []))
-    monkeypatch.setattr(engine._port, "say_dying", lambda text, *, is_final: sent.append((text, is_final)))
+    monkeypatch.setattr(engine.port, "say_dying", lambda text, *, is_final: sent.append((text, is_final)))
     try:
         with pytest.raises(RuntimeError, match="lost a block"):
-            engine._serve(cast("EngineCore", core), make_groups(None))
+            engine.serve(cast("EngineCore", core), make_groups(None))
     finally:
-        engine._port.close()
+        engine.port.close()
         stop.close()
     assert sent == [("the engine failed: RuntimeError('the scheduler lost a block')", False)]
 

@@ -29,7 +29,7 @@ def test_requests_are_found_by_their_external_id() -> None:
     core.add(b"a", Generate("other", pack_tokens([1]), SamplingParams(max_tokens=20)))
     assert look("cmpl-y") == look("") == Descriptions([])
     while core.begin():
-        core.finish(core._executor.poll())  # type: ignore[arg-type]
+        core.finish(core.executor.poll())  # type: ignore[arg-type]
         if "r-1" not in core.scheduler.requests:
             break
     found = look("cmpl-x")
@@ -54,7 +54,7 @@ def test_a_fork_has_an_external_id_of_its_own() -> None:
 
     named(core, b"a", "r", b"", max_tokens=9, ignore_eos=True)
     core.begin()
-    core.finish(core._executor.poll())  # type: ignore[arg-type]
+    core.finish(core.executor.poll())  # type: ignore[arg-type]
     core.scheduler.queues.external.keep_logprobs(core.scheduler.requests["r"], [TokenLogprobs(-1.0, 1, ())])
     core.fork(b"b", ForkRequest("r", "s", 1, SamplingParams(max_tokens=9), "cmpl-s", b"of s"))
     (found,) = look("cmpl-s").requests
@@ -66,7 +66,7 @@ def test_a_fork_has_an_external_id_of_its_own() -> None:
     assert look("cmpl-s").requests != []
     core.abort("s")
     assert core.scheduler.queues.external._live == {}
-    assert core.scheduler.queues.external._num_logprobs == 0
+    assert core.scheduler.queues.external.num_logprobs == 0
 
 
 def test_logprobs_that_are_too_many_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +84,10 @@ def test_logprobs_that_are_too_many_are_forgotten(monkeypatch: pytest.MonkeyPatc
     for name, count in (("r", 2), ("s", 1), ("s", 1), ("two", 1), ("nameless", 1), ("r", 1)):
         kept.keep_logprobs(requests[name], [entry] * count)
     assert [len(each.logprobs) for each in requests.values()] == [3, 0, 0, 0]
-    assert kept._num_logprobs == 9
+    assert kept.num_logprobs == 9
     core.abort("r")
     kept.keep_logprobs(requests["r"], [entry])  # its last tokens, sent when it has ended
-    assert (kept._num_logprobs, requests["r"].logprobs) == (0, [])
+    assert (kept.num_logprobs, requests["r"].logprobs) == (0, [])
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_ENDED", 2), ("MAX_ENDED_BYTES", 10)])

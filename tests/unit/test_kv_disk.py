@@ -276,7 +276,7 @@ def test_drafts_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: P
     old, new = folder / ".draft-1-1-1", folder / ".draft-2-1-1"
     for draft, age_s in ((old, 3600.0), (new, 1.0)):
         draft.write_bytes(b"cut")
-        os.utime(draft, (store._clock() - age_s,) * 2)
+        os.utime(draft, (store.clock() - age_s,) * 2)
     store.sweep()
     assert (old.exists(), new.exists()) == (False, True)
 
@@ -293,7 +293,7 @@ def test_after_a_refusal_nothing_is_written_for_a_while(tmp_path: Path, monkeypa
     assert not list(held_files(tmp_path))
     assert write(store, chain(2)) == 0
     assert store.errors == {"write": 1}
-    store._clock.now_s += 11.0  # type: ignore[attr-defined]
+    store.clock.now_s += 11.0  # type: ignore[attr-defined]
     assert write(store, chain(2)) > 0
 
 

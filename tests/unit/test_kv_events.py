@@ -69,7 +69,7 @@ class Consumer:
 
 
 def cached_in(recorded: Recorded) -> set[tuple[Any, int]]:
-    return {(key[:-1], key[-1]) for key in recorded.core.kv.pool._cached}
+    return {(key[:-1], key[-1]) for key in recorded.core.kv.pool.cached}
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
@@ -290,7 +290,7 @@ def wire(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wire]:
 
 def test_a_subscriber_rebuilds_the_cache_and_replay_repeats_it(wire: Wire, tmp_path: Path) -> None:
     wire.subscribe()
-    before = wire.stream._publisher.next_number
+    before = wire.stream.publisher.next_number
     rng = random.Random(4)
     for index in range(30):
         wire.recorded.add(f"r{index}", [rng.randint(1, 2) for _ in range(rng.randint(1, 20))], max_tokens=5)
@@ -298,7 +298,7 @@ def test_a_subscriber_rebuilds_the_cache_and_replay_repeats_it(wire: Wire, tmp_p
         wire.stream.serve(float(index))
     wire.recorded.drain()
     wire.stream.serve(99.0)
-    count = wire.stream._publisher.next_number - before
+    count = wire.stream.publisher.next_number - before
     batches = wire.heard(count)
     assert [number for number, _ in batches] == list(range(before, before + count))
     consumer = Consumer()

@@ -116,7 +116,7 @@ def test_a_consumer_knows_what_is_on_the_host() -> None:
         while batches:
             consumer.take(batches.pop(0))
         assert isinstance(blocks.host, HostTier)
-        assert consumer.at("CPU") == set(blocks.host.pool._cached)
+        assert consumer.at("CPU") == set(blocks.host.pool.cached)
         most = max(most, len(consumer.at("CPU")))
         return went_on
 

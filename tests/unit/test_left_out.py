@@ -110,9 +110,9 @@ def test_a_message_that_is_known_to_be_left_out_and_stands_there_is_looked_for()
     assert one.rendering([USER, long, USER]).left_out == ((1, ""),)
     shown = {**USER, "content": "Please show it."}
     assert "a result of many words" in one.rendering([shown, long, USER]).text
-    renderings = one._plain._finder.num_renderings
+    renderings = one.plain.finder.num_renderings
     assert one.rendering([shown, long, USER]).left_out == ((1, ""),)
-    assert one._plain._finder.num_renderings > renderings
+    assert one.plain.finder.num_renderings > renderings
 
 
 def test_who_speaks_last_is_part_of_the_context() -> None:
@@ -142,7 +142,7 @@ class Counting:
     def __init__(self, source: str) -> None:
         self.template = template(source)
         self.count = 0
-        variant = self.template._plain
+        variant = self.template.plain
         render = variant._render
 
         def counted(*args: Any, **more: Any) -> str:
@@ -191,7 +191,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in range(1, 40):
         chat = [USER, FUNCTION] * count
         assert len(one.rendering(chat, variables={"number": count}).left_out) == min(count, left_out.MAX_LEFT_OUT)
-        assert len(one._plain._finder._known) <= 16
+        assert len(one.plain.finder._known) <= 16
 
 
 def test_what_is_named_is_bounded() -> None:
@@ -248,8 +248,8 @@ def test_what_is_known_agrees_with_marks(source: str, several: list[list[dict[st
     one = template(source)
     for chat in several:
         made: Rendering = one.rendering(chat)
-        variant = one._plain
-        known, variant._finder = variant._finder, LeftOutFinder()
+        variant = one.plain
+        known, variant.finder = variant.finder, LeftOutFinder()
         given_settings = {"tools": None, "add_generation_prompt": True}
         assert made.left_out == variant.left_out(chat, made.text, given_settings)
-        variant._finder = known
+        variant.finder = known

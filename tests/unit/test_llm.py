@@ -249,7 +249,7 @@ def test_progress(llm: LLM, engine: FakeEngine, capsys: pytest.CaptureFixture[st
 
 
 def test_close_ends_the_engine_once(llm: LLM) -> None:
-    launched: Any = llm._launched
+    launched: Any = llm.launched
     llm.close()
     llm.close()
     assert launched.closed == ["closed"]

@@ -37,9 +37,9 @@ class Counting:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.library = tokenizer._library
+        self.library = tokenizer.library
         self.chars: list[int] = []
-        tokenizer._library = cast(Any, self)
+        tokenizer.library = cast(Any, self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.library, name)

@@ -171,11 +171,11 @@ def test_moves_that_no_step_has_carried_are_dropped() -> None:
     while not rig.scheduler.counters.swaps:
         rig.step()
     rig.blocks.swapping.copy(1, 2)
-    rig.blocks.swapping._wanted = 2
+    rig.blocks.swapping.wanted = 2
     rig.lose_workers()
     assert not rig.blocks.is_moving
     rig.blocks.swapping.begin_step()
-    assert rig.blocks.swapping._reserved == 0
+    assert rig.blocks.swapping.reserved == 0
     rig.replace_workers()
     rig.drain()
 

@@ -353,14 +353,14 @@ def test_gaps_are_those_between_the_tokens_of_each_sample(seed: int, overlap: bo
 
 def test_steps_that_come_together_share_their_time() -> None:
     bench = Bench(async_scheduling=True)
-    bench.core._message_length.steps = 4
+    bench.core.message_length.steps = 4
     bench.add("a", [1, 2, 3], 13)
     bench.begin()
     bench.now_s = 1.0
     bench.finish()
     bench.begin()
     while bench.core.scheduler.requests:
-        bench.core._message_length.steps = 4
+        bench.core.message_length.steps = 4
         bench.begin()
         bench.now_s += 4.0
         bench.finish(most=4)

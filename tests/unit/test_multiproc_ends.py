@@ -272,7 +272,7 @@ def test_the_engine_does_not_wait_for_the_end(host: Host, monkeypatch: pytest.Mo
     assert stopping.wait(DEADLINE_S)
     assert not host.executor.has_ended()
     let_go.set()
-    assert host.executor._are_gone.wait(DEADLINE_S)
+    assert host.executor.are_gone.wait(DEADLINE_S)
     assert host.executor.has_ended()
     assert host.workers[0].heard()[-1:] == [Shutdown()]
 

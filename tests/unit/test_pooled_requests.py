@@ -111,7 +111,7 @@ def test_aborted_while_its_result_is_on_its_way() -> None:
 def test_a_trace_with_them_is_replayed(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path / "trace", 40)
     pooler = PoolerInfo(("embed", "token_embed"), size=8, reads_last=True)
-    recorded.core._intake._model = ModelFacts(50, frozenset(), pooler)
+    recorded.core.intake._model = ModelFacts(50, frozenset(), pooler)
     for index in range(6):
         task: PoolingTask = "token_embed" if index % 2 else "embed"
         message = Generate(f"p{index}", pack_tokens(prompt_of(3 + 5 * index)), PARAMS, pooling=Pooling(task))

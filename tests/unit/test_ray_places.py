@@ -60,7 +60,7 @@ def test_what_was_sent_is_kept_for_two_reports() -> None:
     made = places()
     made.sent("b", Route(blocks("x")))
     for number, expected in enumerate((8, 8, 8, 0)):
-        assert made._router.num_cached("b", blocks("x")) == expected
+        assert made.router.num_cached("b", blocks("x")) == expected
         for _ in range(3):  # Serve says it again whenever there is news of any replica
             made.update({**dict.fromkeys(IDLE, report()), "b": report(f"other{number}")})
 
@@ -70,7 +70,7 @@ def test_what_an_incomplete_report_does_not_have_stays() -> None:
     made.sent("b", Route(blocks("x")))
     for number in range(3):
         made.update({**dict.fromkeys(IDLE, report()), "b": report(f"other{number}", is_complete=False)})
-    assert made._router.num_cached("b", blocks("x")) == 8
+    assert made.router.num_cached("b", blocks("x")) == 8
 
 
 def test_the_others_follow_by_their_loads() -> None:
@@ -92,10 +92,10 @@ def test_a_replica_that_has_gone_is_forgotten() -> None:
     made = places()
     made.sent("a", Route(blocks("x")))
     made.update({"b": report(), "c": report()})
-    assert set(made._router.engines) == {"b", "c"}
+    assert set(made.router.engines) == {"b", "c"}
     made.update({**dict.fromkeys(IDLE, report()), "d": None})
-    assert made._router.num_cached("a", blocks("x")) == 0
-    made._router.check_integrity()
+    assert made.router.num_cached("a", blocks("x")) == 0
+    made.router.check_integrity()
 
 
 def test_only_the_payload_of_a_request_travels() -> None:

@@ -177,7 +177,7 @@ async def test_a_silent_replica_is_given_up() -> None:
             await asyncio.Event().wait()
 
         speaking, rig.replicas.generate = rig.replicas.generate, silent  # type: ignore[method-assign]
-        rig.session._silence_s = 0.01
+        rig.session.silence_s = 0.01
         await one(rig)
 
     assert (await play(scene)).tokens == [token(position) for position in range(NUM_TOKENS)]
@@ -256,7 +256,7 @@ async def test_answers_of_several_replicas_are_joined() -> None:
         rig.replicas.answers = [Answer(0, payload), Answer(2, error="it starts"), Answer(1, payload)]
         stats = await asyncio.wrap_future(rig.session.request_stats())
         assert stats.prompt_tokens == 2 * STATS.prompt_tokens
-        rig.session._known = [msgspec.structs.replace(INTRODUCED, number=number) for number in (2, 1, 0)]
+        rig.session.known = [msgspec.structs.replace(INTRODUCED, number=number) for number in (2, 1, 0)]
         members = rig.session.ask_each()
         assert [member.number for member in members] == [0, 1, 2]
         assert await asyncio.wrap_future(members[1].stats) == STATS
@@ -268,7 +268,7 @@ async def test_answers_of_several_replicas_are_joined() -> None:
 
 async def test_an_operation_is_done_by_all_or_is_an_error() -> None:
     async def scene(rig: Rig) -> None:
-        rig.session._known = [msgspec.structs.replace(INTRODUCED, number=number) for number in (0, 1)]
+        rig.session.known = [msgspec.structs.replace(INTRODUCED, number=number) for number in (0, 1)]
         rig.replicas.answers = [Answer(0, engine_to_client.encode(OperationDone()))]
         with pytest.raises(EngineError, match="a replica did not answer"):
             await asyncio.wrap_future(rig.session.operate(Sleep(1)))
@@ -299,7 +299,7 @@ async def test_what_a_silent_replica_may_have_is_routed_again(monkeypatch: pytes
 
     async def scene(rig: Rig) -> None:
         watch = asyncio.ensure_future(rig.session.watch())
-        rig.session._silence_s = 0.01
+        rig.session.silence_s = 0.01
         rig.replicas.is_full = True
         rig.submit()
         looks = rig.replicas.num_looks
@@ -327,7 +327,7 @@ async def test_streams_wait_for_replicas_and_end_when_none_comes(monkeypatch: py
 
     async def scene(rig: Rig) -> None:
         watch = asyncio.ensure_future(rig.session.watch())
-        rig.session._recovery_s = 0.05
+        rig.session.recovery_s = 0.05
         rig.replicas.known = []
         await until(lambda: rig.session.recovering is not None)
         rig.submit()

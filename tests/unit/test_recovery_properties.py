@@ -46,7 +46,7 @@ class WatchedCore(EngineCore):
 
     def begin(self) -> bool:
         if not self.in_flight:
-            self._message_length = FixedLength(self.steps_at_once)
+            self.message_length = FixedLength(self.steps_at_once)
         return super().begin()
 
     def add(self, client: bytes, message: Generate) -> Attached:

@@ -49,7 +49,7 @@ class Stage:
     def until_asked(self, count: int) -> None:
         """Serve until `count` replays are under way."""
         deadline_s = time.monotonic() + PATIENCE_S
-        while len(self.publisher._replays) < count:
+        while len(self.publisher.replays) < count:
             self.serve()
             assert time.monotonic() < deadline_s
 
@@ -103,7 +103,7 @@ def test_peers_that_do_not_read_take_neither_time_nor_memory_and_one_that_reads_
     assert stage.read(stage.peer()) == [[*range(NUM_BATCHES)]]
     assert stage.longest_s < scaled(0.1)
     assert resident_bytes() - before < 50 * 2**20
-    assert len(stage.publisher._replays) == MAX_REPLAYS - 1
+    assert len(stage.publisher.replays) == MAX_REPLAYS - 1
 
 
 def test_peers_take_turns(stage: Stage) -> None:
@@ -140,7 +140,7 @@ def test_a_pass_sends_one_peer_so_many_batches_or_bytes(stage: Stage, monkeypatc
 
     monkeypatch.setattr(stage.publisher, "_replay", Socket())
     for peer in (b"one", b"two"):
-        stage.publisher._replays[peer] = publisher._Replay(0, 3 * SLICE_BATCHES)
+        stage.publisher.replays[peer] = publisher._Replay(0, 3 * SLICE_BATCHES)
     for turn in (b"one", b"two", b"one"):
         sent.clear()
         stage.publisher.serve()
@@ -159,7 +159,7 @@ def test_who_asks_again_gets_what_it_asked_for_last(stage: Stage) -> None:
     (found,) = stage.read(peer)
     assert found[-10:] == [*range(4990, 5000)]
     assert len(found) < 5000
-    assert stage.publisher._replays == {}
+    assert stage.publisher.replays == {}
 
 
 def test_a_flood_of_requests_is_read_a_part_at_a_time(stage: Stage) -> None:
@@ -185,7 +185,7 @@ def test_more_replays_than_a_few_are_not_begun(stage: Stage) -> None:
     while time.monotonic() < deadline_s:
         stage.serve()
         time.sleep(0.001)
-    assert len(stage.publisher._replays) == MAX_REPLAYS
+    assert len(stage.publisher.replays) == MAX_REPLAYS
     assert not late.poll(0)
     stage.read(slow[0])
     ask(late, 1500)
@@ -198,7 +198,7 @@ def test_a_peer_that_has_gone_is_forgotten(stage: Stage) -> None:
     stage.until_asked(1)
     peer.close(0)
     deadline_s = time.monotonic() + PATIENCE_S
-    while stage.publisher._replays:
+    while stage.publisher.replays:
         stage.serve()
         assert time.monotonic() < deadline_s
 
@@ -214,7 +214,7 @@ def test_a_replay_ends_if_its_peer_reads_nothing(stage: Stage, monkeypatch: pyte
         assert time.monotonic() < deadline_s
     now_s, give_up_s = time.monotonic(), time.perf_counter() + PATIENCE_S
     monkeypatch.setattr(time, "monotonic", lambda: now_s + publisher.STALL_S / 2)
-    (replay,) = stage.publisher._replays.values()
+    (replay,) = stage.publisher.replays.values()
     before = replay.number
     while replay.number == before:  # it reads a little
         if peer.poll(1):
@@ -225,10 +225,10 @@ def test_a_replay_ends_if_its_peer_reads_nothing(stage: Stage, monkeypatch: pyte
         stage.serve()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + publisher.STALL_S + 1)
     stage.serve()
-    assert stage.publisher._replays
+    assert stage.publisher.replays
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 2 * publisher.STALL_S)
     stage.serve()
-    assert stage.publisher._replays == {}
+    assert stage.publisher.replays == {}
 
 
 def test_no_more_is_kept_than_so_many_bytes(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,13 +237,13 @@ def test_no_more_is_kept_than_so_many_bytes(stage: Stage, monkeypatch: pytest.Mo
     assert stage.read(stage.peer()) == [[*range(25, 35)]]
     stage.publish(1, 11 * BATCH_BYTES)
     stage.publish(2, BATCH_BYTES)
-    assert [number for number, _ in stage.publisher._kept] == [36, 37]
-    assert stage.publisher._kept_bytes == 2 * BATCH_BYTES
+    assert [number for number, _ in stage.publisher.kept] == [36, 37]
+    assert stage.publisher.kept_bytes == 2 * BATCH_BYTES
 
 
 def test_bytes_of_batches_that_are_one_too_many_are_not_counted(tmp_path: Path) -> None:
     made = Publisher(f"ipc://{tmp_path}/events", None, "", 5, 100)
     for _ in range(20):
         made.publish(bytes(100))
-    assert (len(made._kept), made._kept_bytes, made.patience_ms) == (5, 500, None)
+    assert (len(made.kept), made.kept_bytes, made.patience_ms) == (5, 500, None)
     made.close()

@@ -41,7 +41,7 @@ def test_a_block_is_followed_from_allocation_over_reuse_to_eviction() -> None:
     assert (values(seen.lifetime_s), seen.lifetime_s.sum) == ([20.0], 20.0)
     assert (values(seen.idle_before_evict_s), seen.idle_before_evict_s.sum) == ([20.0], 17.5)
     assert (values(seen.reuse_gap_s), seen.reuse_gap_s.sum) == ([0.5, 2.0], 2.5)
-    assert residency._followed == {1: (120.0, 120.0)}
+    assert residency.followed == {1: (120.0, 120.0)}
 
 
 def test_a_block_that_was_never_cached_counts_for_nothing() -> None:
@@ -50,7 +50,7 @@ def test_a_block_that_was_never_cached_counts_for_nothing() -> None:
         pool.free(pool.get_new_blocks(1))
         clock.advance_to(clock() + 1.0)
     assert values(residency.histograms.lifetime_s) == []
-    assert len(residency._followed) == 1
+    assert len(residency.followed) == 1
 
 
 def test_a_block_that_came_back_unsampled_is_not_followed_any_more() -> None:
@@ -79,7 +79,7 @@ def test_one_in_a_hundred_is_followed_whatever_the_batches(batch: int) -> None:
     ids: list[int] = []
     while pool.num_free >= batch:
         ids += pool.get_new_blocks(batch)
-    assert sorted(residency._followed) == ids[::100]
+    assert sorted(residency.followed) == ids[::100]
 
 
 def test_values_fall_into_their_buckets() -> None:

@@ -295,7 +295,7 @@ def test_a_pattern_that_takes_too_long_ends_the_parsing(monkeypatch: pytest.Monk
     parser = ResponseParser(slow, "", TOOLS)
     events = [*parser.feed([OutputPiece(text[:300])]), *parser.feed([OutputPiece(text[300:])]), *parser.finish()]
     assert "".join(text_of(event) for event in events) == text
-    assert parser._is_broken
+    assert parser.is_broken
 
 
 def test_a_pattern_waits_for_so_long_only() -> None:

@@ -78,7 +78,7 @@ def test_the_choice_is_bounded_and_no_other_has_more_for_less(
     most = bound if affinity is not None else bound * (1 + EVICTION)  # if all engines but it are full
     assert loads[chosen] - least <= most
     assert num_cached == made.num_cached(chosen, prompt)
-    spare = made.num_cached(chosen, prompt) + 8 - len(made._cached[chosen])
+    spare = made.num_cached(chosen, prompt) + 8 - len(made.cached[chosen])
     for other in loads.keys() - {chosen} if affinity is None and spare < len(prompt) else ():
         assert not (loads[other] < loads[chosen] and made.num_cached(other, prompt) == len(prompt))
     assert made.choose(prompt, dict(reversed(loads.items())), affinity) == (chosen, num_cached)

@@ -117,7 +117,7 @@ def test_its_kv_is_found_in_the_cache() -> None:
     core.add(b"client", message)
     for _ in range(6):
         core.begin()
-        core.finish(core._executor.poll())  # type: ignore[arg-type]
+        core.finish(core.executor.poll())  # type: ignore[arg-type]
     have = continuation(prompt, 5)
     again = Generate("r", message.prompt, message.params, 5, pack_tokens(have))
     assert core.add(b"client", again).resend == []

@@ -79,7 +79,7 @@ class Rig:
 
     async def start(self) -> None:
         await self.servers.start()
-        self.servers._looked_s = self.now_s
+        self.servers.looked_s = self.now_s
 
     def look(self, passed_s: float, alive: tuple[int, ...] = ()) -> None:
         """A look every second while time passes, as in watch()."""
@@ -87,7 +87,7 @@ class Rig:
             self.now_s += WATCH_S
             for number in alive:
                 self.others[number - 1].report_alive()
-            self.servers._kill_hung(self.now_s)
+            self.servers.kill_hung(self.now_s)
 
 
 async def test_one_that_dies_is_started_again_with_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:

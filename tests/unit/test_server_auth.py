@@ -196,7 +196,7 @@ async def test_no_page_reaches_it_by_a_name_that_resolves_to_it(name: str) -> No
 async def test_who_answers_to_another_name(
     settings: dict[str, Any], is_open: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_module, "_address_of", lambda host: host)
+    monkeypatch.setattr(config_module, "address_of", lambda host: host)
     assert (await called({"Host": "chat.example.org:443"}, **settings))[0] == (200 if is_open else 403)
 
 

@@ -106,9 +106,9 @@ def test_who_can_reach_it(flags: list[str], local: bool, monkeypatch: pytest.Mon
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found[host], 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    config_module._address_of.cache_clear()
+    config_module.address_of.cache_clear()
     assert load(*flags).is_local is local
-    config_module._address_of.cache_clear()
+    config_module.address_of.cache_clear()
 
 
 def test_one_process_is_one_server() -> None:

@@ -20,7 +20,7 @@ from vllm_lite.server.http.connection import (
     with_timeouts,
 )
 from vllm_lite.server.processes import http_server as service_module
-from vllm_lite.server.processes.http_server import _Uvicorn
+from vllm_lite.server.processes.http_server import Uvicorn
 
 DEADLINE_S = scaled(30.0)
 WRITE_TIMEOUT_S = scaled(20.0)
@@ -79,7 +79,7 @@ class Bench:
     def __init__(self, app: App, *, write_timeout_s: float = WRITE_TIMEOUT_S) -> None:
         kind = with_timeouts(60.0, write_timeout_s)
         config = uvicorn.Config(app, http=kind, ws="none", loop="none", lifespan="off", log_config=None)
-        self.server = _Uvicorn(config)
+        self.server = Uvicorn(config)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.client = socket.socket()
         self.client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -135,9 +135,9 @@ async def test_what_waits_behind_a_request_is_bounded_and_answered_in_order(body
     async with Bench(app) as bench:
         sending = asyncio.ensure_future(bench.send(b"".join(head % place + body for place in range(count))))
         await bench.until(lambda: bool(bench.server.server_state.connections))
-        await bench.until(lambda: len(bench.connection._unparsed) >= MAX_UNPARSED_BYTES)
+        await bench.until(lambda: len(bench.connection.unparsed) >= MAX_UNPARSED_BYTES)
         assert bench.connection.flow.read_paused
-        assert len(bench.connection._unparsed) <= MAX_UNPARSED_BYTES + READ_BYTES
+        assert len(bench.connection.unparsed) <= MAX_UNPARSED_BYTES + READ_BYTES
         assert len(bench.connection.pipeline) <= PIECE_BYTES // len(head)
         assert sum(len(cycle.body) for cycle, _ in bench.connection.pipeline) <= PIECE_BYTES
         assert app.paths == ["/0"]
@@ -306,7 +306,7 @@ async def test_what_is_wrong_behind_a_request_does_not_answer_it(garbage: bytes)
         sending = asyncio.ensure_future(bench.send(b"y" * 1_000_000))
         await bench.until(lambda: bool(app.paths))
         await sending
-        assert len(bench.connection._unparsed) <= MAX_UNPARSED_BYTES + READ_BYTES
+        assert len(bench.connection.unparsed) <= MAX_UNPARSED_BYTES + READ_BYTES
         app.may_answer.set()
         answer = b"".join([piece async for piece in bench.pieces()])
     assert app.paths == ["/1", "/2"]
@@ -322,9 +322,9 @@ async def test_headers_without_end_behind_a_request_are_not_kept() -> None:
         await bench.until(lambda: bool(app.paths))
         await bench.send(b"y" * 2_000_000)
         await bench.until(lambda: bench.connection._is_over)
-        assert bench.connection._header_bytes <= MAX_HEADER_BYTES + PIECE_BYTES
+        assert bench.connection.header_bytes <= MAX_HEADER_BYTES + PIECE_BYTES
         await bench.send(b"y" * 2_000_000)
-        assert bench.connection._header_bytes <= MAX_HEADER_BYTES + PIECE_BYTES
+        assert bench.connection.header_bytes <= MAX_HEADER_BYTES + PIECE_BYTES
         app.may_answer.set()
         answer = b"".join([piece async for piece in bench.pieces()])
     assert answer.endswith(b"*")

@@ -181,7 +181,7 @@ async def fork(member: tuple[CallContext, RequestState], body: ForkBody) -> Call
     desk.session.known = [msgspec.structs.replace(member[1], context=msgspec.msgpack.encode(member[0]))]
     live = LiveRequests(desk.calls, ResumableCalls(desk.calls, 30.0), FACTORY, cast(BodyReader, None))
     request = asking("cmpl-parent")
-    return await live._forks(*await live._parent("cmpl-parent", request), body, request)
+    return await live.forks_of(*await live.parent_of("cmpl-parent", request), body, request)
 
 
 async def test_a_fork_goes_on_from_what_the_engine_knows() -> None:
@@ -245,14 +245,14 @@ async def test_a_call_of_this_server_is_known_until_its_answer_is_sent() -> None
     with desk.calls.run(call):
         desk.session.say(Tokens("parent", 0, WORDS[:1]))
         await settle()
-        assert await live._parent("parent", asking("parent")) == (call.streams[0], call.style)
+        assert await live.parent_of("parent", asking("parent")) == (call.streams[0], call.style)
         desk.session.say(Finished("parent", 1, WORDS[1:2], "length"))
         await settle()
         ((context, state),) = await live.members("parent", "parent")
         assert context == call.context(0)
         assert (state.num_prompt, state.num_output, state.priority) == (3, 2, 0)  # type: ignore[union-attr]
         with pytest.raises(ApiError, match="has finished") as refused:
-            await live._parent("parent", asking("parent"))
+            await live.parent_of("parent", asking("parent"))
         assert refused.value.status == 409
     with pytest.raises(ApiError, match="no request 'parent' is running"):
         await live.members("parent", "parent")
@@ -302,7 +302,7 @@ async def test_every_sample_of_a_request_counts() -> None:
             assert desk.dispatcher.num_sequences == 6
     desk.calls = Calls(desk.dispatcher, QueueLimits(9, 4, 4))
     with desk.calls.run(desk.call("a", n=5)):
-        desk.calls._num_waiting = 3  # for blocks, not for a place in the batch
+        desk.calls.num_waiting = 3  # for blocks, not for a place in the batch
         desk.calls.check(1)
         with pytest.raises(ApiError, match="as may wait are waiting"):
             desk.calls.check(2)
@@ -357,10 +357,10 @@ async def test_streams_of_several_servers_have_names_of_their_own() -> None:
 async def test_a_count_of_the_past_refuses_nobody_when_the_queue_is_empty() -> None:
     desk = Desk()
     desk.calls = Calls(desk.dispatcher, QueueLimits(4, 2, 2))
-    desk.calls._num_waiting = 5  # they have gone since
+    desk.calls.num_waiting = 5  # they have gone since
     with desk.calls.run(desk.call("a", n=2)), desk.calls.run(desk.call("b")):
         desk.calls.check()
-        desk.calls._num_waiting = 2
+        desk.calls.num_waiting = 2
         with pytest.raises(ApiError, match="max-num-queued-reqs 2"):
             desk.calls.check()
 

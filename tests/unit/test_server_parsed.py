@@ -27,7 +27,7 @@ from vllm_lite.server.openai.bodies import ChatBody, ChatMessage
 from vllm_lite.server.openai.formats import Formats
 from vllm_lite.server.openai.logprobs import Spelling
 from vllm_lite.server.openai.parsed import Writers
-from vllm_lite.server.openai.parsing import CallIds, Parsing, _ThinkingCount, pieces
+from vllm_lite.server.openai.parsing import CallIds, Parsing, ThinkingCount, pieces
 
 
 def _tokenizer() -> Tokenizer:
@@ -428,7 +428,7 @@ def test_the_ids_of_kimi_count_on() -> None:
     ],
 )
 def test_tokens_of_reasoning_are_counted(thinking: Thinking | None, ids: list[int], count: int) -> None:
-    counter = _ThinkingCount(thinking)
+    counter = ThinkingCount(thinking)
     for token in ids:
         counter.feed([token])
     assert counter.count == count

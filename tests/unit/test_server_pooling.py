@@ -135,12 +135,12 @@ def test_one_request_gets_so_many_numbers(
         prompt = Prompt(None, [1] * num_tokens)
         call.add([PoolingStream(f"s{count}", prompt, SamplingParams(), Pooling(task, dimensions))])
         if count <= most:
-            runs._check_size(call)
+            runs.check_size(call)
     with pytest.raises(ApiError, match="over the 67108864 bytes that a request gets; send fewer texts in one"):
-        runs._check_size(call)
+        runs.check_size(call)
 
 
 def test_numbers_for_labels_are_few() -> None:
     factory: Any = SimpleNamespace(limits=SimpleNamespace(pooler=SimpleNamespace(size=1 << 30)))
     generation: Any = SimpleNamespace()
-    PoolingRuns(generation, factory, Window(8, 64), {})._check_size(call_of("classify", 40, 2, 2))
+    PoolingRuns(generation, factory, Window(8, 64), {}).check_size(call_of("classify", 40, 2, 2))

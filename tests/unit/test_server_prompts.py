@@ -325,10 +325,10 @@ def test_an_answer_has_only_so_many_candidates() -> None:
     factory = StreamFactory(LIMITS, None)
     for wanted, num_prompts in ((None, 64), (0, 64), (64, 1), (31, 2)):
         params = SamplingParams(prompt_logprobs=wanted)
-        generation._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(num_prompts)])
+        generation.check_scores([factory.make([1] * 4000, params, str(place)) for place in range(num_prompts)])
     params = SamplingParams(prompt_logprobs=32)
     with pytest.raises(ApiError, match="32 for 8000 prompt tokens are 264000 candidates; an answer has at most 262144"):
-        generation._check_scores([factory.make([1] * 4000, params, str(place)) for place in range(2)])
+        generation.check_scores([factory.make([1] * 4000, params, str(place)) for place in range(2)])
 
 
 # ---- images

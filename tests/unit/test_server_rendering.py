@@ -139,7 +139,7 @@ def test_a_chat_that_memory_has_no_room_for_is_the_only_one_refused(monkeypatch:
         return bytearray(size)
 
     monkeypatch.setattr(frames, "bytearray", bounded, raising=False)
-    monkeypatch.setattr(template_process, "_limit_cpu", lambda _: None)
+    monkeypatch.setattr(template_process, "limit_cpu", lambda _: None)
     ours, theirs = socket.socketpair()
     template = ChatTemplate(TemplateSource("{{ messages[0].content | length }}", TOKENS))
     with theirs, ThreadPoolExecutor(1) as pool:

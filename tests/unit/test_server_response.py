@@ -273,7 +273,7 @@ async def test_what_has_not_begun_when_the_server_ends_is_refused(stream: bool, 
 
     talk = await started_talk(stream=stream, begun=begun)
     if begun:
-        await talk.until(lambda: bool(talk.calls._running["chatcmpl-1"].streams[0].num_tokens))
+        await talk.until(lambda: bool(talk.calls.running["chatcmpl-1"].streams[0].num_tokens))
     talk.calls.abort_all()
     assert talk.session.aborted == ["chatcmpl-1"]
     if not begun:
@@ -294,7 +294,7 @@ async def test_a_stream_that_has_been_told_to_wait_ends_as_one(monkeypatch: pyte
     monkeypatch.setattr(answer_module, "PING_S", 0.0)
     talk = Talk()
     await talk.started()
-    talk.calls._running["chatcmpl-1"].wake()
+    talk.calls.running["chatcmpl-1"].wake()
     await talk.until(lambda: len(talk.sent) > 1)
     talk.calls.abort_all()
     talk.session.say(Finished("chatcmpl-1", 0, [], "abort"))
@@ -314,7 +314,7 @@ async def test_many_logprobs_are_encoded_beside_the_loop(stream: bool, monkeypat
     monkeypatch.setattr(logprobs_module, "of_chat", seen)
     talk = Talk(stream=stream, logprobs=2)
     await talk.started()
-    (sample,) = talk.calls._running["chatcmpl-1"].streams[0].samples
+    (sample,) = talk.calls.running["chatcmpl-1"].streams[0].samples
     entries = [TokenLogprobs(-1.0, 1, ((5, -1.0), (6, -2.0)))] * 1000
     talk.session.say(Finished("chatcmpl-1", 0, [5] * 1000, "length", logprobs=entries))
     await talk.ended()
@@ -393,14 +393,14 @@ async def test_the_engine_is_asked_how_many_wait() -> None:
     talk = Talk(max_queued=0)
     await talk.started()
     talk.session.stats = Stats(num_running=1, num_waiting=3, recovering="a worker died")
-    assert await talk.calls._count_waiting() == 3
-    await talk.calls._look_at_queue()
-    assert talk.calls._num_waiting == 0  # they may have come just now, and wait for the next step only
-    await talk.calls._look_at_queue()
-    assert talk.calls._num_waiting == 3
+    assert await talk.calls.count_waiting() == 3
+    await talk.calls.look_at_queue()
+    assert talk.calls.num_waiting == 0  # they may have come just now, and wait for the next step only
+    await talk.calls.look_at_queue()
+    assert talk.calls.num_waiting == 3
     talk.gone.set()
     await talk.ended()
-    assert await talk.calls._count_waiting() == 0
+    assert await talk.calls.count_waiting() == 0
 
 
 async def test_what_the_session_refuses_is_the_requests_fault(monkeypatch: pytest.MonkeyPatch) -> None:

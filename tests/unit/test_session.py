@@ -160,7 +160,7 @@ def test_garbage_is_counted_and_does_no_harm() -> None:
         engine.send_raw(b"")
         engine.finish("a", 0, 1)
         assert sink.next() == Finished("a", 0, [1], "length")
-        assert session._link.num_malformed == 2
+        assert session.link.num_malformed == 2
 
 
 def test_each_kind_of_question_has_its_own_answers() -> None:
@@ -336,7 +336,7 @@ def test_time_in_which_the_client_did_not_run_is_no_silence() -> None:
 
     now = [0.0]
     with FakeEngine() as engine, session_with(engine, recovery_timeout_s=0, heartbeat_timeout_s=20) as session:
-        session._link.silence = Silence(3.0, lambda: now[0])
+        session.link.silence = Silence(3.0, lambda: now[0])
         sinks = running(session, engine)
         look(3600)
         assert session.dead is None

@@ -152,7 +152,7 @@ def test_all_are_sent_again_in_their_order_once(play: Play) -> None:
 
 
 def test_what_was_not_sent_yet_is_sent_once(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(play.session._link._connection, "send", lambda _: Delivery.BUSY)
+    monkeypatch.setattr(play.session.link._connection, "send", lambda _: Delivery.BUSY)
     play.session.submit(Generate("a", PROMPT, GREEDY), Sink())
     engine = play.replaced()
     assert engine.expect(Generate).request_id == "a"

@@ -105,14 +105,14 @@ def test_of_many_states_the_oldest_and_the_newest_are_looked_at(
     chats.found([*range(32)] * 3)
     assert chats.found([*range(32)] * 4) >= least
     kept, looked_at = chats.histories.kept, list[History]()
-    expected_wait = StateHistories._expected_wait
+    expected_wait = StateHistories.expected_wait
 
     def counted(self: StateHistories, history: History) -> float:
         looked_at.append(history)
         return expected_wait(self, history)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StateHistories, "_expected_wait", counted)
+        patch.setattr(StateHistories, "expected_wait", counted)
         assert chats.histories.worst(kept, lambda _: True) in kept
     assert len(looked_at) <= 6
     used = {*list(kept)[:3], *list(kept)[-3:]}

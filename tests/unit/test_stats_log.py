@@ -176,21 +176,21 @@ def test_the_loop_writes_it_when_it_is_due(*, is_on: bool, tmp_path: Path, monke
     times_s, written = [100.0, 109.9, 110.0, 119.0, 121.0], list[float]()
     clock = iter(times_s)
     monkeypatch.setattr("vllm_lite.engine.process.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    write = engine._stats_log.write
+    write = engine.stats_log.write
     core = Bench().core
 
     def noted(core: EngineCore, at_s: float) -> None:
         written.append(at_s)
         write(core, at_s)
 
-    monkeypatch.setattr(engine._stats_log, "write", noted)
+    monkeypatch.setattr(engine.stats_log, "write", noted)
     try:
-        assert engine._patience_ms(core) == IDLE_LOOK_MS
-        engine._stats_log.owes = True
-        assert engine._patience_ms(core) == HEARTBEAT_MS, "its last line comes in time"
+        assert engine.patience_ms_of(core) == IDLE_LOOK_MS
+        engine.stats_log.owes = True
+        assert engine.patience_ms_of(core) == HEARTBEAT_MS, "its last line comes in time"
         for _ in times_s:
             engine._publish(core, [])
     finally:
-        engine._port.close()
+        engine.port.close()
         stop.close()
     assert written == ([100.0, 110.0, 121.0] if is_on else [])

@@ -64,7 +64,7 @@ def ask(launched: LaunchedEngine) -> None:
     """Send one request to the engine as it is now, over a connection of its own, and do not wait for anything."""
     with closing(Session.connect(launched.address, timeout_s=DEADLINE_S)) as session:
         session.submit(Generate("r", b"\1\0\0\0", SamplingParams()), lambda _: None)
-        until(lambda: not session._link.num_posted, "the request is sent")
+        until(lambda: not session.link.num_posted, "the request is sent")
 
 
 def life(launched: LaunchedEngine) -> int | None:

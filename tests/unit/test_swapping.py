@@ -130,7 +130,7 @@ def test_nobody_is_loaded_in_parts_behind_one_that_lacks_blocks() -> None:
     assert rig.kv.counters.demoted_blocks > 3
     rig.add("stream", [5, 3] * 30, max_tokens=20)
     rig.step()
-    rig.blocks.swapping._max_blocks = rig.max_swap_blocks = 3
+    rig.blocks.swapping.max_blocks = rig.max_swap_blocks = 3
     rig.add("head", [9, 3] * 35, max_tokens=2)
     rig.add("behind", [*PROMPT, 1], max_tokens=2)
     for _ in range(5):
@@ -206,7 +206,7 @@ def test_content_that_is_still_on_the_device_is_not_demoted() -> None:
         rig.scheduler.kv.pool.enable_caching = name == "b"
     rig.scheduler.kv.pool.enable_caching = True
     rig.drain()
-    rig.blocks.swapping._demote([(1, key) for key in list(rig.kv.pool._cached)])
+    rig.blocks.swapping._demote([(1, key) for key in list(rig.kv.pool.cached)])
     assert rig.kv.counters.demoted_blocks == 0
 
 

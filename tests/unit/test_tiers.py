@@ -79,7 +79,7 @@ def test_what_was_swapped_out_comes_back_when_it_has_been_loaded(num_blocks: int
     slow.drain()
     assert slow.rig.scheduler.counters.swaps
     assert slow.tier.num_begun
-    assert not slow.rig.blocks.swapping._loading
+    assert not slow.rig.blocks.swapping.loading
     assert {name: slow.rig.output(name) for name in prompts} == {n: expected(p, 9) for n, p in prompts.items()}
 
 
@@ -114,9 +114,9 @@ def test_what_ends_while_it_is_loaded_is_not_waited_for() -> None:
         slow.drain()
     slow.rig.add("again", [1] * 40, 1)
     assert slow.rig.scheduler.schedule() is None
-    assert slow.rig.blocks.swapping._loading
+    assert slow.rig.blocks.swapping.loading
     slow.rig.abort("again")
-    assert not slow.rig.blocks.swapping._loading
+    assert not slow.rig.blocks.swapping.loading
     slow.rig.scheduler.check_integrity()
     assert slow.tier.num_used == 0
 

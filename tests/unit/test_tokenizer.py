@@ -49,7 +49,7 @@ def test_a_long_text_lets_other_threads_go_on() -> None:
         thread.join(0.001)  # and takes the interpreter's lock again
         num_turns += 1
     assert num_turns > 3  # it would have the lock once before and once behind, or has others to share a core with
-    assert found == [tokenizer._library.encode(text).ids]
+    assert found == [tokenizer.library.encode(text).ids]
 
 
 def test_the_beginning_of_a_text() -> None:

@@ -49,7 +49,7 @@ def test_a_step_takes_100_bytes_and_4_for_each_token(tmp_path: Path, num_running
     """With block hashes and reasons, and the vocabulary of a large model; the rows of requests are counted apart."""
     settings: dict[str, Any] = {"block_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     recorded = Recorded(tmp_path / "trace", num_running * 12 + 2, **settings)
-    recorded.core._intake._model = ModelFacts(200_000, frozenset())
+    recorded.core.intake._model = ModelFacts(200_000, frozenset())
     recorded.worker.vocab_size = 200_000
     rng = random.Random(1)
     for index in range(num_running):
@@ -128,7 +128,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(pause_s: float, caplog: p
         recorded = Recorded(Path("/dev/full"), 40)
         recorder = recorded.core.scheduler
         assert isinstance(recorder, RecordedScheduler)
-        recorder._next_flush_s += 0.0 if pause_s else 1e9
+        recorder.next_flush_s += 0.0 if pause_s else 1e9
         for index in range(300):
             recorded.add(f"{index:0200}", [1, 2, index % 50, 4, 5], max_tokens=3, ignore_eos=True)
             recorded.clock.now_s += pause_s

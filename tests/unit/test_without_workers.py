@@ -80,13 +80,13 @@ def test_a_message_that_was_being_made_is_not_sent() -> None:
     recorded = Recorded(None)
     recorded.add("a", PROMPT, 9, ignore_eos=True)
     recorded.loop()
-    recorded.core._message_length.steps = 4
+    recorded.core.message_length.steps = 4
     while not recorded.core.in_flight.num_unsent:
         assert recorded.core.begin()
     recorded.lose_workers()
     assert not recorded.core.in_flight
     assert not recorded.core.in_flight.num_unsent
-    assert recorded.core._message_length.steps == 1
+    assert recorded.core.message_length.steps == 1
     recorded.replace_workers()
     recorded.drain()
     assert recorded.ended == {"a": "length"}

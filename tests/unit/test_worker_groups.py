@@ -141,7 +141,7 @@ class Host:
         config = EngineConfig.check({"block_size": 4, **settings})
         config = config.resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
         self.process = EngineProcess(EngineSettings(config, self.address, "none"), self.stop)
-        self.port = self.process._port
+        self.port = self.process.port
         self.port._epoch = EPOCH
         self.port.open(Welcome(PROTOCOL_VERSION, EPOCH, "model", 100, 50, (7,), NUM_BLOCKS, 4))
         self.groups = WorkerGroups(self.make, config, lambda: self.now_s)
@@ -173,7 +173,7 @@ class Host:
 
     def loop(self, count: int = 1) -> None:
         for _ in range(count):
-            self.process._serve_once(self.core, self.groups, self.recovery, self.operations)
+            self.process.serve_once(self.core, self.groups, self.recovery, self.operations)
             self.core.scheduler.check_integrity()
         self.port.flush(0.0, at_once=True)
         for client in self.clients:
@@ -402,10 +402,10 @@ def test_workers_that_can_do_less_than_before_are_the_end(host: Host, ready: Rea
 
 def test_a_little_less_room_is_tried(host: Host) -> None:
     """Two profiles of a GPU do not find the same to the block."""
-    host.groups._num_blocks = 10_000
-    host.groups._check_stays(Ready(0, 2, 9_901, 64, READY.groups, 1000, VOCAB, (EOS,)))
+    host.groups.num_blocks = 10_000
+    host.groups.check_stays(Ready(0, 2, 9_901, 64, READY.groups, 1000, VOCAB, (EOS,)))
     with pytest.raises(EngineError, match="room for 9899 KV blocks"):
-        host.groups._check_stays(Ready(0, 2, 9_899, 64, READY.groups, 1000, VOCAB, (EOS,)))
+        host.groups.check_stays(Ready(0, 2, 9_899, 64, READY.groups, 1000, VOCAB, (EOS,)))
 
 
 def test_a_worker_that_cannot_be_ended_is_the_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +427,7 @@ def test_a_process_that_cannot_be_started_is_the_end(host: Host, monkeypatch: py
 
 
 def serve(host: Host) -> int:
-    return host.process._serve(host.core, host.groups)
+    return host.process.serve(host.core, host.groups)
 
 
 def test_giving_up_is_final_and_no_other_engine_is_to_try(make_host: MakeHost) -> None:

@@ -85,12 +85,12 @@ class LLM:
             defaults = generation_defaults(config.model, generation_config, overrides).params
 
         self._images = ProgramImages(limit_mm_per_prompt, allowed_media_domains, mm_processor_kwargs)
-        self._launched = launch_engines(EngineConfig.load(given), meanwhile=load_text_parts, streams=False)
+        self.launched = launch_engines(EngineConfig.load(given), meanwhile=load_text_parts, streams=False)
         self._defaults = defaults
-        self._finalizer = weakref.finalize(self, self._launched.close)
+        self._finalizer = weakref.finalize(self, self.launched.close)
         try:
-            self._streams = StreamFactory(self._launched.engine, loaded)
-            self._pooling = PoolingFactory(self._launched.engine, loaded)
+            self._streams = StreamFactory(self.launched.engine, loaded)
+            self._pooling = PoolingFactory(self.launched.engine, loaded)
         except BaseException:
             self.close()
             raise
@@ -122,17 +122,17 @@ class LLM:
     @property
     def config(self) -> ResolvedConfig:
         """The configuration in use, with every default filled in."""
-        return self._launched.config
+        return self.launched.config
 
     @property
     def engine(self) -> Welcome:
         """The engine's description: model, limits, number and size of its KV blocks."""
-        return self._launched.engine
+        return self.launched.engine
 
     @property
     def address(self) -> str:
         """The address at which other clients reach the same engine."""
-        return self._launched.address
+        return self.launched.address
 
     def get_tokenizer(self) -> "ChatTokenizer":
         """Get the tokenizer that generate() and chat() use: encode, decode, apply_chat_template. Raises ModelError."""
@@ -149,12 +149,12 @@ class LLM:
 
     def stats(self) -> Stats:
         """The engine's counters. Raises EngineError if it does not answer."""
-        return self._launched.session.stats()
+        return self.launched.session.stats()
 
     def reset_prefix_cache(self, *, stored: bool = False) -> PrefixCacheReset:
         """Empty the prefix cache, with `stored` also the one on disk, and return how much memory held of it. Raises
         EngineError if the engine does not answer."""
-        session = self._launched.session
+        session = self.launched.session
         return session.wait(session.reset_prefix_cache(stored=stored))
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
@@ -345,7 +345,7 @@ class LLM:
     # ---- inside
 
     def _operate(self, name: str, **values: object) -> None:
-        session = self._launched.session
+        session = self.launched.session
         check_done(session.wait(session.operate(operation_of(name, **values)), OPERATION_TIMEOUT_S))
 
     def _run(
@@ -384,12 +384,12 @@ class LLM:
             try:
                 for stream in streams:
                     running[stream.request_id] = stream
-                    self._launched.session.submit(stream.message(), inbox.put)
+                    self.launched.session.submit(stream.message(), inbox.put)
                 while running:
                     self._collect(inbox, running, progress)
             finally:
                 for request_id in running:
-                    self._launched.session.drop(request_id)
+                    self.launched.session.drop(request_id)
         _raise_errors(streams)
 
     def _make_streams(
@@ -413,7 +413,7 @@ class LLM:
         if isinstance(given, Sequence) and len(given) != len(streams):
             raise RequestError(f"lora_request must be one for all or one for each of {len(streams)} prompts")
         each = list(given) if isinstance(given, Sequence) else [given] * len(streams)
-        session = self._launched.session
+        session = self.launched.session
         for request in dict.fromkeys(each):
             if (asked := begin_load(session, request)) is not None:
                 check_loaded(session.wait(asked, LOAD_TIMEOUT_S))
@@ -437,7 +437,7 @@ class LLM:
             before = stream.num_tokens
             stream.apply(event)
             progress.tokens(stream.num_tokens - before)
-            stream.settle(self._launched.session)
+            stream.settle(self.launched.session)
             if stream.finished:
                 del running[stream.request_id]
                 progress.request()

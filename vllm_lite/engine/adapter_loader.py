@@ -44,17 +44,17 @@ class AdapterLoader:
         self._end_requests = end_requests
         self.on_listed: Callable[[], object] = lambda: None
         """Called when the list of adapters has changed."""
-        self._clock = clock
+        self.clock = clock
         self._loading: set[Adapter] = set()
         self._executor: Executor | None = None
         """The workers that are loading those."""
-        self._asked: dict[Adapter, list[Asked]] = {}
+        self.asked: dict[Adapter, list[Asked]] = {}
         """Who waits for an adapter to be there for the first time."""
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
         """The adapters as clients know them."""
-        listed = [each for each in self._adapters.listed if each not in self._asked]
+        listed = [each for each in self._adapters.listed if each not in self.asked]
         return tuple(AdapterInfo(each.name, each.path, each.parent) for each in listed)
 
     # ---- what clients ask for
@@ -72,9 +72,9 @@ class AdapterLoader:
             if before is None:
                 self._adapters.enlist(adapter)
             self._adapters.wanted[adapter] = None
-            self._asked[adapter] = [(question, send)]
-        elif adapter in self._asked:
-            self._asked[adapter].append((question, send))
+            self.asked[adapter] = [(question, send)]
+        elif adapter in self.asked:
+            self.asked[adapter].append((question, send))
         else:  # sent again, by a client that found another engine
             send(AdapterAnswer(question, name))
 
@@ -141,7 +141,7 @@ class AdapterLoader:
             self._loading.discard(adapter)
             if read.error is None:
                 self._set_loaded(adapter, read.digest)
-                if adapter in self._asked:
+                if adapter in self.asked:
                     self._on_first_loaded(adapter)
             else:
                 self._fail(adapter, read.error, produced, is_missing=read.is_missing)
@@ -150,13 +150,13 @@ class AdapterLoader:
         """Have the workers load what is wanted, as far as there is room, and drop what nobody will ask for."""
         adapters = self._adapters
         for adapter in adapters.idle():
-            if adapter not in self._loading and adapter not in self._asked:
+            if adapter not in self._loading and adapter not in self.asked:
                 self._drop(adapter, executor)
                 adapters.forget(adapter)
         for adapter in list(adapters.wanted):
             if adapter in self._loading:
                 continue
-            if adapter.is_loaded or not (adapter.num_requests or adapter in self._asked):  # nobody waits any more
+            if adapter.is_loaded or not (adapter.num_requests or adapter in self.asked):  # nobody waits any more
                 adapters.wanted.pop(adapter)
                 continue
             if self._num_in_memory() >= adapters.limits.in_memory and not self._evict(executor):
@@ -168,7 +168,7 @@ class AdapterLoader:
         return len(self._loading) + sum(each.is_loaded for each in self._adapters.by_number.values())
 
     def _evict(self, executor: Executor) -> bool:
-        victim = self._adapters.victim(self._scheduler.running, self._clock())
+        victim = self._adapters.victim(self._scheduler.running, self.clock())
         if victim is None:
             return False
         self._drop(victim, executor)
@@ -182,7 +182,7 @@ class AdapterLoader:
 
     def _set_loaded(self, adapter: Adapter, digest: bytes) -> None:
         adapter.read_as(digest)
-        adapter.loaded_s = self._clock()
+        adapter.loaded_s = self.clock()
         self._adapters.use(adapter)
         self._adapters.change(adapter, is_loaded=True)
 
@@ -193,7 +193,7 @@ class AdapterLoader:
 
     def _answer_all(self, adapter: Adapter, error: str | None, *, is_missing: bool = False) -> None:
         """Tell those who asked for a new adapter that it is there, once that is on the list, or why it is not."""
-        asked = self._asked.pop(adapter, ())
+        asked = self.asked.pop(adapter, ())
         if error is None:
             self.on_listed()
         for question, send in asked:
@@ -203,6 +203,6 @@ class AdapterLoader:
         self._adapters.wanted.pop(adapter, None)
         logger.warning("%s", error)
         produced += self._end_requests(adapter, error)
-        if adapter in self._asked:
+        if adapter in self.asked:
             self._adapters.delist(adapter)
             self._answer_all(adapter, error, is_missing=is_missing)

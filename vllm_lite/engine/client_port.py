@@ -97,7 +97,7 @@ class ClientPort:
         self._welcome: api.Welcome | None = None
         self._recovering: api.Recovering | None = None
         self._early: dict[bytes, api.Hello] = {}
-        self._clients: dict[bytes, Outbox] = {}
+        self.clients: dict[bytes, Outbox] = {}
         self._next_heartbeat_s = 0.0
         self._next_look = MIN_LOOK
 
@@ -133,7 +133,7 @@ class ClientPort:
                 continue
             if isinstance(message, api.Hello):
                 self._greet(peer, message)
-            elif peer not in self._clients:
+            elif peer not in self.clients:
                 self.send(peer, api.Refused("say Hello first"))
             else:
                 yield peer, message
@@ -147,20 +147,20 @@ class ClientPort:
         elif hello.model not in (None, self._welcome.model):
             self.send(peer, api.Refused(f"this engine serves {self._welcome.model!r}, not {hello.model!r}"))
         else:
-            self._clients.setdefault(peer, Outbox())
+            self.clients.setdefault(peer, Outbox())
             self.send(peer, self._welcome)
             if self._recovering is not None:
                 self.send(peer, self._recovering)
-            if len(self._clients) >= self._next_look:
+            if len(self.clients) >= self._next_look:
                 self._look()
 
     def _look(self) -> None:
         """Forget the clients that are owed nothing and have gone, which no other send would notice: flush() and beat()
         reach those with requests."""
         nothing = api.OutputBatch(self._epoch, [])
-        idle = [peer for peer, outbox in self._clients.items() if not outbox]
+        idle = [peer for peer, outbox in self.clients.items() if not outbox]
         self._forget([peer for peer in idle if self.send(peer, nothing) is Delivery.GONE])
-        self._next_look = max(MIN_LOOK, 2 * len(self._clients))
+        self._next_look = max(MIN_LOOK, 2 * len(self.clients))
 
     def refuse_all(self, answer: api.Refused | api.Dying) -> bool:
         """The engine cannot start: send that to all clients that have asked so far. False if none has."""
@@ -177,7 +177,7 @@ class ClientPort:
 
     def push(self, peer: bytes, output: api.Tokens | api.Finished) -> None:
         """Queue `output` for a client; flush() sends it."""
-        outbox = self._clients.get(peer)
+        outbox = self.clients.get(peer)
         if outbox is not None:
             outbox.add(output)
 
@@ -187,7 +187,7 @@ class ClientPort:
         Returns the clients that are gone or too slow, now forgotten.
         """
         lost = []
-        for peer, outbox in self._clients.items():
+        for peer, outbox in self.clients.items():
             if not outbox or (not at_once and outbox.may_wait(now_s)):
                 continue
             delivery = self._send_owed(peer, outbox)
@@ -231,33 +231,33 @@ class ClientPort:
     def say_recovering(self, reason: str, attempt: int) -> None:
         """Tell all clients that the workers are being replaced, also those that come before say_recovered()."""
         self._recovering = api.Recovering(self._epoch, reason, attempt)
-        for peer in self._clients:
+        for peer in self.clients:
             self.send(peer, self._recovering)
 
     def say_recovered(self, generation: int, lost_s: float) -> None:
         self._recovering = None
-        for peer in self._clients:
+        for peer in self.clients:
             self.send(peer, api.Recovered(self._epoch, generation, lost_s))
 
     def say_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
         """Tell all clients, and those that come later, which adapters there are."""
         if self._welcome is not None:
             self._welcome = msgspec.structs.replace(self._welcome, adapters=adapters)
-        for peer in self._clients:
+        for peer in self.clients:
             self.send(peer, AdapterList(adapters))
 
     def say_dying(self, reason: str, *, is_final: bool) -> None:
         """Send every client what it is owed, and then the reason why the engine ends."""
         self.flush(0.0, at_once=True)
-        for peer in self._clients:
+        for peer in self.clients:
             self.send(peer, api.Dying(reason, is_final))
 
     def owes(self) -> bool:
-        return any(self._clients.values())
+        return any(self.clients.values())
 
     def gathers(self) -> bool:
         """Whether a client that reads is owed something: flush() is to be called within GATHER_S."""
-        return any(outbox and outbox.busy_since_s is None for outbox in self._clients.values())
+        return any(outbox and outbox.busy_since_s is None for outbox in self.clients.values())
 
     def pollables(self) -> tuple[Pollable, ...]:
         return tuple(self.listener.pollables())
@@ -267,7 +267,7 @@ class ClientPort:
 
     def _forget(self, peers: list[bytes]) -> list[bytes]:
         for peer in peers:
-            self._clients.pop(peer, None)
+            self.clients.pop(peer, None)
         return peers
 
 

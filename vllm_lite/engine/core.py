@@ -79,9 +79,9 @@ class EngineCore:
         lives: Lives,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
-        self._executor = executor
+        self.executor = executor
         self._clock = clock
-        self._message_length = MessageLength()
+        self.message_length = MessageLength()
         self._prefill_rate = PrefillRate()
         self._is_drafting = config.speculative_config is not None and not config.disable_adaptive_drafts
         # Drafts in flight could pass the end of a block, where a recurrent state is to be saved.
@@ -107,7 +107,7 @@ class EngineCore:
         self._expert_tokens: list[list[int]] = []
         """Those of groups that are gone."""
         self.max_model_len = self.scheduler.max_len
-        self._intake = Intake(self.scheduler, ModelFacts.of(ready), clock)
+        self.intake = Intake(self.scheduler, ModelFacts.of(ready), clock)
         self.in_flight = self.scheduler.in_flight
         self._holds = False
         self.transfers = Transfers.of(self.scheduler, clock)
@@ -116,11 +116,11 @@ class EngineCore:
 
     def add(self, client: bytes, message: Generate) -> Attached:
         """Accept a request, or attach `client` to a known one. Raises RequestError; nothing else is disturbed."""
-        return self._intake.add(client, message)
+        return self.intake.add(client, message)
 
     def fork(self, client: bytes, message: ForkRequest) -> Request:
         """Start a request from the tokens and the KV of a live one. Raises RequestError."""
-        return self._intake.fork(client, message)
+        return self.intake.fork(client, message)
 
     def abort(
         self, request_id: str, samples: abc.Sequence[int] = (), *, stopped: bool = False
@@ -188,18 +188,17 @@ class EngineCore:
         if step is not None:
             self.meter.scheduled(self.scheduler.num_scheduled_tokens)
             ends_message = (
-                not self.in_flight.newest.only_decodes or self.in_flight.num_unsent >= self._message_length.steps
+                not self.in_flight.newest.only_decodes or self.in_flight.num_unsent >= self.message_length.steps
             )
         if self.in_flight.num_unsent and ends_message:
-            self._executor.submit(*self.in_flight.send(now_s))
+            self.executor.submit(*self.in_flight.send(now_s))
         return step is not None
 
     def _may_begin(self) -> bool:
         """Whether the message being made may get another step, or a new one may be begun: workers compute one message
         while the next one is made."""
         return (
-            self.in_flight.num_unsent > 0
-            or len(self.in_flight) <= (self.max_in_flight - 1) * self._message_length.steps
+            self.in_flight.num_unsent > 0 or len(self.in_flight) <= (self.max_in_flight - 1) * self.message_length.steps
         )
 
     def finish(self, output: ModelOutput) -> list[Produced]:
@@ -212,7 +211,7 @@ class EngineCore:
         elif step.ends_message and self._is_drafting and not step.message.num_prefill_tokens:
             self._learn_cost(step, output)
         if self.max_in_flight > 1:
-            self._message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
+            self.message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
         return self.scheduler.update(output)
 
     def _learn_cost(self, step: StepInFlight, output: ModelOutput) -> None:
@@ -229,7 +228,7 @@ class EngineCore:
         unfinished request keeps its tokens and waits for resume(); until then begin() does nothing, and all else works
         as ever. Returns the requests that end by it."""
         now_s = self.meter.now_s = self._clock()
-        self._message_length = MessageLength()
+        self.message_length = MessageLength()
         ended = self.scheduler.lose_workers(cause, now_s, are_ended=are_ended)
         for item in ended:
             logger.warning("%s", item.error)
@@ -237,8 +236,8 @@ class EngineCore:
 
     def resume(self, executor: Executor, generation: int, swap_blocks_per_s: float) -> None:
         """Go on with the workers behind `executor`, which have pools of the same sizes, as a later `generation`."""
-        self._expert_tokens = sum_of(self._expert_tokens, self._executor.expert_tokens())
-        self._executor = executor
+        self._expert_tokens = sum_of(self._expert_tokens, self.executor.expert_tokens())
+        self.executor = executor
         self.scheduler.resume(generation, swap_blocks_per_s)
 
     def close(self) -> None:
@@ -250,7 +249,7 @@ class EngineCore:
         """The engine's counters, with its gauges as they are now."""
         counters = self.meter.stats(self._clock())
         if self._counts_experts:
-            counters.expert_tokens = sum_of(self._expert_tokens, self._executor.expert_tokens())
+            counters.expert_tokens = sum_of(self._expert_tokens, self.executor.expert_tokens())
         waiting = [*self.scheduler.waiting, *self.scheduler.queues.held] if self.adapters.by_number else []
         counters.running_adapters, counters.waiting_adapters = self.adapters.running_and_waiting(
             self.scheduler.running, waiting

@@ -64,9 +64,9 @@ class EngineProcess:
         self._epoch = time.time_ns() // 1000 % 2**53  # differs from every earlier engine at this address
         config = settings.config
         tcp = None if config.tcp_address is None else transport.Tcp(config.tcp_address, config.curve_keys)
-        self._port = ClientPort(settings.address, self._epoch, tcp)
+        self.port = ClientPort(settings.address, self._epoch, tcp)
         self._kv_events: KVEventStream | None = None
-        self._stats_log = StatsLog(config.stats_interval_s, config.device)
+        self.stats_log = StatsLog(config.stats_interval_s, config.device)
 
     def run(self) -> int:
         """Serve until `stop` is set. Returns the exit status: 0 after `stop`, 1 if it cannot start, 2 for bad input, 3
@@ -79,7 +79,7 @@ class EngineProcess:
                 core = self._start(groups)
             except VllmLiteError as error:
                 return self._refuse(error)
-            return self._serve(core, groups)
+            return self.serve(core, groups)
         finally:
             if groups is not None:
                 groups.close()
@@ -87,7 +87,7 @@ class EngineProcess:
                 core.close()
             if self._kv_events is not None:
                 self._kv_events.close()
-            self._port.close()
+            self.port.close()
 
     # ---- start
 
@@ -99,7 +99,7 @@ class EngineProcess:
             core = EngineCore(self._config, ready, groups.executor, sizes, lives)
         core.meter.counters.generation = groups.generation
         core.adapter_loader.load_configured(groups.executor, self._stop)
-        core.adapter_loader.on_listed = lambda: self._port.say_adapters(core.adapter_loader.infos)
+        core.adapter_loader.on_listed = lambda: self.port.say_adapters(core.adapter_loader.infos)
         if self._config.kv_events_config and self._config.kv_events_config.enabled:
             rank, rejoins_s = self._config.data_parallel_rank, time.time() if self._settings.life > 1 else None
             events = self._config.kv_events_config.in_folder(self._settings.run_dir)
@@ -109,7 +109,7 @@ class EngineProcess:
             logger.info("KV events are published at %s", events.endpoint)
             if events.is_on_tcp:
                 logger.warning("every user of this machine can read prompts in the KV events, as they go over TCP")
-        self._port.open(
+        self.port.open(
             api.Welcome(
                 version=PROTOCOL_VERSION,
                 epoch=self._epoch,
@@ -165,18 +165,18 @@ class EngineProcess:
         answer: api.Refused | api.Dying = api.Refused(str(error), bad_input)
         if self._settings.life > 1 and not bad_input:  # the supervisor tries again
             answer = api.Dying(str(error), is_final=False)
-        while not self._port.refuse_all(answer) and not self._stop.is_set():
+        while not self.port.refuse_all(answer) and not self._stop.is_set():
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 break
-            transport.wait(left_s, self._port, self._stop)
+            transport.wait(left_s, self.port, self._stop)
         return 2 if bad_input else 1
 
     # ---- serve
 
-    def _serve(self, core: EngineCore, groups: WorkerGroups) -> int:
-        recovery = Recovery(core, groups, self._port, self._config)
-        operations = Operations(core, groups, self._port, self._config, partial(keep, self._settings.run_dir))
+    def serve(self, core: EngineCore, groups: WorkerGroups) -> int:
+        recovery = Recovery(core, groups, self.port, self._config)
+        operations = Operations(core, groups, self.port, self._config, partial(keep, self._settings.run_dir))
         try:
             if self._before is not None:
                 operations.restore(self._before)
@@ -184,14 +184,14 @@ class EngineProcess:
                 self._serve_group(core, groups, recovery, operations)
         except (EngineError, ModelError, ProtocolError) as error:  # no workers will serve any more
             logger.error("%s", error)
-            self._port.say_dying(str(error), is_final=True)
+            self.port.say_dying(str(error), is_final=True)
             return 3
         except Exception as error:  # a fault of ours: send it to those who wait, then raise it
-            self._port.say_dying(f"the engine failed: {error!r}", is_final=not self._config.max_restarts)
+            self.port.say_dying(f"the engine failed: {error!r}", is_final=not self._config.max_restarts)
             raise
         logger.info("stopping")
         self._abort_all(core)
-        self._port.say_dying("the engine was stopped", is_final=True)
+        self.port.say_dying("the engine was stopped", is_final=True)
         self._finish_writes(core, groups.executor)
         return 0
 
@@ -208,18 +208,18 @@ class EngineProcess:
     def _serve_group(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery, operations: Operations) -> None:
         """Serve until `stop` is set, or until another group of workers is there, whose sockets are to be watched."""
         executor, events = groups.executor, self._kv_events
-        watched = poller(self._port, executor, self._stop, *(() if events is None else (events,)))
+        watched = poller(self.port, executor, self._stop, *(() if events is None else (events,)))
         while groups.executor is executor and not self._stop.is_set():
             is_changing = recovery.is_on or operations.is_on
-            watched.poll(RECOVERY_LOOK_MS if is_changing else self._patience_ms(core))
-            self._serve_once(core, groups, recovery, operations)
+            watched.poll(RECOVERY_LOOK_MS if is_changing else self.patience_ms_of(core))
+            self.serve_once(core, groups, recovery, operations)
             if events is not None:
                 events.serve(time.time())
 
-    def _serve_once(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery, operations: Operations) -> None:
+    def serve_once(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery, operations: Operations) -> None:
         """Read, compute, answer. The time for clients' messages is bounded; those that are left end the next wait at
         once."""
-        for peer, message in self._port.receive():
+        for peer, message in self.port.receive():
             self._handle(core, operations, peer, message)
         produced = core.expire()
         try:
@@ -231,11 +231,11 @@ class EngineProcess:
         finally:
             self._publish(core, produced)
 
-    def _patience_ms(self, core: EngineCore) -> int:
+    def patience_ms_of(self, core: EngineCore) -> int:
         """Milliseconds to wait for a message. Without requests only the workers' health is to be checked meanwhile."""
-        if self._port.gathers():
+        if self.port.gathers():
             return GATHER_MS
-        is_idle = not (core.scheduler.requests or self._port.owes() or self._stats_log.owes)
+        is_idle = not (core.scheduler.requests or self.port.owes() or self.stats_log.owes)
         patience_ms = IDLE_LOOK_MS if is_idle else HEARTBEAT_MS
         if self._kv_events is not None and self._kv_events.patience_ms is not None:
             return min(patience_ms, self._kv_events.patience_ms)
@@ -251,62 +251,62 @@ class EngineProcess:
             if request is not None and request.client == peer:  # a client that lost it to another does not end it
                 self._abort(core, request, message.samples, stopped=message.stopped)
         elif isinstance(message, api.Ping):
-            self._port.send(peer, api.Heartbeat(self._epoch, core.scheduler.step))
+            self.port.send(peer, api.Heartbeat(self._epoch, core.scheduler.step))
         elif isinstance(message, api.GetStats):
             stats = core.stats()
-            stats.malformed_messages, stats.life = self._port.malformed, self._settings.life
-            self._port.send(peer, stats)
+            stats.malformed_messages, stats.life = self.port.malformed, self._settings.life
+            self.port.send(peer, stats)
         elif isinstance(message, api.Describe):
             with_content = message.with_content
-            self._port.send(peer, core.describe(message.request_ids, message.external_id, with_content=with_content))
+            self.port.send(peer, core.describe(message.request_ids, message.external_id, with_content=with_content))
         elif isinstance(message, GetView):
-            self._port.send(peer, core.view(message.first_block))
+            self.port.send(peer, core.view(message.first_block))
         elif isinstance(message, FindExternal):
             external = core.scheduler.queues.external
-            self._port.send(peer, ExternalFound([*filter(external.is_live, message.external_ids)]))
+            self.port.send(peer, ExternalFound([*filter(external.is_live, message.external_ids)]))
         elif isinstance(message, AbortExternal):
             requests = core.scheduler.queues.external.live(message.external_id)
             for request in requests:
                 self._abort(core, request)
-            self._port.send(peer, ExternalAborted(len(requests)))
+            self.port.send(peer, ExternalAborted(len(requests)))
         elif isinstance(message, api.ResetPrefixCache):
-            self._port.send(peer, core.reset_prefix_cache(stored=message.stored))
+            self.port.send(peer, core.reset_prefix_cache(stored=message.stored))
         elif isinstance(message, Operation):
             operations.ask(peer, message)
         elif isinstance(message, LoadAdapter):
-            core.adapter_loader.load(message, partial(self._port.send, peer))
+            core.adapter_loader.load(message, partial(self.port.send, peer))
         elif isinstance(message, UnloadAdapter):
-            core.adapter_loader.unload(message, partial(self._port.send, peer))
+            core.adapter_loader.unload(message, partial(self.port.send, peer))
 
     def _generate(self, core: EngineCore, peer: bytes, message: api.Generate) -> None:
         try:
             accepted = core.add(peer, message)
         except RequestError as error:
             core.meter.counters.rejected_requests += 1
-            self._port.push(peer, api.Finished(message.request_id, message.have, [], "error", error=str(error)))
+            self.port.push(peer, api.Finished(message.request_id, message.have, [], "error", error=str(error)))
             return
         if accepted.replaced is not None:  # its stream ends here: what it has and may still get goes on elsewhere
             start = accepted.replaced_at
             reason = f"another client took over request {message.request_id!r} by sending it again"
-            self._port.push(accepted.replaced, api.Finished(message.request_id, start, [], "error", error=reason))
+            self.port.push(accepted.replaced, api.Finished(message.request_id, start, [], "error", error=reason))
         if accepted.resend:
-            self._port.push(peer, api.Tokens(message.request_id, message.have, accepted.resend))
+            self.port.push(peer, api.Tokens(message.request_id, message.have, accepted.resend))
         for item in accepted.done:
-            self._port.push(peer, _to_wire(item))
+            self.port.push(peer, _to_wire(item))
 
     def _fork(self, core: EngineCore, peer: bytes, message: api.ForkRequest) -> None:
         try:
             core.fork(peer, message)
         except RequestError as error:
             core.meter.counters.rejected_requests += 1
-            self._port.push(peer, api.Finished(message.child_id, message.have, [], "error", error=str(error)))
+            self.port.push(peer, api.Finished(message.child_id, message.have, [], "error", error=str(error)))
 
     def _abort(
         self, core: EngineCore, request: Request, samples: abc.Sequence[int] = (), *, stopped: bool = False
     ) -> None:
         """Abort a request, or some of its samples, and send each one that ends its terminal message."""
         for index, start in core.abort(request.request_id, samples, stopped=stopped):
-            self._port.push(request.client, api.Finished(request.request_id, start, [], "abort", index=index))
+            self.port.push(request.client, api.Finished(request.request_id, start, [], "abort", index=index))
 
     def _compute(self, core: EngineCore, executor: Executor, produced: list[Produced]) -> None:
         """Take the results that there are, and begin the steps that may be begun. What goes out meanwhile leaves
@@ -327,7 +327,7 @@ class EngineProcess:
             core.transfers.send(executor)
 
     def _publish(self, core: EngineCore, produced: list[Produced]) -> None:
-        port = self._port
+        port = self.port
         for item in produced:
             if item.logprobs is not None:
                 core.scheduler.queues.external.keep_logprobs(item.request, item.logprobs)
@@ -337,11 +337,11 @@ class EngineProcess:
         requests = core.scheduler.requests
         if requests:
             gone += port.beat(now_s, core.scheduler.step, {request.client for request in requests.values()})
-        self._abort_orphans(core, gone)
-        if now_s >= self._stats_log.due_s:
-            self._stats_log.write(core, now_s)
+        self.abort_orphans(core, gone)
+        if now_s >= self.stats_log.due_s:
+            self.stats_log.write(core, now_s)
 
-    def _abort_orphans(self, core: EngineCore, gone: abc.Iterable[bytes]) -> None:
+    def abort_orphans(self, core: EngineCore, gone: abc.Iterable[bytes]) -> None:
         """End the requests of clients that have gone."""
         requests = core.scheduler.requests
         for peer in gone:
@@ -355,7 +355,7 @@ class EngineProcess:
         """Send exactly one terminal message for every unfinished request."""
         for request in list(core.scheduler.requests.values()):
             self._abort(core, request)
-        self._port.flush(time.monotonic(), at_once=True)
+        self.port.flush(time.monotonic(), at_once=True)
 
 
 def _to_wire(item: Produced) -> api.Tokens | api.Finished:

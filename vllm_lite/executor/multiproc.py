@@ -127,7 +127,7 @@ class MultiprocExecutor:
         self._worker_keys = tcp and tcp.worker_keys
         self._workers = [WorkerState(rank) for rank in range(num_ranks(config))]
         self._ranks = [worker.health for worker in self._workers]
-        self._meeting_place = self._meet(group_folder)
+        self.meeting_place = self._meet(group_folder)
         self._outputs: deque[ModelOutput] = deque()
         self._num_in_flight = 0
         self._malformed = 0
@@ -147,7 +147,7 @@ class MultiprocExecutor:
         self._judged_s = time.monotonic()
         self._gone_by: StartDeadline | None = None
         """Once the workers are being ended."""
-        self._are_gone = threading.Event()
+        self.are_gone = threading.Event()
 
     def _meet(self, folder: str) -> MeetingPlace:
         return MeetingPlace(num_ranks(self._config), folder)
@@ -182,14 +182,14 @@ class MultiprocExecutor:
 
     def _spawn(self, rank: int) -> supervise.Child:
         in_thread = self._config.single_process
-        group = self._meeting_place.invite(in_thread=in_thread)
+        group = self.meeting_place.invite(in_thread=in_thread)
         return supervise.spawn(
             self._worker_module,
             WorkerSettings(self._config, self._worker_address, rank, self._generation, self._worker_keys, group),
             f"worker {rank}",
             lambda _reason: self._exits.set(),
             in_thread=in_thread,
-            fds=self._meeting_place.fds,
+            fds=self.meeting_place.fds,
         )
 
     def begin_allocate(self, num_blocks: int, num_host_blocks: int, timeout_s: float) -> None:
@@ -371,7 +371,7 @@ class MultiprocExecutor:
             if self._failure is None:
                 return
             self._failed_s = time.monotonic()
-            self._meeting_place.end()
+            self.meeting_place.end()
         raise WorkersLostError(str(self._failure.error))
 
     def failure(self) -> Failure | None:
@@ -406,7 +406,7 @@ class MultiprocExecutor:
         limit_s, has_work = self._config.heartbeat_timeout_s, self._num_in_flight > 0
         if all(rank.is_well(now_s, limit_s) for rank in self._ranks):
             return None
-        aborted = self._meeting_place.first_to_abort()
+        aborted = self.meeting_place.first_to_abort()
         return first_failure(self._ranks, now_s, limit_s, has_work=has_work, first_to_abort=aborted)
 
     # ---- end
@@ -416,7 +416,7 @@ class MultiprocExecutor:
         if self._gone_by is not None:
             return
         self._gone_by = StartDeadline(GONE_S)
-        self._meeting_place.end()
+        self.meeting_place.end()
         payload = engine_to_worker.encode(Shutdown())
         for worker in self._workers:
             self._listener.send(worker.peer, payload)
@@ -424,13 +424,13 @@ class MultiprocExecutor:
 
     def _bury(self) -> None:
         supervise.stop_all([worker.child for worker in self._workers if worker.child is not None], STOP_GRACE_S)
-        self._are_gone.set()
+        self.are_gone.set()
         self._exits.set()
 
     def has_ended(self) -> bool:
         self._exits.clear()
         self._receive()  # nobody wants it, but as long as it is not read it ends every wait at once
-        if not self._are_gone.is_set() and self._gone_by is not None and not self._gone_by.has_passed():
+        if not self.are_gone.is_set() and self._gone_by is not None and not self._gone_by.has_passed():
             return False
         for worker in self._workers:
             if worker.child is not None and worker.child.exited() is None:
@@ -439,10 +439,10 @@ class MultiprocExecutor:
 
     def close(self) -> None:
         self.end()
-        self._are_gone.wait(GONE_S)
+        self.are_gone.wait(GONE_S)
         self._listener.close()
         self._exits.close()
-        self._meeting_place.close()
+        self.meeting_place.close()
 
 
 def _agreed(answers: list[Ready]) -> Ready:

@@ -107,7 +107,7 @@ class DiskStore:
         """What the system has refused: reading and writing."""
         self._fingerprint = blake2b(b"%s %d %d" % (fingerprint, *place), digest_size=32).digest()
         """A file that was moved here from another rank is as foreign as one of another model."""
-        self._clock = clock
+        self.clock = clock
         self._lock = threading.Lock()
         self.num_found = 0
         """Files that others have written, or earlier lives, and that were found so far."""
@@ -158,7 +158,7 @@ class DiskStore:
             self._taken -= {taken for taken in self._taken if taken[:2] == name and taken not in names}
             for new in names - self._files.keys() - self._taken:
                 self._take_up(new)
-        now_s = self._clock()
+        now_s = self.clock()
         if abs(now_s - self._swept_s) > SWEEP_S:
             self.sweep()
 
@@ -276,7 +276,7 @@ class DiskStore:
         return len(places) * items.item_bytes
 
     def _used(self, descriptor: int, used_s: float) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         if abs(now_s - used_s) > TOUCH_S:
             with suppress(OSError):
                 os.utime(descriptor, (now_s, now_s))
@@ -285,7 +285,7 @@ class DiskStore:
 
     def write(self, keys: Sequence[bytes], ids: Sequence[int], items: Items) -> int:
         """Write a run of at most MAX_ITEMS items. Returns its bytes, 0 if it could not be written."""
-        now_s = self._clock()
+        now_s = self.clock()
         size = PAGE + len(keys) * items.item_bytes
         if 0 < self._paused_until_s - now_s <= PAUSE_S or size > LARGEST * self.quota_bytes:
             return 0
@@ -352,7 +352,7 @@ class DiskStore:
 
     def sweep(self, room_bytes: int = 0) -> None:
         """Count what all engines have written, and remove what was not used for longest if it is too much."""
-        self._swept_s = now_s = self._clock()
+        self._swept_s = now_s = self.clock()
         self._num_written = 0
         self.num_bytes, gone = sweep(self.root, self.quota_bytes - room_bytes, now_s)
         if gone:

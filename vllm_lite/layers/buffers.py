@@ -102,8 +102,8 @@ class Buffers:
         self.activated = buffer(intermediate_size)
         ropes = dict.fromkeys((kind.rope, kind.rotated_size) for kind in self.kinds if kind.rope is not None)
         self._ropes = list(ropes)
-        self._tables = [RotaryEmbedding(rope, size, max_model_len, device=parts.device) for rope, size in ropes]
-        self._rotations = [(buffer(size), buffer(size)) for _, size in ropes]
+        self.tables = [RotaryEmbedding(rope, size, max_model_len, device=parts.device) for rope, size in ropes]
+        self.rotations = [(buffer(size), buffer(size)) for _, size in ropes]
         self._experts = _expert_rows(parts, max_num_tokens)
         self._per_layer = _per_layer_rows(parts, max_num_tokens)
         self._query_growth = _growth(self.kinds, max_model_len, parts.device)
@@ -124,7 +124,7 @@ class Buffers:
     def select_rotations(self, rows: StepRows, positions: torch.Tensor, *, on_axes: bool = False) -> None:
         """Fetch each token's rotations, once for all layers. positions: int64 [num_tokens]. `on_axes`: some tokens may
         have another position along each axis."""
-        for table, rotation in zip(self._tables, rows.rotations, strict=True):
+        for table, rotation in zip(self.tables, rows.rotations, strict=True):
             select = table.select_axes if on_axes else table.select
             select(positions, rotation)
 
@@ -150,7 +150,7 @@ class Buffers:
     def _slice(self, n: int) -> StepRows:
         if n > self.max_num_tokens:
             raise ValueError(f"a step of {n} tokens exceeds the {self.max_num_tokens} that the buffers were made for")
-        rotations = tuple(Rotation(cos[:n], sin[:n]) for cos, sin in self._rotations)
+        rotations = tuple(Rotation(cos[:n], sin[:n]) for cos, sin in self.rotations)
         return StepRows(
             residual=self.residual[:n],
             hidden=self.hidden[:n],

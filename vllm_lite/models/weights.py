@@ -67,7 +67,7 @@ def load_weights(
             devices = [part.device for group in groups for part in group.stacks]
             read: Read = partial(_random, seed, device=next((d for d in devices if d.type != "cpu"), None))
         elif load_format in ("auto", "safetensors"):
-            read = _Files(groups, model.ignores, Path(path), stack).read
+            read = Files(groups, model.ignores, Path(path), stack).read
         else:
             raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
         groups = [group for group in groups if any(slot.num_elements for slot in group.slots)]  # else another rank's
@@ -92,7 +92,7 @@ def check_weights(model: Model, path: str | Path) -> None:
     """Raise ModelError, as `load_weights` does, unless the checkpoint `path` has what `model` needs. Only headers are
     read."""
     with ExitStack() as stack:
-        _Files(list(model.weight_groups()), model.ignores, Path(path), stack)
+        Files(list(model.weight_groups()), model.ignores, Path(path), stack)
 
 
 class _Report:
@@ -140,7 +140,7 @@ def _load(part: WeightStack, read: Read, staging: "_Staging") -> torch.Tensor:
     return stacked
 
 
-class _Files:
+class Files:
     """The tensors of a checkpoint, mapped into memory until `stack` is closed. All names and shapes are checked first.
 
     Raises ModelError when files are missing or damaged, or hold other tensors than `groups` need.

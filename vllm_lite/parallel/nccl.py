@@ -59,8 +59,8 @@ class NcclCommunicator(OneStage):
         self._sum, self._gather = AllreduceOptions(), AllgatherOptions()
         self._sum.asyncOp = self._gather.asyncOp = False
         self._stop = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="nccl watch", daemon=True)
-        self._watcher.start()
+        self.watcher = threading.Thread(target=self._watch, name="nccl watch", daemon=True)
+        self.watcher.start()
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """NCCL chooses the order of the sum. All ranks get the same bits, which depend on the number of rows."""
@@ -98,7 +98,7 @@ class NcclCommunicator(OneStage):
     def close(self) -> None:
         """Disconnect. What the GPU still computes for this group is lost."""
         self._stop.set()
-        self._watcher.join(CLOSE_S)
+        self.watcher.join(CLOSE_S)
         self._host.close()
 
     def _call(self, put_on_stream: Callable[[], object]) -> None:

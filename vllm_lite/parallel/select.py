@@ -44,11 +44,11 @@ def connect(
         raise RuntimeError("a worker that shares a model must be started with the group that it belongs to")
     timeout_s = min(config.ready_timeout_s, LONGEST_WAIT_S)
     if backend != "nccl":
-        return _connect_on_the_cpu(backend, shard, group, (device, shared_bytes), timeout_s)
+        return connect_on_the_cpu(backend, shard, group, (device, shared_bytes), timeout_s)
     from vllm_lite.parallel.nccl import connect_nccl
 
     cpu_device = torch.device("cpu")
-    host = _connect_on_the_cpu("gloo" if is_spread else _on_the_cpu(), shard, group, (cpu_device, 0), timeout_s)
+    host = connect_on_the_cpu("gloo" if is_spread else _on_the_cpu(), shard, group, (cpu_device, 0), timeout_s)
     try:
         return connect_nccl(host, group, device, timeout_s)
     except BaseException:
@@ -60,7 +60,7 @@ def _on_the_cpu() -> str:
     return "shared-memory" if cpu.available() else "gloo"
 
 
-def _connect_on_the_cpu(
+def connect_on_the_cpu(
     backend: str, shard: Shard, group: WorkerGroup, rows: tuple[torch.device, int], timeout_s: float
 ) -> Communicator:
     """`rows`: where the memory of `shared_rows` is, and how much of it is needed."""

@@ -18,7 +18,7 @@ class Places:
     """One router's knowledge of the replicas, by their names."""
 
     def __init__(self) -> None:
-        self._router = PrefixRouter[str]()
+        self.router = PrefixRouter[str]()
         self._reports: dict[str, Summary | None] = {}
         self._sent: dict[str, set[bytes]] = {}
         """What each was sent since its last report but one: it may have been on its way when the last one was made."""
@@ -27,31 +27,31 @@ class Places:
     def update(self, reports: Mapping[str, Summary | None]) -> None:
         """These replicas serve now, and these are their latest reports; others are forgotten."""
         for gone in set(self._reports) - set(reports):
-            self._router.remove(gone)
+            self.router.remove(gone)
             for known in (self._reports, self._sent, self._sent_before):
                 known.pop(gone, None)
         for replica, report in reports.items():
             if replica not in self._reports:
-                self._router.add(replica, UNKNOWN_BLOCKS if report is None else report.num_blocks)
+                self.router.add(replica, UNKNOWN_BLOCKS if report is None else report.num_blocks)
             if report is not None and report != self._reports.get(replica):
                 self._take(replica, report)
             self._reports[replica] = report
 
     def order(self, route: Route, loads: Mapping[str, int]) -> list[str]:
         """The replicas of `loads`, which has the number of requests of each, in the order in which they are tried."""
-        chosen = self._router.choose(route.blocks, loads, route.affinity).engine
+        chosen = self.router.choose(route.blocks, loads, route.affinity).engine
         return [chosen, *sorted((replica for replica in loads if replica != chosen), key=lambda each: loads[each])]
 
     def sent(self, replica: str, route: Route) -> None:
         """A request was sent to this replica, which will have its prompt in its cache."""
-        self._router.stored(replica, route.blocks)
+        self.router.stored(replica, route.blocks)
         self._sent.setdefault(replica, set()).update(route.blocks)
 
     def _take(self, replica: str, report: Summary) -> None:
-        self._router.add(replica, report.num_blocks)
+        self.router.add(replica, report.num_blocks)
         blocks = report.blocks()
         if report.is_complete:
             underway = self._sent.get(replica, set()) | self._sent_before.get(replica, set())
-            self._router.retain(replica, underway.union(blocks))
-        self._router.stored(replica, [block for block in blocks if not self._router.num_cached(replica, [block])])
+            self.router.retain(replica, underway.union(blocks))
+        self.router.stored(replica, [block for block in blocks if not self.router.num_cached(replica, [block])])
         self._sent_before[replica] = self._sent.pop(replica, set())

@@ -75,12 +75,12 @@ class ServeSession(AnySession):
         """`known` are the replicas that serve by now, one at least."""
         self.address = "Ray Serve"
         self._replicas = replicas
-        self._known = list(known)
+        self.known = list(known)
         self._lost_since_s: float | None = None
         self._dead: EngineError | None = None
         config, welcome = known[0].config, known[0].welcome
         self._hasher = PrefixHasher(welcome.block_size, config.prefix_hash_seed)
-        self._silence_s, self._recovery_s = config.heartbeat_timeout_s, config.recovery_timeout_s
+        self.silence_s, self.recovery_s = config.heartbeat_timeout_s, config.recovery_timeout_s
         self._open: dict[str, OpenStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._untaken: dict[asyncio.Timeout, float] = {}
@@ -92,18 +92,18 @@ class ServeSession(AnySession):
 
     @property
     def welcome(self) -> Welcome:
-        shortest = min(each.welcome.max_model_len for each in self._known)
-        return msgspec.structs.replace(self._known[0].welcome, max_model_len=shortest)
+        shortest = min(each.welcome.max_model_len for each in self.known)
+        return msgspec.structs.replace(self.known[0].welcome, max_model_len=shortest)
 
     @property
     def adapters(self) -> dict[str, AdapterInfo]:
         """Adapters that all replicas have."""
-        first, *others = [{info.name: info for info in each.adapters} for each in self._known]
+        first, *others = [{info.name: info for info in each.adapters} for each in self.known]
         return {name: info for name, info in first.items() if all(name in other for other in others)}
 
     @property
     def num_engines(self) -> int:
-        return len(self._known)
+        return len(self.known)
 
     @property
     def dead(self) -> EngineError | None:
@@ -113,7 +113,7 @@ class ServeSession(AnySession):
     def recovering(self) -> str | None:
         if self._lost_since_s is not None:
             return "no replica serves at present"
-        pauses = [each.recovering for each in self._known]
+        pauses = [each.recovering for each in self.known]
         return pauses[0] if all(pauses) else None
 
     async def watch(self) -> None:
@@ -121,13 +121,13 @@ class ServeSession(AnySession):
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                self._known = await self._replicas.introduce()
+                self.known = await self._replicas.introduce()
                 self._lost_since_s = None
                 self._look_at_untaken()
             except ReplicaLostError as error:
                 self._lost_since_s = self._lost_since_s or time.monotonic()
-                if time.monotonic() - self._lost_since_s > self._recovery_s:
-                    late = EngineDeadError(f"no replica has come within {self._recovery_s:g} s: {error}")
+                if time.monotonic() - self._lost_since_s > self.recovery_s:
+                    late = EngineDeadError(f"no replica has come within {self.recovery_s:g} s: {error}")
                     for request_id in list(self._open):
                         self._end(request_id, late)
             self._end_late()
@@ -154,7 +154,7 @@ class ServeSession(AnySession):
             view = None if viewed is None else of(known.number, viewed)
             return Member(known.number, known.welcome, of(known.number, asked), view)
 
-        return [one(each) for each in sorted(self._known, key=lambda known: known.number)]
+        return [one(each) for each in sorted(self.known, key=lambda known: known.number)]
 
     async def _ask(self, message: FromClient, answer: type[A]) -> dict[int, A]:
         """By the number of the replica. Raises EngineError if none answers as expected, or not all do what all must."""
@@ -167,10 +167,10 @@ class ServeSession(AnySession):
                 found[each.number] = content
             else:
                 errors.append(each.error or NO_ANSWER)
-        if not found or (answer is OperationDone and (errors or len(found) < len(self._known))):
+        if not found or (answer is OperationDone and (errors or len(found) < len(self.known))):
             raise EngineError(errors[0] if errors else NO_ANSWER)
         if answer is AdapterAnswer:  # who gets it may name the adapter, or may not, from now on
-            self._known = await self._replicas.introduce()
+            self.known = await self._replicas.introduce()
         return found
 
     # ---- streams
@@ -246,13 +246,13 @@ class ServeSession(AnySession):
                 async for message in messages:
                     if self._untaken.pop(silence, None) is not None:
                         stream.num_moves += 1
-                    silence.reschedule(clock() + self._silence_s)
+                    silence.reschedule(clock() + self.silence_s)
                     if message:
                         self._take(request_id, stream, message)
                     if not stream.tokens:
                         return
         except TimeoutError as error:
-            raise ReplicaLostError(f"the replica has been silent for {self._silence_s:g} s") from error
+            raise ReplicaLostError(f"the replica has been silent for {self.silence_s:g} s") from error
         finally:
             self._untaken.pop(silence, None)
         raise ReplicaLostError("the replica ended a stream that had not ended")
@@ -262,7 +262,7 @@ class ServeSession(AnySession):
         their places in the queue."""
         now_s = asyncio.get_running_loop().time()
         for silence, began_s in list(self._untaken.items()):
-            if self._replicas.num_silent and now_s - began_s > self._silence_s:
+            if self._replicas.num_silent and now_s - began_s > self.silence_s:
                 del self._untaken[silence]
                 silence.reschedule(now_s)
 

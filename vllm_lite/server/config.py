@@ -208,7 +208,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it."""
-        return self.uds is not None or is_loopback(self.host) or is_loopback(_address_of(self.host))
+        return self.uds is not None or is_loopback(self.host) or is_loopback(address_of(self.host))
 
     def trusts_machine(self, keys: Keys) -> bool:
         """Whether any program of this machine may use it, and a browser could for a stranger: none opens a socket
@@ -242,7 +242,7 @@ def is_loopback(host: str) -> bool:
 
 
 @cache
-def _address_of(host: str) -> str:
+def address_of(host: str) -> str:
     """The address that a server of this name listens on; the name if there is none."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4][0])

@@ -313,7 +313,7 @@ class Generation:
                 check_room([stream.prompt for stream in streams], params.max_tokens, self.model.max_model_len)
         except RequestError as error:
             raise refused(error, bodies.field_of(str(error), _PROMPT_FIELDS[kind])) from error
-        _check_scores(streams)
+        check_scores(streams)
         if self._config.enable_log_requests:
             for stream in streams:
                 logger.info("%s: tokens %s, %s", stream.request_id, stream.prompt.token_ids, params)
@@ -334,7 +334,7 @@ def _noting(asked: Asked[B], places: Sequence[str]) -> Asked[B]:
     return asked._replace(headers=bodies.warned(asked.headers, "not held", places))
 
 
-def _check_scores(streams: Sequence[RequestStream]) -> None:
+def check_scores(streams: Sequence[RequestStream]) -> None:
     """Raises ApiError for more logprobs of prompts than one answer holds."""
     wanted = streams[0].params.prompt_logprobs
     if wanted is None:

@@ -201,10 +201,10 @@ class LiveRequests:
     async def fork(self, request: Request) -> Response:
         """Forks of a request that runs: each begins with what that has generated so far."""
         data = await self.reader.receive(request)
-        parent, style = await self._parent(id_in(request), request)
+        parent, style = await self.parent_of(id_in(request), request)
         body, headers = await decoded(data, ForkBody)
         self.calls.check()
-        call = await self._forks(parent, style, body, request)
+        call = await self.forks_of(parent, style, body, request)
         return self.respond(call, stream=body.stream, headers=headers)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -258,7 +258,7 @@ class LiveRequests:
             running.update(found.external_ids)
         return running
 
-    async def _forks(self, parent: RequestStream, style: AnswerStyle, body: ForkBody, request: Request) -> Call:
+    async def forks_of(self, parent: RequestStream, style: AnswerStyle, body: ForkBody, request: Request) -> Call:
         """A call of `n` streams that begin with all that `parent` has. Raises ApiError."""
         count = 1 if body.n is None else body.n
         if not 1 <= count <= MAX_SAMPLES:
@@ -279,7 +279,7 @@ class LiveRequests:
         style = style.with_usage() if self._forces_usage else style
         return Call(call_id, streams, style, owner=owner, are_forks=True)
 
-    async def _parent(self, call_id: str, request: Request) -> tuple[RequestStream, AnswerStyle]:
+    async def parent_of(self, call_id: str, request: Request) -> tuple[RequestStream, AnswerStyle]:
         """The stream of the call that is to be forked, and the call's style. Raises ApiError."""
         name = await self._name(call_id, request)
         own = self._own(name)

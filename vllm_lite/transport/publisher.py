@@ -57,11 +57,11 @@ class Publisher:
         """Raises EngineError if an endpoint cannot be bound."""
         self.next_number = 0
         self._topic = topic.encode()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
-        self._kept_bytes = 0
+        self.kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self.kept_bytes = 0
         self._endpoints: list[str] = []
         self._replay: zmq.Socket[bytes] | None = None
-        self._replays: dict[bytes, _Replay] = {}
+        self.replays: dict[bytes, _Replay] = {}
         """Replays under way by their peers, in the order of their turns."""
         self._sockets: list[zmq.Socket[bytes]] = []
         try:
@@ -91,11 +91,11 @@ class Publisher:
         return socket
 
     def publish(self, payload: bytes) -> None:
-        if len(self._kept) == self._kept.maxlen:
+        if len(self.kept) == self.kept.maxlen:
             self._forget_oldest()
-        self._kept.append((self.next_number, payload))
-        self._kept_bytes += len(payload)
-        while self._kept_bytes > MAX_KEPT_BYTES:
+        self.kept.append((self.next_number, payload))
+        self.kept_bytes += len(payload)
+        while self.kept_bytes > MAX_KEPT_BYTES:
             self._forget_oldest()
         number = self.next_number.to_bytes(8, "big")
         self.next_number += 1
@@ -103,8 +103,8 @@ class Publisher:
             self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 
     def _forget_oldest(self) -> None:
-        _, payload = self._kept.popleft()
-        self._kept_bytes -= len(payload)
+        _, payload = self.kept.popleft()
+        self.kept_bytes -= len(payload)
 
     # ---- replays
 
@@ -113,11 +113,11 @@ class Publisher:
         if self._replay is None:
             return
         self._read_requests(self._replay)
-        if self._replays:
-            peer, replay = next(iter(self._replays.items()))
-            del self._replays[peer]
+        if self.replays:
+            peer, replay = next(iter(self.replays.items()))
+            del self.replays[peer]
             if self._send_slice(self._replay, peer, replay):
-                self._replays[peer] = replay  # behind the others
+                self.replays[peer] = replay  # behind the others
 
     def _read_requests(self, socket: "zmq.Socket[bytes]") -> None:
         """A peer that asks again gets what it asked for last."""
@@ -128,12 +128,12 @@ class Publisher:
                 return
             if len(frames) != 3 or len(frames[2]) != 8:
                 continue
-            if frames[0] in self._replays or len(self._replays) < MAX_REPLAYS:
-                self._replays[frames[0]] = _Replay(int.from_bytes(frames[2], "big"), self.next_number)
+            if frames[0] in self.replays or len(self.replays) < MAX_REPLAYS:
+                self.replays[frames[0]] = _Replay(int.from_bytes(frames[2], "big"), self.next_number)
 
     def _send_slice(self, socket: "zmq.Socket[bytes]", peer: bytes, replay: _Replay) -> bool:
         """Send a peer its next batches. Returns whether there are more for it."""
-        first = self._kept[0][0] if self._kept else self.next_number
+        first = self.kept[0][0] if self.kept else self.next_number
         num_bytes = 0
         try:
             for _ in range(SLICE_BATCHES):
@@ -143,7 +143,7 @@ class Publisher:
                     return False
                 if num_bytes > SLICE_BYTES:
                     break
-                payload = self._kept[number - first][1]
+                payload = self.kept[number - first][1]
                 # Large payloads are shared with the queue of the peer, not copied to it.
                 socket.send_multipart((peer, b"", number.to_bytes(8, "big"), payload), zmq.NOBLOCK, copy=False)
                 num_bytes += len(payload)
@@ -159,9 +159,9 @@ class Publisher:
     @property
     def patience_ms(self) -> int | None:
         """Milliseconds until serve() has to be called again even if nothing arrives; None: never."""
-        if not self._replays:
+        if not self.replays:
             return None
-        moves = any(replay.stalled_since_s is None for replay in self._replays.values())
+        moves = any(replay.stalled_since_s is None for replay in self.replays.values())
         return NEXT_SLICE_MS if moves else STALLED_MS
 
     def pollables(self) -> Sequence[Pollable]:

@@ -327,7 +327,7 @@ class DecodeGraphs:
         num_groups = len(spec.kv_groups)
         self._inputs = DecodeInputs(self.sizes[-1], -(-max_model_len // block_size), num_groups, eager.device)
         self._logits = eager.model.empty_logits(self.sizes[-1])
-        self._buckets: dict[int, _Bucket] = {}
+        self.buckets: dict[int, _Bucket] = {}
         self._own: dict[int, OwnRows] = {}
         self._largest = self.sizes[-1]  # 0 once it has turned out that nothing can be captured
 
@@ -355,7 +355,7 @@ class DecodeGraphs:
         if graph is None:
             self._largest = 0
             return None
-        self._buckets[size] = bucket = _Bucket(size, batch, graph, logits, *left)
+        self.buckets[size] = bucket = _Bucket(size, batch, graph, logits, *left)
         return bucket
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
@@ -379,7 +379,7 @@ class DecodeGraphs:
 
     def forget(self) -> None:
         """Capture anew what is captured on demand, as the model has changed what it computes."""
-        self._buckets, self._own = {}, {}
+        self.buckets, self._own = {}, {}
         self._logits = self.eager.model.empty_logits(self.sizes[-1])
 
     def own_rows(self, count: int) -> OwnRows | None:
@@ -387,7 +387,7 @@ class DecodeGraphs:
         CPU. The memory of graphs of different sizes overlaps."""
         if (own := self._own.get(count)) is not None or not self.capture.on_demand or count > self._largest:
             return own
-        bucket = (self._buckets.get(count) or self._capture(count)) if count in self.sizes else None
+        bucket = (self.buckets.get(count) or self._capture(count)) if count in self.sizes else None
         if bucket is not None:
             own = OwnRows(*self._inputs.host(count), bucket.graph, bucket.logits, bucket.hidden)
             self._own[count] = own
@@ -404,7 +404,7 @@ class DecodeGraphs:
         if inputs.num_tokens > num_seqs or num_seqs > self._largest:
             return None
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
-        return self._buckets.get(size) or self._capture(size)
+        return self.buckets.get(size) or self._capture(size)
 
     def _replay(self, bucket: _Bucket, inputs: StepInputs) -> torch.Tensor:  # float32 [num_sampling, vocab_size]
         num_seqs, size = len(inputs.rows), bucket.size

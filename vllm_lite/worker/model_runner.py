@@ -81,7 +81,7 @@ class ModelRunner:
         self.sampler = sampler_of(model, device, limits.patience_s)
         self._moves = hooks(parts, "moves")
         self._prepare, self._after_hidden = hooks(parts, "prepare"), hooks(parts, "after_hidden")
-        self._after_sample, self._answer = hooks(parts, "after_sample"), hooks(parts, "answer")
+        self.after_sample, self._answer = hooks(parts, "after_sample"), hooks(parts, "answer")
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelOutput:
@@ -123,7 +123,7 @@ class ModelRunner:
             return StepResult(NOTHING_DRAWN, inputs.num_samples)
         sampled = self.sampler.sample(logits, samples or self.batch.sample_inputs(inputs))
         result = StepResult(sampled, inputs.num_samples)
-        for after_sample in self._after_sample:
+        for after_sample in self.after_sample:
             after_sample(inputs, result)
         return result
 

@@ -106,7 +106,7 @@ class WorkerLoop:
         with _Ahead(settings) as ahead:
             if generation == FIRST_GENERATION:  # any other takes no memory before it is to load
                 ahead.begin()
-            kind = _import_worker()
+            kind = import_worker()
             log.moment("worker", "imports torch")
             if generation != FIRST_GENERATION:
                 self.send(Imported(rank, generation))
@@ -169,7 +169,7 @@ class WorkerLoop:
                     raise ProtocolError("contents are to be moved, and kv_cache_dir is not set")
                 self.disk.submit(message, worker.device.torch)
                 continue
-            answer = _execute(worker, message)
+            answer = execute(worker, message)
             if self.settings.rank == answering_rank(self.settings.config):
                 self.send(answer)
 
@@ -240,7 +240,7 @@ def _with_model(settings: WorkerSettings, model: str | None) -> WorkerSettings:
     return msgspec.structs.replace(settings, config=msgspec.structs.replace(settings.config, model=model))
 
 
-def _execute(worker: "Worker", message: ToWorker) -> ModelOutput | StepOutputs:
+def execute(worker: "Worker", message: ToWorker) -> ModelOutput | StepOutputs:
     if isinstance(message, SchedulerOutput):
         return worker.execute(message)
     if isinstance(message, Steps):
@@ -317,7 +317,7 @@ class _Heartbeat:
         return counted
 
 
-def _import_worker() -> "type[Worker]":
+def import_worker() -> "type[Worker]":
     """Import torch, the slowest second of a start. The garbage collector would add a tenth to it and find nothing.
 
     The objects that it made are frozen: the first collection afterwards would scan all of them, for as long.

@@ -269,7 +269,7 @@ class Worker:
         config = self.config
         baseline = Baseline(initial_used_bytes, weights_bytes, *self._set_aside())
         profile = profile_memory(
-            self._memory(), self._run_largest_step, baseline, config.gpu_memory_utilization, self.block_bytes
+            self._memory(), self.run_largest_step, baseline, config.gpu_memory_utilization, self.block_bytes
         )
         for line in profile.lines(int(config.swap_space * GIB)):
             logger.info("%s", line)
@@ -287,7 +287,7 @@ class Worker:
         return scratch_bytes, reserved_bytes(self.graph_sizes, *shape, len(self._piece_sizes()))
 
     @torch.inference_mode()
-    def _run_largest_step(self) -> None:
+    def run_largest_step(self) -> None:
         """All slots are padding and all tables name the null block, the only one there is yet. All tokens are one, so
         they choose the same experts, each of which gets all rows of the step: no routing needs more memory."""
         device = self.device.torch

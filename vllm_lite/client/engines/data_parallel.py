@@ -106,7 +106,7 @@ class DataParallelSession(AnySession):
             index = self._engine_of(message.request_id)  # a fork's parent's, or that of one to attach to
             if index is None:
                 request = message if isinstance(message, Generate) else own
-                index = self._choose(request, affinity)
+                index = self.choose(request, affinity)
             self.members[index].submit(message, sink, own)
 
     def is_live(self, request_id: str) -> bool:
@@ -187,7 +187,7 @@ class DataParallelSession(AnySession):
         index = next(own, self._seen.get(request_id))
         return index if index is not None and self.members[index].has_engine else None
 
-    def _choose(self, request: Generate | None, affinity: str | None = None) -> int:
+    def choose(self, request: Generate | None, affinity: str | None = None) -> int:
         """Choose the engine of a new request, and remember what it will have in its cache. Raises EngineError if all
         are dead."""
         alive = [index for index, member in enumerate(self.members) if member.dead is None]
@@ -220,7 +220,7 @@ class DataParallelSession(AnySession):
         """Have an engine go on with a stream that has none. Where all have ended, that is its end."""
         while True:
             try:
-                self.members[self._choose(stream.request)].adopt(request_id, stream)
+                self.members[self.choose(stream.request)].adopt(request_id, stream)
             except EngineError as error:  # the one that was chosen has ended as well
                 if self.dead is None:
                     continue

@@ -46,7 +46,7 @@ class PrefixRouter(Generic[E]):
     def __init__(self, slack: int = SLACK, excess: float = EXCESS) -> None:
         self._slack = slack
         self._excess = excess
-        self._cached: dict[E, set[Hashable]] = {}
+        self.cached: dict[E, set[Hashable]] = {}
         """What each engine has said that it has."""
         self._sent: dict[E, OrderedDict[Hashable, None]] = {}
         """What each was sent and has said nothing of, the least recently used first."""
@@ -54,18 +54,18 @@ class PrefixRouter(Generic[E]):
 
     @property
     def engines(self) -> tuple[E, ...]:
-        return tuple(self._cached)
+        return tuple(self.cached)
 
     def add(self, engine: E, num_blocks: int) -> None:
         """Know an engine whose cache holds `num_blocks`. One that is known keeps what it has."""
-        self._cached.setdefault(engine, set())
+        self.cached.setdefault(engine, set())
         self._sent.setdefault(engine, OrderedDict())
         self._capacity[engine] = num_blocks
         self._forget_beyond(engine)
 
     def remove(self, engine: E) -> None:
         """Forget an engine that has ended. An unknown one is ignored."""
-        for known in (self._cached, self._sent, self._capacity):
+        for known in (self.cached, self._sent, self._capacity):
             known.pop(engine, None)
 
     def choose(
@@ -96,13 +96,13 @@ class PrefixRouter(Generic[E]):
         has to be evicted."""
         if not num_blocks:
             return 0.0
-        room = self._capacity.get(engine, 0) - len(self._cached.get(engine, ())) - len(self._sent.get(engine, ()))
+        room = self._capacity.get(engine, 0) - len(self.cached.get(engine, ())) - len(self._sent.get(engine, ()))
         num_evicted = max(0, num_blocks - num_cached - room)
         return (num_cached - EVICTION * num_evicted) / num_blocks
 
     def num_cached(self, engine: E, hashes: Sequence[Hashable]) -> int:
         """Count how many of the first blocks of a prompt `engine` has, as far as is known here."""
-        cached, sent = self._cached.get(engine, _NOTHING), self._sent.get(engine, _NOTHING)
+        cached, sent = self.cached.get(engine, _NOTHING), self._sent.get(engine, _NOTHING)
         missing = (index for index, block in enumerate(hashes) if block not in cached and block not in sent)
         return next(missing, len(hashes))
 
@@ -113,7 +113,7 @@ class PrefixRouter(Generic[E]):
         sent = self._sent.get(engine)
         if sent is None:
             return
-        cached = self._cached[engine]
+        cached = self.cached[engine]
         for block in reversed(hashes):  # the end of a prompt is dropped before its beginning, as engines do
             if block not in cached:
                 sent[block] = None
@@ -122,7 +122,7 @@ class PrefixRouter(Generic[E]):
 
     def announced(self, engine: E, hashes: Sequence[Hashable]) -> None:
         """An engine has said that it has these blocks. It will say when it drops them."""
-        cached, sent = self._cached.get(engine), self._sent.get(engine, _NOTHING)
+        cached, sent = self.cached.get(engine), self._sent.get(engine, _NOTHING)
         if cached is not None:
             cached.update(hashes)
             for block in hashes:
@@ -130,20 +130,20 @@ class PrefixRouter(Generic[E]):
 
     def dropped(self, engine: E, hashes: Sequence[Hashable]) -> None:
         """An engine has evicted these blocks."""
-        cached, sent = self._cached.get(engine, set()), self._sent.get(engine, _NOTHING)
+        cached, sent = self.cached.get(engine, set()), self._sent.get(engine, _NOTHING)
         cached.difference_update(hashes)
         for block in hashes:
             sent.pop(block, None)
 
     def retain(self, engine: E, blocks: AbstractSet[Hashable]) -> None:
         """An engine has none but these, and perhaps not all of them."""
-        known = (*self._cached.get(engine, ()), *self._sent.get(engine, ()))
+        known = (*self.cached.get(engine, ()), *self._sent.get(engine, ()))
         self.dropped(engine, [block for block in known if block not in blocks])
 
     def cleared(self, engine: E) -> None:
         """An engine has an empty cache, because it was emptied or because another took its place."""
-        if engine in self._cached:
-            self._cached[engine].clear()
+        if engine in self.cached:
+            self.cached[engine].clear()
             self._sent[engine].clear()
 
     def _forget_beyond(self, engine: E) -> None:
@@ -153,12 +153,12 @@ class PrefixRouter(Generic[E]):
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an engine was sent more than it can have, or something is known twice."""
-        if not self._cached.keys() == self._sent.keys() == self._capacity.keys():
-            raise AssertionError(f"engines {set(self._cached)} have caches, {set(self._capacity)} capacities")
+        if not self.cached.keys() == self._sent.keys() == self._capacity.keys():
+            raise AssertionError(f"engines {set(self.cached)} have caches, {set(self._capacity)} capacities")
         for engine, sent in self._sent.items():
             if len(sent) > self._capacity[engine]:
                 raise AssertionError(f"engine {engine} was sent {len(sent)} blocks and holds {self._capacity[engine]}")
-            if both := self._cached[engine] & sent.keys():
+            if both := self.cached[engine] & sent.keys():
                 raise AssertionError(f"engine {engine} has said that it has {both}, which are only thought of")
 
 

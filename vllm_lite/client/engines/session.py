@@ -61,7 +61,7 @@ class Session(AnySession):
         self.on_change: Callable[[Session], None] = lambda _: None
         """Called, on any thread and without a lock, when engine or workers were lost, and when they serve again."""
         self._place = place
-        self._link = SessionLink(connection, alive)
+        self.link = SessionLink(connection, alive)
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._recovery_timeout_s = recovery_timeout_s
         self._closing = False
@@ -160,7 +160,7 @@ class Session(AnySession):
 
     def _add(self, request_id: str, stream: OpenStream) -> None:
         if not self._streams:
-            self._link.silence.end()  # an idle engine was silent with good reason
+            self.link.silence.end()  # an idle engine was silent with good reason
         self._streams.add(request_id, stream)
 
     def is_live(self, request_id: str) -> bool:
@@ -180,7 +180,7 @@ class Session(AnySession):
     def drop(self, request_id: str, *, stopped: bool = False) -> None:
         """Abort a request at once: its sink gets no more events. `stopped` is as for abort()."""
         with self._lock:
-            self._link.post(*self._streams.drop(request_id, stopped=stopped, has_engine=self._lost is None))
+            self.link.post(*self._streams.drop(request_id, stopped=stopped, has_engine=self._lost is None))
 
     def release(self) -> dict[str, OpenStream]:
         """Give up the streams that have not ended, if there is no engine for them; others may adopt() them."""
@@ -207,14 +207,14 @@ class Session(AnySession):
     def fail(self, reason: str) -> None:
         """Report from outside that the engine has ended and no other takes its place, which ends every stream."""
         with self._lock:
-            self._link.reported_end = reason
-            self._link.wakeup.set()
+            self.link.reported_end = reason
+            self.link.wakeup.set()
 
     def close(self) -> None:
         """Abort what is in flight, end its streams, and close the connection."""
         with self._lock:
             self._closing = True
-            self._link.wakeup.set()
+            self.link.wakeup.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -236,7 +236,7 @@ class Session(AnySession):
 
     def _post(self, message: FromClient) -> None:
         """Send a message, to the engine that is there now. One that comes later is sent what has not ended."""
-        self._link.post(*(() if self._lost is not None else (message,)))
+        self.link.post(*(() if self._lost is not None else (message,)))
 
     # ---- the session's own thread
 
@@ -252,18 +252,18 @@ class Session(AnySession):
             self._die(EngineError(f"the client failed: {error!r}"))
         finally:
             with self._lock:
-                self._link.close()
+                self.link.close()
 
     def _serve(self) -> None:
         """Send and receive until the engine is lost."""
         while not self._closing and self._dead is None and self._lost is None:
-            self._link.wait()
-            self._link.send_posted()
+            self.link.wait()
+            self.link.send_posted()
             self._receive()
             self._check()
 
     def _receive(self) -> None:
-        while self._lost is None and (message := self._link.receive()) is not None:
+        while self._lost is None and (message := self.link.receive()) is not None:
             self._handle(message)
 
     def _handle(self, message: ToClient) -> None:
@@ -277,7 +277,7 @@ class Session(AnySession):
         """Call each sink once, with the events that this message holds for it."""
         with self._lock:
             events, aborts = self._streams.take(message.outputs, has_engine=self._lost is None)
-            self._link.post(*aborts)
+            self.link.post(*aborts)
         self._deliver(events)
 
     def _on_dying(self, message: api.Dying) -> None:
@@ -292,14 +292,14 @@ class Session(AnySession):
 
     def _check(self) -> None:
         """Notice that the connection is lost, that the engine's end was reported, or that it owes us and is silent."""
-        if self._link.lost() or self._link.reported_end is not None:
+        if self.link.lost() or self.link.reported_end is not None:
             self._receive()  # what was sent before the end counts
-            if self._link.reported_end is not None:
-                self._die(EngineDeadError(f"the engine died: {self._link.reported_end}"))
+            if self.link.reported_end is not None:
+                self._die(EngineDeadError(f"the engine died: {self.link.reported_end}"))
             elif self._dead is None and self._lost is None:
-                reason = None if self._may_recover else self._link.await_end()
+                reason = None if self._may_recover else self.link.await_end()
                 self._lose(f"the engine died: {reason or f'it closed its connection at {self.address}'}")
-        silent_s = self._link.silence.seconds()
+        silent_s = self.link.silence.seconds()
         if self._streams and silent_s > self._heartbeat_timeout_s:
             self._lose(f"the engine at {self.address} has been silent for {silent_s:.0f} s")
 
@@ -312,7 +312,7 @@ class Session(AnySession):
                 return
             self._lost = reason
             # All that is open is sent again, and what was dropped ends without an engine.
-            self._link.discard_posted()
+            self.link.discard_posted()
             self._streams.forget_dropped()
         logger.warning("%s; looking for the one that takes its place", reason)
         for feature in self._features:
@@ -321,25 +321,25 @@ class Session(AnySession):
 
     def _recover(self, reason: str) -> None:
         """Look for another engine and send it all that has not ended; meanwhile, end what is aborted or late."""
-        self._link.disconnect()
+        self.link.disconnect()
         with closing(EngineSearch(self._place, self.welcome.model, reason, self._recovery_timeout_s)) as search:
             found = None
             while found is None:
                 self._end_here()
-                if (end := self._link.end()) is not None:
+                if (end := self.link.end()) is not None:
                     self._die(EngineDeadError(f"the engine died: {end}"))
                 if self._closing or self._dead is not None:
                     return
                 try:
-                    found = search.step(self._link.wakeup)
+                    found = search.step(self.link.wakeup)
                 except EngineDeadError as error:
                     self._die(error)
                     return
         connection, self._welcome = found
-        self._link.attach(connection)
+        self.link.attach(connection)
         with self._lock:
             for feature in self._features:
-                self._link.post(*feature.again(self.welcome))
+                self.link.post(*feature.again(self.welcome))
         self._send_again()
 
     def _end_here(self) -> None:
@@ -352,7 +352,7 @@ class Session(AnySession):
         """Start in the new engine what has not ended, in the order in which it was submitted."""
         with self._lock:  # one lock for all of it: an abort either ends here or follows its Generate
             messages, ended = self._streams.again()
-            self._link.post(*messages)
+            self.link.post(*messages)
             logger.info("an engine serves at %s again; %d requests go on", self.address, len(messages))
             self._lost = None
         self._deliver(by_sink(ended))
@@ -362,8 +362,8 @@ class Session(AnySession):
         """Abort what runs in the engine and end every stream."""
         if self._lost is None:
             with self._lock:
-                self._link.post(*self._streams.aborts())
-            self._link.send_posted()
+                self.link.post(*self._streams.aborts())
+            self.link.send_posted()
         self._die(EngineError("the client was closed"))
 
     # ---- streams

@@ -105,15 +105,15 @@ class Tokenizer:
         self.source = source
         self._has_types = has_types
         try:
-            self._library = _failures_as(ModelError, f"{source} cannot be read")(tokenizers.Tokenizer.from_buffer)(data)
+            self.library = _failures_as(ModelError, f"{source} cannot be read")(tokenizers.Tokenizer.from_buffer)(data)
             self.decoder = msgspec.json.decode(data, type=_File).decoder
         except (ValueError, msgspec.MsgspecError) as error:
             raise ModelError(f"{source} cannot be read: {error}") from error
         # A file may contain truncation and padding for training batches; a prompt gets neither.
-        self._library.no_truncation()
-        self._library.no_padding()
-        self.vocab_size = self._library.get_vocab_size(with_added_tokens=True)
-        added = self._library.get_added_tokens_decoder()
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.vocab_size = self.library.get_vocab_size(with_added_tokens=True)
+        added = self.library.get_added_tokens_decoder()
         self._spelled: dict[int, str] = {}
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """The text and id of every token that stands beside the vocabulary proper, special or not."""
@@ -146,11 +146,11 @@ class Tokenizer:
         """
         encoding = self._encode(text, add_special_tokens)
         if num_kept is not None and len(encoding.ids) > num_kept:
-            num_special = self._library.num_special_tokens_to_add(False) if add_special_tokens else 0
+            num_special = self.library.num_special_tokens_to_add(False) if add_special_tokens else 0
             if 0 < num_special < num_kept:
                 encoding = self._encode(text, False)
                 encoding.truncate(num_kept - num_special, direction=side)
-                encoding = self._library.post_process(encoding)
+                encoding = self.library.post_process(encoding)
         ids: list[int] = encoding.ids
         if num_kept is None:
             return ids
@@ -187,7 +187,7 @@ class Tokenizer:
     def _placed(self, text: str, *, add_special_tokens: bool = False) -> tokenizers.Encoding:
         """Tokenize `text` with the places of its tokens. Other threads go on meanwhile, unlike in the library's
         encode()."""
-        (encoding,) = self._library.encode_batch([text], add_special_tokens=add_special_tokens)
+        (encoding,) = self.library.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding
 
     @_encoding
@@ -199,7 +199,7 @@ class Tokenizer:
         At most `num_kept` tokens of each are kept, special ones included: its last ones if `side` is "left", else its
         first ones.
         """
-        found = [encoding.ids for encoding in self._library.encode_batch_fast(list(texts))]
+        found = [encoding.ids for encoding in self.library.encode_batch_fast(list(texts))]
         if num_kept is not None:
             for place, ids in enumerate(found):
                 if len(ids) > num_kept:
@@ -208,11 +208,11 @@ class Tokenizer:
 
     def _cut(self, text: str, num_kept: int, side: str) -> list[int]:
         """The ids of a text that is too long; the special tokens stay if there is room for more than them."""
-        num_special = self._library.num_special_tokens_to_add(False)
+        num_special = self.library.num_special_tokens_to_add(False)
         encoding = self._encode(text, False)
         if num_special < num_kept:
             encoding.truncate(num_kept - num_special, direction=side)
-            encoding = self._library.post_process(encoding)
+            encoding = self.library.post_process(encoding)
         ids: list[int] = encoding.ids
         return ids[-num_kept:] if side == "left" else ids[:num_kept]
 
@@ -222,10 +222,10 @@ class Tokenizer:
         longer text is cut first."""
         texts = self._encode(first, False), self._encode(second, False)
         if num_kept is not None:
-            room = max(0, num_kept - self._library.num_special_tokens_to_add(True))
+            room = max(0, num_kept - self.library.num_special_tokens_to_add(True))
             for text, count in zip(texts, longest_first(list(map(len, texts)), room), strict=True):
                 text.truncate(count)
-        encoding = self._library.post_process(*texts)
+        encoding = self.library.post_process(*texts)
         return encoding.ids, encoding.type_ids if self._has_types else [0] * len(encoding.ids)
 
     @_encoding
@@ -237,7 +237,7 @@ class Tokenizer:
         count = 0
         for place in range(0, len(text), SLICE_CHARS):
             check()
-            (encoding,) = self._library.encode_batch_fast([text[place : place + SLICE_CHARS]], add_special_tokens=False)
+            (encoding,) = self.library.encode_batch_fast([text[place : place + SLICE_CHARS]], add_special_tokens=False)
             count += max(0, len(encoding) - CUT_TOKENS)
             if count > num_tokens:
                 return True
@@ -245,14 +245,14 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) <= SHORT_TEXT_CHARS:
-            return self._library.encode(text, add_special_tokens=add_special_tokens)
-        (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return self.library.encode(text, add_special_tokens=add_special_tokens)
+        (encoding,) = self.library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
     @_failures_as(ModelError, "the model's tokenizer fails to decode")
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode `token_ids`. Bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
-        text: str = self._library.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.library.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def spelled(self, token_id: int) -> str:
@@ -266,12 +266,12 @@ class Tokenizer:
         """The vocabulary's own spelling of a token, None outside the vocabulary."""
         if not 0 <= token_id <= _MAX_U32:
             return None
-        token: str | None = self._library.id_to_token(token_id)
+        token: str | None = self.library.id_to_token(token_id)
         return token
 
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it."""
-        token_id: int | None = self._library.token_to_id(token)
+        token_id: int | None = self.library.token_to_id(token)
         return token_id
 
     def byte_ids(self) -> dict[int, int]:

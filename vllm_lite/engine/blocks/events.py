@@ -218,24 +218,24 @@ class KVEventStream:
     ) -> None:
         """`config` has an endpoint; `rejoins_s` is the time of day if another engine had this one's place before.
         Raises EngineError if an endpoint cannot be bound."""
-        self._publisher = Publisher(
+        self.publisher = Publisher(
             config.endpoint or "", config.replay_endpoint, config.topic, config.buffer_steps, config.hwm
         )
-        self._events = KVEvents(config, blocks, self._publisher.publish, rank, disk)
+        self._events = KVEvents(config, blocks, self.publisher.publish, rank, disk)
         self._silent_until_s = 0.0
         if rejoins_s is not None:
             self._events.cleared()
             self._silent_until_s = rejoins_s + REJOIN_S
-        self.pollables = self._publisher.pollables
-        self.close = self._publisher.close
+        self.pollables = self.publisher.pollables
+        self.close = self.publisher.close
 
     @property
     def patience_ms(self) -> int | None:
         """Milliseconds until serve() has to be called again even if nothing happens; None: never."""
-        return self._publisher.patience_ms
+        return self.publisher.patience_ms
 
     def serve(self, now_s: float) -> None:
         """Publish new events and answer consumers that missed some. The engine calls this once per pass of its loop."""
         if now_s >= self._silent_until_s:
             self._events.flush(now_s)
-        self._publisher.serve()
+        self.publisher.serve()

@@ -117,7 +117,7 @@ class BlockPool:
         # A hash maps to its block, or to {id: block} once the same content has been computed twice: two requests
         # that ran at the same time, or generated text that equals cached text. Tables are append-only, so a
         # duplicate is never merged away; LRU reclaims it.
-        self._cached: dict[bytes, Block | dict[int, Block]] = {}
+        self.cached: dict[bytes, Block | dict[int, Block]] = {}
 
     @property
     def num_free(self) -> int:
@@ -163,7 +163,7 @@ class BlockPool:
         return {key: block_id for key, block_id in lost.items() if num_taken[key] == self._num_copies(key)}
 
     def _num_copies(self, block_hash: bytes) -> int:
-        entry = self._cached.get(block_hash)
+        entry = self.cached.get(block_hash)
         return len(entry) if isinstance(entry, dict) else int(entry is not None)
 
     def touch(self, ids: Sequence[int]) -> None:
@@ -235,17 +235,17 @@ class BlockPool:
             raise ValueError(f"{block} is cached already")
         block.block_hash = block_hash
         self.num_cached += 1
-        entry = self._cached.get(block_hash)
+        entry = self.cached.get(block_hash)
         if entry is None:
-            self._cached[block_hash] = block
+            self.cached[block_hash] = block
         elif isinstance(entry, dict):
             entry[block_id] = block
         else:
-            self._cached[block_hash] = {entry.block_id: entry, block_id: block}
+            self.cached[block_hash] = {entry.block_id: entry, block_id: block}
 
     def get_cached_block(self, block_hash: bytes) -> int | None:
         """The id of any block with this content, or None."""
-        entry = self._cached.get(block_hash)
+        entry = self.cached.get(block_hash)
         if isinstance(entry, dict):
             return next(iter(entry))
         return None if entry is None else entry.block_id
@@ -269,10 +269,10 @@ class BlockPool:
     def reset_cache(self) -> int:
         """Forget every cached block, and return how many there were. One that is referenced stays allocated."""
         num_cached, self.num_cached = self.num_cached, 0
-        for entry in self._cached.values():
+        for entry in self.cached.values():
             for block in entry.values() if isinstance(entry, dict) else (entry,):
                 block.block_hash = None
-        self._cached.clear()
+        self.cached.clear()
         for observer in self.observers:
             observer.cleared()
         return num_cached
@@ -283,13 +283,13 @@ class BlockPool:
             raise RuntimeError(f"{block} is not cached")
         block.block_hash = None
         self.num_cached -= 1
-        entry = self._cached[block_hash]
+        entry = self.cached[block_hash]
         if isinstance(entry, dict):
             del entry[block.block_id]
             if len(entry) == 1:
-                self._cached[block_hash] = next(iter(entry.values()))
+                self.cached[block_hash] = next(iter(entry.values()))
         else:
-            del self._cached[block_hash]
+            del self.cached[block_hash]
         for observer in self.observers:
             observer.evicted(block.block_id, block_hash)
         return block_hash
@@ -317,7 +317,7 @@ class BlockPool:
         for null in self.blocks[: self.num_blocks - self.num_usable]:
             _require(null.ref_count == 0 and null.block_hash is None, f"the null block was used: {null}")
         num_indexed = 0
-        for block_hash, entry in self._cached.items():
+        for block_hash, entry in self.cached.items():
             found = list(entry.values()) if isinstance(entry, dict) else [entry]
             _require(not isinstance(entry, dict) or len(entry) > 1, "a duplicate entry with one block is left")
             _require(all(block.block_hash == block_hash for block in found), "the index names a block of other content")

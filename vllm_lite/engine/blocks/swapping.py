@@ -52,9 +52,9 @@ class Swapping:
         self._host = host
         self._groups = groups
         self._cache = cache
-        self._max_blocks = self._left = max_blocks
-        self._reserved = self._wanted = 0
-        self._loading: dict[Sequence, int] = {}  # tickets of what parked sequences wait for
+        self.max_blocks = self._left = max_blocks
+        self.reserved = self.wanted = 0
+        self.loading: dict[Sequence, int] = {}  # tickets of what parked sequences wait for
         self.ops: list[tuple[int, int, int]] = []
         """The block program of the step in the making."""
         self.on_demote: Callable[[abc.Iterable[bytes]], None] | None = None
@@ -65,11 +65,11 @@ class Swapping:
 
     def begin_step(self) -> None:
         """Start the next step: it may move blocks again, first of all those that the last one had to leave."""
-        self._left = self._max_blocks
-        self._reserved, self._wanted = min(self._wanted, self._max_blocks), 0
-        if self._loading and self._host is not None:
+        self._left = self.max_blocks
+        self.reserved, self.wanted = min(self.wanted, self.max_blocks), 0
+        if self.loading and self._host is not None:
             ended = set(self._host.poll())
-            self._loading = {sequence: ticket for sequence, ticket in self._loading.items() if ticket not in ended}
+            self.loading = {sequence: ticket for sequence, ticket in self.loading.items() if ticket not in ended}
 
     def take_ops(self) -> list[tuple[int, int, int]]:
         """Return the block program of the step that has been made; the next one starts empty."""
@@ -79,7 +79,7 @@ class Swapping:
     def drop_ops(self) -> None:
         """Forget the block program of the step in the making, and what the step before it had to leave."""
         self.ops = []
-        self._reserved = self._wanted = 0
+        self.reserved = self.wanted = 0
 
     def copy(self, src: int, dst: int) -> None:
         """Copy a shared block that is about to be written."""
@@ -99,7 +99,7 @@ class Swapping:
     def leave(self, sequence: Sequence) -> None:
         """End the parking of `sequence`, if it is parked: it needs nothing on the host any more."""
         host_ids, sequence.host_ids = sequence.host_ids, None
-        self._loading.pop(sequence, None)
+        self.loading.pop(sequence, None)
         if host_ids is not None and self._host is not None:
             self.parked.remove(sequence)
             for ids in host_ids:
@@ -183,7 +183,7 @@ class Swapping:
             table.ids[index] = block_id
         places = missing if is_all else missing[: self._num_loadable(len(missing))]
         self._left -= len(places)
-        self._wanted += len(missing) - len(places)
+        self.wanted += len(missing) - len(places)
         return places, is_all
 
     def _is_at_hand(self, sequence: Sequence, places: abc.Sequence[Place]) -> bool:
@@ -193,12 +193,12 @@ class Swapping:
         ticket = AT_HAND if self._host is None else self._host.begin_load(ids)
         if ticket == AT_HAND:
             return True
-        self._loading[sequence] = ticket
+        self.loading[sequence] = ticket
         return False
 
     def is_loading(self, sequence: Sequence) -> bool:
         """Whether a parked sequence waits for blocks that are on their way to where a step can read them."""
-        return sequence in self._loading
+        return sequence in self.loading
 
     def _num_loadable(self, most: int) -> int:
         """Number of blocks that the step may load, at most `most`, if it also demotes the cached ones in their place.
@@ -238,7 +238,7 @@ class Swapping:
         If not, as much as the step may move is demoted `ahead`, what was used last first. That is done for a sequence
         in as many steps as its blocks take; others may take the moves or evict as much, and then it waits no longer.
         """
-        host, self._reserved = self._host, 0
+        host, self.reserved = self._host, 0
         if host is None:
             return True
         on_host = [block_id for block_id in ids if block_id >= host.first_id]
@@ -250,7 +250,7 @@ class Swapping:
             return True
         lost = self._pool.would_lose(count, set(ids))
         host.pin(on_host)
-        may_take = host.num_places(lost) <= limit or num_demoting * self._max_blocks >= count
+        may_take = host.num_places(lost) <= limit or num_demoting * self.max_blocks >= count
         if ahead and not may_take:
             self._keep(lost, limit)
             sequence.num_demoting = num_demoting + 1
@@ -264,7 +264,7 @@ class Swapping:
         A block is freed before those it continues, so the blocks it can be found through are behind it: on the device,
         or in `evicted` and thereby kept before it.
         """
-        limit = self._left - self._reserved
+        limit = self._left - self.reserved
         if limit > 0:
             self._keep({key: id_ for id_, key in reversed(evicted) if self._pool.get_cached_block(key) is None}, limit)
 

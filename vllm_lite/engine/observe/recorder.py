@@ -153,7 +153,7 @@ class RecordedScheduler(Scheduler):
         self._clock = clock
         self._hasher = RecordingHasher(self.kv.hasher)
         self._reasons = Reasons(self)
-        self._next_flush_s = header.clock_s
+        self.next_flush_s = header.clock_s
         self.kv.hasher = self._hasher
         self.on_decision = self._reasons.add
         self.queues.adapters.on_change = self._adapter_changed
@@ -306,8 +306,8 @@ class RecordedScheduler(Scheduler):
         self._attempt(lambda writer: writer.write(record))
 
     def _flush_in_time(self, now_s: float) -> None:
-        if now_s >= self._next_flush_s:
-            self._next_flush_s = now_s + FLUSH_S
+        if now_s >= self.next_flush_s:
+            self.next_flush_s = now_s + FLUSH_S
             self.flush()
 
     def flush(self) -> None:

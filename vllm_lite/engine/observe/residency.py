@@ -21,12 +21,12 @@ class Residency(PoolObserver):
         self._clock = clock
         self._one_in = one_in
         self._num_to_skip = 0
-        self._followed: dict[int, tuple[float, float]] = {}
+        self.followed: dict[int, tuple[float, float]] = {}
         """For each block followed: when it was allocated, and when it was last used."""
         pool.observers.append(self)
 
     def allocated(self, ids: Sequence[int]) -> None:
-        followed = self._followed
+        followed = self.followed
         if followed:
             for block_id in ids:  # freed without ever having been cached: nobody could have used it again
                 followed.pop(block_id, None)
@@ -37,7 +37,7 @@ class Residency(PoolObserver):
             followed.update((block_id, (now_s, now_s)) for block_id in sampled)
 
     def touched(self, ids: Sequence[int]) -> None:
-        followed = self._followed
+        followed = self.followed
         if not followed:
             return
         for block_id in ids:
@@ -48,12 +48,12 @@ class Residency(PoolObserver):
                 followed[block_id] = times[0], now_s
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:  # noqa: ARG002
-        times = self._followed.pop(block_id, None)
+        times = self.followed.pop(block_id, None)
         if times is not None:
             now_s = self._clock()
             self.histograms.lifetime_s.observe(now_s - times[0])
             self.histograms.idle_before_evict_s.observe(now_s - times[1])
 
     def cleared(self) -> None:
-        for block_id in list(self._followed):
+        for block_id in list(self.followed):
             self.evicted(block_id, b"")

@@ -26,7 +26,7 @@ class ExternalRequests:
     def __init__(self) -> None:
         self._live: dict[str, dict[str, Request]] = {}
         self._ended: dict[str, list[EndedRequest]] = {}
-        self._num_ended = self._num_ended_bytes = self._num_logprobs = 0
+        self._num_ended = self._num_ended_bytes = self.num_logprobs = 0
 
     def add(self, request: Request) -> None:
         inherited, request.logprobs = request.logprobs, []
@@ -40,8 +40,8 @@ class ExternalRequests:
         if not is_live or request.num_samples > 1:
             return
         request.logprobs += entries
-        self._num_logprobs += _num_candidates(entries)
-        if self._num_logprobs > MAX_LOGPROBS:
+        self.num_logprobs += _num_candidates(entries)
+        if self.num_logprobs > MAX_LOGPROBS:
             self._forget_logprobs(request)
 
     def end(self, request: Request, *, is_replaced: bool = False) -> None:
@@ -81,7 +81,7 @@ class ExternalRequests:
         self._num_ended_bytes += times * len(ended.context)
 
     def _forget_logprobs(self, request: Request) -> None:
-        self._num_logprobs -= _num_candidates(request.logprobs)
+        self.num_logprobs -= _num_candidates(request.logprobs)
         request.logprobs = []
 
 

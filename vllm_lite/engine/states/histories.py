@@ -144,7 +144,7 @@ class StateHistories:
                 continue
             if is_superseded and may_go(key):
                 return key
-            wait = self._expected_wait(history)
+            wait = self.expected_wait(history)
             if wait > longest and may_go(key):
                 worst, longest = key, wait
         return worst
@@ -152,8 +152,8 @@ class StateHistories:
     def is_better(self, history: History, worst: bytes) -> bool:
         """Whether the latest state of a chat is worth more than the `worst` of `demoted`."""
         other = self.demoted[worst]
-        return other.key != worst or self._expected_wait(history) < self._expected_wait(other)
+        return other.key != worst or self.expected_wait(history) < self.expected_wait(other)
 
-    def _expected_wait(self, history: History) -> float:
+    def expected_wait(self, history: History) -> float:
         gap = self._typical_gap if history.gap is None else history.gap
         return abs(history.last + gap - self._now)

@@ -48,7 +48,7 @@ class WorkerGroups:
         self._look_s = 0.0
         self._next: Executor | None = None
         self._ready: Ready | None = None
-        self._num_blocks = self._num_host_blocks = 0
+        self.num_blocks = self._num_host_blocks = 0
         self._newest = self.generation = 1
         self.model = config.model
         """The folder of the checkpoint that the groups load from now on."""
@@ -64,7 +64,7 @@ class WorkerGroups:
     def allocate(self, num_blocks: int, num_host_blocks: int, stop: Wakeup) -> float:
         """Block until the KV pools are there, or raise as start() does. Returns blocks per second that move between
         them."""
-        self._num_blocks, self._num_host_blocks = num_blocks, num_host_blocks
+        self.num_blocks, self._num_host_blocks = num_blocks, num_host_blocks
         return blocking.allocate(self.executor, num_blocks, num_host_blocks, self._config.ready_timeout_s, stop)
 
     # ---- those that follow
@@ -85,11 +85,11 @@ class WorkerGroups:
     @property
     def sizes(self) -> tuple[Ready | None, int, int]:
         """The first group's answer, and the blocks of the pools on the device and on the host."""
-        return self._ready, self._num_blocks, self._num_host_blocks
+        return self._ready, self.num_blocks, self._num_host_blocks
 
     def adopt(self, ready: Ready, num_blocks: int, num_host_blocks: int) -> None:
         """Know of a group of an earlier engine, in place of start() and allocate(): the next one has to be like it."""
-        self._ready, self._num_blocks, self._num_host_blocks = ready, num_blocks, num_host_blocks
+        self._ready, self.num_blocks, self._num_host_blocks = ready, num_blocks, num_host_blocks
 
     def await_next(self) -> Generator[None, None, None]:
         """Wait until the processes of the next group have imported what they need, or have died of it."""
@@ -110,8 +110,8 @@ class WorkerGroups:
         self.executor.begin_load(timeout_s, self.model)
         while (ready := self.executor.ready()) is None:
             yield
-        self._check_stays(ready)
-        self.executor.begin_allocate(self._num_blocks, self._num_host_blocks, timeout_s)
+        self.check_stays(ready)
+        self.executor.begin_allocate(self.num_blocks, self._num_host_blocks, timeout_s)
         while (blocks_per_s := self.executor.started()) is None:
             yield
         self._look_s = self._clock() + STANDBY_LOOK_S  # those who go on need the cores first
@@ -137,14 +137,14 @@ class WorkerGroups:
             self.executor.close()
             self.executor, self.generation = following, self._newest
 
-    def _check_stays(self, ready: Ready) -> None:
+    def check_stays(self, ready: Ready) -> None:
         for name in MUST_STAY:
             now, before = getattr(ready, name), getattr(self._ready, name)
             if now != before:
                 raise EngineError(f"the model is not what it was: its {name} is {now!r} and was {before!r}")
-        if ready.num_blocks < (1 - ROOM_TOLERANCE) * self._num_blocks:
+        if ready.num_blocks < (1 - ROOM_TOLERANCE) * self.num_blocks:
             raise EngineError(
-                f"there is room for {ready.num_blocks} KV blocks now, and the engine counts on {self._num_blocks}"
+                f"there is room for {ready.num_blocks} KV blocks now, and the engine counts on {self.num_blocks}"
             )
 
         num_slots = 0 if self._ready is None else self._ready.num_state_slots

@@ -113,7 +113,7 @@ class Kernels:
         num_items += num_tokens // SPLIT_KEYS  # tiles end where the size of sections changes
         plan = np.empty(_PLAN_INTS + num_items * (_ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1), np.int32)
         num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group)
-        self._reserve(num_rows * self._partial_floats, num_seqs * num_kv_heads)
+        self.reserve(num_rows * self._partial_floats, num_seqs * num_kv_heads)
         needed = self._plan(
             self._shape_address,
             starts.data_ptr(),
@@ -129,7 +129,7 @@ class Kernels:
             raise RuntimeError(f"a sequence of the step is longer than {max_seq_len}")
         return plan
 
-    def _reserve(self, num_partials: int, num_counters: int) -> None:
+    def reserve(self, num_partials: int, num_counters: int) -> None:
         if num_partials > len(self._partials):
             self._partials = np.empty(max(num_partials, 2 * len(self._partials)), np.float32)
         if num_counters > len(self._counters):

@@ -162,7 +162,7 @@ class WidenedForm:
         stored = self.form.stored(names, shape)
         if not any(self.quantizes(name) for name in names):
             return stored
-        _say_widened(self.what, str(shape.dtype).removeprefix("torch."), shape.device.type)
+        say_widened(self.what, str(shape.dtype).removeprefix("torch."), shape.device.type)
         return WidenedWeight(stored)
 
     def quantizes(self, name: str) -> bool:
@@ -201,6 +201,6 @@ class WidenedWeight:
 
 
 @cache
-def _say_widened(what: str, dtype: str, device: str) -> None:
+def say_widened(what: str, dtype: str, device: str) -> None:
     """Once for each."""
     logger.info("quantized %s become %s: %s has kernels for dense ones alone", what, dtype, device)

@@ -51,14 +51,14 @@ class Calls:
         self._suffix = f"@{self.scoreboard.number}" if self.scoreboard.number else ""
         self.is_draining = False
         self._limits = limits
-        self._num_waiting = self._num_waiting_last = 0
-        self._running: dict[str, Call] = {}
+        self.num_waiting = self._num_waiting_last = 0
+        self.running: dict[str, Call] = {}
 
     def __len__(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     def get(self, name: str) -> Call | None:
-        return self._running.get(name)
+        return self.running.get(name)
 
     @property
     def death(self) -> str | None:
@@ -83,8 +83,8 @@ class Calls:
             what = f"the request has {num_new} sequences, n for each prompt"
             raise ApiError(400, f"{what}; at most {most} may run and wait here ({flag}): send fewer at a time")
         if here <= limits.max_queued:  # the engine's count is some time old: those who waited have gone since
-            self._num_waiting = 0
-        waiting = self._num_waiting
+            self.num_waiting = 0
+        waiting = self.num_waiting
         if here + num_new > most or (waiting and waiting + num_new > max(1, limits.max_queued_of_all)):
             raise self._full("max_num_queued_reqs", f"as many requests as may wait are waiting ({flag})")
 
@@ -113,10 +113,10 @@ class Calls:
         """Start `call`, which runs until end(). Raises ApiError if it cannot be started; then nothing is left of it."""
         self.check(call.num_sequences)
         self._check_tokens(call)
-        if call.name in self._running or self.dispatcher.has_one_of(call):
+        if call.name in self.running or self.dispatcher.has_one_of(call):
             raise in_use(call.id)
-        self._running[call.name] = call
-        self.scoreboard.report_load(len(self._running))
+        self.running[call.name] = call
+        self.scoreboard.report_load(len(self.running))
         try:
             self.dispatcher.start(call)
         except BaseException as error:
@@ -127,9 +127,9 @@ class Calls:
 
     def end(self, call: Call) -> None:
         """End what is left of `call`, if it still runs."""
-        if self._running.get(call.name) is call:
-            del self._running[call.name]
-            self.scoreboard.report_load(len(self._running))
+        if self.running.get(call.name) is call:
+            del self.running[call.name]
+            self.scoreboard.report_load(len(self.running))
             self.dispatcher.drop(call)
 
     def stream_ids(self, name: str, count: int) -> list[str]:
@@ -140,7 +140,7 @@ class Calls:
 
     def abort_all(self) -> None:
         """The server ends. What has begun keeps what it has, what has not is refused."""
-        for call in self._running.values():
+        for call in self.running.values():
             call.cut_short()
             self.dispatcher.abort(call)
 
@@ -208,17 +208,17 @@ class Calls:
         while True:
             await asyncio.sleep(LOOK_S)
             now_s = time.monotonic()
-            for call in list(self._running.values()):
+            for call in list(self.running.values()):
                 if now_s - call.reading.sent_s >= PING_S:
                     call.wake()
-            await self._look_at_queue()
+            await self.look_at_queue()
 
-    async def _look_at_queue(self) -> None:
+    async def look_at_queue(self) -> None:
         """Only what waits at two looks, one after the other, waits for more than the next step."""
-        before, self._num_waiting_last = self._num_waiting_last, await self._count_waiting()
-        self._num_waiting = min(before, self._num_waiting_last)
+        before, self._num_waiting_last = self._num_waiting_last, await self.count_waiting()
+        self.num_waiting = min(before, self._num_waiting_last)
 
-    async def _count_waiting(self) -> int:
+    async def count_waiting(self) -> int:
         """The engine's own count, asked for when it may matter: its KV cache may be what requests wait for."""
         if self.trouble is not None or self.dispatcher.num_sequences <= self._limits.max_queued:
             return 0

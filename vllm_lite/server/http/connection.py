@@ -55,10 +55,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._unparsed = b""
+        self.unparsed = b""
         self._unsent_bytes = 0
         self._unread_since_s: float | None = None
-        self._header_bytes = 0
+        self.header_bytes = 0
         """Since the message began, or since the last of its body: headers, trailers, what describes chunks."""
         self._in_headers = True  # from the very start: a client that says nothing is slow as well
         self._is_new = False  # the message began, or body came, in the middle of what is being read, which may be long
@@ -76,7 +76,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._unparsed = b""
+        self.unparsed = b""
         self.pipeline.clear()
         answered = self._answered
         if answered is not None and not answered.response_complete:
@@ -85,13 +85,13 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._parse(self._unparsed + data)
+        self._parse(self.unparsed + data)
         if not self._may_read():
             self.flow.pause_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._parse(self._unparsed)
+        self._parse(self.unparsed)
         self.flow.resume_reading()
 
     def look(self, now_s: float) -> None:
@@ -108,7 +108,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _may_read(self) -> bool:
-        return len(self._unparsed) < MAX_UNPARSED_BYTES
+        return len(self.unparsed) < MAX_UNPARSED_BYTES
 
     def _parse(self, data: bytes) -> None:
         """Parse `data` piece by piece, until a request waits."""
@@ -116,7 +116,7 @@ class HttpConnection(HttpToolsProtocol):
         while done < len(data) and not self.pipeline and not self.transport.is_closing():
             self._parse_piece(data[done : done + PIECE_BYTES])
             done += PIECE_BYTES
-        self._unparsed = data[done:]
+        self.unparsed = data[done:]
 
     def _parse_piece(self, piece: bytes) -> None:
         self._is_new = False
@@ -128,8 +128,8 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_over or self.transport.is_closing():
             return
         if not self._is_new:
-            self._header_bytes += len(piece)
-            if self._header_bytes > MAX_HEADER_BYTES:
+            self.header_bytes += len(piece)
+            if self.header_bytes > MAX_HEADER_BYTES:
                 self._error = _TOO_LONG
                 self.send_400_response("")
                 return
@@ -149,7 +149,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers = self._is_new = True
-        self._header_bytes = 0
+        self.header_bytes = 0
         self._start_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -171,7 +171,7 @@ class HttpConnection(HttpToolsProtocol):
         self.flow.resume_reading()  # the base pauses it when a request has to wait; it is how the client's end is seen
 
     def on_body(self, body: bytes) -> None:
-        self._header_bytes = 0
+        self.header_bytes = 0
         self._is_new = True
         super().on_body(body)
 

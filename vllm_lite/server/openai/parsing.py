@@ -63,7 +63,7 @@ class MessageParser:
         self._parser = parser
         self._style = style
         self._ids = ids
-        self._thinking = _ThinkingCount(thinking)
+        self._thinking = ThinkingCount(thinking)
         self._shows_all = style.include_reasoning and style.parallel
         self._arguments: list[str] | None = None
         """Parts of the arguments of the last call, None if there is no call."""
@@ -113,7 +113,7 @@ class MessageParser:
         return self._style.include_reasoning or not isinstance(event, ReasoningDelta)
 
 
-class _ThinkingCount:
+class ThinkingCount:
     """Counts the tokens of the reasoning, with those that begin and end it."""
 
     def __init__(self, thinking: Thinking | None) -> None:

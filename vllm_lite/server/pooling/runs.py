@@ -165,13 +165,13 @@ class PoolingRuns:
                     _check(call)
                     continue
                 call.add([made.pop()])
-                self._check_size(call)
+                self.check_size(call)
                 dispatcher.add(call, len(call.streams) - 1)
             if not call.finished:
                 await call.wait()
         _check(call)
 
-    def _check_size(self, call: PoolingCall) -> None:
+    def check_size(self, call: PoolingCall) -> None:
         """Refuse a call whose texts so far get more numbers than the server keeps for one."""
         stream = call.streams[-1]
         size = stream.pooling.dimensions or self.factory.limits.pooler.size

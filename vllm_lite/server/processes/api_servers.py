@@ -64,7 +64,7 @@ class ApiServers:
         self._listeners = listeners
         self._children: dict[int, Child] = {}
         self._ready_by_s: dict[int, float] = {}
-        self._looked_s = self._stopped_until_s = 0.0
+        self.looked_s = self._stopped_until_s = 0.0
         self._exits: deque[tuple[int, str]] = deque()
         self._restarts: deque[float] = deque()
         self._stopping: list[threading.Thread] | None = None
@@ -85,15 +85,15 @@ class ApiServers:
     async def watch(self) -> None:
         """For ever: kill a server that gives no sign of life for as long as an engine may be silent
         (heartbeat_timeout_s), or does not start in READY_S; restart_ended() starts another in its place."""
-        self._looked_s = time.monotonic()
+        self.looked_s = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_S)
-            self._kill_hung(time.monotonic())
+            self.kill_hung(time.monotonic())
 
-    def _kill_hung(self, now_s: float) -> None:
-        if now_s - self._looked_s > WATCH_S + AGAIN_S:  # this process was stopped
+    def kill_hung(self, now_s: float) -> None:
+        if now_s - self.looked_s > WATCH_S + AGAIN_S:  # this process was stopped
             self._stopped_until_s = now_s + AGAIN_S
-        self._looked_s = now_s
+        self.looked_s = now_s
         for number, child in self._children.items():
             patience_s = self._settings[number].engine.heartbeat_timeout_s
             alive_s = self._scoreboard.alive_s(number)

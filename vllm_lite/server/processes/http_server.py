@@ -44,7 +44,7 @@ FAILED_S = 0.5
 logger = log.get(__name__)
 
 
-class _Uvicorn(uvicorn.Server):
+class Uvicorn(uvicorn.Server):
     """Handles no signals; looks at each connection whether its client reads, and reports that the loop is alive."""
 
     def __init__(self, config: uvicorn.Config, report_alive: Callable[[], None] = lambda: None) -> None:
@@ -202,7 +202,7 @@ def uvicorn_of(app: ASGIApp, config: ServeConfig, report_alive: Callable[[], Non
         ssl_cert_reqs=config.ssl_cert_reqs,
         ssl_ciphers=config.ssl_ciphers or UVICORNS_CIPHERS,
     )
-    return _Uvicorn(settings, report_alive)
+    return Uvicorn(settings, report_alive)
 
 
 def _first_route(engine: Welcome, name: str) -> tuple[str, str]:

@@ -98,7 +98,7 @@ async def _run(options: ServeOptions) -> ServeRun:
             warmups = [requests[place % len(requests)] for place in range(options.num_warmups)]
             await drive(api, warmups, [0.0] * len(warmups), options.max_concurrency, lambda _: None)
         if options.fit_s is not None:
-            requests = requests[: await _fitting(api, requests, options.request_rate, options.fit_s)]
+            requests = requests[: await fitting(api, requests, options.request_rate, options.fit_s)]
         times_s = arrivals(len(requests), options.request_rate, options.burstiness, options.dataset.seed)
         cpu_s = time.process_time()
         with TokenBar(len(requests), enabled=options.show_progress, has_rate=False) as progress:
@@ -111,7 +111,7 @@ async def _run(options: ServeOptions) -> ServeRun:
         cpu_s = time.process_time() - cpu_s
     finally:
         client.close()
-    _count_missing_usage(outcomes, tokenizer)
+    count_missing_usage(outcomes, tokenizer)
     result = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": options.backend,
@@ -184,7 +184,7 @@ async def drive(
     return outcomes, time.perf_counter() - start_s
 
 
-async def _fitting(api: Endpoint, requests: Sequence[LoadItem], request_rate: float, fit_s: float) -> int:
+async def fitting(api: Endpoint, requests: Sequence[LoadItem], request_rate: float, fit_s: float) -> int:
     """Return how many of `requests` can be served in about `fit_s`, as a few of the last ones show. Says so if that is
     not all of them."""
     rate = 0.0
@@ -204,7 +204,7 @@ async def _fitting(api: Endpoint, requests: Sequence[LoadItem], request_rate: fl
     return fitting
 
 
-def _count_missing_usage(outcomes: Sequence[Outcome], tokenizer: Tokenizer | None) -> None:
+def count_missing_usage(outcomes: Sequence[Outcome], tokenizer: Tokenizer | None) -> None:
     """Count the tokens of texts without usage from the server or, without a tokenizer, their chunks."""
     for outcome in outcomes:
         if not outcome.error and not outcome.output_len:

@@ -163,12 +163,12 @@ class HttpClient:
         self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = _tls(check=check_tls) if parts.scheme == "https" else None
         lines = {"Host": parts.netloc.rpartition("@")[2], "Accept": "text/event-stream", **headers}
-        self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("latin-1", "replace")
+        self.headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("latin-1", "replace")
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> bytes:
         """The body of an answer of 200. Raises HttpError."""
-        return await self._exchange(f"GET {self._url(path)} HTTP/1.1\r\n", b"", None)
+        return await self._exchange(f"GET {self.url(path)} HTTP/1.1\r\n", b"", None)
 
     async def post(self, path: str, body: bytes) -> bytes:
         """POST a JSON `body`; the body of an answer of 200. Raises HttpError."""
@@ -179,11 +179,11 @@ class HttpClient:
         await self._post(path, body, events)
 
     async def _post(self, path: str, body: bytes, events: Events | None) -> bytes:
-        head = f"POST {self._url(path)} HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST {self.url(path)} HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return await self._exchange(head, body, events)
 
     async def _exchange(self, head: str, body: bytes, events: Events | None) -> bytes:
-        request = b"".join((head.encode(), self._headers, b"\r\n", body))
+        request = b"".join((head.encode(), self.headers, b"\r\n", body))
         while (idle := self._take_idle()) is not None:
             with suppress(_Unanswered):  # closed by the server while the request was on its way
                 return await self._ask(idle, request, events)
@@ -218,7 +218,7 @@ class HttpClient:
                 connection.transport.abort()
         self._idle.clear()
 
-    def _url(self, path: str) -> str:
+    def url(self, path: str) -> str:
         """The path of the URL. A base URL may end with /v1 or not."""
         return self._path.removesuffix("/v1") + path if path.startswith("/v1/") else self._path + path
 

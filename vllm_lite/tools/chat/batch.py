@@ -109,7 +109,7 @@ class Server:
                 raise lost(self._address, error, self._why()) from error
             if response.status_code not in BUSY or attempt == MAX_TRIES - 1:
                 break
-            await asyncio.sleep(_pause_s(response, attempt))
+            await asyncio.sleep(pause_s(response, attempt))
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             check(self._address, response.status_code, response.content)  # the next would fare no better
         try:
@@ -119,6 +119,6 @@ class Server:
         return response.status_code, response.headers.get("x-request-id") or f"req_{os.urandom(12).hex()}", content
 
 
-def _pause_s(response: httpx.Response, attempt: int) -> float:
+def pause_s(response: httpx.Response, attempt: int) -> float:
     retry_after = response.headers.get("retry-after", "")
     return min(float(retry_after) if retry_after.isdecimal() else 0.5 * 2**attempt, MAX_PAUSE_S)

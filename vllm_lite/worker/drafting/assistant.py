@@ -69,7 +69,7 @@ class AssistantDrafter(HeadDrafter):
 
     def attach(self, rows: Rows, rules: Rules) -> None:
         super().attach(rows, rules)
-        self._chain.stays = True
+        self.chain.stays = True
 
     def _forward_over(self, own: KVViews) -> EagerForward:
         caches = [own[layer] for layer in self._shared]

@@ -56,7 +56,7 @@ class Chain:
         groups: Sequence[int] | None = None,
         scratch: range = range(0),
     ) -> None:
-        self._forward = forward
+        self.forward = forward
         self._sampler = sampler
         self._rows = rows
         self._rules = rules
@@ -101,7 +101,7 @@ class Chain:
             known = [(batch.tokens[i], drafts[i, :index]) for i in active]
             samples.edits = self._rules.edits_of_drafts(samples, rows[active], known)
             samples.plain = samples.edits is None and is_plain(samples.params)
-            sampled = self._sampler.sample(self._forward.logits(inputs), samples)
+            sampled = self._sampler.sample(self.forward.logits(inputs), samples)
             drafts[active, index] = sampled.tokens
             counts[active[list(sampled.failed)]] = index
             active = np.flatnonzero(counts > index + 1)
@@ -123,7 +123,7 @@ class Chain:
                 block_tables=tuple(tables[group] for group in self._groups),
                 states=None,
             )
-        self._sampler.sample(self._forward.logits(step), SampleInputs(params, step.positions, plain=True))
+        self._sampler.sample(self.forward.logits(step), SampleInputs(params, step.positions, plain=True))
 
     def _states(self, inputs: StepInputs, sources: Int32s, active: Int64s) -> StepStates:  # [num_seqs] each
         """States that go from `sources` to the scratch slots of the sequences, by their places in the batch."""

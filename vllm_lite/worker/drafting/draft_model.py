@@ -33,7 +33,7 @@ class ModelDrafter(LayeredDrafter):
     """Drafts by a model of its own, one pass for each draft."""
 
     follows = True
-    _chain: Chain  # by `attach`
+    chain: Chain  # by `attach`
     _rows: Rows
     coverage: Coverage
 
@@ -59,11 +59,11 @@ class ModelDrafter(LayeredDrafter):
 
     def attach(self, rows: Rows, rules: Rules) -> None:
         self._rows, self.coverage = rows, Coverage(rows, self._groups)
-        self._chain = Chain(recorded(self._eager, self._place), self.sampler(), rows, rules, self._groups)
-        self._chain.by_places = True
+        self.chain = Chain(recorded(self._eager, self._place), self.sampler(), rows, rules, self._groups)
+        self.chain.by_places = True
 
     def rehearse(self, step: StepInputs) -> None:
-        self._chain.rehearse(step)
+        self.chain.rehearse(step)
 
     # ---- a step
 
@@ -87,7 +87,7 @@ class ModelDrafter(LayeredDrafter):
         chosen = [index for index, start in enumerate(starts) if start is not None]
         if not chosen:
             return drafts
-        found = self._chain.draft(
+        found = self.chain.draft(
             replace(batch.some(chosen), max_drafts=[most[index] for index in chosen]),
             np.array([start for start in starts if start is not None], np.int64),
         )
@@ -131,7 +131,7 @@ class ModelDrafter(LayeredDrafter):
             np.array([start for _, start, _ in parts], np.int64),
             [batch.tokens[index][start:end] for index, start, end in parts],
         )
-        self._eager.hidden(self._chain.inputs(own, draws=False))
+        self._eager.hidden(self.chain.inputs(own, draws=False))
         for index, _, end in parts:
             self.coverage.raise_to(rows[index], min(end, int(self._rows.num_tokens[rows[index]])))
 

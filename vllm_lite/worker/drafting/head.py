@@ -36,7 +36,7 @@ class HeadDrafter(LayeredDrafter, Fed):
 
     reads_all = True
     _model: Any
-    _chain: Chain  # by `attach`
+    chain: Chain  # by `attach`
     _rows: Rows
 
     def __init__(self, spec: ModelSpec, kv_layers: tuple[LayerSpec, ...]) -> None:
@@ -54,13 +54,13 @@ class HeadDrafter(LayeredDrafter, Fed):
 
     def attach(self, rows: Rows, rules: Rules) -> None:
         self._rows = rows
-        self._chain = Chain(self, self.sampler(), rows, rules, self._groups)
+        self.chain = Chain(self, self.sampler(), rows, rules, self._groups)
 
     def rehearse(self, step: StepInputs) -> None:
         handles = list(range(len(step.rows)))
         self._given = {handle: handle for handle in handles}
         self._hidden = torch.zeros_like(self._model.given[: len(handles)])
-        self._chain.rehearse(replace(step, handles=handles))
+        self.chain.rehearse(replace(step, handles=handles))
 
     def opened(self, handle: Handle, parent: Handle | None) -> None:
         """A fork has the hidden state of its parent, if it has as many tokens."""
@@ -137,7 +137,7 @@ class HeadDrafter(LayeredDrafter, Fed):
         some = batch.some(chosen)
         self._given = {handle: row for row, handle in enumerate(some.handles)}
         starts = np.array([len(tokens) - 1 for tokens in some.tokens], np.int64)
-        for index, drafted in zip(chosen, self._chain.draft(some, starts), strict=True):
+        for index, drafted in zip(chosen, self.chain.draft(some, starts), strict=True):
             drafts[index] = drafted
         return drafts
 

@@ -36,8 +36,8 @@ class SelfDrafter(Drafter):
 
     _place: DraftPlace  # by `load`
     _copy: Decoder
-    _eager: EagerForward  # by `begin`
-    _chain: Chain  # by `attach`
+    eager: EagerForward  # by `begin`
+    chain: Chain  # by `attach`
 
     def load(self, place: DraftPlace) -> None:
         config, limits = place.config, place.limits
@@ -54,17 +54,17 @@ class SelfDrafter(Drafter):
         self._warm_up(self._forward_over(of_model), self._place.limits.max_num_seqs)
 
     def begin(self, own: KVViews, of_model: KVViews) -> None:  # noqa: ARG002 (as above)
-        self._eager = self._forward_over(of_model)
-        self._warm_up(self._eager, WARM_TOKENS)
+        self.eager = self._forward_over(of_model)
+        self._warm_up(self.eager, WARM_TOKENS)
 
     def attach(self, rows: Rows, rules: Rules) -> None:
         place, forward = self._place, self._graphs()
         sampler = sampler_of(self._copy, place.device.torch, place.limits.patience_s)
-        self._chain = Chain(forward, sampler, rows, rules, scratch=place.scratch)
+        self.chain = Chain(forward, sampler, rows, rules, scratch=place.scratch)
         self._words = FrequentWords.of(self._copy.lm_head, forward)
 
     def rehearse(self, step: StepInputs) -> None:
-        self._chain.rehearse(step)
+        self.chain.rehearse(step)
 
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
         """As Drafter.before. Of a model with recurrent layers as many sequences draft as there are scratch slots."""
@@ -72,8 +72,8 @@ class SelfDrafter(Drafter):
             self._words.follow(np.array([tokens[-1] for tokens in batch.tokens]))
         most = len(self._place.scratch)
         if batch.states is None or len(batch.handles) <= most:
-            return self._chain.draft(batch)
-        return [*self._chain.draft(batch.some(range(most))), *[NO_TOKENS] * (len(batch.handles) - most)]
+            return self.chain.draft(batch)
+        return [*self.chain.draft(batch.some(range(most))), *[NO_TOKENS] * (len(batch.handles) - most)]
 
     def _forward_over(self, kv_caches: KVViews) -> EagerForward:
         place = self._place
@@ -88,6 +88,6 @@ class SelfDrafter(Drafter):
         """Recorded steps where they are recorded on demand; a GPU would keep the memory of each."""
         capture, limits = self._place.device.capture, self._place.limits
         if capture is None or not self._place.graph_sizes or not capture.on_demand:
-            return self._eager
+            return self.eager
         sizes = {"max_model_len": limits.max_model_len, "block_size": limits.block_size}
-        return DecodeGraphs(self._eager, capture, self._place.graph_sizes, **sizes)
+        return DecodeGraphs(self.eager, capture, self._place.graph_sizes, **sizes)

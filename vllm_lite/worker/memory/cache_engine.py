@@ -76,7 +76,7 @@ class CacheEngine:
             self.host_pool = _host_zeros((num_host_blocks, elements), dtype)
         else:
             self.pool = _device_zeros((num_blocks, elements), dtype, device)
-            self.host_pool = self._locked(_host_zeros((num_host_blocks, elements), dtype))
+            self.host_pool = self.locked(_host_zeros((num_host_blocks, elements), dtype))
         self.make_states(1)
         self.mover = make_mover(Pools(self.pool, self.host_pool))
         self._touch_ahead = TouchAhead(self.pool) if device.type == "cpu" and elements else None
@@ -120,7 +120,7 @@ class CacheEngine:
         self.states = _host_zeros(shape, torch.float32) if is_host else torch.zeros(shape, device=device)
         self.host_states = _host_zeros((num_host_states if size else 0, size), torch.float32)
         if device.type != "cpu":
-            self._locked(self.host_states)
+            self.locked(self.host_states)
         own, host = range(num_slots), range(num_slots, num_slots + len(self.host_states))
         self._tiers |= {BlockOp.STATE_OUT: (own, host), BlockOp.STATE_IN: (host, own)}
         self._state_mover = make_mover(Pools(self.states, self.host_states)) if size else None
@@ -132,7 +132,7 @@ class CacheEngine:
         what is put there later. The program is checked as a whole first. Raises ProtocolError when an op is unknown or
         an id lies outside its tier or is the null block's as a destination; then nothing has moved.
         """
-        program = [self._check(index, *entry) for index, entry in enumerate(block_ops)]
+        program = [self.check(index, *entry) for index, entry in enumerate(block_ops)]
         for stage in stages(run for run in program if run.op not in STATE_OPS):
             self.mover.move(stage)
         if self._state_mover is None:
@@ -174,7 +174,7 @@ class CacheEngine:
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
 
-    def _check(self, index: int, op: int, src: int, dst: int) -> BlockRun:
+    def check(self, index: int, op: int, src: int, dst: int) -> BlockRun:
         """Turn one op into a run of length 1, with ids that count from the beginning of their tiers' pools."""
         if op not in self._tiers:
             raise ProtocolError(f"block op {index}: {op} is none of {', '.join(f'{o} {o.name}' for o in BlockOp)}")
@@ -187,7 +187,7 @@ class CacheEngine:
                 )
         return BlockRun(BlockOp(op), src - sources.start, dst - destinations.start)
 
-    def _locked(self, pool: torch.Tensor) -> torch.Tensor:
+    def locked(self, pool: torch.Tensor) -> torch.Tensor:
         """Fix `pool` in memory where it is, so that the device can read and write it while the host goes on.
 
         Not torch's pinned memory: that takes the next power of two, 8 GiB for 5 GiB of swap space. Raises ConfigError.

@@ -63,7 +63,7 @@ class TouchAhead:
         while self._made_bytes < goal_bytes:
             with self._lock:
                 end = min(self._made_bytes + PIECE_BYTES, self.pool.nbytes)
-                if not _populate(self.pool.data_ptr() + self._made_bytes, end - self._made_bytes):
+                if not populate(self.pool.data_ptr() + self._made_bytes, end - self._made_bytes):
                     end = self.pool.nbytes  # an older system, or no memory: pages come when they are written, as ever
                 self._made_bytes = end
 
@@ -83,7 +83,7 @@ def take_pages(num_blocks: int | None, block_bytes: int) -> TouchAhead | None:
     return TouchAhead(pool.view(-1, block_bytes)) if len(pool) else None
 
 
-def _populate(address: int, num_bytes: int) -> bool:
+def populate(address: int, num_bytes: int) -> bool:
     """Make the pages that lie in this memory, of which the first and the last may reach beyond it."""
     if not hasattr(os, "sched_getaffinity"):  # another system than Linux, with other numbers
         return False

@@ -149,43 +149,43 @@ class GrammarDrafter(Drafter):
         """`forces`: whether forced tokens are drafted."""
         self.other = other
         self._forces = forces
-        self._with_model = other or Drafter()
-        self.kv_layers, self.reads_hidden = self._with_model.kv_layers, self._with_model.reads_hidden
-        self.reads_all = self._with_model.reads_all
-        self.follows = self._with_model.follows or self.reads_hidden
+        self.with_model = other or Drafter()
+        self.kv_layers, self.reads_hidden = self.with_model.kv_layers, self.with_model.reads_hidden
+        self.reads_all = self.with_model.reads_all
+        self.follows = self.with_model.follows or self.reads_hidden
 
     def load(self, place: DraftPlace) -> None:
-        self._with_model.load(place)
+        self.with_model.load(place)
 
     def begin(self, own: KVViews, of_model: KVViews) -> None:
-        self._with_model.begin(own, of_model)
+        self.with_model.begin(own, of_model)
 
     def attach(self, rows: Rows, rules: Rules) -> None:
-        self._with_model.attach(rows, rules)
+        self.with_model.attach(rows, rules)
 
     def run_largest(self, own: KVViews, of_model: KVViews) -> None:
-        self._with_model.run_largest(own, of_model)
+        self.with_model.run_largest(own, of_model)
 
     def moves(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
-        self._with_model.moves(block_ops)
+        self.with_model.moves(block_ops)
 
     def begin_step(self) -> None:
-        self._with_model.begin_step()
+        self.with_model.begin_step()
 
     def opened(self, handle: Handle, parent: Handle | None) -> None:
-        self._with_model.opened(handle, parent)
+        self.with_model.opened(handle, parent)
 
     def computed(self, step: ComputedStep) -> None:
-        self._with_model.computed(step)
+        self.with_model.computed(step)
 
     def rehearse(self, step: StepInputs) -> None:
-        self._with_model.rehearse(step)
+        self.with_model.rehearse(step)
 
     def after(self, step: DrawnStep) -> None:
-        self._with_model.after(step)
+        self.with_model.after(step)
 
     def ended(self, group: bytes, answer: Int32s) -> None:
-        self._with_model.ended(group, answer)
+        self.with_model.ended(group, answer)
 
     def before(self, batch: DraftBatch) -> Sequence[Drafted]:
         """As Drafter.before. What is on the device stays there where there is no grammar."""

@@ -38,7 +38,7 @@ class ImagePositions(StepPart):
         if not isinstance(entry, NewRequest):
             images = self._images.get(entry.parent, [])
         else:
-            images = [self._image(medium) for medium in entry.media]
+            images = [self.image(medium) for medium in entry.media]
         if images:
             self._images[sequence.handle] = images
 
@@ -49,7 +49,7 @@ class ImagePositions(StepPart):
     def close(self, sequence: SequenceState) -> None:
         self._images.pop(sequence.handle, None)
 
-    def _image(self, medium: Media) -> _Image:
+    def image(self, medium: Media) -> _Image:
         rows, cols = (side // self._merge for side in medium.grid[1:])
         return _Image(medium.start, medium.end, cols, medium.num_tokens - max(rows, cols))
 
@@ -63,7 +63,7 @@ class ImagePositions(StepPart):
             if positions is None:
                 positions = inputs.positions.copy()
             first, last = inputs.query_start_loc[index : index + 2]
-            positions[first:last] = _counted(positions[first:last], images)
+            positions[first:last] = counted(positions[first:last], images)
         if positions is not None:
             inputs.positions, inputs.counts_otherwise = positions, True
 
@@ -73,7 +73,7 @@ class ImagePositions(StepPart):
             raise RuntimeError(f"images of handles {sorted(unknown)}, which no sequence has")
 
 
-def _counted(places: Int64s, images: list[_Image]) -> Int64s:
+def counted(places: Int64s, images: list[_Image]) -> Int64s:
     """Positions, along all axes, of the tokens at these places of one sequence."""
     starts, ends, cols, nearer = (np.array(each, np.int64) for each in zip(*images, strict=True))
     before = np.searchsorted(ends, places, "right")  # images that end at or before each place

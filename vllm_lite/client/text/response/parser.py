@@ -74,7 +74,7 @@ class ResponseParser:
         self._tail: Tail | None = None
         self._num_tails = MAX_TAILS  # none begins in the prompt, and none in a tail
         self._num_still = 0
-        self._is_broken = False
+        self.is_broken = False
         self.has_reasoned = False
         """Whether reasoning was closed."""
         opened = [field for field in response_format.fields if field.open and (tools or field.role != "calls")]
@@ -157,7 +157,7 @@ class ResponseParser:
         if self._place == len(self._text):
             return False
         found, end, again = None, len(self._text), False
-        if not self._is_broken:
+        if not self.is_broken:
             found, end, again = self._scanner().scan(self._text, self._place, is_last=is_last)
         place = self._place
         if end > place:
@@ -323,7 +323,7 @@ class ResponseParser:
 
     def _give_up(self) -> None:
         """From here on all text belongs to the region that is open, or to the content."""
-        self._is_broken = True
+        self.is_broken = True
         if self._region.reader is not None:
             self._reject(self._region.reader.cut())
         self._write(len(self._text))

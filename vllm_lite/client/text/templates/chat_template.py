@@ -53,7 +53,7 @@ class ChatTemplate:
         self.name = found.name
         self.special_tokens = found.special_tokens
         try:
-            self._plain = _Variant(found.source, found.special_tokens, None)
+            self.plain = _Variant(found.source, found.special_tokens, None)
             for_tools = found.source if found.for_tools is None else found.for_tools
             self._for_tools = _Variant(for_tools, found.special_tokens, [SAMPLE_TOOL])
         except Exception as error:  # besides its own errors: too deep, too large, blocks that Python cannot nest
@@ -89,7 +89,7 @@ class ChatTemplate:
         variables = variables or {}
         if taken := sorted(variables.keys() & (RESERVED | self.special_tokens.keys())):
             raise RequestError(f"chat_template_kwargs cannot set {taken[0]!r}, which the server sets")
-        variant = self._for_tools if tools else self._plain
+        variant = self._for_tools if tools else self.plain
         settings = {**variables, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         mark, given = "", messages
         if continue_final_message:
@@ -116,7 +116,7 @@ class _Variant:
         self._sample = {"tools": sample_tools}
         attempt = partial(self._render, settings={**self._sample, "add_generation_prompt": True})
         self._trials = TemplateTrials(partial(_environment().parse, source), attempt)
-        self._finder = LeftOutFinder()
+        self.finder = LeftOutFinder()
 
     def text(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
         """Render `messages` in a form that the template takes. Raises whatever the template raises."""
@@ -131,7 +131,7 @@ class _Variant:
     def left_out(self, messages: Sequence[Message], text: str, settings: Mapping[str, Any]) -> tuple[LeftOut, ...]:
         """Find what is not in `text`, which was made of `messages`."""
         settings = {**settings, **self._sample}
-        return self._finder.find(messages, text, settings, partial(self.text, settings=settings))
+        return self.finder.find(messages, text, settings, partial(self.text, settings=settings))
 
     def _render(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
         return self._compiled.render(**self._special_tokens, **settings, messages=messages, documents=None)

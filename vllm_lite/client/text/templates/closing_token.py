@@ -67,7 +67,7 @@ def find_closing(template: TemplateSource, tokens: Collection[str], known: Colle
     if not spelled:
         return Closing()
     pattern = re.compile("|".join(map(re.escape, spelled)))
-    texts = _rendered(template)
+    texts = rendered_by(template)
     parts = (texts.get(THINKING, ""), _THOUGHT, _SAID), (texts.get(CALLING, ""), _SAID, _CALLED)
     inner = frozenset(token for part in parts for token in pattern.findall(_between(*part)))
     for name in (LAST, EARLIER):
@@ -104,7 +104,7 @@ def _between(text: str, begin: str, end: str | None) -> str:
     return part if found else ""
 
 
-def _rendered(template: TemplateSource) -> dict[str, str]:
+def rendered_by(template: TemplateSource) -> dict[str, str]:
     """Render CHATS, and leave out those that the template refuses, with a tool as well as without."""
     asked = [
         Render(list(map(dict, chat)), False, False, {}, MAX_CHARS, tools)

@@ -103,7 +103,7 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
     with socket.socket(fileno=settings.fd) as wire:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
         wanted = msgspec.msgpack.decode(read_frame(wire), type=TemplateSource)
-        _limit_cpu(MAX_COMPILE_S)
+        limit_cpu(MAX_COMPILE_S)
         try:
             template = ChatTemplate(wanted)
         except ModelError as error:
@@ -125,7 +125,7 @@ def serve(wire: socket.socket, template: ChatTemplate) -> None:
             continue
         if not data:
             return
-        _limit_cpu(MAX_CPU_S)
+        limit_cpu(MAX_CPU_S)
         wire.sendall(_answer(template, data))
 
 
@@ -157,7 +157,7 @@ def _answer(template: ChatTemplate, data: bytearray) -> bytearray:
         )
 
 
-def _limit_cpu(limit_s: float) -> None:
+def limit_cpu(limit_s: float) -> None:
     """Have the kernel end this process (SIGPROF) after `limit_s` more of processor time."""
     signal.setitimer(signal.ITIMER_PROF, limit_s)
 

@@ -108,14 +108,14 @@ def folder_of(folder: str | Path) -> Path:
         _check_installed(found)
         with _draft(place) as draft:
             logger.info("converting %s, once, into %s", found.file, place)
-            _convert(found, draft)
+            convert(found, draft)
             with suppress(OSError):  # another process was quicker: what it made is the same
                 draft.rename(place)
         _is_made(place)  # or it was another user's
     return place
 
 
-def _convert(found: ForeignTokenizer, draft: Path) -> None:
+def convert(found: ForeignTokenizer, draft: Path) -> None:
     """Have a process write tokenizer.json and its configuration into `draft`. Raises ModelError."""
     ended = threading.Event()
     settings = ConversionSettings(found.kind, str(found.file), str(draft))
@@ -139,7 +139,7 @@ _ADVICE = f"get the checkpoint with a {TOKENIZER_FILE}, or give the folder of on
 
 def _check_installed(found: ForeignTokenizer) -> None:
     needs = NEEDS[found.kind]
-    missing = [name for name in needs.modules if not _is_installed(name)]
+    missing = [name for name in needs.modules if not is_installed(name)]
     if missing:
         raise ModelError(
             f"{found.file.parent} has no {TOKENIZER_FILE}, and converting its {found.file.name} needs "
@@ -148,7 +148,7 @@ def _check_installed(found: ForeignTokenizer) -> None:
         )
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # of a package whose module is looked for

@@ -140,7 +140,7 @@ class FilePacker:
 
     def __init__(self, jobs: Mapping[K, Job], num_threads: int) -> None:
         """`num_threads` beside the caller's. Raises OSError if a file cannot be opened or there is no memory."""
-        self._jobs: dict[Hashable, Job] = dict(jobs.items())
+        self.jobs: dict[Hashable, Job] = dict(jobs.items())
         self._open = ExitStack()
         self._files: dict[Path, int] = {}
         self._identities: dict[Path, tuple[int, ...]] = {}
@@ -195,7 +195,7 @@ class FilePacker:
             logger.debug("weights cannot be packed ahead: %s", reason)
             return None
         del self._places[key]
-        job, view = self._jobs[key], memoryview(self._pages.mapping)
+        job, view = self.jobs[key], memoryview(self._pages.mapping)
         first = self._pages.start
         data = view[first + place.data : first + place.data + place.data_bytes]
         supers = view[first + place.supers : first + place.end] if place.supers_bytes else None
@@ -206,7 +206,7 @@ class FilePacker:
         if self._loading is not None:
             function("vllm_lite_load_end", (pointer,))(self._loading)
             self._loading = None
-            logger.debug("%d of %d weights were packed ahead", len(self._jobs) - len(self._places), len(self._jobs))
+            logger.debug("%d of %d weights were packed ahead", len(self.jobs) - len(self._places), len(self.jobs))
             for place in self._places.values():
                 self._pages.give_back(place.data, place.end - place.data)
         self._alive.clear()
@@ -215,7 +215,7 @@ class FilePacker:
     def _lay_out(self) -> dict[Hashable, _Place]:
         places: dict[Hashable, _Place] = {}
         end = 0
-        for number, (key, job) in enumerate(self._jobs.items()):
+        for number, (key, job) in enumerate(self.jobs.items()):
             data = end + -end % _ALIGNMENT_BYTES
             num_bytes, num_supers = _packed_size(job)
             supers = data + num_bytes + -num_bytes % _ALIGNMENT_BYTES
