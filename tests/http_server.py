@@ -108,7 +108,7 @@ def until(condition: Callable[[], bool], what: str, most_s: float = DEADLINE_S) 
 
 
 def client(server: Server, **settings: object) -> httpx.Client:
-    return httpx.Client(base_url=server.url, timeout=scaled(30.0), **settings)  # type: ignore[arg-type]
+    return httpx.Client(base_url=server.url, timeout=DEADLINE_S, **settings)  # type: ignore[arg-type]
 
 
 @contextmanager

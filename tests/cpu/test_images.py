@@ -1,6 +1,5 @@
 """Images in prompts: all is as transformers makes it, from a file's pixels to the tokens of the answer."""
 
-import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -447,7 +446,7 @@ def test_generate_takes_images_beside_a_text(checkpoint: Path) -> None:
                 llm.generate(bad, GREEDY, use_tqdm=False)
 
 
-def test_an_async_client_sends_images(checkpoint: Path) -> None:
+async def test_an_async_client_sends_images(checkpoint: Path) -> None:
     image = Image.fromarray(picture(60, 40, 3))
     text = "User:<image>a page<end_of_utterance>\nAssistant:"
     prompt: PromptLike = {"prompt": text, "multi_modal_data": {"image": image}}
@@ -458,4 +457,4 @@ def test_an_async_client_sends_images(checkpoint: Path) -> None:
 
     with LLM(checkpoint, **SMALL) as llm:
         [found] = llm.generate(prompt, GREEDY, use_tqdm=False)
-        assert asyncio.run(asked(llm.address)).outputs[0].token_ids == found.outputs[0].token_ids
+        assert (await asked(llm.address)).outputs[0].token_ids == found.outputs[0].token_ids

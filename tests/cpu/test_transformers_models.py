@@ -21,7 +21,7 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.models.registry import Sizes, build, examine
 from vllm_lite.models.transformers.mlps import GatedModule
-from vllm_lite.models.transformers.model import Given
+from vllm_lite.models.transformers.model import _Given
 from vllm_lite.models.transformers.norms import NormModule
 from vllm_lite.models.weights import load_weights
 
@@ -125,7 +125,7 @@ def test_a_head_that_cannot_be_run_is_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = NATIVE["opt"].make(tmp_path / "opt")
-    monkeypatch.delattr(Given, "decoder")
+    monkeypatch.delattr(_Given, "decoder")
     assert "'opt' cannot be served through transformers: its code failed in a dry run" in refusal(path)
 
 

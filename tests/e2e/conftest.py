@@ -1,10 +1,16 @@
-"""References shared by the tests that run the whole road: client, engine and worker."""
+"""References and clients shared by the tests that run the whole road. `server` is the fixture of the file."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from openai import OpenAI
 
+from tests.deadlines import scaled
 from tests.e2e.reference import Reference, make_reference
+from tests.http_server import Server, client, engine_of
+from vllm_lite.client.engines.session import Session
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +23,22 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
 @pytest.fixture(scope="session")
 def llama(references: dict[str, Reference]) -> Reference:
     return references["llama"]
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with client(server) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def api(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(60)) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def session(server: Server) -> Iterator[Session]:
+    """A client of the engine; the server was started with --address."""
+    with engine_of(server) as session:
+        yield session

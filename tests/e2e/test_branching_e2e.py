@@ -4,7 +4,8 @@ who else is served, forks leave their parent alone, deadlines and priorities hol
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -245,12 +246,11 @@ def test_the_best_of_many_are_the_likeliest(llm: LLM) -> None:
 # ---- forks
 
 
-def run(llm: LLM, body: Callable[[AsyncClient], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with AsyncClient(llm.config.address or "", timeout_s=DEADLINE_S) as client:
-            await asyncio.wait_for(body(client), DEADLINE_S)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def connected(llm: LLM) -> AsyncIterator[AsyncClient]:
+    """For as long as a test may take."""
+    async with asyncio.timeout(DEADLINE_S), AsyncClient(llm.config.address or "", timeout_s=DEADLINE_S) as client:
+        yield client
 
 
 async def last(stream: AsyncIterator[RequestOutput]) -> list[int]:
@@ -268,7 +268,7 @@ FORKED = 300  # tokens come several at a time: the parent must live until the fo
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
-def test_forks_of_a_live_request(llm: LLM, prompt: list[int]) -> None:
+async def test_forks_of_a_live_request(llm: LLM, prompt: list[int]) -> None:
     params = SamplingParams(seed=7, max_tokens=FORKED, ignore_eos=True)
     (unforked,) = tokens_of(llm.generate(prompt, params, use_tqdm=False))
     stats = llm.stats()
@@ -294,7 +294,8 @@ def test_forks_of_a_live_request(llm: LLM, prompt: list[int]) -> None:
         assert straight[have:] == await last(client.generate(prompt + unforked[:have], rest))
 
     for _ in range(5):  # on a busy machine the parent may end before its forks arrive: they compute it again
-        run(llm, body)
+        async with connected(llm) as client:
+            await body(client)
         if llm.stats().copied_blocks > stats.copied_blocks:
             break
     after = llm.stats()
@@ -302,8 +303,8 @@ def test_forks_of_a_live_request(llm: LLM, prompt: list[int]) -> None:
     assert (after.num_running, after.num_waiting, after.num_used_blocks) == (0, 0, 0)
 
 
-def test_a_request_whose_end_is_not_read_yet_can_be_forked(llm: LLM) -> None:
-    async def body(client: AsyncClient) -> None:
+async def test_a_request_whose_end_is_not_read_yet_can_be_forked(llm: LLM) -> None:
+    async with connected(llm) as client:
         stream = client.generate(PROMPTS[2], SamplingParams(seed=7, max_tokens=30, ignore_eos=True), "parent")
         output = await anext(stream)
         seen = output.outputs[0].token_ids
@@ -315,16 +316,13 @@ def test_a_request_whose_end_is_not_read_yet_can_be_forked(llm: LLM) -> None:
         assert tokens == seen + await last(client.generate(PROMPTS[2] + seen, rest))
         assert (await last(stream))[: len(seen)] == seen
 
-    run(llm, body)
-
 
 # ---- deadlines and priorities
 
 
-def test_a_deadline_ends_its_request_alone(llm: LLM) -> None:
+async def test_a_deadline_ends_its_request_alone(llm: LLM) -> None:
     (expected,) = tokens_of(llm.generate(PROMPTS[3], GREEDY_LONG, use_tqdm=False))
-
-    async def body(client: AsyncClient) -> None:
+    async with connected(llm) as client:
         hurried = SamplingParams(n=2, max_tokens=400, ignore_eos=True, deadline_ms=5)
         calm = asyncio.ensure_future(last(client.generate(PROMPTS[3], GREEDY_LONG)))
         with pytest.raises(RequestError, match="the deadline of 5 ms passed"):
@@ -334,10 +332,8 @@ def test_a_deadline_ends_its_request_alone(llm: LLM) -> None:
         assert await last(client.generate(PROMPTS[3], in_time)) == expected
         assert (await client.stats()).num_used_blocks == 0
 
-    run(llm, body)
 
-
-def test_lower_priorities_are_served_first(llama: Reference, tmp_path: Path) -> None:
+async def test_lower_priorities_are_served_first(llama: Reference, tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/s"
     ended: list[str] = []
 
@@ -346,12 +342,13 @@ def test_lower_priorities_are_served_first(llama: Reference, tmp_path: Path) -> 
         await last(client.generate(PROMPTS[1], params, name))
         ended.append(name)
 
-    async def body(client: AsyncClient) -> None:
+    async def ask(client: AsyncClient) -> None:
         first = asyncio.ensure_future(one(client, "first", 5, 200))
         await wait_until(client, lambda stats: stats.num_running == 1)
         others = [("late", 9), ("middle", 3), ("middle as well", 3), ("urgent", -2)]
         await asyncio.gather(first, *(one(client, name, priority, 5) for name, priority in others))
 
     with start(llama.path, max_num_seqs=1, scheduling_policy="priority", address=address, single_process=False) as llm:
-        run(llm, body)
+        async with connected(llm) as client:
+            await ask(client)
     assert ended == ["first", "urgent", "middle", "middle as well", "late"]

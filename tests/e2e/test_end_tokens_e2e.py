@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.http_server import Server, client, serving
+from tests.http_server import Server, serving
 from tests.scripted import END, TEMPLATE, write_scripted
 from vllm_lite import LLM, SamplingParams
 
@@ -41,12 +41,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     change(folder, eos_token="<|im_end|>")
     with serving(str(folder)) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server) as http:
-        yield http
 
 
 def answer(http: httpx.Client, **fields: Any) -> Any:

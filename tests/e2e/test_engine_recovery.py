@@ -132,9 +132,9 @@ def engine(run_root: Path, tiny_checkpoint: Path) -> Iterator[Engine]:
     started.end()
 
 
-def test_streams_go_on_when_their_engine_is(engine: Engine, run_root: Path) -> None:
+async def test_streams_go_on_when_their_engine_is(engine: Engine, run_root: Path) -> None:
     """One after the other, in one launcher: six engines die."""
-    whole = asyncio.run(load(engine.address))
+    whole = await load(engine.address)
     trouble, seen = Trouble(engine), set[int]()
     for disturb in (
         trouble.killed,
@@ -144,7 +144,7 @@ def test_streams_go_on_when_their_engine_is(engine: Engine, run_root: Path) -> N
         trouble.killed_again_while_it_starts,
     ):
         seen |= set(family(engine.process.pid))
-        assert asyncio.run(load(engine.address, disturb)) == whole, disturb.__name__
+        assert await load(engine.address, disturb) == whole, disturb.__name__
     seen |= set(family(engine.process.pid))
     assert len(seen) >= 1 + 2 * 6  # the launcher, and engines with a worker each
     engine.process.send_signal(signal.SIGTERM)

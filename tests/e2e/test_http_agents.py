@@ -43,12 +43,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(60)) as api:
-        yield api
-
-
-@pytest.fixture(scope="module")
 def chat(server: Server) -> "Iterator[ChatOpenAI]":
     from langchain_openai import ChatOpenAI
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.http_server import Server, client, serving
+from tests.http_server import Server, serving
 
 DEMO = Path(str(files("vllm_lite") / "demo_model"))
 TEMPLATES = [
@@ -35,12 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     env = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
     with serving(str(folder), "--port", "0", *defaults, env=env) as server:
         yield server
-
-
-@pytest.fixture
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server) as http:
-        yield http
 
 
 def text_of(http: httpx.Client, body: dict[str, object]) -> str:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.deadlines import scaled
-from tests.http_server import Server, client, serving
+from tests.http_server import Server, serving
 
 HEAD = b"POST %b HTTP/1.%b\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 OFFER = b"Connection: %bUpgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\nUpgrade: h2c\r\n"
@@ -19,12 +19,6 @@ OFFER = b"Connection: %bUpgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAA
 def server() -> Iterator[Server]:
     with serving() as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server) as http:
-        yield http
 
 
 def exchange(server: Server, data: bytes) -> bytes:

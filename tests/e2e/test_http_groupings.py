@@ -149,35 +149,32 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield name, server.url
 
 
-def test_clients_get_the_same_items_alone_and_in_a_crowd(served: tuple[str, str]) -> None:
+async def test_clients_get_the_same_items_alone_and_in_a_crowd(served: tuple[str, str]) -> None:
     name, url = served
     texts = outputs(name)
     wanted = [expected(name, text) for text in texts]
 
-    async def main() -> None:
-        clients = Clients(url)
-        ways: Sequence[Callable[[Any], Awaitable[tuple[list[Item], int]]]] = (
-            clients.chat,
-            clients.response,
-            clients.message,
-            clients.ollama_chat,
-        )
+    clients = Clients(url)
+    ways: Sequence[Callable[[Any], Awaitable[tuple[list[Item], int]]]] = (
+        clients.chat,
+        clients.response,
+        clients.message,
+        clients.ollama_chat,
+    )
 
-        async def ask(way: int, number: int) -> int:
-            asked = [{"role": "user", "content": f"script {number}"}]
-            items, count = await ways[way](asked)
-            what = f"{ways[way].__name__}: {texts[number]!r}"
-            assert in_order(items) == wanted[number], what
-            return count
+    async def ask(way: int, number: int) -> int:
+        asked = [{"role": "user", "content": f"script {number}"}]
+        items, count = await ways[way](asked)
+        what = f"{ways[way].__name__}: {texts[number]!r}"
+        assert in_order(items) == wanted[number], what
+        return count
 
-        try:
-            alone = [await ask(number % 4, number) for number in range(len(texts))]
-            everything = [(way, number) for way in range(4) for number in range(len(texts))]
-            async with asyncio.TaskGroup() as tasks:
-                asked = {each: tasks.create_task(ask(*each)) for each in everything}
-            several = [asked[number % 4, number].result() for number in range(len(texts))]
-            assert several != alone, "tokens were grouped in other ways"
-        finally:
-            await clients.close()
-
-    asyncio.run(main())
+    try:
+        alone = [await ask(number % 4, number) for number in range(len(texts))]
+        everything = [(way, number) for way in range(4) for number in range(len(texts))]
+        async with asyncio.TaskGroup() as tasks:
+            asked = {each: tasks.create_task(ask(*each)) for each in everything}
+        several = [asked[number % 4, number].result() for number in range(len(texts))]
+        assert several != alone, "tokens were grouped in other ways"
+    finally:
+        await clients.close()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.deadlines import scaled
 from tests.families.hybrid import VARIANTS
 from tests.http_server import Server, client, serving
 
@@ -40,12 +39,6 @@ def server() -> Iterator[Server]:
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
         with serving(str(path), *FLAGS) as server:
             yield server
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(30)) as api:
-        yield api
 
 
 def chat(api: OpenAI, messages: list[dict[str, str]], **others: Any) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from prometheus_client.samples import Sample
 
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, Sink
-from tests.http_server import Server, client, engine_of, serving, short_socket, until
+from tests.http_server import Server, client, serving, short_socket, until
 from vllm_lite.client.engines.session import Session
 from vllm_lite.protocol.api import Finished, Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -87,12 +87,6 @@ def server() -> Iterator[Server]:
 def http(server: Server) -> Iterator[httpx.Client]:
     with client(server, headers={"Authorization": f"Bearer {KEY}"}) as http:
         yield http
-
-
-@pytest.fixture(scope="module")
-def session(server: Server) -> Iterator[Session]:
-    with engine_of(server) as session:
-        yield session
 
 
 class Scrape:

@@ -41,12 +41,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server) as http:
-        yield http
-
-
 def post(http: httpx.Client, path: str, body: dict[str, Any], status: int = 200) -> Any:
     answer = http.post(path, json={"stream": False, **body})
     assert answer.status_code == status, answer.text

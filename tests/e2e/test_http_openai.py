@@ -30,27 +30,6 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(30)) as api:
-        yield api
-
-
-@pytest.fixture(scope="module")
-def session(server: Server) -> Iterator[Session]:
-    """The engine's own view."""
-
-    session = Session.connect(_address(server))
-    yield session
-    session.close()
-
-
-def _address(server: Server) -> str:
-    args = server.process.args
-    assert isinstance(args, list)
-    return str(args[args.index("--address") + 1])
-
-
 def test_models(api: OpenAI) -> None:
     models = api.models.list().data
     assert [model.id for model in models] == ["demo", "story"]
@@ -442,20 +421,17 @@ def test_closing_the_stream_aborts(api: OpenAI, session: Session) -> None:
     assert session.stats().num_running == session.stats().num_waiting == 0
 
 
-def test_many_at_once(server: Server) -> None:
-    async def main() -> list[str]:
-        async with AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(60)) as api:
+async def test_many_at_once(server: Server) -> None:
+    async with AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(60)) as api:
 
-            async def one(seed: int) -> str:
-                settings: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "seed": seed % 4}
-                if seed % 2:
-                    return str((await api.completions.create(**settings)).choices[0].text)
-                stream = await api.completions.create(stream=True, **settings)
-                return "".join([chunk.choices[0].text async for chunk in stream])
+        async def one(seed: int) -> str:
+            settings: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "seed": seed % 4}
+            if seed % 2:
+                return str((await api.completions.create(**settings)).choices[0].text)
+            stream = await api.completions.create(stream=True, **settings)
+            return "".join([chunk.choices[0].text async for chunk in stream])
 
-            return list(await asyncio.gather(*(one(seed) for seed in range(32))))
-
-    texts = asyncio.run(main())
+        texts = await asyncio.gather(*(one(seed) for seed in range(32)))
     assert all(text == texts[place % 4] for place, text in enumerate(texts))
     assert len(set(texts)) > 1
 

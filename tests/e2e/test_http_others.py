@@ -18,7 +18,7 @@ from schemathesis.core.result import Ok
 
 from tests.deadlines import scaled
 from tests.examples import examples
-from tests.http_server import Server, client, engine_of, serving, short_socket, until
+from tests.http_server import Server, client, serving, short_socket, until
 from vllm_lite.client.engines.session import Session
 from vllm_lite.server.openai import openapi
 
@@ -34,12 +34,6 @@ def server() -> Iterator[Server]:
         serving("--address", short_socket(Path(folder)), "--max-num-seqs", "16", "--log-level", "error") as server,
     ):
         yield server
-
-
-@pytest.fixture(scope="module")
-def session(server: Server) -> Iterator[Session]:
-    with engine_of(server) as session:
-        yield session
 
 
 # ---- clients that vanish
@@ -88,27 +82,23 @@ async def steady(host: str, port: int, text: str) -> str:
         return "".join(pieces)
 
 
-def test_200_clients_that_vanish_leave_nothing_and_disturb_nobody(server: Server, session: Session) -> None:
+async def test_200_clients_that_vanish_leave_nothing_and_disturb_nobody(server: Server, session: Session) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     prompts = [f"{PROMPT} {name}" for name in ("bear", "fox", "girl", "king")]
 
-    async def main() -> tuple[list[str], list[str]]:
-        alone = [await steady(host, int(port), text) for text in prompts]
-        places = asyncio.Semaphore(AT_ONCE)
+    alone = [await steady(host, int(port), text) for text in prompts]
+    places = asyncio.Semaphore(AT_ONCE)
 
-        async def one(number: int) -> None:
-            async with places:
-                await vanish(host, int(port), number)
+    async def one(number: int) -> None:
+        async with places:
+            await vanish(host, int(port), number)
 
-        async def among_them() -> list[str]:
-            return [await steady(host, int(port), text) for text in prompts * 3]
+    async def among_them() -> list[str]:
+        return [await steady(host, int(port), text) for text in prompts * 3]
 
-        others = asyncio.ensure_future(among_them())
-        await asyncio.gather(*(one(number) for number in range(NUM_VANISHING)))
-        return alone, await others
-
-    alone, among_others = asyncio.run(main())
-    assert among_others == alone * 3
+    others = asyncio.ensure_future(among_them())
+    await asyncio.gather(*(one(number) for number in range(NUM_VANISHING)))
+    assert await others == alone * 3
     with client(server) as http:
         until(lambda: http.get("/load").json() == {"server_load": 0}, "an idle server")
     until(lambda: session.stats().num_running + session.stats().num_waiting == 0, "an idle engine")
@@ -119,7 +109,7 @@ def test_200_clients_that_vanish_leave_nothing_and_disturb_nobody(server: Server
 # ---- LangChain
 
 
-def test_langchain_talks_streams_and_runs_batches(server: Server) -> None:
+async def test_langchain_talks_streams_and_runs_batches(server: Server) -> None:
     from langchain_core.exceptions import ContextOverflowError
     from langchain_core.messages import HumanMessage, SystemMessage
     from langchain_openai import ChatOpenAI, OpenAI
@@ -143,7 +133,7 @@ def test_langchain_talks_streams_and_runs_batches(server: Server) -> None:
         assert whole.response_metadata["finish_reason"] in ("length", "stop")
         assert "".join(str(chunk.content) for chunk in chat.stream(messages)) == whole.content
         assert [answer.content for answer in chat.batch([messages] * 3)] == [whole.content] * 3
-        assert asyncio.run(asynchronous()) == whole.content
+        assert await asynchronous() == whole.content
         likely = ChatOpenAI(**settings, logprobs=True, top_logprobs=2).invoke(messages)
         tokens = likely.response_metadata["logprobs"]["content"]
         assert [len(token["top_logprobs"]) for token in tokens] == [2] * whole.usage_metadata["output_tokens"]

@@ -68,12 +68,6 @@ def server(embedder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server) as http:
-        yield http
-
-
-@pytest.fixture(scope="module")
 def scores(reranker: Path) -> Iterator[httpx.Client]:
     with (
         serving("--model", str(reranker), "--dtype", "float32", "--cpu-threads", "1") as server,

@@ -11,7 +11,7 @@ import pytest
 
 from tests.deadlines import scaled
 from tests.e2e.raw_server import JSON, KEY, LONG, OTHER_KEY, PROMPT, error_of, raw_server, with_key
-from tests.http_server import Server, engine_of, until
+from tests.http_server import Server, until
 from vllm_lite import __version__
 from vllm_lite.client.engines.session import Session
 
@@ -26,12 +26,6 @@ def server() -> Iterator[Server]:
 def http(server: Server) -> Iterator[httpx.Client]:
     with with_key(server) as http:
         yield http
-
-
-@pytest.fixture(scope="module")
-def session(server: Server) -> Iterator[Session]:
-    with engine_of(server) as session:
-        yield session
 
 
 # ---- who may call
@@ -293,7 +287,7 @@ def test_the_prompts_of_a_list_take_no_id_of_another_request(http: httpx.Client)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_vanish_leave_nothing(server: Server, session: Session, stream: bool) -> None:
+async def test_clients_that_vanish_leave_nothing(server: Server, session: Session, stream: bool) -> None:
     """One after the other, in the middle of their answers, or while they wait for a place in the batch. Who finds no
     place to wait either is refused."""
     before = session.stats().generated_tokens
@@ -302,25 +296,22 @@ def test_clients_that_vanish_leave_nothing(server: Server, session: Session, str
         enough = before + 1 + 5 * place
         until(lambda: request.done() or session.stats().generated_tokens >= enough, f"{enough} tokens")
 
-    async def main() -> None:
-        headers = {"Authorization": f"Bearer {KEY}"}
-        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=scaled(60)) as http:
-            bodies = [{**LONG, "stream": stream, "n": 1 + place % 2} for place in range(6)]
-            asking = [asyncio.ensure_future(http.post("/v1/completions", json=body)) for body in bodies]
-            for place, each in enumerate(asking):
-                await asyncio.to_thread(see_enough, place, each)
-                each.cancel()
-            await asyncio.wait(asking, timeout=scaled(30))
-        assert sum(each.cancelled() for each in asking) >= 2
-
-    asyncio.run(main())
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=scaled(60)) as http:
+        bodies = [{**LONG, "stream": stream, "n": 1 + place % 2} for place in range(6)]
+        asking = [asyncio.ensure_future(http.post("/v1/completions", json=body)) for body in bodies]
+        for place, each in enumerate(asking):
+            await asyncio.to_thread(see_enough, place, each)
+            each.cancel()
+        await asyncio.wait(asking, timeout=scaled(30))
+    assert sum(each.cancelled() for each in asking) >= 2
     until(lambda: session.stats().num_used_blocks == 0, "the end of what was abandoned")
     stats = session.stats()
     assert stats.num_running == stats.num_waiting == 0
     assert stats.generated_tokens > before
 
 
-def test_a_full_queue_refuses(server: Server, session: Session) -> None:
+async def test_a_full_queue_refuses(server: Server, session: Session) -> None:
     """Four sequences are in a batch and two may wait: of twelve at once six are served."""
 
     async def num_rejected(http: httpx.AsyncClient) -> float:
@@ -328,16 +319,12 @@ def test_a_full_queue_refuses(server: Server, session: Session) -> None:
         name, limit = "vllm:admission_rejections_total{", 'reason="max_num_queued_reqs"'
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and limit in line)
 
-    async def main() -> list[httpx.Response]:
-        headers = {"Authorization": f"Bearer {KEY}"}
-        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=scaled(60)) as http:
-            body = {**LONG, "max_tokens": 300}
-            before = await num_rejected(http)
-            answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(12)))
-            assert await num_rejected(http) == before + 6
-            return answers
-
-    answers = asyncio.run(main())
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=scaled(60)) as http:
+        body = {**LONG, "max_tokens": 300}
+        before = await num_rejected(http)
+        answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(12)))
+        assert await num_rejected(http) == before + 6
     assert sorted(answer.status_code for answer in answers) == [200] * 6 + [429] * 6
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert error_of(refused, 429)["type"] == "RateLimitError"

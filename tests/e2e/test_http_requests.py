@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 
 from tests.deadlines import scaled
-from tests.http_server import Server, client, engine_of, serving, short_socket, until
+from tests.http_server import Server, client, serving, short_socket, until
 from vllm_lite.client.engines.session import Session
 
 USER, ADMIN = {"Authorization": "Bearer a-user"}, {"Authorization": "Bearer an-admin"}
@@ -38,12 +38,6 @@ def http(server: Server) -> Iterator[httpx.Client]:
         yield http
 
 
-@pytest.fixture(scope="module")
-def session(server: Server) -> Iterator[Session]:
-    with engine_of(server) as session:
-        yield session
-
-
 def message_of(answer: httpx.Response, status: int) -> str:
     assert answer.status_code == status, answer.text
     return str(answer.json()["error"]["message"])
@@ -58,32 +52,28 @@ def chunks(answer: httpx.Response) -> Iterator[dict[str, Any]]:
 # ---- admission
 
 
-def test_one_that_waits_says_later_and_why(server: Server) -> None:
+async def test_one_that_waits_says_later_and_why(server: Server) -> None:
     """A prompt of 63 blocks runs and grows; one of 69 does not fit beside it. A third one would be too many tokens."""
 
-    async def main() -> dict[str, Any]:
-        async with httpx.AsyncClient(base_url=server.url, headers=USER, timeout=DEADLINE_S) as http:
-            first = {"prompt": [5] * 1000, "max_tokens": 900, "request_id": "first", "stream": True, **LONG}
-            async with http.stream("POST", "/v1/completions", json=first) as running:
-                lines = running.aiter_lines()
-                await anext(lines)
-                late = {"prompt": [6] * 1100, "max_tokens": 2, "request_id": "late", "priority": 3, **LONG}
-                waiting = asyncio.ensure_future(http.post("/v1/completions", json=late))
-                while (answer := await http.get("/v1/requests/cmpl-late")).status_code == 404:
-                    assert not waiting.done()
-                found: dict[str, Any] = answer.json()
-                third = {"prompt": [7] * 600, "max_tokens": 2}
-                refused = await http.post("/v1/completions", json=third)
+    async with httpx.AsyncClient(base_url=server.url, headers=USER, timeout=DEADLINE_S) as http:
+        first = {"prompt": [5] * 1000, "max_tokens": 900, "request_id": "first", "stream": True, **LONG}
+        async with http.stream("POST", "/v1/completions", json=first) as running:
+            lines = running.aiter_lines()
+            await anext(lines)
+            late = {"prompt": [6] * 1100, "max_tokens": 2, "request_id": "late", "priority": 3, **LONG}
+            waiting = asyncio.ensure_future(http.post("/v1/completions", json=late))
+            while (answer := await http.get("/v1/requests/cmpl-late")).status_code == 404:
                 assert not waiting.done()
-            assert "1100 tokens are waiting, and 600 more" in message_of(refused, 429)
-            assert refused.headers["retry-after"] == "1"
-            served = await waiting
-            assert served.json()["usage"]["completion_tokens"] == 2
-            assert (await http.get("/v1/requests/cmpl-late")).status_code == 404
-            assert (await http.post("/v1/completions", json=third)).status_code == 200
-            return found
-
-    found = asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+            found: dict[str, Any] = answer.json()
+            third = {"prompt": [7] * 600, "max_tokens": 2}
+            refused = await http.post("/v1/completions", json=third)
+            assert not waiting.done()
+        assert "1100 tokens are waiting, and 600 more" in message_of(refused, 429)
+        assert refused.headers["retry-after"] == "1"
+        served = await waiting
+        assert served.json()["usage"]["completion_tokens"] == 2
+        assert (await http.get("/v1/requests/cmpl-late")).status_code == 404
+        assert (await http.post("/v1/completions", json=third)).status_code == 200
     assert (found["id"], found["state"]) == ("cmpl-late", "waiting")
     admission, blocks = found["admission"], found["admission"]["blocks"]
     assert (admission["verdict"], admission["reason"]) == ("LATER", "waits_for_blocks")

@@ -17,7 +17,7 @@ import pytest
 from openai import OpenAI
 
 from tests.deadlines import scaled
-from tests.http_server import Server, children, engine_of, serving, short_socket, until
+from tests.http_server import Server, children, serving, short_socket, until
 from tests.unit.resumable_stage import content, events_in
 from vllm_lite.client.engines.session import Session
 
@@ -49,12 +49,6 @@ def connect(server: Server) -> Iterator["Connect"]:
     """Makes connections, which are closed with the test."""
     with ExitStack() as stack:
         yield partial(Wire, stack, server)
-
-
-@pytest.fixture(scope="module")
-def session(server: Server) -> Iterator[Session]:
-    with engine_of(server) as session:
-        yield session
 
 
 class Wire:

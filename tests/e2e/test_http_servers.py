@@ -83,27 +83,23 @@ def test_the_engine_logs_its_statistics_and_nobody_else_does(server: Server) -> 
     assert "Prefix cache hit rate: " in lines[-1]
 
 
-def test_requests_are_spread_over_both(server: Server) -> None:
+async def test_requests_are_spread_over_both(server: Server) -> None:
     """Each of 30 requests has a connection of its own; /load counts what each server runs."""
+    asking = httpx.AsyncClient(base_url=server.url, headers=KEY, timeout=DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S), asking as http:
 
-    async def main() -> list[int]:
-        async with httpx.AsyncClient(base_url=server.url, headers=KEY, timeout=DEADLINE_S) as http:
+        async def one(place: int) -> str:
+            body = {**LONG, "max_tokens": 60, "temperature": 1, "seed": place}
+            answer = await http.post("/v1/completions", json=body)
+            return str(answer.json()["choices"][0]["text"])
 
-            async def one(place: int) -> str:
-                body = {**LONG, "max_tokens": 60, "temperature": 1, "seed": place}
-                answer = await http.post("/v1/completions", json=body)
-                return str(answer.json()["choices"][0]["text"])
-
-            running = [asyncio.ensure_future(one(place)) for place in range(30)]
-            most: list[int] = []
-            while not all(each.done() for each in running):
-                most = max(most, (await http.get("/load")).json()["servers"], key=sum)
-            assert len(set(await asyncio.gather(*running))) == 30
-            return most
-
-    loads = asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
-    assert len(loads) == 2
-    assert min(loads) > 0
+        running = [asyncio.ensure_future(one(place)) for place in range(30)]
+        most: list[int] = []
+        while not all(each.done() for each in running):
+            most = max(most, (await http.get("/load")).json()["servers"], key=sum)
+        assert len(set(await asyncio.gather(*running))) == 30
+    assert len(most) == 2
+    assert min(most) > 0
 
 
 @pytest.mark.parametrize("owner", [0, 1])

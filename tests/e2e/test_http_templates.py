@@ -31,12 +31,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=scaled(60)) as http:
-        yield http
-
-
 def posted(http: httpx.Client, path: str, **body: Any) -> httpx.Response:
     answer = http.post(path, json={"model": "demo", **body})
     assert answer.status_code == 200, answer.text

@@ -15,7 +15,6 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.deadlines import scaled
 from tests.http_server import Server, serving
 
 TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
@@ -47,18 +46,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template.write_text(TEMPLATE)
     with serving("--chat-template", str(template), "--served-model-name", "demo") as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(60)) as api:
-        yield api
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=scaled(60)) as http:
-        yield http
 
 
 def asked(api: OpenAI, **fields: Any) -> Any:

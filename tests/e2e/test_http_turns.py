@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deadlines import scaled
 from tests.http_server import Server, serving
 from tests.response_events import check_stream, checked, events_in
 from tests.scripted_turns import make_scripted
@@ -53,12 +52,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["--served-model-name", "scripted", "--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]
     with serving(str(folder), *flags, "--log-level", "error") as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=scaled(60)) as http:
-        yield http
 
 
 # ---- Codex

@@ -23,7 +23,7 @@ from tests.e2e.raw_server import (
     raw_server,
     with_key,
 )
-from tests.http_server import Server, engine_of, until
+from tests.http_server import Server, until
 from vllm_lite.client.engines.session import Session
 
 
@@ -37,12 +37,6 @@ def server() -> Iterator[Server]:
 def http(server: Server) -> Iterator[httpx.Client]:
     with with_key(server) as http:
         yield http
-
-
-@pytest.fixture(scope="module")
-def session(server: Server) -> Iterator[Session]:
-    with engine_of(server) as session:
-        yield session
 
 
 @pytest.mark.parametrize("data", [b"\x00\x01\x02\x03\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])

@@ -193,8 +193,8 @@ def test_no_vectors_are_lost_when_a_worker_dies(checkpoint: Path, shown: Shown) 
         until_written(llm, 2 + 2)
         for file in files(folder, of_media=False):
             file.unlink()
-        assert isinstance(llm._launched, LaunchedEngine)
-        os.kill(family(llm._launched.pid)[1], signal.SIGKILL)
+        assert isinstance(llm.launched, LaunchedEngine)
+        os.kill(family(llm.launched.pid)[1], signal.SIGKILL)
         deadline_s = time.monotonic() + scaled(60.0)
         while not has_others(llm):
             assert time.monotonic() < deadline_s

@@ -1,6 +1,5 @@
 """Adapters over real processes: tokens of merged weights in every dialect, at run time, through deaths of processes."""
 
-import asyncio
 import os
 import shutil
 import signal
@@ -250,27 +249,24 @@ def test_an_adapter_unloaded_while_it_runs_and_deaths_of_processes(
     assert found["poems"] == expected["poems"]
 
 
-def test_clients_in_python_load_what_they_name(server: Server, adapted: Adapted) -> None:
+async def test_clients_in_python_load_what_they_name(server: Server, adapted: Adapted) -> None:
     args = server.process.args
     assert isinstance(args, list)
     address = str(args[args.index("--address") + 1])
 
-    async def work() -> None:
-        async with AsyncClient(address) as one:
-            request = LoRARequest("both", 3, adapted.adapters["both"])
-            async for output in one.generate(PROMPTS[0], GREEDY, lora_request=request):
-                last = output
-            assert list(last.outputs[0].token_ids) == adapted.tokens["both"][0]
-            assert "both" in one.adapters
-            vectors = {}
-            for adapter in (None, request):
-                async for made in one.encode(PROMPTS[0], pooling_task="embed", lora_request=adapter):
-                    vectors[adapter] = made.outputs.embedding
-            assert vectors[None] != vectors[request]
+    async with AsyncClient(address) as one:
+        request = LoRARequest("both", 3, adapted.adapters["both"])
+        async for output in one.generate(PROMPTS[0], GREEDY, lora_request=request):
+            last = output
+        assert list(last.outputs[0].token_ids) == adapted.tokens["both"][0]
+        assert "both" in one.adapters
+        vectors = {}
+        for adapter in (None, request):
+            async for made in one.encode(PROMPTS[0], pooling_task="embed", lora_request=adapter):
+                vectors[adapter] = made.outputs.embedding
+        assert vectors[None] != vectors[request]
+        await one.unload_adapter("both")
+        with pytest.raises(RequestError, match="there is no adapter 'both'"):
             await one.unload_adapter("both")
-            with pytest.raises(RequestError, match="there is no adapter 'both'"):
-                await one.unload_adapter("both")
-            with pytest.raises(RequestError, match="no such file"):
-                await one.load_adapter("both", "/nowhere")
-
-    asyncio.run(work())
+        with pytest.raises(RequestError, match="no such file"):
+            await one.load_adapter("both", "/nowhere")

@@ -128,10 +128,10 @@ async def kill_while_streaming(
 
 
 @pytest.mark.parametrize("victim", ["worker", "engine"])
-def test_killed_child_ends_every_stream_with_one_clear_error(engine: Engine, run_root: Path, victim: str) -> None:
+async def test_killed_child_ends_every_stream_with_one_clear_error(engine: Engine, run_root: Path, victim: str) -> None:
     pids = family(engine.process.pid)
     pid = engine.worker_pid if victim == "worker" else engine.engine_pid
-    told_s, results = asyncio.run(kill_while_streaming(engine, lambda: os.kill(pid, signal.SIGKILL)))
+    told_s, results = await kill_while_streaming(engine, lambda: os.kill(pid, signal.SIGKILL))
     assert told_s < scaled(TOLD_S)
     assert all(isinstance(result, EngineDeadError) for result in results), results
     if victim == "worker":
@@ -140,18 +140,18 @@ def test_killed_child_ends_every_stream_with_one_clear_error(engine: Engine, run
     assert_nothing_left(pids, run_root)
 
 
-def test_frozen_worker_is_reported(engine: Engine, run_root: Path) -> None:
+async def test_frozen_worker_is_reported(engine: Engine, run_root: Path) -> None:
     pids = family(engine.process.pid)
-    told_s, results = asyncio.run(kill_while_streaming(engine, lambda: os.kill(engine.worker_pid, signal.SIGSTOP), 3))
+    told_s, results = await kill_while_streaming(engine, lambda: os.kill(engine.worker_pid, signal.SIGSTOP), 3)
     assert told_s < scaled(SILENCE_S + TOLD_S) + 1
     assert all(isinstance(result, EngineDeadError) and "worker 0" in str(result) for result in results), results
     assert_nothing_left(pids, run_root)
 
 
-def test_killed_launcher_leaves_no_orphan_and_no_answer_that_looks_whole(engine: Engine, run_root: Path) -> None:
+async def test_killed_launcher_leaves_no_orphan_and_no_answer_that_looks_whole(engine: Engine, run_root: Path) -> None:
     pids = family(engine.process.pid)
     assert len(pids) >= 3
-    told_s, results = asyncio.run(kill_while_streaming(engine, engine.process.kill))
+    told_s, results = await kill_while_streaming(engine, engine.process.kill)
     assert told_s < scaled(TOLD_S)
     wholes = [result.outputs[0].finish_reason for result in results if not isinstance(result, EngineDeadError)]
     assert not wholes
@@ -172,8 +172,8 @@ asyncio.run(main())
 """
 
 
-def test_requests_of_a_killed_client_are_aborted_and_others_go_on(engine: Engine) -> None:
-    async def check() -> None:
+async def test_requests_of_a_killed_client_are_aborted_and_others_go_on(engine: Engine) -> None:
+    async with asyncio.timeout(START_S):
         async with AsyncClient(engine.address) as client:
             whole = await consume(client, [5, 6, 7])
             dying = subprocess.Popen(
@@ -191,8 +191,6 @@ def test_requests_of_a_killed_client_are_aborted_and_others_go_on(engine: Engine
             stats = await client.stats()
             assert (stats.num_running, stats.num_used_blocks) == (0, 0)
             dying.communicate(timeout=START_S)
-
-    asyncio.run(asyncio.wait_for(check(), START_S))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -268,7 +266,7 @@ def test_bad_input_is_one_line_and_status_2(run_root: Path, flags: list[str], me
     assert not any(run_root.iterdir())
 
 
-def test_two_engines_of_one_user_do_not_mix(engine: Engine, tiny_checkpoint: Path) -> None:
+async def test_two_engines_of_one_user_do_not_mix(engine: Engine, tiny_checkpoint: Path) -> None:
     second = Engine(tiny_checkpoint, "--served-model-name", "second")
     try:
 
@@ -280,7 +278,7 @@ def test_two_engines_of_one_user_do_not_mix(engine: Engine, tiny_checkpoint: Pat
             return names
 
         assert engine.address != second.address
-        assert asyncio.run(models()) == [tiny_checkpoint.name, "second"]
+        assert await models() == [tiny_checkpoint.name, "second"]
     finally:
         second.end()
 

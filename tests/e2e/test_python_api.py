@@ -80,11 +80,11 @@ def test_the_tokenizer_is_that_of_transformers(llm: Any, oracle: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_every_kind_of_output_tells_the_same_story(llm: Any, kind: RequestOutputKind) -> None:
+async def test_every_kind_of_output_tells_the_same_story(llm: Any, kind: RequestOutputKind) -> None:
     params = SamplingParams(n=2, seed=3, max_tokens=30, logprobs=1, ignore_eos=True)
     (expected,) = llm.generate("One windy day,", params, use_tqdm=False)
 
-    async def main() -> None:
+    async with asyncio.timeout(scaled(60)):
         async with AsyncClient(llm.address) as client:
             stream = client.generate("One windy day,", params.clone(output_kind=kind))
             outputs = [output async for output in stream]
@@ -101,10 +101,8 @@ def test_every_kind_of_output_tells_the_same_story(llm: Any, kind: RequestOutput
             assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
             assert parts[-1].cumulative_logprob == pytest.approx(sample.cumulative_logprob)
 
-    asyncio.run(asyncio.wait_for(main(), scaled(60)))
 
-
-def test_an_engine_sleeps_and_gets_other_weights(tmp_path: Path) -> None:
+async def test_an_engine_sleeps_and_gets_other_weights(tmp_path: Path) -> None:
     """By its own LLM, and by another client of it."""
     first, second = (make_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -136,7 +134,7 @@ def test_an_engine_sleeps_and_gets_other_weights(tmp_path: Path) -> None:
             tokens(llm)
         llm.wake_up()
         assert tokens(llm) == before
-        asyncio.run(asyncio.wait_for(operate(llm.address), scaled(60.0)))
+        await asyncio.wait_for(operate(llm.address), scaled(60.0))
         assert tokens(llm) != before
         llm.update_weights(first)
         assert tokens(llm) == before

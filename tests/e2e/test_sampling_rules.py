@@ -111,11 +111,11 @@ def test_samples_of_one_prompt_count_their_own_tokens(llm: LLM, llama: Reference
         assert closest(llama, prompt, sample.token_ids, params, index=sample.index) > NEAR_TIE
 
 
-def test_a_fork_counts_what_it_inherits(llm: LLM) -> None:
+async def test_a_fork_counts_what_it_inherits(llm: LLM) -> None:
     """It has its parent's rules and takes the best token, so that it must say the same."""
     params = params_of(4, max_tokens=300)
 
-    async def main() -> None:
+    async with asyncio.timeout(DEADLINE_S):
         async with AsyncClient(llm.address) as client:
             parent = client.generate(PROMPTS[9], params, "parent")
             output = await anext(parent)
@@ -124,8 +124,6 @@ def test_a_fork_counts_what_it_inherits(llm: LLM) -> None:
             (fork,) = await client.fork("parent")
             expected, told = await last(parent), await last(fork)
             assert told.outputs[0].token_ids == expected.outputs[0].token_ids
-
-    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:

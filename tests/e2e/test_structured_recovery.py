@@ -67,7 +67,7 @@ async def load(address: str, disturb: Callable[[], None] = lambda: None) -> list
 
 
 @pytest.mark.parametrize("flags", [(), NGRAM], ids=["jump-forward", "n-gram"])
-def test_outputs_with_a_form_go_on_when_a_worker_or_an_engine_is_killed(
+async def test_outputs_with_a_form_go_on_when_a_worker_or_an_engine_is_killed(
     run_root: Path, tiny_checkpoint: Path, flags: tuple[str, ...]
 ) -> None:
     engine = Engine(tiny_checkpoint, "--dtype", "float32", *flags)
@@ -82,9 +82,9 @@ def test_outputs_with_a_form_go_on_when_a_worker_or_an_engine_is_killed(
         os.kill(pid, signal.SIGKILL)
 
     try:
-        whole = asyncio.run(load(engine.address))
+        whole = await load(engine.address)
         for disturb in (kill_worker, kill_engine):
-            assert asyncio.run(load(engine.address, disturb)) == whole, disturb.__name__
+            assert await load(engine.address, disturb) == whole, disturb.__name__
         engine.process.send_signal(signal.SIGTERM)
         assert engine.process.wait(START_S) == 0
     finally:

@@ -88,18 +88,18 @@ def assert_all_know(results: list[Any], words: str) -> None:
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
-def test_a_killed_rank_ends_every_stream(launch: Launch, rank: int) -> None:
+async def test_a_killed_rank_ends_every_stream(launch: Launch, rank: int) -> None:
     engine = launch()
     pid = workers(engine)[rank]
-    told_s, results = asyncio.run(fail_under_load(engine.address, lambda: os.kill(pid, signal.SIGKILL)))
+    told_s, results = await fail_under_load(engine.address, lambda: os.kill(pid, signal.SIGKILL))
     assert told_s < scaled(TOLD_S)
     assert_all_know(results, f"worker {rank} (pid {pid}) died: killed by SIGKILL")
 
 
-def test_a_stopped_rank_ends_every_stream(launch: Launch) -> None:
+async def test_a_stopped_rank_ends_every_stream(launch: Launch) -> None:
     engine, rank = launch(), 1
     pid = workers(engine)[rank]
-    told_s, results = asyncio.run(fail_under_load(engine.address, lambda: os.kill(pid, signal.SIGSTOP)))
+    told_s, results = await fail_under_load(engine.address, lambda: os.kill(pid, signal.SIGSTOP))
     assert told_s < hung_s(engine)
     assert_all_know(results, f"worker {rank} (pid {pid}) has been silent for ")
 
@@ -123,15 +123,11 @@ def test_a_rank_that_ends_while_all_are_idle_is_found(launch: Launch, rank: int,
         (1, "hold", "has been silent for "),
     ],
 )
-def test_a_rank_that_fails_in_a_step_is_named(launch: Launch, rank: int, how: str, words: str) -> None:
+async def test_a_rank_that_fails_in_a_step_is_named(launch: Launch, rank: int, how: str, words: str) -> None:
     engine = launch(f"{rank} step {how}")
-
-    async def serve() -> list[Any]:
-        async with AsyncClient(engine.address) as client:
-            streams = [consume(client, [5 + index, 6, 7]) for index in range(NUM_STREAMS)]
-            return await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), START_S)
-
-    results = asyncio.run(serve())
+    async with AsyncClient(engine.address) as client:
+        streams = [consume(client, [5 + index, 6, 7]) for index in range(NUM_STREAMS)]
+        results = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), START_S)
     assert_all_know(results, words)
     assert_all_know(results, f"worker {rank} ")
 

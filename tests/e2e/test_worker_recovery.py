@@ -3,8 +3,9 @@ dies. In float32."""
 
 import asyncio
 import os
+import shutil
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -79,18 +80,10 @@ async def serve(client: AsyncClient, fail: Callable[[], None] = lambda: None) ->
     return await asyncio.wait_for(asyncio.gather(*streams), START_S)
 
 
-def run(address: str, body: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
-    async def connected() -> Any:
-        async with AsyncClient(address) as client:
-            return await body(client)
-
-    return asyncio.run(connected())
-
-
-def fail_and_compare(engine: LaunchedEngine, fail: Callable[[], None] = lambda: None) -> Stats:
+async def fail_and_compare(engine: LaunchedEngine, fail: Callable[[], None] = lambda: None) -> Stats:
     """Serve the load while workers fail, and again while they do not."""
 
-    async def check(client: AsyncClient) -> Stats:
+    async with AsyncClient(engine.address) as client:
         interrupted = await serve(client, fail)
         stats = await client.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
@@ -99,15 +92,12 @@ def fail_and_compare(engine: LaunchedEngine, fail: Callable[[], None] = lambda: 
         assert (await client.stats()).generation == 2
         return stats
 
-    stats: Stats = run(engine.address, check)
-    return stats
 
-
-def test_streams_go_on_when_a_rank_is_stopped(launch: Launch) -> None:
+async def test_streams_go_on_when_a_rank_is_stopped(launch: Launch) -> None:
     """One that is killed is in test_kill_points.py."""
     engine, rank = launch(2), 0
     pid = family(engine.pid)[1 + rank]
-    stats = fail_and_compare(engine, lambda: os.kill(pid, signal.SIGSTOP))
+    stats = await fail_and_compare(engine, lambda: os.kill(pid, signal.SIGSTOP))
     assert stats.restarts == {"silent": 1}
     assert stats.recovered_requests == len(LOAD)
     assert stats.lost_s > 0
@@ -115,24 +105,16 @@ def test_streams_go_on_when_a_rank_is_stopped(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize(("world", "failure", "cause"), FAILURES)
-def test_streams_go_on_when_a_rank_fails_in_a_step(launch: Launch, world: int, failure: str, cause: str) -> None:
-    stats = fail_and_compare(launch(world, failure))
+async def test_streams_go_on_when_a_rank_fails_in_a_step(launch: Launch, world: int, failure: str, cause: str) -> None:
+    stats = await fail_and_compare(launch(world, failure))
     assert stats.restarts == {cause: 1}
 
 
-def test_a_standby_worker_takes_over_and_another_one_stands_by(launch: Launch) -> None:
+async def test_a_standby_worker_takes_over_and_another_one_stands_by(launch: Launch) -> None:
     engine = launch(1, standby_workers=True)
 
     def comm(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
-
-    async def check(client: AsyncClient) -> None:
-        expected = await serve(client)
-        worker, standby = await two_workers()
-        assert (comm(worker), comm(standby)) == ("vl-worker 0", "vl-standby 0")
-        assert await serve(client, lambda: os.kill(worker, signal.SIGKILL)) == expected
-        assert (await two_workers())[0] == standby
-        assert comm(standby) == "vl-worker 0"
 
     async def two_workers() -> list[int]:
         """Once they are there, and have their names."""
@@ -143,16 +125,19 @@ def test_a_standby_worker_takes_over_and_another_one_stands_by(launch: Launch) -
         await asyncio.to_thread(seconds_until, lambda: comm(standby).startswith("vl-"), START_S, "it has its name")
         return [worker, standby]
 
-    run(engine.address, check)
+    async with AsyncClient(engine.address) as client:
+        expected = await serve(client)
+        worker, standby = await two_workers()
+        assert (comm(worker), comm(standby)) == ("vl-worker 0", "vl-standby 0")
+        assert await serve(client, lambda: os.kill(worker, signal.SIGKILL)) == expected
+        assert (await two_workers())[0] == standby
+        assert comm(standby) == "vl-worker 0"
 
 
-def test_a_model_that_has_gone_is_the_end_of_every_stream(
+async def test_a_model_that_has_gone_is_the_end_of_every_stream(
     tiny_checkpoint: Path, launch: Launch, tmp_path: Path
 ) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in tiny_checkpoint.iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     engine = launch(1, model=model)
     pid = family(engine.pid)[1]
 
@@ -161,22 +146,20 @@ def test_a_model_that_has_gone_is_the_end_of_every_stream(
             file.unlink()
         os.kill(pid, signal.SIGKILL)
 
-    async def check(client: AsyncClient) -> str:
+    async with AsyncClient(engine.address) as client:
         started = asyncio.Semaphore(0)
         stream = asyncio.ensure_future(follow(client.generate([5, 6, 7], GREEDY), started))
         await asyncio.wait_for(started.acquire(), START_S)
         fail()
         with pytest.raises(EngineDeadError) as caught:
             await asyncio.wait_for(stream, START_S)
-        return str(caught.value)
-
-    words = run(engine.address, check)
+    words = str(caught.value)
     assert words.startswith("the workers cannot be started again: "), words
     assert words.endswith(f"they were restarted because worker 0 (pid {pid}) died: killed by SIGKILL"), words
     assert engine.wait(START_S)
 
 
-def test_a_worker_that_is_a_thread_is_replaced(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_is_a_thread_is_replaced(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     execute, num_messages = process.execute, 0
 
     def failing(*arguments: Any) -> Any:
@@ -187,5 +170,5 @@ def test_a_worker_that_is_a_thread_is_replaced(launch: Launch, monkeypatch: pyte
         return execute(*arguments)
 
     monkeypatch.setattr(process, "execute", failing)
-    stats = fail_and_compare(launch(1, worker_module="vllm_lite.worker.process", single_process=True))
+    stats = await fail_and_compare(launch(1, worker_module="vllm_lite.worker.process", single_process=True))
     assert stats.restarts == {"failed": 1}

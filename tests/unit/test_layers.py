@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -64,6 +65,17 @@ ONLY_IN = {
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+
+MAX_FOLDER_FILES = 20
+LISTS = {
+    *("checkpoint/families", "checkpoint/quantization", "client/text/response/formats", "layers/quantized", "models"),
+    *("tools/cli", "worker/drafting"),
+}
+"""Folders with a file for each family, format, command or drafter, however many there are and however short."""
+SHORT_LINES = 40
+MAX_SHORT_FILES = 30
+"""Files of fewer lines of code that a single other one imports, outside of lists: each is a jump for its reader. Fold
+the next one into its importer."""
 
 FORBIDDEN_MODULES = {
     "pickle",
@@ -221,6 +233,17 @@ def long_file(path: Path) -> list[str]:
     return [f"{lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
 
 
+def loops_by_hand(tree: ast.AST) -> list[str]:
+    """Tests that start an event loop; as coroutines they get one, with a deadline, and closed behind them."""
+    return [
+        f"line {call.lineno}: {node.name}() starts a loop; make it a coroutine"
+        for node in statements(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_")
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("asyncio.run", "asyncio.Runner")
+    ]
+
+
 def unmapped_files(path: Path) -> list[str]:
     """A folder whose __init__.py lists its files lists all of them."""
     named = MAP_LINE.findall(ast.get_docstring(parse(path)) or "")
@@ -276,6 +299,10 @@ def test_functions_are_short() -> None:
     obey(python_files(PACKAGE, "scripts", "examples", "benchmarks", "tests"), lambda path: long_functions(parse(path)))
 
 
+def test_tests_that_need_a_loop_are_coroutines() -> None:
+    obey(python_files("tests"), lambda path: loops_by_hand(parse(path)))
+
+
 def test_files_are_short() -> None:
     native = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
     obey([*python_files(PACKAGE, "scripts", "examples", "benchmarks", "tests"), *native], long_file)
@@ -283,6 +310,40 @@ def test_files_are_short() -> None:
 
 def test_a_map_of_a_folder_names_all_its_files() -> None:
     obey([path for path in python_files(PACKAGE) if path.name == "__init__.py"], unmapped_files)
+
+
+def test_folders_are_not_crowded() -> None:
+    sizes = Counter(path.parent for path in in_package() if path.name != "__init__.py")
+    for folder, size in sizes.items():
+        if str(folder.relative_to(ROOT / PACKAGE)) not in LISTS:
+            assert size <= MAX_FOLDER_FILES, f"{name_of(folder)} has {size} files, at most {MAX_FOLDER_FILES}"
+
+
+def test_few_short_files_have_one_importer() -> None:
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in in_package()}
+    importers: dict[str, set[Path]] = {name: set() for name in names}
+    for path in in_package():
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                for name in {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)} & names.keys():
+                    importers[name].add(path)
+    alone = [path for name, path in names.items() if len(importers[name]) == 1 and path.name != "__init__.py"]
+    short = [name_of(path) for path in alone if not is_in_a_list(path) and num_code_lines(path) < SHORT_LINES]
+    assert len(short) <= MAX_SHORT_FILES, "\n".join(short)
+
+
+def is_in_a_list(path: Path) -> bool:
+    return str(path.parent.relative_to(ROOT / PACKAGE)) in LISTS
+
+
+def num_code_lines(path: Path) -> int:
+    """Lines that hold neither a comment nor a docstring alone."""
+    texts = [
+        node for node in ast.walk(parse(path)) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    prose = {line for node in texts for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    lines = enumerate(path.read_text().splitlines(), 1)
+    return sum(bool(text.strip()) and not text.lstrip().startswith("#") and line not in prose for line, text in lines)
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
@@ -413,6 +474,13 @@ def test_long_functions_are_seen() -> None:
         if outer == "case 1:":
             code = "match x:\n" + textwrap.indent(code, "  ")
         assert long_functions(ast.parse(code)), outer
+
+
+def test_loops_by_hand_are_seen() -> None:
+    made = "async def main():\n        pass\n    asyncio.run(main())"
+    assert loops_by_hand(ast.parse(f"def test_it():\n    {made}"))
+    assert loops_by_hand(ast.parse("class T:\n  def test_it(self):\n    with asyncio.Runner() as runner:\n      pass"))
+    assert not loops_by_hand(ast.parse(f"async def test_it():\n    await it()\ndef helper():\n    {made}"))
 
 
 def test_long_files_and_wrong_maps_are_seen(tmp_path: Path) -> None:

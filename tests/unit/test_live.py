@@ -138,64 +138,55 @@ async def rest(stream: AsyncIterator[bytes]) -> AsyncIterator[str]:
         yield text.decode().split("\n")[0].removeprefix("event: ")
 
 
-def test_who_reads_in_time_gets_changes_and_who_does_not_everything() -> None:
-    async def main() -> None:
-        engine = Engine()
-        feed, calls = feed_of(engine)
-        quick, slow = feed.watch(), feed.watch()
+async def test_who_reads_in_time_gets_changes_and_who_does_not_everything() -> None:
+    engine = Engine()
+    feed, calls = feed_of(engine)
+    quick, slow = feed.watch(), feed.watch()
+    kind, engines = await event(quick)
+    assert (kind, engines["0"]["requests"]["r"]["prompt"]) == ("snapshot", 5)
+    assert (await event(slow))[0] == "snapshot"
+    for _ in range(5):
         kind, engines = await event(quick)
-        assert (kind, engines["0"]["requests"]["r"]["prompt"]) == ("snapshot", 5)
-        assert (await event(slow))[0] == "snapshot"
-        for _ in range(5):
-            kind, engines = await event(quick)
-            if kind == "update":
-                assert engines["0"]["requests"]["r"].keys() == {"output"}
-        while engine.num_asked < 9:
-            await event(quick)
-        kind, engines = await event(slow)
-        assert kind == "snapshot", "it has missed some"
-        assert engines["0"]["requests"]["r"]["prompt"] == 5
-        engine.is_there = False
-        while engines["0"] is not None:
-            kind, engines = await event(quick)
-            engines = engines or {"0": None}
-        calls.trouble = "the server is shutting down"
-        with pytest.raises(ApiError, match="shutting down"):
-            feed.check()
-        assert [kind async for kind in rest(quick)] in ([], ["update"], ["snapshot"]), "it ends"
-
-    asyncio.run(main())
+        if kind == "update":
+            assert engines["0"]["requests"]["r"].keys() == {"output"}
+    while engine.num_asked < 9:
+        await event(quick)
+    kind, engines = await event(slow)
+    assert kind == "snapshot", "it has missed some"
+    assert engines["0"]["requests"]["r"]["prompt"] == 5
+    engine.is_there = False
+    while engines["0"] is not None:
+        kind, engines = await event(quick)
+        engines = engines or {"0": None}
+    calls.trouble = "the server is shutting down"
+    with pytest.raises(ApiError, match="shutting down"):
+        feed.check()
+    assert [kind async for kind in rest(quick)] in ([], ["update"], ["snapshot"]), "it ends"
 
 
-def test_nobody_watches_and_nothing_is_asked() -> None:
-    async def main() -> None:
-        engine = Engine()
-        feed, _ = feed_of(engine)
-        stream = feed.watch()
-        await event(stream)
-        await stream.aclose()  # type: ignore[attr-defined]
-        for _ in range(200):
-            await asyncio.sleep(0.001)
-            before = engine.num_asked
-        assert engine.num_asked == before
-        again = feed.watch()
-        assert (await event(again))[0] == "snapshot"
-        await again.aclose()  # type: ignore[attr-defined]
-
-    asyncio.run(main())
+async def test_nobody_watches_and_nothing_is_asked() -> None:
+    engine = Engine()
+    feed, _ = feed_of(engine)
+    stream = feed.watch()
+    await event(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    for _ in range(200):
+        await asyncio.sleep(0.001)
+        before = engine.num_asked
+    assert engine.num_asked == before
+    again = feed.watch()
+    assert (await event(again))[0] == "snapshot"
+    await again.aclose()  # type: ignore[attr-defined]
 
 
-def test_watchers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watchers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "MAX_WATCHERS", 1)
 
-    async def main() -> None:
-        feed, _ = feed_of(Engine())
+    feed, _ = feed_of(Engine())
+    feed.check()
+    stream = feed.watch()
+    await event(stream)
+    with pytest.raises(ApiError, match="1 clients watch this server already"):
         feed.check()
-        stream = feed.watch()
-        await event(stream)
-        with pytest.raises(ApiError, match="1 clients watch this server already"):
-            feed.check()
-        await stream.aclose()  # type: ignore[attr-defined]
-        feed.check()
-
-    asyncio.run(main())
+    await stream.aclose()  # type: ignore[attr-defined]
+    feed.check()

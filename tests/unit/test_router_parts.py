@@ -33,14 +33,14 @@ vllm:h_sum{model_name="%s"} 2
 """
 
 
-def test_metrics_of_several_models_are_one_exposition() -> None:
+async def test_metrics_of_several_models_are_one_exposition() -> None:
     async def main() -> bytes:
         catalog = Catalog()
         catalog.add(Entry("a", ServeConfig(model="demo")))
         fleet = Fleet(catalog, RouterConfig.check({"models": "x", "models_memory": "1GiB"}), lambda *_: None)
         return merged(fleet, [TEXT % ("a", 1, "a", "a", "a"), TEXT % ("b", 2, "b", "b", "b")])
 
-    text = asyncio.run(main()).decode()
+    text = (await main()).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert text.count("# HELP vllm:x_total ") == text.count("# TYPE vllm:h ") == 1
     assert {sample.labels["model_name"]: sample.value for sample in families["vllm:x"].samples} == {"a": 1, "b": 2}
@@ -144,6 +144,6 @@ def test_an_answer_that_is_cut(tmp_path: Path, answer: bytes) -> None:
         asked(tmp_path, answer)
 
 
-def test_a_socket_that_nobody_listens_on(tmp_path: Path) -> None:
+async def test_a_socket_that_nobody_listens_on(tmp_path: Path) -> None:
     with pytest.raises(UpstreamLost, match="it does not listen"):
-        asyncio.run(open_answer(str(tmp_path / "none"), "GET", b"/", []))
+        await open_answer(str(tmp_path / "none"), "GET", b"/", [])

@@ -348,7 +348,7 @@ class Seen:
         return Pictured([1, 2], [Text([1, 2])])
 
 
-def test_a_uuid_is_the_senders_own() -> None:
+async def test_a_uuid_is_the_senders_own() -> None:
     """Uuids of one key are not those of another, and the key cannot be read from what the server keeps."""
     seen = Seen()
     prompts = PromptRenderer(None, cast(Renderer, Here()), 100, images=cast(PromptImages, seen))
@@ -365,7 +365,7 @@ def test_a_uuid_is_the_senders_own() -> None:
         await prompts.of_chat(body, None, Request(scope, receive), sees=True)
 
     for key in (b"mine", b"yours", b"mine", b""):
-        asyncio.run(ask(key))
+        await ask(key)
     owners = [images[0].owner for images, _ in seen.given]
     assert owners[0] == owners[2]
     assert len({*owners}) == 3

@@ -59,7 +59,7 @@ class TransformersModel:
         replace_norms(self.causal, self._ops, parts.dtype)
         self.seen: list[Seen] = observe(self.causal, self.paged, spec.per_rank(parts.shard))
         self.body, self._head = self.causal.base_model, self.causal.get_output_embeddings()
-        setattr(self.causal, self.causal.base_model_prefix, Given())
+        setattr(self.causal, self.causal.base_model_prefix, _Given())
         observe_head(self.causal, spec.hidden_size, own.size)
         settle(self.causal, parts.device)
         settle(self.body, parts.device)
@@ -178,14 +178,14 @@ class TransformersModel:
         return any(part in name.split(".") for part in kept)
 
 
-class Given(nn.Module):
+class _Given(nn.Module):
     """The body of a causal model, whose result is there already.
 
     Some models give it `input_ids` by place, call the decoder within it, or look at what only some bodies return.
     """
 
     @property
-    def decoder(self) -> "Given":
+    def decoder(self) -> "_Given":
         return self
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> Any:
