@@ -15,6 +15,7 @@ import yaml
 from tests.deadlines import scaled
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.openai import openapi
+from vllm_lite.server.router.config import RouterConfig
 from vllm_lite.tools.doctor.checks import MODULES
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ NEEDS_NO_SERVER |= {"xxhash", "pillow"}
 """What pyproject.toml names and a client does not take."""
 
 
-def settings(words: list[str]) -> ServeConfig:
+def settings(words: list[str]) -> RouterConfig:
     """Parse these words as `vllm-lite serve` does."""
     done = subprocess.run(
         [sys.executable, "-m", "vllm_lite", "serve", *words, "--print-config"],
@@ -36,7 +37,7 @@ def settings(words: list[str]) -> ServeConfig:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return ServeConfig.check(yaml.safe_load(done.stdout))
+    return RouterConfig.check(yaml.safe_load(done.stdout))
 
 
 def load(name: str) -> Any:
