@@ -232,3 +232,11 @@ def test_without_adaption_every_entry_takes_the_most() -> None:
     rig.drain()
     assert len(found) > 4
     assert set(found[:-4]) == {4}, "but for the end of the sequence"
+
+
+def test_a_step_without_rows_says_nothing() -> None:
+    """It is expected to take no time, where a step costs nothing beside its rows."""
+    cost = StepCost()
+    cost.numbers = (0.0, 0.01, 0.0, 0.0)
+    assert not cost.measure(0, 0, 0.5)
+    assert cost.factors == StepCost().factors

@@ -103,8 +103,9 @@ class StepCost:
         return rates._replace(step_s=step_s, row_s=row_s, verify_s=verify_s, draft_s=draft_s, row_factors=factors)
 
     def measure(self, num_rows: int, most_drafts: int, took_s: float) -> bool:
-        """Learn from a step that computed so many rows and nothing else. True if the numbers changed."""
-        if took_s <= 0:
+        """Learn from a step that computed so many rows and nothing else. True if the numbers changed. One without rows,
+        that only images were computed in, says nothing."""
+        if took_s <= 0 or num_rows <= 0:
             return False
         features = _features(num_rows, most_drafts)
         if self.numbers[1]:  # a step that something else delayed counts for no more than thrice its time
