@@ -41,12 +41,13 @@ def routing(file: str, *flags: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def swapping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two models, of which one is loaded at a time, and an entry with a fault."""
+    """Two models, of which one is loaded at a time, and an entry with a fault. Steps are small, so that to compute a
+    prompt takes longer than to load it, which is what decides."""
     folder = tmp_path_factory.mktemp("swapping")
     text = f"""
     models_max: 1
     models_slice_s: 0.3
-    defaults: {{dtype: float32, kv_cache_dir: {folder / "kv"}, max_num_seqs: 4}}
+    defaults: {{dtype: float32, kv_cache_dir: {folder / "kv"}, max_num_seqs: 4, max_num_batched_tokens: 16}}
     models:
       red: {{model: demo, aliases: [gpt-4o]}}
       blue: {{model: demo, max_model_len: 600}}
