@@ -46,8 +46,8 @@ def swapping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("swapping")
     text = f"""
     models_max: 1
-    models_slice_s: 0.3
-    defaults: {{dtype: float32, kv_cache_dir: {folder / "kv"}, max_num_seqs: 4, max_num_batched_tokens: 16}}
+    models_slice_s: 0.1
+    defaults: {{dtype: float32, kv_cache_dir: {folder / "kv"}, max_num_seqs: 4, max_num_batched_tokens: 32}}
     models:
       red: {{model: demo, aliases: [gpt-4o]}}
       blue: {{model: demo, max_model_len: 600}}
@@ -124,7 +124,7 @@ def test_models_are_swapped_and_a_chat_finds_its_cache(swapping: Server) -> None
 
 def test_a_stream_goes_on_over_a_swap_with_the_same_tokens(swapping: Server) -> None:
     with client(swapping) as http, client(swapping) as others:
-        long = {**LONG, "max_tokens": 1800}
+        long = {**LONG, "max_tokens": 1800, "logprobs": 5}  # which takes longer
         undisturbed = complete(http, "red", **long)["choices"][0]["text"]
         stream = Stream(http, "red", **long)
         assert complete(others, "blue")["model"] == "blue"

@@ -22,7 +22,7 @@ from vllm_lite.server.router.known import files_bytes
 from vllm_lite.server.router.memory import tree_bytes
 from vllm_lite.server.router.placement import Action, Decision, ModelStatus, PlacementRules, decide
 
-LOOK_S = 0.5
+LOOK_S = 0.1
 """Between two looks at memory, idle models and slices, where nothing else happens."""
 MEASURE_S = 2.0
 MAX_BACKOFF_S = 60.0
