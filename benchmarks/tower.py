@@ -63,6 +63,8 @@ def ours(form: str, images: list[Any]) -> Encode:
         "num_key_value_heads": 1,
         "head_dim": 256,
         "vocab_size": 512,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
         "rope_parameters": rope,
         "tie_word_embeddings": True,
     }
