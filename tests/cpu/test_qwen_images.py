@@ -335,11 +335,11 @@ LAST: list[list[Any]] = [
 """Prompts that end with an image; the third fills a block, so that all of it can be found."""
 
 
-@pytest.mark.parametrize(("chunk", "room"), [(3, None), (15, None), (400, 16)])
+@pytest.mark.parametrize(("chunk", "room"), [(3, None), (7, None), (15, None), (400, 16)])
 def test_prompts_may_end_with_an_image(
     checkpoint: Path, model: Any, monkeypatch: pytest.MonkeyPatch, chunk: int, room: int | None
 ) -> None:
-    """Cut anywhere, so that their last token is computed by itself; found in the cache; sampled twice."""
+    """Cut anywhere (7 tokens leave an image of one token by itself); found in the cache; sampled twice."""
     if room is not None:
         monkeypatch.setattr(core, "encoder_sizes", lambda *_: EncoderSizes(room, room, 3 * room))
     sizes: dict[str, Any] = {"max_num_batched_tokens": chunk, "max_num_seqs": 3}
